@@ -1,0 +1,61 @@
+# PYTHON: an interpreter that has everything already; without it a virtual environment is made in .venv.
+# PIP_ARGS: more arguments for pip, e.g. --extra-index-url https://download.pytorch.org/whl/cpu where the package
+# index serves CUDA builds of torch only.
+BASE_PYTHON ?= python3
+PIP_ARGS ?=
+WORKERS ?= 2
+VENV := .venv
+STAMP := $(VENV)/.stamp
+
+ifdef PYTHON
+PY := $(PYTHON)
+READY :=
+else
+PY := $(VENV)/bin/python
+READY := $(STAMP)
+endif
+
+# Two workers share two cores: threads inside torch would only fight.
+export OMP_NUM_THREADS ?= 1
+export MPLBACKEND ?= Agg
+export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
+SOURCES := $(wildcard laplace tests examples benchmarks)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lint format types unit test quickstart benchmark clean
+
+help:  ## Show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
+
+setup: $(READY)  ## Make .venv with everything the tests and examples need
+
+$(STAMP): pyproject.toml constraints.txt
+	$(BASE_PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[test,examples]"
+	touch $@
+
+lint: $(READY)  ## Check style and format
+	$(PY) -m ruff check $(SOURCES)
+	$(PY) -m ruff format --check $(SOURCES)
+
+format: $(READY)  ## Mend style and format
+	$(PY) -m ruff check --fix $(SOURCES)
+	$(PY) -m ruff format $(SOURCES)
+
+types: $(READY)  ## Check types
+	$(PY) -m pyright --pythonpath $(PY)
+
+unit: $(READY)  ## Run the tests alone (ARGS= for pytest)
+	$(PY) -m pytest -n $(WORKERS) $(ARGS)
+
+test: lint types unit  ## Check style, types and behaviour
+
+quickstart: $(READY)  ## Train, fit, tune and plot on the digits data, in under a minute
+	PYTHONPATH=. $(PY) examples/quickstart.py
+
+benchmark: $(READY)  ## Measure speed and memory as ratios
+	PYTHONPATH=. $(PY) -m benchmarks
+
+clean:  ## Remove the environment and everything generated
+	rm -rf $(VENV) build dist *.egg-info outputs .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

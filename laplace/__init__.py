@@ -1,0 +1,57 @@
+"""Laplace approximations of neural networks: a trained PyTorch model becomes a Bayesian one."""
+
+from laplace.compat import finder as _finder
+
+_finder.install()
+
+from laplace.base import BaseLaplace  # noqa: E402
+from laplace.enums import (  # noqa: E402
+    FunctionalApproximation,
+    HessianStructure,
+    Likelihood,
+    LinkApprox,
+    PredType,
+    PriorStructure,
+    SubsetOfWeights,
+    TuningMethod,
+)
+from laplace.factory import Laplace  # noqa: E402
+from laplace.named import (  # noqa: E402
+    DiagLaplace,
+    DiagLLLaplace,
+    DiagSubnetLaplace,
+    FullLaplace,
+    FullLLLaplace,
+    FullSubnetLaplace,
+    KronLaplace,
+    KronLLLaplace,
+    KronSubnetLaplace,
+    LLLaplace,
+    SubnetLaplace,
+)
+from laplace.parametric import ParametricLaplace  # noqa: E402
+
+__all__ = [
+    "BaseLaplace",
+    "DiagLLLaplace",
+    "DiagLaplace",
+    "DiagSubnetLaplace",
+    "FullLLLaplace",
+    "FullLaplace",
+    "FullSubnetLaplace",
+    "FunctionalApproximation",
+    "HessianStructure",
+    "KronLLLaplace",
+    "KronLaplace",
+    "KronSubnetLaplace",
+    "LLLaplace",
+    "Laplace",
+    "Likelihood",
+    "LinkApprox",
+    "ParametricLaplace",
+    "PredType",
+    "PriorStructure",
+    "SubnetLaplace",
+    "SubsetOfWeights",
+    "TuningMethod",
+]

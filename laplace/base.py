@@ -1,0 +1,213 @@
+"""What every Laplace approximation shares: hyper-parameters, evidence, predictions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace import hyperparameters as hyper
+from laplace.batch import Inputs
+from laplace.enums import LinkApprox, PredType
+from laplace.errors import InvalidArgument
+from laplace.evidence import Evidence
+from laplace.likelihoods import get_likelihood
+from laplace.likelihoods.base import Likelihood
+
+
+class BaseLaplace(ABC):
+    """A Gaussian posterior around trained weights, in weight space or in function space.
+
+    Args:
+        model: The trained network; it is lent and left as it is.
+        likelihood: `"regression"`, `"classification"`, `"reward_modeling"`, `"bernoulli"`, or a likelihood object.
+        sigma_noise: Standard deviation of the observation noise, one or one per output (regression only).
+        prior_precision: δ: one, one per parameter tensor, or one per parameter.
+        prior_mean: μ₀: one, or one per parameter.
+        temperature: T of the likelihood p(y | f)^(1/T).
+        enable_backprop: Whether predictions can be differentiated with respect to the inputs.
+        dict_key_x: Key of the inputs whose first dimension is the batch, for mappings.
+        dict_key_y: Key of the targets, for mappings.
+
+    Raises:
+        InvalidArgument: A hyper-parameter is not positive or not finite, or has a length that fits nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InvalidArgument(f"model must be a torch.nn.Module; {type(model).__name__} was given.")
+        self.model = model
+        self.likelihood = likelihood
+        self.likelihood_object = get_likelihood(likelihood)
+        self.enable_backprop = bool(enable_backprop)
+        self.dict_key_x = dict_key_x
+        self.dict_key_y = dict_key_y
+        parameter = next(model.parameters(), torch.zeros(()))
+        dtype = torch.promote_types(parameter.dtype, torch.float32) if parameter.is_floating_point() else None
+        self._like = torch.zeros((), device=parameter.device, dtype=dtype)
+        self.sigma_noise = sigma_noise
+        self.temperature = temperature
+        self.prior_precision = prior_precision
+        self.prior_mean = prior_mean
+
+    # Hyper-parameters.
+
+    @property
+    def prior_precision(self) -> Tensor:
+        """δ, `[1]`, `[n_tensors]` or `[P]`."""
+        return self._prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, value: float | Tensor) -> None:
+        tensor = hyper.positive("prior_precision", hyper.as_tensor("prior_precision", value, like=self._like))
+        self._prior_precision = self._checked_prior("prior_precision", tensor.reshape(-1))
+
+    @property
+    def prior_mean(self) -> Tensor:
+        """μ₀, 0-dim, `[1]` or `[P]`."""
+        return self._prior_mean
+
+    @prior_mean.setter
+    def prior_mean(self, value: float | Tensor) -> None:
+        tensor = hyper.finite("prior_mean", hyper.as_tensor("prior_mean", value, like=self._like))
+        self._prior_mean = self._checked_mean(tensor if not isinstance(value, Tensor) else tensor.reshape(-1))
+
+    @property
+    def sigma_noise(self) -> Tensor:
+        """σ, 0-dim or `[C]`."""
+        return self._sigma_noise
+
+    @sigma_noise.setter
+    def sigma_noise(self, value: float | Tensor) -> None:
+        tensor = hyper.positive("sigma_noise", hyper.as_tensor("sigma_noise", value, like=self._like))
+        if not self.likelihood_object.has_noise and bool((tensor.detach() != 1).any()):
+            raise InvalidArgument(
+                f"sigma_noise={value} with likelihood={self.likelihood_object.name!r}, which has no observation noise; "
+                "leave sigma_noise at 1."
+            )
+        self._sigma_noise = tensor.reshape(()) if tensor.numel() == 1 else tensor
+
+    @property
+    def temperature(self) -> Tensor:
+        """T, 0-dim."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value: float | Tensor) -> None:
+        tensor = hyper.positive("temperature", hyper.as_tensor("temperature", value, like=self._like))
+        if tensor.numel() != 1:
+            raise InvalidArgument(f"temperature must be a scalar; {tensor.numel()} values were given.")
+        self._temperature = tensor.reshape(())
+
+    @abstractmethod
+    def _checked_prior(self, name: str, value: Tensor) -> Tensor:
+        """A prior precision `[n]` whose length fits, restricted to the treated coordinates."""
+
+    @abstractmethod
+    def _checked_mean(self, value: Tensor) -> Tensor:
+        """A prior mean whose length fits."""
+
+    # Evidence.
+
+    @abstractmethod
+    def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False) -> None:
+        """Fits the posterior to the data of a loader."""
+
+    @abstractmethod
+    def evidence(self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None) -> Evidence:
+        """The terms of the log evidence at the present, or at other, hyper-parameters."""
+
+    @property
+    def log_likelihood(self) -> Tensor:
+        """log p(D | θ*), 0-dim, differentiable in noise and temperature."""
+        return self.evidence().log_likelihood.to(self._like.dtype)
+
+    @property
+    def scatter(self) -> Tensor:
+        """(θ* − μ₀)ᵀ diag(δ) (θ* − μ₀), 0-dim."""
+        return self.evidence().scatter.to(self._like.dtype)
+
+    @property
+    def log_det_ratio(self) -> Tensor:
+        """log det P − log det P₀, 0-dim."""
+        return self.evidence().log_det_ratio.to(self._like.dtype)
+
+    @property
+    def log_det_prior_precision(self) -> Tensor:
+        """log det P₀, 0-dim."""
+        return self.evidence().prior.logdet().to(self._like.dtype)
+
+    @property
+    def log_det_posterior_precision(self) -> Tensor:
+        """log det P, 0-dim."""
+        return self.evidence().precision.logdet().to(self._like.dtype)
+
+    def log_marginal_likelihood(
+        self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
+    ) -> Tensor:
+        """Laplace approximation of the log evidence, differentiable in both arguments.
+
+        log p(D) ≈ log p(D | θ*) − ½ (log det P − log det P₀ + scatter)   (Daxberger et al., 2021, equation 5).
+
+        Args:
+            prior_precision: δ to evaluate at; it is also assigned, without its graph.
+            sigma_noise: σ to evaluate at, likewise (regression only).
+
+        Returns:
+            0-dim tensor.
+
+        Raises:
+            InvalidArgument: A value is not accepted, or a noise is given without a Gaussian likelihood.
+            NotFittedError: Before `fit`.
+        """
+        if sigma_noise is not None and not self.likelihood_object.has_noise:
+            raise InvalidArgument(
+                f"sigma_noise was given, but likelihood={self.likelihood_object.name!r} has no observation noise."
+            )
+        former = self.prior_precision, self.sigma_noise
+        try:
+            if prior_precision is not None:
+                self.prior_precision = prior_precision
+            if sigma_noise is not None:
+                self.sigma_noise = sigma_noise
+            value = self.evidence().log_marginal_likelihood
+        except Exception:
+            self._prior_precision, self._sigma_noise = former
+            raise
+        if prior_precision is not None:
+            self._prior_precision = self._prior_precision.detach()
+        if sigma_noise is not None:
+            self._sigma_noise = self._sigma_noise.detach()
+        return value
+
+    def marglik(
+        self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
+    ) -> Tensor:
+        """`log_marginal_likelihood`, by the name of the Laplace Redux paper."""
+        return self.log_marginal_likelihood(prior_precision, sigma_noise)
+
+    # Predictions.
+
+    @abstractmethod
+    def __call__(self, x: Inputs, pred_type: PredType | str = PredType.GLM, **options: Any) -> Any:
+        """Predictive distribution at x."""
+
+    def predictive(
+        self, x: Inputs, pred_type: PredType | str, link_approx: LinkApprox | str, n_samples: int
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`self(x, ...)` with positional options."""
+        return self(x, pred_type=pred_type, link_approx=link_approx, n_samples=n_samples)

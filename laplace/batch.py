@@ -1,0 +1,131 @@
+"""The only code that knows what a batch looks like: pairs, longer tuples and mappings.
+
+Inputs `x` are a tensor, a tuple of tensors (batches with more than two parts: all but the last) or a
+mapping (dict, `BatchEncoding`). Everything else in the library passes them along untouched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace.errors import InvalidData
+
+Inputs = Any
+"""A tensor, a tuple of tensors or a mapping of tensors."""
+
+ForwardFn = Callable[[nn.Module, Inputs], Any]
+
+
+def split(batch: Any, dict_key_y: str) -> tuple[Inputs, Tensor]:
+    """Splits a batch of a loader into inputs and targets.
+
+    Raises:
+        InvalidData: A batch of another form, or a mapping without the targets' key.
+    """
+    if isinstance(batch, Mapping):
+        if dict_key_y not in batch:
+            raise InvalidData(
+                f"the batch is a mapping with keys {sorted(map(str, batch))}, without dict_key_y={dict_key_y!r}; "
+                "pass the key of the targets as dict_key_y."
+            )
+        return batch, batch[dict_key_y]
+    if isinstance(batch, Sequence) and len(batch) >= 2:
+        *inputs, y = batch
+        return (inputs[0] if len(inputs) == 1 else tuple(inputs)), y
+    raise InvalidData(
+        f"a batch of type {type(batch).__name__} cannot be split; the loader must give pairs (x, y), tuples "
+        "(x1, x2, …, y) or mappings."
+    )
+
+
+def tensors(x: Inputs) -> list[Tensor]:
+    """All tensors among the inputs."""
+    if isinstance(x, Tensor):
+        return [x]
+    values = x.values() if isinstance(x, Mapping) else x
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def transform(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
+    """Applies a function to every tensor among the inputs, keeping the container's type where it can be kept."""
+    if isinstance(x, Tensor):
+        return function(x)
+    if isinstance(x, Mapping):
+        new = {key: function(value) if isinstance(value, Tensor) else value for key, value in x.items()}
+        return new if isinstance(x, dict) else _rebuild(x, new)
+    return tuple(function(value) if isinstance(value, Tensor) else value for value in x)
+
+
+def _rebuild(original: Mapping[Any, Any], new: dict[Any, Any]) -> Mapping[Any, Any]:
+    """A mapping of the same type (models read attributes off a `BatchEncoding`), else a plain dict."""
+    try:
+        return type(original)(new)  # pyright: ignore[reportCallIssue]
+    except TypeError:
+        return new
+
+
+def to_device(x: Inputs, device: torch.device) -> Inputs:
+    """Inputs with every tensor on `device`."""
+    return transform(x, lambda tensor: tensor.to(device))
+
+
+def size(x: Inputs, dict_key_x: str) -> int:
+    """Number of samples, the leading dimension (of `x[dict_key_x]`, or of the first tensor)."""
+    if isinstance(x, Mapping) and isinstance(x.get(dict_key_x), Tensor):
+        return int(x[dict_key_x].shape[0])
+    found = tensors(x)
+    if not found or found[0].ndim == 0:
+        raise InvalidData("the inputs hold no tensor with a leading batch dimension.")
+    return int(found[0].shape[0])
+
+
+def select(x: Inputs, index: slice | Tensor, n: int) -> Inputs:
+    """Rows `index` of every tensor whose leading dimension is the batch size `n`."""
+    return transform(x, lambda tensor: tensor[index] if tensor.ndim and tensor.shape[0] == n else tensor)
+
+
+def signature(x: Inputs) -> tuple[Any, ...]:
+    """Shapes and dtypes of the inputs: what a proven capture plan may depend on."""
+    if isinstance(x, Mapping):
+        return tuple((str(k), tuple(v.shape), v.dtype) for k, v in x.items() if isinstance(v, Tensor))
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors(x))
+
+
+def call(model: nn.Module, x: Inputs) -> Any:
+    """Calls a model on inputs.
+
+    A tuple is spread. A mapping goes whole to a model whose `forward` takes one argument of another
+    name than its keys (a user's wrapper), and is spread by name into a model whose `forward` names
+    its keys (a Hugging Face model), less the keys that the `forward` does not know.
+    """
+    if isinstance(x, Tensor):
+        return model(x)
+    if not isinstance(x, Mapping):
+        return model(*x)
+    parameters = inspect.signature(model.forward).parameters
+    known = [key for key in x if key in parameters]
+    if not known:
+        return model(x)
+    return model(**{key: x[key] for key in known if key not in ("labels", "label")})
+
+
+def latent(output: Any) -> Tensor:
+    """The network's output tensor, out of whatever a model returns (`.logits` of a `ModelOutput`).
+
+    Raises:
+        InvalidData: No tensor can be found.
+    """
+    if isinstance(output, Tensor):
+        return output
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    raise InvalidData(
+        f"the model returned {type(output).__name__}; it must return a tensor [B, C] or an object with `.logits`. "
+        "Pass forward_fn=lambda model, x: ... to say which tensor is meant."
+    )

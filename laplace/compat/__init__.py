@@ -1,0 +1,1 @@
+"""What scripts written for the older interface import: dotted paths, matrix classes and helpers."""

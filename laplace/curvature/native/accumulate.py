@@ -1,0 +1,269 @@
+"""Sums over a batch: from the blocks of a weighted Jacobian to a diagonal, Kronecker factors or a full matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from laplace.curvature.interface import KronBlock, KronParts
+from laplace.curvature.jacobian import Block, IndexBlock, Jacobian, OuterBlock, PickedBlock
+from laplace.likelihoods.base import OutputHessian
+from laplace.weights.problem import Problem
+
+DENSE_BLOCK_LIMIT = 512
+"""Largest tensor without Kronecker factors that gets an exact dense block; larger ones get an exact diagonal."""
+
+_SYMMETRIC_BLOCK = 512
+
+
+def add_gram(total: Tensor, x: Tensor) -> None:
+    """Adds xᵀx of x `[N, D]` to the upper block triangle of total `[D, D]`; `mirror` completes it."""
+    width = x.shape[1]
+    for start in range(0, width, _SYMMETRIC_BLOCK):
+        rows = x[:, start : start + _SYMMETRIC_BLOCK]
+        total[start : start + rows.shape[1], start:].addmm_(rows.T, x[:, start:])
+
+
+def mirror(total: Tensor) -> Tensor:
+    """Completes sums of `add_gram`, in place."""
+    for start in range(0, total.shape[-1], _SYMMETRIC_BLOCK):
+        stop = start + _SYMMETRIC_BLOCK
+        total[stop:, start:stop] = total[start:stop, stop:].T
+    return total
+
+
+def gram(x: Tensor) -> Tensor:
+    """xᵀx of `[N, D]`, at little more than half the cost of the product."""
+    total = x.new_zeros(x.shape[1], x.shape[1])
+    add_gram(total, x)
+    return mirror(total)
+
+
+class DiagSum:
+    """Diagonal of the curvature, `[E, P]`.
+
+    Args:
+        problem: The treated tensors.
+        n_terms: E.
+        dtype: Curvature dtype.
+    """
+
+    def __init__(self, problem: Problem, n_terms: int, dtype: torch.dtype) -> None:
+        self.slices = problem.layout.slices
+        self.values = torch.zeros(n_terms, problem.layout.n_params, dtype=dtype, device=problem.device)
+
+    def add(self, blocks: Mapping[int, Block], first: int) -> None:
+        """Adds the squares of weighted blocks whose cotangents begin at term `first`."""
+        for slot, block in blocks.items():
+            squares = block.sum_of_squares()
+            target = self.values[:, self.slices[slot]]
+            if len(target) == 1:
+                target += squares.sum(0)
+            else:
+                target[first : first + len(squares)] += squares
+
+    def add_head(self, blocks: Mapping[int, OuterBlock], hessian: OutputHessian) -> None:
+        """Adds Λ_cc φ_i² of a head, without a root of Λ."""
+        weights = hessian.diagonal().to(self.values.dtype)
+        for slot, block in blocks.items():
+            squares = weights.sum(0)[:, None] if block.a is None else weights.T @ block.a[:, 0, 0].square()
+            target = self.values[:, self.slices[slot]]
+            if len(target) == 1:
+                target += squares.flatten()
+            else:
+                torch.diagonal(target.view(len(target), *squares.shape), dim1=0, dim2=1).add_(squares.T)
+
+    def result(self) -> Tensor:
+        """`[E, P]`."""
+        return self.values
+
+
+class FullSum:
+    """Full curvature, `[E, P, P]`.
+
+    Args:
+        problem: The treated tensors.
+        n_terms: E.
+        dtype: Curvature dtype.
+    """
+
+    def __init__(self, problem: Problem, n_terms: int, dtype: torch.dtype) -> None:
+        n_params = problem.layout.n_params
+        self.values = torch.zeros(n_terms, n_params, n_params, dtype=dtype, device=problem.device)
+
+    def add(self, blocks: Mapping[int, Block], first: int) -> None:
+        """Adds Σ_kb J Jᵀ of weighted blocks whose cotangents begin at term `first`."""
+        for piece in Jacobian(tuple(blocks[i] for i in sorted(blocks))).pieces():
+            if len(self.values) == 1:
+                add_gram(self.values[0], piece.flatten(0, 1))
+                continue
+            for k in range(piece.shape[1]):
+                add_gram(self.values[first + k], piece[:, k])
+
+    def add_head(self, blocks: Mapping[int, OuterBlock], hessian: OutputHessian) -> None:
+        """Adds Σ_b Λ_b ⊗ φ_b φ_bᵀ of a head that is the whole problem."""
+        self.values += head_full([blocks[i] for i in sorted(blocks)], hessian, len(self.values))
+
+    def result(self) -> Tensor:
+        """`[E, P, P]`."""
+        for values in self.values:
+            mirror(values)
+        return self.values
+
+
+def head_full(blocks: Sequence[OuterBlock], hessian: OutputHessian, n_terms: int) -> Tensor:
+    """Full curvature of a head, Σ_b Λ_b ⊗ φ_b φ_bᵀ with φ = [features, 1], `[E, P, P]`.
+
+    With Λ = diag(d) − u uᵀ that is C Grams of D × D, less one stacked product of u ⊗ φ.
+    """
+    features = [b.g.new_ones(b.n_data, 1) if b.a is None else b.a[:, 0, 0] for b in blocks]
+    phi = torch.cat(features, 1)
+    c, width = hessian.diag.shape[1], phi.shape[1]
+    total = _head_matrix(phi, hessian).view(c, width, c, width)
+    splits = [f.shape[1] for f in features]
+    rows = [part.flatten(0, 1) for part in total.split(splits, 1)]
+    whole = torch.cat([torch.cat([p.flatten(1) for p in r.split(splits, 2)], 1) for r in rows])
+    if n_terms == 1:
+        return whole.unsqueeze(0)
+    output = torch.cat([torch.arange(c, device=whole.device).repeat_interleave(s) for s in splits])
+    return torch.stack([whole * ((output == k)[:, None] & (output == k)) for k in range(c)])
+
+
+def _head_matrix(phi: Tensor, hessian: OutputHessian) -> Tensor:
+    """Σ_b Λ_b ⊗ φ_b φ_bᵀ with the output as the slow index, `[C·D, C·D]`."""
+    c, width, dtype = hessian.diag.shape[1], phi.shape[1], phi.dtype
+    if hessian.dense is not None:
+        weighted = hessian.dense.to(dtype).flatten(1).T.unsqueeze(2) * phi
+        return (phi.T @ weighted).view(c, c, width, width).transpose(1, 2).reshape(c * width, c * width)
+    total = torch.block_diag(*[phi.T @ (d[:, None] * phi) for d in hessian.diag.to(dtype).T])
+    if hessian.vec is not None:
+        total -= gram((hessian.vec.to(dtype).unsqueeze(2) * phi.unsqueeze(1)).flatten(1))
+    return total
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the block of a tensor comes from.
+
+    Attributes:
+        use: Key of the layer's use: a weight and its bias share the output side of one use.
+        single: Whether the tensor has one use only, so that its factors are those of KFAC.
+    """
+
+    use: str
+    single: bool
+
+
+class KronSum:
+    """Kronecker factors by key; exact dense or diagonal blocks where a tensor has none.
+
+    Args:
+        problem: The treated tensors.
+        n_terms: E.
+        dtype: Curvature dtype.
+        origins: Where each tensor's block comes from.
+        reduce: KFAC-reduce (average positions before the outer product) instead of KFAC-expand.
+    """
+
+    def __init__(
+        self, problem: Problem, n_terms: int, dtype: torch.dtype, origins: Sequence[Origin], *, reduce: bool
+    ) -> None:
+        self.problem = problem
+        self.n_terms = n_terms
+        self.dtype = dtype
+        self.origins = origins
+        self.reduce = reduce
+        self.factors: dict[str, Tensor] = {}
+        self.blocks: dict[int, KronBlock] = {}
+
+    def add(self, blocks: Mapping[int, Block], first: int) -> None:
+        """Adds weighted blocks whose cotangents begin at term `first` (the first chunk has `first` = 0)."""
+        seen: set[str] = set()
+        for slot, block in blocks.items():
+            whole = block.whole if isinstance(block, PickedBlock) else block
+            if isinstance(whole, OuterBlock | IndexBlock) and self.origins[slot].single:
+                self._kronecker(slot, whole, first, seen)
+                index = block.index if isinstance(block, PickedBlock) else None
+                self.blocks[slot] = replace(self.blocks[slot], size=block.size, index=index)
+            else:
+                self._exact(slot, block, first)
+
+    def add_head(self, blocks: Mapping[int, OuterBlock], hessian: OutputHessian) -> None:
+        """Adds A = Σ φφᵀ and B = Σ Λ of a head, without a root of Λ."""
+        total = hessian.total().to(self.dtype)
+        if self.n_terms > 1:
+            total = torch.diag_embed(torch.diag(total.diagonal()))
+        total = total.reshape(self.n_terms, 1, *total.shape[-2:])
+        for slot, block in blocks.items():
+            output = f"out:{self.origins[slot].use}"
+            self.factors[output] = total
+            self._inputs(slot, block, output, block.a, block.n_data)
+
+    def _kronecker(self, slot: int, block: OuterBlock | IndexBlock, first: int, seen: set[str]) -> None:
+        output = self._output_key(slot, block)
+        if output not in seen:
+            seen.add(output)
+            self._put_terms(output, self._output_side(block), first)
+        if first > 0:
+            return
+        if isinstance(block, OuterBlock):
+            a = block.a.mean(1, keepdim=True) if self.reduce and block.a is not None else block.a
+            self._inputs(slot, block, output, a, block.n_data * (1 if self.reduce else block.n_positions))
+        else:
+            counts = torch.bincount(block.index[block.index >= 0], minlength=block.n_rows).to(self.dtype)
+            self.factors |= {f"in:{slot}": counts, f"positions:{slot}": counts.sum()}
+            self.blocks[slot] = KronBlock("kron", block.size, output, f"in:{slot}", f"positions:{slot}", True)
+
+    def _inputs(self, slot: int, block: OuterBlock, output: str, a: Tensor | None, positions: int) -> None:
+        key = None if a is None else f"in:{slot}"
+        if a is not None:
+            self.factors[f"in:{slot}"] = group_gram(a)
+        self.factors[f"positions:{slot}"] = torch.tensor(float(positions), dtype=self.dtype, device=block.g.device)
+        first = block.input_first
+        self.blocks[slot] = KronBlock("kron", block.size, output, key, f"positions:{slot}", first)
+
+    def _output_key(self, slot: int, block: OuterBlock | IndexBlock) -> str:
+        """Shared by a weight and its bias, unless one of them sees other gradients than the layer's outputs'."""
+        own = isinstance(block, IndexBlock) or block.input_first or self.problem.slots[slot].entries is not None
+        return f"out:{slot}" if own else f"out:{self.origins[slot].use}"
+
+    def _output_side(self, block: OuterBlock | IndexBlock) -> Tensor:
+        """Σ g gᵀ over data and positions, `[k, G, O, O]`, or `[1, G, O, O]` where terms are not kept apart."""
+        if isinstance(block, IndexBlock):
+            # Always expand: the mean of one-hot vectors has no diagonal second moment.
+            g = block.g[:, block.index >= 0].unsqueeze(2)
+        else:
+            g = block.g.sum(2) if self.reduce else block.g
+        return group_gram(g).unsqueeze(0) if self.n_terms == 1 else torch.stack([group_gram(term) for term in g])
+
+    def _exact(self, slot: int, block: Block, first: int) -> None:
+        if block.size > DENSE_BLOCK_LIMIT:
+            self.blocks[slot] = KronBlock("diag", block.size, f"diag:{slot}")
+            self._put_terms(f"diag:{slot}", block.sum_of_squares(), first)
+            return
+        self.blocks[slot] = KronBlock("dense", block.size, f"dense:{slot}")
+        for piece in block.pieces():
+            self._put_terms(f"dense:{slot}", piece.transpose(1, 2) @ piece, first)
+
+    def _put_terms(self, key: str, values: Tensor, first: int) -> None:
+        """Adds values `[k, ...]` of the terms from `first` on, or their sum where terms are not kept apart."""
+        if self.n_terms == 1:
+            values, first = values.sum(0, keepdim=True), 0
+        total = self.factors.setdefault(key, values.new_zeros(self.n_terms, *values.shape[1:]))
+        total[first : first + len(values)] += values
+
+    def result(self) -> KronParts:
+        """All factors."""
+        return KronParts(self.factors, tuple(self.blocks[i] for i in range(len(self.problem.slots))))
+
+
+def group_gram(x: Tensor) -> Tensor:
+    """Σ x xᵀ over all but the last two dimensions of `[..., G, D]`, `[G, D, D]`."""
+    groups, width = x.shape[-2:]
+    if groups == 1:
+        return gram(x.reshape(-1, width)).unsqueeze(0)
+    flat = x.reshape(-1, groups, width).permute(1, 2, 0)
+    return flat @ flat.transpose(1, 2)

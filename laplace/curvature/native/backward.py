@@ -1,0 +1,80 @@
+"""The one place that decides how K backward passes are run: one by one, or vectorised.
+
+On small CPU convolutions a loop is faster than the vectorised pass (whose batching folds K into the
+batch of a slower kernel); on networks of matrix products the vectorised pass wins.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_RECURRENT = (nn.RNNBase,)
+
+
+def prefers_loop(module: nn.Module) -> bool:
+    """Whether the network holds layers whose vectorised backward pass is slow or missing."""
+    return any(isinstance(child, _CONVOLUTIONS + _RECURRENT) for child in module.modules())
+
+
+def pull(
+    f: Tensor,
+    edges: Sequence[GradientEdge | Tensor],
+    cotangents: Tensor,
+    *,
+    loop: bool,
+    create_graph: bool = False,
+) -> list[Tensor | None]:
+    """Gradients of Σ_bc u_kbc f_bc with respect to every edge, for every k.
+
+    Args:
+        f: Outputs `[B, C]`.
+        edges: What to differentiate with respect to.
+        cotangents: u, `[K, B, C]`.
+        loop: One pass for each k instead of a vectorised one.
+        create_graph: Whether the gradients can be differentiated again.
+
+    Returns:
+        One tensor `[K, *shape of the edge]` per edge, or None where f does not depend on it.
+    """
+    if not edges:
+        return []
+    if not loop and len(cotangents) > 1:
+        try:
+            with slow_batching_accepted():
+                return list(_grad(f, edges, cotangents, create_graph, batched=True))
+        except RuntimeError:  # an operation on the way has no batching rule
+            pass
+    passes = [_grad(f, edges, u, create_graph, batched=False) for u in cotangents]
+    return [_stack(gradients) for gradients in zip(*passes, strict=True)]
+
+
+@contextmanager
+def slow_batching_accepted() -> Iterator[None]:
+    """Silences PyTorch's note that an operation is batched by a loop of its own."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        yield
+
+
+def _grad(
+    f: Tensor, edges: Sequence[GradientEdge | Tensor], u: Tensor, create_graph: bool, *, batched: bool
+) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(
+        f, edges, u, retain_graph=True, create_graph=create_graph, allow_unused=True, is_grads_batched=batched
+    )
+
+
+def _stack(gradients: tuple[Tensor | None, ...]) -> Tensor | None:
+    found = [g for g in gradients if g is not None]
+    if not found:
+        return None
+    if len(found) == 1:
+        return found[0].unsqueeze(0)
+    return torch.stack([torch.zeros_like(found[0]) if g is None else g for g in gradients])

@@ -1,0 +1,132 @@
+"""One forward pass that remembers what its layer rules need, ready for any number of backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from laplace.batch import Inputs
+from laplace.curvature.native.backward import pull
+from laplace.curvature.native.layers import rule_for
+from laplace.weights.problem import Problem
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module that holds a treated tensor under an attribute."""
+
+    module: nn.Module
+    attribute: str
+    slot: int
+
+
+def owners(problem: Problem) -> list[Owner]:
+    """Every (module, attribute) that holds a treated tensor: several where tensors are tied."""
+    where = {id(problem.tensor(slot.name)): i for i, slot in enumerate(problem.slots)}
+    return [
+        Owner(module, attribute, where[id(tensor)])
+        for module in problem.module.modules()
+        for attribute, tensor in module._parameters.items()
+        if tensor is not None and id(tensor) in where
+    ]
+
+
+@dataclass(frozen=True)
+class Use:
+    """One call of a module: its first input and the place of its output in autograd's graph.
+
+    The place (an edge) is taken instead of the output tensor, so that a later in-place operation on the
+    output does no harm and no copy is needed.
+    """
+
+    module: nn.Module
+    x: Tensor
+    edge: GradientEdge
+    shape: torch.Size
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Outputs of one forward pass with the uses of every hooked module.
+
+    Attributes:
+        f: Outputs `[B, C]`, with a graph that reaches the treated tensors.
+        uses: Calls of the modules that own treated tensors and have a layer rule.
+        stand_ins: The tensors that were differentiated, by name.
+        loop: Whether backward passes run one by one.
+        create_graph: Whether gradients are to be differentiated again, with respect to x.
+        reduced: Whether the features of a head with positions are reduced to `[B, D]`, so that f = head(reduced).
+    """
+
+    f: Tensor
+    uses: tuple[Use, ...]
+    stand_ins: dict[str, Tensor]
+    loop: bool
+    create_graph: bool = False
+    reduced: bool = False
+
+    def is_head(self, use: Use) -> bool:
+        """Whether the use's output *is* f, so that its gradients are the cotangents themselves."""
+        f = self.f
+        if self.reduced and use.x.ndim > 2:
+            return True
+        return use.shape == f.shape and f.grad_fn is not None and use.edge == get_gradient_edge(f)
+
+    def gradients(self, cotangents: Tensor, uses: list[Use]) -> list[Tensor]:
+        """Gradients `[K, *output shape]` of the uses' outputs for cotangents `[K, B, C]`."""
+        heads = [self.is_head(use) for use in uses]
+        edges = [use.edge for use, head in zip(uses, heads, strict=True) if not head]
+        found = iter(pull(self.f, edges, cotangents, loop=self.loop, create_graph=self.create_graph))
+        result: list[Tensor] = []
+        for use, head in zip(uses, heads, strict=True):
+            g = cotangents if head else next(found)
+            result.append(self.f.new_zeros(len(cotangents), *use.shape) if g is None else g)
+        return result
+
+
+def capture(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = False) -> Capture:
+    """Runs the network on x with hooks on every module that owns a treated tensor and has a rule.
+
+    Treated tensors are replaced by detached stand-ins that require gradients, whatever the user's
+    `requires_grad` says; no gradient reaches the user's tensors, and the hooks are gone when this returns.
+    """
+    uses: list[Use] = []
+    modules = {owner.module for owner in owners(problem) if rule_for(owner.module) is not None}
+    stand_ins = problem.stand_ins()
+    with torch.enable_grad(), _hooked(modules, uses, keep_graph=create_graph), differentiable_attention(create_graph):
+        f = problem.run(stand_ins, x)
+    treated = {slot.name: stand_ins[slot.name] for slot in problem.slots}
+    return Capture(f=f, uses=tuple(uses), stand_ins=treated, loop=loop, create_graph=create_graph,
+                   reduced=problem.reduction is not None)  # fmt: skip
+
+
+@contextmanager
+def _hooked(modules: set[nn.Module], uses: list[Use], *, keep_graph: bool) -> Iterator[None]:
+    def remember(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if args and isinstance(output, Tensor) and output.requires_grad and isinstance(args[0], Tensor):
+            x = args[0] if keep_graph else args[0].detach()
+            uses.append(Use(module, x, get_gradient_edge(output), output.shape))
+
+    handles = [module.register_forward_hook(remember) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def differentiable_attention(needed: bool) -> Iterator[None]:
+    """The attention kernel that has second derivatives, where they are needed."""
+    if not needed:
+        yield
+        return
+    with sdpa_kernel(SDPBackend.MATH):
+        yield

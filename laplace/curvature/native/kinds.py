@@ -1,0 +1,77 @@
+"""The kinds of curvature of the native backend: exact and Monte-Carlo GGN, empirical Fisher."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laplace.curvature.native.engine import MEMORY_BUDGET, NativeInterface
+from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.likelihoods.base import Likelihood, OutputHessian
+from laplace.weights.problem import Problem
+
+
+class NativeGGN(NativeInterface):
+    """Generalised Gauss–Newton matrix Σ_b J_bᵀ Λ_b J_b (= Fisher for exponential families), exact or sampled.
+
+    Args:
+        problem: The network and its treated tensors.
+        likelihood: Loss and output Hessian.
+        stochastic: Replace Λ by gradients at targets drawn from the model: the Monte-Carlo Fisher.
+        num_samples: Targets drawn per datum.
+        generator: Source of those draws; the default is a fresh one with a fixed seed, so that equal fits
+            give equal bits and the global random state is left alone.
+        kfac_approx: `"expand"` or `"reduce"`.
+        memory_budget: Bytes of output gradients held at once.
+        split_outputs: Keep one curvature term per output.
+
+    Raises:
+        InvalidArgument: `num_samples` is not positive.
+        UnsupportedError: Sampled curvature cannot be kept per output.
+    """
+
+    kind = "ggn"
+
+    def __init__(
+        self,
+        problem: Problem,
+        likelihood: Likelihood,
+        *,
+        stochastic: bool = False,
+        num_samples: int = 1,
+        generator: torch.Generator | None = None,
+        kfac_approx: str = "expand",
+        memory_budget: int = MEMORY_BUDGET,
+        split_outputs: bool = False,
+    ) -> None:
+        super().__init__(
+            problem, likelihood, kfac_approx=kfac_approx, memory_budget=memory_budget, split_outputs=split_outputs
+        )
+        if num_samples < 1:
+            raise InvalidArgument(f"num_samples={num_samples}; it must be at least 1.")
+        if stochastic and split_outputs:
+            raise UnsupportedError(
+                "stochastic=True with one noise per output: sampled curvature has no term per output. "
+                "Use the exact GGN (stochastic=False) or a scalar sigma_noise."
+            )
+        self.stochastic = stochastic
+        self.num_samples = num_samples
+        self.generator = generator or torch.Generator(device=problem.device).manual_seed(0)
+
+    def cotangents(self, f: Tensor, y: Tensor) -> Tensor:
+        if self.stochastic:
+            draws = self.likelihood.sample_gradients(f.to(self.dtype), y, self.num_samples, self.generator)
+            return draws / self.num_samples**0.5
+        return self.likelihood.hessian(f.to(self.dtype), y).root()
+
+    def output_hessian(self, f: Tensor, y: Tensor) -> OutputHessian | None:
+        return None if self.stochastic else self.likelihood.hessian(f.to(self.dtype), y)
+
+
+class NativeEF(NativeInterface):
+    """Empirical Fisher Σ_b g_b g_bᵀ, g_b the gradient of the unit negative log likelihood of datum b."""
+
+    kind = "ef"
+
+    def cotangents(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.likelihood.gradient(f.to(self.dtype), y).unsqueeze(0)

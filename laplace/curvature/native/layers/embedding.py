@@ -1,0 +1,38 @@
+"""Embeddings: a is one-hot and stays an index, whatever the size of the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from laplace.curvature.jacobian import Block, IndexBlock
+from laplace.curvature.native.layers.base import LayerRule, Reading, files
+
+
+class EmbeddingRule(LayerRule):
+    """z = W[index]: rows of the weight get the gradients of the positions that read them."""
+
+    name = "embedding"
+    parameters = ("weight",)
+
+    def accepts(self, module: nn.Module, x: Tensor) -> bool:
+        # max_norm rewrites the weight during the forward pass; scale_grad_by_freq couples the data.
+        return isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq
+
+    def fits(self, module: nn.Module, x: Tensor, n_data: int) -> bool:
+        return x.ndim >= 1 and x.numel() % n_data == 0
+
+    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, reading: Reading) -> Tensor | None:
+        index = reading.positions(x, n_data, 0)
+        padding = module.padding_idx
+        return index if padding is None else index.where(index != padding, -1)
+
+    def block(
+        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, reading: Reading
+    ) -> Block:
+        index = torch.empty(0) if a is None else a
+        g = reading.positions(g, n_data, 1, batched=True)
+        return IndexBlock(index=index, g=g, n_rows=int(module.num_embeddings))  # pyright: ignore[reportArgumentType]
+
+
+files(EmbeddingRule(), nn.Embedding)

@@ -1,0 +1,90 @@
+"""From captured uses and gradients to the block of one tensor: merged over uses, restricted to the selection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from laplace.curvature.jacobian import Block, IndexBlock, OuterBlock, PickedBlock, SumBlock
+from laplace.curvature.native.layers import rule_for
+from laplace.enums import FeatureReduction
+from laplace.errors import CurvatureError
+from laplace.weights.problem import Problem, Slot
+
+if TYPE_CHECKING:
+    from laplace.curvature.native.capture import Use
+    from laplace.curvature.native.plan import Term
+
+
+def block_of(
+    problem: Problem,
+    slot: int,
+    terms: Sequence[Term],
+    uses: Sequence[Use],
+    gradients: Sequence[Tensor],
+    n_data: int,
+) -> Block:
+    """The block of one slot.
+
+    Args:
+        problem: The network and its treated tensors.
+        slot: Which tensor.
+        terms: Its uses.
+        uses: All captured uses.
+        gradients: `[K, *output shape]` of every captured use.
+        n_data: B.
+    """
+    blocks = [_of_use(problem, term, uses[term.use], gradients[term.use], n_data) for term in terms]
+    return select(_merge(blocks), problem.slots[slot])
+
+
+def _of_use(problem: Problem, term: Term, use: Use, g: Tensor, n_data: int) -> Block:
+    rule = rule_for(use.module)
+    if rule is None:
+        raise CurvatureError(f"no layer rule for {type(use.module).__name__}")
+    dtype = torch.promote_types(g.dtype, torch.float32)
+    x = use.x if not use.x.is_floating_point() else use.x.to(dtype)
+    g = g.to(dtype)
+    if problem.reduction is not None and x.ndim > 2:
+        x, g = reduce_features(x, problem.reduction), g.to(dtype)
+    a = rule.activation(use.module, term.attribute, x, n_data, term.reading)
+    return rule.block(use.module, term.attribute, a, g, n_data, term.reading)
+
+
+def reduce_features(features: Tensor, reduction: str) -> Tensor:
+    """Features with positions, `[B, …, D]`, as `[B, D]`: the first, the last, or their mean."""
+    flat = features.flatten(1, -2)
+    if reduction == FeatureReduction.PICK_FIRST:
+        return flat[:, 0]
+    return flat[:, -1] if reduction == FeatureReduction.PICK_LAST else flat.mean(1)
+
+
+def _merge(blocks: Sequence[Block]) -> Block:
+    """Sums the uses of one tensor: as more positions where the layouts agree."""
+    if len(blocks) == 1:
+        return blocks[0]
+    outer = [block for block in blocks if isinstance(block, OuterBlock)]
+    alike = len(outer) == len(blocks) and len({block.input_first for block in outer}) == 1
+    if alike and not any(block.a is None for block in outer):
+        a = torch.cat([block.a for block in outer if block.a is not None], 1)
+        return OuterBlock(a, torch.cat([b.g for b in outer], 2), outer[0].n_data, outer[0].input_first)
+    return SumBlock(tuple(blocks))
+
+
+def select(block: Block, slot: Slot) -> Block:
+    """The treated entries of a block: sliced factors, then single entries where they are not rows × columns."""
+    selection = slot.selection
+    if selection is None or slot.entries is None:
+        return block
+    if isinstance(block, SumBlock):
+        return SumBlock(tuple(select(part, slot) for part in block.parts))
+    if isinstance(block, IndexBlock) or (isinstance(block, OuterBlock) and block.groups == 1):
+        sliced = block.restrict(selection.rows, selection.cols)
+        return sliced if selection.index is None else PickedBlock(sliced, selection.index)
+    return PickedBlock(block, slot.entries)
+
+
+__all__ = ["block_of", "reduce_features", "select"]

@@ -1,0 +1,167 @@
+"""Which rule explains which parameter: decided by what was captured, and proved by a probe.
+
+A module's type promises nothing: the hook of a module called through its weight never fires, a parametrised
+weight is recomputed, and the data may lie in another dimension than the first. So a candidate plan must
+reproduce one number that autograd knows for certain, with random r `[B]` and v `[C]`,
+
+    Σ_b r_b J_bᵀ v  =  autograd.grad(f, parameter, r vᵀ),
+
+where the left side uses the per-datum factors of cotangents v, *unweighted*, and weighs them after. A
+parameter that fails every reading of its uses goes to the fallback ladder, which is probed the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace.batch import Inputs
+from laplace.curvature.native.capture import Capture, Owner, Use, owners
+from laplace.curvature.native.fallback import Rung, per_sample
+from laplace.curvature.native.layers import Reading, rule_for
+from laplace.curvature.native.pieces import block_of
+from laplace.errors import CurvatureError
+from laplace.weights.problem import Problem
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+
+
+@dataclass(frozen=True)
+class Term:
+    """One use of a tensor: the n-th captured call, the attribute that holds the tensor, the data's dimension."""
+
+    use: int
+    attribute: str
+    reading: Reading
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How the block of one tensor is made: from captured uses, or by a rung of the fallback ladder.
+
+    Attributes:
+        terms: Uses whose contributions add up; empty if the tensor does not influence the outputs.
+        rung: The rung of the fallback, or None.
+        rule: Words for the coverage report.
+    """
+
+    terms: tuple[Term, ...] = ()
+    rung: Rung | None = None
+    rule: str = "unused"
+
+
+Plan = tuple[Explanation, ...]
+"""One explanation per slot."""
+
+
+def make_plan(problem: Problem, taken: Capture, x: Inputs, n_data: int) -> Plan:
+    """Proves an explanation for every treated tensor on one captured batch.
+
+    Raises:
+        CurvatureError: A tensor fails every rung, which means that the output of one datum depends on others.
+    """
+    f, generator = taken.f, torch.Generator().manual_seed(0)
+    r = torch.randn(n_data, generator=generator).to(f) if n_data > 1 else torch.ones(1).to(f)
+    v = torch.randn(f.shape[1], generator=generator).to(f)
+    unweighted = v.expand(1, n_data, -1)
+    names = [slot.name for slot in problem.slots]
+    truths = torch.autograd.grad(
+        f, [taken.stand_ins[n] for n in names], r[:, None] * v, retain_graph=True, allow_unused=True
+    )
+    gradients = taken.gradients(unweighted, list(taken.uses))
+    gradients = [g.detach() for g in gradients]
+    held = owners(problem)
+    plan: list[Explanation] = []
+    for i, truth in enumerate(truths):
+        if truth is None:
+            plan.append(Explanation())
+            continue
+        expected = problem.slots[i].take(truth.to_dense())
+        candidates = _candidates(taken, [owner for owner in held if owner.slot == i], n_data)
+        found = next(
+            (c for c in candidates if _holds(problem, i, c, taken, gradients, n_data, r, expected)),
+            None,
+        )
+        plan.append(found or _prove_fallback(problem, i, x, unweighted, r, expected))
+    return tuple(plan)
+
+
+def _candidates(taken: Capture, held: Sequence[Owner], n_data: int) -> Iterator[Explanation]:
+    """Explanations of one tensor by its modules' rules, one for each reading that fits."""
+    rules = {id(owner.module): rule_for(owner.module) for owner in held}
+    attributes = {id(owner.module): owner.attribute for owner in held}
+    uses = [(n, use) for n, use in enumerate(taken.uses) if id(use.module) in rules]
+    for reading in Reading:
+        terms: list[Term] = []
+        for n, use in uses:
+            rule, attribute = rules[id(use.module)], attributes[id(use.module)]
+            if rule is None or attribute not in rule.parameters or not rule.accepts(use.module, use.x):
+                return
+            if not rule.fits(use.module, use.x, n_data):
+                return
+            terms.append(Term(n, attribute, reading))
+        if terms:
+            words = " + ".join(dict.fromkeys(rule.name for rule in rules.values() if rule is not None))
+            where = "" if reading is Reading.LEADING else f" ({reading.value})"
+            yield Explanation(tuple(terms), rule=words + where + (f", {len(terms)} uses" if len(terms) > 1 else ""))
+
+
+def _holds(
+    problem: Problem,
+    slot: int,
+    candidate: Explanation,
+    taken: Capture,
+    gradients: Sequence[Tensor],
+    n_data: int,
+    r: Tensor,
+    expected: Tensor,
+) -> bool:
+    """Whether the factors of a candidate reproduce autograd's number."""
+    try:
+        block = block_of(problem, slot, candidate.terms, taken.uses, gradients, n_data)
+        actual = block.pull(r.unsqueeze(0).to(block_dtype(expected.dtype)))
+    except (RuntimeError, IndexError):  # shapes that this reading cannot have
+        return False
+    return close(actual, expected, block.bound() * r.abs().max())
+
+
+def close(actual: Tensor, expected: Tensor, bound: Tensor) -> bool:
+    """Whether two vectors agree to the accuracy of the model's dtype.
+
+    Args:
+        actual: From factors.
+        expected: From autograd, in the model's dtype.
+        bound: Norm of what was added up: the scale of rounding errors where the sum cancels.
+    """
+    tolerance = _TOLERANCE[expected.dtype]
+    error = (actual - expected.to(actual)).norm()
+    return bool(error <= tolerance * (expected.norm().to(error) + 1e-2 * bound.to(error)))
+
+
+def block_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which factors are contracted: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _prove_fallback(
+    problem: Problem, slot: int, x: Inputs, unweighted: Tensor, r: Tensor, expected: Tensor
+) -> Explanation:
+    for rung in Rung:
+        try:
+            (values,) = per_sample(problem, x, unweighted, [slot], rung)
+        except RuntimeError:  # the rung does not work for this network
+            continue
+        actual = torch.einsum("bp,b->p", values[0].to(block_dtype(expected.dtype)), r.to(block_dtype(expected.dtype)))
+        if close(actual, expected, values.norm() * r.abs().max()):
+            return Explanation(rung=rung, rule=f"fallback: {rung.value}")
+    raise CurvatureError(
+        f"the Jacobian with respect to {problem.slots[slot].name!r} cannot be split over the data: the output of one "
+        "datum depends on the others. A BatchNorm without running statistics does that in evaluation mode, and so "
+        "does a model whose inputs do not carry the data in their first dimension."
+    )
+
+
+__all__ = ["Explanation", "Plan", "Term", "Use", "block_dtype", "close", "make_plan"]

@@ -1,0 +1,64 @@
+"""The library's own errors and warnings, under one root each.
+
+Every error derives from `LaplaceError` and from the built-in type that users of
+similar libraries catch (`ValueError`, `TypeError`, `RuntimeError`). A message names the
+argument, says what was given, what is accepted and how to mend it.
+"""
+
+from __future__ import annotations
+
+
+class LaplaceError(Exception):
+    """Root of every error raised on purpose by this library."""
+
+
+class InvalidArgument(LaplaceError, ValueError):
+    """An argument has a value that is not accepted."""
+
+
+class InvalidType(LaplaceError, TypeError, ValueError):
+    """An argument has a type that is not accepted."""
+
+
+class InvalidData(LaplaceError, ValueError):
+    """A batch of data cannot be used; the message names the batch and the fault."""
+
+
+class NotFittedError(LaplaceError, RuntimeError, AttributeError):
+    """A posterior quantity was asked for before `fit`."""
+
+
+class StateError(LaplaceError, ValueError):
+    """A state dict belongs to another model, class or version."""
+
+
+class UnsupportedError(LaplaceError, ValueError):
+    """A combination that has no meaning or no implementation; the message names one that works."""
+
+
+class CurvatureError(LaplaceError, RuntimeError):
+    """A curvature is not what the posterior needs (indefinite, not finite)."""
+
+
+class ModelChangedError(LaplaceError, RuntimeError):
+    """The network's weights or structure changed after `fit` in a way that invalidates a result."""
+
+
+class MissingDependency(LaplaceError, ImportError):
+    """An optional package is needed; the message holds the install line."""
+
+
+class LaplaceWarning(UserWarning):
+    """Root of every warning of this library."""
+
+
+class TuningWarning(LaplaceWarning):
+    """A hyper-parameter search ended flat, on an edge of its grid, or met invalid candidates."""
+
+
+class ApproximationWarning(LaplaceWarning):
+    """A quantity is approximated in a way that the caller may not expect."""
+
+
+class StateWarning(LaplaceWarning):
+    """A loaded state replaces settings of the object it is loaded into."""

@@ -1,0 +1,90 @@
+"""The log evidence as a pure function of a fit and the hyper-parameters (MacKay, 1992; Daxberger et al., 2021, eq. 5).
+
+    log p(D) ≈ log p(D | θ*) − ½ (log det P − log det P₀ + (θ* − μ₀)ᵀ P₀ (θ* − μ₀))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from laplace.errors import UnsupportedError
+from laplace.fitting import Fit
+from laplace.likelihoods.base import Likelihood
+from laplace.prior import GaussianPrior
+from laplace.structures.base import Precision
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The terms of the log evidence at one setting of the hyper-parameters; each is differentiable in them.
+
+    Attributes:
+        fit: What the data say.
+        mean: θ*, `[P]`.
+        prior: N(μ₀, P₀⁻¹).
+        likelihood: p(y | f).
+        kind: Kind of the curvature (`"ggn"`, `"ef"`, `"hessian"`).
+        sigma_noise: 0-dim or `[C]`.
+        temperature: 0-dim.
+        options: Options of the structure's precision.
+    """
+
+    fit: Fit
+    mean: Tensor
+    prior: GaussianPrior
+    likelihood: Likelihood
+    kind: str
+    sigma_noise: Tensor
+    temperature: Tensor
+    options: dict[str, Any]
+
+    @cached_property
+    def precision(self) -> Precision:
+        """P."""
+        return self.fit.curvature.precision(self.weights, self.prior, **self.options)
+
+    @property
+    def weights(self) -> Tensor:
+        """Factor of every curvature term, `[E]`.
+
+        Raises:
+            UnsupportedError: The noises differ, but the fit kept no term per output.
+        """
+        sigma, terms = self.sigma_noise, self.fit.curvature.n_terms
+        if sigma.numel() > 1 and terms == 1:
+            if bool((sigma != sigma[0]).any()):
+                raise UnsupportedError(
+                    "sigma_noise holds different noises, but the curvature was fitted with a scalar one and keeps no "
+                    "term per output. Set sigma_noise to a vector before fit (its ratios may change afterwards)."
+                )
+            sigma = sigma.mean()
+        scale = self.likelihood.curvature_scale(self.kind, sigma, self.temperature)
+        return scale.expand(terms) if scale.numel() == 1 else scale
+
+    @property
+    def log_likelihood(self) -> Tensor:
+        """log p(D | θ*), 0-dim."""
+        fit = self.fit
+        return self.likelihood.log_likelihood(
+            fit.loss_terms, fit.n_data, fit.n_outputs, self.sigma_noise, self.temperature
+        )
+
+    @property
+    def log_det_ratio(self) -> Tensor:
+        """log det P − log det P₀, 0-dim."""
+        return self.precision.logdet() - self.prior.logdet()
+
+    @property
+    def scatter(self) -> Tensor:
+        """(θ* − μ₀)ᵀ P₀ (θ* − μ₀), 0-dim."""
+        return self.prior.quad(self.mean)
+
+    @property
+    def log_marginal_likelihood(self) -> Tensor:
+        """log p(D), 0-dim, in the dtype of the prior."""
+        value = self.log_likelihood - 0.5 * (self.log_det_ratio + self.scatter)
+        return value.to(self.prior.precision.dtype)

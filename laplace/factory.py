@@ -1,0 +1,68 @@
+"""`Laplace(...)`: two names, or enum members, to a class of the grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from laplace import named
+from laplace.base import BaseLaplace
+from laplace.enums import FunctionalApproximation, HessianStructure, SubsetOfWeights
+from laplace.errors import InvalidArgument
+from laplace.likelihoods.base import Likelihood
+
+__all__ = ["Laplace", "named"]
+
+
+def Laplace(  # noqa: N802
+    model: nn.Module,
+    likelihood: Likelihood | str,
+    subset_of_weights: SubsetOfWeights | str = SubsetOfWeights.LAST_LAYER,
+    hessian_structure: HessianStructure | str = HessianStructure.KRON,
+    *args: Any,
+    functional_approximation: FunctionalApproximation | str = FunctionalApproximation.SOD,
+    **kwargs: Any,
+) -> Any:
+    """A Laplace approximation of the posterior over a network's weights.
+
+    Args:
+        model: The trained network.
+        likelihood: `"regression"`, `"classification"`, `"reward_modeling"`, `"bernoulli"`, or a likelihood object.
+        subset_of_weights: `"all"`, `"last_layer"` or `"subnetwork"`.
+        hessian_structure: `"full"`, `"kron"` or `"diag"`.
+        *args: Positional arguments of the class.
+        functional_approximation: Which function-space posterior `hessian_structure="gp"` stands for.
+        **kwargs: Keyword arguments of the class.
+
+    Returns:
+        An object of the class for the pair, e.g. `KronLLLaplace` for the default.
+
+    Raises:
+        InvalidArgument: No class for the pair, or a functional approximation of a weight-space structure.
+    """
+    names = [str(member) for member in FunctionalApproximation]
+    if str(functional_approximation) not in names:
+        raise InvalidArgument(f"functional_approximation={functional_approximation!r}; accepted are {names}.")
+    if str(functional_approximation) != names[0] and str(hessian_structure) != "gp":
+        raise InvalidArgument(
+            f"functional_approximation={str(functional_approximation)!r} needs hessian_structure='gp'; "
+            f"{str(hessian_structure)!r} was given."
+        )
+    classes = {cls.__dict__["_key"]: cls for cls in _all_subclasses(BaseLaplace) if "_key" in cls.__dict__}
+    key = (str(subset_of_weights), str(hessian_structure))
+    if key not in classes:
+        pairs = ", ".join(f"{weights}/{structure}" for weights, structure in sorted(classes))
+        raise InvalidArgument(
+            f"subset_of_weights={key[0]!r} with hessian_structure={key[1]!r} is not a Laplace approximation of this "
+            f"library; accepted pairs are {pairs}."
+        )
+    return classes[key](model, likelihood, *args, **kwargs)
+
+
+def _all_subclasses(cls: type) -> Iterator[type]:
+    """Every subclass, users' own with a `_key` after ours, so that they win."""
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _all_subclasses(subclass)

@@ -1,0 +1,137 @@
+"""A Gaussian over network outputs, and a way to draw from it that never fails on a singular covariance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData
+from laplace.noise import standard_normal
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian:
+    """N(mean, covariance) over the C outputs of B inputs.
+
+    The shape of the covariance says its kind: `[B, C, C]` one block per row, rows independent; `[B, C]`
+    variances, everything independent; `[B·C, B·C]` joint over all rows, row-major (the output runs
+    fastest). The last two have one shape only for B = C = 1, where they mean the same.
+
+    Attributes:
+        mean: `[B, C]`.
+        covariance: `[B, C, C]`, `[B, C]` or `[B·C, B·C]`, in squared units of the outputs.
+
+    Raises:
+        InvalidArgument: The shapes do not belong together.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+
+    def __post_init__(self) -> None:
+        if self.mean.ndim != 2:
+            raise InvalidArgument(f"mean has shape {list(self.mean.shape)}; [B, C] is accepted: reshape the outputs.")
+        rows, outputs = self.mean.shape
+        joint = rows * outputs
+        accepted = [[rows, outputs, outputs], [rows, outputs], [joint, joint]]
+        if list(self.covariance.shape) not in accepted:
+            raise InvalidArgument(
+                f"covariance has shape {list(self.covariance.shape)}; for a mean {[rows, outputs]} accepted are "
+                f"{accepted[0]} (per row), {accepted[1]} (variances) and {accepted[2]} (joint)."
+            )
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether the covariance holds variances only, `[B, C]`."""
+        return self.covariance.shape == self.mean.shape
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the covariance couples rows, `[B·C, B·C]`."""
+        return self.covariance.ndim == 2 and not self.is_diagonal
+
+    @property
+    def variance(self) -> Tensor:
+        """Variances of all outputs, `[B, C]`."""
+        if self.is_diagonal:
+            return self.covariance
+        return self.covariance.diagonal(dim1=-2, dim2=-1).reshape(self.mean.shape)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws, `[n, B, C]`: independent noise in every row, or jointly distributed rows for a joint covariance.
+
+        Differentiable in mean and covariance (reparametrised), except through those rows' covariance whose
+        Cholesky factor does not exist: there the factor is a constant (see `covariance_root`).
+
+        Args:
+            n: Number of draws, at least 1.
+            generator: Source of randomness, used on its own device; the global one if None.
+
+        Raises:
+            InvalidArgument: n is not positive.
+            InvalidData: The mean is not finite.
+            CurvatureError: The covariance is not finite.
+        """
+        if n < 1:
+            raise InvalidArgument(f"n={n} samples were asked for; give an integer of at least 1.")
+        if not torch.isfinite(self.mean).all():
+            raise InvalidData("The mean of the Gaussian has NaN or infinite entries: look at the network's outputs.")
+        noise = standard_normal((n, *self.mean.shape), self.mean, generator)
+        return self.mean + self._colour(noise)
+
+    def _colour(self, noise: Tensor) -> Tensor:
+        """Standard normal noise `[n, B, C]` to noise with this covariance."""
+        if self.is_diagonal:
+            _check_finite(self.covariance)
+            return noise * _safe_sqrt(self.covariance).to(noise)
+        if self.is_joint:
+            root = covariance_root(self.covariance.unsqueeze(0)).squeeze(0).to(noise)
+            return (noise.flatten(1) @ root.T).view_as(noise)
+        root = covariance_root(self.covariance).to(noise)
+        return (root @ noise.permute(1, 2, 0)).permute(2, 0, 1)
+
+
+def covariance_root(covariance: Tensor) -> Tensor:
+    """A factor R with R Rᵀ = Σ that always exists, `[B, C, C]`.
+
+    Cholesky where it succeeds (differentiable). Where rounding made Σ singular or slightly indefinite,
+    R = U √max(λ, 0) from an eigendecomposition in float64, for those rows only; it is a constant of the
+    graph, since the derivative of an eigenvector is infinite at equal eigenvalues.
+
+    Args:
+        covariance: `[B, C, C]`; its symmetric part is used.
+
+    Raises:
+        CurvatureError: An entry is NaN or infinite.
+    """
+    _check_finite(covariance)
+    symmetric = 0.5 * covariance + 0.5 * covariance.mT
+    root, info = torch.linalg.cholesky_ex(symmetric)
+    failed = (info != 0) | ~torch.isfinite(root.detach()).all(-1).all(-1)
+    if not failed.any():
+        return root
+    # The factor of failed rows is taken out before the graph sees it: its gradient would be NaN everywhere.
+    kept = torch.linalg.cholesky_ex(symmetric[~failed]).L
+    spectral = _eigen_root(symmetric[failed].detach())
+    return torch.zeros_like(symmetric).index_put((~failed,), kept).index_put((failed,), spectral)
+
+
+def _eigen_root(covariance: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(covariance.double())
+    return (vectors * values.clamp(min=0).sqrt().unsqueeze(-2)).to(covariance)
+
+
+def _safe_sqrt(variance: Tensor) -> Tensor:
+    """√max(v, 0) with a zero, not infinite, gradient where v ≤ 0."""
+    positive = variance > 0
+    return torch.where(positive, torch.where(positive, variance, 1.0).sqrt(), 0.0)
+
+
+def _check_finite(covariance: Tensor) -> None:
+    if not torch.isfinite(covariance).all():
+        raise CurvatureError(
+            "The covariance has NaN or infinite entries, so nothing can be drawn from it: look at the prior "
+            "precision, the noise and the curvature it was computed from."
+        )

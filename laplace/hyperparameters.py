@@ -1,0 +1,61 @@
+"""Hyper-parameters: checked on the way in, whoever sets them, and kept with the caller's graph."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.errors import InvalidArgument, InvalidType
+
+
+def as_tensor(name: str, value: Any, *, like: Tensor) -> Tensor:
+    """A real scalar or a tensor of at most one dimension, in the dtype and on the device of `like`, graph kept.
+
+    Raises:
+        InvalidType: Neither a real number nor a tensor.
+        InvalidArgument: More than one dimension, or empty.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real | Tensor):
+        raise InvalidType(f"{name} must be a real number or a tensor; {type(value).__name__} was given.")
+    tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
+    if tensor.ndim > 1 or tensor.numel() == 0:
+        raise InvalidArgument(f"{name} must be a scalar or a vector; a tensor of shape {tuple(tensor.shape)} was given.")
+    return tensor.to(device=like.device, dtype=like.dtype)
+
+
+def positive(name: str, value: Tensor) -> Tensor:
+    """The value, if every entry is positive and finite.
+
+    Raises:
+        InvalidArgument: Some entry is not.
+    """
+    plain = value.detach()
+    if not bool(((plain > 0) & plain.isfinite()).all()):
+        bad = plain[~((plain > 0) & plain.isfinite())] if plain.ndim else plain
+        raise InvalidArgument(f"{name} must be positive and finite; {bad.flatten()[0].item():g} was given.")
+    return value
+
+
+def finite(name: str, value: Tensor) -> Tensor:
+    """The value, if every entry is finite.
+
+    Raises:
+        InvalidArgument: Some entry is not.
+    """
+    if not bool(value.detach().isfinite().all()):
+        raise InvalidArgument(f"{name} must be finite.")
+    return value
+
+
+def check_length(name: str, value: Tensor, accepted: dict[str, int]) -> None:
+    """Checks the length of a vector against the accepted ones.
+
+    Raises:
+        InvalidArgument: It is none of them.
+    """
+    if value.numel() not in accepted.values():
+        lengths = ", ".join(f"{length} ({what})" for what, length in accepted.items())
+        raise InvalidArgument(f"{name} has length {value.numel()}; accepted are {lengths}.")

@@ -1,0 +1,54 @@
+"""The flat parameter vector: which entries belong to which tensor, in `model.parameters()` order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names and sizes of the treated tensors, concatenated into one vector `[P]`, row-major.
+
+    Attributes:
+        names: Qualified parameter names.
+        sizes: Number of treated entries of each tensor.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def n_params(self) -> int:
+        """P, the length of the vector."""
+        return sum(self.sizes)
+
+    @property
+    def n_tensors(self) -> int:
+        """Number of tensors ("layers" of a layerwise prior)."""
+        return len(self.sizes)
+
+    @cached_property
+    def slices(self) -> tuple[slice, ...]:
+        """Where each tensor lies in the vector."""
+        ends = tuple(accumulate(self.sizes))
+        return tuple(slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True))
+
+    def split(self, vector: Tensor) -> tuple[Tensor, ...]:
+        """Pieces `[..., p_i]` of a vector `[..., P]`."""
+        return vector.split(list(self.sizes), dim=-1)
+
+    def repeat_per_tensor(self, values: Tensor) -> Tensor:
+        """Spreads one value per tensor, `[n_tensors]`, over the entries of each, `[P]`."""
+        return values.repeat_interleave(torch.tensor(self.sizes, device=values.device), output_size=self.n_params)
+
+
+def flatten(tensors: Sequence[Tensor] | Mapping[str, Tensor]) -> Tensor:
+    """Concatenates tensors, row-major, into one vector `[P]`."""
+    values = tensors.values() if isinstance(tensors, Mapping) else tensors
+    return torch.cat([tensor.reshape(-1) for tensor in values])

@@ -1,0 +1,57 @@
+"""Likelihoods: objects behind the names, open to users' own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+from laplace.errors import InvalidArgument
+from laplace.likelihoods.autodiff import LikelihoodFromLoss
+from laplace.likelihoods.base import Likelihood, NoiseFreeLikelihood, OutputHessian
+from laplace.likelihoods.bernoulli import Bernoulli
+from laplace.likelihoods.categorical import Categorical
+from laplace.likelihoods.gaussian import Gaussian
+from laplace.likelihoods.preference import Preference
+from laplace.registry import Registry
+
+LIKELIHOODS: Registry[Callable[[], Likelihood]] = Registry("likelihood")
+LIKELIHOODS.register(Gaussian.name)(Gaussian)
+LIKELIHOODS.register(Categorical.name)(Categorical)
+LIKELIHOODS.register(Preference.name)(Preference)
+LIKELIHOODS.register(Bernoulli.name)(Bernoulli)
+
+
+def get_likelihood(spec: str | Enum | Likelihood) -> Likelihood:
+    """The likelihood behind a name, an enum member or an object.
+
+    Args:
+        spec: A name in `LIKELIHOODS`, an enum member with such a value, or a `Likelihood` object (returned as is).
+
+    Raises:
+        InvalidArgument: Anything else.
+    """
+    if isinstance(spec, Likelihood):
+        return spec
+    name = spec.value if isinstance(spec, Enum) else spec
+    if isinstance(name, str):
+        return LIKELIHOODS[name]()
+    known = ", ".join(map(repr, LIKELIHOODS))
+    hint = " (an object, not its class: add parentheses)" if isinstance(name, type) else ""
+    raise InvalidArgument(
+        f"likelihood={spec!r} of type {type(spec).__name__} is not accepted; give one of {known} or a "
+        f"laplace.likelihoods.Likelihood object{hint}."
+    )
+
+
+__all__ = [
+    "LIKELIHOODS",
+    "Bernoulli",
+    "Categorical",
+    "Gaussian",
+    "Likelihood",
+    "LikelihoodFromLoss",
+    "NoiseFreeLikelihood",
+    "OutputHessian",
+    "Preference",
+    "get_likelihood",
+]

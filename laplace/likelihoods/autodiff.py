@@ -1,0 +1,123 @@
+"""A likelihood from its density alone: gradients and Hessians by automatic differentiation."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+from torch.func import grad, jacrev, vmap
+
+from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
+from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian, apply_link
+from laplace.likelihoods.checks import check_outputs, check_tensor
+
+
+class LikelihoodFromLoss(NoiseFreeLikelihood):
+    """Base of users' own likelihoods: write three methods and a name.
+
+    The density should be log-concave in f, as its Hessian is the output Hessian of the GGN (otherwise
+    `OutputHessian.root` raises). Predictions average `inverse_link` over samples; list further names in
+    `links` if they fit (`"probit"` suits sigmoids and softmax).
+
+    Example:
+        class Poisson(LikelihoodFromLoss):
+            name = "poisson"
+
+            def negative_log_likelihood(self, f, y):
+                return (f.exp() - y * f + torch.lgamma(y + 1)).sum()
+
+            def sample(self, f, n, generator=None):
+                rates = f.exp().expand(n, *f.shape)
+                return torch.poisson(rates, generator=generator)
+
+            def inverse_link(self, f):
+                return f.exp()
+    """
+
+    links = ("mc",)
+
+    @abstractmethod
+    def negative_log_likelihood(self, f: Tensor, y: Tensor) -> Tensor:
+        """−log p(y | f) of one datum, 0-dim, in operations that torch.func can differentiate twice.
+
+        Args:
+            f: Outputs of the datum, `[C]`.
+            y: Its target, one row of the batch's targets.
+        """
+
+    @abstractmethod
+    def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Targets drawn from p(y | f), `[n, B, …]`, for outputs `[B, C]`."""
+
+    def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        """One finite target per datum; floating targets are cast to the dtype of f.
+
+        Raises:
+            InvalidData: Another number of targets, NaN or infinite values.
+        """
+        check_outputs(f)
+        y = check_tensor(y)
+        if y.ndim == 0 or y.shape[0] != f.shape[0]:
+            raise InvalidData(
+                f"Targets have shape {list(y.shape)}, outputs {list(f.shape)}; one row of targets per datum is "
+                "accepted: give targets [B, ...]."
+            )
+        if not torch.isfinite(y).all():
+            raise InvalidData("Targets have NaN or infinite entries: remove those data before fitting.")
+        return y.to(f) if y.is_floating_point() else y.to(f.device)
+
+    def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
+        """Σ_b −log p(y_b | f_b), `[1]`."""
+        return vmap(self.negative_log_likelihood)(f, y).sum().reshape(1)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Gradients of `negative_log_likelihood`, `[B, C]`."""
+        return vmap(grad(self.negative_log_likelihood))(f, y)
+
+    def hessian(self, f: Tensor, y: Tensor | None = None) -> OutputHessian:
+        """Hessians of `negative_log_likelihood` at the targets, dense.
+
+        Raises:
+            InvalidArgument: No targets, on which the Hessian may depend.
+        """
+        if y is None:
+            raise InvalidArgument(f"The output Hessian of likelihood={self.name!r} needs targets: give y.")
+        # Reverse over reverse: forward mode would ask every operation of a user for a forward derivative.
+        dense = vmap(jacrev(grad(self.negative_log_likelihood)))(f, y)
+        return OutputHessian(diag=dense.diagonal(dim1=1, dim2=2), dense=dense)
+
+    def sample_gradients(
+        self, f: Tensor, y: Tensor | None, n_samples: int, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Gradients at targets from `sample`, `[S, B, C]`: their second moment is the Fisher matrix."""
+        targets = self.sample(f.detach(), n_samples, generator)
+        per_batch = vmap(grad(self.negative_log_likelihood))
+        return torch.stack([per_batch(f, target) for target in targets])
+
+    def predict(
+        self,
+        mean: Tensor,
+        covariance: Tensor,
+        link: str,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Mean of the target by one of `links`, `[B, C]`.
+
+        Raises:
+            UnsupportedError: The link is not in `links`.
+        """
+        return apply_link(self, mean, covariance, link, n_samples, generator)
+
+    def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:
+        """Not defined by the mean of the target alone.
+
+        Raises:
+            UnsupportedError: Always; override it where the mean of the target says its density.
+        """
+        raise UnsupportedError(
+            f"likelihood={self.name!r} does not say how good a predicted mean is: define "
+            "predictive_nll(prediction, variance, y, sigma_noise) -> [B] in its class, "
+            "give `loss`, or tune by the evidence."
+        )

@@ -1,0 +1,178 @@
+"""What a likelihood says: loss, output Hessian, samples of targets, normaliser, link.
+
+Everything here refers to one network output per datum, the latent `f`, `[B, C]`. The *unit*
+negative log likelihood is the one at noise 1 and temperature 1 without its normaliser:
+cross-entropy, or half the squared error. Noise and temperature enter by `curvature_scale`
+and `log_likelihood`, so that a fitted curvature outlives a change of either.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.likelihoods.output_hessian import OutputHessian
+from laplace.predictive.links import LINKS
+
+
+class Likelihood(ABC):
+    """p(y | f), behind the names `"regression"`, `"classification"`, … and open to users' own objects.
+
+    Attributes:
+        name: The string users write.
+        has_noise: Whether `sigma_noise` is a parameter of this likelihood.
+        links: The link approximations that `predict` accepts, names in `laplace.predictive.links.LINKS`; empty if
+            the latent is the mean of the target under every link.
+        latent_prediction: Whether predictions are the latent Gaussian itself, (mean, variance).
+        ignore_index: Label that marks data which count nowhere, or None.
+    """
+
+    name: str
+    has_noise: bool = False
+    links: tuple[str, ...] = ()
+    latent_prediction: bool = False
+    ignore_index: int | None = None
+
+    @abstractmethod
+    def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        """Validates and returns targets in the form the other methods take.
+
+        Args:
+            f: Outputs `[B, C]`.
+            y: Targets as the loader gives them.
+
+        Raises:
+            InvalidData: Wrong shape, labels out of range, NaN or infinite values.
+        """
+
+    @abstractmethod
+    def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
+        """Unit negative log likelihood summed over the batch: `[C]` with one noise per output, else `[1]`."""
+
+    @abstractmethod
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Gradient of the unit negative log likelihood of each datum with respect to f, `[B, C]`."""
+
+    @abstractmethod
+    def hessian(self, f: Tensor, y: Tensor | None = None) -> OutputHessian:
+        """Hessian (= Fisher, for the exponential families here) with respect to f; ignored labels in y count zero."""
+
+    @abstractmethod
+    def sample_gradients(
+        self, f: Tensor, y: Tensor | None, n_samples: int, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Gradients at targets drawn from p(y | f), `[S, B, C]`, with E[g gᵀ] = Λ (Monte-Carlo Fisher)."""
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        """Unit negative log likelihood summed over the batch, 0-dim, differentiable in f."""
+        return self.loss_terms(f, y).sum()
+
+    def count(self, f: Tensor, y: Tensor) -> int:
+        """Number of data in the batch that count (ignored labels do not); y is checked already."""
+        return int(f.shape[0]) if self.ignore_index is None else int((y != self.ignore_index).sum())
+
+    @abstractmethod
+    def log_likelihood(
+        self, loss_terms: Tensor, n_data: int, n_outputs: int, sigma_noise: Tensor, temperature: Tensor
+    ) -> Tensor:
+        """Log likelihood of the data at a noise and temperature, 0-dim, from the fitted sums of `loss_terms`."""
+
+    @abstractmethod
+    def curvature_scale(self, kind: str, sigma_noise: Tensor, temperature: Tensor) -> Tensor:
+        """Factor between the unit curvature and its share of the precision, 0-dim or `[C]`.
+
+        Args:
+            kind: `"ggn"`, `"hessian"` (1/(σ²T)) or `"ef"` (1/(σ⁴T): an outer product of gradients).
+            sigma_noise: 0-dim or `[C]`.
+            temperature: 0-dim.
+
+        Raises:
+            InvalidArgument: Unknown kind.
+            UnsupportedError: No factor exists (an outer product of gradients with one noise per output).
+        """
+
+    @abstractmethod
+    def inverse_link(self, f: Tensor) -> Tensor:
+        """Mean of the target given latents `[..., C]` (softmax, sigmoid, identity), same shape."""
+
+    @abstractmethod
+    def predict(
+        self,
+        mean: Tensor,
+        covariance: Tensor,
+        link: str,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Mean of the target under f ~ N(mean, covariance), `[B, C]`.
+
+        Args:
+            mean: `[B, C]`.
+            covariance: `[B, C, C]` or, for a diagonal one, `[B, C]`.
+            link: One of `links`.
+            n_samples: Samples of `link="mc"`.
+            generator: Source of randomness of `link="mc"`.
+
+        Raises:
+            UnsupportedError: This likelihood has no such link.
+        """
+
+    @abstractmethod
+    def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:
+        """Negative log predictive density of each datum, `[B]`: what tuning minimises on validation data.
+
+        Args:
+            prediction: Mean of the target, `[B, C]`.
+            variance: Latent variance `[B, C]` for likelihoods with noise (σ² is added here), else None.
+            y: Checked targets (ignored labels give NaN, to be left out of the mean).
+            sigma_noise: 0-dim or `[C]`.
+        """
+
+
+class NoiseFreeLikelihood(Likelihood):
+    """A likelihood without a noise parameter: temperature alone scales it, `sigma_noise` is not read."""
+
+    def log_likelihood(
+        self, loss_terms: Tensor, n_data: int, n_outputs: int, sigma_noise: Tensor, temperature: Tensor
+    ) -> Tensor:
+        """−loss / T, 0-dim."""
+        return -loss_terms.sum() / temperature
+
+    def curvature_scale(self, kind: str, sigma_noise: Tensor, temperature: Tensor) -> Tensor:
+        """1/T for every kind, 0-dim."""
+        check_kind(kind)
+        return 1 / temperature
+
+
+def check_kind(kind: str) -> None:
+    """Refuses names that are no curvature kind.
+
+    Raises:
+        InvalidArgument: Neither "ggn", "hessian" nor "ef".
+    """
+    if kind not in ("ggn", "hessian", "ef"):
+        raise InvalidArgument(f"kind={kind!r} is unknown; accepted are 'ggn', 'hessian', 'ef'.")
+
+
+def apply_link(
+    likelihood: Likelihood,
+    mean: Tensor,
+    covariance: Tensor,
+    link: str,
+    n_samples: int,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """`Likelihood.predict` by an entry of `LINKS`.
+
+    Raises:
+        UnsupportedError: The likelihood does not list the link.
+    """
+    if link not in likelihood.links:
+        accepted = ", ".join(repr(str(name)) for name in likelihood.links)
+        raise UnsupportedError(
+            f"link_approx={str(link)!r} has no meaning for likelihood={likelihood.name!r}; accepted are {accepted}."
+        )
+    return LINKS[link].apply(mean, covariance, likelihood.inverse_link, n_samples, generator)

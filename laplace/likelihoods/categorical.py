@@ -1,0 +1,59 @@
+"""Classification: y ~ Categorical(softmax(f))."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace.errors import InvalidData
+from laplace.likelihoods.base import apply_link
+from laplace.likelihoods.checks import check_labels, check_outputs
+from laplace.likelihoods.softmax import SOFTMAX_LINKS, SoftmaxLikelihood
+
+
+@dataclass(frozen=True)
+class Categorical(SoftmaxLikelihood):
+    """p(y | f) = softmax(f)_y for integer labels.
+
+    Attributes:
+        ignore_index: Label of data that count nowhere; None for no such label.
+    """
+
+    name = "classification"
+    links = SOFTMAX_LINKS
+    ignore_index: int | None = -100
+
+    def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        """Integer labels `[B]` in [0, C) or equal to `ignore_index`, as int64.
+
+        Raises:
+            InvalidData: One output only, one-hot targets, another shape or dtype, labels out of range.
+        """
+        check_outputs(f)
+        if f.shape[1] == 1:
+            raise InvalidData(
+                "One output was given, and the softmax of one class is always 1. For binary targets with a single "
+                "logit use likelihood='bernoulli', or give the network two outputs."
+            )
+        return check_labels(f, y, self.ignore_index)
+
+    def inverse_link(self, f: Tensor) -> Tensor:
+        """Softmax over the last dimension."""
+        return torch.softmax(f, -1)
+
+    def predict(
+        self,
+        mean: Tensor,
+        covariance: Tensor,
+        link: str,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Class probabilities `[B, C]` by `link`; rows sum to 1.
+
+        Raises:
+            UnsupportedError: Unknown link.
+        """
+        return apply_link(self, mean, covariance, link, n_samples, generator)

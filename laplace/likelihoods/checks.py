@@ -1,0 +1,85 @@
+"""Checks of outputs and targets that several likelihoods share; every message says how to mend the fault."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laplace.errors import InvalidData
+
+
+def check_outputs(f: Tensor) -> None:
+    """Requires finite outputs `[B, C]`.
+
+    Raises:
+        InvalidData: Another number of dimensions, NaN or infinite entries.
+    """
+    if f.ndim != 2:
+        raise InvalidData(f"The network's outputs have shape {list(f.shape)}; [B, C] is accepted: reshape them.")
+    if not torch.isfinite(f).all():
+        raise InvalidData(
+            "The network's outputs have NaN or infinite entries: look at the inputs and at the network's weights."
+        )
+
+
+def check_tensor(y: Tensor) -> Tensor:
+    """Requires a real tensor.
+
+    Raises:
+        InvalidData: Not a tensor, or a complex one.
+    """
+    if not isinstance(y, Tensor):
+        raise InvalidData(f"Targets are of type {type(y).__name__}; a torch.Tensor is accepted: see torch.as_tensor.")
+    if y.is_complex():
+        raise InvalidData("Targets are complex; real ones are accepted: give y.real or two outputs.")
+    return y
+
+
+def check_values(f: Tensor, y: Tensor) -> Tensor:
+    """Real-valued targets of the shape of the outputs, cast to their dtype and device.
+
+    Raises:
+        InvalidData: Another shape, NaN or infinite entries.
+    """
+    values = check_tensor(y)
+    if values.shape != f.shape:
+        raise InvalidData(
+            f"Targets have shape {list(values.shape)}, outputs {list(f.shape)}; they must be equal, nothing is "
+            "broadcast: for one output give targets [B, 1], e.g. y.unsqueeze(-1)."
+        )
+    if not torch.isfinite(values).all():
+        raise InvalidData("Targets have NaN or infinite entries: remove those data before fitting.")
+    return values.to(f)
+
+
+def check_labels(f: Tensor, y: Tensor, ignore_index: int | None = None) -> Tensor:
+    """Integer labels `[B]` in [0, C) or equal to `ignore_index`, as int64 on the device of f.
+
+    Raises:
+        InvalidData: Another shape or dtype, or a label out of range.
+    """
+    given = check_tensor(y)
+    n_data, n_classes = f.shape
+    if given.ndim == 2 and given.shape == f.shape and n_classes > 1:
+        raise InvalidData(
+            f"Targets have shape {list(given.shape)}: one-hot or probability targets are not accepted, integer labels "
+            "[B] are: give y.argmax(-1)."
+        )
+    if given.shape != (n_data,):
+        raise InvalidData(
+            f"Targets have shape {list(given.shape)}, outputs {list(f.shape)}; integer labels of shape [{n_data}] are "
+            "accepted: for [B, 1] give y.squeeze(-1)."
+        )
+    if given.is_floating_point():
+        raise InvalidData(f"Labels have dtype {given.dtype}; integers are accepted: give y.long().")
+    labels = given.to(device=f.device, dtype=torch.long)
+    wrong = (labels < 0) | (labels >= n_classes)
+    if ignore_index is not None:
+        wrong = wrong & (labels != ignore_index)
+    if wrong.any():
+        also = "" if ignore_index is None else f" (or {ignore_index}, which is ignored)"
+        raise InvalidData(
+            f"Label {int(labels[wrong][0])} is out of range: {n_classes} outputs accept 0 to {n_classes - 1}{also}. "
+            "Mend the labels or the width of the last layer."
+        )
+    return labels

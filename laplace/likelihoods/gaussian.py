@@ -1,0 +1,116 @@
+"""Regression: y ~ N(f, σ²), with one noise for all outputs or one per output."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.likelihoods.base import Likelihood, OutputHessian, check_kind
+from laplace.likelihoods.checks import check_outputs, check_values
+from laplace.noise import standard_normal
+
+
+@dataclass(frozen=True)
+class Gaussian(Likelihood):
+    """p(y | f) = Π_c N(y_c; f_c, σ_c²); the unit negative log likelihood is ½ |y − f|²."""
+
+    name = "regression"
+    has_noise = True
+    latent_prediction = True
+
+    def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        """Finite targets of the shape of f, `[B, C]`, in its dtype.
+
+        Raises:
+            InvalidData: Another shape (nothing is broadcast), NaN or infinite values.
+        """
+        check_outputs(f)
+        return check_values(f, y)
+
+    def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
+        """½ Σ_b (y_bc − f_bc)², `[C]`."""
+        return 0.5 * (y - f).square().sum(0)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """The residual f − y, `[B, C]`."""
+        return f - y
+
+    def hessian(self, f: Tensor, y: Tensor | None = None) -> OutputHessian:
+        """The identity."""
+        return OutputHessian(torch.ones_like(f))
+
+    def sample_gradients(
+        self, f: Tensor, y: Tensor | None, n_samples: int, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Residuals f − ŷ with ŷ ~ N(f, 1), `[S, B, C]`: standard normal numbers."""
+        return standard_normal((n_samples, *f.shape), f, generator)
+
+    def log_likelihood(
+        self, loss_terms: Tensor, n_data: int, n_outputs: int, sigma_noise: Tensor, temperature: Tensor
+    ) -> Tensor:
+        """−Σ_c loss_c / (σ_c² T) − N Σ_c log(σ_c √2π), 0-dim: temperature tempers the data term alone.
+
+        Raises:
+            InvalidArgument: Neither one noise nor one per output.
+        """
+        sigma = _scalar_or_vector(sigma_noise)
+        if sigma.ndim and sigma.shape != loss_terms.shape:
+            raise InvalidArgument(
+                f"sigma_noise has {sigma.numel()} entries, the network {loss_terms.numel()} outputs; "
+                "one noise, or one per output, is accepted."
+            )
+        data = (loss_terms / (sigma.square() * temperature)).sum()
+        log_sigma = sigma.log().sum() if sigma.ndim else n_outputs * sigma.log()
+        return -data - n_data * (log_sigma + 0.5 * n_outputs * math.log(2 * math.pi))
+
+    def curvature_scale(self, kind: str, sigma_noise: Tensor, temperature: Tensor) -> Tensor:
+        """1/(σ²T), 0-dim or `[C]`; for the empirical Fisher 1/(σ⁴T), since a gradient carries 1/σ².
+
+        Raises:
+            InvalidArgument: Unknown kind.
+            UnsupportedError: The empirical Fisher with one noise per output: its gradients mix the outputs.
+        """
+        check_kind(kind)
+        sigma = _scalar_or_vector(sigma_noise)
+        if kind != "ef":
+            return 1 / (sigma.square() * temperature)
+        if sigma.ndim:
+            raise UnsupportedError(
+                f"An empirical Fisher with {sigma.numel()} noises has no factor, for its gradients are summed over "
+                "outputs. Use the GGN, one common noise, or fit outputs and targets divided by their noise."
+            )
+        return 1 / (sigma.pow(4) * temperature)
+
+    def inverse_link(self, f: Tensor) -> Tensor:
+        """The latent is the mean."""
+        return f
+
+    def predict(
+        self,
+        mean: Tensor,
+        covariance: Tensor,
+        link: str,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """The mean of the latents, whatever the link, `[B, C]`."""
+        return mean
+
+    def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:
+        """−Σ_c log N(y_c; prediction_c, variance_c + σ_c²), `[B]`; without a variance that of the noise alone."""
+        noise = _scalar_or_vector(sigma_noise).square()
+        total = (noise if variance is None else variance + noise).expand_as(prediction)
+        return 0.5 * ((y - prediction).square() / total + total.log() + math.log(2 * math.pi)).sum(1)
+
+
+def _scalar_or_vector(sigma_noise: Tensor) -> Tensor:
+    """One noise as 0-dim, several as `[C]`."""
+    if sigma_noise.numel() == 1:
+        return sigma_noise.reshape(())
+    if sigma_noise.ndim != 1:
+        raise InvalidArgument(f"sigma_noise has shape {list(sigma_noise.shape)}; a scalar or [C] is accepted.")
+    return sigma_noise

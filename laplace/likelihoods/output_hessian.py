@@ -1,0 +1,86 @@
+"""The second derivative of a likelihood with respect to the outputs, in a form that is cheap to contract."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace.errors import CurvatureError
+
+
+@dataclass(frozen=True)
+class OutputHessian:
+    """Hessian of the unit negative log likelihood with respect to the outputs, one per datum.
+
+    `Λ_b = diag(diag_b) − vec_b vec_bᵀ` (softmax: both are the probabilities), or `dense_b` where a
+    likelihood has no such form. Kept in this form because a root `[C, B, C]` costs B·C² numbers and the
+    last layer needs only sums of it.
+
+    Attributes:
+        diag: `[B, C]`, the diagonal part.
+        vec: `[B, C]` or None, the subtracted rank-one part, with Σ_c vec_c² / diag_c ≤ 1 (Λ is then positive
+            semi-definite; softmax attains 1).
+        dense: `[B, C, C]` or None; if given it is the whole of Λ, and `diag`, its diagonal, is for reading only.
+    """
+
+    diag: Tensor
+    vec: Tensor | None = None
+    dense: Tensor | None = None
+
+    def diagonal(self) -> Tensor:
+        """Diagonals of Λ, `[B, C]`."""
+        if self.dense is not None or self.vec is None:
+            return self.diag
+        return self.diag - self.vec.square()
+
+    def total(self) -> Tensor:
+        """Σ_b Λ_b, `[C, C]`, without the `[B, C, C]` tensor where Λ is structured."""
+        if self.dense is not None:
+            return self.dense.sum(0)
+        total = torch.diag(self.diag.sum(0))
+        return total if self.vec is None else total - self.vec.T @ self.vec
+
+    def matrix(self) -> Tensor:
+        """Λ, `[B, C, C]`."""
+        if self.dense is not None:
+            return self.dense
+        full = torch.diag_embed(self.diag)
+        return full if self.vec is None else full - self.vec.unsqueeze(2) * self.vec.unsqueeze(1)
+
+    def root(self) -> Tensor:
+        """Columns S_k with Σ_k S_k S_kᵀ = Λ, `[K, B, C]` (K = C): cotangents for K backward passes.
+
+        With w = vec / √diag and q = |w|², S = diag(√diag) − vec wᵀ / (1 + √(1 − q)). For softmax q = 1, so that
+        S = diag(√p) − p √pᵀ: no factorisation, and exact for saturated p.
+
+        Raises:
+            CurvatureError: A dense Λ has a negative eigenvalue, so that no real root exists.
+        """
+        if self.dense is not None:
+            return _spectral_root(self.dense)
+        scale = self.diag.sqrt()
+        root = torch.diag_embed(scale)
+        if self.vec is not None:
+            ratio = self.vec / scale.clamp(min=_TINY)
+            rest = 1 - ratio.square().sum(1, keepdim=True)
+            # A rest within rounding of 0 is the softmax case; its square root would magnify the rounding.
+            rest = torch.where(rest > 100 * torch.finfo(rest.dtype).eps, rest, 0.0)
+            root = root - self.vec.unsqueeze(2) * (ratio / (1 + rest.sqrt())).unsqueeze(1)
+        return root.permute(2, 0, 1)
+
+
+_TINY = 1e-30
+
+
+def _spectral_root(dense: Tensor) -> Tensor:
+    """Eigenvectors times roots of eigenvalues, `[C, B, C]`, of a positive semi-definite `[B, C, C]`."""
+    values, vectors = torch.linalg.eigh(dense.double())
+    tolerance = 100 * dense.shape[-1] * torch.finfo(dense.dtype).eps * values.abs().amax(1, keepdim=True)
+    if (values < -tolerance).any():
+        raise CurvatureError(
+            f"The Hessian of the negative log likelihood has a negative eigenvalue ({values.min().item():.3g}): it is "
+            "not convex in the outputs. Return a Fisher matrix from `hessian`, or use the empirical Fisher."
+        )
+    return (vectors * values.clamp(min=0).sqrt().unsqueeze(1)).permute(2, 0, 1).to(dense)

@@ -1,0 +1,59 @@
+"""Reward modelling: pairwise preferences after Bradley and Terry (1952)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace.errors import InvalidData
+from laplace.likelihoods.base import apply_link
+from laplace.likelihoods.checks import check_labels, check_outputs
+from laplace.likelihoods.softmax import SOFTMAX_LINKS, SoftmaxLikelihood
+
+
+@dataclass(frozen=True)
+class Preference(SoftmaxLikelihood):
+    """p(item y is preferred | f) = softmax(f)_y, f being the rewards of the two items of a pair.
+
+    A fit sees pairs: inputs `[B, 2, …]`, outputs `[B, 2]`, targets the index of the preferred item. Single
+    items, `[B, …]`, have outputs `[B, 1]`: rewards, predicted as latents with their variance.
+    """
+
+    name = "reward_modeling"
+    links = SOFTMAX_LINKS
+    latent_prediction = True
+
+    def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        """Indices of the preferred items, `[B]` of 0 and 1, as int64.
+
+        Raises:
+            InvalidData: Outputs other than `[B, 2]`, another shape or dtype, labels other than 0 and 1.
+        """
+        check_outputs(f)
+        if f.shape[1] != 2:
+            raise InvalidData(
+                f"Outputs have shape {list(f.shape)}; a preference is learnt from pairs, inputs [B, 2, ...], for "
+                "which the network returns one reward per item, [B, 2]."
+            )
+        return check_labels(f, y)
+
+    def inverse_link(self, f: Tensor) -> Tensor:
+        """Preference probabilities of pairs `[..., 2]` (softmax); rewards of single items `[..., 1]` as they are."""
+        return f if f.shape[-1] == 1 else torch.softmax(f, -1)
+
+    def predict(
+        self,
+        mean: Tensor,
+        covariance: Tensor,
+        link: str,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Preference probabilities `[B, 2]` of pairs by `link`; mean rewards `[B, 1]` of single items.
+
+        Raises:
+            UnsupportedError: Unknown link.
+        """
+        return mean if mean.shape[1] == 1 else apply_link(self, mean, covariance, link, n_samples, generator)

@@ -1,0 +1,273 @@
+"""Scores of predictive distributions: proper scoring rules, calibration, detection of foreign inputs.
+
+Every function takes tensors on any device, ignores rows whose label is `ignore_index`, and returns a 0-dim tensor
+in the dtype of the predictions. Logarithms are natural: negative log likelihoods are in nats per datum.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from laplace.errors import InvalidArgument, InvalidData
+
+IGNORE_INDEX = -100
+
+
+def nll(probs: Tensor, y: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Mean negative log likelihood −(1/N) Σ_n log p_n[y_n] of labels, in nats; infinite where p_n[y_n] = 0.
+
+    Args:
+        probs: Class probabilities `[..., C]`.
+        y: Integer labels `[...]`.
+        ignore_index: Label of the rows that do not count.
+
+    Raises:
+        InvalidData: Shapes do not match, a label is out of range, a probability is outside [0, 1], or no row counts.
+    """
+    probs, y = _counted(probs, y, ignore_index)
+    return -probs.gather(1, y.unsqueeze(1)).log().mean()
+
+
+def brier(probs: Tensor, y: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Mean Brier score (1/N) Σ_n Σ_c (p_nc − 1[y_n = c])², between 0 and 2 (Brier, 1950).
+
+    Args:
+        probs: Class probabilities `[..., C]`.
+        y: Integer labels `[...]`.
+        ignore_index: Label of the rows that do not count.
+
+    Raises:
+        InvalidData: As for `nll`.
+    """
+    probs, y = _counted(probs, y, ignore_index)
+    return (probs - torch.nn.functional.one_hot(y, probs.shape[1])).square().sum(1).mean()
+
+
+def accuracy(probs: Tensor, y: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Share of rows whose most probable class is the label.
+
+    Args:
+        probs: Class probabilities `[..., C]`.
+        y: Integer labels `[...]`.
+        ignore_index: Label of the rows that do not count.
+
+    Raises:
+        InvalidData: As for `nll`.
+    """
+    probs, y = _counted(probs, y, ignore_index)
+    return (probs.argmax(1) == y).to(probs.dtype).mean()
+
+
+def mean_confidence(probs: Tensor) -> Tensor:
+    """Mean of the largest class probability.
+
+    Args:
+        probs: Class probabilities `[..., C]`.
+    """
+    return probs.amax(-1).mean()
+
+
+def calibration_bins(
+    probs: Tensor, y: Tensor, n_bins: int = 15, ignore_index: int = IGNORE_INDEX
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Bins predictions by confidence: what a reliability diagram shows.
+
+    Bin m of M holds the rows whose confidence lies in ((m−1)/M, m/M].
+
+    Args:
+        probs: Class probabilities `[..., C]`.
+        y: Integer labels `[...]`.
+        n_bins: Number of bins M of equal width.
+        ignore_index: Label of the rows that do not count.
+
+    Returns:
+        Number of rows, mean confidence and accuracy of every bin, `[M]` each; the last two are 0 for an empty bin.
+
+    Raises:
+        InvalidArgument: `n_bins` is not positive.
+        InvalidData: As for `nll`.
+    """
+    if n_bins < 1:
+        raise InvalidArgument(f"n_bins={n_bins!r} is not accepted; give a positive number of bins.")
+    probs, y = _counted(probs, y, ignore_index)
+    confidence, predicted = probs.max(1)
+    bins = (confidence * n_bins).ceil().long().sub(1).clamp(0, n_bins - 1)
+
+    def summed(values: Tensor) -> Tensor:
+        return torch.zeros(n_bins, dtype=probs.dtype, device=probs.device).index_add_(0, bins, values)
+
+    count = summed(torch.ones_like(confidence))
+    size = count.clamp(min=1)
+    return count, summed(confidence) / size, summed((predicted == y).to(probs.dtype)) / size
+
+
+def expected_calibration_error(probs: Tensor, y: Tensor, n_bins: int = 15, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Expected calibration error Σ_m (n_m / N) |accuracy_m − confidence_m| (Guo et al., 2017, eq. 3).
+
+    Args:
+        probs: Class probabilities `[..., C]`.
+        y: Integer labels `[...]`.
+        n_bins: Number of bins of equal width over the confidence.
+        ignore_index: Label of the rows that do not count.
+
+    Raises:
+        InvalidArgument: `n_bins` is not positive.
+        InvalidData: As for `nll`.
+    """
+    count, confidence, correct = calibration_bins(probs, y, n_bins, ignore_index)
+    return (count * (correct - confidence).abs()).sum() / count.sum()
+
+
+def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
+    """Area under the receiver operating curve: P(s_in > s_out) + ½ P(s_in = s_out) over all pairs.
+
+    The Mann–Whitney statistic, exact with ties: 1 if every inlier scores above every outlier, ½ if the scores say
+    nothing.
+
+    Args:
+        scores_in: Scores of inliers, `[N]`, high where the model feels at home (the largest class probability, say).
+        scores_out: Scores of outliers, `[M]`.
+
+    Raises:
+        InvalidData: A set is empty or holds NaN.
+    """
+    scores_in, scores_out = scores_in.flatten(), scores_out.flatten()
+    for name, scores in (("scores_in", scores_in), ("scores_out", scores_out)):
+        if scores.numel() == 0 or bool(scores.isnan().any()):
+            raise InvalidData(f"{name} is empty or holds NaN; give one finite score per datum.")
+    ranked = scores_out.sort().values
+    below = torch.searchsorted(ranked, scores_in).double() + torch.searchsorted(ranked, scores_in, right=True)
+    return (below.mean() / (2 * ranked.numel())).to(scores_in.dtype)
+
+
+def gaussian_nll(mean: Tensor, var: Tensor, y: Tensor) -> Tensor:
+    """Mean negative log density −(1/N) Σ_n log N(y_n | m_n, V_n) of vector targets, in nats per datum.
+
+    Args:
+        mean: Predictive means `[B, C]`.
+        var: Predictive variances `[B, C]` or covariances `[B, C, C]` of the target. A posterior's functional variance
+            does not contain the observation noise: add σ² first.
+        y: Targets `[B, C]`.
+
+    Raises:
+        InvalidData: Shapes do not match, or a variance is not positive.
+    """
+    if mean.ndim != 2 or y.shape != mean.shape or var.shape not in (mean.shape, (*mean.shape, mean.shape[1])):
+        shapes = f"mean {tuple(mean.shape)}, var {tuple(var.shape)}, y {tuple(y.shape)}"
+        raise InvalidData(f"got {shapes}; accepted are mean and y of [B, C] and var of [B, C] or [B, C, C].")
+    covariance = torch.diag_embed(var) if var.ndim == 2 else var
+    root, failed = torch.linalg.cholesky_ex(covariance)
+    if bool(failed.any()):
+        raise InvalidData(
+            "var is not positive (definite) for some rows; add the observation noise to a latent variance."
+        )
+    white = torch.linalg.solve_triangular(root, (y - mean).unsqueeze(2), upper=False)
+    log_det = root.diagonal(dim1=1, dim2=2).log().sum(1)
+    return (0.5 * white.square().sum((1, 2)) + log_det + 0.5 * mean.shape[1] * math.log(2 * math.pi)).mean()
+
+
+@runtime_checkable
+class RunningMetric(Protocol):
+    """What a metric over batches offers; every `torchmetrics.Metric` does."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes a batch of predictions and targets."""
+        ...
+
+    def compute(self) -> Any:
+        """Returns the metric of everything since the last reset."""
+        ...
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        ...
+
+
+class RunningNLLMetric:
+    """Mean negative log likelihood of labels over batches of class probabilities, in nats per counted label.
+
+    Batches accumulate until `reset`: the result does not depend on how the data were cut into batches. A label of
+    probability zero makes it infinite. It follows the `torchmetrics` protocol without needing that package.
+
+    Args:
+        ignore_index: Label of the entries that do not count.
+
+    Attributes:
+        nll_sum: Sum of the negative log likelihoods, 0-dim, float64.
+        n_valid_labels: Number of labels that counted.
+    """
+
+    def __init__(self, ignore_index: int = IGNORE_INDEX) -> None:
+        self.ignore_index = ignore_index
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all batches."""
+        self.nll_sum = torch.zeros((), dtype=torch.float64)
+        self.n_valid_labels = 0
+
+    def update(self, probs: Tensor, targets: Tensor) -> None:
+        """Adds a batch.
+
+        Args:
+            probs: Class probabilities `[..., C]`.
+            targets: Integer labels `[...]`.
+
+        Raises:
+            InvalidData: Shapes do not match, a label is out of range, or a probability is outside [0, 1].
+        """
+        probs, targets = _flattened(probs, targets, self.ignore_index)
+        picked = probs.detach().gather(1, targets.unsqueeze(1))
+        self.nll_sum = self.nll_sum - picked.log().sum().cpu().double()
+        self.n_valid_labels += targets.numel()
+
+    def compute(self) -> Tensor:
+        """Mean over all counted labels since the last reset, 0-dim, float64.
+
+        Raises:
+            InvalidData: No label was counted.
+        """
+        if self.n_valid_labels == 0:
+            raise InvalidData("no label was counted; call update with at least one label that is not ignore_index.")
+        return self.nll_sum / self.n_valid_labels
+
+    def __call__(self, probs: Tensor, targets: Tensor) -> Tensor:
+        """Adds a batch and returns the mean over this batch alone (arguments as for `update`)."""
+        self.update(probs, targets)
+        return nll(probs, targets, self.ignore_index)
+
+
+def _counted(probs: Tensor, y: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Rows that count, `[N, C]` and `[N]` with N > 0."""
+    probs, y = _flattened(probs, y, ignore_index)
+    if y.numel() == 0:
+        raise InvalidData(f"no label is left to score: the batch is empty or all labels are {ignore_index}.")
+    return probs, y
+
+
+def _flattened(probs: Tensor, y: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Checked rows without the ignored ones, `[N, C]` and `[N]`."""
+    if probs.ndim < 2 or y.shape != probs.shape[:-1]:
+        raise InvalidData(
+            f"got probs {tuple(probs.shape)} and labels {tuple(y.shape)}; accepted are [..., C] and [...] alike."
+        )
+    if y.is_floating_point() or y.dtype == torch.bool:
+        raise InvalidData(f"labels have dtype {y.dtype}; accepted are integer classes (y.long() converts).")
+    probs, y = probs.reshape(-1, probs.shape[-1]), y.reshape(-1).to(probs.device).long()
+    keep = y != ignore_index
+    probs, y = probs[keep], y[keep]
+    if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < probs.shape[1]:
+        raise InvalidData(
+            f"labels lie in [{int(y.min())}, {int(y.max())}]; "
+            f"accepted are 0 to {probs.shape[1] - 1}, and {ignore_index} for a label that does not count."
+        )
+    # A little above 1 is rounding of a softmax in low precision; logits and log probabilities are not.
+    if not bool(((probs >= 0) & (probs <= 1.01)).all()):
+        raise InvalidData(
+            "probs holds NaN or values outside [0, 1]; give probabilities, not logits (softmax them first)."
+        )
+    return probs, y

@@ -1,0 +1,229 @@
+"""The grid: one class per choice of weights and structure. Attributes only; behaviour lives in the bases.
+
+The constructors differ in nothing but the order of their arguments, which users' code and tools rely on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from laplace.batch import ForwardFn
+from laplace.curvature import CurvatureInterface
+from laplace.enums import FeatureReduction
+from laplace.errors import InvalidArgument
+from laplace.likelihoods.base import Likelihood
+from laplace.parametric import ParametricLaplace
+from laplace.structures import DiagCurvature, FullCurvature, KronCurvature
+from laplace.weights.last_layer import LastLayer
+from laplace.weights.subnetwork import Subnetwork
+
+Backend = type[CurvatureInterface] | None
+Options = dict[str, Any] | None
+
+
+class FullLaplace(ParametricLaplace):
+    """All weights, full curvature."""
+
+    _key = ("all", "full")
+    structure = FullCurvature
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: Backend = None,
+        backend_kwargs: Options = None,
+        *,
+        forward_fn: ForwardFn | None = None,
+    ) -> None:
+        ParametricLaplace.__init__(
+            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
+            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn,
+        )  # fmt: skip
+
+
+class KronLaplace(ParametricLaplace):
+    """All weights, Kronecker-factored curvature; `damping` is Ritter et al.'s."""
+
+    _key = ("all", "kron")
+    structure = KronCurvature
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: Backend = None,
+        damping: bool = False,
+        backend_kwargs: Options = None,
+        asdl_fisher_kwargs: Options = None,
+        *,
+        forward_fn: ForwardFn | None = None,
+    ) -> None:
+        ParametricLaplace.__init__(
+            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
+            dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kwargs, forward_fn=forward_fn,
+            precision_options={"damping": damping},
+        )  # fmt: skip
+
+
+class DiagLaplace(ParametricLaplace):
+    """All weights, diagonal curvature."""
+
+    _key = ("all", "diag")
+    structure = DiagCurvature
+
+
+class LLLaplace(ParametricLaplace):
+    """The last layer, which is found at `fit` unless `last_layer_name` is given."""
+
+    weights_type = LastLayer
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False,
+        feature_reduction: FeatureReduction | str | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: Backend = None,
+        last_layer_name: str | None = None,
+        backend_kwargs: Options = None,
+        asdl_fisher_kwargs: Options = None,
+        *,
+        forward_fn: ForwardFn | None = None,
+    ) -> None:
+        _refuse_asdl_kwargs(asdl_fisher_kwargs)
+        ParametricLaplace.__init__(
+            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
+            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn,
+            weights_options={"name": last_layer_name, "reduction": feature_reduction},
+        )  # fmt: skip
+
+
+class FullLLLaplace(LLLaplace, FullLaplace):
+    """The last layer, full curvature."""
+
+    _key = ("last_layer", "full")
+    __init__ = LLLaplace.__init__
+
+
+class KronLLLaplace(LLLaplace, KronLaplace):
+    """The last layer, Kronecker-factored curvature: the default of `Laplace`."""
+
+    _key = ("last_layer", "kron")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False,
+        feature_reduction: FeatureReduction | str | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: Backend = None,
+        last_layer_name: str | None = None,
+        damping: bool = False,
+        backend_kwargs: Options = None,
+        asdl_fisher_kwargs: Options = None,
+        *,
+        forward_fn: ForwardFn | None = None,
+    ) -> None:
+        _refuse_asdl_kwargs(asdl_fisher_kwargs)
+        ParametricLaplace.__init__(
+            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
+            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn,
+            weights_options={"name": last_layer_name, "reduction": feature_reduction},
+            precision_options={"damping": damping},
+        )  # fmt: skip
+
+
+class DiagLLLaplace(LLLaplace, DiagLaplace):
+    """The last layer, diagonal curvature."""
+
+    _key = ("last_layer", "diag")
+    __init__ = LLLaplace.__init__
+
+
+class SubnetLaplace(ParametricLaplace):
+    """Single entries of the flattened trainable parameters; all others keep their trained values."""
+
+    weights_type = Subnetwork
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        subnetwork_indices: Tensor,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        backend: Backend = None,
+        backend_kwargs: Options = None,
+        asdl_fisher_kwargs: Options = None,
+        *,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        damping: bool = False,
+        forward_fn: ForwardFn | None = None,
+    ) -> None:
+        _refuse_asdl_kwargs(asdl_fisher_kwargs)
+        ParametricLaplace.__init__(
+            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
+            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn,
+            weights_options={"indices": subnetwork_indices}, precision_options={"damping": damping},
+        )  # fmt: skip
+
+
+class FullSubnetLaplace(SubnetLaplace, FullLaplace):
+    """A subnetwork, full curvature."""
+
+    _key = ("subnetwork", "full")
+    __init__ = SubnetLaplace.__init__
+
+
+class KronSubnetLaplace(SubnetLaplace, KronLaplace):
+    """A subnetwork, the sub-block of the Kronecker-factored curvature."""
+
+    _key = ("subnetwork", "kron")
+    __init__ = SubnetLaplace.__init__
+
+
+class DiagSubnetLaplace(SubnetLaplace, DiagLaplace):
+    """A subnetwork, diagonal curvature."""
+
+    _key = ("subnetwork", "diag")
+    __init__ = SubnetLaplace.__init__
+
+
+def _refuse_asdl_kwargs(given: Options) -> None:
+    if given is not None:
+        raise InvalidArgument(
+            "asdl_fisher_kwargs is only read by all-weights posteriors with an ASDL backend; pass backend_kwargs."
+        )

@@ -1,0 +1,22 @@
+"""Random numbers: drawn where the generator lives, then moved, so that equal seeds give equal numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def standard_normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Independent N(0, 1) numbers of a shape, on the device and in the dtype of `like`.
+
+    One call draws all numbers: whoever works in chunks draws first and splits afterwards, so that the
+    result does not depend on the chunk.
+    """
+    device = like.device if generator is None else generator.device
+    return torch.randn(shape, generator=generator, device=device, dtype=like.dtype).to(like.device)
+
+
+def uniform(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Independent uniform numbers in [0, 1), float64 (fine enough for rare classes), on the device of `like`."""
+    device = like.device if generator is None else generator.device
+    return torch.rand(shape, generator=generator, device=device, dtype=torch.float64).to(like.device)

@@ -1,0 +1,272 @@
+"""Laplace approximations in weight space, for any choice of weights and structure: predictions, tuning, state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace import state, tuning
+from laplace.batch import Inputs
+from laplace.curvature.jacobian import Jacobian
+from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
+from laplace.errors import InvalidArgument
+from laplace.gaussian import Gaussian
+from laplace.noise import standard_normal
+from laplace.posterior import WeightPosterior
+from laplace.predictive import latent
+
+
+class ParametricLaplace(WeightPosterior):
+    """Base of all weight-space posteriors; a concrete class binds `structure` and `weights_type`.
+
+    The arguments are those of `WeightPosterior`.
+    """
+
+    # Predictions.
+
+    def _latent(self, x: Inputs, form: str, *, observation_noise: bool = False) -> Gaussian:
+        """Gaussian of the linearised network's outputs; `form` is `"full"`, `"diagonal"` or `"joint"`."""
+        precision = self.posterior()
+        self.check_unchanged()
+        gaussian = latent.linearised(self.backend, precision, x, form, create_graph=self.enable_backprop)
+        return latent.with_noise(gaussian, self.sigma_noise.detach()) if observation_noise else gaussian
+
+    def __call__(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        joint: bool = False,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        fitting: bool = False,
+        *,
+        observation_noise: bool = False,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Predictive distribution at x.
+
+        Regression (and rewards) return the latent Gaussian `(mean, variance)`: `[B, C]` with `[B, C, C]`,
+        `[B, C]` (`diagonal_output`), or `[B·C]` with `[B·C, B·C]` (`joint`); the variance is that of f, plus σ² with
+        `observation_noise`. Classification returns probabilities `[B, C]`.
+
+        Args:
+            x: Inputs, a tensor, tuple or mapping.
+            pred_type: `"glm"`, the linearised network (Immer et al., 2021), or `"nn"`, sampled weights.
+            joint: Covariance over all inputs; with classification, samples of `link_approx="mc"` are joint.
+            link_approx: `"probit"`, `"mc"`, `"bridge"` or `"bridge_norm"`; `"nn"` always samples.
+            n_samples: Monte-Carlo samples.
+            diagonal_output: Only variances of the outputs.
+            generator: Source of randomness; equal seeds give equal bits.
+            fitting: Return preference probabilities of pairs with reward modelling.
+            observation_noise: Add σ² to the variance (regression).
+            **model_kwargs: For the model, with `pred_type="nn"`.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidArgument: An option is not accepted.
+            ModelChangedError: The network was trained further after `fit`.
+        """
+        kind = latent.check_options(self.likelihood_object, pred_type, link_approx, n_samples, generator)
+        if observation_noise and not self.likelihood_object.has_noise:
+            raise InvalidArgument(
+                f"observation_noise=True, but likelihood={self.likelihood_object.name!r} has no noise."
+            )
+        likelihood = self.likelihood_object
+        as_latent = likelihood.latent_prediction and not fitting
+        with torch.inference_mode(False), torch.set_grad_enabled(self.enable_backprop):
+            if kind == PredType.NN:
+                samples = self._nn_samples(x, n_samples, generator, model_kwargs)
+                if not as_latent:
+                    return likelihood.inverse_link(samples).mean(0)
+                variance = samples.var(0) + (self.sigma_noise.detach() ** 2 if observation_noise else 0)
+                return samples.mean(0), variance
+            latent.refuse_model_kwargs(model_kwargs)
+            if as_latent:
+                form = "joint" if joint else "diagonal" if diagonal_output else "full"
+                gaussian = self._latent(x, form, observation_noise=observation_noise)
+                return (gaussian.mean.flatten() if joint else gaussian.mean), gaussian.covariance
+            return self._class_probabilities(x, joint, str(link_approx), n_samples, diagonal_output, generator)
+
+    def _class_probabilities(
+        self,
+        x: Inputs,
+        joint: bool,
+        link: str,
+        n_samples: int,
+        diagonal_output: bool,
+        generator: torch.Generator | None,
+    ) -> Tensor:
+        likelihood = self.likelihood_object
+        if joint and link == LinkApprox.MC:
+            samples = self._latent(x, "joint").sample(n_samples, generator)
+            return likelihood.inverse_link(samples).mean(0)
+        diagonal = diagonal_output or latent.needs_variances_only(link)
+        gaussian = self._latent(x, "diagonal" if diagonal else "full")
+        return likelihood.predict(gaussian.mean, gaussian.covariance, link, n_samples, generator)
+
+    def _nn_samples(
+        self, x: Inputs, n_samples: int, generator: torch.Generator | None, model_kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Outputs of the network under sampled weights, `[S, B, C]`."""
+        thetas = self._theta_samples(n_samples, generator)
+        self.check_unchanged()
+        return latent.sampled(self.backend, thetas, self.mean, x, model_kwargs, create_graph=self.enable_backprop)
+
+    def _theta_samples(self, n_samples: int, generator: torch.Generator | None) -> Tensor:
+        """Samples of the treated parameters, `[S, P]`."""
+        precision = self.posterior()
+        noise = standard_normal((n_samples, len(self.mean)), self.mean, generator)
+        return self.mean + precision.sample(noise)
+
+    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
+        """Samples of the weights, `[S, P]`; of a subnetwork `[S, all trainable parameters]`.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        with torch.no_grad():
+            return self.weights.embed(self._theta_samples(n_samples, generator))
+
+    def functional_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """Samples of the latent outputs, `[S, B, C]`: per input, or of all inputs together with `joint`."""
+        kind = latent.check_options(self.likelihood_object, pred_type, None, n_samples, generator)
+        with torch.inference_mode(False), torch.set_grad_enabled(self.enable_backprop):
+            if kind == PredType.NN:
+                return self._nn_samples(x, n_samples, generator, model_kwargs)
+            latent.refuse_model_kwargs(model_kwargs)
+            form = "joint" if joint else "diagonal" if diagonal_output else "full"
+            return self._latent(x, form).sample(n_samples, generator)
+
+    def predictive_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """Samples of the target's mean, `[S, B, C]`: probabilities, or the latents of a regression or of rewards.
+
+        Reward modelling gives preference probabilities for pairs (C = 2) and latent rewards for single items.
+        """
+        samples = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint, **model_kwargs)
+        return self.likelihood_object.inverse_link(samples)
+
+    def functional_variance(self, Js: Tensor | Jacobian) -> Tensor:
+        """J_b P⁻¹ J_bᵀ of Jacobians `[B, C, P]`, `[B, C, C]`."""
+        return self.posterior().functional_variance(self._jacobian(Js))
+
+    def functional_covariance(self, Js: Tensor | Jacobian) -> Tensor:
+        """J P⁻¹ Jᵀ over all data of Jacobians `[B, C, P]`, `[B·C, B·C]`, data major."""
+        return self.posterior().functional_covariance(self._jacobian(Js))
+
+    def _jacobian(self, Js: Tensor | Jacobian) -> Jacobian:
+        if isinstance(Js, Jacobian):
+            return Js
+        n_params = self.problem.layout.n_params
+        if Js.ndim != 3 or Js.shape[2] != n_params:
+            raise InvalidArgument(f"Js has shape {tuple(Js.shape)}; it must be [B, C, P] with P = {n_params}.")
+        return Jacobian.from_dense(Js.to(self._like), self.problem.layout.sizes)
+
+    # Tuning and state.
+
+    def optimize_prior_precision(
+        self,
+        pred_type: PredType | str = PredType.GLM,
+        method: TuningMethod | str = TuningMethod.MARGLIK,
+        n_steps: int = 100,
+        lr: float = 1e-1,
+        init_prior_prec: float | Tensor = 1.0,
+        prior_structure: PriorStructure | str = PriorStructure.SCALAR,
+        val_loader: Iterable[Any] | None = None,
+        loss: Any = None,
+        log_prior_prec_min: float = -4,
+        log_prior_prec_max: float = 4,
+        grid_size: int = 100,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        verbose: bool = False,
+        progress_bar: bool = False,
+        log_prior_prec_base: float = 10.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Chooses the prior precision and assigns it.
+
+        `method="marglik"` maximises the log evidence by Adam on log δ and keeps the best value seen.
+        `method="gridsearch"` (the paper's `"CV"`) minimises a validation loss over scalar candidates
+        `base^min … base^max`; the network runs once over the validation data.
+
+        Args:
+            pred_type: Predictive of the grid search.
+            method: `"marglik"`, `"gridsearch"` or `"CV"`.
+            n_steps: Steps of Adam.
+            lr: Its step size on log δ.
+            init_prior_prec: Where Adam starts; a vector keeps its structure.
+            prior_structure: `"scalar"`, `"layerwise"` or `"diag"`.
+            val_loader: Validation data of the grid search.
+            loss: A running metric (`update`, `compute`, `reset`), or `loss(prediction, y)`,
+                `loss(mean, variance, y)` for regression; None for the negative log predictive density.
+            log_prior_prec_min: Exponent of the smallest candidate.
+            log_prior_prec_max: Exponent of the largest.
+            grid_size: Number of candidates.
+            link_approx: Link of the grid search.
+            n_samples: Its Monte-Carlo samples.
+            verbose: Print the result.
+            progress_bar: Show one.
+            log_prior_prec_base: Base of the grid.
+            generator: Source of randomness of the grid search, the same for every candidate.
+
+        Raises:
+            InvalidArgument: Unknown method or structure, no validation data, or no candidate with a finite loss;
+                the prior precision is left as it was.
+        """
+        options = tuning.TuningOptions(
+            pred_type=str(pred_type), method=str(method), n_steps=n_steps, lr=lr, init_prior_prec=init_prior_prec,
+            prior_structure=str(prior_structure), val_loader=val_loader, loss=loss,
+            log_prior_prec_min=log_prior_prec_min, log_prior_prec_max=log_prior_prec_max, grid_size=grid_size,
+            link_approx=str(link_approx), n_samples=n_samples, progress_bar=progress_bar,
+            log_prior_prec_base=log_prior_prec_base, generator=generator,
+        )  # fmt: skip
+        self.prior_precision = tuning.choose_prior_precision(self, options)
+        if verbose:
+            print(f"Optimized prior precision is {self.prior_precision}.")  # noqa: T201
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides a prediction but the model's weights: tensors, numbers and strings only.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        return state.save(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a saved posterior for the same model.
+
+        Raises:
+            StateError: The state belongs to another class, model, likelihood or choice of weights.
+        """
+        state.load(self, state_dict)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> ParametricLaplace:
+        """Moves the posterior (and the model, as `nn.Module.to` does) to a device or dtype; returns itself."""
+        state.move(self, None if device is None else torch.device(device), dtype)
+        return self
+
+    def __repr__(self) -> str:
+        return state.describe(self)

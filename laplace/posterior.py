@@ -1,0 +1,331 @@
+"""The Gaussian posterior over weights, θ ~ N(θ*, P⁻¹): its fit, its evidence and its moments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace import fitting
+from laplace import hyperparameters as hyper
+from laplace.base import BaseLaplace
+from laplace.batch import ForwardFn
+from laplace.curvature import CurvatureInterface, NativeGGN
+from laplace.errors import NotFittedError
+from laplace.evidence import Evidence
+from laplace.fingerprint import Fingerprint
+from laplace.fitting import Fit
+from laplace.likelihoods.base import Likelihood
+from laplace.prior import GaussianPrior
+from laplace.structures.base import Curvature, Precision, move
+from laplace.weights.all_weights import AllWeights
+from laplace.weights.base import Weights
+from laplace.weights.problem import Problem
+
+
+class WeightPosterior(BaseLaplace):
+    """What is known of the weights; `ParametricLaplace` adds predictions, tuning and state.
+
+    Args:
+        model: The trained network.
+        likelihood: Name or object.
+        sigma_noise: Observation noise, a scalar or `[C]`.
+        prior_precision: δ.
+        prior_mean: μ₀.
+        temperature: T.
+        enable_backprop: Differentiable predictions.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
+        backend: Curvature backend, a class; None for the native GGN.
+        backend_kwargs: Its constructor's options; never written to.
+        asdl_fisher_kwargs: Options for the ASDL backends.
+        forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
+        weights_options: Options of the choice of weights.
+        precision_options: Options of the structure's precision.
+    """
+
+    structure: type[Curvature]
+    weights_type: type[Weights] = AllWeights
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: type[CurvatureInterface] | None = None,
+        backend_kwargs: dict[str, Any] | None = None,
+        asdl_fisher_kwargs: dict[str, Any] | None = None,
+        *,
+        forward_fn: ForwardFn | None = None,
+        weights_options: dict[str, Any] | None = None,
+        precision_options: dict[str, Any] | None = None,
+    ) -> None:
+        self.weights = self.weights_type(model, forward_fn=forward_fn, **(weights_options or {}))
+        self.forward_fn = forward_fn
+        self.backend_cls = backend or NativeGGN
+        self.backend_kwargs = dict(backend_kwargs or {})
+        self.asdl_fisher_kwargs = dict(asdl_fisher_kwargs or {})
+        self.precision_options = dict(precision_options or {})
+        self._fit: Fit | None = None
+        self._mean: Tensor | None = None
+        self._interface: CurvatureInterface | None = None
+        self._fingerprint: Fingerprint | None = None
+        self._posterior: tuple[Any, Precision] | None = None
+        super().__init__(
+            model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
+            dict_key_x, dict_key_y,
+        )  # fmt: skip
+
+    # What was chosen.
+
+    @property
+    def problem(self) -> Problem:
+        """What backends see.
+
+        Raises:
+            NotFittedError: The last layer is found at `fit`, or by `last_layer_name=`.
+        """
+        if self.weights.problem is None:
+            raise NotFittedError(
+                "the last layer is not known before fit; call fit(train_loader) first, or pass last_layer_name=."
+            )
+        return self.weights.problem
+
+    @property
+    def backend(self) -> CurvatureInterface:
+        """The curvature backend, made on first use."""
+        if self._interface is None:
+            self._interface = self._make_interface(self.problem)
+        return self._interface
+
+    def _make_interface(self, problem: Problem) -> CurvatureInterface:
+        options = dict(self.backend_kwargs)
+        if self.sigma_noise.numel() > 1:
+            options.setdefault("split_outputs", True)
+        return self.backend_cls(problem, self.likelihood_object, **options)
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The treated tensors of the model, in order."""
+        return [self.problem.tensor(slot.name) for slot in self.problem.slots]
+
+    @property
+    def is_subset_params(self) -> bool:
+        """Whether some parameter of the model is frozen."""
+        return any(not p.requires_grad for p in self.model.parameters())
+
+    @property
+    def n_params(self) -> int | None:
+        """P, or None while the last layer is unknown."""
+        return None if self.weights.problem is None else self.weights.problem.layout.n_params
+
+    @property
+    def n_layers(self) -> int | None:
+        """Number of treated tensors, or None while the last layer is unknown."""
+        return None if self.weights.problem is None else self.weights.problem.layout.n_tensors
+
+    def coverage(self) -> dict[str, str]:
+        """Which layer rule or fallback explains every treated tensor, and in which form its curvature is held.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        return dict(self.fitted().coverage)
+
+    # Fit.
+
+    def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False) -> None:
+        """Fits the Gaussian to the curvature of the data at the model's present weights.
+
+        Args:
+            train_loader: Batches `(x, y)`, tuples `(x1, …, y)` or mappings with `dict_key_y`.
+            override: Start anew; False adds the data to those of the former fit.
+            progress_bar: Show one.
+
+        Raises:
+            InvalidData: A batch cannot be used; the former posterior is kept.
+            InvalidArgument: A hyper-parameter's length does not fit the treated parameters.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            if self.weights.problem is None:
+                x, train_loader = fitting.first_inputs(train_loader, self.dict_key_y, self._like.device)
+                problem = self.weights.discover(x)
+                self.prior_precision, self.prior_mean = self._prior_precision, self._prior_mean
+            else:
+                problem = self.problem
+            interface = self._make_interface(problem)
+            new = fitting.accumulate(
+                train_loader, interface, self.structure, dict_key_y=self.dict_key_y, progress_bar=progress_bar
+            )
+            fit = new if override or self._fit is None else self._fit + new
+            self.adopt(fit, problem.mean().to(self._like.dtype), Fingerprint.of(self.weights.model), interface)
+
+    def adopt(
+        self, fit: Fit, mean: Tensor, fingerprint: Fingerprint, interface: CurvatureInterface | None = None
+    ) -> None:
+        """Takes over a posterior as a whole, so that a failure before this point leaves the former one."""
+        self._fit, self._mean, self._fingerprint = fit, mean, fingerprint
+        self._interface, self._posterior = interface, None
+
+    def rebase(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
+        """Moves everything that the posterior holds to where the model is now."""
+        self._like = self._like.to(device=device, dtype=dtype)
+        for name in ("_sigma_noise", "_temperature", "_prior_precision", "_prior_mean"):
+            setattr(self, name, getattr(self, name).detach().to(self._like))
+        if self._fit is None or self._mean is None:
+            self._interface = None
+            return
+        curvature = self.structure.from_state(move(self._fit.curvature.state(), device, dtype))
+        fit = replace(self._fit, curvature=curvature, loss_terms=self._fit.loss_terms.to(self._like))
+        self.adopt(fit, self._mean.to(self._like), Fingerprint.of(self.weights.model))
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether `fit` or `load_state_dict` gave a posterior."""
+        return self._fit is not None
+
+    def fitted(self) -> Fit:
+        """What the data say.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        if self._fit is None:
+            raise NotFittedError(f"this {type(self).__name__} is not fitted; call fit(train_loader) first.")
+        return self._fit
+
+    def check_unchanged(self) -> None:
+        """Raises `ModelChangedError` if the network's weights are not those of `fit`."""
+        if self._fingerprint is not None:
+            self._fingerprint = self._fingerprint.check(self.weights.model)
+
+    # What was found.
+
+    @property
+    def mean(self) -> Tensor:
+        """θ*, `[P]`; the prior's mean before `fit`."""
+        return self._prior_mean if self._mean is None else self._mean
+
+    @property
+    def loss(self) -> float:
+        """Summed unit negative log likelihood of the data; 0 before `fit`."""
+        return 0.0 if self._fit is None else float(self._fit.loss_terms.sum())
+
+    @property
+    def n_data(self) -> int:
+        """Data seen that count; 0 before `fit`."""
+        return 0 if self._fit is None else self._fit.n_data
+
+    @property
+    def n_outputs(self) -> int:
+        """C; 0 before `fit`."""
+        return 0 if self._fit is None else self._fit.n_outputs
+
+    @property
+    def H(self) -> Any:
+        """The unit curvature: `[P, P]`, `[P]`, or Kronecker factors."""
+        return self.fitted().curvature.public()
+
+    @property
+    def prior(self) -> GaussianPrior:
+        """N(μ₀, diag(δ)⁻¹)."""
+        return GaussianPrior(self.prior_precision, self.prior_mean, self.problem.layout)
+
+    @property
+    def prior_precision_diag(self) -> Tensor:
+        """δ of every treated parameter, `[P]`."""
+        return self.prior.diagonal()
+
+    def evidence(self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None) -> Evidence:
+        prior = self.prior if prior_precision is None else GaussianPrior(
+            prior_precision, self.prior_mean, self.problem.layout
+        )  # fmt: skip
+        return Evidence(
+            fit=self.fitted(),
+            mean=self.mean,
+            prior=prior,
+            likelihood=self.likelihood_object,
+            kind=self.backend_cls.kind,
+            sigma_noise=self.sigma_noise if sigma_noise is None else sigma_noise,
+            temperature=self.temperature,
+            options=self.precision_options,
+        )
+
+    def posterior(self) -> Precision:
+        """The posterior precision with its factorisation, kept until a hyper-parameter or the fit changes."""
+        hypers = (self._prior_precision, self._sigma_noise, self._temperature)
+        key = (self.fitted(), *((t, t._version) for t in hypers))
+        if self._posterior is None or not _same(self._posterior[0], key):
+            with torch.no_grad():
+                self._posterior = (key, self.evidence().precision)
+        return self._posterior[1]
+
+    @property
+    def posterior_precision(self) -> Any:
+        """P: `[P, P]`, `[P]`, or a `KronPrecision` with `diag()`, `to_matrix()`, `logdet()`, `bmm()`."""
+        return self.evidence().precision.public
+
+    @property
+    def posterior_covariance(self) -> Tensor:
+        """P⁻¹, `[P, P]`."""
+        return self.posterior().covariance
+
+    @property
+    def posterior_variance(self) -> Tensor:
+        """Diagonal of P⁻¹, `[P]`."""
+        return self.posterior().diagonal_of_inverse()
+
+    @property
+    def posterior_scale(self) -> Tensor:
+        """L with L Lᵀ = P⁻¹: lower-triangular (full), symmetric (Kron), or standard deviations `[P]` (diag)."""
+        return self.posterior().scale
+
+    def square_norm(self, value: Tensor) -> Tensor:
+        """(θ − θ*)ᵀ P (θ − θ*) of `[..., P]`; the prior's before `fit`."""
+        return self._density().quad(value - self.mean)
+
+    def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
+        """Log density of the posterior at θ `[..., P]`; the prior's before `fit`."""
+        precision = self._density()
+        unnormalised = -0.5 * precision.quad(value - self.mean)
+        if not normalized:
+            return unnormalised
+        return unnormalised - 0.5 * value.shape[-1] * math.log(2 * math.pi) + 0.5 * precision.logdet()
+
+    def _density(self) -> Precision:
+        if self._fit is None:
+            weights = torch.ones(1, dtype=self._like.dtype, device=self._like.device)
+            return self.structure.zeros(self.prior).precision(weights, self.prior)
+        return self.evidence().precision
+
+    def _checked_prior(self, name: str, value: Tensor) -> Tensor:
+        problem = self.weights.problem
+        if problem is None or value.numel() == 1:
+            return value
+        value = self.weights.restrict_prior(value)
+        layout = problem.layout
+        accepted = {"one": 1, "parameter tensors": layout.n_tensors, "treated parameters": layout.n_params}
+        hyper.check_length(name, value, accepted)
+        return value
+
+    def _checked_mean(self, value: Tensor) -> Tensor:
+        problem = self.weights.problem
+        if problem is not None and value.numel() > 1:
+            value = self.weights.restrict_prior(value)
+            hyper.check_length("prior_mean", value, {"one": 1, "treated parameters": problem.layout.n_params})
+        return value
+
+
+def _same(old: Any, new: Any) -> bool:
+    """Whether two keys hold the very same objects at the same versions."""
+    return old[0] is new[0] and all(a[0] is b[0] and a[1] == b[1] for a, b in zip(old[1:], new[1:], strict=True))

@@ -1,0 +1,149 @@
+"""Saving, loading, moving and describing a posterior."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from laplace.errors import StateError, StateWarning
+from laplace.fingerprint import Fingerprint, checksums, same_sums
+from laplace.fitting import Fit
+from laplace.structures.base import move as moved
+
+if TYPE_CHECKING:
+    from laplace.parametric import ParametricLaplace
+
+VERSION = 1
+"""Version of the format of state dicts."""
+
+_REQUIRED = (
+    "version", "cls_name", "likelihood", "mean", "H", "loss", "n_data", "n_outputs", "prior_precision", "prior_mean",
+    "sigma_noise", "temperature", "enable_backprop", "layout", "weights", "model_sums", "precision_options",
+    "coverage",
+)  # fmt: skip
+
+
+def save(la: ParametricLaplace) -> dict[str, Any]:
+    """The state: tensors, numbers, strings, lists and dicts of them, and nothing of the training data."""
+    fit = la.fitted()
+    layout = la.problem.layout
+    return {
+        "version": VERSION,
+        "cls_name": type(la).__name__,
+        "likelihood": la.likelihood_object.name,
+        "mean": la.mean.detach().clone(),
+        "H": fit.curvature.state(),
+        "loss": fit.loss_terms.clone(),
+        "n_data": fit.n_data,
+        "n_outputs": fit.n_outputs,
+        "prior_precision": la.prior_precision.detach().clone(),
+        "prior_mean": la.prior_mean.detach().clone(),
+        "sigma_noise": la.sigma_noise.detach().clone(),
+        "temperature": la.temperature.detach().clone(),
+        "enable_backprop": la.enable_backprop,
+        "dict_key_x": la.dict_key_x,
+        "dict_key_y": la.dict_key_y,
+        "layout": {"names": list(layout.names), "sizes": list(layout.sizes)},
+        "weights": la.weights.state(),
+        "model_sums": checksums(la.weights.model),
+        "precision_options": dict(la.precision_options),
+        "backend": la.backend_cls.__name__,
+        "coverage": la.coverage(),
+    }
+
+
+def load(la: ParametricLaplace, state: dict[str, Any]) -> None:
+    """Checks a state against the object, then takes it over; a refused state changes nothing.
+
+    Raises:
+        StateError: It belongs to another version, class, model, likelihood or choice of weights.
+    """
+    missing = [key for key in _REQUIRED if key not in state]
+    if missing:
+        raise StateError(f"the state lacks {missing}; it is truncated, or no state of this library.")
+    _expect("version", state["version"], VERSION)
+    _expect("class", state["cls_name"], type(la).__name__)
+    _expect("likelihood", state["likelihood"], la.likelihood_object.name)
+    name = state["weights"].get("last_layer_name")
+    problem = la.weights.problem if name is None else la.weights.named(name)
+    if problem is None:
+        raise StateError("the state names no last layer.")
+    _expect("treated parameters", tuple(state["layout"]["names"]), problem.layout.names)
+    _expect("sizes of the treated parameters", tuple(state["layout"]["sizes"]), problem.layout.sizes)
+    for key, value in la.weights.state().items():
+        same = torch.equal(value, state["weights"][key]) if isinstance(value, Tensor) else True
+        if not same:
+            raise StateError(f"the state has other {key} than this object; construct it with those of the state.")
+    if not same_sums(state["model_sums"], checksums(la.weights.model)):
+        raise StateError(
+            "the state was saved for other weights of the model; load the weights at which the posterior was fitted "
+            "into the model first."
+        )
+    for key in ("temperature", "enable_backprop", "precision_options"):
+        if state[key] != getattr(la, key):
+            warnings.warn(f"{key} changes from {getattr(la, key)} to {state[key]}.", StateWarning, stacklevel=4)
+    take_over(la, state)
+
+
+def take_over(la: ParametricLaplace, state: dict[str, Any]) -> None:
+    """Assigns a checked state."""
+    to = la.prior_precision.device
+    name = state["weights"].get("last_layer_name")
+    if name is not None:
+        la.weights.problem = la.weights.named(name)
+    curvature = la.structure.from_state(moved(state["H"], to, None))
+    fit = Fit(curvature, state["loss"].to(to), state["n_data"], state["n_outputs"], dict(state["coverage"]))
+    la.precision_options = dict(state["precision_options"])
+    la.enable_backprop = state["enable_backprop"]
+    la.dict_key_x, la.dict_key_y = state["dict_key_x"], state["dict_key_y"]
+    for key in ("sigma_noise", "temperature", "prior_precision", "prior_mean"):
+        setattr(la, key, state[key])
+    la.adopt(fit, state["mean"].to(to), Fingerprint.of(la.weights.model))
+
+
+def _expect(what: str, found: Any, expected: Any) -> None:
+    if found != expected:
+        raise StateError(f"the state's {what} is {found!r}, this object's {expected!r}; load it into a matching one.")
+
+
+def move(la: ParametricLaplace, device: torch.device | None, dtype: torch.dtype | None) -> None:
+    """Moves the model and everything that the posterior holds."""
+    la.model.to(device=device, dtype=dtype)
+    keep = None if dtype is None else torch.promote_types(dtype, torch.float32)
+    la.rebase(device, keep)
+
+
+def describe(la: ParametricLaplace) -> str:
+    """One line per fact: what was chosen, what was fitted, at which hyper-parameters."""
+    fitted = la.is_fitted
+    size = "found at fit" if la.n_params is None else f"{la.n_params:,} parameters in {la.n_layers} tensors"
+    lines = [
+        f"likelihood={la.likelihood_object.name!r}, weights={size}, backend={la.backend_cls.__name__}",
+        f"prior_precision={_values(la.prior_precision)}, prior_mean={_values(la.prior_mean)}, "
+        f"temperature={_values(la.temperature)}"
+        + (f", sigma_noise={_values(la.sigma_noise)}" if la.likelihood_object.has_noise else ""),
+        f"fitted to {la.n_data:,} data with {la.n_outputs} outputs" if fitted else "not fitted",
+    ]
+    note = prior_note(la) if fitted else None
+    lines += [note] if note else []
+    return f"{type(la).__name__}(\n  " + ",\n  ".join(lines) + "\n)"
+
+
+def prior_note(la: ParametricLaplace) -> str | None:
+    """Says so where a prior is approximated by its diagonal in a Kronecker eigenbasis, or dampens."""
+    if la.precision_options.get("damping"):
+        return "damping: (√s A + √δ) ⊗ (√s B + √δ) instead of s A ⊗ B + δ"
+    if la.structure.name == "kron" and not la.prior.is_constant_per_tensor:
+        return "the prior varies within Kronecker blocks: its diagonal in their eigenbasis is used"
+    return None
+
+
+def _values(tensor: Tensor) -> str:
+    plain = tensor.detach()
+    if plain.numel() == 1:
+        return f"{plain.item():.4g}"
+    return f"[{plain.numel()} values from {plain.min().item():.4g} to {plain.max().item():.4g}]"
+

@@ -1,0 +1,66 @@
+"""Factorisations that always exist: float64, symmetrised, with rounding below zero clamped."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laplace.errors import CurvatureError
+
+_NEGATIVE = 1e-3
+"""Relative size from which a negative eigenvalue is no rounding error of float32 sums."""
+
+
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, clamped at zero, and eigenvectors of positive semi-definite `[..., n, n]`, in float64.
+
+    In float32 a rank-deficient curvature has eigenvalues that are negative by rounding; they would turn
+    the evidence into NaN for every small prior precision.
+
+    Raises:
+        CurvatureError: The matrix is indefinite beyond rounding, or not finite.
+    """
+    values, vectors = torch.linalg.eigh(_checked(matrix))
+    return _clamped(values), vectors
+
+
+def eigvalsh(matrix: Tensor) -> Tensor:
+    """Eigenvalues only, at a fraction of the cost of `eigh`."""
+    return _clamped(torch.linalg.eigvalsh(_checked(matrix)))
+
+
+def _checked(matrix: Tensor) -> Tensor:
+    if not matrix.isfinite().all():
+        raise CurvatureError("the curvature is not finite; the data or the network's outputs hold NaN or infinity.")
+    return matrix.detach().double()
+
+
+def _clamped(values: Tensor) -> Tensor:
+    largest = values.abs().amax(-1, keepdim=True)
+    negative = values < -_NEGATIVE * largest
+    if negative.any():
+        raise CurvatureError(
+            f"the curvature has {int(negative.sum())} negative directions (smallest eigenvalue {values.min():.3g}, "
+            f"largest {values.max():.3g}); use the GGN or the empirical Fisher, which are positive semi-definite."
+        )
+    return values.clamp(min=0)
+
+
+def cholesky(matrix: Tensor) -> Tensor | None:
+    """Lower Cholesky factor of `[n, n]` in float64, or None if the matrix is not positive definite."""
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    return None if int(info) else factor
+
+
+def covariance_factor(precision: Tensor) -> Tensor | None:
+    """Lower-triangular L with L Lᵀ = P⁻¹, or None if P is not positive definite.
+
+    The Cholesky factor of P in reversed order is upper-triangular in the right one; its inverse, transposed,
+    is L.
+    """
+    reversed_factor = cholesky(precision.flip(0, 1))
+    if reversed_factor is None:
+        return None
+    upper = reversed_factor.flip(0, 1)  # P = upper upperᵀ with upper triangular
+    eye = torch.eye(len(upper), dtype=upper.dtype, device=upper.device)
+    return torch.linalg.solve_triangular(upper, eye, upper=True).T.contiguous()

@@ -1,0 +1,142 @@
+"""What a structure is: a frozen curvature that adds up over data, and the precision it gives with a prior."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.batch import Inputs
+from laplace.curvature.interface import BatchSummary, CurvatureInterface
+from laplace.curvature.jacobian import Jacobian
+from laplace.layout import Layout
+from laplace.prior import GaussianPrior
+from laplace.structures.scan import SpectralScan
+
+
+class Precision(ABC):
+    """Posterior precision P = s·H + diag(δ) of one structure; immutable.
+
+    Queries that need a factorisation compute it once; `logdet` and `quad` are differentiable in the
+    hyper-parameters, the rest takes them as constants.
+    """
+
+    @abstractmethod
+    def logdet(self) -> Tensor:
+        """log det P, 0-dim, differentiable in scale and prior."""
+
+    @abstractmethod
+    def quad(self, vectors: Tensor) -> Tensor:
+        """vᵀ P v of vectors `[..., P]`, `[...]`."""
+
+    @abstractmethod
+    def functional_variance(self, jacobian: Jacobian) -> Tensor:
+        """J_b P⁻¹ J_bᵀ, `[B, C, C]`."""
+
+    @abstractmethod
+    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
+        """Its diagonals, `[B, C]`, at less cost."""
+
+    @abstractmethod
+    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
+        """J P⁻¹ Jᵀ over all data, `[B·C, B·C]`, data major and outputs minor."""
+
+    @abstractmethod
+    def sample(self, noise: Tensor) -> Tensor:
+        """Zero-mean samples `[S, P]` from standard normal numbers `[S, P]`."""
+
+    @abstractmethod
+    def diagonal_of_inverse(self) -> Tensor:
+        """Marginal variances, `[P]`."""
+
+    @abstractmethod
+    def to_dense(self) -> Tensor:
+        """P, `[P, P]`."""
+
+    @property
+    @abstractmethod
+    def public(self) -> Any:
+        """P as users see it in `la.posterior_precision`."""
+
+    @property
+    @abstractmethod
+    def covariance(self) -> Tensor:
+        """P⁻¹, `[P, P]`."""
+
+    @property
+    @abstractmethod
+    def scale(self) -> Tensor:
+        """A root L of the covariance, L Lᵀ = P⁻¹: lower-triangular `[P, P]`, symmetric, or standard deviations `[P]`."""
+
+
+class Curvature(ABC):
+    """Unit curvature H of the data seen so far, in one structure; frozen.
+
+    Attributes:
+        n_terms: E: curvature terms kept apart, one per output under a vector noise, else 1.
+    """
+
+    name: str
+    n_terms: int
+
+    @classmethod
+    @abstractmethod
+    def from_batch(cls, interface: CurvatureInterface, x: Inputs, y: Tensor) -> tuple[BatchSummary, Curvature]:
+        """Curvature of one batch, by the backend's primitive of this structure."""
+
+    @classmethod
+    @abstractmethod
+    def zeros(cls, prior: GaussianPrior) -> Curvature:
+        """The curvature of no data: its precision is the prior."""
+
+    @abstractmethod
+    def __add__(self, other: Curvature) -> Curvature:
+        """Curvature of both sets of data."""
+
+    @abstractmethod
+    def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> Precision:
+        """Posterior precision Σ_e w_e H_e + diag(δ).
+
+        Args:
+            weights: w, `[E]`: 1/(σ²T) of every term.
+            prior: δ.
+            **options: The structure's own (Kron: `damping`).
+        """
+
+    @abstractmethod
+    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:
+        """Functional variances at many scalar priors, after one factorisation."""
+
+    @abstractmethod
+    def is_finite(self) -> bool:
+        """Whether every number is finite."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Everything that `from_state` needs: tensors, numbers and strings."""
+
+    @classmethod
+    @abstractmethod
+    def from_state(cls, state: dict[str, Any]) -> Curvature:
+        """The curvature of a saved state."""
+
+    @abstractmethod
+    def forms(self) -> tuple[str, ...]:
+        """In which form each tensor's block is held, in words; empty where there is only one."""
+
+    @abstractmethod
+    def public(self) -> Any:
+        """H as users see it in `la.H`."""
+
+
+def move(state: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+    """A nested state with its tensors on another device and its floating point tensors in another dtype."""
+    if isinstance(state, Tensor):
+        return state.to(device=device, dtype=dtype if state.is_floating_point() else None)
+    if isinstance(state, dict):
+        return {key: move(value, device, dtype) for key, value in state.items()}
+    if isinstance(state, list):
+        return [move(value, device, dtype) for value in state]
+    return state

@@ -1,0 +1,125 @@
+"""Diagonal curvature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.batch import Inputs
+from laplace.curvature.interface import BatchSummary, CurvatureInterface
+from laplace.curvature.jacobian import Jacobian
+from laplace.layout import Layout
+from laplace.prior import GaussianPrior
+from laplace.structures.base import Curvature, Precision
+from laplace.structures.scan import SpectralScan
+
+
+@dataclass(frozen=True)
+class DiagCurvature(Curvature):
+    """The diagonal of the unit curvature.
+
+    Attributes:
+        values: `[E, P]`.
+    """
+
+    values: Tensor
+    name = "diag"
+
+    @property
+    def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return len(self.values)
+
+    @classmethod
+    def from_batch(cls, interface: CurvatureInterface, x: Inputs, y: Tensor) -> tuple[BatchSummary, DiagCurvature]:
+        summary, values = interface.diag(x, y)
+        return summary, cls(values)
+
+    @classmethod
+    def zeros(cls, prior: GaussianPrior) -> DiagCurvature:
+        return cls(prior.precision.new_zeros(1, prior.layout.n_params))
+
+    def __add__(self, other: Curvature) -> DiagCurvature:
+        if not isinstance(other, DiagCurvature):
+            return NotImplemented
+        return DiagCurvature(self.values + other.values)
+
+    def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> DiagPrecision:
+        return DiagPrecision(weights @ self.values + prior.diagonal(), prior.layout.sizes)
+
+    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:
+        parts = (weights @ self.values).detach().split(list(layout.sizes))
+        return SpectralScan(lambda jacobian: jacobian, lambda delta: tuple(part + delta for part in parts))
+
+    def is_finite(self) -> bool:
+        return bool(self.values.isfinite().all())
+
+    def state(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> DiagCurvature:
+        return cls(state["values"])
+
+    def forms(self) -> tuple[str, ...]:
+        return ()
+
+    def public(self) -> Tensor:
+        return self.values.sum(0)
+
+
+@dataclass(frozen=True)
+class DiagPrecision(Precision):
+    """A diagonal posterior precision.
+
+    Attributes:
+        diagonal: `[P]`.
+        sizes: Entries of each tensor.
+    """
+
+    diagonal: Tensor
+    sizes: tuple[int, ...]
+
+    @cached_property
+    def _variances(self) -> tuple[Tensor, ...]:
+        return self.diagonal_of_inverse().split(list(self.sizes))
+
+    def logdet(self) -> Tensor:
+        return self.diagonal.log().sum()
+
+    def quad(self, vectors: Tensor) -> Tensor:
+        return vectors.square() @ self.diagonal
+
+    def functional_variance(self, jacobian: Jacobian) -> Tensor:
+        return jacobian.sum_over_blocks(lambda i, block: block.weighted_gram(self._variances[i]))
+
+    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
+        return jacobian.sum_over_blocks(lambda i, block: block.weighted_norms(self._variances[i]))
+
+    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
+        dense = jacobian.dense().flatten(0, 1)
+        return (dense * self.diagonal_of_inverse()) @ dense.T
+
+    def sample(self, noise: Tensor) -> Tensor:
+        return noise * self.diagonal_of_inverse().sqrt()
+
+    def diagonal_of_inverse(self) -> Tensor:
+        return 1 / self.diagonal.detach()
+
+    def to_dense(self) -> Tensor:
+        return torch.diag(self.diagonal)
+
+    @property
+    def public(self) -> Tensor:
+        return self.diagonal
+
+    @property
+    def covariance(self) -> Tensor:
+        return torch.diag(self.diagonal_of_inverse())
+
+    @property
+    def scale(self) -> Tensor:
+        return self.diagonal_of_inverse().sqrt()

@@ -1,0 +1,191 @@
+"""Full curvature: every pair of parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.batch import Inputs
+from laplace.curvature.interface import BatchSummary, CurvatureInterface
+from laplace.curvature.jacobian import CHUNK_BYTES, DenseBlock, Jacobian
+from laplace.errors import CurvatureError
+from laplace.layout import Layout
+from laplace.prior import GaussianPrior
+from laplace.structures import algebra
+from laplace.structures.base import Curvature, Precision
+from laplace.structures.scan import SpectralScan
+
+
+@dataclass(frozen=True)
+class FullCurvature(Curvature):
+    """The unit curvature as a matrix.
+
+    Attributes:
+        values: `[E, P, P]`.
+    """
+
+    values: Tensor
+    name = "full"
+
+    @property
+    def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return len(self.values)
+
+    @classmethod
+    def from_batch(cls, interface: CurvatureInterface, x: Inputs, y: Tensor) -> tuple[BatchSummary, FullCurvature]:
+        summary, values = interface.full(x, y)
+        return summary, cls(values)
+
+    @classmethod
+    def zeros(cls, prior: GaussianPrior) -> FullCurvature:
+        n_params = prior.layout.n_params
+        return cls(prior.precision.new_zeros(1, n_params, n_params))
+
+    def __add__(self, other: Curvature) -> FullCurvature:
+        if not isinstance(other, FullCurvature):
+            return NotImplemented
+        return FullCurvature(self.values + other.values)
+
+    def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> FullPrecision:
+        return FullPrecision(self, weights, prior)
+
+    @cached_property
+    def spectrum(self) -> Tensor:
+        """Eigenvalues of the single term, float64, clamped at zero: all that a scalar prior's evidence needs."""
+        return algebra.eigvalsh(self.values[0])
+
+    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:
+        values, vectors = algebra.eigh(torch.tensordot(weights.double(), self.values.double(), 1))
+        values, vectors = values.to(self.values.dtype), vectors.to(self.values.dtype)
+
+        def project(jacobian: Jacobian) -> Jacobian:
+            return Jacobian((DenseBlock(torch.cat([piece @ vectors for piece in jacobian.pieces()]).transpose(0, 1)),))
+
+        return SpectralScan(project, lambda delta: (values + delta,))
+
+    def is_finite(self) -> bool:
+        return bool(self.values.isfinite().all())
+
+    def state(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> FullCurvature:
+        return cls(state["values"])
+
+    def forms(self) -> tuple[str, ...]:
+        return ()
+
+    def public(self) -> Tensor:
+        return self.values.sum(0)
+
+
+@dataclass(frozen=True)
+class FullPrecision(Precision):
+    """P = Σ_e w_e H_e + diag(δ), factorised in float64.
+
+    Attributes:
+        curvature: H.
+        weights: w, `[E]`.
+        prior: δ.
+    """
+
+    curvature: FullCurvature
+    weights: Tensor
+    prior: GaussianPrior
+
+    def to_dense(self) -> Tensor:
+        return torch.tensordot(self.weights, self.curvature.values, 1) + torch.diag(self.prior.diagonal())
+
+    def logdet(self) -> Tensor:
+        """With a scalar prior O(P) after one eigendecomposition per fit, else one Cholesky factorisation."""
+        if self.prior.is_scalar and self.curvature.n_terms == 1:
+            return (self.weights * self.curvature.spectrum + self.prior.precision).log().sum()
+        factor = algebra.cholesky(self._double())
+        if factor is None:
+            factor = algebra.cholesky(self._projected())
+        if factor is None:
+            raise CurvatureError("the posterior precision is not positive definite; give a larger prior precision.")
+        return 2 * factor.diagonal().log().sum()
+
+    def quad(self, vectors: Tensor) -> Tensor:
+        return ((vectors @ self.to_dense()) * vectors).sum(-1)
+
+    def _double(self) -> Tensor:
+        values = torch.tensordot(self.weights.double(), self.curvature.values.double(), 1)
+        return values + torch.diag(self.prior.diagonal().double())
+
+    def _projected(self) -> Tensor:
+        """P with the curvature's directions of rounding below zero set to zero; differentiable in w and δ."""
+        prior = torch.diag(self.prior.diagonal().double())
+        curvature = torch.tensordot(self.weights.double(), self.curvature.values.double(), 1)
+        values, vectors = algebra.eigh(curvature)
+        # The projection is a constant, so that the gradient is that of the projected curvature.
+        keep = vectors * (values > 0)
+        projector = keep @ keep.T
+        return projector @ curvature @ projector + prior
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """Lower-triangular L `[P, P]` with L Lᵀ = P⁻¹, in the curvature's dtype, without gradient.
+
+        Raises:
+            CurvatureError: P is not positive definite.
+        """
+        with torch.no_grad():
+            factor = algebra.covariance_factor(self._double())
+            if factor is None:
+                factor = algebra.covariance_factor(self._projected())
+            if factor is None:
+                raise CurvatureError(
+                    "the posterior precision is not positive definite; give a larger prior precision."
+                )
+            return factor.to(self.curvature.values.dtype)
+
+    @cached_property
+    def covariance(self) -> Tensor:
+        """P⁻¹, `[P, P]`."""
+        return self.scale @ self.scale.T
+
+    def functional_variance(self, jacobian: Jacobian) -> Tensor:
+        if jacobian.is_head:
+            return self._head_variance(jacobian)
+        roots = (piece @ self.scale for piece in jacobian.pieces())
+        return torch.cat([root @ root.transpose(1, 2) for root in roots])
+
+    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
+        if not jacobian.is_head:
+            return torch.cat([(piece @ self.scale).square().sum(2) for piece in jacobian.pieces()])
+        phi, order = jacobian.head_features()
+        blocks = self.covariance[order.unsqueeze(2), order.unsqueeze(1)]  # [C, D, D], the blocks of one output
+        return ((phi @ blocks) * phi).sum(2).T
+
+    def _head_variance(self, jacobian: Jacobian) -> Tensor:
+        """φᵀ Σ_cc' φ without J: C times less work than with it."""
+        phi, order = jacobian.head_features()
+        c, width = order.shape
+        covariance = self.covariance[order.flatten()][:, order.flatten()].view(c, width, c, width)
+        stacked = covariance.permute(1, 0, 2, 3).reshape(width, -1)
+        step = max(1, CHUNK_BYTES // (8 * stacked.shape[1]))
+        parts = [
+            torch.einsum("bcdi,bi->bcd", (rows @ stacked).view(-1, c, c, width), rows) for rows in phi.split(step)
+        ]
+        return torch.cat(parts)
+
+    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
+        root = jacobian.dense().flatten(0, 1) @ self.scale
+        return root @ root.T
+
+    def sample(self, noise: Tensor) -> Tensor:
+        return noise @ self.scale.T
+
+    def diagonal_of_inverse(self) -> Tensor:
+        return self.scale.square().sum(1)
+
+    @property
+    def public(self) -> Tensor:
+        return self.to_dense()

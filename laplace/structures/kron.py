@@ -1,0 +1,161 @@
+"""Kronecker-factored curvature: one product of two small matrices per weight, exact blocks where there is none.
+
+The block of a tensor seen as a matrix (first dimension × the rest) is left ⊗ right / positions. Factors are
+*sums* over data and positions, so that curvatures of batches, shards and later data simply add up; for a
+linear layer left = Σ g gᵀ and right / positions is the mean of a aᵀ (Martens & Grosse, 2015; Ritter et al., 2018).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.batch import Inputs
+from laplace.curvature.interface import BatchSummary, CurvatureInterface, KronBlock, KronParts
+from laplace.curvature.jacobian import Jacobian
+from laplace.errors import InvalidData
+from laplace.layout import Layout
+from laplace.prior import GaussianPrior
+from laplace.structures import algebra
+from laplace.structures.base import Curvature
+from laplace.structures.eigenblocks import BlockSpectrum, dense_spectrum, diag_spectrum, kron_spectrum
+from laplace.structures.kron_precision import KronPrecision
+from laplace.structures.scan import SpectralScan
+
+
+@dataclass(frozen=True)
+class KronCurvature(Curvature):
+    """Kronecker factors of every treated tensor.
+
+    Attributes:
+        parts: The factors.
+    """
+
+    parts: KronParts
+    name = "kron"
+
+    @property
+    def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return len(self.parts.factors[self.parts.blocks[0].output])
+
+    @classmethod
+    def from_batch(cls, interface: CurvatureInterface, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronCurvature]:
+        summary, parts = interface.kron(x, y)
+        return summary, cls(parts)
+
+    @classmethod
+    def zeros(cls, prior: GaussianPrior) -> KronCurvature:
+        sizes = prior.layout.sizes
+        blocks = tuple(KronBlock("diag", size, f"diag:{i}") for i, size in enumerate(sizes))
+        return cls(KronParts({f"diag:{i}": prior.precision.new_zeros(1, s) for i, s in enumerate(sizes)}, blocks))
+
+    def __add__(self, other: Curvature) -> KronCurvature:
+        if not isinstance(other, KronCurvature):
+            return NotImplemented
+        mine, yours = self.parts.factors, other.parts.factors
+        if mine.keys() != yours.keys():
+            raise InvalidData(
+                "Kronecker factors of two sets of data do not match: another rule explained "
+                f"{sorted(mine.keys() ^ yours.keys())}. Give batches of the same form (a batch of one datum among "
+                "larger ones can do this: drop_last=True)."
+            )
+        return KronCurvature(KronParts({key: mine[key] + yours[key] for key in mine}, self.parts.blocks))
+
+    def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> KronPrecision:
+        return KronPrecision(self.spectra(weights), weights, prior, damping=bool(options.get("damping", False)))
+
+    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:
+        weights, like = weights.detach(), weights.new_ones(1)
+        spectra = self.spectra(weights)
+        bases = tuple(spectrum.cast(like.dtype) for spectrum in spectra)
+
+        def project(jacobian: Jacobian) -> Jacobian:
+            return Jacobian(tuple(b.project(block) for b, block in zip(bases, jacobian.blocks, strict=True)))
+
+        def precisions(delta: Tensor) -> tuple[Tensor, ...]:
+            damping = bool(options.get("damping", False))
+            prior = GaussianPrior(delta, like.new_zeros(()), layout)
+            return KronPrecision(spectra, weights, prior, damping=damping).eigenvalues(delta.dtype)
+
+        return SpectralScan(project, precisions)
+
+    def spectra(self, weights: Tensor) -> tuple[BlockSpectrum, ...]:
+        """Eigendecomposition of every block at these weights: once per fit, unless weights of several terms change."""
+        if self.n_terms == 1:
+            return self._spectra_of_one_term
+        return self._spectra(weights)
+
+    @cached_property
+    def _spectra_of_one_term(self) -> tuple[BlockSpectrum, ...]:
+        return self._spectra(None)
+
+    def _spectra(self, weights: Tensor | None) -> tuple[BlockSpectrum, ...]:
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        return tuple(self._spectrum(block, weights, found) for block in self.parts.blocks)
+
+    def _spectrum(
+        self, block: KronBlock, weights: Tensor | None, found: dict[str, tuple[Tensor, Tensor]]
+    ) -> BlockSpectrum:
+        factors = self.parts.factors
+        terms = factors[block.output].double()
+        total = terms[0] if weights is None else torch.tensordot(weights.double(), terms, 1)
+        if block.kind == "diag":
+            return diag_spectrum(total)
+        if block.kind == "dense":
+            return dense_spectrum(total, *algebra.eigh(total))
+        if block.output not in found:
+            _, vectors = algebra.eigh(total)
+            found[block.output] = _values_at(total, vectors), vectors
+        inputs: Tensor | None = None if block.input is None else factors[block.input].double()
+        return kron_spectrum(block, total, found[block.output], inputs, self._positions(block))
+
+    def _positions(self, block: KronBlock) -> float:
+        """Number of positions that share the weight, at least 1 (no data)."""
+        return max(1.0, float(self.parts.factors[block.positions])) if block.positions else 1.0
+
+    @property
+    def kfacs(self) -> list[list[Tensor]]:
+        """Factors per tensor: `[left, right]` with left ⊗ right its block, `[left]` of a bias, or a dense block."""
+        result: list[list[Tensor]] = []
+        for block in self.parts.blocks:
+            output = self.parts.factors[block.output].sum(0)
+            output = output[0] if block.kind == "kron" and len(output) == 1 else output
+            if block.input is None:
+                result.append([output])
+                continue
+            inputs = self.parts.factors[block.input] / self._positions(block)
+            inputs = inputs[0] if inputs.ndim == 3 and len(inputs) == 1 else inputs
+            result.append([inputs, output] if block.input_first else [output, inputs])
+        return result
+
+    def is_finite(self) -> bool:
+        return all(bool(factor.isfinite().all()) for factor in self.parts.factors.values())
+
+    def state(self) -> dict[str, Any]:
+        return {"factors": dict(self.parts.factors), "blocks": [asdict(block) for block in self.parts.blocks]}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> KronCurvature:
+        return cls(KronParts(state["factors"], tuple(KronBlock(**block) for block in state["blocks"])))
+
+    def forms(self) -> tuple[str, ...]:
+        return tuple(_FORMS[block.kind] for block in self.parts.blocks)
+
+    def public(self) -> KronCurvature:
+        return self
+
+
+_FORMS = {"kron": "Kronecker factors", "dense": "exact dense block", "diag": "exact diagonal"}
+
+
+def _values_at(matrix: Tensor, vectors: Tensor) -> Tensor:
+    """Eigenvalues as uᵀ M u: equal to them, and with the right first derivative with respect to M's weights.
+
+    Differentiating an eigendecomposition is unstable where eigenvalues meet; dλ = uᵀ dM u is not, and sums
+    of a function over the spectrum need no more.
+    """
+    return ((vectors.transpose(-1, -2) @ matrix) * vectors.transpose(-1, -2)).sum(-1).clamp(min=0)

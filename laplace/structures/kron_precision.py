@@ -1,0 +1,183 @@
+"""Posterior precision of a block-diagonal curvature in the eigenbasis of every block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from laplace.curvature.jacobian import Jacobian
+from laplace.prior import GaussianPrior
+from laplace.structures import algebra
+from laplace.structures.base import Precision
+from laplace.structures.eigenblocks import BlockSpectrum, dense_spectrum
+
+
+@dataclass(frozen=True)
+class KronPrecision(Precision):
+    """P with blocks U (s λ + δ) Uᵀ, or with Ritter et al.'s damping U ((√s λ_l + √δ)(√s λ_r + √δ)) Uᵀ.
+
+    A prior that is constant in a block is added exactly, and so is any prior to a dense or diagonal block; a prior
+    that varies within a Kronecker block enters by its diagonal in the eigenbasis.
+
+    Attributes:
+        spectra: The eigendecomposition of every block.
+        weights: Scale of the curvature, `[1]`, or `[E]` where the spectra hold it already.
+        prior: δ.
+        damping: Whether (√s A + √δ) ⊗ (√s B + √δ) replaces s A ⊗ B + δ (Ritter et al., 2018).
+    """
+
+    spectra: tuple[BlockSpectrum, ...]
+    weights: Tensor
+    prior: GaussianPrior
+    damping: bool = False
+
+    @property
+    def _scale(self) -> Tensor:
+        """s: the spectra of several terms hold their weights already."""
+        return self.weights[0] if len(self.weights) == 1 else torch.ones_like(self.weights[0])
+
+    def _varies(self, i: int) -> bool:
+        """Whether the prior varies within a dense block, which then has no fixed eigenbasis."""
+        return self.spectra[i].matrix is not None and self.prior.per_block()[i].numel() > 1
+
+    # Evidence.
+
+    def logdet(self) -> Tensor:
+        """One flat sum over all eigenvalues, O(P), where the prior is constant per tensor."""
+        if self.prior.is_scalar and not self.damping:
+            return (self._scale * self._flat_values + self.prior.precision).log().sum()
+        return torch.stack([self._block_logdet(i) for i in range(len(self.spectra))]).sum()
+
+    @cached_property
+    def _flat_values(self) -> Tensor:
+        return torch.cat([spectrum.values for spectrum in self.spectra])
+
+    def _block_logdet(self, i: int) -> Tensor:
+        if self._varies(i):
+            factor = torch.linalg.cholesky(self._dense_block(i))
+            return 2 * factor.diagonal().log().sum()
+        values = self._values(i)
+        repeats = self.spectra[i].size / values.numel()
+        return values.log().sum() * repeats
+
+    def _values(self, i: int) -> Tensor:
+        """Eigenvalues of the posterior block, `[p]`, differentiable in scale and prior."""
+        spectrum, prior = self.spectra[i], self.prior.per_block()[i]
+        prior = spectrum.prior(prior)
+        left, right = spectrum.left_values, spectrum.right_values
+        if not self.damping or left is None or right is None or spectrum.matrix is not None:
+            return self._scale * spectrum.values + prior
+        root, scale = prior.sqrt().view(-1, *_folded(spectrum, prior)), self._scale.sqrt()
+        damped = (scale * left.unsqueeze(2) + root) * (scale * right.unsqueeze(1) + root)
+        return damped.flatten()
+
+    def eigenvalues(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Eigenvalues of every block, `[p]`, without gradient; the prior must not vary within dense blocks."""
+        with torch.no_grad():
+            return tuple(self._values(i).to(dtype) for i in range(len(self.spectra)))
+
+    def _dense_block(self, i: int) -> Tensor:
+        """s H + diag(δ) of a dense block with a varying prior, float64."""
+        matrix, prior = self.spectra[i].matrix, self.prior.per_block()[i]
+        if matrix is None:
+            return torch.diag(self._values(i))
+        return self._scale.double() * matrix + torch.diag(prior.double().expand(len(matrix)))
+
+    def quad(self, vectors: Tensor) -> Tensor:
+        parts = vectors.split([spectrum.size for spectrum in self.spectra], -1)
+        total = torch.zeros((), dtype=vectors.dtype, device=vectors.device)
+        for i, (spectrum, part) in enumerate(zip(self.spectra, parts, strict=True)):
+            if self._varies(i):
+                total = total + ((part.double() @ self._dense_block(i)) * part).sum(-1)
+            else:
+                total = total + (spectrum.rotate(part.double()).square() * self._values(i)).sum(-1)
+        return total.to(vectors.dtype)
+
+    # Predictions: hyper-parameters are constants from here on.
+
+    @cached_property
+    def _posterior(self) -> tuple[tuple[BlockSpectrum, Tensor], ...]:
+        """Basis (in the Jacobians' dtype) and eigenvalues of every posterior block, without gradient."""
+        with torch.no_grad():
+            found: list[tuple[BlockSpectrum, Tensor]] = []
+            for i, spectrum in enumerate(self.spectra):
+                values = None if self._varies(i) else self._values(i)
+                if values is None:
+                    matrix = self._dense_block(i)
+                    spectrum = dense_spectrum(matrix, *algebra.eigh(matrix))
+                    values = spectrum.values
+                found.append((spectrum.cast(self.prior.precision.dtype), values.to(self.prior.precision.dtype)))
+            return tuple(found)
+
+    def functional_variance(self, jacobian: Jacobian) -> Tensor:
+        return jacobian.sum_over_blocks(
+            lambda i, block: self._posterior[i][0].project(block).weighted_gram(1 / self._posterior[i][1])
+        )
+
+    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
+        return jacobian.sum_over_blocks(
+            lambda i, block: self._posterior[i][0].project(block).weighted_norms(1 / self._posterior[i][1])
+        )
+
+    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
+        total: Tensor | None = None
+        for (spectrum, values), block in zip(self._posterior, jacobian.blocks, strict=True):
+            projected = spectrum.rotate(block.dense().transpose(0, 1).flatten(0, 1))
+            part = (projected / values) @ projected.T
+            total = part if total is None else total + part
+        return torch.zeros(()) if total is None else total
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """P^(−1/2) ε with the symmetric root."""
+        return self.bmm(noise, exponent=-0.5)
+
+    def bmm(self, vectors: Tensor, exponent: float = 1) -> Tensor:
+        """P^exponent v of vectors `[..., P]`."""
+        parts = vectors.split([spectrum.size for spectrum in self.spectra], -1)
+        rotated = [
+            spectrum.rotate(spectrum.rotate(part) * values**exponent, back=True)
+            for (spectrum, values), part in zip(self._posterior, parts, strict=True)
+        ]
+        return torch.cat(rotated, -1)
+
+    def inv_square_form(self, vectors: Tensor) -> Tensor:
+        """W P⁻¹ Wᵀ of `[B, K, P]`, `[B, K, K]`."""
+        return vectors @ self.bmm(vectors, exponent=-1).transpose(1, 2)
+
+    def diag(self, exponent: float = 1) -> Tensor:
+        """Diagonal of P^exponent, `[P]`."""
+        return torch.cat([spectrum.diagonal(values**exponent) for spectrum, values in self._posterior])
+
+    def diagonal_of_inverse(self) -> Tensor:
+        return self.diag(exponent=-1)
+
+    def to_matrix(self, exponent: float = 1) -> Tensor:
+        """P^exponent, `[P, P]`."""
+        blocks: list[Tensor] = []
+        for spectrum, values in self._posterior:
+            eye = torch.eye(spectrum.size, dtype=values.dtype, device=values.device)
+            blocks.append(spectrum.rotate(spectrum.rotate(eye) * values**exponent, back=True))
+        return torch.block_diag(*blocks)
+
+    def to_dense(self) -> Tensor:
+        return self.to_matrix()
+
+    @property
+    def public(self) -> KronPrecision:
+        return self
+
+    @property
+    def covariance(self) -> Tensor:
+        return self.to_matrix(exponent=-1)
+
+    @property
+    def scale(self) -> Tensor:
+        return self.to_matrix(exponent=-0.5)
+
+
+def _folded(spectrum: BlockSpectrum, prior: Tensor) -> tuple[int, int]:
+    """Trailing shape in which a prior in the eigenbasis meets `[G, L, R]` eigenvalues."""
+    return (1, 1) if prior.numel() == 1 or spectrum.shape is None else spectrum.shape[1:]

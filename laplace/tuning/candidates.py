@@ -1,0 +1,85 @@
+"""Predictions of many prior precisions from one pass of the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from laplace import batch as batches
+from laplace.batch import Inputs
+from laplace.enums import PredType
+from laplace.noise import standard_normal
+from laplace.predictive import latent
+from laplace.tuning.objectives import Prediction
+
+if TYPE_CHECKING:
+    from laplace.parametric import ParametricLaplace
+    from laplace.tuning.choose import TuningOptions
+
+
+class Candidates:
+    """Predictive distributions at every candidate of a grid of scalar prior precisions.
+
+    Random numbers are drawn once and shared, so that candidates differ by the prior alone.
+
+    Args:
+        la: A fitted posterior; not changed.
+        grid: Candidates, `[n]`.
+        options: Predictive, link, samples and generator.
+    """
+
+    def __init__(self, la: ParametricLaplace, grid: Tensor, options: TuningOptions) -> None:
+        latent.check_options(la.likelihood_object, options.pred_type, options.link_approx, options.n_samples, None)
+        la.check_unchanged()
+        self.la = la
+        self.grid = grid
+        self.options = options
+        evidence = la.evidence()
+        self.scan = evidence.fit.curvature.scan(evidence.weights, la.problem.layout, **evidence.options)
+        generator = options.generator
+        if generator is None:
+            generator = torch.Generator(device=grid.device).manual_seed(0)
+        self.seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
+
+    def prepare(self, x: Inputs) -> tuple[Callable[[int], Prediction], Tensor]:
+        """Runs the network on a batch.
+
+        Returns:
+            The prediction at candidate i, and the outputs `[B, C]`.
+        """
+        if self.options.pred_type == PredType.NN:
+            return self._sampled(x)
+        x = batches.to_device(x, self.la.problem.device)
+        parts = [(self.scan.project(jacobian), f) for jacobian, f in self.la.backend.jacobian(x)]
+        mean = torch.cat([f for _, f in parts]).to(self.grid.dtype)
+        likelihood = self.la.likelihood_object
+        diagonal = likelihood.latent_prediction or latent.needs_variances_only(self.options.link_approx)
+
+        def predict(i: int) -> Prediction:
+            delta = self.grid[i : i + 1]
+            variance = torch.cat([self.scan.variance(j, delta, diagonal=diagonal) for j, _ in parts])
+            if likelihood.latent_prediction and mean.shape[1] == variance.shape[1] and likelihood.has_noise:
+                return mean, variance
+            return likelihood.predict(mean, variance, self.options.link_approx, self.options.n_samples, self._draws())
+
+        return predict, mean
+
+    def _draws(self) -> torch.Generator:
+        return torch.Generator(device=self.grid.device).manual_seed(self.seed)
+
+    def _sampled(self, x: Inputs) -> tuple[Callable[[int], Prediction], Tensor]:
+        la, options = self.la, self.options
+        noise = standard_normal((options.n_samples, len(la.mean)), la.mean, self._draws())
+        at_mode = latent.sampled(la.backend, la.mean.unsqueeze(0), la.mean, x, {})[0]
+
+        def predict(i: int) -> Prediction:
+            precision = la.evidence(prior_precision=self.grid[i : i + 1]).precision
+            samples = latent.sampled(la.backend, la.mean + precision.sample(noise), la.mean, x, {})
+            if la.likelihood_object.has_noise:
+                return samples.mean(0), samples.var(0)
+            return la.likelihood_object.inverse_link(samples).mean(0)
+
+        return predict, at_mode

@@ -1,0 +1,38 @@
+"""Every trainable parameter."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from laplace.batch import ForwardFn, Inputs
+from laplace.errors import InvalidArgument
+from laplace.weights.base import Weights, trainable
+from laplace.weights.problem import Problem, Slot
+
+
+class AllWeights(Weights):
+    """Treats every tensor that requires gradients at construction.
+
+    Raises:
+        InvalidArgument: No tensor does.
+    """
+
+    def __init__(self, model: nn.Module, forward_fn: ForwardFn | None = None) -> None:
+        super().__init__(model, forward_fn)
+        tensors = trainable(self.model)
+        if not tensors:
+            raise InvalidArgument(
+                "every parameter of the model is frozen (requires_grad=False), so no weight can be random; unfreeze "
+                "some, or use subset_of_weights='last_layer', which treats a frozen head."
+            )
+        slots = tuple(Slot(name, tensor.shape) for name, tensor in tensors.items())
+        self.problem: Problem = Problem(self.model, slots, forward_fn)
+
+    def discover(self, x: Inputs) -> Problem:
+        return self.problem
+
+    def embed(self, samples: Tensor) -> Tensor:
+        return samples
+
+    def restrict_prior(self, values: Tensor) -> Tensor:
+        return values

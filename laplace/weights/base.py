@@ -1,0 +1,54 @@
+"""Which coordinates of the parameters are random: the axis that turns a model into a `Problem`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import Tensor, nn
+
+from laplace.batch import ForwardFn, Inputs
+from laplace.lending import unwrap
+from laplace.weights.problem import Problem
+
+
+class Weights(ABC):
+    """A choice of random coordinates, bound to a model.
+
+    Args:
+        model: The network, kept by reference and never written to.
+        forward_fn: How to call it, or None for the default of `laplace.batch.call`.
+
+    Attributes:
+        problem: What backends see; None for a last layer that is not known before `discover`.
+    """
+
+    def __init__(self, model: nn.Module, forward_fn: ForwardFn | None = None) -> None:
+        self.model = unwrap(model)
+        self.forward_fn = forward_fn
+        self.problem: Problem | None = None
+
+    @abstractmethod
+    def discover(self, x: Inputs) -> Problem:
+        """The problem, found from one batch of inputs if it takes one."""
+
+    @abstractmethod
+    def embed(self, samples: Tensor) -> Tensor:
+        """Samples `[S, P]` of the treated coordinates as users expect them from `la.sample`."""
+
+    @abstractmethod
+    def restrict_prior(self, values: Tensor) -> Tensor:
+        """A prior `[n]` given for more than the treated coordinates, restricted to them; others are returned as is."""
+
+    def named(self, name: str) -> Problem | None:  # noqa: ARG002
+        """The problem of a layer by name, for choices that are one; else the problem as it is."""
+        return self.problem
+
+    def state(self) -> dict[str, Any]:
+        """What identifies the choice in a state dict."""
+        return {}
+
+
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters with `requires_grad`, by name, tied ones once, in `model.parameters()` order."""
+    return {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}

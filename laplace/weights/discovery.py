@@ -1,0 +1,106 @@
+"""Finds the last layer of a network by watching one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from laplace import batch as batches
+from laplace.batch import ForwardFn, Inputs
+from laplace.errors import InvalidArgument
+from laplace.lending import lent, unwrap
+
+
+def find_last_layer(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None) -> str:
+    """Name of the last module with parameters that runs on `x`, past a trailing Flatten, Softmax, Dropout or Identity.
+
+    A module counts if it holds parameters and none of its own submodules with parameters ran: a leaf, and also a
+    module that reads its submodules' weights without calling them (`nn.MultiheadAttention`). So an attention layer
+    at the end is reported instead of being overlooked in favour of an earlier `nn.Linear`.
+
+    The model is run once in evaluation mode without gradients and left as it was found, also when it raises.
+
+    Args:
+        model: The network; the inner module of a compiled one is watched.
+        x: Inputs, a tensor, a tuple or a mapping.
+        forward_fn: How to call the model on inputs; None for the default of `laplace.batch.call`.
+
+    Returns:
+        Name for `unwrap(model).get_submodule`; `""` if the model itself is a linear layer.
+
+    Raises:
+        InvalidArgument: No such module ran, or the last one is not `nn.Linear`.
+    """
+    inner = unwrap(model)
+    watched = {name: module for name, module in inner.named_modules() if _has_parameters(name, module)}
+    finished = _watch(inner, watched, lambda: (forward_fn or batches.call)(inner, x))
+    last = next((name for name in reversed(finished) if not _has_run_inside(name, finished)), None)
+    if last is None:
+        raise InvalidArgument(
+            f"no module with parameters was called by {type(inner).__name__}, so its last layer cannot be found; "
+            "pass last_layer_name= with the name of an nn.Linear that the model calls."
+        )
+    return require_linear(inner, last)
+
+
+def require_linear(model: nn.Module, name: str) -> str:
+    """`name`, if it is the name of an `nn.Linear` of the model.
+
+    Raises:
+        InvalidArgument: There is no module of this name, or it is of another type.
+    """
+    modules = dict(unwrap(model).named_modules())
+    found = modules.get(name)
+    if isinstance(found, nn.Linear):
+        return name
+    linear = [key for key, module in modules.items() if isinstance(module, nn.Linear)]
+    what = "not a module of this model" if found is None else f"of type {type(found).__name__}"
+    raise InvalidArgument(
+        f"the last layer {name!r} is {what}; it must be an nn.Linear. Pass last_layer_name= with the name of one that "
+        f"the model calls last; it has {linear[-5:] or 'none'}."
+    )
+
+
+@contextmanager
+def hooks_fire(model: nn.Module) -> Iterator[None]:
+    """Runs compiled submodules eagerly: compiled code ignores hooks that were added after compilation."""
+    set_stance: Callable[[str], Any] | None = None
+    if any("_orig_mod" in module._modules for module in model.modules()):
+        set_stance = getattr(torch.compiler, "set_stance", None)
+    with ExitStack() as stack:
+        if set_stance is not None:
+            stack.enter_context(set_stance("force_eager"))
+        yield
+
+
+def _has_parameters(name: str, module: nn.Module) -> bool:
+    # The modules inside a parametrised layer (weight norm) make its weight; they are not layers.
+    inside_parametrisation = "parametrizations" in name.split(".")
+    return not inside_parametrisation and any(True for _ in module.parameters())
+
+
+def _has_run_inside(name: str, finished: list[str]) -> bool:
+    prefix = f"{name}." if name else ""
+    return any(other != name and other.startswith(prefix) for other in finished)
+
+
+def _watch(model: nn.Module, watched: dict[str, nn.Module], run: Callable[[], object]) -> list[str]:
+    """Names of the watched modules in the order in which their calls ended; the hooks live for this call only."""
+    finished: list[str] = []
+
+    def note(name: str, *_: object) -> None:
+        finished.append(name)
+
+    with ExitStack() as stack:
+        stack.enter_context(lent(model))
+        for name, module in watched.items():
+            stack.callback(module.register_forward_hook(partial(note, name)).remove)
+        stack.enter_context(hooks_fire(model))
+        stack.enter_context(torch.no_grad())
+        run()
+    return finished

@@ -1,0 +1,71 @@
+"""The last layer: the head's tensors on frozen features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from laplace.batch import ForwardFn, Inputs
+from laplace.enums import FeatureReduction
+from laplace.errors import InvalidArgument
+from laplace.weights.base import Weights
+from laplace.weights.discovery import find_last_layer, require_linear
+from laplace.weights.problem import Problem, Slot
+
+
+class LastLayer(Weights):
+    """Treats the last linear layer; the trunk runs without a graph, and nothing is copied.
+
+    Args:
+        model: The network, which may be frozen altogether.
+        forward_fn: How to call it.
+        name: Name of the layer, or None to find it at `fit` by watching one forward pass.
+        reduction: How features with positions `[B, T, D]` are reduced, or None. It is only needed where it saves
+            time: without it the positions that the model picks or averages are found by differentiation.
+
+    Raises:
+        InvalidArgument: Unknown reduction, or the named module is not an `nn.Linear`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward_fn: ForwardFn | None = None,
+        name: str | None = None,
+        reduction: FeatureReduction | str | None = None,
+    ) -> None:
+        super().__init__(model, forward_fn)
+        known = [str(member) for member in FeatureReduction]
+        if reduction is not None and str(reduction) not in known:
+            raise InvalidArgument(f"feature_reduction={reduction!r}; accepted are None and {known}.")
+        self.reduction = None if reduction is None else str(reduction)
+        if name is not None:
+            self.problem = self._problem(require_linear(self.model, name))
+
+    def discover(self, x: Inputs) -> Problem:
+        if self.problem is None:
+            self.problem = self._problem(find_last_layer(self.model, x, self.forward_fn))
+        return self.problem
+
+    def named(self, name: str) -> Problem:
+        return self._problem(require_linear(self.model, name))
+
+    def _problem(self, name: str) -> Problem:
+        head = self.model.get_submodule(name)
+        prefix = f"{name}." if name else ""
+        tensors = {f"{prefix}{key}": tensor for key, tensor in head.named_parameters()}
+        # A head that is frozen altogether is still random; one with a frozen part keeps that part fixed.
+        treated = {key: tensor for key, tensor in tensors.items() if tensor.requires_grad} or tensors
+        canonical = {id(tensor): key for key, tensor in self.model.named_parameters()}
+        slots = tuple(Slot(canonical[id(tensor)], tensor.shape) for tensor in treated.values())
+        return Problem(self.model, slots, self.forward_fn, self.reduction, head=name)
+
+    def embed(self, samples: Tensor) -> Tensor:
+        return samples
+
+    def restrict_prior(self, values: Tensor) -> Tensor:
+        return values
+
+    def state(self) -> dict[str, Any]:
+        return {"last_layer_name": None if self.problem is None else self.problem.head}

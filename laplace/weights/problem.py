@@ -1,0 +1,165 @@
+"""What backends see: a module, named tensors of it, and which of their entries are random."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from laplace import batch as batches
+from laplace.batch import ForwardFn, Inputs
+from laplace.errors import InvalidData
+from laplace.layout import Layout
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Entries of one tensor, seen as a matrix (first dimension × the rest): rows × columns, then an index.
+
+    Attributes:
+        rows: Rows that hold a selected entry, `[R]`, or None for all.
+        cols: Columns that hold one, `[Q]`, or None for all.
+        index: Positions within the R × Q sub-matrix, row-major, or None if it is selected whole.
+    """
+
+    rows: Tensor | None
+    cols: Tensor | None
+    index: Tensor | None
+
+    @classmethod
+    def of(cls, entries: Tensor, shape: torch.Size) -> Selection:
+        """Selection of the flat `entries` (sorted) of a tensor of `shape`."""
+        width = max(1, shape[1:].numel()) if len(shape) > 1 else 1
+        height = shape.numel() // width
+        rows, row_at = (entries // width).unique(return_inverse=True)
+        cols, col_at = (entries % width).unique(return_inverse=True)
+        rectangular = rows.numel() * cols.numel() == entries.numel()
+        return cls(
+            rows=None if rows.numel() == height else rows,
+            cols=None if cols.numel() == width else cols,
+            index=None if rectangular else row_at * cols.numel() + col_at,
+        )
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One treated tensor of a problem.
+
+    Attributes:
+        name: Qualified name in the module.
+        shape: Shape of the whole tensor.
+        entries: Flat treated entries, sorted, or None for all.
+    """
+
+    name: str
+    shape: torch.Size
+    entries: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of treated entries."""
+        return self.shape.numel() if self.entries is None else int(self.entries.numel())
+
+    @cached_property
+    def selection(self) -> Selection | None:
+        """The treated entries as rows × columns, or None for all."""
+        return None if self.entries is None else Selection.of(self.entries, self.shape)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Treated entries `[p]` of a tensor of this slot's shape."""
+        flat = tensor.reshape(-1)
+        return flat if self.entries is None else flat[self.entries.to(flat.device)]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """"Differentiate this module with respect to these tensors": all that a curvature backend needs to know.
+
+    All weights are every trainable tensor; a last layer is the head's tensors, so that autograd's graph
+    starts at the head and the trunk runs without one; a subnetwork is a set of entries.
+
+    Attributes:
+        module: The network, never written to.
+        slots: The treated tensors, in order.
+        forward_fn: How to call the module on inputs; None for the default of `laplace.batch.call`.
+        reduction: How a head applied to positions `[B, T, D]` is reduced, or None.
+        head: Name of the head module of a last-layer problem, or None.
+    """
+
+    module: nn.Module
+    slots: tuple[Slot, ...]
+    forward_fn: ForwardFn | None = None
+    reduction: str | None = None
+    head: str | None = None
+    layout: Layout = field(init=False)
+
+    def __post_init__(self) -> None:
+        layout = Layout(tuple(slot.name for slot in self.slots), tuple(slot.size for slot in self.slots))
+        object.__setattr__(self, "layout", layout)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the treated tensors."""
+        return self.tensor(self.slots[0].name).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the treated tensors."""
+        return self.tensor(self.slots[0].name).dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """The module's tensor of this name."""
+        return self.module.get_parameter(name)
+
+    def mean(self) -> Tensor:
+        """Present values of the treated entries, `[P]`, detached."""
+        return torch.cat([slot.take(self.tensor(slot.name).detach()) for slot in self.slots])
+
+    def stand_ins(self) -> dict[str, Tensor]:
+        """Detached tensors for every parameter: those of the slots require gradients, the others do not."""
+        treated = {slot.name for slot in self.slots}
+        return {
+            name: tensor.detach().requires_grad_(name in treated) for name, tensor in self.module.named_parameters()
+        }
+
+    def substituted(self, theta: Tensor) -> dict[str, Tensor]:
+        """Detached tensors with the treated entries replaced by `theta`, `[P]`."""
+        tensors = {name: tensor.detach() for name, tensor in self.module.named_parameters()}
+        for slot, values in zip(self.slots, self.layout.split(theta), strict=True):
+            whole = tensors[slot.name]
+            values = values.to(whole.dtype)
+            if slot.entries is not None:
+                values = whole.reshape(-1).index_copy(0, slot.entries.to(whole.device), values)
+            tensors[slot.name] = values.view(slot.shape)
+        return tensors
+
+    def run(self, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor:
+        """Outputs `[B, C]` of the module on x with these tensors in place of its own.
+
+        Raises:
+            InvalidData: The output is not `[B, C]`.
+        """
+        caller = _Caller(self.module, self.forward_fn)
+        f = functional_call(caller, {f"module.{name}": t for name, t in tensors.items()}, (x,))
+        if f.ndim != 2:
+            raise InvalidData(
+                f"the network's output has shape {tuple(f.shape)}; a Laplace approximation needs [B, C]. "
+                "Reshape the output in the model or by forward_fn=."
+            )
+        return f
+
+
+class _Caller(nn.Module):
+    """Gives `functional_call` one signature for every way of calling a model."""
+
+    def __init__(self, module: nn.Module, forward_fn: ForwardFn | None) -> None:
+        super().__init__()
+        self.module = module
+        self.forward_fn = forward_fn or batches.call
+
+    def forward(self, x: Inputs) -> Tensor:
+        return batches.latent(self.forward_fn(self.module, x))

@@ -1,0 +1,88 @@
+"""A subnetwork: single entries of the flattened vector of trainable parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace.batch import ForwardFn, Inputs
+from laplace.errors import InvalidArgument, InvalidType
+from laplace.layout import flatten
+from laplace.weights.base import Weights, trainable
+from laplace.weights.problem import Problem, Slot
+
+
+class Subnetwork(Weights):
+    """Treats the given entries and keeps all others at their trained values.
+
+    Args:
+        model: The network.
+        indices: `[p]` distinct int64 positions in the flattened trainable parameters.
+        forward_fn: How to call it.
+
+    Raises:
+        InvalidType: `indices` is not an int64 tensor.
+        InvalidArgument: Not one-dimensional, empty, out of range or with duplicates.
+    """
+
+    def __init__(self, model: nn.Module, indices: Tensor, forward_fn: ForwardFn | None = None) -> None:
+        super().__init__(model, forward_fn)
+        self._tensors = {name: tensor.shape for name, tensor in trainable(self.model).items()}
+        self.n_params_full = sum(shape.numel() for shape in self._tensors.values())
+        self.indices = _checked(indices, self.n_params_full)
+        self._order = self.indices.sort().values
+        self.problem: Problem = Problem(self.model, self._slots(), forward_fn)
+
+    def _slots(self) -> tuple[Slot, ...]:
+        slots: list[Slot] = []
+        start = 0
+        for name, shape in self._tensors.items():
+            inside = self._order[(self._order >= start) & (self._order < start + shape.numel())] - start
+            if len(inside):
+                slots.append(Slot(name, shape, None if len(inside) == shape.numel() else inside))
+            start += shape.numel()
+        return tuple(slots)
+
+    def discover(self, x: Inputs) -> Problem:
+        return self.problem
+
+    def embed(self, samples: Tensor) -> Tensor:
+        """`[S, all trainable parameters]`: the entries outside of the subnetwork at their trained values."""
+        parameters = dict(self.model.named_parameters())
+        whole = flatten([parameters[name].detach() for name in self._tensors]).to(samples)
+        return whole.repeat(len(samples), 1).index_copy(1, self._order.to(samples.device), samples)
+
+    def restrict_prior(self, values: Tensor) -> Tensor:
+        """Takes a prior for every trainable parameter or tensor down to the subnetwork's."""
+        layout = self.problem.layout
+        if values.numel() in (1, layout.n_params, layout.n_tensors):
+            return values
+        if values.numel() == self.n_params_full:
+            return values[self._order.to(values.device)]
+        if values.numel() == len(self._tensors):
+            kept = [i for i, name in enumerate(self._tensors) if name in layout.names]
+            return values[torch.tensor(kept, device=values.device)]
+        return values
+
+    def state(self) -> dict[str, Any]:
+        return {"subnetwork_indices": self._order.clone()}
+
+
+def _checked(indices: Tensor, n_params: int) -> Tensor:
+    if not isinstance(indices, Tensor) or indices.dtype != torch.int64:
+        given = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+        raise InvalidType(f"subnetwork_indices must be a torch.int64 tensor; {given} was given.")
+    if indices.ndim != 1 or indices.numel() == 0:
+        raise InvalidArgument(
+            f"subnetwork_indices must be a non-empty vector; a tensor of shape {tuple(indices.shape)} was given."
+        )
+    if int(indices.min()) < 0 or int(indices.max()) >= n_params:
+        raise InvalidArgument(
+            f"subnetwork_indices must lie in [0, {n_params}), the number of trainable parameters; they span "
+            f"[{int(indices.min())}, {int(indices.max())}]."
+        )
+    if len(indices.unique()) != len(indices):
+        raise InvalidArgument("subnetwork_indices holds duplicates; give every index once.")
+    return indices.detach().clone()

@@ -1,0 +1,123 @@
+"""Diagonal SWAG: variances of the weights along further training with a constant learning rate.
+
+After Maddox et al., "A Simple Baseline for Bayesian Uncertainty in Deep Learning" (2019).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+
+from laplace import batch as batches
+from laplace.errors import CurvatureError, InvalidArgument
+from laplace.lending import unwrap
+
+Criterion = Callable[[Tensor, Tensor], Tensor]
+
+
+def fit_diagonal_swag_var(
+    model: nn.Module,
+    train_loader: Iterable[Any],
+    criterion: Criterion,
+    n_snapshots_total: int = 40,
+    snapshot_freq: int = 1,
+    lr: float = 0.01,
+    momentum: float = 0.9,
+    weight_decay: float = 3e-4,
+    min_var: float = 1e-30,
+    dict_key_y: str = "labels",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Trains a copy of the model by SGD and returns the variance of its trainable parameters over the snapshots.
+
+    Args:
+        model: The network; it is copied, not written to.
+        train_loader: Batches, pairs or mappings; iterated once per epoch.
+        criterion: Mean loss of outputs and targets.
+        n_snapshots_total: Number of snapshots S.
+        snapshot_freq: Epochs between snapshots; `S * snapshot_freq` epochs are run.
+        lr: Constant learning rate.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay of SGD.
+        min_var: Lower bound of the variances.
+        dict_key_y: Key of the targets in batches that are mappings.
+        generator: Seeds dropout and the loader's shuffling; the global random state, which is put back, if None.
+
+    Returns:
+        Variances `(1/S) Σ_s (θ_s − θ̄)²`, `[P]`, at least `min_var`.
+
+    Raises:
+        InvalidArgument: S or the frequency is not a positive integer, or nothing is trainable.
+        CurvatureError: The training diverged.
+    """
+    for name, value in {"n_snapshots_total": n_snapshots_total, "snapshot_freq": snapshot_freq}.items():
+        if value < 1:
+            raise InvalidArgument(f"{name}={value}; accepted is an integer of at least 1.")
+    with _seeded(model, generator):
+        learner = copy.deepcopy(unwrap(model)).train()
+        trained = [p for p in learner.parameters() if p.requires_grad]
+        if not trained:
+            raise InvalidArgument("the model has no trainable parameter; set requires_grad=True for some.")
+        optimizer = torch.optim.SGD(trained, lr=lr, momentum=momentum, weight_decay=weight_decay)
+        moments = _Moments(parameters_to_vector(trained).detach())
+        for epoch in range(1, n_snapshots_total * snapshot_freq + 1):
+            _train_epoch(learner, train_loader, criterion, optimizer, dict_key_y)
+            if epoch % snapshot_freq == 0:
+                moments.update(parameters_to_vector(trained).detach())
+    return _finite(moments.variance()).clamp(min=min_var)
+
+
+class _Moments:
+    """Running mean and variance after Welford, which loses no digits where E[θ²] − E[θ]² cancels."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.count = 0
+        self.mean = torch.zeros_like(like)
+        self.squares = torch.zeros_like(like)
+
+    def update(self, value: Tensor) -> None:
+        """Takes in one snapshot `[P]`."""
+        self.count += 1
+        step = value - self.mean
+        self.mean = self.mean + step / self.count
+        self.squares = self.squares + step * (value - self.mean)
+
+    def variance(self) -> Tensor:
+        """Population variance, `[P]`."""
+        return self.squares / self.count
+
+
+def _train_epoch(
+    model: nn.Module, loader: Iterable[Any], criterion: Criterion, optimizer: torch.optim.Optimizer, dict_key_y: str
+) -> None:
+    device = next(model.parameters()).device
+    with torch.enable_grad():
+        for batch in loader:
+            x, y = batches.split(batch, dict_key_y)
+            optimizer.zero_grad()
+            f = batches.latent(batches.call(model, batches.to_device(x, device)))
+            criterion(f, y.to(device)).backward()
+            optimizer.step()
+
+
+@contextmanager
+def _seeded(model: nn.Module, generator: torch.Generator | None) -> Iterator[None]:
+    """A random state of its own for the training."""
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        if generator is not None:
+            seed = torch.randint(2**62, (), generator=generator, device=generator.device)
+            torch.manual_seed(int(seed))
+        yield
+
+
+def _finite(variance: Tensor) -> Tensor:
+    if not bool(torch.isfinite(variance).all()):
+        raise CurvatureError("the SWAG training diverged to NaN or infinite weights; pass a smaller lr (swag_lr).")
+    return variance

@@ -1,0 +1,51 @@
+"""Fixtures of all tests, and the line that counts tests skipped for want of an optional package."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("laplace", deadline=None, derandomize=True, max_examples=30)
+hypothesis.settings.load_profile("laplace")
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+_MISSING = re.compile(r"could not import '([\w.]+)'")
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    """Every test starts from one seed, one thread and float32, whatever ran before it."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    yield
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    if dtype != torch.float32:
+        pytest.fail(f"the test left {dtype} as default dtype")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every device that this machine has."""
+    return torch.device(request.param)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says how many tests were skipped because an optional package is missing, and how to run them."""
+    missing: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        found = _MISSING.search(str(report.longrepr))
+        if found is not None:
+            missing[found.group(1)] += 1
+    if missing:
+        packages = ", ".join(f"{name} ({count})" for name, count in sorted(missing.items()))
+        terminalreporter.write_line(
+            f"{missing.total()} skipped for want of an optional package: {packages}; "
+            "the extras `backends` and `integrations` bring them.",
+            yellow=True,
+        )

@@ -1,0 +1,1 @@
+"""Small networks of the problem catalogue, one file per family."""

@@ -1,0 +1,1 @@
+"""The independent truth: dense float64 oracles that share no code with the library."""

@@ -1,0 +1,163 @@
+"""Sampling from Gaussians over outputs: moments by their standard errors, singular covariances, seeds, gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData
+from laplace.gaussian import Gaussian, covariance_root
+from tests.reference.compare import assert_close
+
+B, C, N = 3, 2, 20_000
+
+
+def spd(*batch: int, c: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    factor = torch.randn(*batch, c, c + 1, dtype=dtype)
+    return factor @ factor.mT
+
+
+def covariances() -> dict[str, tuple[Tensor, Tensor]]:
+    """Each kind of covariance with the joint matrix, `[B·C, B·C]`, that it stands for."""
+    torch.manual_seed(0)
+    variance, full, joint = torch.rand(B, C, dtype=torch.float64), spd(B, c=C), spd(c=B * C)
+    return {
+        "diagonal": (variance, torch.diag(variance.flatten())),
+        "full": (full, torch.block_diag(*full)),
+        "joint": (joint, joint),
+        "singular": (torch.ones(B, C, C, dtype=torch.float64), torch.block_diag(*torch.ones(B, C, C))),
+        "zero": (torch.zeros(B, C, C, dtype=torch.float64), torch.zeros(B * C, B * C)),
+    }
+
+
+@pytest.mark.parametrize("kind", covariances())
+def test_moments(kind) -> None:
+    """All B·C×B·C covariances: rows are independent unless the covariance is joint."""
+    covariance, exact = covariances()[kind]
+    mean = torch.randn(B, C, dtype=torch.float64)
+    gaussian = Gaussian(mean, covariance)
+    samples = gaussian.sample(N, torch.Generator().manual_seed(1)).flatten(1)
+    variance = exact.diagonal().double()
+    assert_close(samples.mean(0), mean.flatten(), "mc", standard_error=(variance / N).sqrt())
+    centred = samples - mean.flatten()
+    products = variance[:, None] * variance + exact.double().square()  # Isserlis
+    assert_close(centred.T @ centred / N, exact, "mc", standard_error=(products / N).sqrt())
+    assert_close(gaussian.variance, variance.view(B, C), "exact")
+
+
+def test_kinds_by_shape() -> None:
+    mean = torch.zeros(B, C)
+    flags = [
+        (Gaussian(mean, s).is_diagonal, Gaussian(mean, s).is_joint)
+        for s in (torch.ones(B, C), torch.ones(B, C, C), torch.eye(B * C))
+    ]
+    assert flags == [(True, False), (False, False), (False, True)]
+    one = Gaussian(torch.zeros(1, 1), torch.full((1, 1), 4.0))
+    assert one.is_diagonal
+    assert one.variance.item() == 4
+    assert Gaussian(torch.zeros(4, 1), torch.eye(4)).is_joint
+    assert Gaussian(torch.zeros(1, 4), torch.eye(4)).is_joint
+
+
+@pytest.mark.parametrize("shape", [(B,), (B, C + 1), (C, C), (B, C, C, 1), (B + 1, C, C), ()])
+def test_wrong_shapes(shape) -> None:
+    with pytest.raises(InvalidArgument, match=r"accepted are \[3, 2, 2\]"):
+        Gaussian(torch.zeros(B, C), torch.ones(shape))
+    with pytest.raises(InvalidArgument, match=r"\[B, C\] is accepted"):
+        Gaussian(torch.zeros(B), torch.ones(shape))
+
+
+@pytest.mark.parametrize("kind", covariances())
+def test_equal_seeds_give_equal_numbers_and_the_global_state_is_left_alone(kind) -> None:
+    gaussian = Gaussian(torch.zeros(B, C, dtype=torch.float64), covariances()[kind][0])
+    before = torch.random.get_rng_state()
+    first, again = (gaussian.sample(4, torch.Generator().manual_seed(1)) for _ in range(2))
+    assert torch.equal(first, again)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert first.shape == (4, B, C)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_factor_always_exists(dtype) -> None:
+    """One singular and one slightly indefinite row among good ones: every row has a root."""
+    good = spd(4, c=5, dtype=dtype)
+    v = torch.randn(5, 1, dtype=dtype)
+    bad = torch.stack([v @ v.T, v @ v.T - 1e-6 * torch.eye(5, dtype=dtype), torch.zeros(5, 5, dtype=dtype)])
+    covariance = torch.cat([good[:2], bad, good[2:]])
+    root = covariance_root(covariance)
+    assert root.dtype == dtype
+    assert_close(root @ root.mT, covariance, "float32" if dtype == torch.float32 else "finite_difference")
+    assert torch.equal(root[:2], torch.linalg.cholesky(good[:2]))
+    assert torch.isfinite(Gaussian(torch.zeros(7, 5, dtype=dtype), covariance).sample(3)).all()
+
+
+def test_near_singular_float32_covariances() -> None:
+    """Covariances of confident networks: condition numbers far beyond float32."""
+    q = torch.linalg.qr(torch.randn(200, 10, 10, dtype=torch.float64)).Q
+    covariance = ((q * torch.logspace(2, -12, 10, dtype=torch.float64)) @ q.mT).float()
+    root = covariance_root(covariance)
+    assert torch.isfinite(root).all()
+    assert_close(root @ root.mT, covariance, "float32")
+
+
+def test_large_and_tiny_covariances() -> None:
+    for scale in (1e-35, 1e35):
+        covariance = scale * spd(3, c=4, dtype=torch.float32)
+        assert torch.isfinite(Gaussian(torch.zeros(3, 4), covariance).sample(10)).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", ["diagonal", "full", "joint"])
+def test_not_finite(kind, value) -> None:
+    covariance = covariances()[kind][0]
+    covariance.flatten()[1 if kind != "diagonal" else 0] = value
+    with pytest.raises(CurvatureError, match="NaN or infinite"):
+        Gaussian(torch.zeros(B, C, dtype=torch.float64), covariance).sample(2)
+    with pytest.raises(InvalidData, match="mean of the Gaussian"):
+        Gaussian(torch.full((B, C), value), torch.ones(B, C)).sample(2)
+
+
+def test_n_must_be_positive() -> None:
+    with pytest.raises(InvalidArgument, match="n=0"):
+        Gaussian(torch.zeros(B, C), torch.ones(B, C)).sample(0)
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "full", "joint"])
+def test_samples_are_differentiable(kind) -> None:
+    mean, covariance = torch.randn(B, C, dtype=torch.float64), covariances()[kind][0]
+
+    def draw(mean: Tensor, covariance: Tensor) -> Tensor:
+        return Gaussian(mean, covariance).sample(2, torch.Generator().manual_seed(0))
+
+    torch.autograd.gradcheck(draw, (mean.requires_grad_(), covariance.requires_grad_()))
+
+
+def test_a_failed_row_does_not_spoil_the_gradients_of_others() -> None:
+    covariance = torch.stack([spd(c=C), torch.zeros(C, C, dtype=torch.float64)]).requires_grad_()
+    alone = covariance[:1].detach().clone().requires_grad_()
+    for given in (covariance, alone):
+        covariance_root(given).square().sum().backward()
+    assert_close(covariance.grad[0], alone.grad[0], "algebra")
+    assert (covariance.grad[1] == 0).all()
+    variance = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    Gaussian(torch.zeros(1, 2), variance).sample(3).sum().backward()
+    assert torch.isfinite(variance.grad).all()
+
+
+def test_standard_deviation_of_many_rows_is_right_in_float32() -> None:
+    mean, covariance = torch.zeros(500, 1), torch.full((500, 1, 1), 4.0)
+    samples = Gaussian(mean, covariance).sample(200, torch.Generator().manual_seed(0))
+    assert_close(samples.std(), 2.0, "mc", standard_error=2 / math.sqrt(2 * 100_000))
+    # independent rows: the mean over rows of one draw has variance 4/500
+    assert_close(samples.mean(1).std(), math.sqrt(4 / 500), "mc", standard_error=math.sqrt(4 / 500 / 400))
+
+
+def test_follows_the_device(device) -> None:
+    mean, covariance = torch.zeros(B, C), spd(B, c=C, dtype=torch.float32)
+    there = Gaussian(mean.to(device), covariance.to(device)).sample(2, torch.Generator().manual_seed(0))
+    here = Gaussian(mean, covariance).sample(2, torch.Generator().manual_seed(0))
+    assert there.device.type == device.type
+    assert_close(there, here, "float32")

@@ -1,0 +1,182 @@
+"""Scores against scikit-learn, plain loops and values worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn import metrics as sk
+from torch import Tensor
+
+from laplace.errors import InvalidArgument, InvalidData
+from laplace.metrics import (
+    RunningMetric,
+    RunningNLLMetric,
+    accuracy,
+    auroc,
+    brier,
+    calibration_bins,
+    expected_calibration_error,
+    gaussian_nll,
+    mean_confidence,
+    nll,
+)
+
+SCORES = [nll, brier, accuracy, expected_calibration_error]
+
+
+def predictions(n: int = 200, c: int = 5, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    probs = (2 * torch.randn(n, c, generator=generator, dtype=dtype)).softmax(1)
+    return probs, torch.randint(c, (n,), generator=generator)
+
+
+def test_agrees_with_scikit_learn() -> None:
+    probs, y = predictions()
+    onehot = np.eye(5)[y.numpy()]
+    assert float(nll(probs, y)) == pytest.approx(sk.log_loss(y, probs.numpy()), rel=1e-12)
+    assert float(accuracy(probs, y)) == sk.accuracy_score(y, probs.argmax(1))
+    assert float(brier(probs, y)) == pytest.approx(((probs.numpy() - onehot) ** 2).sum(1).mean(), rel=1e-12)
+    assert float(mean_confidence(probs)) == pytest.approx(probs.numpy().max(1).mean(), rel=1e-12)
+
+
+@pytest.mark.parametrize("n_bins", [1, 7, 15])
+def test_calibration_error_is_the_textbook_sum(n_bins: int) -> None:
+    probs, y = predictions()
+    confidence, hit = probs.numpy().max(1), (probs.argmax(1) == y).numpy()
+    expected = 0.0
+    for m in range(n_bins):
+        inside = (confidence > m / n_bins) & (confidence <= (m + 1) / n_bins)
+        if inside.any():
+            expected += inside.mean() * abs(hit[inside].mean() - confidence[inside].mean())
+    assert float(expected_calibration_error(probs, y, n_bins=n_bins)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_calibration_error_by_hand() -> None:
+    probs = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [1.0, 0.0]], dtype=torch.float64)
+    y = torch.tensor([0, 1, 1, 0])
+    # Bins of width 1/10: 0.9 twice (one hit), 0.6 (hit), 1.0 (hit).
+    assert float(expected_calibration_error(probs, y, n_bins=10)) == pytest.approx((2 * 0.4 + 0.4 + 0.0) / 4)
+    count, confidence, correct = calibration_bins(probs, y, n_bins=10)
+    assert count.tolist() == [0, 0, 0, 0, 0, 1, 0, 0, 2, 1]
+    assert confidence[8] == pytest.approx(0.9)
+    assert correct[8] == 0.5
+
+
+@given(
+    st.lists(st.integers(-4, 4), min_size=1, max_size=30),
+    st.lists(st.integers(-4, 4), min_size=1, max_size=30),
+)
+def test_auroc_counts_pairs_and_half_the_ties(inliers: list[int], outliers: list[int]) -> None:
+    wins = sum((a > b) + 0.5 * (a == b) for a in inliers for b in outliers)
+    got = auroc(torch.tensor(inliers, dtype=torch.float64), torch.tensor(outliers, dtype=torch.float64))
+    assert float(got) == pytest.approx(wins / (len(inliers) * len(outliers)), rel=1e-12)
+
+
+def test_auroc_agrees_with_scikit_learn() -> None:
+    inliers, outliers = torch.randn(300, dtype=torch.float64) + 1, torch.randn(200, dtype=torch.float64)
+    labels = [1] * 300 + [0] * 200
+    expected = sk.roc_auc_score(labels, torch.cat([inliers, outliers]).numpy())
+    assert float(auroc(inliers, outliers)) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("bad", [torch.tensor([]), torch.tensor([0.5, math.nan])])
+def test_auroc_refuses_empty_sets_and_nan(bad: Tensor) -> None:
+    with pytest.raises(InvalidData, match="scores_out"):
+        auroc(torch.ones(3), bad)
+
+
+def test_gaussian_nll_is_the_density() -> None:
+    mean, y = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+    root = torch.randn(6, 3, 3, dtype=torch.float64)
+    covariance = root @ root.mT + torch.eye(3, dtype=torch.float64)
+    full = torch.distributions.MultivariateNormal(mean, covariance).log_prob(y)
+    torch.testing.assert_close(gaussian_nll(mean, covariance, y), -full.mean(), rtol=1e-12, atol=0)
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    diagonal = torch.distributions.Normal(mean, variance.sqrt()).log_prob(y).sum(1)
+    torch.testing.assert_close(gaussian_nll(mean, variance, y), -diagonal.mean(), rtol=1e-12, atol=0)
+
+
+def test_gaussian_nll_refuses_bad_input() -> None:
+    mean = torch.zeros(4, 2)
+    with pytest.raises(InvalidData, match=r"\[B, C\]"):
+        gaussian_nll(mean, torch.ones(4, 2), torch.zeros(4))
+    with pytest.raises(InvalidData, match="not positive"):
+        gaussian_nll(mean, torch.zeros(4, 2), mean)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_ignored_labels_and_leading_dimensions_do_not_matter(score) -> None:
+    probs, y = predictions(24)
+    expected = score(probs[:18], y[:18])
+    y = y.clone()
+    y[18:] = -100
+    torch.testing.assert_close(score(probs.reshape(4, 6, 5), y.reshape(4, 6)), expected)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize(
+    ("probs", "y", "match"),
+    [
+        (torch.full((3, 2), 0.5), torch.zeros(4, dtype=torch.long), "accepted are"),
+        (torch.full((3, 2), 0.5), torch.tensor([0, 1, 2]), "labels lie in"),
+        (torch.full((3, 2), 0.5), torch.tensor([0, -1, 1]), "labels lie in"),
+        (torch.full((3, 2), 0.5), torch.zeros(3), "integer classes"),
+        (torch.full((3, 2), 0.5), torch.full((3,), -100), "no label"),
+        (torch.full((0, 2), 0.5), torch.zeros(0, dtype=torch.long), "no label"),
+        (torch.tensor([[3.0, -1.0]]), torch.tensor([0]), "not logits"),
+        (torch.tensor([[math.nan, 0.5]]), torch.tensor([0]), "NaN"),
+    ],
+)
+def test_bad_input_is_refused(score, probs: Tensor, y: Tensor, match: str) -> None:
+    with pytest.raises(InvalidData, match=match):
+        score(probs, y)
+
+
+def test_calibration_needs_bins() -> None:
+    with pytest.raises(InvalidArgument, match="n_bins=0"):
+        expected_calibration_error(torch.ones(1, 1), torch.tensor([0]), n_bins=0)
+
+
+def test_running_nll_does_not_depend_on_the_batches() -> None:
+    probs, y = predictions(50)
+    y[::7] = -100
+    metric = RunningNLLMetric()
+    for part in torch.arange(50).split(13):
+        metric.update(probs[part], y[part])
+    torch.testing.assert_close(metric.compute(), nll(probs, y))
+    metric.reset()
+    assert float(metric(probs[:5], y[:5])) == pytest.approx(float(nll(probs[:5], y[:5])))
+    torch.testing.assert_close(metric.compute(), nll(probs[:5], y[:5]))
+
+
+def test_running_nll_of_impossible_labels_is_infinite() -> None:
+    metric = RunningNLLMetric()
+    metric.update(torch.tensor([[1.0, 0.0]]), torch.tensor([1]))
+    assert metric.compute().isposinf()
+
+
+def test_running_nll_without_labels_is_an_error() -> None:
+    metric = RunningNLLMetric(ignore_index=1)
+    metric.update(torch.full((2, 2), 0.5), torch.tensor([1, 1]))
+    with pytest.raises(InvalidData, match="no label was counted"):
+        metric.compute()
+
+
+def test_running_metrics_share_one_protocol() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    assert isinstance(RunningNLLMetric(), RunningMetric)
+    assert isinstance(torchmetrics.MeanSquaredError(), RunningMetric)
+    assert not isinstance(nll, RunningMetric)
+
+
+def test_scores_keep_dtype_and_device(device: torch.device) -> None:
+    probs, y = predictions(dtype=torch.float32)
+    for score in SCORES:
+        result = score(probs.to(device), y.to(device))
+        assert result.dtype == torch.float32
+        assert result.device.type == device.type
