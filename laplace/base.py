@@ -133,7 +133,7 @@ class BaseLaplace(ABC):
 
     @property
     def log_likelihood(self) -> Tensor:
-        """log p(D | θ*), 0-dim, differentiable in noise and temperature."""
+        """Log p(D | θ*), 0-dim, differentiable in noise and temperature."""
         return self.evidence().log_likelihood.to(self._like.dtype)
 
     @property
@@ -143,17 +143,17 @@ class BaseLaplace(ABC):
 
     @property
     def log_det_ratio(self) -> Tensor:
-        """log det P − log det P₀, 0-dim."""
+        """Log det P − log det P₀, 0-dim."""
         return self.evidence().log_det_ratio.to(self._like.dtype)
 
     @property
     def log_det_prior_precision(self) -> Tensor:
-        """log det P₀, 0-dim."""
+        """Log det P₀, 0-dim."""
         return self.evidence().prior.logdet().to(self._like.dtype)
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
-        """log det P, 0-dim."""
+        """Log det P, 0-dim."""
         return self.evidence().precision.logdet().to(self._like.dtype)
 
     def log_marginal_likelihood(

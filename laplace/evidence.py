@@ -1,6 +1,6 @@
 """The log evidence as a pure function of a fit and the hyper-parameters (MacKay, 1992; Daxberger et al., 2021, eq. 5).
 
-    log p(D) ≈ log p(D | θ*) − ½ (log det P − log det P₀ + (θ* − μ₀)ᵀ P₀ (θ* − μ₀))
+log p(D) ≈ log p(D | θ*) − ½ (log det P − log det P₀ + (θ* − μ₀)ᵀ P₀ (θ* − μ₀))
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Evidence:
 
     @property
     def log_likelihood(self) -> Tensor:
-        """log p(D | θ*), 0-dim."""
+        """Log p(D | θ*), 0-dim."""
         fit = self.fit
         return self.likelihood.log_likelihood(
             fit.loss_terms, fit.n_data, fit.n_outputs, self.sigma_noise, self.temperature
@@ -75,7 +75,7 @@ class Evidence:
 
     @property
     def log_det_ratio(self) -> Tensor:
-        """log det P − log det P₀, 0-dim."""
+        """Log det P − log det P₀, 0-dim."""
         return self.precision.logdet() - self.prior.logdet()
 
     @property
@@ -85,6 +85,6 @@ class Evidence:
 
     @property
     def log_marginal_likelihood(self) -> Tensor:
-        """log p(D), 0-dim, in the dtype of the prior."""
+        """Log p(D), 0-dim, in the dtype of the prior."""
         value = self.log_likelihood - 0.5 * (self.log_det_ratio + self.scatter)
         return value.to(self.prior.precision.dtype)

@@ -16,7 +16,7 @@ from laplace.likelihoods.base import Likelihood
 __all__ = ["Laplace", "named"]
 
 
-def Laplace(  # noqa: N802
+def Laplace(
     model: nn.Module,
     likelihood: Likelihood | str,
     subset_of_weights: SubsetOfWeights | str = SubsetOfWeights.LAST_LAYER,

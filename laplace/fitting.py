@@ -102,7 +102,9 @@ def without_ignored(x: Inputs, y: Tensor, likelihood: Likelihood) -> tuple[Input
 
 def _check_finite(summary: BatchSummary, curvature: Curvature) -> None:
     if not bool(summary.loss_terms.isfinite().all()) or not curvature.is_finite():
-        raise InvalidData("the loss or the curvature is not finite; the inputs, targets or weights hold NaN or infinity.")
+        raise InvalidData(
+            "the loss or the curvature is not finite; the inputs, targets or weights hold NaN or infinity."
+        )
 
 
 def first_inputs(loader: Iterable[Any], dict_key_y: str, device: torch.device) -> tuple[Inputs, Iterable[Any]]:

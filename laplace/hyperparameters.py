@@ -22,7 +22,9 @@ def as_tensor(name: str, value: Any, *, like: Tensor) -> Tensor:
         raise InvalidType(f"{name} must be a real number or a tensor; {type(value).__name__} was given.")
     tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
     if tensor.ndim > 1 or tensor.numel() == 0:
-        raise InvalidArgument(f"{name} must be a scalar or a vector; a tensor of shape {tuple(tensor.shape)} was given.")
+        raise InvalidArgument(
+            f"{name} must be a scalar or a vector; a tensor of shape {tuple(tensor.shape)} was given."
+        )
     return tensor.to(device=like.device, dtype=like.dtype)
 
 

@@ -146,4 +146,3 @@ def _values(tensor: Tensor) -> str:
     if plain.numel() == 1:
         return f"{plain.item():.4g}"
     return f"[{plain.numel()} values from {plain.min().item():.4g} to {plain.max().item():.4g}]"
-

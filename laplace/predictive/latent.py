@@ -105,7 +105,7 @@ def sampled(
 
 
 def _at_samples(jacobian: Jacobian, f: Tensor, steps: Tensor) -> Tensor:
-    """f + J (θ_s − θ*), `[S, B, C]`."""
+    """F + J (θ_s − θ*), `[S, B, C]`."""
     sizes = [block.size for block in jacobian.blocks]
     steps_of = steps.split(sizes, 1)
     return f.to(_dtype(f)) + jacobian.sum_over_blocks(lambda i, block: block.apply(steps_of[i]))

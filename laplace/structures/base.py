@@ -25,7 +25,7 @@ class Precision(ABC):
 
     @abstractmethod
     def logdet(self) -> Tensor:
-        """log det P, 0-dim, differentiable in scale and prior."""
+        """Log det P, 0-dim, differentiable in scale and prior."""
 
     @abstractmethod
     def quad(self, vectors: Tensor) -> Tensor:

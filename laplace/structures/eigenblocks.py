@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from laplace.curvature.blocks import Block, MappedBlock
+from laplace.curvature.factors import IndexBlock, OuterBlock
 from laplace.curvature.interface import KronBlock
-from laplace.curvature.jacobian import Block, IndexBlock, MappedBlock, OuterBlock
 from laplace.errors import UnsupportedError
 from laplace.structures import algebra
 
@@ -44,7 +45,7 @@ class BlockSpectrum:
 
     @property
     def size(self) -> int:
-        """p."""
+        """P."""
         return self.values.numel()
 
     def cast(self, dtype: torch.dtype) -> BlockSpectrum:
@@ -143,9 +144,7 @@ def kron_spectrum(
     return spectrum if block.index is None else _picked(spectrum, block.index)
 
 
-def _input_eigen(
-    inputs: Tensor | None, positions: float, groups: int, like: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def _input_eigen(inputs: Tensor | None, positions: float, groups: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
     """Eigenvalues `[G, I]` and basis of the input side; counts and biases are diagonal already."""
     if inputs is None:
         return torch.ones(groups, 1, dtype=like.dtype, device=like.device), None

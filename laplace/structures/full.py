@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from laplace.batch import Inputs
+from laplace.curvature.blocks import CHUNK_BYTES, DenseBlock
 from laplace.curvature.interface import BatchSummary, CurvatureInterface
-from laplace.curvature.jacobian import CHUNK_BYTES, DenseBlock, Jacobian
+from laplace.curvature.jacobian import Jacobian
 from laplace.errors import CurvatureError
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
@@ -141,9 +142,7 @@ class FullPrecision(Precision):
             if factor is None:
                 factor = algebra.covariance_factor(self._projected())
             if factor is None:
-                raise CurvatureError(
-                    "the posterior precision is not positive definite; give a larger prior precision."
-                )
+                raise CurvatureError("the posterior precision is not positive definite; give a larger prior precision.")
             return factor.to(self.curvature.values.dtype)
 
     @cached_property
@@ -171,9 +170,7 @@ class FullPrecision(Precision):
         covariance = self.covariance[order.flatten()][:, order.flatten()].view(c, width, c, width)
         stacked = covariance.permute(1, 0, 2, 3).reshape(width, -1)
         step = max(1, CHUNK_BYTES // (8 * stacked.shape[1]))
-        parts = [
-            torch.einsum("bcdi,bi->bcd", (rows @ stacked).view(-1, c, c, width), rows) for rows in phi.split(step)
-        ]
+        parts = [torch.einsum("bcdi,bi->bcd", (rows @ stacked).view(-1, c, c, width), rows) for rows in phi.split(step)]
         return torch.cat(parts)
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:

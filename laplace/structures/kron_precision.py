@@ -80,7 +80,7 @@ class KronPrecision(Precision):
             return tuple(self._values(i).to(dtype) for i in range(len(self.spectra)))
 
     def _dense_block(self, i: int) -> Tensor:
-        """s H + diag(δ) of a dense block with a varying prior, float64."""
+        """S H + diag(δ) of a dense block with a varying prior, float64."""
         matrix, prior = self.spectra[i].matrix, self.prior.per_block()[i]
         if matrix is None:
             return torch.diag(self._values(i))

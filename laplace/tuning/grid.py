@@ -85,4 +85,3 @@ def _report(losses: Tensor, best: int, grid: Tensor) -> None:
         notes.append(f"the best candidate, {grid[best].item():g}, is on the edge of the grid; widen it")
     if notes:
         warnings.warn("grid search: " + "; ".join(notes) + ".", TuningWarning, stacklevel=6)
-

@@ -40,7 +40,7 @@ class Weights(ABC):
     def restrict_prior(self, values: Tensor) -> Tensor:
         """A prior `[n]` given for more than the treated coordinates, restricted to them; others are returned as is."""
 
-    def named(self, name: str) -> Problem | None:  # noqa: ARG002
+    def named(self, name: str) -> Problem | None:
         """The problem of a layer by name, for choices that are one; else the problem as it is."""
         return self.problem
 

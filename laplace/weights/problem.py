@@ -77,7 +77,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Problem:
-    """"Differentiate this module with respect to these tensors": all that a curvature backend needs to know.
+    """ "Differentiate this module with respect to these tensors": all that a curvature backend needs to know.
 
     All weights are every trainable tensor; a last layer is the head's tensors, so that autograd's graph
     starts at the head and the trunk runs without one; a subnetwork is a set of entries.

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from laplace.curvature.blocks import Block, PickedBlock
+from laplace.curvature.factors import IndexBlock, OuterBlock
 from laplace.curvature.interface import KronBlock, KronParts
-from laplace.curvature.jacobian import Block, IndexBlock, Jacobian, OuterBlock, PickedBlock
+from laplace.curvature.jacobian import Jacobian
 from laplace.likelihoods.base import OutputHessian
 from laplace.weights.problem import Problem
 

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from laplace import batch as batches
 from laplace.batch import Inputs
+from laplace.curvature.blocks import Block, DenseBlock, LazyBlock
+from laplace.curvature.factors import OuterBlock
 from laplace.curvature.interface import BatchSummary, CurvatureInterface, KronParts, detached
-from laplace.curvature.jacobian import Block, DenseBlock, Jacobian, LazyBlock, OuterBlock
+from laplace.curvature.jacobian import Jacobian
 from laplace.curvature.native.accumulate import DiagSum, FullSum, KronSum, Origin
 from laplace.curvature.native.backward import prefers_loop
 from laplace.curvature.native.capture import Capture, capture
@@ -125,9 +127,7 @@ class _Pass:
             return []
         x = self.x if rows == slice(None) else batches.select(self.x, rows, self.n_data)
         with lent(self.problem.module), torch.inference_mode(False):
-            values = per_sample(
-                self.problem, x, cotangents[:, rows], slots, rung, create_graph=self.taken.create_graph
-            )
+            values = per_sample(self.problem, x, cotangents[:, rows], slots, rung, create_graph=self.taken.create_graph)
         return [v.to(self.engine.dtype) for v in values]
 
 
@@ -172,7 +172,7 @@ class NativeInterface(CurvatureInterface):
         """Columns u_k, `[K, B, C]`, with curvature Σ_kb (Jᵀu)(Jᵀu)ᵀ."""
         raise InvalidArgument(f"{type(self).__name__} has no curvature; use NativeGGN or NativeEF.")
 
-    def output_hessian(self, f: Tensor, y: Tensor) -> OutputHessian | None:  # noqa: ARG002
+    def output_hessian(self, f: Tensor, y: Tensor) -> OutputHessian | None:
         """Output Hessian of which a head needs no root, or None where only cotangents are known."""
         return None
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from laplace.curvature.jacobian import Block, IndexBlock, OuterBlock, PickedBlock, SumBlock
+from laplace.curvature.blocks import Block, PickedBlock, SumBlock
+from laplace.curvature.factors import IndexBlock, OuterBlock
 from laplace.curvature.native.layers import rule_for
 from laplace.enums import FeatureReduction
 from laplace.errors import CurvatureError

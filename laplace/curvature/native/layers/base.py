@@ -7,7 +7,7 @@ from enum import Enum
 
 from torch import Tensor, nn
 
-from laplace.curvature.jacobian import Block
+from laplace.curvature.blocks import Block
 from laplace.registry import Registry
 
 
@@ -48,7 +48,7 @@ class LayerRule(ABC):
     parameters: tuple[str, ...] = ("weight", "bias")
     name: str
 
-    def accepts(self, module: nn.Module, x: Tensor) -> bool:  # noqa: ARG002
+    def accepts(self, module: nn.Module, x: Tensor) -> bool:
         """Whether the rule holds for this module and input."""
         return True
 

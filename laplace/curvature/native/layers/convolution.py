@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laplace.curvature.jacobian import Block, OuterBlock
+from laplace.curvature.blocks import Block
+from laplace.curvature.factors import OuterBlock
 from laplace.curvature.native.layers.base import LayerRule, Reading, files
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from laplace.curvature.jacobian import Block, IndexBlock
+from laplace.curvature.blocks import Block
+from laplace.curvature.factors import IndexBlock
 from laplace.curvature.native.layers.base import LayerRule, Reading, files
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from laplace.curvature.jacobian import Block, OuterBlock
+from laplace.curvature.blocks import Block
+from laplace.curvature.factors import OuterBlock
 from laplace.curvature.native.layers.base import LayerRule, Reading, files
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laplace.curvature.jacobian import Block, DenseBlock
+from laplace.curvature.blocks import Block, DenseBlock
 from laplace.curvature.native.layers.base import LayerRule, Reading, files
 
 Normaliser = Callable[[nn.Module, Tensor], Tensor]

@@ -1,0 +1,250 @@
+"""Blocks of the factored Jacobian: what can be contracted, and the blocks that hold or compute dense values.
+
+For one treated tensor, K cotangents u_k and B data, a block stands for
+
+    J[k, b, :] = ∂(u_kᵀ f_b) / ∂(entries of the tensor),    [K, B, p].
+
+With one-hot cotangents it is the Jacobian of the network; with the columns of a root of the output
+Hessian, J gives the generalised Gauss–Newton matrix as Σ_kb J Jᵀ; with the loss gradient, the empirical
+Fisher. For a layer with inputs a and outputs z, J is a sum of outer products over the positions t that
+share the weight, Σ_t g[k, b, t] ⊗ a[b, t], and every method contracts those two factors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 32 * 2**20
+"""Bytes of a dense per-layer piece [K, b, p] that is contracted and dropped as it is made."""
+
+
+class Block(ABC):
+    """Jacobian with respect to the treated entries of one tensor."""
+
+    size: int
+    n_cotangents: int
+    n_data: int
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """`[K, B, p]`."""
+
+    @abstractmethod
+    def rows(self, index: slice) -> Block:
+        """The block of a slice of the data."""
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Dense pieces `[K, b, p]` over consecutive data, each at most about `CHUNK_BYTES`."""
+        per_datum = self.n_cotangents * self.size * 8
+        step = max(1, CHUNK_BYTES // per_datum)
+        for start in range(0, self.n_data, step):
+            yield self.rows(slice(start, start + step)).dense()
+
+    def sum_of_squares(self) -> Tensor:
+        """Σ_b J², per cotangent, `[K, p]`."""
+        return total(piece.square().sum(1) for piece in self.pieces())
+
+    def weighted_norms(self, weights: Tensor) -> Tensor:
+        """Σ_p J² w, `[B, K]`, for weights `[p]`."""
+        return torch.cat([(piece.square() @ weights).T for piece in self.pieces()])
+
+    def weighted_gram(self, weights: Tensor) -> Tensor:
+        """Σ_p J_k w J_l, `[B, K, K]`, for weights `[p]`."""
+        return torch.cat([_gram(piece.transpose(0, 1), weights) for piece in self.pieces()])
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        """J v, `[S, B, K]`, for vectors `[S, p]`."""
+        return torch.cat([torch.einsum("kbp,sp->sbk", piece, vectors) for piece in self.pieces()], 1)
+
+    def pull(self, cotangents: Tensor) -> Tensor:
+        """Σ_kb c_kb J_kb, `[p]`, for scalars `[K, B]`."""
+        result, start = cotangents.new_zeros(self.size), 0
+        for piece in self.pieces():
+            stop = start + piece.shape[1]
+            result = result + torch.einsum("kbp,kb->p", piece, cotangents[:, start:stop])
+            start = stop
+        return result
+
+    @abstractmethod
+    def bound(self) -> Tensor:
+        """A cheap upper bound of the Frobenius norm of J, 0-dim: the scale against which errors are judged."""
+
+
+def total(parts: Iterable[Tensor]) -> Tensor:
+    """Sum of tensors."""
+    return reduce(torch.add, parts)
+
+
+def _gram(piece: Tensor, weights: Tensor) -> Tensor:
+    """Σ_p J_k w J_l of a batch-first piece `[b, K, p]`."""
+    return (piece * weights) @ piece.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class DenseBlock(Block):
+    """A block that is held multiplied out: small tensors, and parameters without a layer rule.
+
+    Attributes:
+        values: `[K, B, p]`.
+    """
+
+    values: Tensor
+
+    @property
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.values.shape[2]
+
+    @property
+    def n_cotangents(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.values.shape[0]
+
+    @property
+    def n_data(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.values.shape[1]
+
+    def dense(self) -> Tensor:
+        return self.values
+
+    def bound(self) -> Tensor:
+        return self.values.norm()
+
+    def rows(self, index: slice) -> Block:
+        return DenseBlock(self.values[:, index])
+
+
+@dataclass(frozen=True)
+class LazyBlock(Block):
+    """A dense block that is too large to hold: pieces are computed when they are asked for.
+
+    Attributes:
+        compute: Gives `[K, b, p]` of a slice of the data.
+        size: p.
+        n_cotangents: K.
+        span: First and last + 1 datum of this block.
+        norm: The bound.
+    """
+
+    compute: Callable[[slice], Tensor]
+    size: int
+    n_cotangents: int
+    span: tuple[int, int]
+    norm: Tensor
+
+    @property
+    def n_data(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.span[1] - self.span[0]
+
+    def dense(self) -> Tensor:
+        return self.compute(slice(*self.span))
+
+    def bound(self) -> Tensor:
+        return self.norm
+
+    def rows(self, index: slice) -> Block:
+        start, stop, _ = index.indices(self.n_data)
+        return replace(self, span=(self.span[0] + start, self.span[0] + stop))
+
+
+@dataclass(frozen=True)
+class SumBlock(Block):
+    """A tensor used several times: contributions of one datum add up before anything is squared."""
+
+    parts: tuple[Block, ...]
+
+    @property
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.parts[0].size
+
+    @property
+    def n_cotangents(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.parts[0].n_cotangents
+
+    @property
+    def n_data(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.parts[0].n_data
+
+    def dense(self) -> Tensor:
+        return reduce(torch.add, (part.dense() for part in self.parts))
+
+    def bound(self) -> Tensor:
+        return total(part.bound() for part in self.parts)
+
+    def rows(self, index: slice) -> Block:
+        return SumBlock(tuple(part.rows(index) for part in self.parts))
+
+
+@dataclass(frozen=True)
+class MappedBlock(Block):
+    """A block in another basis, where it has no factors to rotate.
+
+    Attributes:
+        whole: The block.
+        rotate: Maps `[..., p]` to `[..., p]`.
+    """
+
+    whole: Block
+    rotate: Callable[[Tensor], Tensor]
+
+    @property
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.whole.size
+
+    @property
+    def n_cotangents(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.whole.n_cotangents
+
+    @property
+    def n_data(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.whole.n_data
+
+    def dense(self) -> Tensor:
+        return self.rotate(self.whole.dense())
+
+    def bound(self) -> Tensor:
+        return self.whole.bound()
+
+    def rows(self, index: slice) -> Block:
+        return MappedBlock(self.whole.rows(index), self.rotate)
+
+
+@dataclass(frozen=True)
+class PickedBlock(Block):
+    """Single entries of another block (a selection that is not rows × columns).
+
+    Attributes:
+        whole: The block they are entries of.
+        index: Which entries, `[p]`.
+    """
+
+    whole: Block
+    index: Tensor
+
+    @property
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return len(self.index)
+
+    @property
+    def n_cotangents(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.whole.n_cotangents
+
+    @property
+    def n_data(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.whole.n_data
+
+    def dense(self) -> Tensor:
+        return torch.cat([piece[..., self.index] for piece in self.whole.pieces()], 1)
+
+    def bound(self) -> Tensor:
+        return self.whole.bound()
+
+    def rows(self, index: slice) -> Block:
+        return PickedBlock(self.whole.rows(index), self.index)
+
+    def sum_of_squares(self) -> Tensor:
+        return self.whole.sum_of_squares()[:, self.index]

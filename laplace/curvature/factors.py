@@ -1,0 +1,220 @@
+"""Blocks that hold factors: layers with shared weights, and embeddings.
+
+J is a sum of outer products over the positions t that share the weight, Σ_t g[k, b, t] ⊗ a[b, t]; every method
+contracts the two factors, and multiplies them out only in pieces where squares of the sum are needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from laplace.curvature.blocks import Block
+
+
+@dataclass(frozen=True)
+class OuterBlock(Block):
+    """Σ_t g ⊗ a of a linear or convolutional weight, or Σ_t g of its bias.
+
+    Attributes:
+        a: Inputs `[B, T, G, I]` of the G groups, or None for a bias (all ones, I = 1).
+        g: Output gradients `[K, B, T, G, O]`; `[K, 1, 1, 1, K]`, an identity, for a head whose outputs are f.
+        n_data: B.
+        input_first: The tensor's layout is (G·I, O) instead of (G·O, I): transposed convolutions.
+        identity: g is the identity: the layer's outputs are the network's.
+    """
+
+    a: Tensor | None
+    g: Tensor
+    n_data: int
+    input_first: bool = False
+    identity: bool = False
+
+    @property
+    def groups(self) -> int:
+        """G, the number of groups with weights of their own."""
+        return self.g.shape[3]
+
+    @property
+    def n_inputs(self) -> int:
+        """I, inputs of a group."""
+        return 1 if self.a is None else self.a.shape[3]
+
+    @property
+    def n_positions(self) -> int:
+        """T, positions that share the weight."""
+        return self.g.shape[2]
+
+    @property
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.groups * self.g.shape[4] * self.n_inputs
+
+    @property
+    def n_cotangents(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.g.shape[0]
+
+    def rows(self, index: slice) -> OuterBlock:
+        a = None if self.a is None else self.a[index]
+        count = len(range(*index.indices(self.n_data)))
+        return replace(self, a=a, g=self.g if self.identity else self.g[:, index], n_data=count)
+
+    def dense(self) -> Tensor:
+        g = self.g.expand(-1, self.n_data, -1, -1, -1) if self.identity else self.g
+        if self.a is None:
+            return g.sum(2).flatten(2)
+        order = "kbgio" if self.input_first else "kbgoi"
+        return torch.einsum(f"kbtgo,btgi->{order}", g, self.a).flatten(2)
+
+    def bound(self) -> Tensor:
+        return self.g.norm() * (self.n_positions**0.5 if self.a is None else self.a.norm())
+
+    def pull(self, cotangents: Tensor) -> Tensor:
+        if self.a is None or self.identity:
+            return super().pull(cotangents)
+        order = "gio" if self.input_first else "goi"
+        return torch.einsum(f"kbtgo,btgi->{order}", self.g * cotangents[:, :, None, None, None], self.a).flatten()
+
+    def project(self, output_basis: Tensor, input_basis: Tensor | None) -> OuterBlock:
+        """The block in other bases: g U_g `[G, O, O']` and a U_a `[G, I, I']` (None leaves a as it is)."""
+        a = self.a if self.a is None or input_basis is None else _rotate(self.a, input_basis)
+        return replace(self, a=a, g=_rotate(self.g, output_basis))
+
+    def restrict(self, rows: Tensor | None, cols: Tensor | None) -> OuterBlock:
+        """The sub-matrix rows × columns of an ungrouped weight."""
+        outputs, inputs = (cols, rows) if self.input_first else (rows, cols)
+        g = self.g if outputs is None else self.g[..., outputs]
+        a = self.a if inputs is None or self.a is None else self.a[..., inputs]
+        return replace(self, a=a, g=g)
+
+    def _matrix(self, weights: Tensor) -> Tensor:
+        """Weights `[p]` as `[G, O, I]`."""
+        shape = (self.groups, self.n_inputs, -1) if self.input_first else (self.groups, -1, self.n_inputs)
+        matrix = weights.view(shape)
+        return matrix.transpose(1, 2) if self.input_first else matrix
+
+    def _pulled(self, weights: Tensor) -> Tensor:
+        """Σ_i a² w of an unshared weight, `[B, G, O]` (`[1, G, O]` for a bias): what is left to meet g²."""
+        matrix = self._matrix(weights)
+        if self.a is None:
+            return matrix[None, ..., 0]
+        return torch.einsum("bgi,goi->bgo", self.a[:, 0].square(), matrix)
+
+    # With one position, squares of the sum are products of squares and no dense piece is needed.
+
+    def sum_of_squares(self) -> Tensor:
+        if self.n_positions > 1 or self.a is None:
+            return super().sum_of_squares()
+        order = "kgio" if self.input_first else "kgoi"
+        g, a = self.g[:, :, 0].square(), self.a[:, 0].square()
+        return torch.einsum(f"kbgo,bgi->{order}", g.expand(-1, self.n_data, -1, -1), a).flatten(1)
+
+    def weighted_norms(self, weights: Tensor) -> Tensor:
+        if self.n_positions > 1:
+            return super().weighted_norms(weights)
+        norms = torch.einsum("kbgo,bgo->bk", self.g[:, :, 0].square(), self._pulled(weights))
+        return norms.expand(self.n_data, -1)
+
+    def weighted_gram(self, weights: Tensor) -> Tensor:
+        if self.n_positions > 1:
+            return super().weighted_gram(weights)
+        g = self.g[:, :, 0].flatten(2).transpose(0, 1)
+        gram = (g * self._pulled(weights).flatten(1).unsqueeze(1)) @ g.transpose(1, 2)
+        return gram.expand(self.n_data, -1, -1)
+
+
+def _rotate(factor: Tensor, basis: Tensor) -> Tensor:
+    """`[..., G, O] @ [G, O, O']`, as one matrix product where there is one group."""
+    if basis.shape[0] == 1:
+        return factor @ basis[0]
+    return torch.einsum("...go,gop->...gp", factor, basis)
+
+
+@dataclass(frozen=True)
+class IndexBlock(Block):
+    """Rows of an embedding: a is one-hot and held as indices, never as `[B, T, V]`.
+
+    Attributes:
+        index: Row of each position `[B, T]`, −1 where the row gets no gradient (padding).
+        g: Gradients of the embedded positions `[K, B, T, D]`.
+        n_rows: V, the number of rows of the table.
+    """
+
+    index: Tensor
+    g: Tensor
+    n_rows: int
+
+    @property
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.n_rows * self.g.shape[3]
+
+    @property
+    def n_cotangents(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.g.shape[0]
+
+    @property
+    def n_data(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.g.shape[1]
+
+    def rows(self, index: slice) -> Block:
+        return replace(self, index=self.index[index], g=self.g[:, index])
+
+    def dense(self) -> Tensor:
+        k, b, _, d = self.g.shape
+        out = self.g.new_zeros(k, b, self.n_rows + 1, d)
+        where = self.index.where(self.index >= 0, self.n_rows)
+        out = out.scatter_add(2, where[None, :, :, None].expand(k, -1, -1, d), self.g)
+        return out[:, :, : self.n_rows].flatten(2)
+
+    def bound(self) -> Tensor:
+        return self.g.norm() * self.index.numel() ** 0.5
+
+    def pull(self, cotangents: Tensor) -> Tensor:
+        valid = self.index >= 0
+        g = (self.g * cotangents[:, :, None, None]).sum(0)[valid]
+        return g.new_zeros(self.n_rows, g.shape[1]).index_add(0, self.index[valid], g).flatten()
+
+    def restrict(self, rows: Tensor | None, cols: Tensor | None) -> IndexBlock:
+        """The sub-table rows × columns."""
+        g = self.g if cols is None else self.g[..., cols]
+        if rows is None:
+            return replace(self, g=g)
+        new = self.index.new_full((self.n_rows + 1,), -1)
+        new[rows] = torch.arange(len(rows), device=new.device)
+        return IndexBlock(index=new[self.index], g=g, n_rows=len(rows))
+
+    def project(self, basis: Tensor) -> IndexBlock:
+        """The block with gradients in another basis `[D, D]`."""
+        return replace(self, g=self.g @ basis)
+
+    def _merged(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums the positions of a datum that share a row: gradients `[K, U, D]`, their datum and row `[U]`."""
+        datum = torch.arange(self.n_data, device=self.index.device).unsqueeze(1)
+        valid = self.index >= 0
+        keys, group = (datum * self.n_rows + self.index)[valid].unique(return_inverse=True)
+        g = self.g[:, valid]
+        merged = g.new_zeros(g.shape[0], len(keys), g.shape[2]).index_add(1, group, g)
+        return merged, keys // self.n_rows, keys % self.n_rows
+
+    def sum_of_squares(self) -> Tensor:
+        merged, _, row = self._merged()
+        k, _, d = merged.shape
+        return merged.new_zeros(k, self.n_rows, d).index_add(1, row, merged.square()).flatten(1)
+
+    def weighted_norms(self, weights: Tensor) -> Tensor:
+        merged, datum, row = self._merged()
+        norms = (merged.square() * weights.view(self.n_rows, -1)[row]).sum(2)
+        return norms.new_zeros(self.n_data, norms.shape[0]).index_add(0, datum, norms.T)
+
+    def weighted_gram(self, weights: Tensor) -> Tensor:
+        merged, datum, row = self._merged()
+        g = merged.transpose(0, 1)
+        grams = (g * weights.view(self.n_rows, 1, -1)[row]) @ g.transpose(1, 2)
+        return grams.new_zeros(self.n_data, *grams.shape[1:]).index_add(0, datum, grams)
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        merged, datum, row = self._merged()
+        table = vectors.view(len(vectors), self.n_rows, -1)
+        values = torch.einsum("kud,sud->suk", merged, table[:, row])
+        return values.new_zeros(len(vectors), self.n_data, values.shape[2]).index_add(1, datum, values)
