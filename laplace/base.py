@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from laplace import hyperparameters as hyper
 from laplace.batch import Inputs
+from laplace.curvature import CurvatureInterface, NativeGGN
 from laplace.enums import LinkApprox, PredType
-from laplace.errors import InvalidArgument
+from laplace.errors import InvalidArgument, InvalidType
 from laplace.evidence import Evidence
+from laplace.lending import require_module
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
 
@@ -31,6 +33,9 @@ class BaseLaplace(ABC):
         enable_backprop: Whether predictions can be differentiated with respect to the inputs.
         dict_key_x: Key of the inputs whose first dimension is the batch, for mappings.
         dict_key_y: Key of the targets, for mappings.
+        backend: Curvature backend, a class; None for the native GGN.
+        backend_kwargs: Its constructor's options; never written to.
+        asdl_fisher_kwargs: Options for the ASDL backends.
 
     Raises:
         InvalidArgument: A hyper-parameter is not positive or not finite, or has a length that fits nothing.
@@ -47,15 +52,19 @@ class BaseLaplace(ABC):
         enable_backprop: bool = False,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
+        backend: type[CurvatureInterface] | None = None,
+        backend_kwargs: dict[str, Any] | None = None,
+        asdl_fisher_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise InvalidArgument(f"model must be a torch.nn.Module; {type(model).__name__} was given.")
-        self.model = model
+        self.model = require_module(model)
         self.likelihood = likelihood
         self.likelihood_object = get_likelihood(likelihood)
         self.enable_backprop = bool(enable_backprop)
         self.dict_key_x = dict_key_x
         self.dict_key_y = dict_key_y
+        self.backend_cls = _checked_backend(backend)
+        self.backend_kwargs = dict(backend_kwargs or {})
+        self.asdl_fisher_kwargs = dict(asdl_fisher_kwargs or {})
         parameter = next(model.parameters(), torch.zeros(()))
         dtype = torch.promote_types(parameter.dtype, torch.float32) if parameter.is_floating_point() else None
         self._like = torch.zeros((), device=parameter.device, dtype=dtype)
@@ -72,6 +81,7 @@ class BaseLaplace(ABC):
         return self._prior_precision
 
     @prior_precision.setter
+    @torch.inference_mode(False)
     def prior_precision(self, value: float | Tensor) -> None:
         tensor = hyper.positive("prior_precision", hyper.as_tensor("prior_precision", value, like=self._like))
         self._prior_precision = self._checked_prior("prior_precision", tensor.reshape(-1))
@@ -82,6 +92,7 @@ class BaseLaplace(ABC):
         return self._prior_mean
 
     @prior_mean.setter
+    @torch.inference_mode(False)
     def prior_mean(self, value: float | Tensor) -> None:
         tensor = hyper.finite("prior_mean", hyper.as_tensor("prior_mean", value, like=self._like))
         self._prior_mean = self._checked_mean(tensor if not isinstance(value, Tensor) else tensor.reshape(-1))
@@ -92,6 +103,7 @@ class BaseLaplace(ABC):
         return self._sigma_noise
 
     @sigma_noise.setter
+    @torch.inference_mode(False)
     def sigma_noise(self, value: float | Tensor) -> None:
         tensor = hyper.positive("sigma_noise", hyper.as_tensor("sigma_noise", value, like=self._like))
         if not self.likelihood_object.has_noise and bool((tensor.detach() != 1).any()):
@@ -107,6 +119,7 @@ class BaseLaplace(ABC):
         return self._temperature
 
     @temperature.setter
+    @torch.inference_mode(False)
     def temperature(self, value: float | Tensor) -> None:
         tensor = hyper.positive("temperature", hyper.as_tensor("temperature", value, like=self._like))
         if tensor.numel() != 1:
@@ -161,7 +174,7 @@ class BaseLaplace(ABC):
     ) -> Tensor:
         """Laplace approximation of the log evidence, differentiable in both arguments.
 
-        log p(D) ≈ log p(D | θ*) − ½ (log det P − log det P₀ + scatter)   (Daxberger et al., 2021, equation 5).
+        log p(D) ≈ log p(D | θ*) − ½ (log det P − log det P₀ + scatter)   (Daxberger et al., 2021, equation 6).
 
         Args:
             prior_precision: δ to evaluate at; it is also assigned, without its graph.
@@ -185,7 +198,7 @@ class BaseLaplace(ABC):
             if sigma_noise is not None:
                 self.sigma_noise = sigma_noise
             value = self.evidence().log_marginal_likelihood
-        except Exception:
+        except BaseException:
             self._prior_precision, self._sigma_noise = former
             raise
         if prior_precision is not None:
@@ -211,3 +224,19 @@ class BaseLaplace(ABC):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`self(x, ...)` with positional options."""
         return self(x, pred_type=pred_type, link_approx=link_approx, n_samples=n_samples)
+
+
+def _checked_backend(backend: Any) -> type[CurvatureInterface]:
+    """The class that computes curvature, the native GGN by default.
+
+    Raises:
+        InvalidType: Not a class derived from `CurvatureInterface`.
+    """
+    if backend is None:
+        return NativeGGN
+    if isinstance(backend, type) and issubclass(backend, CurvatureInterface):
+        return backend
+    raise InvalidType(
+        f"backend={backend!r} is not accepted; give a class (no object) derived from "
+        "laplace.curvature.CurvatureInterface, such as NativeGGN or NativeEF, and its options as backend_kwargs={...}."
+    )

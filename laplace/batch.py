@@ -33,14 +33,25 @@ def split(batch: Any, dict_key_y: str) -> tuple[Inputs, Tensor]:
                 f"the batch is a mapping with keys {sorted(map(str, batch))}, without dict_key_y={dict_key_y!r}; "
                 "pass the key of the targets as dict_key_y."
             )
-        return batch, batch[dict_key_y]
+        return batch, _targets(batch[dict_key_y])
     if isinstance(batch, Sequence) and len(batch) >= 2:
         *inputs, y = batch
-        return (inputs[0] if len(inputs) == 1 else tuple(inputs)), y
+        return (inputs[0] if len(inputs) == 1 else tuple(inputs)), _targets(y)
     raise InvalidData(
         f"a batch of type {type(batch).__name__} cannot be split; the loader must give pairs (x, y), tuples "
-        "(x1, x2, …, y) or mappings."
+        "(x1, x2, …, y) or mappings; for one batch of your own give [(x, y)]."
     )
+
+
+def _targets(y: Any) -> Tensor:
+    if not isinstance(y, Tensor):
+        raise InvalidData(f"the targets are of type {type(y).__name__}; give a tensor, see torch.as_tensor.")
+    if y.ndim == 0:
+        raise InvalidData(
+            "the targets are one number without a batch dimension: the loader gives single samples; wrap the data set "
+            "in torch.utils.data.DataLoader(dataset, batch_size=...)."
+        )
+    return y
 
 
 def tensors(x: Inputs) -> list[Tensor]:
@@ -52,12 +63,20 @@ def tensors(x: Inputs) -> list[Tensor]:
 
 
 def transform(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
-    """Applies a function to every tensor among the inputs, keeping the container's type where it can be kept."""
+    """Applies a function to every tensor among the inputs, keeping the container's type where it can be kept.
+
+    Raises:
+        InvalidData: The inputs are neither a tensor nor a container.
+    """
     if isinstance(x, Tensor):
         return function(x)
     if isinstance(x, Mapping):
         new = {key: function(value) if isinstance(value, Tensor) else value for key, value in x.items()}
         return new if isinstance(x, dict) else _rebuild(x, new)
+    if not isinstance(x, Sequence):
+        raise InvalidData(
+            f"the inputs are of type {type(x).__name__}; give a tensor (see torch.as_tensor), a tuple or a mapping."
+        )
     return tuple(function(value) if isinstance(value, Tensor) else value for value in x)
 
 
@@ -101,17 +120,18 @@ def call(model: nn.Module, x: Inputs) -> Any:
 
     A tuple is spread. A mapping goes whole to a model whose `forward` takes one argument of another
     name than its keys (a user's wrapper), and is spread by name into a model whose `forward` names
-    its keys (a Hugging Face model), less the keys that the `forward` does not know.
+    its keys (a Hugging Face model), less the keys that the `forward` does not know (with `**kwargs` it knows all).
     """
     if isinstance(x, Tensor):
         return model(x)
     if not isinstance(x, Mapping):
         return model(*x)
     parameters = inspect.signature(model.forward).parameters
-    known = [key for key in x if key in parameters]
-    if not known:
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = [key for key in x if key in parameters]
+    if not named and not (takes_all and len(parameters) == 1):
         return model(x)
-    return model(**{key: x[key] for key in known if key not in ("labels", "label")})
+    return model(**{key: x[key] for key in (x if takes_all else named) if key not in ("labels", "label")})
 
 
 def latent(output: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The log evidence as a pure function of a fit and the hyper-parameters (MacKay, 1992; Daxberger et al., 2021, eq. 5).
+"""The log evidence as a pure function of a fit and the hyper-parameters (MacKay, 1992; Daxberger et al., 2021, eq. 6).
 
 log p(D) ≈ log p(D | θ*) − ½ (log det P − log det P₀ + (θ* − μ₀)ᵀ P₀ (θ* − μ₀))
 """
@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from laplace.errors import UnsupportedError
+from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.fitting import Fit
 from laplace.likelihoods.base import Likelihood
 from laplace.prior import GaussianPrior
@@ -52,14 +53,22 @@ class Evidence:
         """Factor of every curvature term, `[E]`.
 
         Raises:
-            UnsupportedError: The noises differ, but the fit kept no term per output.
+            InvalidArgument: Neither one noise nor one per output.
+            UnsupportedError: The noises differ or need a gradient, but the fit kept no term per output.
         """
         sigma, terms = self.sigma_noise, self.fit.curvature.n_terms
+        if sigma.numel() not in (1, self.fit.n_outputs):
+            raise InvalidArgument(
+                f"sigma_noise has {sigma.numel()} entries, the network {self.fit.n_outputs} outputs; give one noise, "
+                "or one per output."
+            )
         if sigma.numel() > 1 and terms == 1:
-            if bool((sigma != sigma[0]).any()):
+            # Equal noises are one noise, but the gradient of each would need the curvature of its output.
+            if (sigma.requires_grad and torch.is_grad_enabled()) or bool((sigma != sigma[0]).any()):
                 raise UnsupportedError(
-                    "sigma_noise holds different noises, but the curvature was fitted with a scalar one and keeps no "
-                    "term per output. Set sigma_noise to a vector before fit (its ratios may change afterwards)."
+                    "sigma_noise holds different noises, or noises to differentiate, but the curvature was fitted with "
+                    "a scalar one and keeps no term per output. Set sigma_noise to a vector before fit (its ratios "
+                    "may change afterwards)."
                 )
             sigma = sigma.mean()
         scale = self.likelihood.curvature_scale(self.kind, sigma, self.temperature)

@@ -50,7 +50,10 @@ def Laplace(
             f"functional_approximation={str(functional_approximation)!r} needs hessian_structure='gp'; "
             f"{str(hessian_structure)!r} was given."
         )
-    classes = {cls.__dict__["_key"]: cls for cls in _all_subclasses(BaseLaplace) if "_key" in cls.__dict__}
+    keyed = [cls for cls in _all_subclasses(BaseLaplace) if "_key" in cls.__dict__]
+    # Ours first, so that a user's own class of the same key wins.
+    keyed.sort(key=lambda cls: cls.__module__ != "laplace.named")
+    classes = {cls.__dict__["_key"]: cls for cls in keyed}
     key = (str(subset_of_weights), str(hessian_structure))
     if key not in classes:
         pairs = ", ".join(f"{weights}/{structure}" for weights, structure in sorted(classes))
@@ -62,7 +65,7 @@ def Laplace(
 
 
 def _all_subclasses(cls: type) -> Iterator[type]:
-    """Every subclass, users' own with a `_key` after ours, so that they win."""
+    """Every subclass, depth first."""
     for subclass in cls.__subclasses__():
         yield subclass
         yield from _all_subclasses(subclass)

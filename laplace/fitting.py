@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.interface import BatchSummary, CurvatureInterface
-from laplace.errors import InvalidData
+from laplace.errors import InvalidArgument, InvalidData
 from laplace.likelihoods.base import Likelihood
 from laplace.structures.base import Curvature
 
@@ -40,6 +40,12 @@ class Fit:
         if self.n_outputs != other.n_outputs:
             raise InvalidData(
                 f"the new data have {other.n_outputs} outputs, the former ones {self.n_outputs}; they cannot be added."
+            )
+        if self.curvature.n_terms != other.curvature.n_terms:
+            raise InvalidArgument(
+                f"the former fit kept {self.curvature.n_terms} curvature terms, the new one {other.curvature.n_terms}: "
+                "sigma_noise changed between one noise and one per output. Set it back to what it was, or fit all data "
+                "with override=True."
             )
         return replace(
             self,
@@ -70,15 +76,26 @@ def accumulate(
             kept = without_ignored(batches.to_device(x, device), y.to(device), interface.likelihood)
             if kept is None:
                 continue
-            summary, curvature = structure.from_batch(interface, *kept)
+            summary, curvature = structure.from_batch(interface, *kept, None if total is None else total.curvature)
             _check_finite(summary, curvature)
         except InvalidData as error:
             raise InvalidData(f"batch {number}: {error}") from error
-        part = Fit(curvature, summary.loss_terms.detach(), summary.n_data, summary.n_outputs)
-        total = part if total is None else total + part
+        total = _extended(total, curvature, summary)
     if total is None:
         raise InvalidData("the loader gave no data that count; a Laplace approximation needs at least one datum.")
     return replace(total, coverage=_report(interface, total.curvature))
+
+
+def _extended(total: Fit | None, curvature: Curvature, summary: BatchSummary) -> Fit:
+    """The running sum with one more batch, whose curvature includes the former ones."""
+    losses = summary.loss_terms.detach()
+    if total is None:
+        return Fit(curvature, losses, summary.n_data, summary.n_outputs)
+    if total.n_outputs != summary.n_outputs:
+        raise InvalidData(f"the batch has {summary.n_outputs} outputs, the former ones {total.n_outputs}.")
+    return replace(
+        total, curvature=curvature, loss_terms=total.loss_terms + losses, n_data=total.n_data + summary.n_data
+    )
 
 
 def _report(interface: CurvatureInterface, curvature: Curvature) -> dict[str, str]:
@@ -108,14 +125,15 @@ def _check_finite(summary: BatchSummary, curvature: Curvature) -> None:
 
 
 def first_inputs(loader: Iterable[Any], dict_key_y: str, device: torch.device) -> tuple[Inputs, Iterable[Any]]:
-    """Inputs of the first batch, and an iterable that still gives every batch, also of a loader read only once."""
+    """Inputs of the first batch, and an iterable that still gives every batch; the loader is read once."""
     iterator = iter(loader)
     try:
         head = next(iterator)
     except StopIteration:
         raise InvalidData("the loader gave no data; a Laplace approximation needs at least one datum.") from None
     inputs = batches.to_device(batches.split(head, dict_key_y)[0], device)
-    return inputs, loader if iterator is not loader else _chained(head, iterator)
+    # Not the loader again: it may be a stream behind a fresh iterator, and would begin at the second batch.
+    return inputs, _chained(head, iterator)
 
 
 def _chained(head: Any, rest: Iterable[Any]) -> Iterable[Any]:

@@ -12,7 +12,7 @@ from laplace.errors import InvalidArgument, InvalidType
 
 
 def as_tensor(name: str, value: Any, *, like: Tensor) -> Tensor:
-    """A real scalar or a tensor of at most one dimension, in the dtype and on the device of `like`, graph kept.
+    """A copy of a real scalar or of a tensor of at most one dimension, like `like`, with the caller's graph.
 
     Raises:
         InvalidType: Neither a real number nor a tensor.
@@ -20,12 +20,13 @@ def as_tensor(name: str, value: Any, *, like: Tensor) -> Tensor:
     """
     if isinstance(value, bool) or not isinstance(value, Real | Tensor):
         raise InvalidType(f"{name} must be a real number or a tensor; {type(value).__name__} was given.")
-    tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
+    tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
     if tensor.ndim > 1 or tensor.numel() == 0:
         raise InvalidArgument(
             f"{name} must be a scalar or a vector; a tensor of shape {tuple(tensor.shape)} was given."
         )
-    return tensor.to(device=like.device, dtype=like.dtype)
+    with torch.inference_mode(False):  # a tensor made in inference mode could never be differentiated
+        return tensor.to(device=like.device, dtype=like.dtype, copy=True)
 
 
 def positive(name: str, value: Tensor) -> Tensor:

@@ -6,17 +6,35 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from laplace.errors import InvalidType
 
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 _LOCKS_GUARD = threading.Lock()
 
 
-def _lock(model: nn.Module) -> threading.RLock:
+def undisturbed(model: nn.Module) -> threading.RLock:
+    """The lock of a model: whoever holds it sees the model's own parameters, not those that a call has put in place.
+
+    Every reader of parameters takes it, for another thread may be in the middle of a forward pass.
+    """
     with _LOCKS_GUARD:
         return _LOCKS.setdefault(model, threading.RLock())
+
+
+def require_module(model: nn.Module) -> nn.Module:
+    """The model, if it is one.
+
+    Raises:
+        InvalidType: It is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidType(f"model must be a torch.nn.Module; {type(model).__name__} was given.")
+    return model
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -26,19 +44,60 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def lent(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for the length of a call, with flags and the global random state restored after it.
+    """Evaluation mode for the length of a call; flags, attributes, buffers and the global random state are put back.
 
-    Calls on one model are serialised by a lock, since hooks and substituted parameters live on the
-    module while a forward pass runs.
+    A forward pass may write too (a counter, a stored activation, which would keep a graph alive), so attributes and
+    buffers are put back along with the flags. Calls on one model are serialised by a lock, since hooks and
+    substituted parameters live on the module while a forward pass runs.
     """
-    with _lock(model):
-        flags = [(module, module.training) for module in model.modules()]
-        devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with undisturbed(model):
+        states = [_State(module) for module in model.modules()]
         try:
-            with torch.random.fork_rng(devices=[d.index for d in devices]):
-                for module, _ in flags:
-                    module.training = False
+            with same_random_state(model):
+                for state in states:
+                    state.module.training = False
                 yield
         finally:
-            for module, training in flags:
-                module.training = training
+            for state in states:
+                state.restore()
+
+
+@contextmanager
+def same_random_state(model: nn.Module) -> Iterator[None]:
+    """Puts the global random state of the CPU and of the model's devices back, whatever is drawn in between."""
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        yield
+
+
+class _State:
+    """What one module, its submodules apart, must look like after a call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.training = module.training
+        self.attributes = dict(module.__dict__)
+        self.buffers = dict(module._buffers.items())
+        self.values = [(b, b._version, b.detach().clone()) for b in self.buffers.values() if _is_counted(b)]
+
+    def restore(self) -> None:
+        """Puts attributes, flags and buffers back; buffers are written only if they were written to."""
+        own = self.module.__dict__
+        for name in own.keys() - self.attributes.keys():
+            del own[name]
+        own.update(self.attributes)
+        self.module.training = self.training
+        for name in self.module._buffers.keys() - self.buffers.keys():
+            del self.module._buffers[name]
+        for name, buffer in self.buffers.items():
+            if self.module._buffers.get(name) is not buffer:
+                self.module._buffers[name] = buffer
+        with torch.no_grad():
+            for buffer, version, value in self.values:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+def _is_counted(buffer: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether autograd counts the writes to a buffer; inference tensors cannot be written to outside of their mode."""
+    return buffer is not None and not buffer.is_inference()

@@ -5,6 +5,7 @@ The constructors differ in nothing but the order of their arguments, which users
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +22,10 @@ from laplace.weights.subnetwork import Subnetwork
 
 Backend = type[CurvatureInterface] | None
 Options = dict[str, Any] | None
+
+
+def _damping(la: ParametricLaplace) -> bool:
+    return bool(la.precision_options["damping"])
 
 
 class FullLaplace(ParametricLaplace):
@@ -56,6 +61,8 @@ class KronLaplace(ParametricLaplace):
 
     _key = ("all", "kron")
     structure = KronCurvature
+    damping = property(_damping, doc="Whether the precision is (√s A + √δ) ⊗ (√s B + √δ).")
+    H_facs = property(attrgetter("H"), doc="The Kronecker factors: `H_facs.kfacs` lists them per tensor.")
 
     def __init__(
         self,
@@ -93,6 +100,8 @@ class LLLaplace(ParametricLaplace):
     """The last layer, which is found at `fit` unless `last_layer_name` is given."""
 
     weights_type = LastLayer
+    last_layer_name = property(attrgetter("weights.name"), doc="Name of the layer, None before it is found.")
+    feature_reduction = property(attrgetter("weights.reduction"), doc="How positions are reduced, or None.")
 
     def __init__(
         self,
@@ -173,6 +182,13 @@ class SubnetLaplace(ParametricLaplace):
     """Single entries of the flattened trainable parameters; all others keep their trained values."""
 
     weights_type = Subnetwork
+    subnetwork_indices = property(attrgetter("weights.indices"), doc="Treated entries as they were given, `[p]`.")
+    n_params_subnet = property(attrgetter("n_params"), doc="Number of treated entries, p.")
+    mean_subnet = property(attrgetter("mean"), doc="θ* of the treated entries, `[p]`.")
+    assemble_full_samples = property(
+        attrgetter("weights.embed"), doc="Function from samples `[S, p]` to samples of all trainable parameters."
+    )
+    damping = property(_damping, doc="Whether a Kronecker-factored subnetwork is dampened.")
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from laplace.curvature.jacobian import Jacobian
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
 from laplace.errors import InvalidArgument
 from laplace.gaussian import Gaussian
+from laplace.lending import same_random_state
 from laplace.noise import standard_normal
 from laplace.posterior import WeightPosterior
 from laplace.predictive import latent
@@ -77,14 +78,14 @@ class ParametricLaplace(WeightPosterior):
                 f"observation_noise=True, but likelihood={self.likelihood_object.name!r} has no noise."
             )
         likelihood = self.likelihood_object
-        as_latent = likelihood.latent_prediction and not fitting
+        as_latent = likelihood.latent_prediction and (likelihood.has_noise or not fitting)
         with torch.inference_mode(False), torch.set_grad_enabled(self.enable_backprop):
             if kind == PredType.NN:
                 samples = self._nn_samples(x, n_samples, generator, model_kwargs)
                 if not as_latent:
                     return likelihood.inverse_link(samples).mean(0)
-                variance = samples.var(0) + (self.sigma_noise.detach() ** 2 if observation_noise else 0)
-                return samples.mean(0), variance
+                mean, variance = latent.moments(samples)
+                return mean, variance + (self.sigma_noise.detach() ** 2 if observation_noise else 0)
             latent.refuse_model_kwargs(model_kwargs)
             if as_latent:
                 form = "joint" if joint else "diagonal" if diagonal_output else "full"
@@ -128,9 +129,14 @@ class ParametricLaplace(WeightPosterior):
 
         Raises:
             NotFittedError: Before `fit`.
+            ModelChangedError: The fixed weights around a subnetwork are not those of `fit` any more.
         """
         with torch.no_grad():
-            return self.weights.embed(self._theta_samples(n_samples, generator))
+            samples = self._theta_samples(n_samples, generator)
+            embedded = self.weights.embed(samples)
+            if embedded is not samples:
+                self.check_unchanged()
+            return embedded
 
     def functional_samples(
         self,
@@ -175,6 +181,12 @@ class ParametricLaplace(WeightPosterior):
     def functional_covariance(self, Js: Tensor | Jacobian) -> Tensor:
         """J P⁻¹ Jᵀ over all data of Jacobians `[B, C, P]`, `[B·C, B·C]`, data major."""
         return self.posterior().functional_covariance(self._jacobian(Js))
+
+    def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
+        """Mean and variances of the latent outputs at X, `[B, C]` each, without covariances between outputs."""
+        with torch.inference_mode(False), torch.set_grad_enabled(self.enable_backprop):
+            gaussian = self._latent(X, "diagonal")
+            return gaussian.mean, gaussian.covariance
 
     def _jacobian(self, Js: Tensor | Jacobian) -> Jacobian:
         if isinstance(Js, Jacobian):
@@ -243,7 +255,8 @@ class ParametricLaplace(WeightPosterior):
             link_approx=str(link_approx), n_samples=n_samples, progress_bar=progress_bar,
             log_prior_prec_base=log_prior_prec_base, generator=generator,
         )  # fmt: skip
-        self.prior_precision = tuning.choose_prior_precision(self, options)
+        with same_random_state(self.weights.model):
+            self.prior_precision = tuning.choose_prior_precision(self, options)
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")  # noqa: T201
 

@@ -14,11 +14,12 @@ from laplace import fitting
 from laplace import hyperparameters as hyper
 from laplace.base import BaseLaplace
 from laplace.batch import ForwardFn
-from laplace.curvature import CurvatureInterface, NativeGGN
+from laplace.curvature import CurvatureInterface
 from laplace.errors import NotFittedError
 from laplace.evidence import Evidence
 from laplace.fingerprint import Fingerprint
 from laplace.fitting import Fit
+from laplace.lending import same_random_state, undisturbed
 from laplace.likelihoods.base import Likelihood
 from laplace.prior import GaussianPrior
 from laplace.structures.base import Curvature, Precision, move
@@ -72,9 +73,6 @@ class WeightPosterior(BaseLaplace):
     ) -> None:
         self.weights = self.weights_type(model, forward_fn=forward_fn, **(weights_options or {}))
         self.forward_fn = forward_fn
-        self.backend_cls = backend or NativeGGN
-        self.backend_kwargs = dict(backend_kwargs or {})
-        self.asdl_fisher_kwargs = dict(asdl_fisher_kwargs or {})
         self.precision_options = dict(precision_options or {})
         self._fit: Fit | None = None
         self._mean: Tensor | None = None
@@ -83,7 +81,7 @@ class WeightPosterior(BaseLaplace):
         self._posterior: tuple[Any, Precision] | None = None
         super().__init__(
             model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
-            dict_key_x, dict_key_y,
+            dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kwargs,
         )  # fmt: skip
 
     # What was chosen.
@@ -122,7 +120,8 @@ class WeightPosterior(BaseLaplace):
     @property
     def is_subset_params(self) -> bool:
         """Whether some parameter of the model is frozen."""
-        return any(not p.requires_grad for p in self.model.parameters())
+        with undisturbed(self.weights.model):
+            return any(not p.requires_grad for p in self.model.parameters())
 
     @property
     def n_params(self) -> int | None:
@@ -154,19 +153,23 @@ class WeightPosterior(BaseLaplace):
 
         Raises:
             InvalidData: A batch cannot be used; the former posterior is kept.
-            InvalidArgument: A hyper-parameter's length does not fit the treated parameters.
+            InvalidArgument: A hyper-parameter's length does not fit the treated parameters or the outputs.
         """
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), same_random_state(self.weights.model):
             if self.weights.problem is None:
                 x, train_loader = fitting.first_inputs(train_loader, self.dict_key_y, self._like.device)
                 problem = self.weights.discover(x)
-                self.prior_precision, self.prior_mean = self._prior_precision, self._prior_mean
+                self._prior_precision = self._checked_prior("prior_precision", self._prior_precision)
+                self._prior_mean = self._checked_mean(self._prior_mean)
             else:
                 problem = self.problem
             interface = self._make_interface(problem)
+            # A noise that this kind of curvature cannot take is refused before the data are read, not after.
+            self.likelihood_object.curvature_scale(self.backend_cls.kind, self.sigma_noise, self.temperature)
             new = fitting.accumulate(
                 train_loader, interface, self.structure, dict_key_y=self.dict_key_y, progress_bar=progress_bar
             )
+            hyper.check_length("sigma_noise", self.sigma_noise, {"one": 1, "outputs": new.n_outputs})
             fit = new if override or self._fit is None else self._fit + new
             self.adopt(fit, problem.mean().to(self._like.dtype), Fingerprint.of(self.weights.model), interface)
 
@@ -188,6 +191,12 @@ class WeightPosterior(BaseLaplace):
         curvature = self.structure.from_state(move(self._fit.curvature.state(), device, dtype))
         fit = replace(self._fit, curvature=curvature, loss_terms=self._fit.loss_terms.to(self._like))
         self.adopt(fit, self._mean.to(self._like), Fingerprint.of(self.weights.model))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: nothing derived, and hyper-parameters without their graph."""
+        hypers = ("_sigma_noise", "_temperature", "_prior_precision", "_prior_mean")
+        plain = {name: getattr(self, name).detach() for name in hypers}
+        return self.__dict__ | plain | {"_interface": None, "_posterior": None}
 
     @property
     def is_fitted(self) -> bool:
@@ -217,9 +226,9 @@ class WeightPosterior(BaseLaplace):
         return self._prior_mean if self._mean is None else self._mean
 
     @property
-    def loss(self) -> float:
-        """Summed unit negative log likelihood of the data; 0 before `fit`."""
-        return 0.0 if self._fit is None else float(self._fit.loss_terms.sum())
+    def loss(self) -> float | Tensor:
+        """Summed unit negative log likelihood of the data, 0-dim; the number 0 before `fit`."""
+        return 0.0 if self._fit is None else self._fit.loss_terms.sum()
 
     @property
     def n_data(self) -> int:
@@ -300,7 +309,8 @@ class WeightPosterior(BaseLaplace):
         unnormalised = -0.5 * precision.quad(value - self.mean)
         if not normalized:
             return unnormalised
-        return unnormalised - 0.5 * value.shape[-1] * math.log(2 * math.pi) + 0.5 * precision.logdet()
+        normaliser = 0.5 * value.shape[-1] * math.log(2 * math.pi) - 0.5 * precision.logdet()
+        return (unnormalised - normaliser).to(unnormalised.dtype)
 
     def _density(self) -> Precision:
         if self._fit is None:

@@ -49,6 +49,9 @@ class Registry(Generic[T]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def items(self) -> list[tuple[str, T]]:
         """All names with their parts, in order of registration."""
         return list(self._entries.items())

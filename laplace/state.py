@@ -11,6 +11,7 @@ from torch import Tensor
 from laplace.errors import StateError, StateWarning
 from laplace.fingerprint import Fingerprint, checksums, same_sums
 from laplace.fitting import Fit
+from laplace.lending import undisturbed
 from laplace.structures.base import move as moved
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ VERSION = 1
 
 _REQUIRED = (
     "version", "cls_name", "likelihood", "mean", "H", "loss", "n_data", "n_outputs", "prior_precision", "prior_mean",
-    "sigma_noise", "temperature", "enable_backprop", "layout", "weights", "model_sums", "precision_options",
-    "coverage",
+    "sigma_noise", "temperature", "enable_backprop", "dict_key_x", "dict_key_y", "layout", "weights", "model_sums",
+    "precision_options", "curvature_kind", "coverage",
 )  # fmt: skip
 
 
@@ -51,6 +52,7 @@ def save(la: ParametricLaplace) -> dict[str, Any]:
         "model_sums": checksums(la.weights.model),
         "precision_options": dict(la.precision_options),
         "backend": la.backend_cls.__name__,
+        "curvature_kind": la.backend_cls.kind,
         "coverage": la.coverage(),
     }
 
@@ -61,22 +63,23 @@ def load(la: ParametricLaplace, state: dict[str, Any]) -> None:
     Raises:
         StateError: It belongs to another version, class, model, likelihood or choice of weights.
     """
-    missing = [key for key in _REQUIRED if key not in state]
+    missing = [key for key in _REQUIRED if not isinstance(state, dict) or key not in state]
     if missing:
         raise StateError(f"the state lacks {missing}; it is truncated, or no state of this library.")
     _expect("version", state["version"], VERSION)
     _expect("class", state["cls_name"], type(la).__name__)
     _expect("likelihood", state["likelihood"], la.likelihood_object.name)
+    _expect("kind of curvature", state["curvature_kind"], la.backend_cls.kind)
+    for key, value in la.weights.state().items():
+        if value is not None and not _same(value, state["weights"].get(key)):
+            raise StateError(f"the state has another {key} than this object; construct it with that of the state.")
     name = state["weights"].get("last_layer_name")
     problem = la.weights.problem if name is None else la.weights.named(name)
     if problem is None:
         raise StateError("the state names no last layer.")
     _expect("treated parameters", tuple(state["layout"]["names"]), problem.layout.names)
     _expect("sizes of the treated parameters", tuple(state["layout"]["sizes"]), problem.layout.sizes)
-    for key, value in la.weights.state().items():
-        same = torch.equal(value, state["weights"][key]) if isinstance(value, Tensor) else True
-        if not same:
-            raise StateError(f"the state has other {key} than this object; construct it with those of the state.")
+    _expect("length of the mean", len(state["mean"]), problem.layout.n_params)
     if not same_sums(state["model_sums"], checksums(la.weights.model)):
         raise StateError(
             "the state was saved for other weights of the model; load the weights at which the posterior was fitted "
@@ -84,23 +87,30 @@ def load(la: ParametricLaplace, state: dict[str, Any]) -> None:
         )
     for key in ("temperature", "enable_backprop", "precision_options"):
         if state[key] != getattr(la, key):
-            warnings.warn(f"{key} changes from {getattr(la, key)} to {state[key]}.", StateWarning, stacklevel=4)
-    take_over(la, state)
+            warnings.warn(f"{key} changes from {getattr(la, key)} to {state[key]}.", StateWarning, stacklevel=3)
+    former, former_problem = dict(vars(la)), la.weights.problem
+    try:
+        la.weights.problem = problem
+        take_over(la, state)
+    except BaseException as error:
+        vars(la).update(former)
+        la.weights.problem = former_problem
+        if isinstance(error, KeyError | TypeError | AttributeError):
+            raise StateError(f"the state is malformed: {error!r}.") from error
+        raise
 
 
 def take_over(la: ParametricLaplace, state: dict[str, Any]) -> None:
     """Assigns a checked state."""
     to = la.prior_precision.device
-    name = state["weights"].get("last_layer_name")
-    if name is not None:
-        la.weights.problem = la.weights.named(name)
     curvature = la.structure.from_state(moved(state["H"], to, None))
     fit = Fit(curvature, state["loss"].to(to), state["n_data"], state["n_outputs"], dict(state["coverage"]))
     la.precision_options = dict(state["precision_options"])
     la.enable_backprop = state["enable_backprop"]
     la.dict_key_x, la.dict_key_y = state["dict_key_x"], state["dict_key_y"]
     for key in ("sigma_noise", "temperature", "prior_precision", "prior_mean"):
-        setattr(la, key, state[key])
+        # A 0-dim tensor is a number here: given as a tensor it would come back with one dimension.
+        setattr(la, key, state[key] if state[key].ndim else state[key].item())
     la.adopt(fit, state["mean"].to(to), Fingerprint.of(la.weights.model))
 
 
@@ -109,9 +119,21 @@ def _expect(what: str, found: Any, expected: Any) -> None:
         raise StateError(f"the state's {what} is {found!r}, this object's {expected!r}; load it into a matching one.")
 
 
+def _same(mine: Any, theirs: Any) -> bool:
+    if isinstance(mine, Tensor):
+        return isinstance(theirs, Tensor) and torch.equal(mine.cpu(), theirs.cpu())
+    return mine == theirs
+
+
 def move(la: ParametricLaplace, device: torch.device | None, dtype: torch.dtype | None) -> None:
-    """Moves the model and everything that the posterior holds."""
-    la.model.to(device=device, dtype=dtype)
+    """Moves the model and everything that the posterior holds.
+
+    Raises:
+        ModelChangedError: The network was changed after `fit`, so that the posterior is not its own any more.
+    """
+    la.check_unchanged()
+    with undisturbed(la.weights.model):
+        la.model.to(device=device, dtype=dtype)
     keep = None if dtype is None else torch.promote_types(dtype, torch.float32)
     la.rebase(device, keep)
 

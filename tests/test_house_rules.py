@@ -26,14 +26,17 @@ LONG_CLASSES = {"BaseLaplace", "ParametricLaplace"}
 
 # Who may import whom: a module imports from its own rank and from lower ones.
 RANKS = {
-    0: ["errors", "enums", "registry", "layout", "batch", "gaussian", "noise", "lending", "prior", "metrics"],
+    0: [
+        "errors", "enums", "registry", "layout", "batch", "gaussian", "noise", "lending", "prior", "metrics",
+        "hyperparameters", "fingerprint", "gram",
+    ],
     1: ["structures", "weights", "likelihoods", "curvature", "predictive"],
     2: ["fitting", "evidence", "state", "tuning"],
-    3: ["base", "parametric", "function_space"],
-    4: ["named", "refinement", "mixture"],
-    5: ["factory", "training"],
-    6: ["compat", "integrations", "plotting"],
-}
+    3: ["base", "posterior", "parametric"],
+    4: ["named"],
+    5: ["factory"],
+    6: ["compat", "plotting"],
+}  # fmt: skip
 RANK = {name: rank for rank, names in RANKS.items() for name in names}
 
 # Packages of other people's curvature, each at home in one file.
@@ -48,14 +51,23 @@ ALWAYS_THERE = {"torch", "numpy", "tqdm"}
 
 # Where the names of likelihoods are compared, and where mappings are told from pairs.
 LIKELIHOOD_HOMES = ("likelihoods/", "enums.py", "compat/")
-MAPPING_HOMES = ("batch.py", "compat/", "layout.py")  # the last: named tensors, not batches
+# The last three hold named tensors and state dicts, not batches.
+MAPPING_HOMES = ("batch.py", "compat/", "layout.py", "structures/base.py", "state.py")
 
 # Concrete methods that may be overridden: defaults that are right for every subclass, replaced where one has a
 # cheaper or a more special way. All else is abstract or final.
 DEFAULTS = {
+    # Contractions of the dense pieces are right for every block; blocks of factors need no pieces.
     "Block": {"apply", "pull", "sum_of_squares", "weighted_norms", "weighted_gram"},
+    # A backend that lacks a primitive refuses by an error that names it; none is required of all backends.
+    "CurvatureInterface": {"full", "kron", "diag", "jacobian", "coverage"},
+    # None, "only cotangents are known", is right for every kind; the exact GGN saves a root by saying more.
+    "NativeInterface": {"output_hessian"},
+    # Most rules hold for every module of their class.
     "LayerRule": {"accepts"},
     "Likelihood": {"count", "loss"},
+    # Only a last layer has a name, and a choice of all weights nothing to remember.
+    "Weights": {"named", "state"},
 }
 
 
@@ -349,18 +361,34 @@ def test_import_is_light() -> None:
 
 
 def test_public_names_are_documented() -> None:
-    """An implementation of a documented method of a base class needs no docstring of its own."""
+    """An implementation of what a base class documents, a method or an attribute, needs no docstring of its own."""
     bases = {node.name: node for _, node in nodes(ast.ClassDef)}
     found = [where(path, tree(path)) for path in FILES if tree(path).body and ast.get_docstring(tree(path)) is None]
     for path, node in nodes(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef):
         hidden = not is_public(node.name) or in_function(node) or decorators(node) & {"overload", "setter"}
         inside_private = any(isinstance(up, ast.ClassDef) and not is_public(up.name) for up in ancestors(node))
-        inherited = isinstance(node.up, ast.ClassDef) and any(
-            ast.get_docstring(original) for _, original in overridden(node.up, node.name, bases)
+        inherited = isinstance(node.up, ast.ClassDef) and (
+            any(ast.get_docstring(original) for _, original in overridden(node.up, node.name, bases))
+            or ("property" in decorators(node) and described(node.up, node.name, bases))
         )
         if not hidden and not inside_private and not inherited and ast.get_docstring(node) is None:
             found.append(f"{where(path, node)} {node.name}")
     assert not found
+
+
+def described(node: ast.ClassDef, attribute: str, known: dict[str, ast.ClassDef]) -> bool:
+    """Whether a base class declares an attribute and describes it in its docstring."""
+    for base in node.bases:
+        name = ast.unparse(base).split("[")[0].rsplit(".", 1)[-1]
+        if name in known and known[name] is not node:
+            declared = any(
+                isinstance(item, ast.AnnAssign) and ast.unparse(item.target) == attribute for item in known[name].body
+            )
+            if declared and f"\n    {attribute}:" in (ast.get_docstring(known[name]) or ""):
+                return True
+            if described(known[name], attribute, known):
+                return True
+    return False
 
 
 def test_modules_postpone_annotations() -> None:

@@ -25,7 +25,13 @@ CHUNK_BYTES = 32 * 2**20
 
 
 class Block(ABC):
-    """Jacobian with respect to the treated entries of one tensor."""
+    """Jacobian with respect to the treated entries of one tensor.
+
+    Attributes:
+        size: p, the number of treated entries.
+        n_cotangents: K.
+        n_data: B.
+    """
 
     size: int
     n_cotangents: int

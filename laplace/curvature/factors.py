@@ -136,14 +136,16 @@ class IndexBlock(Block):
     """Rows of an embedding: a is one-hot and held as indices, never as `[B, T, V]`.
 
     Attributes:
-        index: Row of each position `[B, T]`, −1 where the row gets no gradient (padding).
+        index: Row of each position `[B, T]`, −1 where it is none of the treated ones.
         g: Gradients of the embedded positions `[K, B, T, D]`.
         n_rows: V, the number of rows of the table.
+        counted: Positions that reach the table at all, `[B, T]`: all but padding.
     """
 
     index: Tensor
     g: Tensor
     n_rows: int
+    counted: Tensor
 
     @property
     def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -158,7 +160,7 @@ class IndexBlock(Block):
         return self.g.shape[1]
 
     def rows(self, index: slice) -> Block:
-        return replace(self, index=self.index[index], g=self.g[:, index])
+        return replace(self, index=self.index[index], g=self.g[:, index], counted=self.counted[index])
 
     def dense(self) -> Tensor:
         k, b, _, d = self.g.shape
@@ -182,7 +184,7 @@ class IndexBlock(Block):
             return replace(self, g=g)
         new = self.index.new_full((self.n_rows + 1,), -1)
         new[rows] = torch.arange(len(rows), device=new.device)
-        return IndexBlock(index=new[self.index], g=g, n_rows=len(rows))
+        return replace(self, index=new[self.index], g=g, n_rows=len(rows))
 
     def project(self, basis: Tensor) -> IndexBlock:
         """The block with gradients in another basis `[D, D]`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ class KronBlock:
     index: Tensor | None = None
 
 
-class CurvatureInterface(ABC):
+class CurvatureInterface(ABC):  # noqa: B024  (no primitive is required of a backend)
     """Base of all backends: every primitive refuses, by type, until a backend offers it.
 
     Args:
@@ -99,12 +99,19 @@ class CurvatureInterface(ABC):
         """Kronecker factors of the unit curvature of a batch."""
         raise self._refusal("kron", "kron")
 
-    def full(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
-        """Unit curvature of a batch, `[E, P, P]`."""
+    def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
+        """Unit curvature of a batch, `[E, P, P]`.
+
+        With a running sum it is added in place, and only the upper block triangle need be right: whoever holds the sum
+        completes it once, at the end.
+        """
         raise self._refusal("full", "full")
 
-    def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Iterator[tuple[Jacobian, Tensor]]:
-        """Jacobians and outputs `[b, C]` of consecutive parts of a batch, each within the memory budget."""
+    def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
+        """Jacobians and outputs `[b, C]` of consecutive parts of a batch, each within the memory budget.
+
+        The network is lent as long as the generator is open: read it to its end, or close it.
+        """
         raise self._refusal("jacobian", "any")
 
     def coverage(self) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +45,8 @@ def linearised(
     contract: Callable[[Jacobian], Tensor] = (
         precision.functional_diagonal if form == "diagonal" else precision.functional_variance
     )
-    found = [(f.to(_dtype(f)), contract(jacobian)) for jacobian, f in interface.jacobian(x, create_graph=create_graph)]
+    with closing(interface.jacobian(x, create_graph=create_graph)) as pieces:
+        found = [(f.to(_dtype(f)), contract(jacobian)) for jacobian, f in pieces]
     if not found:
         raise InvalidData("the inputs hold no data to predict.")
     return Gaussian(torch.cat([f for f, _ in found]), torch.cat([variance for _, variance in found]))
@@ -102,6 +104,17 @@ def sampled(
         outputs = [problem.run(problem.substituted(theta), x) for theta in thetas]
     stacked = torch.stack(outputs)
     return stacked.to(_dtype(stacked))
+
+
+def moments(samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance `[B, C]` of samples `[S, B, C]`.
+
+    Raises:
+        InvalidArgument: One sample, which has no variance.
+    """
+    if len(samples) < 2:
+        raise InvalidArgument("n_samples=1: the variance of a sampled prediction needs at least 2 samples.")
+    return samples.mean(0), samples.var(0)
 
 
 def _at_samples(jacobian: Jacobian, f: Tensor, steps: Tensor) -> Tensor:

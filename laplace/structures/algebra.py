@@ -43,7 +43,9 @@ def _clamped(values: Tensor) -> Tensor:
             f"the curvature has {int(negative.sum())} negative directions (smallest eigenvalue {values.min():.3g}, "
             f"largest {values.max():.3g}); use the GGN or the empirical Fisher, which are positive semi-definite."
         )
-    return values.clamp(min=0)
+    # The most negative eigenvalue shows the size of the rounding, which makes as many zeros positive as negative.
+    floor = -values.amin(-1, keepdim=True).clamp(max=0)
+    return torch.where(values > floor, values, 0.0)
 
 
 def cholesky(matrix: Tensor) -> Tensor | None:

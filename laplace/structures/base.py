@@ -68,7 +68,7 @@ class Precision(ABC):
     @property
     @abstractmethod
     def scale(self) -> Tensor:
-        """A root L of the covariance, L Lᵀ = P⁻¹: lower-triangular `[P, P]`, symmetric, or standard deviations `[P]`."""
+        """A root L of P⁻¹ = L Lᵀ: lower-triangular `[P, P]`, symmetric, or standard deviations `[P]`."""
 
 
 class Curvature(ABC):
@@ -83,8 +83,13 @@ class Curvature(ABC):
 
     @classmethod
     @abstractmethod
-    def from_batch(cls, interface: CurvatureInterface, x: Inputs, y: Tensor) -> tuple[BatchSummary, Curvature]:
-        """Curvature of one batch, by the backend's primitive of this structure."""
+    def from_batch(
+        cls, interface: CurvatureInterface, x: Inputs, y: Tensor, former: Curvature | None = None
+    ) -> tuple[BatchSummary, Curvature]:
+        """Curvature of one batch, by the backend's primitive of this structure, added to that of former batches.
+
+        `former` belongs to the caller's running sum: its memory may be reused.
+        """
 
     @classmethod
     @abstractmethod
@@ -111,7 +116,7 @@ class Curvature(ABC):
 
     @abstractmethod
     def is_finite(self) -> bool:
-        """Whether every number is finite."""
+        """Whether every number is finite (of a matrix: its diagonal, which holds every square)."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:

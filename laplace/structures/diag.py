@@ -34,9 +34,11 @@ class DiagCurvature(Curvature):
         return len(self.values)
 
     @classmethod
-    def from_batch(cls, interface: CurvatureInterface, x: Inputs, y: Tensor) -> tuple[BatchSummary, DiagCurvature]:
+    def from_batch(
+        cls, interface: CurvatureInterface, x: Inputs, y: Tensor, former: Curvature | None = None
+    ) -> tuple[BatchSummary, Curvature]:
         summary, values = interface.diag(x, y)
-        return summary, cls(values)
+        return summary, cls(values) if former is None else former + cls(values)
 
     @classmethod
     def zeros(cls, prior: GaussianPrior) -> DiagCurvature:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,6 +14,9 @@ from laplace.curvature.factors import IndexBlock, OuterBlock
 from laplace.curvature.interface import KronBlock
 from laplace.errors import UnsupportedError
 from laplace.structures import algebra
+
+_SAME = 1e-9
+"""Relative distance below which two eigenvalues count as one."""
 
 PICKED_LIMIT = 8192
 """Largest selection of single entries of a Kronecker product that is factorised as a dense block."""
@@ -97,6 +102,31 @@ class BlockSpectrum:
         return squares.rotate(values, back=True)
 
 
+@dataclass(frozen=True)
+class Spectra:
+    """The eigendecompositions of all blocks, computed once per fit and shared by every precision.
+
+    Attributes:
+        blocks: One per treated tensor.
+    """
+
+    blocks: tuple[BlockSpectrum, ...]
+
+    def __iter__(self) -> Iterator[BlockSpectrum]:
+        return iter(self.blocks)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, i: int) -> BlockSpectrum:
+        return self.blocks[i]
+
+    @cached_property
+    def flat(self) -> Tensor:
+        """All eigenvalues, `[P]`: an evidence step with a scalar prior is one pass over them."""
+        return torch.cat([spectrum.values for spectrum in self.blocks])
+
+
 def _square(basis: Tensor | None) -> Tensor | None:
     return None if basis is None else basis.square()
 
@@ -106,11 +136,35 @@ def diag_spectrum(values: Tensor) -> BlockSpectrum:
     return BlockSpectrum(values=values)
 
 
-def dense_spectrum(matrix: Tensor, values: Tensor, vectors: Tensor) -> BlockSpectrum:
-    """An exact dense block `[p, p]` with its eigendecomposition; eigenvalues follow the matrix's gradient."""
-    del values
-    exact = ((vectors.T @ matrix) * vectors.T).sum(1).clamp(min=0)
-    return BlockSpectrum(values=exact, basis=vectors, matrix=matrix)
+def dense_spectrum(matrix: Tensor) -> BlockSpectrum:
+    """An exact dense block `[p, p]`; its eigenvalues follow the gradient of the matrix."""
+    _, vectors = algebra.eigh(matrix)
+    return BlockSpectrum(values=values_at(matrix, vectors), basis=vectors, matrix=matrix)
+
+
+def values_at(matrix: Tensor, vectors: Tensor) -> Tensor:
+    """Eigenvalues as uᵀ M u: equal to them, and with the right first derivative with respect to M.
+
+    Differentiating an eigendecomposition is unstable where eigenvalues meet; dλ = uᵀ dM u is not, and sums
+    of a function over the spectrum need no more.
+    """
+    return ((vectors.transpose(-1, -2) @ matrix) * vectors.transpose(-1, -2)).sum(-1).clamp(min=0)
+
+
+def followed(matrix: Tensor, vectors: Tensor) -> Tensor:
+    """Eigenvectors with their first derivative, du_j = Σ_i u_i (u_iᵀ dM u_j) / (λ_j − λ_i).
+
+    Directions whose eigenvalues agree to rounding turn into each other at no rate that could be known; they are
+    kept. Only a prior that varies within a block sees eigenvectors at all.
+    """
+    if not matrix.requires_grad:
+        return vectors
+    rotated = vectors.transpose(-1, -2) @ matrix @ vectors
+    values = rotated.detach().diagonal(dim1=-2, dim2=-1)
+    gaps = values.unsqueeze(-2) - values.unsqueeze(-1)
+    apart = gaps.abs() > _SAME * values.abs().amax(-1, keepdim=True).unsqueeze(-1)
+    rates = torch.where(apart, 1 / gaps.where(apart, torch.ones_like(gaps)), torch.zeros_like(gaps))
+    return vectors + vectors @ (rates * (rotated - rotated.detach()))
 
 
 def kron_spectrum(
@@ -125,61 +179,53 @@ def kron_spectrum(
         inputs: Input side `[G, I, I]`, counts `[V]`, or None for a bias.
         positions: Number by which the input side is divided.
     """
-    groups = len(output)
-    other, basis = _input_eigen(inputs, positions, groups, output)
+    inputs = None if inputs is None else inputs / positions
+    if block.index is not None:
+        return _picked(output, inputs, block.index, input_first=block.input_first)
+    other, basis = _input_eigen(inputs, output)
     values, vectors = eigen
     if block.input_first:
         left, right, left_values, right_values = basis, vectors, other, values
     else:
         left, right, left_values, right_values = vectors, basis, values, other
-    spectrum = BlockSpectrum(
+    return BlockSpectrum(
         values=(left_values.unsqueeze(2) * right_values.unsqueeze(1)).flatten(),
         left=left,
         right=right,
-        shape=(groups, left_values.shape[1], right_values.shape[1]),
-        left_values=left_values,
-        right_values=right_values,
+        shape=(len(output), left_values.shape[1], right_values.shape[1]),
+        # A bias has one factor, to which damping adds nothing but the prior.
+        left_values=None if inputs is None else left_values,
+        right_values=None if inputs is None else right_values,
         output_first=not block.input_first,
     )
-    return spectrum if block.index is None else _picked(spectrum, block.index)
 
 
-def _input_eigen(inputs: Tensor | None, positions: float, groups: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
+def _input_eigen(inputs: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor | None]:
     """Eigenvalues `[G, I]` and basis of the input side; counts and biases are diagonal already."""
     if inputs is None:
-        return torch.ones(groups, 1, dtype=like.dtype, device=like.device), None
+        return output.new_ones(len(output), 1), None
     if inputs.ndim == 1:
-        return (inputs / positions).unsqueeze(0), None
-    values, vectors = algebra.eigh(inputs)
-    return values / positions, vectors
+        return inputs.unsqueeze(0), None
+    return algebra.eigh(inputs)
 
 
-def _picked(spectrum: BlockSpectrum, index: Tensor) -> BlockSpectrum:
-    """The sub-block (left ⊗ right)[index, index] as a dense block."""
+def _picked(output: Tensor, inputs: Tensor | None, index: Tensor, *, input_first: bool) -> BlockSpectrum:
+    """The sub-block (left ⊗ right)[index, index] as a dense block: products of single entries of both sides."""
     if len(index) > PICKED_LIMIT:
         raise UnsupportedError(
             f"a Kronecker block of {len(index)} single entries would need a dense block above the limit of "
             f"{PICKED_LIMIT}; select whole rows × columns (modules, parameters) or use hessian_structure='diag'."
         )
-    shape = spectrum.shape or (1, 1, 1)
-    group, left, right = _coordinates(index, shape)
-    matrix = _side(spectrum.left, spectrum.left_values, group, left)
-    matrix = matrix * _side(spectrum.right, spectrum.right_values, group, right)
-    matrix = matrix * (group.unsqueeze(0) == group.unsqueeze(1))
-    return dense_spectrum(matrix, *algebra.eigh(matrix))
+    n_output, n_input = output.shape[1], 1 if inputs is None else inputs.shape[-1]
+    n_left, n_right = (n_input, n_output) if input_first else (n_output, n_input)
+    group, left, right = index // (n_left * n_right), index // n_right % n_left, index % n_right
+    at_output, at_input = (right, left) if input_first else (left, right)
+    matrix = _entries(output, group, at_output) * (group.unsqueeze(0) == group.unsqueeze(1))
+    return dense_spectrum(matrix if inputs is None else matrix * _entries(inputs, group, at_input))
 
 
-def _coordinates(index: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Group, left and right coordinate of flat entries."""
-    _, n_left, n_right = shape
-    return index // (n_left * n_right), index // n_right % n_left, index % n_right
-
-
-def _side(basis: Tensor | None, values: Tensor | None, group: Tensor, at: Tensor) -> Tensor:
-    """Entries `[at, at]` of one side, `[p, p]`, for entries of the same group."""
-    if values is None:
-        return torch.ones(len(at), len(at), dtype=torch.float64, device=at.device)
-    if basis is None:
-        return values[group, at].unsqueeze(1) * (at.unsqueeze(0) == at.unsqueeze(1))
-    roots = basis[group, at] * values[group].sqrt()
-    return roots @ roots.T
+def _entries(factor: Tensor, group: Tensor, at: Tensor) -> Tensor:
+    """Entries [at, at] `[p, p]` of the group's matrix `[G, n, n]`, or of a diagonal `[n]`."""
+    if factor.ndim == 1:
+        return factor[at] * (at.unsqueeze(0) == at.unsqueeze(1))
+    return factor[group.unsqueeze(1), at.unsqueeze(1), at.unsqueeze(0)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from laplace.curvature.blocks import CHUNK_BYTES, DenseBlock
 from laplace.curvature.interface import BatchSummary, CurvatureInterface
 from laplace.curvature.jacobian import Jacobian
 from laplace.errors import CurvatureError
+from laplace.gram import mirror
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
@@ -26,19 +27,27 @@ class FullCurvature(Curvature):
     """The unit curvature as a matrix.
 
     Attributes:
-        values: `[E, P, P]`.
+        sums: `[E, P, P]`, of which the upper block triangle counts: `values` completes it.
     """
 
-    values: Tensor
+    sums: Tensor
     name = "full"
+
+    @cached_property
+    def values(self) -> Tensor:
+        """H, `[E, P, P]`."""
+        return mirror(self.sums)
 
     @property
     def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return len(self.values)
+        return len(self.sums)
 
     @classmethod
-    def from_batch(cls, interface: CurvatureInterface, x: Inputs, y: Tensor) -> tuple[BatchSummary, FullCurvature]:
-        summary, values = interface.full(x, y)
+    def from_batch(
+        cls, interface: CurvatureInterface, x: Inputs, y: Tensor, former: Curvature | None = None
+    ) -> tuple[BatchSummary, Curvature]:
+        running = former.sums if isinstance(former, FullCurvature) else None
+        summary, values = interface.full(x, y, running)
         return summary, cls(values)
 
     @classmethod
@@ -49,7 +58,7 @@ class FullCurvature(Curvature):
     def __add__(self, other: Curvature) -> FullCurvature:
         if not isinstance(other, FullCurvature):
             return NotImplemented
-        return FullCurvature(self.values + other.values)
+        return FullCurvature(self.sums + other.sums)
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> FullPrecision:
         return FullPrecision(self, weights, prior)
@@ -69,7 +78,7 @@ class FullCurvature(Curvature):
         return SpectralScan(project, lambda delta: (values + delta,))
 
     def is_finite(self) -> bool:
-        return bool(self.values.isfinite().all())
+        return bool(self.sums.diagonal(dim1=1, dim2=2).isfinite().all())
 
     def state(self) -> dict[str, Any]:
         return {"values": self.values}
@@ -98,6 +107,7 @@ class FullPrecision(Precision):
     curvature: FullCurvature
     weights: Tensor
     prior: GaussianPrior
+    _head: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def to_dense(self) -> Tensor:
         return torch.tensordot(self.weights, self.curvature.values, 1) + torch.diag(self.prior.diagonal())
@@ -131,7 +141,7 @@ class FullPrecision(Precision):
         return projector @ curvature @ projector + prior
 
     @cached_property
-    def scale(self) -> Tensor:
+    def scale(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Lower-triangular L `[P, P]` with L Lᵀ = P⁻¹, in the curvature's dtype, without gradient.
 
         Raises:
@@ -146,7 +156,7 @@ class FullPrecision(Precision):
             return factor.to(self.curvature.values.dtype)
 
     @cached_property
-    def covariance(self) -> Tensor:
+    def covariance(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """P⁻¹, `[P, P]`."""
         return self.scale @ self.scale.T
 
@@ -160,15 +170,18 @@ class FullPrecision(Precision):
         if not jacobian.is_head:
             return torch.cat([(piece @ self.scale).square().sum(2) for piece in jacobian.pieces()])
         phi, order = jacobian.head_features()
-        blocks = self.covariance[order.unsqueeze(2), order.unsqueeze(1)]  # [C, D, D], the blocks of one output
-        return ((phi @ blocks) * phi).sum(2).T
+        if "diagonal" not in self._head:  # [C, D, D], the blocks of one output
+            self._head["diagonal"] = self.covariance[order.unsqueeze(2), order.unsqueeze(1)]
+        return ((phi @ self._head["diagonal"]) * phi).sum(2).T
 
     def _head_variance(self, jacobian: Jacobian) -> Tensor:
         """φᵀ Σ_cc' φ without J: C times less work than with it."""
         phi, order = jacobian.head_features()
         c, width = order.shape
-        covariance = self.covariance[order.flatten()][:, order.flatten()].view(c, width, c, width)
-        stacked = covariance.permute(1, 0, 2, 3).reshape(width, -1)
+        if "stacked" not in self._head:  # [D, C·C·D]
+            covariance = self.covariance[order.flatten()][:, order.flatten()].view(c, width, c, width)
+            self._head["stacked"] = covariance.permute(1, 0, 2, 3).reshape(width, -1)
+        stacked = self._head["stacked"]
         step = max(1, CHUNK_BYTES // (8 * stacked.shape[1]))
         parts = [torch.einsum("bcdi,bi->bcd", (rows @ stacked).view(-1, c, c, width), rows) for rows in phi.split(step)]
         return torch.cat(parts)

@@ -22,7 +22,15 @@ from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
 from laplace.structures.base import Curvature
-from laplace.structures.eigenblocks import BlockSpectrum, dense_spectrum, diag_spectrum, kron_spectrum
+from laplace.structures.eigenblocks import (
+    BlockSpectrum,
+    Spectra,
+    dense_spectrum,
+    diag_spectrum,
+    followed,
+    kron_spectrum,
+    values_at,
+)
 from laplace.structures.kron_precision import KronPrecision
 from laplace.structures.scan import SpectralScan
 
@@ -43,9 +51,11 @@ class KronCurvature(Curvature):
         return len(self.parts.factors[self.parts.blocks[0].output])
 
     @classmethod
-    def from_batch(cls, interface: CurvatureInterface, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronCurvature]:
+    def from_batch(
+        cls, interface: CurvatureInterface, x: Inputs, y: Tensor, former: Curvature | None = None
+    ) -> tuple[BatchSummary, Curvature]:
         summary, parts = interface.kron(x, y)
-        return summary, cls(parts)
+        return summary, cls(parts) if former is None else former + cls(parts)
 
     @classmethod
     def zeros(cls, prior: GaussianPrior) -> KronCurvature:
@@ -83,19 +93,19 @@ class KronCurvature(Curvature):
 
         return SpectralScan(project, precisions)
 
-    def spectra(self, weights: Tensor) -> tuple[BlockSpectrum, ...]:
+    def spectra(self, weights: Tensor) -> Spectra:
         """Eigendecomposition of every block at these weights: once per fit, unless weights of several terms change."""
         if self.n_terms == 1:
             return self._spectra_of_one_term
-        return self._spectra(weights)
+        return self._spectra(weights / weights.mean())
 
     @cached_property
-    def _spectra_of_one_term(self) -> tuple[BlockSpectrum, ...]:
+    def _spectra_of_one_term(self) -> Spectra:
         return self._spectra(None)
 
-    def _spectra(self, weights: Tensor | None) -> tuple[BlockSpectrum, ...]:
+    def _spectra(self, weights: Tensor | None) -> Spectra:
         found: dict[str, tuple[Tensor, Tensor]] = {}
-        return tuple(self._spectrum(block, weights, found) for block in self.parts.blocks)
+        return Spectra(tuple(self._spectrum(block, weights, found) for block in self.parts.blocks))
 
     def _spectrum(
         self, block: KronBlock, weights: Tensor | None, found: dict[str, tuple[Tensor, Tensor]]
@@ -106,10 +116,10 @@ class KronCurvature(Curvature):
         if block.kind == "diag":
             return diag_spectrum(total)
         if block.kind == "dense":
-            return dense_spectrum(total, *algebra.eigh(total))
+            return dense_spectrum(total)
         if block.output not in found:
             _, vectors = algebra.eigh(total)
-            found[block.output] = _values_at(total, vectors), vectors
+            found[block.output] = values_at(total, vectors), followed(total, vectors)
         inputs: Tensor | None = None if block.input is None else factors[block.input].double()
         return kron_spectrum(block, total, found[block.output], inputs, self._positions(block))
 
@@ -150,12 +160,3 @@ class KronCurvature(Curvature):
 
 
 _FORMS = {"kron": "Kronecker factors", "dense": "exact dense block", "diag": "exact diagonal"}
-
-
-def _values_at(matrix: Tensor, vectors: Tensor) -> Tensor:
-    """Eigenvalues as uᵀ M u: equal to them, and with the right first derivative with respect to M's weights.
-
-    Differentiating an eigendecomposition is unstable where eigenvalues meet; dλ = uᵀ dM u is not, and sums
-    of a function over the spectrum need no more.
-    """
-    return ((vectors.transpose(-1, -2) @ matrix) * vectors.transpose(-1, -2)).sum(-1).clamp(min=0)

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from laplace.curvature.jacobian import Jacobian
 from laplace.prior import GaussianPrior
-from laplace.structures import algebra
 from laplace.structures.base import Precision
-from laplace.structures.eigenblocks import BlockSpectrum, dense_spectrum
+from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
 
 
 @dataclass(frozen=True)
@@ -24,20 +23,20 @@ class KronPrecision(Precision):
 
     Attributes:
         spectra: The eigendecomposition of every block.
-        weights: Scale of the curvature, `[1]`, or `[E]` where the spectra hold it already.
+        weights: Scale of every curvature term, `[E]`.
         prior: δ.
         damping: Whether (√s A + √δ) ⊗ (√s B + √δ) replaces s A ⊗ B + δ (Ritter et al., 2018).
     """
 
-    spectra: tuple[BlockSpectrum, ...]
+    spectra: Spectra
     weights: Tensor
     prior: GaussianPrior
     damping: bool = False
 
     @property
     def _scale(self) -> Tensor:
-        """s: the spectra of several terms hold their weights already."""
-        return self.weights[0] if len(self.weights) == 1 else torch.ones_like(self.weights[0])
+        """s: the spectra of several terms hold the ratios of their weights to the mean already."""
+        return self.weights.mean()
 
     def _varies(self, i: int) -> bool:
         """Whether the prior varies within a dense block, which then has no fixed eigenbasis."""
@@ -48,12 +47,8 @@ class KronPrecision(Precision):
     def logdet(self) -> Tensor:
         """One flat sum over all eigenvalues, O(P), where the prior is constant per tensor."""
         if self.prior.is_scalar and not self.damping:
-            return (self._scale * self._flat_values + self.prior.precision).log().sum()
+            return (self._scale * self.spectra.flat + self.prior.precision).log().sum()
         return torch.stack([self._block_logdet(i) for i in range(len(self.spectra))]).sum()
-
-    @cached_property
-    def _flat_values(self) -> Tensor:
-        return torch.cat([spectrum.values for spectrum in self.spectra])
 
     def _block_logdet(self, i: int) -> Tensor:
         if self._varies(i):
@@ -107,7 +102,7 @@ class KronPrecision(Precision):
                 values = None if self._varies(i) else self._values(i)
                 if values is None:
                     matrix = self._dense_block(i)
-                    spectrum = dense_spectrum(matrix, *algebra.eigh(matrix))
+                    spectrum = dense_spectrum(matrix)
                     values = spectrum.values
                 found.append((spectrum.cast(self.prior.precision.dtype), values.to(self.prior.precision.dtype)))
             return tuple(found)

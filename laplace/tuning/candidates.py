@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,15 +54,18 @@ class Candidates:
         if self.options.pred_type == PredType.NN:
             return self._sampled(x)
         x = batches.to_device(x, self.la.problem.device)
-        parts = [(self.scan.project(jacobian), f) for jacobian, f in self.la.backend.jacobian(x)]
+        with closing(self.la.backend.jacobian(x)) as pieces:
+            parts = [(self.scan.project(jacobian), f) for jacobian, f in pieces]
         mean = torch.cat([f for _, f in parts]).to(self.grid.dtype)
         likelihood = self.la.likelihood_object
-        diagonal = likelihood.latent_prediction or latent.needs_variances_only(self.options.link_approx)
+        as_latent = likelihood.latent_prediction and likelihood.has_noise
+        # A user's loss sees the variances that predictions have, [B, C, C].
+        diagonal = self.options.loss is None if as_latent else latent.needs_variances_only(self.options.link_approx)
 
         def predict(i: int) -> Prediction:
             delta = self.grid[i : i + 1]
             variance = torch.cat([self.scan.variance(j, delta, diagonal=diagonal) for j, _ in parts])
-            if likelihood.latent_prediction and mean.shape[1] == variance.shape[1] and likelihood.has_noise:
+            if as_latent:
                 return mean, variance
             return likelihood.predict(mean, variance, self.options.link_approx, self.options.n_samples, self._draws())
 
@@ -79,7 +83,7 @@ class Candidates:
             precision = la.evidence(prior_precision=self.grid[i : i + 1]).precision
             samples = latent.sampled(la.backend, la.mean + precision.sample(noise), la.mean, x, {})
             if la.likelihood_object.has_noise:
-                return samples.mean(0), samples.var(0)
+                return latent.moments(samples)
             return la.likelihood_object.inverse_link(samples).mean(0)
 
         return predict, at_mode

@@ -54,7 +54,7 @@ def choose_prior_precision(la: ParametricLaplace, options: TuningOptions) -> Ten
             warnings.warn(
                 "val_loader is not used by method='marglik'; use method='gridsearch' to tune on validation data.",
                 TuningWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
         start = initial_precision(options.init_prior_prec, options.prior_structure, la.problem.layout, la.prior_mean)
         return maximise_evidence(la, start, options.n_steps, options.lr, progress_bar=options.progress_bar)

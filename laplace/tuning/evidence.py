@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import TYPE_CHECKING
 
@@ -28,10 +29,12 @@ def maximise_evidence(
         progress_bar: Show one.
 
     Raises:
-        InvalidArgument: No step, or no finite evidence.
+        InvalidArgument: No step, a step size that is not positive, or no finite evidence.
     """
     if n_steps < 1:
         raise InvalidArgument(f"n_steps={n_steps}; it must be at least 1.")
+    if not 0 < lr < math.inf:
+        raise InvalidArgument(f"lr={lr}; it must be positive and finite.")
     with torch.inference_mode(False), torch.enable_grad():
         log_precision = start.log().requires_grad_()
         optimizer = torch.optim.Adam([log_precision], lr=lr)
@@ -50,5 +53,5 @@ def maximise_evidence(
     if best_value == -torch.inf:
         raise InvalidArgument("the log evidence is not finite at any prior precision; check the data and the fit.")
     if bad:
-        warnings.warn(f"the log evidence was NaN in {bad} of {n_steps + 1} steps.", TuningWarning, stacklevel=5)
+        warnings.warn(f"the log evidence was NaN in {bad} of {n_steps + 1} steps.", TuningWarning, stacklevel=4)
     return best

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from laplace import batch as batches
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, TuningWarning
 from laplace.fitting import without_ignored
 from laplace.tuning.candidates import Candidates
-from laplace.tuning.objectives import Objective, make_objective
+from laplace.tuning.objectives import Objective, Prediction, make_objective
 
 if TYPE_CHECKING:
     from laplace.parametric import ParametricLaplace
@@ -36,7 +37,7 @@ def search_grid(la: ParametricLaplace, options: TuningOptions) -> Tensor:
         dtype=like.dtype, device=like.device,
     )  # fmt: skip
     losses = torch.tensor(_losses(la, grid, options), dtype=torch.float64)
-    best = int(losses.nan_to_num(nan=math.inf).argmin())
+    best = int(losses.where(losses.isfinite(), math.inf).argmin())
     _report(losses, best, grid)
     return grid[best : best + 1].clone()
 
@@ -58,14 +59,19 @@ def _losses(la: ParametricLaplace, grid: Tensor, options: TuningOptions) -> list
             predict, f = candidates.prepare(x)
             y = la.likelihood_object.check_targets(f, y)
             n_data += len(y)
-            for i, objective in enumerate(objectives):
-                try:
-                    objective.update(predict(i), y)
-                except (CurvatureError, torch.linalg.LinAlgError):
-                    failed.add(i)
+            failed |= {i for i, objective in enumerate(objectives) if not _taken_in(objective, predict, i, y)}
     if n_data == 0:
         raise InvalidData("the validation loader gave no data that count; the prior precision is left as it was.")
     return [math.inf if i in failed else objective.result() for i, objective in enumerate(objectives)]
+
+
+def _taken_in(objective: Objective, predict: Callable[[int], Prediction], i: int, y: Tensor) -> bool:
+    """Feeds the prediction of candidate i to its objective; False where its posterior does not exist."""
+    try:
+        objective.update(predict(i), y)
+    except (CurvatureError, torch.linalg.LinAlgError):
+        return False
+    return True
 
 
 def _report(losses: Tensor, best: int, grid: Tensor) -> None:
@@ -84,4 +90,4 @@ def _report(losses: Tensor, best: int, grid: Tensor) -> None:
     elif len(losses) > 2 and best in (0, len(losses) - 1):
         notes.append(f"the best candidate, {grid[best].item():g}, is on the edge of the grid; widen it")
     if notes:
-        warnings.warn("grid search: " + "; ".join(notes) + ".", TuningWarning, stacklevel=6)
+        warnings.warn("grid search: " + "; ".join(notes) + ".", TuningWarning, stacklevel=5)

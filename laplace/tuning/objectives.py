@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,17 +19,19 @@ Prediction = Tensor | tuple[Tensor, Tensor]
 """Probabilities `[B, C]`, or mean and variance of a regression."""
 
 
-class Objective(Protocol):
+class Objective(ABC):
     """A loss that is fed batch by batch."""
 
+    @abstractmethod
     def update(self, prediction: Prediction, y: Tensor) -> None:
         """Takes in one batch."""
 
+    @abstractmethod
     def result(self) -> float:
         """The loss over all batches."""
 
 
-class NegativeLogPredictive:
+class NegativeLogPredictive(Objective):
     """Mean negative log predictive density: with the noise for regression, so that it depends on the variance."""
 
     def __init__(self, likelihood: Likelihood, sigma_noise: Tensor) -> None:
@@ -52,7 +56,7 @@ class NegativeLogPredictive:
         return self.total / self.count if self.count else float("nan")
 
 
-class RunningLoss:
+class RunningLoss(Objective):
     """A user's running metric, copied and reset so that no candidate sees another's sums."""
 
     def __init__(self, metric: RunningMetric) -> None:
@@ -60,21 +64,25 @@ class RunningLoss:
         self.metric.reset()
 
     def update(self, prediction: Prediction, y: Tensor) -> None:
-        """Takes in one batch; a metric of (mean, variance, y) gets all three, any other the mean."""
-        if not isinstance(prediction, tuple):
-            self.metric.update(prediction, y)
-            return
-        try:
+        """Takes in one batch; a metric whose update requires (mean, variance, y) gets all three, others the mean."""
+        if isinstance(prediction, tuple) and _requires_three(self.metric.update):
             self.metric.update(*prediction, y)
-        except TypeError:
-            self.metric.update(prediction[0], y)
+        else:
+            self.metric.update(prediction[0] if isinstance(prediction, tuple) else prediction, y)
 
     def result(self) -> float:
         """What the metric computes."""
         return float(torch.as_tensor(self.metric.compute()).sum())
 
 
-class WholeLoss:
+def _requires_three(update: Callable[..., Any]) -> bool:
+    """Whether a metric's update cannot do with two arguments (`weight=None` would be another's third)."""
+    parameters = inspect.signature(update).parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    return len(required) >= 3 or any(p.kind is p.VAR_POSITIONAL for p in required)
+
+
+class WholeLoss(Objective):
     """A user's function of all predictions at once."""
 
     def __init__(self, function: Callable[..., Any]) -> None:

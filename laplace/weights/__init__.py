@@ -1,0 +1,1 @@
+"""Which weights are random: all, the last layer, or a subnetwork chosen by a mask."""

@@ -14,22 +14,25 @@ class AllWeights(Weights):
     """Treats every tensor that requires gradients at construction.
 
     Raises:
-        InvalidArgument: No tensor does.
+        InvalidArgument: No tensor does, or there is none.
     """
 
     def __init__(self, model: nn.Module, forward_fn: ForwardFn | None = None) -> None:
         super().__init__(model, forward_fn)
         tensors = trainable(self.model)
+        if next(self.model.parameters(), None) is None:
+            raise InvalidArgument(f"the model, a {type(self.model).__name__}, has no parameter that could be random.")
         if not tensors:
             raise InvalidArgument(
                 "every parameter of the model is frozen (requires_grad=False), so no weight can be random; unfreeze "
                 "some, or use subset_of_weights='last_layer', which treats a frozen head."
             )
         slots = tuple(Slot(name, tensor.shape) for name, tensor in tensors.items())
-        self.problem: Problem = Problem(self.model, slots, forward_fn)
+        self._whole = Problem(self.model, slots, forward_fn)
+        self.problem = self._whole
 
     def discover(self, x: Inputs) -> Problem:
-        return self.problem
+        return self._whole
 
     def embed(self, samples: Tensor) -> Tensor:
         return samples

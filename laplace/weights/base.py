@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from laplace.batch import ForwardFn, Inputs
-from laplace.lending import unwrap
+from laplace.lending import require_module, undisturbed, unwrap
 from laplace.weights.problem import Problem
 
 
@@ -19,12 +19,15 @@ class Weights(ABC):
         model: The network, kept by reference and never written to.
         forward_fn: How to call it, or None for the default of `laplace.batch.call`.
 
+    Raises:
+        InvalidType: The network is no module.
+
     Attributes:
         problem: What backends see; None for a last layer that is not known before `discover`.
     """
 
     def __init__(self, model: nn.Module, forward_fn: ForwardFn | None = None) -> None:
-        self.model = unwrap(model)
+        self.model = unwrap(require_module(model))
         self.forward_fn = forward_fn
         self.problem: Problem | None = None
 
@@ -51,4 +54,5 @@ class Weights(ABC):
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
     """Parameters with `requires_grad`, by name, tied ones once, in `model.parameters()` order."""
-    return {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+    with undisturbed(model):
+        return {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}

@@ -60,10 +60,10 @@ def require_linear(model: nn.Module, name: str) -> str:
         return name
     linear = [key for key, module in modules.items() if isinstance(module, nn.Linear)]
     what = "not a module of this model" if found is None else f"of type {type(found).__name__}"
-    raise InvalidArgument(
-        f"the last layer {name!r} is {what}; it must be an nn.Linear. Pass last_layer_name= with the name of one that "
-        f"the model calls last; it has {linear[-5:] or 'none'}."
-    )
+    mend = f"Pass last_layer_name= with the name of one that the model calls last; it has {linear[-5:]}."
+    if not linear:
+        mend = "The model has none: use subset_of_weights='all' or 'subnetwork'."
+    raise InvalidArgument(f"the last layer {name!r} is {what}; it must be an nn.Linear. {mend}")
 
 
 @contextmanager

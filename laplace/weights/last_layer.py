@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from laplace.batch import ForwardFn, Inputs
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument
+from laplace.lending import undisturbed
 from laplace.weights.base import Weights
 from laplace.weights.discovery import find_last_layer, require_linear
 from laplace.weights.problem import Problem, Slot
@@ -52,6 +53,10 @@ class LastLayer(Weights):
         return self._problem(require_linear(self.model, name))
 
     def _problem(self, name: str) -> Problem:
+        with undisturbed(self.model):
+            return self._problem_of(name)
+
+    def _problem_of(self, name: str) -> Problem:
         head = self.model.get_submodule(name)
         prefix = f"{name}." if name else ""
         tensors = {f"{prefix}{key}": tensor for key, tensor in head.named_parameters()}
@@ -67,5 +72,10 @@ class LastLayer(Weights):
     def restrict_prior(self, values: Tensor) -> Tensor:
         return values
 
+    @property
+    def name(self) -> str | None:
+        """Name of the layer, None before it is found."""
+        return None if self.problem is None else self.problem.head
+
     def state(self) -> dict[str, Any]:
-        return {"last_layer_name": None if self.problem is None else self.problem.head}
+        return {"last_layer_name": self.name}

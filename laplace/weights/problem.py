@@ -14,6 +14,7 @@ from laplace import batch as batches
 from laplace.batch import ForwardFn, Inputs
 from laplace.errors import InvalidData
 from laplace.layout import Layout
+from laplace.lending import undisturbed
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Problem:
-    """ "Differentiate this module with respect to these tensors": all that a curvature backend needs to know.
+    """Which module to differentiate, with respect to which tensors: all that a curvature backend needs to know.
 
     All weights are every trainable tensor; a last layer is the head's tensors, so that autograd's graph
     starts at the head and the trunk runs without one; a subnetwork is a set of entries.
@@ -113,7 +114,8 @@ class Problem:
 
     def tensor(self, name: str) -> Tensor:
         """The module's tensor of this name."""
-        return self.module.get_parameter(name)
+        with undisturbed(self.module):
+            return self.module.get_parameter(name)
 
     def mean(self) -> Tensor:
         """Present values of the treated entries, `[P]`, detached."""
@@ -122,13 +124,11 @@ class Problem:
     def stand_ins(self) -> dict[str, Tensor]:
         """Detached tensors for every parameter: those of the slots require gradients, the others do not."""
         treated = {slot.name for slot in self.slots}
-        return {
-            name: tensor.detach().requires_grad_(name in treated) for name, tensor in self.module.named_parameters()
-        }
+        return {name: _plain(tensor).requires_grad_(name in treated) for name, tensor in self.module.named_parameters()}
 
     def substituted(self, theta: Tensor) -> dict[str, Tensor]:
         """Detached tensors with the treated entries replaced by `theta`, `[P]`."""
-        tensors = {name: tensor.detach() for name, tensor in self.module.named_parameters()}
+        tensors = {name: _plain(tensor) for name, tensor in self.module.named_parameters()}
         for slot, values in zip(self.slots, self.layout.split(theta), strict=True):
             whole = tensors[slot.name]
             values = values.to(whole.dtype)
@@ -151,6 +151,11 @@ class Problem:
                 "Reshape the output in the model or by forward_fn=."
             )
         return f
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """A detached tensor that autograd can use, also of a parameter that was made in inference mode."""
+    return tensor.detach().clone() if tensor.is_inference() else tensor.detach()
 
 
 class _Caller(nn.Module):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from laplace.batch import ForwardFn, Inputs
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.layout import flatten
+from laplace.lending import undisturbed
 from laplace.weights.base import Weights, trainable
 from laplace.weights.problem import Problem, Slot
 
@@ -33,7 +34,8 @@ class Subnetwork(Weights):
         self.n_params_full = sum(shape.numel() for shape in self._tensors.values())
         self.indices = _checked(indices, self.n_params_full)
         self._order = self.indices.sort().values
-        self.problem: Problem = Problem(self.model, self._slots(), forward_fn)
+        self._selected = Problem(self.model, self._slots(), forward_fn)
+        self.problem = self._selected
 
     def _slots(self) -> tuple[Slot, ...]:
         slots: list[Slot] = []
@@ -46,17 +48,18 @@ class Subnetwork(Weights):
         return tuple(slots)
 
     def discover(self, x: Inputs) -> Problem:
-        return self.problem
+        return self._selected
 
     def embed(self, samples: Tensor) -> Tensor:
         """`[S, all trainable parameters]`: the entries outside of the subnetwork at their trained values."""
-        parameters = dict(self.model.named_parameters())
-        whole = flatten([parameters[name].detach() for name in self._tensors]).to(samples)
+        with undisturbed(self.model):
+            parameters = dict(self.model.named_parameters())
+            whole = flatten([parameters[name].detach() for name in self._tensors]).to(samples)
         return whole.repeat(len(samples), 1).index_copy(1, self._order.to(samples.device), samples)
 
     def restrict_prior(self, values: Tensor) -> Tensor:
         """Takes a prior for every trainable parameter or tensor down to the subnetwork's."""
-        layout = self.problem.layout
+        layout = self._selected.layout
         if values.numel() in (1, layout.n_params, layout.n_tensors):
             return values
         if values.numel() == self.n_params_full:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,8 +67,9 @@ def slow_batching_accepted() -> Iterator[None]:
 def _grad(
     f: Tensor, edges: Sequence[GradientEdge | Tensor], u: Tensor, create_graph: bool, *, batched: bool
 ) -> tuple[Tensor | None, ...]:
+    inputs: Any = edges  # edges and tensors may be mixed, which the signature of torch does not say
     return torch.autograd.grad(
-        f, edges, u, retain_graph=True, create_graph=create_graph, allow_unused=True, is_grads_batched=batched
+        f, inputs, u, retain_graph=True, create_graph=create_graph, allow_unused=True, is_grads_batched=batched
     )
 
 

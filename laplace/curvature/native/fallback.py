@@ -66,8 +66,8 @@ def _vmapped(problem: Problem, x: Inputs, cotangents: Tensor, names: list[str]) 
     def one(u: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         rows = iter([leaf if d is None else leaf.unsqueeze(0) for leaf, d in zip(inputs, dims, strict=True)])
         datum = batches.transform(x, lambda _: next(rows))
-        _, transposed = vjp(lambda *values: problem.run(fixed | dict(zip(names, values, strict=True)), datum)[0],
-                            *[fixed[name] for name in names])  # fmt: skip
+        transposed = vjp(lambda *values: problem.run(fixed | dict(zip(names, values, strict=True)), datum)[0],
+                         *[fixed[name] for name in names])[1]  # fmt: skip
         return vmap(transposed)(u)
 
     found = vmap(one, in_dims=(1, *dims), out_dims=1)(cotangents, *leaves)

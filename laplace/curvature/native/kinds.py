@@ -19,8 +19,8 @@ class NativeGGN(NativeInterface):
         likelihood: Loss and output Hessian.
         stochastic: Replace Λ by gradients at targets drawn from the model: the Monte-Carlo Fisher.
         num_samples: Targets drawn per datum.
-        generator: Source of those draws; the default is a fresh one with a fixed seed, so that equal fits
-            give equal bits and the global random state is left alone.
+        generator: Source of those draws; the default is a new one with the seed of `torch.manual_seed`, so that the
+            global random state is left alone.
         kfac_approx: `"expand"` or `"reduce"`.
         memory_budget: Bytes of output gradients held at once.
         split_outputs: Keep one curvature term per output.
@@ -56,7 +56,7 @@ class NativeGGN(NativeInterface):
             )
         self.stochastic = stochastic
         self.num_samples = num_samples
-        self.generator = generator or torch.Generator(device=problem.device).manual_seed(0)
+        self.generator = generator or torch.Generator(device=problem.device).manual_seed(torch.initial_seed())
 
     def cotangents(self, f: Tensor, y: Tensor) -> Tensor:
         if self.stochastic:

@@ -13,7 +13,7 @@ parameter that fails every reading of its uses goes to the fallback ladder, whic
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from laplace.curvature.native.capture import Capture, Owner, Use, owners
 from laplace.curvature.native.fallback import Rung, per_sample
 from laplace.curvature.native.layers import Reading, rule_for
 from laplace.curvature.native.pieces import block_of
-from laplace.errors import CurvatureError
+from laplace.errors import CurvatureError, InvalidData
 from laplace.weights.problem import Problem
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
@@ -46,47 +46,88 @@ class Explanation:
         terms: Uses whose contributions add up; empty if the tensor does not influence the outputs.
         rung: The rung of the fallback, or None.
         rule: Words for the coverage report.
+        proven: Whether the batch told this explanation from every other. One of zeros or of equal data tells nothing:
+            then the explanation is right for that batch, and the next one is probed again.
     """
 
     terms: tuple[Term, ...] = ()
     rung: Rung | None = None
     rule: str = "unused"
+    proven: bool = True
 
 
 Plan = tuple[Explanation, ...]
 """One explanation per slot."""
 
 
+@dataclass(frozen=True)
+class _Probe:
+    """The random numbers of one probe with what autograd says of them.
+
+    Attributes:
+        r: Weights of the data, `[B]`.
+        unweighted: v for every datum, `[1, B, C]`.
+        truths: autograd.grad(f, tensor, r vᵀ) per slot, or None where f does not depend on the tensor.
+        gradients: Output gradients of every captured use for the unweighted cotangents.
+    """
+
+    r: Tensor
+    unweighted: Tensor
+    truths: tuple[Tensor | None, ...]
+    gradients: tuple[Tensor, ...]
+
+
 def make_plan(problem: Problem, taken: Capture, x: Inputs, n_data: int) -> Plan:
-    """Proves an explanation for every treated tensor on one captured batch.
+    """Finds and proves an explanation for every treated tensor on one captured batch.
 
     Raises:
+        InvalidData: Outputs or derivatives are not finite.
         CurvatureError: A tensor fails every rung, which means that the output of one datum depends on others.
     """
-    f, generator = taken.f, torch.Generator().manual_seed(0)
-    r = torch.randn(n_data, generator=generator).to(f) if n_data > 1 else torch.ones(1).to(f)
-    v = torch.randn(f.shape[1], generator=generator).to(f)
-    unweighted = v.expand(1, n_data, -1)
-    names = [slot.name for slot in problem.slots]
-    truths = torch.autograd.grad(
-        f, [taken.stand_ins[n] for n in names], r[:, None] * v, retain_graph=True, allow_unused=True
-    )
-    gradients = taken.gradients(unweighted, list(taken.uses))
-    gradients = [g.detach() for g in gradients]
+    probe = _probe(problem, taken, n_data)
     held = owners(problem)
     plan: list[Explanation] = []
-    for i, truth in enumerate(truths):
+    for i, truth in enumerate(probe.truths):
         if truth is None:
             plan.append(Explanation())
             continue
         expected = problem.slots[i].take(truth.to_dense())
         candidates = _candidates(taken, [owner for owner in held if owner.slot == i], n_data)
-        found = next(
-            (c for c in candidates if _holds(problem, i, c, taken, gradients, n_data, r, expected)),
-            None,
-        )
-        plan.append(found or _prove_fallback(problem, i, x, unweighted, r, expected))
+        passed = [c for c in candidates if _holds(problem, i, c, taken, probe, expected)]
+        if passed:
+            plan.append(replace(passed[0], proven=len(passed) == 1 and bool(expected.any())))
+        else:
+            plan.append(_prove_fallback(problem, i, x, probe, expected))
     return tuple(plan)
+
+
+def unused_still(plan: Plan, problem: Problem, taken: Capture) -> bool:
+    """Whether the tensors that a cached plan found unused are unused in this pass too, at the cost of a look."""
+    names = [slot.name for slot, explanation in zip(problem.slots, plan, strict=True) if explanation.rule == "unused"]
+    if not names:
+        return True
+    f = taken.f
+    found = torch.autograd.grad(
+        f, [taken.stand_ins[name] for name in names], torch.ones_like(f), retain_graph=True, allow_unused=True
+    )
+    return all(gradient is None for gradient in found)
+
+
+def _probe(problem: Problem, taken: Capture, n_data: int) -> _Probe:
+    f, generator = taken.f, torch.Generator().manual_seed(0)
+    r = torch.randn(n_data, generator=generator).to(f) if n_data > 1 else torch.ones(1).to(f)
+    v = torch.randn(f.shape[1], generator=generator).to(f)
+    stand_ins = [taken.stand_ins[slot.name] for slot in problem.slots]
+    truths = torch.autograd.grad(f, stand_ins, r[:, None] * v, retain_graph=True, allow_unused=True)
+    known = [f, *(truth.to_dense() for truth in truths if truth is not None)]
+    if not all(bool(tensor.isfinite().all()) for tensor in known):
+        raise InvalidData(
+            "the network's outputs or their derivatives are NaN or infinite; look at the inputs and at the network's "
+            "weights."
+        )
+    unweighted = v.expand(1, n_data, -1)
+    gradients = tuple(g.detach() for g in taken.gradients(unweighted, list(taken.uses)))
+    return _Probe(r, unweighted, truths, gradients)
 
 
 def _candidates(taken: Capture, held: Sequence[Owner], n_data: int) -> Iterator[Explanation]:
@@ -96,36 +137,31 @@ def _candidates(taken: Capture, held: Sequence[Owner], n_data: int) -> Iterator[
     uses = [(n, use) for n, use in enumerate(taken.uses) if id(use.module) in rules]
     for reading in Reading:
         terms: list[Term] = []
+        positions = 0
         for n, use in uses:
             rule, attribute = rules[id(use.module)], attributes[id(use.module)]
             if rule is None or attribute not in rule.parameters or not rule.accepts(use.module, use.x):
                 return
-            if not rule.fits(use.module, use.x, n_data):
+            positions = max(positions, shared := rule.positions(use.module, use.x, n_data))
+            if shared == 0:
                 return
             terms.append(Term(n, attribute, reading))
-        if terms:
+        if terms and (reading is Reading.LEADING or positions > 1):
             words = " + ".join(dict.fromkeys(rule.name for rule in rules.values() if rule is not None))
             where = "" if reading is Reading.LEADING else f" ({reading.value})"
             yield Explanation(tuple(terms), rule=words + where + (f", {len(terms)} uses" if len(terms) > 1 else ""))
 
 
 def _holds(
-    problem: Problem,
-    slot: int,
-    candidate: Explanation,
-    taken: Capture,
-    gradients: Sequence[Tensor],
-    n_data: int,
-    r: Tensor,
-    expected: Tensor,
+    problem: Problem, slot: int, candidate: Explanation, taken: Capture, probe: _Probe, expected: Tensor
 ) -> bool:
     """Whether the factors of a candidate reproduce autograd's number."""
     try:
-        block = block_of(problem, slot, candidate.terms, taken.uses, gradients, n_data)
-        actual = block.pull(r.unsqueeze(0).to(block_dtype(expected.dtype)))
+        block = block_of(problem, slot, candidate.terms, taken.uses, probe.gradients, len(probe.r))
+        actual = block.pull(probe.r.unsqueeze(0).to(block_dtype(expected.dtype)))
     except (RuntimeError, IndexError):  # shapes that this reading cannot have
         return False
-    return close(actual, expected, block.bound() * r.abs().max())
+    return close(actual, expected, block.bound() * probe.r.abs().max())
 
 
 def close(actual: Tensor, expected: Tensor, bound: Tensor) -> bool:
@@ -146,16 +182,15 @@ def block_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _prove_fallback(
-    problem: Problem, slot: int, x: Inputs, unweighted: Tensor, r: Tensor, expected: Tensor
-) -> Explanation:
+def _prove_fallback(problem: Problem, slot: int, x: Inputs, probe: _Probe, expected: Tensor) -> Explanation:
+    dtype = block_dtype(expected.dtype)
     for rung in Rung:
         try:
-            (values,) = per_sample(problem, x, unweighted, [slot], rung)
-        except RuntimeError:  # the rung does not work for this network
+            (values,) = per_sample(problem, x, probe.unweighted, [slot], rung)
+        except (RuntimeError, ValueError, TypeError):  # the rung does not work for this network
             continue
-        actual = torch.einsum("bp,b->p", values[0].to(block_dtype(expected.dtype)), r.to(block_dtype(expected.dtype)))
-        if close(actual, expected, values.norm() * r.abs().max()):
+        actual = torch.einsum("bp,b->p", values[0].to(dtype), probe.r.to(dtype))
+        if close(actual, expected, values.norm() * probe.r.abs().max()):
             return Explanation(rung=rung, rule=f"fallback: {rung.value}")
     raise CurvatureError(
         f"the Jacobian with respect to {problem.slots[slot].name!r} cannot be split over the data: the output of one "

@@ -53,8 +53,8 @@ class LayerRule(ABC):
         return True
 
     @abstractmethod
-    def fits(self, module: nn.Module, x: Tensor, n_data: int) -> bool:
-        """Whether the leading dimensions of the input can hold `n_data` data."""
+    def positions(self, module: nn.Module, x: Tensor, n_data: int) -> int:
+        """Positions per datum in the leading dimensions of the input, 0 if they cannot hold `n_data` data."""
 
     @abstractmethod
     def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, reading: Reading) -> Tensor | None:
@@ -65,6 +65,11 @@ class LayerRule(ABC):
         self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, reading: Reading
     ) -> Block:
         """The block from the activation and the gradients `[K, *shape of the module's output]`."""
+
+
+def evenly(total: int, n_data: int) -> int:
+    """Positions per datum, 0 if the total is no multiple of the data."""
+    return total // n_data if total % n_data == 0 else 0
 
 
 RULES: Registry[LayerRule] = Registry("layer rule")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from laplace.curvature.blocks import Block
 from laplace.curvature.factors import OuterBlock
-from laplace.curvature.native.layers.base import LayerRule, Reading, files
+from laplace.curvature.native.layers.base import LayerRule, Reading, evenly, files
 
 
 def patches(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int) -> Tensor:
@@ -36,16 +36,20 @@ def _padded(module: nn.Module, x: Tensor) -> Tensor:
     return F.pad(x, amount) if any(amount) else x
 
 
-class ConvolutionRule(LayerRule):
-    """z = W ∗ x + b."""
-
-    name = "convolution"
+class _Convolution(LayerRule):
+    """Inputs `[N, channels, *space]` with the data in N."""
 
     def accepts(self, module: nn.Module, x: Tensor) -> bool:
         return x.ndim == 2 + len(module.kernel_size)  # pyright: ignore[reportArgumentType]
 
-    def fits(self, module: nn.Module, x: Tensor, n_data: int) -> bool:
-        return x.shape[0] % n_data == 0
+    def positions(self, module: nn.Module, x: Tensor, n_data: int) -> int:
+        return evenly(x.shape[0], n_data)
+
+
+class ConvolutionRule(_Convolution):
+    """z = W ∗ x + b."""
+
+    name = "convolution"
 
     def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, reading: Reading) -> Tensor | None:
         if attribute == "bias":
@@ -59,7 +63,7 @@ class ConvolutionRule(LayerRule):
         return OuterBlock(a=a, g=_output_gradients(module, g, n_data, reading), n_data=n_data)
 
 
-class TransposedConvolutionRule(ConvolutionRule):
+class TransposedConvolutionRule(_Convolution):
     """z = Wᵀ ∗ x + b: entry (i, o, k) of the weight meets x_i at t and g_o at stride·t + dilation·k − padding."""
 
     name = "transposed convolution"

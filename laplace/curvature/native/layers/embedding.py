@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from laplace.curvature.blocks import Block
 from laplace.curvature.factors import IndexBlock
-from laplace.curvature.native.layers.base import LayerRule, Reading, files
+from laplace.curvature.native.layers.base import LayerRule, Reading, evenly, files
 
 
 class EmbeddingRule(LayerRule):
@@ -20,12 +22,12 @@ class EmbeddingRule(LayerRule):
         # max_norm rewrites the weight during the forward pass; scale_grad_by_freq couples the data.
         return isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq
 
-    def fits(self, module: nn.Module, x: Tensor, n_data: int) -> bool:
-        return x.ndim >= 1 and x.numel() % n_data == 0
+    def positions(self, module: nn.Module, x: Tensor, n_data: int) -> int:
+        return evenly(x.numel(), n_data) if x.ndim >= 1 else 0
 
     def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, reading: Reading) -> Tensor | None:
         index = reading.positions(x, n_data, 0)
-        padding = module.padding_idx
+        padding: Any = module.padding_idx
         return index if padding is None else index.where(index != padding, -1)
 
     def block(
@@ -33,7 +35,7 @@ class EmbeddingRule(LayerRule):
     ) -> Block:
         index = torch.empty(0) if a is None else a
         g = reading.positions(g, n_data, 1, batched=True)
-        return IndexBlock(index=index, g=g, n_rows=int(module.num_embeddings))  # pyright: ignore[reportArgumentType]
+        return IndexBlock(index=index, g=g, n_rows=int(module.num_embeddings), counted=index >= 0)  # pyright: ignore[reportArgumentType]
 
 
 files(EmbeddingRule(), nn.Embedding)

@@ -7,7 +7,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from laplace.curvature.blocks import Block
 from laplace.curvature.factors import OuterBlock
-from laplace.curvature.native.layers.base import LayerRule, Reading, files
+from laplace.curvature.native.layers.base import LayerRule, Reading, evenly, files
 
 
 class LinearRule(LayerRule):
@@ -15,8 +15,8 @@ class LinearRule(LayerRule):
 
     name = "linear"
 
-    def fits(self, module: nn.Module, x: Tensor, n_data: int) -> bool:
-        return x.ndim >= 2 and x.shape[:-1].numel() % n_data == 0
+    def positions(self, module: nn.Module, x: Tensor, n_data: int) -> int:
+        return evenly(x.shape[:-1].numel(), n_data) if x.ndim >= 2 else 0
 
     def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, reading: Reading) -> Tensor | None:
         if attribute == "bias":

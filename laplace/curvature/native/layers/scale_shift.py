@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laplace.curvature.blocks import Block, DenseBlock
-from laplace.curvature.native.layers.base import LayerRule, Reading, files
+from laplace.curvature.native.layers.base import LayerRule, Reading, evenly, files
 
 Normaliser = Callable[[nn.Module, Tensor], Tensor]
 
@@ -21,9 +21,9 @@ class TrailingScaleRule(LayerRule):
         self.name = name
         self.normalise = normalise
 
-    def fits(self, module: nn.Module, x: Tensor, n_data: int) -> bool:
+    def positions(self, module: nn.Module, x: Tensor, n_data: int) -> int:
         lead = x.shape[: x.ndim - len(module.normalized_shape)]  # pyright: ignore[reportArgumentType]
-        return len(lead) >= 1 and lead.numel() % n_data == 0
+        return evenly(lead.numel(), n_data) if lead else 0
 
     def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, reading: Reading) -> Tensor | None:
         if attribute == "bias":
@@ -47,8 +47,8 @@ class ChannelScaleRule(LayerRule):
     def accepts(self, module: nn.Module, x: Tensor) -> bool:
         return x.ndim >= 2
 
-    def fits(self, module: nn.Module, x: Tensor, n_data: int) -> bool:
-        return x.shape[0] % n_data == 0
+    def positions(self, module: nn.Module, x: Tensor, n_data: int) -> int:
+        return evenly(x.shape[0], n_data)
 
     def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, reading: Reading) -> Tensor | None:
         if attribute == "bias":

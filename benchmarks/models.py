@@ -1,0 +1,81 @@
+"""The networks of the benchmarks, with seeded random weights, and random data of their input shapes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+class WideBlock(nn.Module):
+    """Pre-activation residual block (Zagoruyko & Komodakis, 2016).
+
+    Args:
+        inputs: Channels in.
+        outputs: Channels out.
+        stride: Of the first convolution.
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.norm1 = nn.BatchNorm2d(inputs)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if inputs != outputs else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, inputs, H, W]` to `[B, outputs, H/stride, W/stride]`."""
+        h = functional.relu(self.norm1(x))
+        return self.conv2(functional.relu(self.norm2(self.conv1(h)))) + self.shortcut(h)
+
+
+def wide_resnet(n_classes: int = 10, depth: int = 16, width: int = 4) -> nn.Module:
+    """WRN-16-4 on `[B, 3, 32, 32]`."""
+    n_blocks = (depth - 4) // 6
+    channels = [16, 16 * width, 32 * width, 64 * width]
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False)]
+    for stage in range(3):
+        for block in range(n_blocks):
+            inputs = channels[stage + (block > 0)]
+            layers.append(WideBlock(inputs, channels[stage + 1], stride=2 if stage > 0 and block == 0 else 1))
+    head = [nn.BatchNorm2d(channels[3]), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, *head, nn.Linear(channels[3], n_classes))
+
+
+def lenet() -> nn.Module:
+    """LeNet-5 on `[B, 1, 28, 28]` (LeCun et al., 1998), 61,706 parameters."""
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
+    )  # fmt: skip
+
+
+def digits_lenet() -> nn.Module:
+    """A LeNet for images `[B, 1, 8, 8]`, such as scikit-learn's digits."""
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(64, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
+    )  # fmt: skip
+
+
+def mlp(*widths: int) -> nn.Module:
+    """ReLU network with these widths, inputs and outputs included."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def data(shape: tuple[int, ...], n_classes: int, n_data: int, batch_size: int, device: torch.device) -> Batches:
+    """Random inputs `[b, *shape]` and labels, as a list of batches."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n_data, *shape, generator=generator).to(device)
+    y = torch.randint(n_classes, (n_data,), generator=generator).to(device)
+    return list(zip(x.split(batch_size), y.split(batch_size), strict=True))

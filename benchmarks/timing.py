@@ -1,0 +1,166 @@
+"""Times a candidate against its reference in one run, and measures peak memory in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is measured.
+
+    Attributes:
+        run: The candidate; it is given what `prepare` made.
+        reference: What it is compared with, or None if the target is in seconds or bytes.
+        prepare: Untimed, before every run.
+        note: Something to print beside the result.
+    """
+
+    run: Callable[[Any], object]
+    reference: Callable[[], object] | None = None
+    prepare: Callable[[], Any] = lambda: None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table.
+
+    Attributes:
+        name: Workload.
+        target: The largest value that meets the target.
+        unit: `"× …"` (ratio), `"s"` (seconds) or `"GiB"` (peak memory of the whole process).
+        build: Makes the job on a device.
+    """
+
+    name: str
+    target: float
+    unit: str
+    build: Callable[[torch.device], Job]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times over alternating repeats.
+
+    Attributes:
+        median: Median ratio, or median seconds without a reference.
+        low: Smallest.
+        high: Largest.
+        seconds: Median of the candidate.
+        reference_seconds: Median of the reference, or None.
+    """
+
+    median: float
+    low: float
+    high: float
+    seconds: float
+    reference_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak memory of one run in a fresh process.
+
+    Attributes:
+        extra_mib: What the run added to the memory held before it (model and data).
+        total_mib: The whole: the process on the CPU, all tensors on CUDA.
+    """
+
+    extra_mib: float
+    total_mib: float
+
+
+def _seconds(function: Callable[[], object], device: torch.device) -> float:
+    _synchronise(device)
+    start = time.perf_counter()
+    function()
+    _synchronise(device)
+    return time.perf_counter() - start
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_job(job: Job, device: torch.device, repeats: int, max_seconds: float) -> Timing:
+    """Alternates candidate and reference; one run of each comes first and is not counted.
+
+    Args:
+        job: What to time.
+        device: Where it runs.
+        repeats: Largest number of pairs.
+        max_seconds: No further pair is begun after this time, but there are at least three.
+    """
+    pairs: list[tuple[float, float]] = []
+    start = time.perf_counter()
+    while len(pairs) <= 3 or (len(pairs) <= repeats and time.perf_counter() - start < max_seconds):
+        reference = _seconds(job.reference, device) if job.reference is not None else 1.0
+        prepared = job.prepare()
+        pairs.append((_seconds(lambda made=prepared: job.run(made), device), reference))
+    pairs = pairs[1:]
+    ratios = [candidate / reference for candidate, reference in pairs]
+    return Timing(
+        median=statistics.median(ratios),
+        low=min(ratios),
+        high=max(ratios),
+        seconds=statistics.median(candidate for candidate, _ in pairs),
+        reference_seconds=statistics.median(r for _, r in pairs) if job.reference is not None else None,
+    )
+
+
+def measure_memory(job: Job, device: torch.device) -> Memory:
+    """Peak memory of the first run in this process."""
+    prepared = job.prepare()
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        job.run(prepared)
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        before = _resident()
+        job.run(prepared)
+        peak = _peak_resident()
+    return Memory((peak - before) / _MIB, peak / _MIB)
+
+
+def memory_in_subprocess(name: str, device: torch.device) -> Memory:
+    """`measure_memory` of the named case in a fresh process, whose peak no earlier work has raised."""
+    command = [sys.executable, "-m", "benchmarks", "--memory-of", name, "--device", str(device)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    return Memory(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _status(field: str) -> int | None:
+    """A field of Linux's /proc/self/status in bytes; None elsewhere."""
+    path = Path("/proc/self/status")
+    if not path.exists():
+        return None
+    return next((int(line.split()[1]) * 1024 for line in path.read_text().splitlines() if line.startswith(field)), None)
+
+
+def _peak_resident() -> int:
+    """Peak resident bytes of this process, without the parent's before exec, which `getrusage` counts on Linux."""
+    peak = _status("VmHWM:")
+    if peak is not None:
+        return peak
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return usage if sys.platform == "darwin" else usage * 1024
+
+
+def _resident() -> int:
+    return _status("VmRSS:") or _peak_resident()

@@ -1,0 +1,152 @@
+"""One captured forward pass and the Jacobian blocks that its backward passes give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from laplace import batch as batches
+from laplace.batch import Inputs
+from laplace.curvature.blocks import Block, DenseBlock, LazyBlock
+from laplace.curvature.factors import OuterBlock
+from laplace.curvature.jacobian import Jacobian
+from laplace.curvature.native.capture import Capture
+from laplace.curvature.native.fallback import Rung, per_sample
+from laplace.curvature.native.pieces import block_of
+from laplace.curvature.native.plan import Plan
+from laplace.lending import lent
+from laplace.weights.problem import Problem
+
+_LAZY_SHARE = 4
+"""Dense fallback blocks above a quarter of the budget are computed piece by piece instead of held."""
+
+
+class ForwardPass:
+    """A captured forward pass with its proven plan: what the backward passes start from.
+
+    Args:
+        problem: The network and its treated tensors.
+        x: Inputs of B data.
+        taken: What the hooks captured.
+        plan: How the block of every tensor is made.
+        memory_budget: Bytes of dense fallback blocks held at once.
+
+    Attributes:
+        f: Outputs `[B, C]`, detached.
+    """
+
+    def __init__(self, problem: Problem, x: Inputs, taken: Capture, plan: Plan, memory_budget: int) -> None:
+        self.problem = problem
+        self.x = x
+        self.taken = taken
+        self.plan = plan
+        self.memory_budget = memory_budget
+        self.f = taken.f.detach()
+        self.dtype = torch.promote_types(self.f.dtype, torch.float32)
+
+    @property
+    def n_data(self) -> int:
+        """B."""
+        return self.f.shape[0]
+
+    def bytes_per_cotangent(self) -> int:
+        """Bytes of output gradients that one cotangent holds; a head's are the cotangents themselves."""
+        held = sum(use.shape.numel() for use in self.taken.uses if not self.taken.is_head(use))
+        return 2 * held * self.f.element_size()
+
+    def heads(self) -> list[int]:
+        """Slots whose layer's outputs are the network's outputs, treated whole."""
+        return [
+            i
+            for i, explanation in enumerate(self.plan)
+            if len(explanation.terms) == 1
+            and self.problem.slots[i].entries is None
+            and self.taken.is_head(self.taken.uses[explanation.terms[0].use])
+        ]
+
+    def head_blocks(self, slots: list[int]) -> dict[int, OuterBlock]:
+        """Identity blocks of heads: g is one `[C, C]` identity, whatever the batch."""
+        outputs = self.f.shape[1]
+        eye = torch.eye(outputs, device=self.f.device, dtype=self.dtype)
+        blocks = self.blocks(self.f.new_zeros(1, *self.f.shape), only=slots)
+        g = eye[:, None, None, None, :]
+        return {i: replace(b, g=g, identity=True) for i, b in blocks.items() if isinstance(b, OuterBlock)}
+
+    def jacobian(self) -> Jacobian:
+        """The Jacobian of the network: one-hot cotangents, none for a head."""
+        heads = self.heads()
+        rest = [i for i in range(len(self.plan)) if i not in heads]
+        blocks: dict[int, Block] = dict(self.head_blocks(heads)) if heads else {}
+        if rest:
+            eye = torch.eye(self.f.shape[1], device=self.f.device, dtype=self.f.dtype)
+            blocks |= self.blocks(eye.unsqueeze(1).expand(-1, self.n_data, -1), only=rest)
+        return Jacobian(tuple(blocks[i] for i in range(len(self.plan))))
+
+    def blocks(self, cotangents: Tensor, only: list[int]) -> dict[int, Block]:
+        """Weighted blocks of the slots in `only` for cotangents `[K, B, C]`."""
+        with torch.inference_mode(False):
+            return self._captured(cotangents, only) | self._fallbacks(
+                cotangents, [i for i in only if self.plan[i].rung is not None]
+            )
+
+    def _captured(self, cotangents: Tensor, only: list[int]) -> dict[int, Block]:
+        plan, taken = self.plan, self.taken
+        needed = {term.use for i in only for term in plan[i].terms}
+        chosen = sorted(needed)
+        gradients: list[Tensor] = [self.f] * len(taken.uses)
+        found = taken.gradients(cotangents, [taken.uses[n] for n in chosen])
+        for n, g in zip(chosen, found, strict=True):
+            gradients[n] = g
+        blocks: dict[int, Block] = {}
+        for i in only:
+            if plan[i].terms:
+                blocks[i] = block_of(self.problem, i, plan[i].terms, taken.uses, gradients, self.n_data)
+            elif plan[i].rung is None:
+                zero = torch.zeros((), dtype=self.dtype, device=self.f.device)
+                blocks[i] = DenseBlock(zero.expand(len(cotangents), self.n_data, self.problem.slots[i].size))
+        return blocks
+
+    def _fallbacks(self, cotangents: Tensor, slots: list[int]) -> dict[int, Block]:
+        """Dense blocks by the fallback ladder, held together if they are small, computed in pieces if not."""
+        blocks: dict[int, Block] = {}
+        for rung in Rung:
+            members = [i for i in slots if self.plan[i].rung is rung]
+            entries = cotangents.shape[0] * self.n_data * sum(self.problem.slots[i].shape.numel() for i in members)
+            if entries * self.dtype.itemsize * _LAZY_SHARE <= self.memory_budget:
+                values = self._fallback(cotangents, members, rung, slice(None))
+                blocks |= {i: DenseBlock(v) for i, v in zip(members, values, strict=True)}
+            else:
+                blocks |= {i: self._lazy(cotangents, i, rung) for i in members}
+        return blocks
+
+    def _lazy(self, cotangents: Tensor, slot: int, rung: Rung) -> Block:
+        return LazyBlock(
+            compute=lambda rows: self._fallback(cotangents, [slot], rung, rows)[0],
+            size=self.problem.slots[slot].size,
+            n_cotangents=cotangents.shape[0],
+            span=(0, self.n_data),
+            norm=cotangents.norm(),
+        )
+
+    def _fallback(self, cotangents: Tensor, slots: list[int], rung: Rung, rows: slice) -> list[Tensor]:
+        if not slots:
+            return []
+        start, stop, _ = rows.indices(self.n_data)
+        step = self._fallback_step(cotangents.shape[0], slots)
+        found: list[list[Tensor]] = []
+        with lent(self.problem.module), torch.inference_mode(False):
+            for first in range(start, stop, step):
+                part = slice(first, min(first + step, stop))
+                whole = part == slice(0, self.n_data)
+                x = self.x if whole else batches.select(self.x, part, self.n_data)
+                graph = self.taken.create_graph
+                found.append(per_sample(self.problem, x, cotangents[:, part], slots, rung, create_graph=graph))
+        return [torch.cat(values, 1).to(self.dtype) for values in zip(*found, strict=True)]
+
+    def _fallback_step(self, n_cotangents: int, slots: list[int]) -> int:
+        """Data per call of the fallback, so that activations and gradients of all cotangents fit the budget."""
+        entries = sum(self.problem.slots[i].shape.numel() for i in slots) + self.f.shape[1]
+        per_datum = n_cotangents * (4 * self.bytes_per_cotangent() // self.n_data + entries * self.dtype.itemsize)
+        return max(1, self.memory_budget // per_datum)

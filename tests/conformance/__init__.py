@@ -1,0 +1,1 @@
+"""Every structure × choice of weights × likelihood × kind of curvature against the dense truth."""

@@ -1,0 +1,70 @@
+"""The unit curvature of full and diagonal structures equals the dense one, for every problem and choice of weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import problems as catalogue
+from tests.conformance.cases import STRUCTURE_NAMES, Case, cases, drawn, few, own_dense
+from tests.reference.compare import assert_close
+
+# What a structure keeps of the exact curvature, where that is a function of it; Kron has a file of its own.
+KEPT = {"full": lambda dense: dense, "diag": lambda dense: torch.diag(dense.diagonal())}
+
+
+@pytest.mark.parametrize("kind", ["ggn", "ef"])
+@pytest.mark.parametrize("case", cases(structures=tuple(KEPT)))
+def test_equals_the_exact_curvature(case: Case, kind: str) -> None:
+    la = case.fit(kind=kind)
+    assert_close(own_dense(la), KEPT[case.structure](case.dense(kind)), "backend", label="curvature")
+    assert_close(la.mean, case.mean, "exact", label="mean")
+    assert la.n_data == int((case.problem.y != -100).sum() if case.problem.y.ndim == 1 else len(case.problem.y))
+    assert la.n_outputs == case.n_outputs and la.n_params == len(case.columns)
+
+
+def test_every_structure_of_the_registry_has_a_truth() -> None:
+    assert set(STRUCTURE_NAMES) == {*KEPT, "kron"}, "give a new structure a truth, and its tests, here"
+
+
+@pytest.mark.parametrize("case", few("all", "last_layer", "mixed", names=["mlp_regression", "conv2d_regression"]))
+def test_terms_of_several_noises_add_up(case: Case) -> None:
+    """With a vector noise a fit keeps one term per output, so that its ratios can be changed afterwards."""
+    sigma = drawn(case, "noise", case.n_outputs).exp()
+    la = case.fit(sigma_noise=sigma)
+    if case.structure in KEPT:
+        for scale in (sigma**-2, torch.rand_like(sigma)):
+            expected = KEPT[case.structure](case.dense(output_scale=scale))
+            assert_close(own_dense(la, scale), expected, "backend", label="weighted curvature")
+    assert_close(own_dense(la), own_dense(case.fit()), "backend", label="sum of the terms")
+
+
+@pytest.mark.parametrize(
+    "case",
+    few("all", "last_layer", "mixed", names=["mlp_classification", "mlp_regression", "mlp_bernoulli_multi", "pair"]),
+)
+@pytest.mark.parametrize("num_samples", [1, 30])
+def test_sampled_curvature_is_right_on_average(case: Case, num_samples: int) -> None:
+    options = {"stochastic": True, "num_samples": num_samples, "generator": torch.Generator().manual_seed(0)}
+    fits = torch.stack([own_dense(case.fit(4, backend_kwargs=options)) for _ in range(60)])
+    error = fits.std(0) / len(fits) ** 0.5
+    assert (error > 0).any(), "the fits are equal: nothing was drawn"
+    assert_close(fits.mean(0), own_dense(case.fit(4)), "mc", standard_error=error + 1e-9, label="mean of the fits")
+
+
+@pytest.mark.parametrize("structure", STRUCTURE_NAMES)
+def test_sampled_curvature_draws_anew_in_every_batch_and_from_its_own_generator(structure: str) -> None:
+    case = Case(catalogue.get("mlp_regression"), structure, "all")
+    x, y = case.problem.x[:3], case.problem.y[:3]
+
+    def fitted(batches: int, seed: int | None) -> torch.Tensor:
+        options = {} if seed is None else {"generator": torch.Generator().manual_seed(seed)}
+        la = case.build(backend_kwargs={"stochastic": True, **options})
+        la.fit([(x, y)] * batches)
+        return own_dense(la)
+
+    state = torch.get_rng_state()
+    assert not torch.allclose(fitted(2, 1), 2 * fitted(1, 1)), "the second batch got the draws of the first"
+    assert torch.equal(fitted(1, 1), fitted(1, 1)) and not torch.equal(fitted(1, 1), fitted(1, 2))
+    assert torch.equal(fitted(1, None), fitted(1, None))
+    assert torch.equal(state, torch.get_rng_state()), "the global generator was used"

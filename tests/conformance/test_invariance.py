@@ -1,0 +1,194 @@
+"""What must not matter: batch size and order, shards, ignored data, the form of a batch, the memory budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from laplace import Laplace, ParametricLaplace
+from laplace.errors import LaplaceError
+from tests import problems as catalogue
+from tests.conformance.cases import STRUCTURE_NAMES, Case, cases, drawn, few, own_dense
+from tests.conformance.kron_truth import kron_truth
+from tests.conformance.test_predictions import latent_of
+from tests.reference.compare import assert_close
+
+ALL = list(catalogue.PROBLEMS.values())
+
+
+def same(one: ParametricLaplace, other: ParametricLaplace, label: str = "", kind: str = "backend") -> None:
+    """Two posteriors hold the same numbers."""
+    assert_close(own_dense(one), own_dense(other), kind, label=f"curvature {label}")
+    assert_close(one.log_likelihood, other.log_likelihood, kind, label=f"log likelihood {label}")
+    assert (one.n_data, one.n_outputs) == (other.n_data, other.n_outputs)
+    assert_close(one.mean, other.mean, "exact", label=f"mean {label}")
+
+
+@pytest.mark.parametrize("case", cases(weights=["all"]) + few("last_layer", "random", "rectangle", "mixed"))
+def test_batch_size_and_order(case: Case) -> None:
+    """Also with a last batch that is smaller, down to one datum."""
+    whole = case.fit()
+    for size in (2, len(case.problem.y) - 1):
+        same(case.fit(size), whole, f"batches of {size}")
+    la = case.build()
+    la.fit(case.problem.batches(2)[::-1])
+    same(la, whole, "in reverse order")
+
+
+@pytest.mark.parametrize("kind", ["ggn", "ef"])
+@pytest.mark.parametrize("case", few())
+def test_shards_add_up(case: Case, kind: str) -> None:
+    """fit(a); fit(b, override=False) equals fit(a + b); fit(a) again forgets."""
+    batches = case.problem.batches(2)
+    la = case.fit(2, kind=kind)
+    la.fit(batches[:1])
+    la.fit(batches[1:], override=False)
+    same(la, case.fit(2, kind=kind), "two fits")
+    x = case.problem.x
+    assert_close(
+        latent_of(la, x, "full").covariance, latent_of(case.fit(2, kind=kind), x, "full").covariance, "backend"
+    )
+    first = case.build()
+    first.fit(batches, override=False)
+    same(first, case.fit(2), "override=False without a former fit")
+    la.fit(batches)
+    same(la, case.fit(2, kind=kind), "override")
+
+
+@pytest.mark.parametrize("case", few("all", "last_layer", "mixed", names=["mlp_regression"]))
+def test_shards_with_several_noises(case: Case) -> None:
+    sigma = drawn(case, "sigma", case.n_outputs).exp()
+    batches = case.problem.batches(4)
+    la = case.build(sigma_noise=sigma)
+    la.fit(batches[:1])
+    la.fit(batches[1:], override=False)
+    whole = case.fit(sigma_noise=sigma)
+    assert_close(la.log_marginal_likelihood(), whole.log_marginal_likelihood(), "backend")
+    assert_close(la.posterior_variance, whole.posterior_variance, "backend")
+
+
+@pytest.mark.parametrize("case", few("all", "last_layer", "mixed", names=["mlp_regression"]))
+def test_shards_with_and_without_terms_do_not_add(case: Case) -> None:
+    """One term and one per output are no sum: that is refused, and the former posterior stays."""
+    batches = case.problem.batches(4)
+    for first, second in ((1.0, torch.ones(2)), (torch.ones(2), 1.0)):
+        la = case.build(sigma_noise=first)
+        la.fit(batches[:1])
+        before = own_dense(la)
+        la.sigma_noise = second
+        with pytest.raises(LaplaceError, match="sigma_noise"):
+            la.fit(batches[1:], override=False)
+        assert torch.equal(own_dense(la), before)
+
+
+@pytest.mark.parametrize("kind", ["ggn", "ef"])
+@pytest.mark.parametrize("case", few("all", "last_layer", "random", names=["mlp_ignored_labels"]))
+def test_ignored_labels_count_nowhere(case: Case, kind: str) -> None:
+    problem = case.problem
+    kept = problem.y != -100
+    alone = case.build(backend=type(case.fit(kind=kind).backend))
+    alone.fit([(problem.x[kept], problem.y[kept])])
+    for size in (7, 2, 1):  # one of the batches of one holds nothing but an ignored label
+        la = case.fit(size, kind=kind)
+        same(la, alone, f"batches of {size}")
+        assert_close(la.log_marginal_likelihood(), alone.log_marginal_likelihood(), "backend")
+    assert la.n_data == int(kept.sum())
+
+
+class _TakesMapping(nn.Module):
+    def __init__(self, model: nn.Module, key: str) -> None:
+        super().__init__()
+        self.net, self.key = model, key
+
+    def forward(self, data: dict[str, Tensor]) -> Tensor:
+        return self.net(data[self.key])
+
+
+@pytest.mark.parametrize("structure", STRUCTURE_NAMES)
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+@pytest.mark.parametrize("name", ["mlp_classification", "mlp_regression", "transformer"])
+def test_mappings_equal_pairs(name: str, weights: str, structure: str) -> None:
+    problem = catalogue.get(name)
+    pairs = Case(problem, structure, weights).fit(4)
+    model = _TakesMapping(problem.make_model(), "features")
+    la = Laplace(model, problem.likelihood, weights, structure, dict_key_x="features", dict_key_y="target")
+    la.fit([{"features": x, "target": y} for x, y in problem.batches(4)])
+    same(la, pairs)
+    latents = [latent_of(pairs, problem.x, "full"), latent_of(la, {"features": problem.x}, "full")]
+    assert_close(latents[0].covariance, latents[1].covariance, "backend")
+    draws = [p.functional_samples(x, "nn", n_samples=3, generator=torch.Generator().manual_seed(0))
+             for p, x in ((pairs, problem.x), (la, {"features": problem.x}))]  # fmt: skip
+    assert_close(draws[0], draws[1], "algebra")
+
+
+@pytest.mark.parametrize("case", few("all", "last_layer", "mixed"))
+def test_predictions_do_not_depend_on_the_batch(case: Case) -> None:
+    la = case.fit(prior_precision=0.5)
+    x = case.problem.x
+    whole = latent_of(la, x, "full")
+    for part in (slice(0, 1), slice(1, 4)):
+        gaussian = latent_of(la, x[part], "full")
+        assert_close(gaussian.mean, whole.mean[part], "backend", label="mean")
+        assert_close(gaussian.covariance, whole.covariance[part], "backend", label="covariance")
+
+
+BUDGETS = (1, 400, 3000)
+
+
+@pytest.mark.parametrize("kind", ["ggn", "ef"])
+@pytest.mark.parametrize(
+    "case", few("all", "last_layer", "mixed", names=["mlp_classification", "conv2d_grouped", "bare_parameter", "lstm"])
+)
+def test_memory_budget_changes_nothing(case: Case, kind: str) -> None:
+    """Neither the curvature nor predictions, nor the draws for equal seeds."""
+    plain = case.fit(kind=kind)
+    x = case.problem.x
+    for budget in BUDGETS:
+        la = case.fit(kind=kind, backend_kwargs={"memory_budget": budget})
+        same(la, plain, f"budget {budget}")
+        for form in ("full", "diagonal", "joint"):
+            one, other = latent_of(la, x, form), latent_of(plain, x, form)
+            assert_close(one.covariance, other.covariance, "backend", label=f"{form}, budget {budget}")
+        for pred_type, joint in (("glm", False), ("glm", True), ("nn", False)):
+            if joint and len(case.columns) <= 3 * len(x):
+                continue  # a singular covariance has many roots, and rounding chooses among them
+            draws = [
+                p.functional_samples(x, pred_type, 4, joint=joint, generator=torch.Generator().manual_seed(0))
+                for p in (la, plain)
+            ]
+            assert_close(draws[0], draws[1], "backend", label=f"samples, {pred_type}")
+
+
+@pytest.mark.parametrize("case", few("all", "last_layer", "mixed", names=["mlp_regression", "conv2d_regression"]))
+def test_memory_budget_keeps_the_terms_of_several_noises(case: Case) -> None:
+    sigma = drawn(case, "sigma", case.n_outputs).exp()
+    plain = case.fit(sigma_noise=sigma)
+    for budget in BUDGETS:
+        la = case.fit(sigma_noise=sigma, backend_kwargs={"memory_budget": budget})
+        assert_close(own_dense(la, sigma**-2), own_dense(plain, sigma**-2), "backend", label=f"budget {budget}")
+
+
+@pytest.mark.parametrize(
+    "case", few("all", "mixed", structures=["kron"], names=["shared_positions", "conv2d", "pair_cat"])
+)
+def test_small_batches_keep_the_reduce_approximation(case: Case) -> None:
+    la = case.fit(4, backend_kwargs={"kfac_approx": "reduce"})
+    assert_close(own_dense(la), kron_truth(case, "reduce"), "backend")
+
+
+def test_data_loaders_with_workers_and_order_of_their_own() -> None:
+    problem = catalogue.get("mlp_classification")
+    data = torch.utils.data.TensorDataset(problem.x, problem.y)
+    options: list[dict[str, Any]] = [{"batch_size": 4}, {"batch_size": 4, "shuffle": True}, {"batch_size": 1}]
+    for structure in STRUCTURE_NAMES:
+        case = Case(problem, structure, "all")
+        for option in options:
+            la = case.build()
+            la.fit(torch.utils.data.DataLoader(data, **option))
+            same(la, case.fit())
+        la = case.build()
+        la.fit(torch.utils.data.DataLoader(data, batch_size=4, drop_last=True))
+        assert la.n_data == 4

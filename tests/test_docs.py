@@ -1,0 +1,89 @@
+"""The pages in docs/ are true: their examples run, and what they name exists."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from laplace.curvature.blocks import CHUNK_BYTES
+from laplace.curvature.native.accumulate import DENSE_BLOCK_LIMIT
+from laplace.curvature.native.engine import MEMORY_BUDGET
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+_PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_TREE = re.compile(r"^```\nlaplace/\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def tree_files(tree: str) -> set[str]:
+    """Files of an indented tree, two blanks a level, relative to the package."""
+    files: set[str] = set()
+    folders: list[str] = []
+    for line in tree.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2 - 1
+        names = re.findall(r"[\w]+(?:\.py|/)", line)
+        if line.strip().endswith("/"):
+            folders[depth:] = [line.strip()]
+        elif depth <= len(folders):
+            files |= {"".join(folders[:depth]) + name for name in names if name.endswith(".py")}
+    return files
+
+
+@each_page
+def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": f"docs_{page.stem}"}
+    for number, text in enumerate(_PYTHON.findall(page.read_text("utf-8"))):
+        exec(compile(text, f"{page.name}, example {number}", "exec"), namespace)
+    assert namespace
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text("utf-8"))
+    assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+@each_page
+def test_named_files_and_modules_exist(page: Path) -> None:
+    words = re.findall(r"`([\w./]+)`", page.read_text("utf-8"))
+    paths = [word for word in words if "/" in word and not word.startswith("/")]
+    missing = [path for path in paths if not any((base / path).exists() for base in (ROOT, ROOT / "laplace"))]
+    for word in words:
+        if word.startswith("laplace.") and not word.endswith(".py"):
+            missing += [] if _resolves(word) else [word]
+    assert not missing
+
+
+def test_quoted_limits_are_those_of_the_code() -> None:
+    design = (ROOT / "docs" / "design.md").read_text("utf-8")
+    quoted = [f"({CHUNK_BYTES >> 20} MiB", f"({MEMORY_BUDGET >> 30} GiB)", f"up to {DENSE_BLOCK_LIMIT}\nentries"]
+    assert not [words for words in quoted if words not in design]
+
+
+def _resolves(dotted: str) -> bool:
+    parts = dotted.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[cut:]:
+            if name not in dir(found):
+                return False
+            found = getattr(found, name)
+        return True
+    return False
+
+
+def test_the_house_is_the_one_that_stands() -> None:
+    (tree,) = _TREE.findall((ROOT / "docs" / "design.md").read_text("utf-8"))
+    package = ROOT / "laplace"
+    actual = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
+    inner = {path for path in actual if path.endswith("/__init__.py")}
+    assert tree_files(tree) == actual - inner
