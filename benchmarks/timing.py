@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -60,6 +61,7 @@ class Timing:
         median: Median ratio, or median seconds without a reference.
         low: Smallest.
         high: Largest.
+        best: Fastest run over fastest reference, which other work on the machine disturbs least.
         seconds: Median of the candidate.
         reference_seconds: Median of the reference, or None.
     """
@@ -67,6 +69,7 @@ class Timing:
     median: float
     low: float
     high: float
+    best: float
     seconds: float
     reference_seconds: float | None
 
@@ -84,12 +87,15 @@ class Memory:
     total_mib: float
 
 
-def _seconds(function: Callable[[], object], device: torch.device) -> float:
+Clock = Callable[[], float]
+
+
+def _seconds(function: Callable[[], object], device: torch.device, clock: Clock) -> float:
     _synchronise(device)
-    start = time.perf_counter()
+    start = clock()
     function()
     _synchronise(device)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def _synchronise(device: torch.device) -> None:
@@ -97,7 +103,9 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def time_job(job: Job, device: torch.device, repeats: int, max_seconds: float) -> Timing:
+def time_job(
+    job: Job, device: torch.device, *, repeats: int, max_seconds: float, clock: Clock = time.perf_counter
+) -> Timing:
     """Alternates candidate and reference; one run of each comes first and is not counted.
 
     Args:
@@ -105,26 +113,28 @@ def time_job(job: Job, device: torch.device, repeats: int, max_seconds: float) -
         device: Where it runs.
         repeats: Largest number of pairs.
         max_seconds: No further pair is begun after this time, but there are at least three.
+        clock: Gives the time in seconds.
     """
     pairs: list[tuple[float, float]] = []
     start = time.perf_counter()
     while len(pairs) <= 3 or (len(pairs) <= repeats and time.perf_counter() - start < max_seconds):
-        reference = _seconds(job.reference, device) if job.reference is not None else 1.0
+        reference = _seconds(job.reference, device, clock) if job.reference is not None else 1.0
         prepared = job.prepare()
-        pairs.append((_seconds(lambda made=prepared: job.run(made), device), reference))
-    pairs = pairs[1:]
-    ratios = [candidate / reference for candidate, reference in pairs]
+        pairs.append((_seconds(lambda made=prepared: job.run(made), device, clock), reference))
+    candidates, references = zip(*pairs[1:], strict=True)
+    ratios = [candidate / reference for candidate, reference in pairs[1:]]
     return Timing(
         median=statistics.median(ratios),
         low=min(ratios),
         high=max(ratios),
-        seconds=statistics.median(candidate for candidate, _ in pairs),
-        reference_seconds=statistics.median(r for _, r in pairs) if job.reference is not None else None,
+        best=min(candidates) / min(references),
+        seconds=statistics.median(candidates),
+        reference_seconds=statistics.median(references) if job.reference is not None else None,
     )
 
 
 def measure_memory(job: Job, device: torch.device) -> Memory:
-    """Peak memory of the first run in this process."""
+    """Peak memory of the first run in this process; what came before does not count."""
     prepared = job.prepare()
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -132,7 +142,7 @@ def measure_memory(job: Job, device: torch.device) -> Memory:
         job.run(prepared)
         peak = torch.cuda.max_memory_allocated(device)
     else:
-        before = _resident()
+        before = _forget_peak()
         job.run(prepared)
         peak = _peak_resident()
     return Memory((peak - before) / _MIB, peak / _MIB)
@@ -140,8 +150,12 @@ def measure_memory(job: Job, device: torch.device) -> Memory:
 
 def memory_in_subprocess(name: str, device: torch.device) -> Memory:
     """`measure_memory` of the named case in a fresh process, whose peak no earlier work has raised."""
+    # Freed memory goes back at once (glibc), so that the run cannot hide in what the set-up left behind.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-m", "benchmarks", "--memory-of", name, "--device", str(device)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[1], env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
     return Memory(**json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -162,5 +176,10 @@ def _peak_resident() -> int:
     return usage if sys.platform == "darwin" else usage * 1024
 
 
-def _resident() -> int:
+def _forget_peak() -> int:
+    """Resident bytes now; on Linux the peak starts anew from here."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pass
     return _status("VmRSS:") or _peak_resident()

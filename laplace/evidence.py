@@ -85,7 +85,7 @@ class Evidence:
     @property
     def log_det_ratio(self) -> Tensor:
         """Log det P − log det P₀, 0-dim."""
-        return self.precision.logdet() - self.prior.logdet()
+        return self.precision.logdet_ratio()
 
     @property
     def scatter(self) -> Tensor:

@@ -13,6 +13,8 @@ from laplace.parametric import ParametricLaplace
 WEIGHTS = ("all", "last_layer", "subnetwork")
 STRUCTURES = ("full", "kron", "diag")
 CELLS = [(weights, structure) for weights in WEIGHTS for structure in STRUCTURES]
+DIAGONAL = [("all", "diag"), ("last_layer", "kron"), ("subnetwork", "full")]
+"""Every choice of weights and every structure once, where a product would only repeat itself."""
 LIKELIHOODS = ("classification", "regression", "bernoulli", "reward_modeling")
 
 N_DATA, WIDTH = 12, 3

@@ -74,7 +74,7 @@ LOADERS = {
 
 
 @pytest.mark.parametrize("name", LOADERS)
-@pytest.mark.parametrize(("weights", "structure"), grid.CELLS)
+@pytest.mark.parametrize(("weights", "structure"), grid.DIAGONAL)
 def test_loaders(weights: str, structure: str, name: str) -> None:
     assert_equal_posteriors(posterior(LOADERS[name](), weights, structure), grid.fitted(weights, structure))
 
@@ -166,7 +166,7 @@ def mapped(kind: type, *keys: str, size: int = 5) -> list[Any]:
 @pytest.mark.filterwarnings("ignore:grid search")
 @pytest.mark.parametrize("kind", [dict, UserDict])
 @pytest.mark.parametrize("wrapper", [Wrapper, Named, Spread])
-@pytest.mark.parametrize(("weights", "structure"), grid.CELLS)
+@pytest.mark.parametrize(("weights", "structure"), grid.DIAGONAL)
 def test_mappings_equal_pairs(weights: str, structure: str, wrapper: type, kind: type) -> None:
     """Fit, every prediction, and tuning."""
     pairs = grid.fitted(weights, structure)
@@ -217,7 +217,7 @@ class Two(nn.Module):
         return self.net(torch.cat([a, b], 1))
 
 
-@pytest.mark.parametrize(("weights", "structure"), grid.CELLS)
+@pytest.mark.parametrize(("weights", "structure"), grid.DIAGONAL)
 def test_batches_of_three_parts(weights: str, structure: str) -> None:
     triples = [(x[:, :1], x[:, 1:], y) for x, y in grid.batches()]
     la = posterior(triples, weights, structure, Two())
@@ -231,7 +231,7 @@ def test_batches_of_three_parts(weights: str, structure: str) -> None:
     assert_equal_posteriors(posterior(nested, weights, structure, Two()), pairs)
 
 
-@pytest.mark.parametrize(("weights", "structure"), grid.CELLS)
+@pytest.mark.parametrize(("weights", "structure"), grid.DIAGONAL)
 def test_forward_fn(weights: str, structure: str) -> None:
     """A model that needs another call than `model(x)`, and returns more than its outputs."""
 
@@ -321,8 +321,7 @@ class TakesMapping(nn.Module):
         ).logits
 
 
-@pytest.mark.parametrize("structure", ["kron", "diag"])
-@pytest.mark.parametrize("weights", grid.WEIGHTS)
+@pytest.mark.parametrize(("weights", "structure"), [("all", "kron"), *grid.DIAGONAL])
 def test_a_language_model(bert: nn.Module, weights: str, structure: str) -> None:
     """Raw and wrapped, with BatchEncoding and dict; predictions are those of its own outputs."""
     found = []

@@ -149,7 +149,7 @@ def test_the_model_is_left_as_it_was(weights: str, structure: str, name: str) ->
         la = grid.make(weights, structure, model=model, enable_backprop=backprop)
         assert not differences(before, picture(model))
         for call, run in CALLS.items():
-            if backprop and "grid" in call:
+            if backprop and ("grid" in call or call in ("fit more", "weights", "state", "words", "marglik")):
                 continue
             result = run(la)
             assert not differences(before, picture(model)), call

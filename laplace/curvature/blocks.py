@@ -52,9 +52,11 @@ class Block(ABC):
         for start in range(0, self.n_data, step):
             yield self.rows(slice(start, start + step)).dense()
 
-    def sum_of_squares(self) -> Tensor:
-        """Σ_b J², per cotangent, `[K, p]`."""
-        return total(piece.square().sum(1) for piece in self.pieces())
+    def sum_of_squares(self, *, apart: bool = False) -> Tensor:
+        """Σ J² over data and cotangents, `[1, p]`, or over data with the cotangents `apart`, `[K, p]`."""
+        if apart:
+            return total(piece.square().sum(1) for piece in self.pieces())
+        return total(piece.square().flatten(0, 1).sum(0, keepdim=True) for piece in self.pieces())
 
     def weighted_norms(self, weights: Tensor) -> Tensor:
         """Σ_p J² w, `[B, K]`, for weights `[p]`."""
@@ -252,5 +254,5 @@ class PickedBlock(Block):
     def rows(self, index: slice) -> Block:
         return PickedBlock(self.whole.rows(index), self.index)
 
-    def sum_of_squares(self) -> Tensor:
-        return self.whole.sum_of_squares()[:, self.index]
+    def sum_of_squares(self, *, apart: bool = False) -> Tensor:
+        return self.whole.sum_of_squares(apart=apart)[:, self.index]

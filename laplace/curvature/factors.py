@@ -76,10 +76,10 @@ class OuterBlock(Block):
         order = "gio" if self.input_first else "goi"
         return torch.einsum(f"kbtgo,btgi->{order}", self.g * cotangents[:, :, None, None, None], self.a).flatten()
 
-    def project(self, output_basis: Tensor, input_basis: Tensor | None) -> OuterBlock:
-        """The block in other bases: g U_g `[G, O, O']` and a U_a `[G, I, I']` (None leaves a as it is)."""
+    def project(self, output_basis: Tensor | None, input_basis: Tensor | None) -> OuterBlock:
+        """The block in other bases: g U_g `[G, O, O']` and a U_a `[G, I, I']`; None leaves a side as it is."""
         a = self.a if self.a is None or input_basis is None else _rotate(self.a, input_basis)
-        return replace(self, a=a, g=_rotate(self.g, output_basis))
+        return replace(self, a=a, g=self.g if output_basis is None else _rotate(self.g, output_basis))
 
     def restrict(self, rows: Tensor | None, cols: Tensor | None) -> OuterBlock:
         """The sub-matrix rows × columns of an ungrouped weight."""
@@ -103,12 +103,13 @@ class OuterBlock(Block):
 
     # With one position, squares of the sum are products of squares and no dense piece is needed.
 
-    def sum_of_squares(self) -> Tensor:
+    def sum_of_squares(self, *, apart: bool = False) -> Tensor:
         if self.n_positions > 1 or self.a is None:
-            return super().sum_of_squares()
+            return super().sum_of_squares(apart=apart)
         order = "kgio" if self.input_first else "kgoi"
-        g, a = self.g[:, :, 0].square(), self.a[:, 0].square()
-        return torch.einsum(f"kbgo,bgi->{order}", g.expand(-1, self.n_data, -1, -1), a).flatten(1)
+        g = self.g[:, :, 0].square()
+        g = g if apart else g.sum(0, keepdim=True)
+        return torch.einsum(f"kbgo,bgi->{order}", g.expand(-1, self.n_data, -1, -1), self.a[:, 0].square()).flatten(1)
 
     def weighted_norms(self, weights: Tensor) -> Tensor:
         if self.n_positions > 1:
@@ -125,9 +126,9 @@ class OuterBlock(Block):
 
 
 def _rotate(factor: Tensor, basis: Tensor) -> Tensor:
-    """`[..., G, O] @ [G, O, O']`, as one matrix product where there is one group."""
+    """`[..., G, O] @ [G, O, O']`, as one flat matrix product where there is one group."""
     if basis.shape[0] == 1:
-        return factor @ basis[0]
+        return (factor.reshape(-1, basis.shape[1]) @ basis[0]).view(*factor.shape[:-1], -1)
     return torch.einsum("...go,gop->...gp", factor, basis)
 
 
@@ -199,10 +200,10 @@ class IndexBlock(Block):
         merged = g.new_zeros(g.shape[0], len(keys), g.shape[2]).index_add(1, group, g)
         return merged, keys // self.n_rows, keys % self.n_rows
 
-    def sum_of_squares(self) -> Tensor:
+    def sum_of_squares(self, *, apart: bool = False) -> Tensor:
         merged, _, row = self._merged()
-        k, _, d = merged.shape
-        return merged.new_zeros(k, self.n_rows, d).index_add(1, row, merged.square()).flatten(1)
+        squares = merged.square() if apart else merged.square().sum(0, keepdim=True)
+        return squares.new_zeros(len(squares), self.n_rows, squares.shape[2]).index_add(1, row, squares).flatten(1)
 
     def weighted_norms(self, weights: Tensor) -> Tensor:
         merged, datum, row = self._merged()

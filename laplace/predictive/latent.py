@@ -35,13 +35,16 @@ def linearised(
         x: Inputs of B data.
         form: `"full"` (covariance `[B, C, C]`), `"diagonal"` (`[B, C]`) or `"joint"` (`[B·C, B·C]`).
         create_graph: Whether mean and covariance can be differentiated with respect to x.
+
+    Raises:
+        InvalidData: No data, or outputs that are not finite.
     """
     x = batches.to_device(x, interface.problem.device)
     parts = list(interface.jacobian(x, create_graph=create_graph)) if form == "joint" else None
     if parts is not None:
         jacobian = parts[0][0] if len(parts) == 1 else _joined(parts)
         mean = torch.cat([f for _, f in parts])
-        return Gaussian(mean.to(_dtype(mean)), precision.functional_covariance(jacobian))
+        return _checked(Gaussian(mean.to(_dtype(mean)), precision.functional_covariance(jacobian)))
     contract: Callable[[Jacobian], Tensor] = (
         precision.functional_diagonal if form == "diagonal" else precision.functional_variance
     )
@@ -49,7 +52,16 @@ def linearised(
         found = [(f.to(_dtype(f)), contract(jacobian)) for jacobian, f in pieces]
     if not found:
         raise InvalidData("the inputs hold no data to predict.")
-    return Gaussian(torch.cat([f for f, _ in found]), torch.cat([variance for _, variance in found]))
+    return _checked(Gaussian(torch.cat([f for f, _ in found]), torch.cat([variance for _, variance in found])))
+
+
+def _checked(gaussian: Gaussian) -> Gaussian:
+    if not bool(gaussian.mean.detach().isfinite().all()) or bool(gaussian.variance.detach().isnan().any()):
+        raise InvalidData(
+            "the network's outputs or their variances are NaN or infinite; look at the inputs and at the network's "
+            "weights."
+        )
+    return gaussian
 
 
 def _dtype(f: Tensor) -> torch.dtype:

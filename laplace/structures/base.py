@@ -28,6 +28,10 @@ class Precision(ABC):
         """Log det P, 0-dim, differentiable in scale and prior."""
 
     @abstractmethod
+    def logdet_ratio(self) -> Tensor:
+        """Log det P − log det P₀, 0-dim: with a scalar prior Σ log(1 + sλ/δ), which cancels nothing."""
+
+    @abstractmethod
     def quad(self, vectors: Tensor) -> Tensor:
         """vᵀ P v of vectors `[..., P]`, `[...]`."""
 

@@ -50,7 +50,7 @@ class DiagCurvature(Curvature):
         return DiagCurvature(self.values + other.values)
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> DiagPrecision:
-        return DiagPrecision(weights @ self.values + prior.diagonal(), prior.layout.sizes)
+        return DiagPrecision(weights @ self.values, prior)
 
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:
         parts = (weights @ self.values).detach().split(list(layout.sizes))
@@ -78,19 +78,28 @@ class DiagPrecision(Precision):
     """A diagonal posterior precision.
 
     Attributes:
-        diagonal: `[P]`.
-        sizes: Entries of each tensor.
+        curvature: Diagonal of the scaled curvature, `[P]`.
+        prior: δ.
     """
 
-    diagonal: Tensor
-    sizes: tuple[int, ...]
+    curvature: Tensor
+    prior: GaussianPrior
+
+    @cached_property
+    def diagonal(self) -> Tensor:
+        """P, `[P]`."""
+        return self.curvature + self.prior.diagonal()
 
     @cached_property
     def _variances(self) -> tuple[Tensor, ...]:
-        return self.diagonal_of_inverse().split(list(self.sizes))
+        return self.prior.layout.split(self.diagonal_of_inverse())
 
     def logdet(self) -> Tensor:
         return self.diagonal.log().sum()
+
+    def logdet_ratio(self) -> Tensor:
+        ratio = self.curvature / (self.prior.precision if self.prior.is_scalar else self.prior.diagonal())
+        return ratio.log1p().sum()
 
     def quad(self, vectors: Tensor) -> Tensor:
         return vectors.square() @ self.diagonal

@@ -123,6 +123,11 @@ class FullPrecision(Precision):
             raise CurvatureError("the posterior precision is not positive definite; give a larger prior precision.")
         return 2 * factor.diagonal().log().sum()
 
+    def logdet_ratio(self) -> Tensor:
+        if self.prior.is_scalar and self.curvature.n_terms == 1:
+            return (self.weights / self.prior.precision * self.curvature.spectrum).log1p().sum()
+        return self.logdet() - self.prior.logdet()
+
     def quad(self, vectors: Tensor) -> Tensor:
         return ((vectors @ self.to_dense()) * vectors).sum(-1)
 

@@ -105,7 +105,8 @@ class KronCurvature(Curvature):
 
     def _spectra(self, weights: Tensor | None) -> Spectra:
         found: dict[str, tuple[Tensor, Tensor]] = {}
-        return Spectra(tuple(self._spectrum(block, weights, found) for block in self.parts.blocks))
+        blocks = tuple(self._spectrum(block, weights, found) for block in self.parts.blocks)
+        return Spectra(blocks, self.parts.factors[self.parts.blocks[0].output].dtype)
 
     def _spectrum(
         self, block: KronBlock, weights: Tensor | None, found: dict[str, tuple[Tensor, Tensor]]

@@ -45,10 +45,14 @@ class KronPrecision(Precision):
     # Evidence.
 
     def logdet(self) -> Tensor:
-        """One flat sum over all eigenvalues, O(P), where the prior is constant per tensor."""
+        return self.logdet_ratio() + self.prior.logdet()
+
+    def logdet_ratio(self) -> Tensor:
+        """One flat sum over all eigenvalues, O(P), where the prior is one number and nothing dampens."""
         if self.prior.is_scalar and not self.damping:
-            return (self._scale * self.spectra.flat + self.prior.precision).log().sum()
-        return torch.stack([self._block_logdet(i) for i in range(len(self.spectra))]).sum()
+            return (self._scale / self.prior.precision * self.spectra.flat).log1p().sum()
+        blocks = torch.stack([self._block_logdet(i) for i in range(len(self.spectra))])
+        return blocks.sum() - self.prior.logdet()
 
     def _block_logdet(self, i: int) -> Tensor:
         if self._varies(i):

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from laplace import batch as batches
 from laplace.batch import ForwardFn, Inputs
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument
@@ -46,8 +47,17 @@ class LastLayer(Weights):
 
     def discover(self, x: Inputs) -> Problem:
         if self.problem is None:
-            self.problem = self._problem(find_last_layer(self.model, x, self.forward_fn))
+            self.problem = self._problem(self._found(x))
         return self.problem
+
+    def _found(self, x: Inputs) -> str:
+        """Name of the last layer, by a pass of one datum; of the whole batch if the model takes no single datum."""
+        rows = batches.tensors(x)
+        n_data = rows[0].shape[0] if rows and rows[0].ndim else 1
+        try:
+            return find_last_layer(self.model, batches.select(x, slice(0, 1), n_data), self.forward_fn)
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return find_last_layer(self.model, x, self.forward_fn)
 
     def named(self, name: str) -> Problem:
         return self._problem(require_linear(self.model, name))

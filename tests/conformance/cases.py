@@ -229,6 +229,26 @@ def cases(
     return [pytest.param(case, id=str(case)) for case in product]
 
 
+def thinned(*structures: str) -> list[Any]:
+    """Every problem × structure with all weights and with one other choice, by turns."""
+    found: list[Any] = []
+    for i, problem in enumerate(catalogue.PROBLEMS.values()):
+        others = [choice for choice in WEIGHTS[1:] if choice != "last_layer" or problem.head is not None]
+        for j, structure in enumerate(structures or STRUCTURE_NAMES):
+            found += cases([problem], ["all", others[(i + j) % len(others)]], [structure])
+    return found
+
+
+def by_turns() -> list[Any]:
+    """Every problem once, with all weights and one structure."""
+    problems = list(catalogue.PROBLEMS.values())
+    return [
+        case
+        for i, problem in enumerate(problems)
+        for case in cases([problem], ["all"], [STRUCTURE_NAMES[i % len(STRUCTURE_NAMES)]])
+    ]
+
+
 def few(*weights: str, structures: Sequence[str] = (), names: Sequence[str] = FEW) -> list[Any]:
     """The product over one problem of every kind."""
     return cases([catalogue.get(name) for name in names], weights or WEIGHTS, structures)

@@ -48,7 +48,7 @@ def weighted(tensor: Tensor) -> Tensor:
     return (tensor * torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)).sum()
 
 
-@pytest.mark.parametrize("case", few(names=SMOOTH))
+@pytest.mark.parametrize("case", few("all", names=SMOOTH) + few("last_layer", "mixed", names=SMOOTH[::3]))
 def test_latent_gaussian(case: Case) -> None:
     la = case.fit(enable_backprop=True, prior_precision=0.4)
     assert not la.mean.requires_grad and not la.log_marginal_likelihood().requires_grad

@@ -50,24 +50,17 @@ def options(case: Case) -> list[dict[str, bool]]:
     return [{}, {"damping": True}] if case.structure == "kron" else [{}]
 
 
-@pytest.mark.parametrize("form", ["scalar", "layerwise", "diag"])
 @pytest.mark.parametrize("case", few(names=PROBLEMS))
-def test_prior_precision(case: Case, form: str) -> None:
+def test_prior_precision_and_temperature(case: Case) -> None:
     for chosen in options(case):
         la = case.fit(temperature=1.3, prior_mean=drawn(case, "mean", len(case.columns)), **chosen)
-        check(la, "prior_precision", priors(case)[form][0])
-
-
-@pytest.mark.parametrize("case", few(names=PROBLEMS))
-def test_temperature(case: Case) -> None:
-    for chosen in options(case):
-        la = case.fit(**chosen)
         for prior, _ in priors(case).values():
+            check(la, "prior_precision", prior)
             la.prior_precision = prior
             check(la, "temperature", torch.tensor(0.8, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("case", few(names=NOISY))
+@pytest.mark.parametrize("case", few("all", "last_layer", "mixed", names=NOISY))
 def test_noise(case: Case) -> None:
     for chosen in options(case):
         one = case.fit(temperature=1.2, **chosen)

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from laplace import Laplace, ParametricLaplace
 from laplace.errors import LaplaceError
 from tests import problems as catalogue
-from tests.conformance.cases import STRUCTURE_NAMES, Case, cases, drawn, few, own_dense
+from tests.conformance.cases import FEW, STRUCTURE_NAMES, Case, cases, drawn, few, own_dense
 from tests.conformance.kron_truth import kron_truth
 from tests.conformance.test_predictions import latent_of
 from tests.reference.compare import assert_close
-
-ALL = list(catalogue.PROBLEMS.values())
 
 
 def same(one: ParametricLaplace, other: ParametricLaplace, label: str = "", kind: str = "backend") -> None:
@@ -27,35 +25,35 @@ def same(one: ParametricLaplace, other: ParametricLaplace, label: str = "", kind
     assert_close(one.mean, other.mean, "exact", label=f"mean {label}")
 
 
-@pytest.mark.parametrize("case", cases(weights=["all"]) + few("last_layer", "random", "rectangle", "mixed"))
+@pytest.mark.parametrize(
+    "case",
+    cases(weights=["all"], structures=["kron"])
+    + few("all", "last_layer", "mixed", structures=["full", "diag"], names=FEW[:5]),
+)
 def test_batch_size_and_order(case: Case) -> None:
     """Also with a last batch that is smaller, down to one datum."""
     whole = case.fit()
-    for size in (2, len(case.problem.y) - 1):
-        same(case.fit(size), whole, f"batches of {size}")
+    same(case.fit(2), whole, "batches of 2")
     la = case.build()
-    la.fit(case.problem.batches(2)[::-1])
+    la.fit(case.problem.batches(len(case.problem.y) - 1))
+    same(la, whole, "a last batch of one")
+    la.fit(case.problem.batches(4)[::-1])
     same(la, whole, "in reverse order")
 
 
-@pytest.mark.parametrize("kind", ["ggn", "ef"])
-@pytest.mark.parametrize("case", few())
-def test_shards_add_up(case: Case, kind: str) -> None:
+@pytest.mark.parametrize("case", few("all", "last_layer", "random", "mixed"))
+def test_shards_add_up(case: Case) -> None:
     """fit(a); fit(b, override=False) equals fit(a + b); fit(a) again forgets."""
-    batches = case.problem.batches(2)
-    la = case.fit(2, kind=kind)
-    la.fit(batches[:1])
+    batches, kind = case.problem.batches(4), "ef" if case.weights == "random" else "ggn"
+    whole = case.fit(kind=kind)
+    la = case.build(backend=whole.backend_cls)
+    la.fit(batches[:1], override=False)
     la.fit(batches[1:], override=False)
-    same(la, case.fit(2, kind=kind), "two fits")
+    same(la, whole, "two fits")
     x = case.problem.x
-    assert_close(
-        latent_of(la, x, "full").covariance, latent_of(case.fit(2, kind=kind), x, "full").covariance, "backend"
-    )
-    first = case.build()
-    first.fit(batches, override=False)
-    same(first, case.fit(2), "override=False without a former fit")
+    assert_close(latent_of(la, x, "full").covariance, latent_of(whole, x, "full").covariance, "backend")
     la.fit(batches)
-    same(la, case.fit(2, kind=kind), "override")
+    same(la, whole, "override")
 
 
 @pytest.mark.parametrize("case", few("all", "last_layer", "mixed", names=["mlp_regression"]))
@@ -135,15 +133,15 @@ def test_predictions_do_not_depend_on_the_batch(case: Case) -> None:
         assert_close(gaussian.covariance, whole.covariance[part], "backend", label="covariance")
 
 
-BUDGETS = (1, 400, 3000)
+BUDGETS = (1, 2000)
 
 
-@pytest.mark.parametrize("kind", ["ggn", "ef"])
 @pytest.mark.parametrize(
-    "case", few("all", "last_layer", "mixed", names=["mlp_classification", "conv2d_grouped", "bare_parameter", "lstm"])
+    "case", few("all", "last_layer", "mixed", names=["mlp_classification", "conv2d_grouped", "bare_parameter"])
 )
-def test_memory_budget_changes_nothing(case: Case, kind: str) -> None:
+def test_memory_budget_changes_nothing(case: Case) -> None:
     """Neither the curvature nor predictions, nor the draws for equal seeds."""
+    kind = "ef" if case.weights == "mixed" else "ggn"
     plain = case.fit(kind=kind)
     x = case.problem.x
     for budget in BUDGETS:

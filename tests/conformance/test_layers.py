@@ -71,8 +71,8 @@ class _Bag(nn.Module):
 class _DoubledLinear(nn.Linear):
     """A subclass with a forward of its own."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return 2 * super().forward(input) + self.weight.sum()
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x) + self.weight.sum()
 
 
 def _hooked(before: bool) -> nn.Module:
@@ -100,8 +100,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "batch norm of sequences": (lambda: _Mean(nn.BatchNorm1d(4), 3), TOKENS),
     "prelu per token": (lambda: _Mean(nn.PReLU(4), 3), TOKENS),
     "one prelu": (lambda: _Mean(nn.PReLU(), 3), TOKENS),
-    "self-attention": (lambda: _Mean(nn.TransformerEncoderLayer(3, 1, 4, 0.0, batch_first=True, norm_first=True), 3),
-                       TOKENS),  # fmt: skip
+    "self-attention": (
+        lambda: _Mean(nn.TransformerEncoderLayer(3, 1, 4, 0.0, batch_first=True, norm_first=True), 3),
+        TOKENS,
+    ),
     "bidirectional lstm": (lambda: _Mean(nn.LSTM(3, 2, bidirectional=True, batch_first=True), 4), TOKENS),
     "projected lstm": (lambda: _Mean(nn.LSTM(3, 3, proj_size=2, batch_first=True), 2), TOKENS),
     "cell": (_Cell, TOKENS),
@@ -167,13 +169,16 @@ class _Routed(nn.Module):
         super().__init__()
         self.first, self.second, self.head = nn.Linear(3, 4), nn.Linear(3, 4), nn.Linear(4, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def hidden(self, x: Tensor) -> Tensor:
         positive = x[:, 0] > 0
         h = x.new_zeros(len(x), 4)
         for chosen, expert in ((positive, self.first), (~positive, self.second)):
             if chosen.any():
                 h = h.index_put((chosen,), expert(x[chosen]))
-        return self.head(torch.tanh(h))
+        return torch.tanh(h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.hidden(x))
 
 
 @pytest.mark.parametrize("structure", ["full", "diag"])
@@ -181,6 +186,28 @@ def test_experts_that_the_first_batch_never_meets(structure: str) -> None:
     torch.manual_seed(0)
     model, x, y = _Routed().double(), torch.randn(12, 3, dtype=torch.float64), torch.randint(3, (12,))
     x[:4, 0], x[4:, 0] = x[:4, 0].abs(), torch.tensor([1.0, -1.0] * 4) * x[4:, 0].abs()
+    la = posterior(model, structure)
+    la.fit([(x[i : i + 4], y[i : i + 4]) for i in (0, 4, 8)])
+    exact = reference.ggn(model, x, y, reference.trainable_names(model), "classification")
+    assert_close(*kept(la, structure, exact), "backend")
+
+
+class _RoutedTokens(_Routed):
+    """The same with experts for single tokens, whose number per datum depends on the data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.arange(1, x.shape[1] + 1, dtype=x.dtype)
+        return self.head((self.hidden(x.flatten(0, 1)).view(*x.shape[:2], 4) * weights[:, None]).mean(1))
+
+
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_experts_that_meet_as_many_tokens_in_the_first_batch(structure: str) -> None:
+    """Two tokens of each datum in the first batch; later all of one or two data and none of the others."""
+    torch.manual_seed(0)
+    model, x, y = _RoutedTokens().double(), torch.randn(12, 4, 3, dtype=torch.float64), torch.randint(3, (12,))
+    signs = torch.ones(12, 4, dtype=torch.float64)
+    signs[:4, 2:] = signs[5:10] = -1
+    x[..., 0] = x[..., 0].abs() * signs
     la = posterior(model, structure)
     la.fit([(x[i : i + 4], y[i : i + 4]) for i in (0, 4, 8)])
     exact = reference.ggn(model, x, y, reference.trainable_names(model), "classification")

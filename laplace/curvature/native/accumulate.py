@@ -36,12 +36,10 @@ class DiagSum:
     def add(self, blocks: Mapping[int, Block], first: int) -> None:
         """Adds the squares of weighted blocks whose cotangents begin at term `first`."""
         for slot, block in blocks.items():
-            squares = block.sum_of_squares()
             target = self.values[:, self.slices[slot]]
-            if len(target) == 1:
-                target += squares.sum(0)
-            else:
-                target[first : first + len(squares)] += squares
+            squares = block.sum_of_squares(apart=len(target) > 1)
+            first = first if len(target) > 1 else 0
+            target[first : first + len(squares)] += squares
 
     def add_head(self, blocks: Mapping[int, OuterBlock], hessian: OutputHessian) -> None:
         """Adds Λ_cc φ_i² of a head, without a root of Λ."""
@@ -230,7 +228,7 @@ class KronSum:
     def _exact(self, slot: int, block: Block, first: int) -> None:
         if block.size > DENSE_BLOCK_LIMIT:
             self.blocks[slot] = KronBlock("diag", block.size, f"diag:{slot}")
-            self._put_terms(f"diag:{slot}", block.sum_of_squares(), first)
+            self._put_terms(f"diag:{slot}", block.sum_of_squares(apart=self.n_terms > 1), first)
             return
         self.blocks[slot] = KronBlock("dense", block.size, f"dense:{slot}")
         for piece in block.pieces():

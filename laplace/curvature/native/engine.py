@@ -17,7 +17,7 @@ from laplace.curvature.interface import BatchSummary, CurvatureInterface, KronPa
 from laplace.curvature.jacobian import Jacobian
 from laplace.curvature.native.accumulate import DiagSum, FullSum, KronSum, Origin
 from laplace.curvature.native.backward import prefers_loop
-from laplace.curvature.native.capture import capture
+from laplace.curvature.native.capture import Capture, capture
 from laplace.curvature.native.passes import ForwardPass
 from laplace.curvature.native.plan import Plan, make_plan, unused_still
 from laplace.errors import InvalidArgument, InvalidData
@@ -139,13 +139,26 @@ class NativeInterface(CurvatureInterface):
             n_data = taken.f.shape[0]
             if n_data == 0:
                 raise InvalidData("the batch holds no data.")
-            calls = tuple(id(use.module) for use in taken.uses)
+            calls = tuple((id(use.module), use.x.shape) for use in taken.uses)
             key = (batches.signature(x), taken.f.shape, calls)
             plan = self._plans.get(key)
             if plan is None or not unused_still(plan, self.problem, taken):
-                plan = make_plan(self.problem, taken, x, n_data)
+                plan = self._prove(taken, x, n_data)
                 self._remember(key, plan)
             return ForwardPass(self.problem, x, taken, plan, self.memory_budget)
+
+    def _prove(self, taken: Capture, x: Inputs, n_data: int) -> Plan:
+        """A plan for a captured batch; for one datum that of the datum twice, so that batches of any size agree."""
+        if n_data > 1:
+            return make_plan(self.problem, taken, x, n_data)
+        try:
+            twice = batches.select(x, torch.zeros(2, dtype=torch.int64, device=taken.f.device), 1)
+            pair = capture(self.problem, twice, loop=self._loop)
+        except (RuntimeError, ValueError, TypeError, IndexError):  # a network that takes one datum only
+            return make_plan(self.problem, taken, x, n_data)
+        if len(pair.f) != 2 or len(pair.uses) != len(taken.uses):
+            return make_plan(self.problem, taken, x, n_data)
+        return make_plan(self.problem, pair, twice, 2, repeated=True)
 
     def _remember(self, key: object, plan: Plan) -> None:
         for slot, explanation in zip(self.problem.slots, plan, strict=True):

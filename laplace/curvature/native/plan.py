@@ -46,8 +46,8 @@ class Explanation:
         terms: Uses whose contributions add up; empty if the tensor does not influence the outputs.
         rung: The rung of the fallback, or None.
         rule: Words for the coverage report.
-        proven: Whether the batch told this explanation from every other. One of zeros or of equal data tells nothing:
-            then the explanation is right for that batch, and the next one is probed again.
+        proven: Whether the explanation holds for the next batch of this form too. It does not where the batch could
+            not tell it from another (zeros, equal data) or where the place of the data may depend on them.
     """
 
     terms: tuple[Term, ...] = ()
@@ -77,8 +77,16 @@ class _Probe:
     gradients: tuple[Tensor, ...]
 
 
-def make_plan(problem: Problem, taken: Capture, x: Inputs, n_data: int) -> Plan:
+def make_plan(problem: Problem, taken: Capture, x: Inputs, n_data: int, *, repeated: bool = False) -> Plan:
     """Finds and proves an explanation for every treated tensor on one captured batch.
+
+    Args:
+        problem: The network and its treated tensors.
+        taken: The captured batch.
+        x: Its inputs.
+        n_data: B.
+        repeated: The data are one datum twice, a stand-in for a batch of one, in which every dimension could carry
+            the data; which of its readings is meant makes no difference for one datum.
 
     Raises:
         InvalidData: Outputs or derivatives are not finite.
@@ -95,10 +103,21 @@ def make_plan(problem: Problem, taken: Capture, x: Inputs, n_data: int) -> Plan:
         candidates = _candidates(taken, [owner for owner in held if owner.slot == i], n_data)
         passed = [c for c in candidates if _holds(problem, i, c, taken, probe, expected)]
         if passed:
-            plan.append(replace(passed[0], proven=len(passed) == 1 and bool(expected.any())))
+            told = (repeated or len(passed) == 1) and bool(expected.any())
+            plan.append(replace(passed[0], proven=told and _anchored(passed[0], taken, n_data)))
         else:
             plan.append(_prove_fallback(problem, i, x, probe, expected))
     return tuple(plan)
+
+
+def _anchored(explanation: Explanation, taken: Capture, n_data: int) -> bool:
+    """Whether every use sees the batch itself in its first dimension.
+
+    Where it sees another number of rows (views, time first, tokens routed to experts), which row belongs to which
+    datum may be decided by the data: such a plan is right for its batch and is proven anew for the next.
+    """
+    terms = explanation.terms
+    return all(t.reading is Reading.LEADING and taken.uses[t.use].x.shape[0] == n_data for t in terms)
 
 
 def unused_still(plan: Plan, problem: Problem, taken: Capture) -> bool:
