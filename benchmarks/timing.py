@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -178,8 +179,6 @@ def _peak_resident() -> int:
 
 def _forget_peak() -> int:
     """Resident bytes now; on Linux the peak starts anew from here."""
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass
     return _status("VmRSS:") or _peak_resident()

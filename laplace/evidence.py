@@ -16,6 +16,7 @@ from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.fitting import Fit
 from laplace.likelihoods.base import Likelihood
 from laplace.prior import GaussianPrior
+from laplace.structures.algebra import kept_for_later
 from laplace.structures.base import Precision
 
 
@@ -46,7 +47,8 @@ class Evidence:
     @cached_property
     def precision(self) -> Precision:
         """P."""
-        return self.fit.curvature.precision(self.weights, self.prior, **self.options)
+        with kept_for_later():
+            return self.fit.curvature.precision(self.weights, self.prior, **self.options)
 
     @property
     def weights(self) -> Tensor:

@@ -116,7 +116,8 @@ class ParametricLaplace(WeightPosterior):
         """Outputs of the network under sampled weights, `[S, B, C]`."""
         thetas = self._theta_samples(n_samples, generator)
         self.check_unchanged()
-        return latent.sampled(self.backend, thetas, self.mean, x, model_kwargs, create_graph=self.enable_backprop)
+        run = latent.sampler(self.backend, self.mean, x, model_kwargs, create_graph=self.enable_backprop)
+        return run(thetas)
 
     def _theta_samples(self, n_samples: int, generator: torch.Generator | None) -> Tensor:
         """Samples of the treated parameters, `[S, P]`."""

@@ -272,6 +272,8 @@ class WeightPosterior(BaseLaplace):
 
     def posterior(self) -> Precision:
         """The posterior precision with its factorisation, kept until a hyper-parameter or the fit changes."""
+        if torch.is_inference_mode_enabled():  # what a precision computes in this mode is of no use to autograd later
+            return self.evidence().precision
         hypers = (self._prior_precision, self._sigma_noise, self._temperature)
         key = (self.fitted(), *((t, t._version) for t in hypers))
         if self._posterior is None or not _same(self._posterior[0], key):

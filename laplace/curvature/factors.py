@@ -23,7 +23,8 @@ class OuterBlock(Block):
         g: Output gradients `[K, B, T, G, O]`; `[K, 1, 1, 1, K]`, an identity, for a head whose outputs are f.
         n_data: B.
         input_first: The tensor's layout is (G·I, O) instead of (G·O, I): transposed convolutions.
-        identity: g is the identity: the layer's outputs are the network's.
+        identity: g is the identity, in some basis: the layer's outputs are the network's.
+        rotated: The basis is another one, or only some of its rows are treated.
     """
 
     a: Tensor | None
@@ -31,6 +32,7 @@ class OuterBlock(Block):
     n_data: int
     input_first: bool = False
     identity: bool = False
+    rotated: bool = False
 
     @property
     def groups(self) -> int:
@@ -79,14 +81,16 @@ class OuterBlock(Block):
     def project(self, output_basis: Tensor | None, input_basis: Tensor | None) -> OuterBlock:
         """The block in other bases: g U_g `[G, O, O']` and a U_a `[G, I, I']`; None leaves a side as it is."""
         a = self.a if self.a is None or input_basis is None else _rotate(self.a, input_basis)
-        return replace(self, a=a, g=self.g if output_basis is None else _rotate(self.g, output_basis))
+        if output_basis is None:
+            return replace(self, a=a)
+        return replace(self, a=a, g=_rotate(self.g, output_basis), rotated=True)
 
     def restrict(self, rows: Tensor | None, cols: Tensor | None) -> OuterBlock:
         """The sub-matrix rows × columns of an ungrouped weight."""
         outputs, inputs = (cols, rows) if self.input_first else (rows, cols)
         g = self.g if outputs is None else self.g[..., outputs]
         a = self.a if inputs is None or self.a is None else self.a[..., inputs]
-        return replace(self, a=a, g=g)
+        return replace(self, a=a, g=g, rotated=self.rotated or outputs is not None)
 
     def _matrix(self, weights: Tensor) -> Tensor:
         """Weights `[p]` as `[G, O, I]`."""
@@ -110,6 +114,18 @@ class OuterBlock(Block):
         g = self.g[:, :, 0].square()
         g = g if apart else g.sum(0, keepdim=True)
         return torch.einsum(f"kbgo,bgi->{order}", g.expand(-1, self.n_data, -1, -1), self.a[:, 0].square()).flatten(1)
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        if self.n_positions > 1:
+            return super().apply(vectors)
+        steps = torch.stack([self._matrix(vector) for vector in vectors])  # [S, G, O, I]
+        if self.a is None:
+            outputs = steps[:, None, ..., 0].expand(-1, self.n_data, -1, -1)
+        else:
+            outputs = torch.einsum("bgi,sgoi->sbgo", self.a[:, 0], steps)
+        if self.identity and not self.rotated:
+            return outputs.flatten(2)
+        return torch.einsum("kbgo,sbgo->sbk", self.g[:, :, 0].expand(-1, self.n_data, -1, -1), outputs)
 
     def weighted_norms(self, weights: Tensor) -> Tensor:
         if self.n_positions > 1:

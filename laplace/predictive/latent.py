@@ -83,22 +83,19 @@ def with_noise(gaussian: Gaussian, sigma: Tensor) -> Gaussian:
     return Gaussian(gaussian.mean, gaussian.covariance + torch.diag(noise))
 
 
-def sampled(
-    interface: CurvatureInterface,
-    thetas: Tensor,
-    mean: Tensor,
-    x: Inputs,
-    model_kwargs: dict[str, Any],
-    *,
-    create_graph: bool = False,
-) -> Tensor:
-    """Outputs `[S, B, C]` of the network at sampled weights, none of which is ever written into the model.
+Sampler = Callable[[Tensor], Tensor]
+"""Maps weights `[S, P]` to outputs `[S, B, C]`."""
+
+
+def sampler(
+    interface: CurvatureInterface, mean: Tensor, x: Inputs, model_kwargs: dict[str, Any], *, create_graph: bool = False
+) -> Sampler:
+    """Outputs of the network on x at sampled weights, none of which is ever written into the model.
 
     A head on frozen features is linear in its weights, so that one pass of the trunk serves all samples.
 
     Args:
         interface: Knows the problem.
-        thetas: `[S, P]`.
         mean: θ*, `[P]`.
         x: Inputs of B data.
         model_kwargs: Further arguments of the model.
@@ -109,13 +106,16 @@ def sampled(
     if problem.head is not None and not model_kwargs:
         parts = list(interface.jacobian(x, create_graph=create_graph))
         if parts and all(jacobian.is_head for jacobian, _ in parts):
-            return torch.cat([_at_samples(jacobian, f, thetas - mean) for jacobian, f in parts], 1)
+            return lambda thetas: torch.cat([_at_samples(jacobian, f, thetas - mean) for jacobian, f in parts], 1)
     problem = _with_arguments(problem, model_kwargs)
     x = x if create_graph else detached(x)
-    with lent(problem.module):
-        outputs = [problem.run(problem.substituted(theta), x) for theta in thetas]
-    stacked = torch.stack(outputs)
-    return stacked.to(_dtype(stacked))
+
+    def run(thetas: Tensor) -> Tensor:
+        with lent(problem.module):
+            stacked = torch.stack([problem.run(problem.substituted(theta), x) for theta in thetas])
+        return stacked.to(_dtype(stacked))
+
+    return run
 
 
 def moments(samples: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,11 @@ from laplace.errors import CurvatureError
 
 _NEGATIVE = 1e-3
 """Relative size from which a negative eigenvalue is no rounding error of float32 sums."""
+
+
+def kept_for_later() -> AbstractContextManager[object]:
+    """Leaves inference mode, if it is on, to compute what is kept: autograd could never use tensors made in it."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,13 +27,15 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         CurvatureError: The matrix is indefinite beyond rounding, or not finite.
     """
-    values, vectors = torch.linalg.eigh(_checked(matrix))
-    return _clamped(values), vectors
+    with kept_for_later():
+        values, vectors = torch.linalg.eigh(_checked(matrix))
+        return _clamped(values), vectors
 
 
 def eigvalsh(matrix: Tensor) -> Tensor:
     """Eigenvalues only, at a fraction of the cost of `eigh`."""
-    return _clamped(torch.linalg.eigvalsh(_checked(matrix)))
+    with kept_for_later():
+        return _clamped(torch.linalg.eigvalsh(_checked(matrix)))
 
 
 def _checked(matrix: Tensor) -> Tensor:

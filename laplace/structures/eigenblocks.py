@@ -141,7 +141,8 @@ class Spectra:
     @cached_property
     def flat(self) -> Tensor:
         """All eigenvalues, `[P]`: an evidence step with a scalar prior is one pass over them."""
-        return torch.cat([spectrum.values for spectrum in self.blocks]).to(self.dtype)
+        with algebra.kept_for_later():
+            return torch.cat([spectrum.values for spectrum in self.blocks]).to(self.dtype)
 
 
 def _times(folded: Tensor, basis: Tensor) -> Tensor:

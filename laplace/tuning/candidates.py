@@ -77,13 +77,13 @@ class Candidates:
     def _sampled(self, x: Inputs) -> tuple[Callable[[int], Prediction], Tensor]:
         la, options = self.la, self.options
         noise = standard_normal((options.n_samples, len(la.mean)), la.mean, self._draws())
-        at_mode = latent.sampled(la.backend, la.mean.unsqueeze(0), la.mean, x, {})[0]
+        run = latent.sampler(la.backend, la.mean, x, {})
 
         def predict(i: int) -> Prediction:
             precision = la.evidence(prior_precision=self.grid[i : i + 1]).precision
-            samples = latent.sampled(la.backend, la.mean + precision.sample(noise), la.mean, x, {})
+            samples = run(la.mean + precision.sample(noise))
             if la.likelihood_object.has_noise:
                 return latent.moments(samples)
             return la.likelihood_object.inverse_link(samples).mean(0)
 
-        return predict, at_mode
+        return predict, run(la.mean.unsqueeze(0))[0]

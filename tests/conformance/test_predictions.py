@@ -29,7 +29,7 @@ def covariance_of(la: ParametricLaplace) -> Tensor:
 
 def latent_of(la: ParametricLaplace, x: Any, form: str) -> Gaussian:
     """The latent Gaussian before any link."""
-    return latent.linearised(la.backend, la.posterior(), x, form)
+    return latent.linearised(la.backend, la.posterior(), x, form, create_graph=la.enable_backprop)
 
 
 @pytest.mark.parametrize("case", by_turns() + few("last_layer", "random", "rectangle", "mixed"))
@@ -184,8 +184,11 @@ def test_gradients_switched_off_change_nothing(case: Case, mode: Any) -> None:
     torch.manual_seed(0)
     for actual, wanted in zip(numbers(la, case.problem.x), expected, strict=True):
         assert_close(actual, wanted, "algebra")
-    la.prior_precision = torch.ones(1, dtype=torch.float64, requires_grad=True)
-    la.log_marginal_likelihood().backward()
+    for prior, _ in priors(case).values():
+        la.prior_precision = prior.clone().requires_grad_()
+        la.log_marginal_likelihood().backward()
+    la.enable_backprop, la.prior_precision = True, 2.0
+    latent_of(la, case.problem.x.clone().requires_grad_(), "full").covariance.sum().backward()
 
 
 def test_options_without_meaning_are_refused() -> None:
