@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 _SYMMETRIC_BLOCK = 256
+"""Width of the blocks of which the lower ones are mirrored instead of computed."""
+
+_ROWS = 8192
+"""Rows whose products are added up within one matrix product."""
+
+_NARROW = 64
+"""Width up to which transposing a part in cache beats a matrix product with a tall operand."""
 
 
 def add_gram(total: Tensor, x: Tensor, sign: float = 1.0) -> None:
@@ -26,14 +34,24 @@ def mirror(total: Tensor) -> Tensor:
 def gram(x: Tensor) -> Tensor:
     """xᵀx of `[N, D]`, at little more than half the cost of the product."""
     total = x.new_zeros(x.shape[1], x.shape[1])
-    add_gram(total, x)
+    parts = x.split(_ROWS)
+    for part in parts:
+        # A product over millions of rows adds them up one by one in float32 (an error of 1e-3 for narrow matrices);
+        # partial products that are formed apart and then added do not lose that.
+        partial = total if len(parts) == 1 else torch.zeros_like(total)
+        add_gram(partial, part)
+        total = partial if len(parts) == 1 else total + partial
     return mirror(total)
 
 
 def group_gram(x: Tensor) -> Tensor:
     """Σ x xᵀ over all but the last two dimensions of `[..., G, D]`, `[G, D, D]`."""
     groups, width = x.shape[-2:]
-    if groups == 1:
+    if groups == 1 and width > _NARROW:
         return gram(x.reshape(-1, width)).unsqueeze(0)
-    flat = x.reshape(-1, groups, width).permute(1, 2, 0)
-    return flat @ flat.transpose(1, 2)
+    rows = x.reshape(-1, *x.shape[-3:]) if x.ndim > 3 else x.unsqueeze(1)  # [N, T, G, D]
+    total = x.new_zeros(groups, width, width)
+    for part in rows.split(max(1, _ROWS // rows.shape[1])):
+        flat = part.permute(2, 3, 0, 1).flatten(2)
+        total += flat @ flat.transpose(1, 2)
+    return total

@@ -83,6 +83,8 @@ class OuterBlock(Block):
         a = self.a if self.a is None or input_basis is None else _rotate(self.a, input_basis)
         if output_basis is None:
             return replace(self, a=a)
+        if self.identity and not self.rotated:
+            return replace(self, a=a, g=output_basis[0][:, None, None, None, :], rotated=True)
         return replace(self, a=a, g=_rotate(self.g, output_basis), rotated=True)
 
     def restrict(self, rows: Tensor | None, cols: Tensor | None) -> OuterBlock:

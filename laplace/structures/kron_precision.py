@@ -111,14 +111,18 @@ class KronPrecision(Precision):
                 found.append((spectrum.cast(self.prior.precision.dtype), values.to(self.prior.precision.dtype)))
             return tuple(found)
 
+    @cached_property
+    def _variances(self) -> tuple[Tensor, ...]:
+        return tuple(1 / values for _, values in self._posterior)
+
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         return jacobian.sum_over_blocks(
-            lambda i, block: self._posterior[i][0].project(block).weighted_gram(1 / self._posterior[i][1])
+            lambda i, block: self._posterior[i][0].project(block).weighted_gram(self._variances[i])
         )
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
         return jacobian.sum_over_blocks(
-            lambda i, block: self._posterior[i][0].project(block).weighted_norms(1 / self._posterior[i][1])
+            lambda i, block: self._posterior[i][0].project(block).weighted_norms(self._variances[i])
         )
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:

@@ -20,7 +20,8 @@ class Subnetwork(Weights):
 
     Args:
         model: The network.
-        indices: `[p]` distinct int64 positions in the flattened trainable parameters.
+        indices: `[p]` distinct int64 positions in the flattened trainable parameters; in whatever order they are
+            given, means, priors and curvatures of the subnetwork are in ascending order.
         forward_fn: How to call it.
 
     Raises:
