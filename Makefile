@@ -1,6 +1,5 @@
 # PYTHON: an interpreter that has everything already; without it a virtual environment is made in .venv.
-# PIP_ARGS: more arguments for pip, e.g. --extra-index-url https://download.pytorch.org/whl/cpu where the package
-# index serves CUDA builds of torch only.
+# PIP_ARGS: more arguments for pip, e.g. --extra-index-url of an index with CPU builds of torch.
 BASE_PYTHON ?= python3
 PIP_ARGS ?=
 WORKERS ?= 2

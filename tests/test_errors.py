@@ -363,7 +363,7 @@ BAD_TUNING: list[tuple[dict[str, Any], str]] = [
     ({"method": "magic"}, "'marglik', 'gridsearch' and 'CV'"),
     ({"method": "gridsearch"}, "val_loader"),
     ({"method": "CV"}, "val_loader"),
-    ({"method": "gridsearch", "val_loader": grid.batches(), "prior_structure": "diag"}, "marglik"),
+    ({"method": "gridsearch", "val_loader": grid.batches(), "prior_structure": "blocks"}, "layerwise"),
     ({"method": "gridsearch", "val_loader": grid.batches(), "loss": "nll"}, "loss must be"),
     ({"method": "gridsearch", "val_loader": grid.batches(), "grid_size": 0}, "grid_size"),
     ({"method": "gridsearch", "val_loader": grid.batches(), "pred_type": "gp"}, "pred_type"),

@@ -56,22 +56,19 @@ def choose_prior_precision(la: ParametricLaplace, options: TuningOptions) -> Ten
                 TuningWarning,
                 stacklevel=3,
             )
-        start = initial_precision(options.init_prior_prec, options.prior_structure, la.problem.layout, la.prior_mean)
+        start = spread(options.init_prior_prec, options.prior_structure, la.problem.layout, la.prior_mean)
         return maximise_evidence(la, start, options.n_steps, options.lr, progress_bar=options.progress_bar)
     if options.method in (TuningMethod.GRIDSEARCH, TuningMethod.CV):
         if options.val_loader is None:
             raise InvalidArgument(f"method={options.method!r} needs val_loader=, the validation data.")
-        if options.prior_structure != PriorStructure.SCALAR:
-            raise InvalidArgument(
-                f"method={options.method!r} searches scalar prior precisions; prior_structure="
-                f"{options.prior_structure!r} needs method='marglik'."
-            )
-        return search_grid(la, options)
+        # One value is searched, whatever the structure it is then written in: the posterior is the same.
+        spread(1.0, options.prior_structure, la.problem.layout, la.prior_mean)
+        return spread(search_grid(la, options), options.prior_structure, la.problem.layout, la.prior_mean)
     raise InvalidArgument(f"method={options.method!r}; accepted are 'marglik', 'gridsearch' and 'CV'.")
 
 
-def initial_precision(init: float | Tensor, structure: str, layout: Layout, like: Tensor) -> Tensor:
-    """Where the search starts: a vector keeps its structure, a scalar is spread over the asked one.
+def spread(init: float | Tensor, structure: str, layout: Layout, like: Tensor) -> Tensor:
+    """A prior precision in the asked structure: a vector keeps its own, a scalar is spread over it.
 
     Raises:
         InvalidArgument: Unknown structure, or a vector whose length fits nothing.

@@ -25,8 +25,7 @@ SMOOTH = (
     "attention_time_major",
     "bare_parameter",
     "functional_reuse",
-    "lstm",
-    "pair_cat",
+    "gru",
 )
 
 

@@ -51,7 +51,7 @@ def test_evidence_of_the_exact_curvature(case: Case, kind: str) -> None:
     assert_close(la.log_marginal_likelihood(), dense.evidence, "backend")
 
 
-@pytest.mark.parametrize("case", few())
+@pytest.mark.parametrize("case", few("all", "last_layer", "mixed"))
 def test_posterior_under_priors_of_every_form(case: Case) -> None:
     la = case.fit()
     for given, _ in priors(case).values():

@@ -300,6 +300,17 @@ def test_running_metrics(weights: str, name: str) -> None:
     assert_argmin(la, scored(make(), la, likelihood))
 
 
+@pytest.mark.parametrize("structure", ["layerwise", "diag"])
+def test_the_best_scalar_is_written_in_the_asked_structure(structure: str) -> None:
+    la = grid.fitted("all", "kron")
+    quiet(la, val_loader=validation("classification"))
+    scalar, probabilities = la.prior_precision, la(X)
+    quiet(la, val_loader=validation("classification"), prior_structure=structure)
+    assert la.prior_precision.numel() == (la.n_layers if structure == "layerwise" else la.n_params)
+    assert torch.equal(la.prior_precision, scalar.expand_as(la.prior_precision))
+    torch.testing.assert_close(la(X), probabilities)
+
+
 def test_order_of_the_grid_does_not_matter() -> None:
     """With a metric that is never reset the first candidates would count in all later ones."""
     la = grid.fitted("all", "kron")
