@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from laplace.curvature.blocks import Block, PickedBlock, SumBlock
 from laplace.curvature.factors import IndexBlock, OuterBlock
-from laplace.curvature.native.layers import rule_for
+from laplace.curvature.native.capture import Use
+from laplace.curvature.native.layers import Reading, rule_for
 from laplace.enums import FeatureReduction
 from laplace.errors import CurvatureError
 from laplace.weights.problem import Problem, Slot
 
-if TYPE_CHECKING:
-    from laplace.curvature.native.capture import Use
-    from laplace.curvature.native.plan import Term
+
+@dataclass(frozen=True)
+class Term:
+    """One use of a tensor: the n-th captured call, the attribute that holds the tensor, the data's dimension."""
+
+    use: int
+    attribute: str
+    reading: Reading
 
 
 def block_of(
@@ -86,6 +92,3 @@ def select(block: Block, slot: Slot) -> Block:
         sliced = block.restrict(selection.rows, selection.cols)
         return sliced if selection.index is None else PickedBlock(sliced, selection.index)
     return PickedBlock(block, slot.entries)
-
-
-__all__ = ["block_of", "reduce_features", "select"]

@@ -19,23 +19,14 @@ import torch
 from torch import Tensor
 
 from laplace.batch import Inputs
-from laplace.curvature.native.capture import Capture, Owner, Use, owners
+from laplace.curvature.native.capture import Capture, Owner, owners
 from laplace.curvature.native.fallback import Rung, per_sample
 from laplace.curvature.native.layers import Reading, rule_for
-from laplace.curvature.native.pieces import block_of
+from laplace.curvature.native.pieces import Term, block_of
 from laplace.errors import CurvatureError, InvalidData
 from laplace.weights.problem import Problem
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
-
-
-@dataclass(frozen=True)
-class Term:
-    """One use of a tensor: the n-th captured call, the attribute that holds the tensor, the data's dimension."""
-
-    use: int
-    attribute: str
-    reading: Reading
 
 
 @dataclass(frozen=True)
@@ -216,6 +207,3 @@ def _prove_fallback(problem: Problem, slot: int, x: Inputs, probe: _Probe, expec
         "datum depends on the others. A BatchNorm without running statistics does that in evaluation mode, and so "
         "does a model whose inputs do not carry the data in their first dimension."
     )
-
-
-__all__ = ["Explanation", "Plan", "Term", "Use", "block_dtype", "close", "make_plan"]
