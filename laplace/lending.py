@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +78,7 @@ class _State:
         self.module = module
         self.training = module.training
         self.attributes = dict(module.__dict__)
+        self.contents = [(v, copy.copy(v)) for k, v in self.attributes.items() if k not in _OWN and _is_container(v)]
         self.buffers = dict(module._buffers.items())
         self.values = [(b, b._version, b.detach().clone()) for b in self.buffers.values() if _is_counted(b)]
 
@@ -86,6 +88,8 @@ class _State:
         for name in own.keys() - self.attributes.keys():
             del own[name]
         own.update(self.attributes)
+        for container, content in self.contents:
+            _refill(container, content)
         self.module.training = self.training
         for name in self.module._buffers.keys() - self.buffers.keys():
             del self.module._buffers[name]
@@ -101,3 +105,20 @@ class _State:
 def _is_counted(buffer: Tensor | None) -> TypeGuard[Tensor]:
     """Whether autograd counts the writes to a buffer; inference tensors cannot be written to outside of their mode."""
     return buffer is not None and not buffer.is_inference()
+
+
+_OWN = frozenset(nn.Module().__dict__)
+"""Attributes of every module: tables of its parameters, submodules and hooks."""
+
+
+def _is_container(value: object) -> bool:
+    return type(value) in (list, dict, set)
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Gives a list, dict or set of the model the entries that it had."""
+    container.clear()
+    if isinstance(container, list):
+        container.extend(content)
+    else:
+        container.update(content)

@@ -106,7 +106,7 @@ class ParametricLaplace(WeightPosterior):
         if joint and link == LinkApprox.MC:
             samples = self._latent(x, "joint").sample(n_samples, generator)
             return likelihood.inverse_link(samples).mean(0)
-        diagonal = diagonal_output or latent.needs_variances_only(link)
+        diagonal = latent.needs_variances_only(link) or (diagonal_output and link == LinkApprox.MC)
         gaussian = self._latent(x, "diagonal" if diagonal else "full")
         return likelihood.predict(gaussian.mean, gaussian.covariance, link, n_samples, generator)
 

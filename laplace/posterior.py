@@ -103,13 +103,22 @@ class WeightPosterior(BaseLaplace):
     def backend(self) -> CurvatureInterface:
         """The curvature backend, made on first use."""
         if self._interface is None:
-            self._interface = self._make_interface(self.problem)
+            self._interface = self.backend_cls(self.problem, self.likelihood_object, **self.backend_kwargs)
         return self._interface
 
-    def _make_interface(self, problem: Problem) -> CurvatureInterface:
+    def _fitting_interface(self, problem: Problem, *, go_on: bool) -> CurvatureInterface:
+        """A backend for a fit: one that keeps a term per output under a vector noise.
+
+        Args:
+            problem: What it sees.
+            go_on: Whether data are added, with the former fit's backend, whose random draws go on.
+        """
         options = dict(self.backend_kwargs)
         if self.sigma_noise.numel() > 1:
             options.setdefault("split_outputs", True)
+        former = self._interface
+        if go_on and former is not None and former.split_outputs == options.get("split_outputs", False):
+            return former
         return self.backend_cls(problem, self.likelihood_object, **options)
 
     @property
@@ -159,11 +168,12 @@ class WeightPosterior(BaseLaplace):
             if self.weights.problem is None:
                 x, train_loader = fitting.first_inputs(train_loader, self.dict_key_y, self._like.device)
                 problem = self.weights.discover(x)
-                self._prior_precision = self._checked_prior("prior_precision", self._prior_precision)
-                self._prior_mean = self._checked_mean(self._prior_mean)
             else:
                 problem = self.problem
-            interface = self._make_interface(problem)
+            # Their lengths could not be checked while the last layer was unknown.
+            self._prior_precision = self._checked_prior("prior_precision", self._prior_precision)
+            self._prior_mean = self._checked_mean(self._prior_mean)
+            interface = self._fitting_interface(problem, go_on=not override)
             # A noise that this kind of curvature cannot take is refused before the data are read, not after.
             self.likelihood_object.curvature_scale(self.backend_cls.kind, self.sigma_noise, self.temperature)
             new = fitting.accumulate(

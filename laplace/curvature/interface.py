@@ -54,7 +54,7 @@ class KronBlock:
     """How the curvature of one tensor is held: by keys into `KronParts.factors`.
 
     Attributes:
-        kind: `"kron"`, `"dense"` or `"diag"`.
+        kind: `"kron"`, `"dense"`, `"diag"`, or `"unused"`: zero, and added to any other kind.
         size: Number of treated entries.
         output: Key of the output side, or of the dense or diagonal block.
         input: Key of the input side, or None (a bias: 1).
@@ -70,6 +70,14 @@ class KronBlock:
     positions: str | None = None
     input_first: bool = False
     index: Tensor | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Keys of the factors that the block reads."""
+        return tuple(key for key in (self.output, self.input, self.positions) if key is not None)
+
+
+UNUSED = "unused"
 
 
 class CurvatureInterface(ABC):  # noqa: B024  (no primitive is required of a backend)

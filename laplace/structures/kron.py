@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace.batch import Inputs
-from laplace.curvature.interface import BatchSummary, CurvatureInterface, KronBlock, KronParts
+from laplace.curvature.interface import UNUSED, BatchSummary, CurvatureInterface, KronBlock, KronParts
 from laplace.curvature.jacobian import Jacobian
 from laplace.errors import InvalidData
 from laplace.layout import Layout
@@ -67,13 +67,10 @@ class KronCurvature(Curvature):
         if not isinstance(other, KronCurvature):
             return NotImplemented
         mine, yours = self.parts.factors, other.parts.factors
-        if mine.keys() != yours.keys():
-            raise InvalidData(
-                "Kronecker factors of two sets of data do not match: another rule explained "
-                f"{sorted(mine.keys() ^ yours.keys())}. Give batches of the same form (a batch of one datum among "
-                "larger ones can do this: drop_last=True)."
-            )
-        return KronCurvature(KronParts({key: mine[key] + yours[key] for key in mine}, self.parts.blocks))
+        blocks = tuple(_either(a, b) for a, b in zip(self.parts.blocks, other.parts.blocks, strict=True))
+        keys = dict.fromkeys(key for block in blocks for key in block.reads)
+        factors = {key: _added(mine.get(key), yours.get(key)) for key in keys}
+        return KronCurvature(KronParts(factors, blocks))
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> KronPrecision:
         return KronPrecision(self.spectra(weights), weights, prior, damping=bool(options.get("damping", False)))
@@ -114,7 +111,7 @@ class KronCurvature(Curvature):
         factors = self.parts.factors
         terms = factors[block.output].double()
         total = terms[0] if weights is None else torch.tensordot(weights.double(), terms, 1)
-        if block.kind == "diag":
+        if block.kind in ("diag", UNUSED):
             return diag_spectrum(total)
         if block.kind == "dense":
             return dense_spectrum(total)
@@ -160,4 +157,22 @@ class KronCurvature(Curvature):
         return self
 
 
-_FORMS = {"kron": "Kronecker factors", "dense": "exact dense block", "diag": "exact diagonal"}
+_FORMS = {"kron": "Kronecker factors", "dense": "exact dense block", "diag": "exact diagonal", UNUSED: "zero"}
+
+
+def _either(a: KronBlock, b: KronBlock) -> KronBlock:
+    """The form of a block of two sets of data, of which one may not have needed it."""
+    if UNUSED in (a.kind, b.kind):
+        return b if a.kind == UNUSED else a
+    if a.reads != b.reads:
+        raise InvalidData(
+            f"Kronecker factors of two sets of data do not match: different rules explained {a.output!r} and "
+            f"{b.output!r}. Give batches of the same form, or use hessian_structure='diag', which has one form only."
+        )
+    return a
+
+
+def _added(a: Tensor | None, b: Tensor | None) -> Tensor:
+    if a is None or b is None:
+        return b if a is None else a  # pyright: ignore[reportReturnType]
+    return a + b

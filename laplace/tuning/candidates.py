@@ -82,7 +82,7 @@ class Candidates:
         def predict(i: int) -> Prediction:
             precision = la.evidence(prior_precision=self.grid[i : i + 1]).precision
             samples = run(la.mean + precision.sample(noise))
-            if la.likelihood_object.has_noise:
+            if la.likelihood_object.latent_prediction and la.likelihood_object.has_noise:
                 return latent.moments(samples)
             return la.likelihood_object.inverse_link(samples).mean(0)
 

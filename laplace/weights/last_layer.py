@@ -19,6 +19,9 @@ from laplace.weights.problem import Problem, Slot
 class LastLayer(Weights):
     """Treats the last linear layer; the trunk runs without a graph, and nothing is copied.
 
+    The features are fixed, also where the layer's weight is tied to the trunk's (to an embedding, say): only its use in
+    the head is random.
+
     Args:
         model: The network, which may be frozen altogether.
         forward_fn: How to call it.
@@ -72,8 +75,7 @@ class LastLayer(Weights):
         tensors = {f"{prefix}{key}": tensor for key, tensor in head.named_parameters()}
         # A head that is frozen altogether is still random; one with a frozen part keeps that part fixed.
         treated = {key: tensor for key, tensor in tensors.items() if tensor.requires_grad} or tensors
-        canonical = {id(tensor): key for key, tensor in self.model.named_parameters()}
-        slots = tuple(Slot(canonical[id(tensor)], tensor.shape) for tensor in treated.values())
+        slots = tuple(Slot(key, tensor.shape) for key, tensor in treated.items())
         return Problem(self.model, slots, self.forward_fn, self.reduction, head=name)
 
     def embed(self, samples: Tensor) -> Tensor:

@@ -121,14 +121,19 @@ class Problem:
         """Present values of the treated entries, `[P]`, detached."""
         return torch.cat([slot.take(self.tensor(slot.name).detach()) for slot in self.slots])
 
+    def detached(self) -> dict[str, Tensor]:
+        """Every parameter by name, detached; of a head also tied ones apart, since its features are fixed."""
+        named = self.module.named_parameters(remove_duplicate=self.head is None)
+        return {name: tensor.detach() for name, tensor in named}
+
     def stand_ins(self) -> dict[str, Tensor]:
         """Detached tensors for every parameter: those of the slots require gradients, the others do not."""
         treated = {slot.name for slot in self.slots}
-        return {name: _plain(tensor).requires_grad_(name in treated) for name, tensor in self.module.named_parameters()}
+        return {name: tensor.requires_grad_(name in treated) for name, tensor in self.detached().items()}
 
     def substituted(self, theta: Tensor) -> dict[str, Tensor]:
         """Detached tensors with the treated entries replaced by `theta`, `[P]`."""
-        tensors = {name: _plain(tensor) for name, tensor in self.module.named_parameters()}
+        tensors = self.detached()
         for slot, values in zip(self.slots, self.layout.split(theta), strict=True):
             whole = tensors[slot.name]
             values = values.to(whole.dtype)
@@ -144,7 +149,8 @@ class Problem:
             InvalidData: The output is not `[B, C]`.
         """
         caller = _Caller(self.module, self.forward_fn)
-        f = functional_call(caller, {f"module.{name}": t for name, t in tensors.items()}, (x,))
+        f = functional_call(caller, {f"module.{name}": t for name, t in tensors.items()}, (x,),
+                            tie_weights=self.head is None)  # fmt: skip
         if f.ndim != 2:
             raise InvalidData(
                 f"the network's output has shape {tuple(f.shape)}; a Laplace approximation needs [B, C]. "

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laplace.curvature.blocks import Block, PickedBlock
 from laplace.curvature.factors import IndexBlock, OuterBlock
-from laplace.curvature.interface import KronBlock, KronParts
+from laplace.curvature.interface import UNUSED, KronBlock, KronParts
 from laplace.curvature.jacobian import Jacobian
 from laplace.gram import add_gram, group_gram
 from laplace.likelihoods.base import OutputHessian
@@ -137,10 +137,12 @@ class Origin:
     Attributes:
         use: Key of the layer's use: a weight and its bias share the output side of one use.
         single: Whether the tensor has one use only, so that its factors are those of KFAC.
+        unused: Whether the batch does not need the tensor, so that another batch says in which form it is held.
     """
 
     use: str
     single: bool
+    unused: bool = False
 
 
 class KronSum:
@@ -169,6 +171,10 @@ class KronSum:
         """Adds weighted blocks whose cotangents begin at term `first` (the first chunk has `first` = 0)."""
         seen: set[str] = set()
         for slot, block in blocks.items():
+            if self.origins[slot].unused:
+                self.blocks[slot] = KronBlock(UNUSED, block.size, f"unused:{slot}")
+                self._put_terms(f"unused:{slot}", block.sum_of_squares(apart=self.n_terms > 1), first)
+                continue
             whole = block.whole if isinstance(block, PickedBlock) else block
             if isinstance(whole, OuterBlock | IndexBlock) and self.origins[slot].single:
                 self._kronecker(slot, whole, first, seen)

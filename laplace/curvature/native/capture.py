@@ -115,6 +115,8 @@ def _hooked(modules: set[nn.Module], uses: list[Use], *, keep_graph: bool) -> It
             uses.append(Use(module, x, get_gradient_edge(output), output.shape))
 
     handles = [module.register_forward_hook(remember) for module in modules]
+    if keep_graph:
+        handles += [module.register_forward_pre_hook(_with_contiguous_gradient) for module in modules]
     try:
         yield
     finally:
@@ -130,3 +132,22 @@ def differentiable_attention(needed: bool) -> Iterator[None]:
         return
     with sdpa_kernel(SDPBackend.MATH):
         yield
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity whose gradient is contiguous: PyTorch's batch norm on the CPU misreads some strides of one datum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].clone(memory_format=torch.contiguous_format)
+
+
+def _with_contiguous_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    del module
+    if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+        return None
+    return (_ContiguousGradient.apply(args[0]), *args[1:])

@@ -202,5 +202,9 @@ def _origins(plan: Plan) -> list[Origin]:
     origins: list[Origin] = []
     for i, explanation in enumerate(plan):
         key = tuple((term.use, term.reading) for term in explanation.terms) or i
-        origins.append(Origin(str(first.setdefault(key, i)), single=len(explanation.terms) == 1))
+        origins.append(
+            Origin(
+                str(first.setdefault(key, i)), single=len(explanation.terms) == 1, unused=explanation.rule == "unused"
+            )
+        )
     return origins

@@ -59,7 +59,7 @@ def per_sample(
 
 def _vmapped(problem: Problem, x: Inputs, cotangents: Tensor, names: list[str]) -> list[Tensor]:
     n_data = cotangents.shape[1]
-    fixed = {name: tensor.detach() for name, tensor in problem.module.named_parameters()}
+    fixed = problem.detached()
     leaves = batches.tensors(x)
     dims = tuple(0 if leaf.ndim and leaf.shape[0] == n_data else None for leaf in leaves)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,11 +105,33 @@ def make_plan(problem: Problem, taken: Capture, x: Inputs, n_data: int, *, repea
 def _anchored(explanation: Explanation, taken: Capture, n_data: int) -> bool:
     """Whether every use sees the batch itself in its first dimension.
 
-    Where it sees another number of rows (views, time first, tokens routed to experts), which row belongs to which
-    datum may be decided by the data: such a plan is right for its batch and is proven anew for the next.
+    Where it sees another number of rows (views, time first, tokens routed to experts), or where rows are indexed on
+    their way to the outputs (a batch sorted by length), which row belongs to which datum may be decided by the data:
+    such a plan is right for its batch and is proven anew for the next.
     """
     terms = explanation.terms
+    if _permutes(taken.f):
+        return False
     return all(t.reading is Reading.LEADING and taken.uses[t.use].x.shape[0] == n_data for t in terms)
+
+
+_INDEXING = ("Index", "Gather", "Scatter", "Sort", "MaskedS", "Put", "Pack", "Unique")
+"""Parts of the names of autograd's nodes that can move rows."""
+
+
+def _permutes(f: Tensor) -> bool:
+    """Whether an operation that can move rows lies between a treated tensor and the outputs."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [f.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if any(part in node.name() for part in _INDEXING):
+            return True
+        waiting.extend(following for following, _ in node.next_functions)
+    return False
 
 
 def unused_still(plan: Plan, problem: Problem, taken: Capture) -> bool:
