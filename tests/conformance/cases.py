@@ -214,6 +214,11 @@ def _rectangle(start: int, shape: torch.Size) -> Tensor:
     return (rows if rows.shape[1] == 1 else rows[:, 1:]).flatten()
 
 
+def has_own_head(problem: Problem) -> bool:
+    """Whether the last layer's Jacobian is the network's: a tied one is random in the head alone."""
+    return problem.head is not None and "tied" not in problem.tags
+
+
 def cases(
     problems: Sequence[Problem] | None = None, weights: Sequence[str] = WEIGHTS, structures: Sequence[str] = ()
 ) -> list[Any]:
@@ -223,7 +228,7 @@ def cases(
         Case(problem, structure, choice)
         for problem in chosen
         for choice in weights
-        if choice != "last_layer" or problem.head is not None
+        if choice != "last_layer" or has_own_head(problem)
         for structure in structures or STRUCTURE_NAMES
     ]
     return [pytest.param(case, id=str(case)) for case in product]
@@ -233,7 +238,7 @@ def thinned(*structures: str) -> list[Any]:
     """Every problem × structure with all weights and with one other choice, by turns."""
     found: list[Any] = []
     for i, problem in enumerate(catalogue.PROBLEMS.values()):
-        others = [choice for choice in WEIGHTS[1:] if choice != "last_layer" or problem.head is not None]
+        others = [choice for choice in WEIGHTS[1:] if choice != "last_layer" or has_own_head(problem)]
         for j, structure in enumerate(structures or STRUCTURE_NAMES):
             found += cases([problem], ["all", others[(i + j) % len(others)]], [structure])
     return found
