@@ -440,10 +440,10 @@ class Counting(nn.Module):
     def __init__(self, calls: list[int]) -> None:
         super().__init__()
         self.net = grid.network()
-        self.calls = calls
+        self.note = calls.append  # not the list itself, whose entries are put back
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls.append(len(x))
+        self.note(len(x))
         return self.net(x)
 
 
