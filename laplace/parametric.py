@@ -72,7 +72,7 @@ class ParametricLaplace(WeightPosterior):
             InvalidArgument: An option is not accepted.
             ModelChangedError: The network was trained further after `fit`.
         """
-        kind = latent.check_options(self.likelihood_object, pred_type, link_approx, n_samples, generator)
+        kind = latent.check_options(pred_type, link_approx, n_samples, generator)
         if observation_noise and not self.likelihood_object.has_noise:
             raise InvalidArgument(
                 f"observation_noise=True, but likelihood={self.likelihood_object.name!r} has no noise."
@@ -150,7 +150,7 @@ class ParametricLaplace(WeightPosterior):
         **model_kwargs: Any,
     ) -> Tensor:
         """Samples of the latent outputs, `[S, B, C]`: per input, or of all inputs together with `joint`."""
-        kind = latent.check_options(self.likelihood_object, pred_type, None, n_samples, generator)
+        kind = latent.check_options(pred_type, None, n_samples, generator)
         with torch.inference_mode(False), torch.set_grad_enabled(self.enable_backprop):
             if kind == PredType.NN:
                 return self._nn_samples(x, n_samples, generator, model_kwargs)

@@ -18,7 +18,6 @@ from laplace.enums import PredType
 from laplace.errors import InvalidArgument, InvalidData, InvalidType
 from laplace.gaussian import Gaussian
 from laplace.lending import lent
-from laplace.likelihoods.base import Likelihood
 from laplace.predictive.links import LINKS
 from laplace.structures.base import Precision
 from laplace.weights.problem import Problem
@@ -178,7 +177,6 @@ def refuse_model_kwargs(model_kwargs: dict[str, Any]) -> None:
 
 
 def check_options(
-    likelihood: Likelihood,
     pred_type: PredType | str,
     link_approx: str | None,
     n_samples: int,
@@ -201,5 +199,4 @@ def check_options(
         raise InvalidType(f"generator must be a torch.Generator; {type(generator).__name__} was given.")
     if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 1:
         raise InvalidArgument(f"n_samples={n_samples}; it must be a positive integer.")
-    del likelihood
     return PredType(pred_type)

@@ -33,7 +33,7 @@ class Candidates:
     """
 
     def __init__(self, la: ParametricLaplace, grid: Tensor, options: TuningOptions) -> None:
-        latent.check_options(la.likelihood_object, options.pred_type, options.link_approx, options.n_samples, None)
+        latent.check_options(options.pred_type, options.link_approx, options.n_samples, None)
         la.check_unchanged()
         self.la = la
         self.grid = grid

@@ -1,0 +1,31 @@
+"""Symmetric products: equal to xᵀx, also in float32 for matrices of millions of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from laplace.gram import add_gram, gram, group_gram, mirror
+from tests.reference.compare import assert_close
+
+
+@pytest.mark.parametrize("width", [1, 70, 256, 600])
+def test_products_equal_the_plain_ones(width: int) -> None:
+    x = torch.randn(40, width, dtype=torch.float64)
+    assert_close(gram(x), x.T @ x, "algebra")
+    running = x.T @ x
+    add_gram(running, x, sign=-1.0)
+    assert_close(mirror(running), torch.zeros(width, width), "algebra")
+
+
+@pytest.mark.parametrize("shape", [(7, 3, 5), (4, 3, 2, 5), (2, 4, 3, 1, 5), (9000, 2, 1, 3), (9000, 1, 70)])
+def test_products_of_groups(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=torch.float64)
+    assert_close(group_gram(x), torch.einsum("...gi,...gj->gij", x, x), "algebra")
+
+
+@pytest.mark.parametrize("width", [6, 80])
+def test_rows_of_a_tall_float32_matrix_are_not_added_up_one_by_one(width: int) -> None:
+    x = torch.randn(2_000_000 if width == 6 else 100_000, 1, width) + 0.5
+    exact = torch.einsum("...gi,...gj->gij", x.double(), x.double())
+    assert float((group_gram(x) - exact).norm() / exact.norm()) < 2e-6
