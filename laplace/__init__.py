@@ -30,6 +30,7 @@ from laplace.named import (  # noqa: E402
     SubnetLaplace,
 )
 from laplace.parametric import ParametricLaplace  # noqa: E402
+from laplace.training import OnlineLaplace, marglik_training  # noqa: E402
 
 __all__ = [
     "BaseLaplace",
@@ -48,10 +49,12 @@ __all__ = [
     "Laplace",
     "Likelihood",
     "LinkApprox",
+    "OnlineLaplace",
     "ParametricLaplace",
     "PredType",
     "PriorStructure",
     "SubnetLaplace",
     "SubsetOfWeights",
     "TuningMethod",
+    "marglik_training",
 ]

@@ -35,7 +35,8 @@ RANKS = {
     3: ["base", "posterior", "parametric"],
     4: ["named"],
     5: ["factory"],
-    6: ["compat", "plotting"],
+    6: ["compat", "plotting", "training"],
+    7: ["integrations"],
 }  # fmt: skip
 RANK = {name: rank for rank, names in RANKS.items() for name in names}
 

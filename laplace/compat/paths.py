@@ -63,6 +63,7 @@ TABLE: dict[str, Mapping[str, str]] = {
     "laplace.subnetlaplace": _at(
         "laplace.named", "SubnetLaplace FullSubnetLaplace KronSubnetLaplace DiagSubnetLaplace"
     ),
+    "laplace.marglik_training": _at("laplace.training.marglik", "marglik_training"),
     "laplace.utils": {
         **_HELPERS,
         **_EXTRACTOR,

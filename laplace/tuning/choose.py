@@ -67,8 +67,10 @@ def choose_prior_precision(la: ParametricLaplace, options: TuningOptions) -> Ten
     raise InvalidArgument(f"method={options.method!r}; accepted are 'marglik', 'gridsearch' and 'CV'.")
 
 
-def spread(init: float | Tensor, structure: str, layout: Layout, like: Tensor) -> Tensor:
+def spread(init: float | Tensor, structure: str, layout: Layout, like: Tensor, name: str = "init_prior_prec") -> Tensor:
     """A prior precision in the asked structure: a vector keeps its own, a scalar is spread over it.
+
+    `name` is that of the caller's argument, for messages.
 
     Raises:
         InvalidArgument: Unknown structure, or a vector whose length fits nothing.
@@ -80,8 +82,8 @@ def spread(init: float | Tensor, structure: str, layout: Layout, like: Tensor) -
     }
     if structure not in lengths:
         raise InvalidArgument(f"prior_structure={structure!r}; accepted are {list(lengths)}.")
-    value = positive("init_prior_prec", as_tensor("init_prior_prec", init, like=like)).detach().reshape(-1)
+    value = positive(name, as_tensor(name, init, like=like)).detach().reshape(-1)
     if value.numel() == 1:
         return value.repeat(lengths[structure])
-    check_length("init_prior_prec", value, lengths)
+    check_length(name, value, lengths)
     return value

@@ -1,0 +1,1 @@
+"""Bridges to other packages, each imported where it is used."""

@@ -1,0 +1,178 @@
+"""The training loop of online Laplace: `marglik_training`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from tqdm.auto import trange
+
+from laplace import batch as batches
+from laplace.batch import ForwardFn, Inputs
+from laplace.curvature import CurvatureInterface
+from laplace.enums import HessianStructure, Likelihood, PriorStructure
+from laplace.errors import TuningWarning
+from laplace.fitting import without_ignored
+from laplace.likelihoods.base import Likelihood as LikelihoodObject
+from laplace.parametric import ParametricLaplace
+from laplace.training.online import OnlineLaplace, check_counts
+
+
+def marglik_training(
+    model: nn.Module,
+    train_loader: Iterable[Any],
+    likelihood: LikelihoodObject | str = Likelihood.CLASSIFICATION,
+    hessian_structure: HessianStructure | str = HessianStructure.KRON,
+    backend: type[CurvatureInterface] | None = None,
+    optimizer_cls: type[Optimizer] = Adam,
+    optimizer_kwargs: dict[str, Any] | None = None,
+    scheduler_cls: type[LRScheduler] | None = None,
+    scheduler_kwargs: dict[str, Any] | None = None,
+    n_epochs: int = 300,
+    lr_hyp: float = 0.1,
+    prior_structure: PriorStructure | str = PriorStructure.LAYERWISE,
+    n_epochs_burnin: int = 0,
+    n_hypersteps: int = 10,
+    marglik_frequency: int = 1,
+    prior_prec_init: float | Tensor = 1.0,
+    sigma_noise_init: float | Tensor = 1.0,
+    temperature: float = 1.0,
+    fix_sigma_noise: bool = False,
+    progress_bar: bool = False,
+    enable_backprop: bool = False,
+    dict_key_x: str = "input_ids",
+    dict_key_y: str = "labels",
+    *,
+    forward_fn: ForwardFn | None = None,
+    laplace_kwargs: dict[str, Any] | None = None,
+) -> tuple[ParametricLaplace, nn.Module, list[float], list[float]]:
+    """Trains a network together with its prior precision and noise (algorithm 1 of Daxberger et al., 2021).
+
+    The objective is that of `OnlineLaplace.loss`. During training the model is in train mode (submodules that are in
+    eval mode while the model itself is in train mode stay there); afterwards its flags are as they were.
+
+    Args:
+        model: The network; it is trained.
+        train_loader: Batches `(x, y)`, tuples `(x1, …, y)` or mappings with `dict_key_y`, read once per epoch.
+        likelihood: A name or a likelihood object.
+        hessian_structure: Structure of the curvature.
+        backend: Curvature backend, a class; None for the native GGN.
+        optimizer_cls: Optimiser of the weights.
+        optimizer_kwargs: Its options; never written to. A `weight_decay` is not used: the prior is the decay.
+        scheduler_cls: Schedule of its step size, stepped per batch (`ReduceLROnPlateau` per epoch, by the loss).
+        scheduler_kwargs: Its options.
+        n_epochs: Epochs.
+        lr_hyp: Step size of Adam on log δ and log σ.
+        prior_structure: `"scalar"`, `"layerwise"` or `"diag"`.
+        n_epochs_burnin: First epoch, counted from 1, after which the evidence may be estimated.
+        n_hypersteps: Steps on the hyper-parameters per estimate.
+        marglik_frequency: Epochs between estimates.
+        prior_prec_init: δ at the start.
+        sigma_noise_init: σ at the start, one or one per output.
+        temperature: T of the likelihood p(y | f)^(1/T).
+        fix_sigma_noise: Keep σ at its start.
+        progress_bar: Show one, over epochs.
+        enable_backprop: For the posterior that is returned.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
+        forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
+        laplace_kwargs: Further options of the posterior's class (`backend_kwargs`, `damping`, `prior_mean`).
+
+    Returns:
+        The posterior fitted at the largest evidence; the same model with the weights of that moment; the negative log
+        evidences, one per step on the hyper-parameters; the mean objective of every epoch.
+
+    Raises:
+        InvalidArgument: An option is out of range, or the loader can be read only once.
+        InvalidData: A batch cannot be used, or training diverged.
+    """
+    check_counts(n_epochs=n_epochs)
+    online = OnlineLaplace(
+        model, train_loader, likelihood, hessian_structure, backend, lr_hyp=lr_hyp, prior_structure=prior_structure,
+        n_epochs_burnin=n_epochs_burnin, n_hypersteps=n_hypersteps, marglik_frequency=marglik_frequency,
+        prior_prec_init=prior_prec_init, sigma_noise_init=sigma_noise_init, temperature=temperature,
+        fix_sigma_noise=fix_sigma_noise, enable_backprop=enable_backprop, dict_key_x=dict_key_x,
+        dict_key_y=dict_key_y, forward_fn=forward_fn, laplace_kwargs=laplace_kwargs,
+    )  # fmt: skip
+    losses: list[float] = []
+    with torch.inference_mode(False), torch.enable_grad(), _flags_kept(model):
+        optimizer = _without_decay(optimizer_cls([p for p in model.parameters() if p.requires_grad],
+                                                 **(optimizer_kwargs or {})))  # fmt: skip
+        scheduler = None if scheduler_cls is None else scheduler_cls(optimizer, **(scheduler_kwargs or {}))
+        epochs = trange(1, n_epochs + 1, desc="online Laplace", disable=not progress_bar)
+        for epoch in epochs:
+            if not model.training:
+                model.train()
+            losses.append(_train_epoch(online, optimizer, scheduler))
+            evidence = online.step(epoch)
+            if evidence is not None:
+                epochs.set_postfix(loss=losses[-1], log_evidence=evidence)
+        optimizer.zero_grad()
+    return online.finish(), model, online.margliks, losses
+
+
+def _train_epoch(online: OnlineLaplace, optimizer: Optimizer, scheduler: LRScheduler | None) -> float:
+    """One pass over the data; the mean objective."""
+    by_loss = scheduler if isinstance(scheduler, ReduceLROnPlateau) else None
+    total, count = 0.0, 0
+    for batch in online.train_loader:
+        x, y = batches.split(batch, online.la.dict_key_y)
+        kept = without_ignored(x, y, online.la.likelihood_object)
+        if kept is None:
+            continue
+        total += _train_step(online, optimizer, *kept) * len(kept[1])
+        count += len(kept[1])
+        if scheduler is not None and by_loss is None:
+            scheduler.step()
+    mean = total / max(1, count)
+    if by_loss is not None:
+        by_loss.step(mean)
+    return mean
+
+
+def _train_step(online: OnlineLaplace, optimizer: Optimizer, x: Inputs, y: Tensor) -> float:
+    """One step of the optimiser, which may ask for the loss several times (L-BFGS); the objective before it."""
+    values: list[Tensor] = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = online.loss(online.forward(x), y)
+        loss.backward()
+        values.append(loss.detach())
+        return loss
+
+    optimizer.step(closure)  # pyright: ignore[reportArgumentType]
+    return values[0].item()
+
+
+def _without_decay(optimizer: Optimizer) -> Optimizer:
+    """The optimiser without weight decay, which would be a second prior, unknown to the evidence."""
+    decays = {group.get("weight_decay", 0) for group in optimizer.param_groups} - {0}
+    if decays:
+        warnings.warn(
+            f"the optimiser's weight_decay={decays.pop():g} is not used: the prior precision is the weight decay, and "
+            "the evidence chooses it. Pass optimizer_kwargs={'weight_decay': 0, ...}, or start it by prior_prec_init.",
+            TuningWarning,
+            stacklevel=3,
+        )
+    for group in optimizer.param_groups:
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0
+    return optimizer
+
+
+@contextmanager
+def _flags_kept(model: nn.Module) -> Iterator[None]:
+    """Train and eval flags of every module are afterwards what they were."""
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training

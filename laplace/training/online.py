@@ -1,0 +1,292 @@
+"""Online Laplace: MAP training whose prior precision and noise follow the evidence.
+
+Algorithm 1 of Daxberger et al., "Laplace Redux" (2021), after Immer et al., "Scalable Marginal Likelihood Estimation
+for Model Selection in Deep Learning" (2021): every F epochs a Laplace approximation is fitted at the present weights,
+and a few steps of gradient ascent on its log evidence move the hyper-parameters, in their logarithms.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam
+
+from laplace import batch as batches
+from laplace.batch import ForwardFn, Inputs
+from laplace.curvature import CurvatureInterface
+from laplace.enums import HessianStructure, Likelihood, PriorStructure, SubsetOfWeights
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData
+from laplace.factory import Laplace
+from laplace.layout import flatten
+from laplace.lending import same_random_state
+from laplace.likelihoods.base import Likelihood as LikelihoodObject
+from laplace.parametric import ParametricLaplace
+from laplace.tuning.choose import spread
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The best state that training passed through.
+
+    Attributes:
+        epoch: When it was seen.
+        log_marginal_likelihood: Its log evidence, in nats.
+        prior_precision: δ at which that was evaluated, `[1]`, `[n_tensors]` or `[P]`.
+        sigma_noise: σ, 0-dim or `[C]`.
+        state_dict: The model's.
+    """
+
+    epoch: int
+    log_marginal_likelihood: float
+    prior_precision: Tensor
+    sigma_noise: Tensor
+    state_dict: dict[str, Any]
+
+
+class OnlineLaplace:
+    """Hyper-parameters of a training loop that follow the evidence; `laplace.marglik_training` is such a loop.
+
+    With w = 1/(σ²T), the factor of the unit negative log likelihood ℓ (cross-entropy, half the squared error), a loop
+    minimises the negative log joint density divided by N w, whose data term is on the usual scale of a loss whatever
+    the noise is:
+
+        L(θ) = (1/B) Σ_b ℓ(f(x_b), y_b) + (θ − μ₀)ᵀ diag(δ) (θ − μ₀) / (2 N w)
+
+    and every `marglik_frequency` epochs log δ and log σ climb the log evidence of a Laplace approximation of all
+    trainable weights, fitted at the present ones, by `n_hypersteps` steps of one Adam for the whole training.
+
+    Example:
+        online = OnlineLaplace(model, train_loader, "regression", "kron")
+        for epoch in range(1, 301):
+            for x, y in train_loader:
+                optimizer.zero_grad()
+                online.loss(model(x), y).backward()
+                optimizer.step()
+            online.step(epoch)
+        la = online.finish()
+
+    Args:
+        model: The network, on the device where it is trained.
+        train_loader: Data of the evidence, read once per estimate: the training data, or a view of them without
+            augmentation.
+        likelihood: A name or a likelihood object.
+        hessian_structure: Structure of the curvature.
+        backend: Curvature backend, a class; None for the native GGN.
+        lr_hyp: Step size of Adam on log δ and log σ.
+        prior_structure: `"scalar"`, `"layerwise"` (one δ per tensor) or `"diag"` (one per parameter).
+        n_epochs_burnin: First epoch, counted from 1, after which the evidence may be estimated.
+        n_hypersteps: Steps on the hyper-parameters per estimate.
+        marglik_frequency: Epochs between estimates, F.
+        prior_prec_init: δ at the start, one number or one per entry of the structure.
+        sigma_noise_init: σ at the start, one or one per output; 1 for a likelihood without noise.
+        temperature: T of the likelihood p(y | f)^(1/T), as everywhere in this library.
+        fix_sigma_noise: Keep σ at its start.
+        enable_backprop: For the posterior: predictions can be differentiated with respect to the inputs.
+        dict_key_x: Key of the inputs whose first dimension is the batch, for mappings.
+        dict_key_y: Key of the targets, for mappings.
+        forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
+        laplace_kwargs: Further options of the posterior's class (`backend_kwargs`, `damping`, `prior_mean`).
+
+    Attributes:
+        la: The posterior, fitted anew by every estimate; its hyper-parameters are the present ones.
+        margliks: Negative log evidences, one per step on the hyper-parameters, in nats.
+        best: State with the largest log evidence so far, by the last step of an estimate; None before the first.
+
+    Raises:
+        InvalidArgument: An option is out of range, or the loader can be read only once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_loader: Iterable[Any],
+        likelihood: LikelihoodObject | str = Likelihood.CLASSIFICATION,
+        hessian_structure: HessianStructure | str = HessianStructure.KRON,
+        backend: type[CurvatureInterface] | None = None,
+        *,
+        lr_hyp: float = 0.1,
+        prior_structure: PriorStructure | str = PriorStructure.LAYERWISE,
+        n_epochs_burnin: int = 0,
+        n_hypersteps: int = 10,
+        marglik_frequency: int = 1,
+        prior_prec_init: float | Tensor = 1.0,
+        sigma_noise_init: float | Tensor = 1.0,
+        temperature: float = 1.0,
+        fix_sigma_noise: bool = False,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        forward_fn: ForwardFn | None = None,
+        laplace_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        check_counts(n_hypersteps=n_hypersteps, marglik_frequency=marglik_frequency)
+        if not 0 < lr_hyp < math.inf:
+            raise InvalidArgument(f"lr_hyp={lr_hyp}; it must be positive and finite.")
+        self.la: ParametricLaplace = Laplace(
+            model, likelihood, SubsetOfWeights.ALL, hessian_structure, sigma_noise=sigma_noise_init,
+            temperature=temperature, backend=backend, enable_backprop=enable_backprop, dict_key_x=dict_key_x,
+            dict_key_y=dict_key_y, forward_fn=forward_fn, **(laplace_kwargs or {}),
+        )  # fmt: skip
+        self.model = model
+        self.train_loader = _rereadable(train_loader)
+        self.forward_fn = forward_fn or batches.call
+        self.n_hypersteps, self.marglik_frequency = n_hypersteps, marglik_frequency
+        self.n_epochs_burnin = n_epochs_burnin
+        self.margliks: list[float] = []
+        self.best: Checkpoint | None = None
+        self._n_counted: int | None = None
+        la, structure = self.la, str(prior_structure)
+        la.prior_precision = spread(
+            prior_prec_init, structure, la.problem.layout, la.prior_mean, name="prior_prec_init"
+        )
+        learns_noise = la.likelihood_object.has_noise and not fix_sigma_noise
+        with torch.inference_mode(False):
+            self._log_prior = la.prior_precision.detach().log().requires_grad_()
+            self._log_noise = la.sigma_noise.detach().log().requires_grad_() if learns_noise else None
+        learnt = [self._log_prior] + ([] if self._log_noise is None else [self._log_noise])
+        self._optimizer = Adam(learnt, lr=lr_hyp)
+
+    @property
+    def prior_precision(self) -> Tensor:
+        """δ at present, `[1]`, `[n_tensors]` or `[P]`."""
+        return self.la.prior_precision
+
+    @property
+    def sigma_noise(self) -> Tensor:
+        """σ at present, 0-dim or `[C]`."""
+        return self.la.sigma_noise
+
+    @property
+    def n_data(self) -> int:
+        """N: data of the loader that count, by one pass over it before the first estimate."""
+        if self.la.is_fitted:
+            return self.la.n_data
+        if self._n_counted is None:
+            with same_random_state(self.model):  # a loader draws its shuffling from the global random state
+                self._n_counted = _count(self.train_loader, self.la)
+        return self._n_counted
+
+    def forward(self, x: Inputs) -> Tensor:
+        """Outputs `[B, C]` of the network on inputs that lie anywhere."""
+        return batches.latent(self.forward_fn(self.model, batches.to_device(x, self.prior_precision.device)))
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        """What to minimise: the mean loss of a batch plus its share of the prior, L(θ) of the class, 0-dim.
+
+        Under one noise per output the data term is weighted by w_c / mean(w), and mean(w) stands for w.
+
+        Args:
+            f: Outputs `[B, C]`, with their graph.
+            y: Targets as the loader gives them; ignored labels count nowhere.
+
+        Raises:
+            InvalidData: Outputs that are not finite, or targets that do not fit them.
+        """
+        likelihood = self.la.likelihood_object
+        f = f.to(torch.promote_types(f.dtype, self.prior_precision.dtype))
+        y = likelihood.check_targets(f, y.to(f.device))
+        w = likelihood.curvature_scale("ggn", self.sigma_noise, self.la.temperature).detach()
+        data = (w / w.mean() * likelihood.loss_terms(f, y)).sum() / max(1, likelihood.count(f, y))
+        return data + self.la.prior.quad(self._theta()) / (2 * self.n_data * w.mean())
+
+    def _theta(self) -> Tensor:
+        """Trainable weights with their graph, `[P]`."""
+        return flatten([tensor.to(self.prior_precision.dtype) for tensor in self.la.params])
+
+    def is_due(self, epoch: int) -> bool:
+        """Whether the evidence is estimated after this epoch, counted from 1."""
+        return epoch >= self.n_epochs_burnin and epoch % self.marglik_frequency == 0
+
+    def step(self, epoch: int) -> float | None:
+        """Estimates the evidence and moves the hyper-parameters, if it is due after this epoch.
+
+        The model is lent: flags, buffers, gradients and random state are as before.
+
+        Args:
+            epoch: Number of the epoch that has ended, from 1.
+
+        Returns:
+            The log evidence before the last step, in nats, or None if none was due.
+
+        Raises:
+            InvalidData: A batch cannot be used, or the weights have become infinite.
+            CurvatureError: The log evidence is not finite.
+        """
+        if not self.is_due(epoch):
+            return None
+        self.la.fit(self.train_loader)
+        with torch.inference_mode(False), torch.enable_grad():
+            values = [self._ascend() for _ in range(self.n_hypersteps)]
+        self.margliks += [-value for value in values]
+        if self.best is None or values[-1] > self.best.log_marginal_likelihood:
+            # At this point `la` holds the hyper-parameters at which the last value was computed.
+            prior, noise = self.prior_precision.detach().clone(), self.sigma_noise.detach().clone()
+            self.best = Checkpoint(epoch, values[-1], prior, noise, copy.deepcopy(self.model.state_dict()))
+        self.la.prior_precision = self._log_prior.detach().exp()
+        if self._log_noise is not None:
+            self.la.sigma_noise = self._log_noise.detach().exp()
+        return values[-1]
+
+    def _ascend(self) -> float:
+        """One step of Adam; the log evidence before it, at the hyper-parameters that `la` holds afterwards."""
+        noise = None if self._log_noise is None else self._log_noise.exp()
+        evidence = self.la.log_marginal_likelihood(self._log_prior.exp(), noise)
+        value = evidence.item()
+        if not math.isfinite(value):
+            raise CurvatureError(
+                f"the log evidence is {value} at prior precisions from {self.prior_precision.min().item():g} to "
+                f"{self.prior_precision.max().item():g}; use a smaller lr_hyp, or another prior_prec_init."
+            )
+        self._optimizer.zero_grad()
+        (-evidence).backward()
+        self._optimizer.step()
+        return value
+
+    def finish(self) -> ParametricLaplace:
+        """Loads the best weights into the model and returns a posterior fitted at them.
+
+        Without an estimate so far, weights and hyper-parameters are those at the end of training.
+        """
+        if self.best is not None:
+            self.model.load_state_dict(self.best.state_dict)
+            self.la.prior_precision, self.la.sigma_noise = self.best.prior_precision, self.best.sigma_noise
+        self.la.fit(self.train_loader)
+        return self.la
+
+
+def check_counts(**counts: int) -> None:
+    """Refuses numbers of epochs or steps below 1.
+
+    Raises:
+        InvalidArgument: One is no such integer.
+    """
+    for name, value in counts.items():
+        if not isinstance(value, int) or value < 1:
+            raise InvalidArgument(f"{name}={value!r}; it must be an integer of at least 1.")
+
+
+def _rereadable(loader: Iterable[Any]) -> Iterable[Any]:
+    """The loader, if every epoch can read it anew."""
+    if isinstance(loader, Iterator):
+        raise InvalidArgument(
+            f"train_loader is a {type(loader).__name__}, which can be read only once; training reads it once per "
+            "epoch: give a DataLoader, or a list of batches."
+        )
+    return loader
+
+
+def _count(loader: Iterable[Any], la: ParametricLaplace) -> int:
+    """Data whose labels are not the ignored one."""
+    ignored, total = la.likelihood_object.ignore_index, 0
+    for batch in loader:
+        _, y = batches.split(batch, la.dict_key_y)
+        total += len(y) if ignored is None else int((y != ignored).sum())
+    if total == 0:
+        raise InvalidData("train_loader gave no data that count; training needs at least one datum.")
+    return total
