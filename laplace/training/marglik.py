@@ -119,7 +119,6 @@ def marglik_training(
 
 def _train_epoch(online: OnlineLaplace, optimizer: Optimizer, scheduler: LRScheduler | None) -> float:
     """One pass over the data; the mean objective."""
-    by_loss = scheduler if isinstance(scheduler, ReduceLROnPlateau) else None
     total, count = 0.0, 0
     for batch in online.train_loader:
         x, y = batches.split(batch, online.la.dict_key_y)
@@ -128,11 +127,11 @@ def _train_epoch(online: OnlineLaplace, optimizer: Optimizer, scheduler: LRSched
             continue
         total += _train_step(online, optimizer, *kept) * len(kept[1])
         count += len(kept[1])
-        if scheduler is not None and by_loss is None:
+        if scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau):
             scheduler.step()
     mean = total / max(1, count)
-    if by_loss is not None:
-        by_loss.step(mean)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.step(mean)
     return mean
 
 
@@ -140,14 +139,14 @@ def _train_step(online: OnlineLaplace, optimizer: Optimizer, x: Inputs, y: Tenso
     """One step of the optimiser, which may ask for the loss several times (L-BFGS); the objective before it."""
     values: list[Tensor] = []
 
-    def closure() -> Tensor:
+    def closure() -> Any:  # Optimizer.step is annotated for a number, L-BFGS takes a tensor
         optimizer.zero_grad()
         loss = online.loss(online.forward(x), y)
         loss.backward()
         values.append(loss.detach())
         return loss
 
-    optimizer.step(closure)  # pyright: ignore[reportArgumentType]
+    optimizer.step(closure)
     return values[0].item()
 
 
