@@ -181,7 +181,6 @@ def test_it_beats_a_fixed_prior_on_digits(structure: str) -> None:
             n_epochs_burnin=burnin, marglik_frequency=5,
         )  # fmt: skip
         scores[burnin] = functional.nll_loss(la(x[400:]).log(), y[400:]).item()
-    print(scores)
     assert scores[10] < scores[10**6] - 0.02
 
 
