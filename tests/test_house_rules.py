@@ -59,7 +59,15 @@ MAPPING_HOMES = ("batch.py", "compat/", "layout.py", "structures/base.py", "stat
 # cheaper or a more special way. All else is abstract or final.
 DEFAULTS = {
     # Contractions of the dense pieces are right for every block; blocks of factors need no pieces.
-    "Block": {"apply", "pull", "sum_of_squares", "weighted_norms", "weighted_gram"},
+    "Block": {
+        "apply",
+        "entries",
+        "multiplies_out",
+        "pull",
+        "sum_of_squares",
+        "weighted_norms",
+        "weighted_gram",
+    },
     # A backend that lacks a primitive refuses by an error that names it; none is required of all backends.
     "CurvatureInterface": {"full", "kron", "diag", "jacobian", "coverage"},
     # None, "only cotangents are known", is right for every kind; the exact GGN saves a root by saying more.

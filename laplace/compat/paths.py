@@ -34,6 +34,7 @@ _MASKS = {
         "RandomSubnetMask LargestMagnitudeSubnetMask LargestVarianceDiagLaplaceSubnetMask "
         "LargestVarianceSWAGSubnetMask",
     ),
+    **_at("laplace.weights.masks_matching", "RegexSubnetMask ModuleTypeSubnetMask CallableSubnetMask"),
 }
 _HELPERS = {
     **_at(

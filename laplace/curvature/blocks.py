@@ -20,6 +20,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+_ENTRY_COST = 16
+"""An entry that is gathered takes about as long as this many in a matrix product."""
+
 CHUNK_BYTES = 32 * 2**20
 """Bytes of a dense per-layer piece [K, b, p] that is contracted and dropped as it is made."""
 
@@ -44,6 +47,15 @@ class Block(ABC):
     @abstractmethod
     def rows(self, index: slice) -> Block:
         """The block of a slice of the data."""
+
+    @property
+    def multiplies_out(self) -> bool:
+        """Whether contractions with weights go through dense pieces, since the block has no factors for them."""
+        return True
+
+    def entries(self, index: Tensor) -> Tensor:
+        """Columns of the dense block, `[K, B, len(index)]`."""
+        return torch.cat([piece[..., index] for piece in self.pieces()], 1)
 
     def pieces(self) -> Iterator[Tensor]:
         """Dense pieces `[K, b, p]` over consecutive data, each at most about `CHUNK_BYTES`."""
@@ -245,8 +257,13 @@ class PickedBlock(Block):
     def n_data(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.whole.n_data
 
+    @property
+    def multiplies_out(self) -> bool:
+        """True for few entries: their products cost less than contractions of the whole block with zeros elsewhere."""
+        return self.whole.multiplies_out or _ENTRY_COST * self.n_cotangents * self.size < self.whole.size
+
     def dense(self) -> Tensor:
-        return torch.cat([piece[..., self.index] for piece in self.whole.pieces()], 1)
+        return self.whole.entries(self.index)
 
     def bound(self) -> Tensor:
         return self.whole.bound()
@@ -254,5 +271,21 @@ class PickedBlock(Block):
     def rows(self, index: slice) -> Block:
         return PickedBlock(self.whole.rows(index), self.index)
 
+    def _spread(self, weights: Tensor) -> Tensor:
+        """Weights `[p]` of the entries as those of the whole block, zero elsewhere."""
+        return weights.new_zeros(self.whole.size).index_copy(0, self.index, weights)
+
     def sum_of_squares(self, *, apart: bool = False) -> Tensor:
+        if self.multiplies_out:
+            return super().sum_of_squares(apart=apart)
         return self.whole.sum_of_squares(apart=apart)[:, self.index]
+
+    def weighted_norms(self, weights: Tensor) -> Tensor:
+        return (
+            super().weighted_norms(weights) if self.multiplies_out else self.whole.weighted_norms(self._spread(weights))
+        )
+
+    def weighted_gram(self, weights: Tensor) -> Tensor:
+        return (
+            super().weighted_gram(weights) if self.multiplies_out else self.whole.weighted_gram(self._spread(weights))
+        )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from laplace.curvature.blocks import Block
+from laplace.curvature.blocks import Block, total
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,23 @@ class OuterBlock(Block):
             return g.sum(2).flatten(2)
         order = "kbgio" if self.input_first else "kbgoi"
         return torch.einsum(f"kbtgo,btgi->{order}", g, self.a).flatten(2)
+
+    @property
+    def multiplies_out(self) -> bool:
+        return self.n_positions > 1
+
+    def entries(self, index: Tensor) -> Tensor:
+        if self.a is None or self.n_positions * len(index) > self.size:
+            return super().entries(index)
+        n_outputs = self.g.shape[4]
+        if self.input_first:
+            inputs, output = index // n_outputs, index % n_outputs
+            outputs = inputs // self.n_inputs * n_outputs + output
+        else:
+            outputs = index // self.n_inputs
+            inputs = outputs // n_outputs * self.n_inputs + index % self.n_inputs
+        g, a = self.g.flatten(3), self.a.flatten(2)
+        return total(g[:, :, t, outputs] * a[:, t, inputs] for t in range(self.n_positions))
 
     def bound(self) -> Tensor:
         return self.g.norm() * (self.n_positions**0.5 if self.a is None else self.a.norm())
@@ -187,6 +204,14 @@ class IndexBlock(Block):
         where = self.index.where(self.index >= 0, self.n_rows)
         out = out.scatter_add(2, where[None, :, :, None].expand(k, -1, -1, d), self.g)
         return out[:, :, : self.n_rows].flatten(2)
+
+    @property
+    def multiplies_out(self) -> bool:
+        return False
+
+    def entries(self, index: Tensor) -> Tensor:
+        row, col = index // self.g.shape[3], index % self.g.shape[3]
+        return total((self.index[:, t, None] == row) * self.g[:, :, t, col] for t in range(self.g.shape[2]))
 
     def bound(self) -> Tensor:
         return self.g.norm() * self.index.numel() ** 0.5

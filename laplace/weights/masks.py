@@ -97,7 +97,7 @@ class SubnetMask(ABC):
         """The mask `[P]` over the trainable parameters, boolean."""
 
 
-class _NamedMask(SubnetMask):
+class WholeTensorSubnetMask(SubnetMask):
     """A mask of whole parameter tensors."""
 
     def get_subnet_mask(self, train_loader: Iterable[Any] | None) -> Tensor:
@@ -115,7 +115,7 @@ class _NamedMask(SubnetMask):
         """The tensors to select."""
 
 
-class ParamNameSubnetMask(_NamedMask):
+class ParamNameSubnetMask(WholeTensorSubnetMask):
     """Selects parameter tensors by their names in `model.named_parameters()`.
 
     Args:
@@ -137,7 +137,7 @@ class ParamNameSubnetMask(_NamedMask):
         return [known[name] for name in self.parameter_names]
 
 
-class ModuleNameSubnetMask(_NamedMask):
+class ModuleNameSubnetMask(WholeTensorSubnetMask):
     """Selects the trainable parameters of leaf modules by their names in `model.named_modules()`.
 
     Args:
@@ -159,7 +159,7 @@ class ModuleNameSubnetMask(_NamedMask):
         return [p for name in self.module_names for p in self.model.get_submodule(name).parameters()]
 
 
-class LastLayerSubnetMask(_NamedMask):
+class LastLayerSubnetMask(WholeTensorSubnetMask):
     """Selects the trainable parameters of the last layer, an `nn.Linear`.
 
     Args:
