@@ -114,7 +114,7 @@ def marglik_training(
             if evidence is not None:
                 epochs.set_postfix(loss=losses[-1], log_evidence=evidence)
         optimizer.zero_grad()
-    return online.finish(), model, online.margliks, losses
+        return online.finish(), model, online.margliks, losses
 
 
 def _train_epoch(online: OnlineLaplace, optimizer: Optimizer, scheduler: LRScheduler | None) -> float:
