@@ -306,7 +306,8 @@ def test_hierarchy() -> None:
 ALL = (
     "Laplace BaseLaplace ParametricLaplace FullLaplace KronLaplace DiagLaplace LLLaplace FullLLLaplace KronLLLaplace "
     "DiagLLLaplace SubnetLaplace FullSubnetLaplace KronSubnetLaplace DiagSubnetLaplace SubsetOfWeights "
-    "FunctionalApproximation HessianStructure Likelihood PredType LinkApprox TuningMethod PriorStructure"
+    "FunctionalApproximation HessianStructure Likelihood PredType LinkApprox TuningMethod PriorStructure "
+    "marglik_training"
 ).split()
 ENUMS = (
     "SubsetOfWeights FunctionalApproximation HessianStructure Likelihood PredType LinkApprox TuningMethod "

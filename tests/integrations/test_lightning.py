@@ -26,7 +26,8 @@ def test_without_lightning_the_error_says_what_to_install(monkeypatch: pytest.Mo
     _callback_class.cache_clear()
 
 
-def test_the_callback_trains_as_a_loop_does(tmp_path: Any) -> None:
+@pytest.mark.parametrize("named", [False, True])
+def test_the_callback_trains_as_a_loop_does(tmp_path: Any, named: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the package's own, on import
         lightning = pytest.importorskip("lightning.pytorch")
@@ -48,7 +49,7 @@ def test_the_callback_trains_as_a_loop_does(tmp_path: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
     twin, loader = copy.deepcopy(model), DataLoader(TensorDataset(*grid.data("regression")), batch_size=5)
     options: dict[str, Any] = {"n_hypersteps": 3, "marglik_frequency": 2, "sigma_noise_init": 0.7}
-    evidence = OnlineLaplaceCallback("regression", "diag", **options)
+    evidence = OnlineLaplaceCallback("regression", "diag", model=model if named else None, **options)
     with pytest.raises(NotFittedError, match="callbacks"):
         evidence.loss(*next(iter(loader)))
     with warnings.catch_warnings():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Iterator
@@ -486,6 +487,19 @@ def test_errors_name_the_argument(options: dict[str, Any], message: str) -> None
 def test_an_empty_loader_is_an_error() -> None:
     with pytest.raises(InvalidData, match="no data that count"):
         train(loader=[])
+
+
+def test_the_signature_is_that_of_the_contract() -> None:
+    parameters = inspect.signature(marglik_training).parameters.values()
+    positional = {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
+    assert positional == {
+        "model": inspect.Parameter.empty, "train_loader": inspect.Parameter.empty, "likelihood": "classification",
+        "hessian_structure": "kron", "backend": None, "optimizer_cls": torch.optim.Adam, "optimizer_kwargs": None,
+        "scheduler_cls": None, "scheduler_kwargs": None, "n_epochs": 300, "lr_hyp": 0.1, "prior_structure": "layerwise",
+        "n_epochs_burnin": 0, "n_hypersteps": 10, "marglik_frequency": 1, "prior_prec_init": 1.0,
+        "sigma_noise_init": 1.0, "temperature": 1.0, "fix_sigma_noise": False, "progress_bar": False,
+        "enable_backprop": False, "dict_key_x": "input_ids", "dict_key_y": "labels",
+    }  # fmt: skip
 
 
 def test_the_legacy_path() -> None:
