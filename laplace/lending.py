@@ -64,6 +64,19 @@ def lent(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def gradients_set_aside(model: nn.Module) -> Iterator[None]:
+    """Takes the gradients off: a backward pass would add to them in place."""
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in kept:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+@contextmanager
 def same_random_state(model: nn.Module) -> Iterator[None]:
     """Puts the global random state of the CPU and of the model's devices back, whatever is drawn in between."""
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
