@@ -77,7 +77,8 @@ class WeightPosterior(BaseLaplace):
     ) -> None:
         self.weights = self.weights_type(model, forward_fn=forward_fn, **(weights_options or {}))
         self.forward_fn = forward_fn
-        self.structure_options = _options_of(self.structure, structure_kwargs)
+        self.structure_kwargs = dict(structure_kwargs or {})
+        self.structure_options = _options_of(self.structure, self.structure_kwargs)
         self.precision_options = dict(precision_options or {})
         self._fit: Fit | None = None
         self._mean: Tensor | None = None
@@ -370,21 +371,21 @@ class WeightPosterior(BaseLaplace):
         return value
 
 
-def _options_of(structure: type[Curvature], given: dict[str, Any] | None) -> Any:
+def _options_of(structure: type[Curvature], given: dict[str, Any]) -> Any:
     """The options of a structure.
 
     Raises:
         InvalidArgument: It does not know one.
     """
     known = [field.name for field in fields(structure.options)]
-    unknown = sorted(set(given or {}) - set(known))
+    unknown = sorted(set(given) - set(known))
     if unknown:
         accepted = ", ".join(known) or "none"
         raise InvalidArgument(
             f"structure_kwargs has {unknown}, which hessian_structure={structure.name!r} does not know; accepted: "
             f"{accepted}."
         )
-    return structure.options(**(given or {}))
+    return structure.options(**given)
 
 
 def _same(old: Any, new: Any) -> bool:
