@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -74,6 +74,19 @@ def gradients_set_aside(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
+
+
+@contextmanager
+def hooks_put_back(model: nn.Module) -> Iterator[None]:
+    """Takes off the hooks that foreign code registers, and puts back those that it removes."""
+    tables = [value for module in model.modules() for name, value in vars(module).items() if name.endswith("_hooks")]
+    kept = [(table, copy.copy(table)) for table in tables if isinstance(table, MutableMapping)]
+    try:
+        yield
+    finally:
+        for table, content in kept:
+            table.clear()
+            table.update(content)
 
 
 @contextmanager

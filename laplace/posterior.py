@@ -82,6 +82,7 @@ class WeightPosterior(BaseLaplace):
         self.precision_options = dict(precision_options or {})
         self._fit: Fit | None = None
         self._mean: Tensor | None = None
+        self._backend: CurvatureInterface | None = None
         self._engine: CurvatureEngine | None = None
         self._fingerprint: Fingerprint | None = None
         self._posterior: tuple[Any, Precision] | None = None
@@ -108,7 +109,9 @@ class WeightPosterior(BaseLaplace):
     @property
     def backend(self) -> CurvatureInterface:
         """The curvature backend as users call it: `la.backend.jacobians(x)`, `la.backend.diag(x, y)`."""
-        return self._make_backend(self.problem)
+        if self._backend is None:
+            self._backend = self._make_backend(self.problem)
+        return self._backend
 
     @property
     def engine(self) -> CurvatureEngine:
@@ -229,7 +232,7 @@ class WeightPosterior(BaseLaplace):
         """What is copied and pickled: nothing derived, and hyper-parameters without their graph."""
         hypers = ("_sigma_noise", "_temperature", "_prior_precision", "_prior_mean")
         plain = {name: getattr(self, name).detach() for name in hypers}
-        return self.__dict__ | plain | {"_engine": None, "_posterior": None}
+        return self.__dict__ | plain | {"_backend": None, "_engine": None, "_posterior": None}
 
     @property
     def is_fitted(self) -> bool:

@@ -63,6 +63,9 @@ TABLE: dict[str, Mapping[str, str]] = {
     "laplace.subnetlaplace": _at(
         "laplace.named", "SubnetLaplace FullSubnetLaplace KronSubnetLaplace DiagSubnetLaplace"
     ),
+    "laplace.curvature.curvature": _at(
+        "laplace.curvature.interface", "CurvatureInterface GGNInterface EFInterface"
+    ),
     "laplace.utils": {
         **_HELPERS,
         **_EXTRACTOR,

@@ -18,12 +18,14 @@ from laplace.curvature.kron_parts import KronBlock, KronParts
 from laplace.curvature.native.accumulate import BlockSum, DiagSum, FullSum
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.gram import mirror
-from laplace.lending import gradients_set_aside, lent
+from laplace.lending import gradients_set_aside, hooks_put_back, lent
 
 if TYPE_CHECKING:
     from laplace.curvature.interface import CurvatureInterface
 
 _PUBLIC = ("full", "diag", "kron", "jacobians", "last_layer_jacobians", "gradients")
+DERIVATIVES = frozenset(("jacobians", "last_layer_jacobians", "gradients"))
+"""Those of which the library's curvature makes use when a user's method calls the library's by `super()`."""
 
 
 def is_ours(part: Any) -> bool:
@@ -252,5 +254,6 @@ class AdaptedEngine(CurvatureEngine):
 @contextmanager
 def _borrowed(module: torch.nn.Module) -> Iterator[None]:
     """For calls of a user's backend: evaluation mode, gradients enabled, the model put back afterwards."""
-    with lent(module), gradients_set_aside(module), torch.inference_mode(False), torch.enable_grad():
-        yield
+    with lent(module), hooks_put_back(module), gradients_set_aside(module):  # noqa: SIM117
+        with torch.inference_mode(False), torch.enable_grad():
+            yield

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from laplace import batch as batches
 from laplace.batch import Inputs
-from laplace.curvature.adapted import AdaptedEngine, users_methods
+from laplace.curvature.adapted import DERIVATIVES, AdaptedEngine, users_methods
 from laplace.curvature.engine import CurvatureEngine
 from laplace.curvature.native.engine import NativeEngine
 from laplace.curvature.native.kinds import EFEngine, GGNEngine
@@ -125,13 +125,13 @@ class CurvatureInterface:
         return NativeEngine(problem, likelihood, split_outputs=split_outputs)
 
     def _engine_at(self, x: Inputs, *without: str, last_layer: bool = False) -> CurvatureEngine:
-        """The engine for a direct call of a public method, which must not call the same method again."""
+        """The engine for a direct call of a public method, which must not call the methods `without` again."""
         key = last_layer or self.last_layer
         if key not in self._engines:  # kept, so that random draws go on from call to call
             problem = self._weights(last_layer=key).discover(x)
             self._engines[key] = self._engine(problem, get_likelihood(self.likelihood), False)
         own = self._engines[key]
-        methods = users_methods(self) - set(without)
+        methods = (users_methods(self) & DERIVATIVES) - set(without)
         return AdaptedEngine(self, own, methods, {}) if methods else own
 
     def _weights(self, *, last_layer: bool) -> Weights:
@@ -151,7 +151,7 @@ class CurvatureInterface:
         Raises:
             UnsupportedError: This backend has none.
         """
-        summary, values = self._engine_at(x, "full").full(x, y)
+        summary, values = self._engine_at(x).full(x, y)
         return summary.loss_terms.sum(), values.sum(0)
 
     def diag(self, x: Inputs, y: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -160,7 +160,7 @@ class CurvatureInterface:
         Raises:
             UnsupportedError: This backend has none.
         """
-        summary, values = self._engine_at(x, "diag").diag(x, y)
+        summary, values = self._engine_at(x).diag(x, y)
         return summary.loss_terms.sum(), values.sum(0)
 
     def kron(self, x: Inputs, y: Tensor, N: int, **options: Any) -> tuple[Tensor, Kron]:
@@ -174,7 +174,7 @@ class CurvatureInterface:
         """
         from laplace.kronecker import Kron  # legacy values are imported by those who use them
 
-        summary, parts = self._engine_at(x, "kron").kron(x, y)
+        summary, parts = self._engine_at(x).kron(x, y)
         share = summary.n_data / N
         blocks = [
             [share * factor if len(factors) == 2 and (position == 0) is block.input_first else factor
