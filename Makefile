@@ -1,4 +1,5 @@
 # PYTHON: an interpreter that has everything already; without it a virtual environment is made in .venv.
+# BACKENDS: curvature packages that the tests use; empty for none of them.
 # PIP_ARGS: more arguments for pip, e.g. --extra-index-url of an index with CPU builds of torch.
 BASE_PYTHON ?= python3
 PIP_ARGS ?=
@@ -13,6 +14,10 @@ else
 PY := $(VENV)/bin/python
 READY := $(STAMP)
 endif
+
+# Other people's curvature. They ask for torchvision, which would replace a CPU build of torch, see constraints.txt:
+# hence without their dependencies, of which the extra `test` brings those that are imported.
+BACKENDS ?= backpack-for-pytorch==1.7.1 unfoldNd==0.2.3 curvlinops-for-pytorch==3.0.1 einconv==0.1.0 asdfghjkl==0.1a4
 
 # Two workers share two cores: threads inside torch would only fight.
 export OMP_NUM_THREADS ?= 1
@@ -31,6 +36,7 @@ setup: $(READY)  ## Make .venv with everything the tests and examples need
 $(STAMP): pyproject.toml constraints.txt
 	$(BASE_PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[test,examples]"
+	test -z "$(BACKENDS)" || $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps $(BACKENDS)
 	touch $@
 
 lint: $(READY)  ## Check style and format

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,10 +12,10 @@ from tqdm.auto import tqdm
 
 from laplace import batch as batches
 from laplace.batch import Inputs
-from laplace.curvature.interface import BatchSummary, CurvatureInterface
+from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.likelihoods.base import Likelihood
-from laplace.structures.base import Curvature
+from laplace.structures.base import Curvature, Sweep, require_finite
 
 
 @dataclass(frozen=True)
@@ -57,53 +57,85 @@ class Fit:
 
 def accumulate(
     loader: Iterable[Any],
-    interface: CurvatureInterface,
+    engine: CurvatureEngine,
     structure: type[Curvature],
+    options: Any,
     *,
     dict_key_y: str,
     progress_bar: bool = False,
 ) -> Fit:
-    """Sums the curvature and the loss of every batch.
+    """Reads the data as often as the structure needs, and sums their curvature and loss.
+
+    Args:
+        loader: Batches.
+        engine: Computes the numbers of a batch.
+        structure: The shape of the curvature.
+        options: Its options.
+        dict_key_y: Key of the targets, for mappings.
+        progress_bar: Show one.
 
     Raises:
-        InvalidData: No data, or a batch that cannot be used; nothing has been changed then.
+        InvalidData: No data, a batch that cannot be used, or other data in a later reading; nothing has been changed
+            then.
+        InvalidArgument: A structure that reads the data several times was given a loader that can be read once.
     """
-    total: Fit | None = None
-    device = interface.problem.device
-    for number, batch in enumerate(tqdm(loader, desc="fit", disable=not progress_bar)):
+    if structure.readings > 1 and iter(loader) is loader:
+        raise InvalidArgument(
+            f"hessian_structure={structure.name!r} reads the data {structure.readings} times or more, but the loader, "
+            f"a {type(loader).__name__}, can be read only once; give a DataLoader or a list of batches."
+        )
+    sweep, first, number = structure.sweep(engine, options), None, 1
+    while True:
+        label = "fit" if structure.readings == 1 else f"fit, reading {number}"
+        batches_read = tqdm(loader, desc=label, disable=not progress_bar)
+        totals = _read(batches_read, engine, sweep, dict_key_y)
+        if first is not None and totals.n_data != first.n_data:
+            raise InvalidData(
+                f"reading {number} of the loader gave {totals.n_data} data that count, the first one {first.n_data}; "
+                f"hessian_structure={structure.name!r} needs the same data every time."
+            )
+        first, number = first or totals, number + 1
+        found = sweep.finish()
+        if isinstance(found, Curvature):
+            return Fit(found, first.loss_terms, first.n_data, first.n_outputs, _report(engine, found))
+        sweep = found
+
+
+def _read(loader: Iterable[Any], engine: CurvatureEngine, sweep: Sweep, dict_key_y: str) -> BatchSummary:
+    """Feeds every batch to a sweep; returns the sums of what they contribute besides curvature."""
+    total: BatchSummary | None = None
+    device = engine.problem.device
+    for number, batch in enumerate(loader):
         try:
             x, y = batches.split(batch, dict_key_y)
-            kept = without_ignored(batches.to_device(x, device), y.to(device), interface.likelihood)
+            kept = without_ignored(batches.to_device(x, device), y.to(device), engine.likelihood)
             if kept is None:
                 continue
-            summary, curvature = structure.from_batch(interface, *kept, None if total is None else total.curvature)
-            _check_finite(summary, curvature)
+            summary = sweep.add(*kept)
+            require_finite(bool(summary.loss_terms.isfinite().all()))
+            total = _extended(total, summary)
         except InvalidData as error:
             raise InvalidData(f"batch {number}: {error}") from error
-        total = _extended(total, curvature, summary)
     if total is None:
         raise InvalidData("the loader gave no data that count; a Laplace approximation needs at least one datum.")
-    return replace(total, coverage=_report(interface, total.curvature))
+    return total
 
 
-def _extended(total: Fit | None, curvature: Curvature, summary: BatchSummary) -> Fit:
-    """The running sum with one more batch, whose curvature includes the former ones."""
-    losses = summary.loss_terms.detach()
+def _extended(total: BatchSummary | None, new: BatchSummary) -> BatchSummary:
+    losses = new.loss_terms.detach()
     if total is None:
-        return Fit(curvature, losses, summary.n_data, summary.n_outputs)
-    if total.n_outputs != summary.n_outputs:
-        raise InvalidData(f"the batch has {summary.n_outputs} outputs, the former ones {total.n_outputs}.")
-    return replace(
-        total, curvature=curvature, loss_terms=total.loss_terms + losses, n_data=total.n_data + summary.n_data
-    )
+        return BatchSummary(losses, new.n_data, new.n_outputs)
+    if total.n_outputs != new.n_outputs:
+        raise InvalidData(f"the batch has {new.n_outputs} outputs, the former ones {total.n_outputs}.")
+    return BatchSummary(total.loss_terms + losses, total.n_data + new.n_data, total.n_outputs)
 
 
-def _report(interface: CurvatureInterface, curvature: Curvature) -> dict[str, str]:
+def _report(engine: CurvatureEngine, curvature: Curvature) -> dict[str, str]:
     """What explains every tensor, and in which form its curvature is held."""
-    rules, forms = interface.coverage(), curvature.forms()
+    rules, forms = engine.coverage(), curvature.forms()
     if not forms:
         return rules
-    names = interface.problem.layout.names
+    names = engine.problem.layout.names
     return {name: f"{rules.get(name, '?')} → {form}" for name, form in zip(names, forms, strict=True)}
 
 
@@ -117,13 +149,6 @@ def without_ignored(x: Inputs, y: Tensor, likelihood: Likelihood) -> tuple[Input
     return (batches.select(x, keep, len(y)), y[keep]) if keep.any() else None
 
 
-def _check_finite(summary: BatchSummary, curvature: Curvature) -> None:
-    if not bool(summary.loss_terms.isfinite().all()) or not curvature.is_finite():
-        raise InvalidData(
-            "the loss or the curvature is not finite; the inputs, targets or weights hold NaN or infinity."
-        )
-
-
 def first_inputs(loader: Iterable[Any], dict_key_y: str, device: torch.device) -> tuple[Inputs, Iterable[Any]]:
     """Inputs of the first batch, and an iterable that still gives every batch; the loader is read once."""
     iterator = iter(loader)
@@ -132,10 +157,25 @@ def first_inputs(loader: Iterable[Any], dict_key_y: str, device: torch.device) -
     except StopIteration:
         raise InvalidData("the loader gave no data; a Laplace approximation needs at least one datum.") from None
     inputs = batches.to_device(batches.split(head, dict_key_y)[0], device)
-    # Not the loader again: it may be a stream behind a fresh iterator, and would begin at the second batch.
-    return inputs, _chained(head, iterator)
+    return inputs, _Begun(loader, head, iterator)
 
 
-def _chained(head: Any, rest: Iterable[Any]) -> Iterable[Any]:
-    yield head
-    yield from rest
+class _Begun:
+    """A loader of which one batch has been read: the first reading goes on, later ones start anew.
+
+    The first one must not start anew, for a stream behind a fresh iterator would begin at the second batch.
+    """
+
+    def __init__(self, loader: Iterable[Any], head: Any, rest: Iterator[Any]) -> None:
+        self.loader = loader
+        self.head = head
+        self.rest: Iterator[Any] | None = rest
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator, so that an iterator that is made and never read takes nothing away.
+        rest, self.rest = self.rest, None
+        if rest is None:
+            yield from self.loader
+        else:
+            yield self.head
+            yield from rest

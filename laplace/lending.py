@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -61,6 +61,32 @@ def lent(model: nn.Module) -> Iterator[None]:
         finally:
             for state in states:
                 state.restore()
+
+
+@contextmanager
+def gradients_set_aside(model: nn.Module) -> Iterator[None]:
+    """Takes the gradients off: a backward pass would add to them in place."""
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in kept:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+@contextmanager
+def hooks_put_back(model: nn.Module) -> Iterator[None]:
+    """Takes off the hooks that foreign code registers, and puts back those that it removes."""
+    tables = [value for module in model.modules() for name, value in vars(module).items() if name.endswith("_hooks")]
+    kept = [(table, copy.copy(table)) for table in tables if isinstance(table, MutableMapping)]
+    try:
+        yield
+    finally:
+        for table, content in kept:
+            table.clear()
+            table.update(content)
 
 
 @contextmanager

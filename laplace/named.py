@@ -49,10 +49,11 @@ class FullLaplace(ParametricLaplace):
         backend_kwargs: Options = None,
         *,
         forward_fn: ForwardFn | None = None,
+        structure_kwargs: Options = None,
     ) -> None:
         ParametricLaplace.__init__(
             self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
-            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn,
+            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=structure_kwargs,
         )  # fmt: skip
 
 
@@ -121,11 +122,12 @@ class LLLaplace(ParametricLaplace):
         asdl_fisher_kwargs: Options = None,
         *,
         forward_fn: ForwardFn | None = None,
+        structure_kwargs: Options = None,
     ) -> None:
         _refuse_asdl_kwargs(asdl_fisher_kwargs)
         ParametricLaplace.__init__(
             self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
-            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn,
+            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=structure_kwargs,
             weights_options={"name": last_layer_name, "reduction": feature_reduction},
         )  # fmt: skip
 
@@ -208,11 +210,12 @@ class SubnetLaplace(ParametricLaplace):
         dict_key_y: str = "labels",
         damping: bool = False,
         forward_fn: ForwardFn | None = None,
+        structure_kwargs: Options = None,
     ) -> None:
         _refuse_asdl_kwargs(asdl_fisher_kwargs)
         ParametricLaplace.__init__(
             self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
-            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn,
+            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=structure_kwargs,
             weights_options={"indices": subnetwork_indices}, precision_options={"damping": damping},
         )  # fmt: skip
 

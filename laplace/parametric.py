@@ -32,7 +32,7 @@ class ParametricLaplace(WeightPosterior):
         """Gaussian of the linearised network's outputs; `form` is `"full"`, `"diagonal"` or `"joint"`."""
         precision = self.posterior()
         self.check_unchanged()
-        gaussian = latent.linearised(self.backend, precision, x, form, create_graph=self.enable_backprop)
+        gaussian = latent.linearised(self.engine, precision, x, form, create_graph=self.enable_backprop)
         return latent.with_noise(gaussian, self.sigma_noise.detach()) if observation_noise else gaussian
 
     def __call__(
@@ -116,7 +116,7 @@ class ParametricLaplace(WeightPosterior):
         """Outputs of the network under sampled weights, `[S, B, C]`."""
         thetas = self._theta_samples(n_samples, generator)
         self.check_unchanged()
-        run = latent.sampler(self.backend, self.mean, x, model_kwargs, create_graph=self.enable_backprop)
+        run = latent.sampler(self.engine, self.mean, x, model_kwargs, create_graph=self.enable_backprop)
         return run(thetas)
 
     def _theta_samples(self, n_samples: int, generator: torch.Generator | None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from laplace import hyperparameters as hyper
 from laplace.base import BaseLaplace
 from laplace.batch import ForwardFn
 from laplace.curvature import CurvatureInterface
-from laplace.errors import NotFittedError
+from laplace.curvature.engine import CurvatureEngine
+from laplace.curvature.making import make_backend
+from laplace.errors import InvalidArgument, NotFittedError
 from laplace.evidence import Evidence
 from laplace.fingerprint import Fingerprint
 from laplace.fitting import Fit
@@ -45,6 +47,7 @@ class WeightPosterior(BaseLaplace):
         backend_kwargs: Its constructor's options; never written to.
         asdl_fisher_kwargs: Options for the ASDL backends.
         forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
+        structure_kwargs: Options of the structure (low rank: `rank`, …).
         weights_options: Options of the choice of weights.
         precision_options: Options of the structure's precision.
     """
@@ -68,15 +71,19 @@ class WeightPosterior(BaseLaplace):
         asdl_fisher_kwargs: dict[str, Any] | None = None,
         *,
         forward_fn: ForwardFn | None = None,
+        structure_kwargs: dict[str, Any] | None = None,
         weights_options: dict[str, Any] | None = None,
         precision_options: dict[str, Any] | None = None,
     ) -> None:
         self.weights = self.weights_type(model, forward_fn=forward_fn, **(weights_options or {}))
         self.forward_fn = forward_fn
+        self.structure_kwargs = dict(structure_kwargs or {})
+        self.structure_options = _options_of(self.structure, self.structure_kwargs)
         self.precision_options = dict(precision_options or {})
         self._fit: Fit | None = None
         self._mean: Tensor | None = None
-        self._interface: CurvatureInterface | None = None
+        self._backend: CurvatureInterface | None = None
+        self._engine: CurvatureEngine | None = None
         self._fingerprint: Fingerprint | None = None
         self._posterior: tuple[Any, Precision] | None = None
         super().__init__(
@@ -101,25 +108,41 @@ class WeightPosterior(BaseLaplace):
 
     @property
     def backend(self) -> CurvatureInterface:
-        """The curvature backend, made on first use."""
-        if self._interface is None:
-            self._interface = self.backend_cls(self.problem, self.likelihood_object, **self.backend_kwargs)
-        return self._interface
+        """The curvature backend as users call it: `la.backend.jacobians(x)`, `la.backend.diag(x, y)`."""
+        if self._backend is None:
+            self._backend = self._make_backend(self.problem)
+        return self._backend
 
-    def _fitting_interface(self, problem: Problem, *, go_on: bool) -> CurvatureInterface:
-        """A backend for a fit: one that keeps a term per output under a vector noise.
+    @property
+    def engine(self) -> CurvatureEngine:
+        """What computes Jacobians and curvature, made on first use."""
+        if self._engine is None:
+            self._engine = self._make_engine(self.problem, split_outputs=False)
+        return self._engine
+
+    def _make_backend(self, problem: Problem) -> CurvatureInterface:
+        return make_backend(
+            self.backend_cls, self.weights, problem, self.likelihood, self.dict_key_x, self.dict_key_y,
+            self.backend_kwargs, self.asdl_fisher_kwargs,
+        )  # fmt: skip
+
+    def _make_engine(self, problem: Problem, *, split_outputs: bool) -> CurvatureEngine:
+        backend = self._make_backend(problem)
+        options = self.asdl_fisher_kwargs
+        return backend.engine(problem, self.likelihood_object, split_outputs=split_outputs, **options)
+
+    def _fitting_engine(self, problem: Problem, *, go_on: bool) -> CurvatureEngine:
+        """An engine for a fit: one that keeps a term per output under a vector noise.
 
         Args:
             problem: What it sees.
-            go_on: Whether data are added, with the former fit's backend, whose random draws go on.
+            go_on: Whether data are added, with the former fit's engine, whose random draws go on.
         """
-        options = dict(self.backend_kwargs)
-        if self.sigma_noise.numel() > 1:
-            options.setdefault("split_outputs", True)
-        former = self._interface
-        if go_on and former is not None and former.split_outputs == options.get("split_outputs", False):
+        split = self.sigma_noise.numel() > 1
+        former = self._engine
+        if go_on and former is not None and former.split_outputs == split:
             return former
-        return self.backend_cls(problem, self.likelihood_object, **options)
+        return self._make_engine(problem, split_outputs=split)
 
     @property
     def params(self) -> list[Tensor]:
@@ -173,22 +196,25 @@ class WeightPosterior(BaseLaplace):
             # Their lengths could not be checked while the last layer was unknown.
             self._prior_precision = self._checked_prior("prior_precision", self._prior_precision)
             self._prior_mean = self._checked_mean(self._prior_mean)
-            interface = self._fitting_interface(problem, go_on=not override)
+            engine = self._fitting_engine(problem, go_on=not override)
             # A noise that this kind of curvature cannot take is refused before the data are read, not after.
             self.likelihood_object.curvature_scale(self.backend_cls.kind, self.sigma_noise, self.temperature)
             new = fitting.accumulate(
-                train_loader, interface, self.structure, dict_key_y=self.dict_key_y, progress_bar=progress_bar
+                train_loader,
+                engine,
+                self.structure,
+                self.structure_options,
+                dict_key_y=self.dict_key_y,
+                progress_bar=progress_bar,
             )
             hyper.check_length("sigma_noise", self.sigma_noise, {"one": 1, "outputs": new.n_outputs})
             fit = new if override or self._fit is None else self._fit + new
-            self.adopt(fit, problem.mean().to(self._like.dtype), Fingerprint.of(self.weights.model), interface)
+            self.adopt(fit, problem.mean().to(self._like.dtype), Fingerprint.of(self.weights.model), engine)
 
-    def adopt(
-        self, fit: Fit, mean: Tensor, fingerprint: Fingerprint, interface: CurvatureInterface | None = None
-    ) -> None:
+    def adopt(self, fit: Fit, mean: Tensor, fingerprint: Fingerprint, engine: CurvatureEngine | None = None) -> None:
         """Takes over a posterior as a whole, so that a failure before this point leaves the former one."""
         self._fit, self._mean, self._fingerprint = fit, mean, fingerprint
-        self._interface, self._posterior = interface, None
+        self._engine, self._posterior = engine, None
 
     def rebase(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
         """Moves everything that the posterior holds to where the model is now."""
@@ -196,7 +222,7 @@ class WeightPosterior(BaseLaplace):
         for name in ("_sigma_noise", "_temperature", "_prior_precision", "_prior_mean"):
             setattr(self, name, getattr(self, name).detach().to(self._like))
         if self._fit is None or self._mean is None:
-            self._interface = None
+            self._engine = None
             return
         curvature = self.structure.from_state(move(self._fit.curvature.state(), device, dtype))
         fit = replace(self._fit, curvature=curvature, loss_terms=self._fit.loss_terms.to(self._like))
@@ -206,7 +232,7 @@ class WeightPosterior(BaseLaplace):
         """What is copied and pickled: nothing derived, and hyper-parameters without their graph."""
         hypers = ("_sigma_noise", "_temperature", "_prior_precision", "_prior_mean")
         plain = {name: getattr(self, name).detach() for name in hypers}
-        return self.__dict__ | plain | {"_interface": None, "_posterior": None}
+        return self.__dict__ | plain | {"_backend": None, "_engine": None, "_posterior": None}
 
     @property
     def is_fitted(self) -> bool:
@@ -346,6 +372,23 @@ class WeightPosterior(BaseLaplace):
             value = self.weights.restrict_prior(value)
             hyper.check_length("prior_mean", value, {"one": 1, "treated parameters": problem.layout.n_params})
         return value
+
+
+def _options_of(structure: type[Curvature], given: dict[str, Any]) -> Any:
+    """The options of a structure.
+
+    Raises:
+        InvalidArgument: It does not know one.
+    """
+    known = [field.name for field in fields(structure.options)]
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        accepted = ", ".join(known) or "none"
+        raise InvalidArgument(
+            f"structure_kwargs has {unknown}, which hessian_structure={structure.name!r} does not know; accepted: "
+            f"{accepted}."
+        )
+    return structure.options(**given)
 
 
 def _same(old: Any, new: Any) -> bool:

@@ -47,16 +47,16 @@ CONSTRUCTORS = {
     BaseLaplace: (f"{COMMON} {TAIL}", None),
     ParametricLaplace: (f"{COMMON} {TAIL}", None),
     DiagLaplace: (f"{COMMON} {TAIL}", None),
-    FullLaplace: (f"{COMMON} backend_kwargs", "forward_fn"),
+    FullLaplace: (f"{COMMON} backend_kwargs", "forward_fn structure_kwargs"),
     KronLaplace: (f"{COMMON} damping {TAIL}", "forward_fn"),
-    LLLaplace: (f"{LAST} {TAIL}", "forward_fn"),
-    FullLLLaplace: (f"{LAST} {TAIL}", "forward_fn"),
-    DiagLLLaplace: (f"{LAST} {TAIL}", "forward_fn"),
+    LLLaplace: (f"{LAST} {TAIL}", "forward_fn structure_kwargs"),
+    FullLLLaplace: (f"{LAST} {TAIL}", "forward_fn structure_kwargs"),
+    DiagLLLaplace: (f"{LAST} {TAIL}", "forward_fn structure_kwargs"),
     KronLLLaplace: (f"{LAST} damping {TAIL}", "forward_fn"),
-    SubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn"),
-    FullSubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn"),
-    KronSubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn"),
-    DiagSubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn"),
+    SubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs"),
+    FullSubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs"),
+    KronSubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs"),
+    DiagSubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs"),
 }
 DEFAULTS = {
     "sigma_noise": 1.0,
@@ -73,6 +73,7 @@ DEFAULTS = {
     "feature_reduction": None,
     "last_layer_name": None,
     "forward_fn": None,
+    "structure_kwargs": None,
     "subnetwork_indices": inspect.Parameter.empty,
 }
 CONCRETE = {

@@ -39,7 +39,7 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": f"docs_{page.stem}"}
     for number, text in enumerate(_PYTHON.findall(page.read_text("utf-8"))):
-        exec(compile(text, f"{page.name}, example {number}", "exec"), namespace)
+        exec(compile(text, f"{page.name}, example {number}", "exec", dont_inherit=True), namespace)
     assert namespace
 
 

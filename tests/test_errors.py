@@ -465,7 +465,7 @@ def test_bad_backend_options(backend: Any, options: dict[str, Any], message: str
         la.fit(grid.batches())
 
 
-@pytest.mark.parametrize("backend", ["NativeGGN", NativeGGN.cotangents, 3, nn.Module])
+@pytest.mark.parametrize("backend", ["NativeGGN", NativeGGN.full, 3, nn.Module])
 def test_a_backend_that_is_none(backend: Any) -> None:
     with pytest.raises(InvalidType, match="backend"):
         grid.make("all", "kron", backend=backend)

@@ -28,7 +28,7 @@ LONG_CLASSES = {"BaseLaplace", "ParametricLaplace"}
 RANKS = {
     0: [
         "errors", "enums", "registry", "layout", "batch", "gaussian", "noise", "lending", "prior", "metrics",
-        "hyperparameters", "fingerprint", "gram",
+        "hyperparameters", "fingerprint", "gram", "kronecker",
     ],
     1: ["structures", "weights", "likelihoods", "curvature", "predictive"],
     2: ["fitting", "evidence", "state", "tuning"],
@@ -52,8 +52,8 @@ ALWAYS_THERE = {"torch", "numpy", "tqdm"}
 
 # Where the names of likelihoods are compared, and where mappings are told from pairs.
 LIKELIHOOD_HOMES = ("likelihoods/", "enums.py", "compat/")
-# The last three hold named tensors and state dicts, not batches.
-MAPPING_HOMES = ("batch.py", "compat/", "layout.py", "structures/base.py", "state.py")
+# The last four hold named tensors, state dicts and tables of hooks, not batches.
+MAPPING_HOMES = ("batch.py", "compat/", "layout.py", "structures/base.py", "state.py", "lending.py")
 
 # Concrete methods that may be overridden: defaults that are right for every subclass, replaced where one has a
 # cheaper or a more special way. All else is abstract or final.
@@ -69,14 +69,19 @@ DEFAULTS = {
         "weighted_gram",
     },
     # A backend that lacks a primitive refuses by an error that names it; none is required of all backends.
-    "CurvatureInterface": {"full", "kron", "diag", "jacobian", "coverage"},
+    "CurvatureEngine": {"full", "kron", "diag", "blocks", "matmul", "jacobian", "coverage"},
+    # An interface of no curvature has Jacobians; each backend says which engine is behind it.
+    "CurvatureInterface": {"_engine"},
+    "GGNInterface": {"_engine"},
+    "EFInterface": {"_engine"},
     # None, "only cotangents are known", is right for every kind; the exact GGN saves a root by saying more.
-    "NativeInterface": {"output_hessian"},
+    "OuterEngine": {"output_hessian"},
     # Most rules hold for every module of their class.
     "LayerRule": {"accepts"},
-    "Likelihood": {"count", "loss"},
+    # PyTorch has a loss module for some likelihoods only, and users' backends know some names only.
+    "Likelihood": {"count", "loss", "torch_loss", "peer_name"},
     # Only a last layer has a name, and a choice of all weights nothing to remember.
-    "Weights": {"named", "state"},
+    "Weights": {"named", "state", "for_backend"},
 }
 
 

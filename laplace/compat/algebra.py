@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from laplace.compat import factors
 from laplace.errors import CurvatureError
 from laplace.gaussian import Gaussian
+from laplace.kronecker import factors
 
 
 def invsqrt_precision(M: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def invsqrt_precision(M: Tensor) -> Tensor:
 
 def kron(t1: Tensor, t2: Tensor) -> Tensor:
     """Dense Kronecker product of `[a, b]` and `[c, d]`, `[a·c, b·d]`."""
-    return torch.kron(t1, t2)
+    return torch.kron(t1.contiguous(), t2.contiguous())
 
 
 def diagonal_add_scalar(X: Tensor, value: float | Tensor) -> Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -15,6 +14,7 @@ from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.errors import InvalidData, InvalidType
 from laplace.gaussian import Gaussian
+from laplace.lending import gradients_set_aside
 
 
 class _HasModel(Protocol):
@@ -181,20 +181,7 @@ def preserve_model_gradients(method: Callable[Concatenate[Owner, P], R]) -> Call
 
     @functools.wraps(method)
     def wrapped(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with _gradients_set_aside(self.model):
+        with gradients_set_aside(self.model):
             return method(self, *args, **kwargs)
 
     return wrapped
-
-
-@contextmanager
-def _gradients_set_aside(model: nn.Module) -> Iterator[None]:
-    """Takes the gradients off: a backward pass would add to them in place."""
-    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
-    try:
-        for parameter, _ in kept:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, gradient in kept:
-            parameter.grad = gradient

@@ -12,9 +12,9 @@ from torch.utils.data import Sampler
 
 from laplace import batch as batches
 from laplace.batch import Inputs
-from laplace.compat.scalars import is_scalar
 from laplace.enums import LinkApprox, PredType, PriorStructure
 from laplace.errors import InvalidArgument, InvalidData
+from laplace.kronecker.scalars import is_scalar
 
 
 @runtime_checkable

@@ -21,11 +21,11 @@ _ENUMS = _at(
     "PriorStructure",
 )
 _MATRIX = {
-    "Kron": "laplace.compat.matrix:Kron",
-    "KronDecomposed": "laplace.compat.decomposed:KronDecomposed",
+    "Kron": "laplace.kronecker.matrix:Kron",
+    "KronDecomposed": "laplace.kronecker.decomposed:KronDecomposed",
 }
 _METRICS = _at("laplace.metrics", "RunningNLLMetric")
-_EXTRACTOR = _at("laplace.compat.feature_extractor", "FeatureExtractor")
+_EXTRACTOR = _at("laplace.weights.feature_extractor", "FeatureExtractor")
 _SWAG = _at("laplace.weights.swag", "fit_diagonal_swag_var")
 _MASKS = {
     **_at("laplace.weights.masks", "SubnetMask ParamNameSubnetMask ModuleNameSubnetMask LastLayerSubnetMask"),
@@ -65,6 +65,7 @@ TABLE: dict[str, Mapping[str, str]] = {
         "laplace.named", "SubnetLaplace FullSubnetLaplace KronSubnetLaplace DiagSubnetLaplace"
     ),
     "laplace.marglik_training": _at("laplace.training.marglik", "marglik_training"),
+    "laplace.curvature.curvature": _at("laplace.curvature.interface", "CurvatureInterface GGNInterface EFInterface"),
     "laplace.utils": {
         **_HELPERS,
         **_EXTRACTOR,

@@ -1,6 +1,6 @@
 """Curvature backends: who computes the numbers of a batch."""
 
-from laplace.curvature.interface import CurvatureInterface
-from laplace.curvature.native import NativeEF, NativeGGN
+from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
+from laplace.curvature.native_backends import NativeEF, NativeGGN, NativeHessian
 
-__all__ = ["CurvatureInterface", "NativeEF", "NativeGGN"]
+__all__ = ["CurvatureInterface", "EFInterface", "GGNInterface", "NativeEF", "NativeGGN", "NativeHessian"]

@@ -1,92 +1,46 @@
-"""What a curvature backend offers: primitives, from which each structure takes the one it needs."""
+"""The public face of a backend: what users call, and what they derive their own backends from.
+
+An interface is made of a model and a likelihood and returns plain tensors. The library computes with the engine behind
+it; of a class of the user's, every public method that it defines itself takes the place of the engine's primitive.
+"""
 
 from __future__ import annotations
 
-from abc import ABC
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from laplace import batch as batches
 from laplace.batch import Inputs
-from laplace.curvature.jacobian import Jacobian
-from laplace.errors import UnsupportedError
+from laplace.curvature.adapted import DERIVATIVES, AdaptedEngine, users_methods
+from laplace.curvature.engine import CurvatureEngine
+from laplace.curvature.native.engine import NativeEngine
+from laplace.curvature.native.kinds import EFEngine, GGNEngine
+from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
+from laplace.weights.all_weights import AllWeights
+from laplace.weights.base import Weights
+from laplace.weights.feature_extractor import FeatureExtractor
+from laplace.weights.last_layer import LastLayer
 from laplace.weights.problem import Problem
+from laplace.weights.subnetwork import Subnetwork
+
+if TYPE_CHECKING:
+    from laplace.kronecker import Kron
 
 
-@dataclass(frozen=True)
-class BatchSummary:
-    """What a batch contributes besides its curvature.
-
-    Attributes:
-        loss_terms: Summed unit negative log likelihood, `[1]`, or `[C]` with one noise per output.
-        n_data: Data that count.
-        n_outputs: C.
-    """
-
-    loss_terms: Tensor
-    n_data: int
-    n_outputs: int
-
-
-@dataclass(frozen=True)
-class KronParts:
-    """Sums from which Kronecker-factored curvature is put together, additive over batches and shards.
-
-    The block of a tensor, seen as a matrix (first dimension × the rest), is left ⊗ right / positions.
-
-    Attributes:
-        factors: Summed matrices by key: output sides `[E, G, O, O]` (E terms, one per output under a vector
-            noise, else 1; G groups), input sides `[G, I, I]` or counts `[V]`, dense blocks `[E, p, p]`,
-            diagonals `[E, p]`, numbers of positions `[]`.
-        blocks: One per treated tensor, in order.
-    """
-
-    factors: Mapping[str, Tensor]
-    blocks: tuple[KronBlock, ...]
-
-
-@dataclass(frozen=True)
-class KronBlock:
-    """How the curvature of one tensor is held: by keys into `KronParts.factors`.
-
-    Attributes:
-        kind: `"kron"`, `"dense"`, `"diag"`, or `"unused"`: zero, and added to any other kind.
-        size: Number of treated entries.
-        output: Key of the output side, or of the dense or diagonal block.
-        input: Key of the input side, or None (a bias: 1).
-        positions: Key of the number of positions.
-        input_first: The first dimension of the tensor is the input side (embeddings, transposed convolutions).
-        index: Treated entries within the Kronecker product where they are not rows × columns.
-    """
-
-    kind: str
-    size: int
-    output: str
-    input: str | None = None
-    positions: str | None = None
-    input_first: bool = False
-    index: Tensor | None = None
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Keys of the factors that the block reads."""
-        return tuple(key for key in (self.output, self.input, self.positions) if key is not None)
-
-
-UNUSED = "unused"
-
-
-class CurvatureInterface(ABC):  # noqa: B024  (no primitive is required of a backend)
-    """Base of all backends: every primitive refuses, by type, until a backend offers it.
+class CurvatureInterface:
+    """Base of all backends: Jacobians and gradients; the curvature is what a derived class adds.
 
     Args:
-        problem: The network and its treated tensors.
-        likelihood: Loss and output Hessian.
-        split_outputs: Keep one curvature term per output, so that a vector noise can be changed after `fit`.
+        model: The network (with `last_layer` a `FeatureExtractor` around it, or the network itself).
+        likelihood: `"regression"`, `"classification"`, `"bernoulli"`, `"reward_modeling"` or a likelihood object.
+        last_layer: Differentiate with respect to the last layer only.
+        subnetwork_indices: Differentiate with respect to these entries of the flattened trainable parameters.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
 
     Attributes:
         kind: `"ggn"`, `"ef"` or `"hessian"`: how the curvature scales with noise and temperature.
@@ -94,51 +48,231 @@ class CurvatureInterface(ABC):  # noqa: B024  (no primitive is required of a bac
 
     kind: str = "ggn"
 
-    def __init__(self, problem: Problem, likelihood: Likelihood, *, split_outputs: bool = False) -> None:
-        self.problem = problem
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        last_layer: bool = False,
+        subnetwork_indices: Tensor | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+    ) -> None:
+        self.model = model
         self.likelihood = likelihood
-        self.split_outputs = split_outputs
+        self.last_layer = last_layer
+        self.subnetwork_indices = subnetwork_indices
+        self.dict_key_x = dict_key_x
+        self.dict_key_y = dict_key_y
 
-    def diag(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
-        """Diagonal of the unit curvature of a batch, `[E, P]`."""
-        raise self._refusal("diag", "diag")
+    # What derived classes and users read.
 
-    def kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
-        """Kronecker factors of the unit curvature of a batch."""
-        raise self._refusal("kron", "kron")
+    @cached_property
+    def lossfunc(self) -> nn.Module:
+        """The summed loss of PyTorch: `MSELoss` or `CrossEntropyLoss`."""
+        return get_likelihood(self.likelihood).torch_loss()[0]
 
-    def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
-        """Unit curvature of a batch, `[E, P, P]`.
+    @cached_property
+    def factor(self) -> float:
+        """What makes `lossfunc` the unit negative log likelihood: ½ for regression, else 1."""
+        return get_likelihood(self.likelihood).torch_loss()[1]
 
-        With a running sum it is added in place, and only the upper block triangle need be right: whoever holds the sum
-        completes it once, at the end.
-        """
-        raise self._refusal("full", "full")
+    @property
+    def params(self) -> list[Tensor]:
+        """The tensors that are differentiated: trainable ones, in `parameters()` order."""
+        return [p for p in self._model.parameters() if p.requires_grad]
 
-    def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
-        """Jacobians and outputs `[b, C]` of consecutive parts of a batch, each within the memory budget.
+    @property
+    def params_dict(self) -> dict[str, Tensor]:
+        """All parameters of `_model` by name, detached."""
+        return {name: tensor.detach() for name, tensor in self._model.named_parameters()}
 
-        The network is lent as long as the generator is open: read it to its end, or close it.
-        """
-        raise self._refusal("jacobian", "any")
+    @property
+    def buffers_dict(self) -> dict[str, Tensor]:
+        """All buffers of `_model` by name, detached."""
+        return {name: tensor.detach() for name, tensor in self._model.named_buffers()}
 
-    def coverage(self) -> dict[str, str]:
-        """Which rule or fallback explains each treated tensor; empty before the first batch."""
+    @property
+    def _model(self) -> nn.Module:
+        """The module that the curvature is of: the last layer, or the network."""
+        if self.last_layer and isinstance(self.model, FeatureExtractor) and self.model.last_layer is not None:
+            return self.model.last_layer
+        return self.model
+
+    # The engine behind.
+
+    @cached_property
+    def _engines(self) -> dict[bool, CurvatureEngine]:
+        """Engines of direct calls, for the last layer and for the other choices of weights."""
         return {}
 
-    def _refusal(self, primitive: str, structure: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"{type(self).__name__} does not offer the primitive {primitive!r} that hessian_structure={structure!r} "
-            "needs; use backend=NativeGGN, the default, or another structure."
+    def engine(
+        self, problem: Problem, likelihood: Likelihood, *, split_outputs: bool = False, **options: Any
+    ) -> CurvatureEngine:
+        """What computes the curvature of a problem: the library's engine, with the user's own methods in its place.
+
+        Args:
+            problem: The network and its treated tensors.
+            likelihood: Loss and output Hessian.
+            split_outputs: Keep one curvature term per output.
+            **options: Options that the user's own `diag` and `kron` are called with.
+        """
+        own = self._engine(problem, likelihood, split_outputs)
+        methods = users_methods(self)
+        return AdaptedEngine(self, own, methods, options) if methods else own
+
+    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
+        """The library's engine of this kind of curvature."""
+        return NativeEngine(problem, likelihood, split_outputs=split_outputs)
+
+    def _engine_at(self, x: Inputs, *without: str, last_layer: bool = False) -> CurvatureEngine:
+        """The engine for a direct call of a public method, which must not call the methods `without` again."""
+        key = last_layer or self.last_layer
+        if key not in self._engines:  # kept, so that random draws go on from call to call
+            problem = self._weights(last_layer=key).discover(x)
+            self._engines[key] = self._engine(problem, get_likelihood(self.likelihood), False)
+        own = self._engines[key]
+        methods = (users_methods(self) & DERIVATIVES) - set(without)
+        return AdaptedEngine(self, own, methods, {}) if methods else own
+
+    def _weights(self, *, last_layer: bool) -> Weights:
+        if last_layer:
+            if isinstance(self.model, FeatureExtractor):
+                return LastLayer(self.model.model, None, self.model.last_layer_name, self.model.feature_reduction)
+            return LastLayer(self.model)
+        if self.subnetwork_indices is not None:
+            return Subnetwork(self.model, self.subnetwork_indices)
+        return AllWeights(self.model)
+
+    # Curvature.
+
+    def full(self, x: Inputs, y: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """Unit negative log likelihood of a batch, 0-dim, and its curvature, `[P, P]`.
+
+        Raises:
+            UnsupportedError: This backend has none.
+        """
+        summary, values = self._engine_at(x).full(x, y)
+        return summary.loss_terms.sum(), values.sum(0)
+
+    def diag(self, x: Inputs, y: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """Unit negative log likelihood of a batch, 0-dim, and the diagonal of its curvature, `[P]`.
+
+        Raises:
+            UnsupportedError: This backend has none.
+        """
+        summary, values = self._engine_at(x).diag(x, y)
+        return summary.loss_terms.sum(), values.sum(0)
+
+    def kron(self, x: Inputs, y: Tensor, N: int, **options: Any) -> tuple[Tensor, Kron]:
+        """Unit negative log likelihood of a batch, 0-dim, and its Kronecker factors.
+
+        Factors of batches add up to those of all N data: a weight has B ⊗ A with B the sum over the batch's data and A
+        their mean times (batch size / N); a bias has B.
+
+        Raises:
+            UnsupportedError: This backend has none.
+        """
+        from laplace.kronecker import Kron  # legacy values are imported by those who use them
+
+        summary, parts = self._engine_at(x).kron(x, y)
+        share = summary.n_data / N
+        blocks = [
+            [share * factor if len(factors) == 2 and (position == 0) is block.input_first else factor
+             for position, factor in enumerate(factors)]
+            for block, factors in zip(parts.blocks, parts.kfacs(), strict=True)
+        ]  # fmt: skip
+        return summary.loss_terms.sum(), Kron(blocks)
+
+    # Jacobians and gradients.
+
+    def jacobians(self, x: Inputs, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
+        """Jacobians `[B, C, P]` of the outputs, and the outputs `[B, C]`.
+
+        Args:
+            x: Inputs of B data.
+            enable_backprop: Whether they can be differentiated with respect to x.
+        """
+        return self._joined(self._engine_at(x, "jacobians"), x, enable_backprop)
+
+    def functorch_jacobians(self, x: Inputs, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
+        """Another name of `jacobians`."""
+        return self.jacobians(x, enable_backprop)
+
+    def last_layer_jacobians(self, x: Inputs, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
+        """Jacobians `[B, C, P]` with respect to the last layer, and the outputs `[B, C]`."""
+        engine = self._engine_at(x, "last_layer_jacobians", "jacobians", last_layer=True)
+        return self._joined(engine, x, enable_backprop)
+
+    def selected_output_jacobians(
+        self, x: Inputs, outputs: Tensor, enable_backprop: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Jacobians `[B, s, P]` of some outputs of every datum, and all outputs `[B, C]`.
+
+        Args:
+            x: Inputs of B data.
+            outputs: Which outputs, `[B]` or `[B, s]`.
+            enable_backprop: Whether they can be differentiated with respect to x.
+        """
+        Js, f = self.jacobians(x, enable_backprop)
+        chosen = outputs.view(len(f), -1, 1).to(Js.device)
+        return Js.gather(1, chosen.expand(-1, -1, Js.shape[2])), f
+
+    def gradients(self, x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients `[B, P]` of `lossfunc` at every datum, and its sum, 0-dim."""
+        Js, f = self.last_layer_jacobians(x) if self.last_layer else self.jacobians(x)
+        with torch.enable_grad():
+            outputs = f.detach().requires_grad_()
+            loss = self.lossfunc(outputs, y)
+            (residual,) = torch.autograd.grad(loss, outputs)
+        return torch.einsum("bcp,bc->bp", Js, residual.to(Js)), loss.detach()
+
+    @staticmethod
+    def _joined(engine: CurvatureEngine, x: Inputs, enable_backprop: bool) -> tuple[Tensor, Tensor]:
+        x = batches.to_device(x, engine.problem.device)
+        with torch.set_grad_enabled(enable_backprop):
+            parts = [(jacobian.dense(), f) for jacobian, f in engine.jacobian(x, create_graph=enable_backprop)]
+        return torch.cat([J for J, _ in parts]), torch.cat([f for _, f in parts])
+
+
+class GGNInterface(CurvatureInterface):
+    """Generalised Gauss–Newton backends: Σ_b J_bᵀ Λ_b J_b, exact or sampled.
+
+    Args:
+        model: The network.
+        likelihood: Its likelihood.
+        last_layer: The last layer only.
+        subnetwork_indices: These entries only.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
+        stochastic: Replace Λ by gradients at targets drawn from the model (the Monte-Carlo Fisher).
+        num_samples: Targets drawn per datum.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        last_layer: bool = False,
+        subnetwork_indices: Tensor | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        stochastic: bool = False,
+        num_samples: int = 1,
+    ) -> None:
+        super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
+        self.stochastic = stochastic
+        self.num_samples = num_samples
+
+    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
+        return GGNEngine(
+            problem, likelihood, stochastic=self.stochastic, num_samples=self.num_samples, split_outputs=split_outputs
         )
 
 
-def detached(x: Inputs) -> Any:
-    """Inputs without a graph, and usable by autograd also when they were made under inference mode."""
-    from laplace import batch as batches
+class EFInterface(CurvatureInterface):
+    """Empirical Fisher backends: Σ_b g_b g_bᵀ, g_b the gradient of the unit negative log likelihood of datum b."""
 
-    def clean(tensor: Tensor) -> Tensor:
-        return tensor.detach().clone() if tensor.is_inference() else tensor.detach()
+    kind = "ef"
 
-    with torch.inference_mode(False):
-        return batches.transform(x, clean)
+    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
+        return EFEngine(problem, likelihood, split_outputs=split_outputs)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.likelihoods.output_hessian import OutputHessian
@@ -69,6 +69,22 @@ class Likelihood(ABC):
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         """Unit negative log likelihood summed over the batch, 0-dim, differentiable in f."""
         return self.loss_terms(f, y).sum()
+
+    @property
+    def peer_name(self) -> Likelihood | str:
+        """What a user's own backend is told: a name that it knows, or the likelihood itself."""
+        return self
+
+    def torch_loss(self) -> tuple[nn.Module, float]:
+        """PyTorch's summed loss module, and the factor that makes it the unit negative log likelihood.
+
+        Raises:
+            UnsupportedError: There is none.
+        """
+        raise UnsupportedError(
+            f"likelihood={self.name!r} has no loss module of PyTorch, which this backend reads; use the default "
+            "backend, NativeGGN."
+        )
 
     def count(self, f: Tensor, y: Tensor) -> int:
         """Number of data in the batch that count (ignored labels do not); y is checked already."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from laplace.errors import InvalidData
@@ -42,6 +42,10 @@ class Bernoulli(NoiseFreeLikelihood):
     def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
         """Σ_bc binary cross-entropy, `[1]`."""
         return functional.binary_cross_entropy_with_logits(f, y, reduction="sum").unsqueeze(0)
+
+    def torch_loss(self) -> tuple[nn.Module, float]:
+        """`BCEWithLogitsLoss`, with factor 1."""
+        return nn.BCEWithLogitsLoss(reduction="sum"), 1.0
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """σ(f) − y, `[B, C]`, as (1 − y) σ(f) − y σ(−f), which keeps its digits where σ rounds to 1."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.likelihoods.base import Likelihood, OutputHessian, check_kind
@@ -34,6 +34,14 @@ class Gaussian(Likelihood):
     def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
         """½ Σ_b (y_bc − f_bc)², `[C]`."""
         return 0.5 * (y - f).square().sum(0)
+
+    @property
+    def peer_name(self) -> str:
+        return self.name
+
+    def torch_loss(self) -> tuple[nn.Module, float]:
+        """`MSELoss`, with factor ½."""
+        return nn.MSELoss(reduction="sum"), 0.5
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """The residual f − y, `[B, C]`."""

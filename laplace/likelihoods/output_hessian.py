@@ -35,6 +35,22 @@ class OutputHessian:
             return self.diag
         return self.diag - self.vec.square()
 
+    def diagonal_in(self, basis: Tensor) -> Tensor:
+        """Diagonals uᵀ Λ u of columns u of a basis `[C, K]`, `[B, K]`."""
+        if self.dense is not None:
+            return ((self.dense @ basis) * basis).sum(1)
+        values = self.diag @ basis.square()
+        return values if self.vec is None else values - (self.vec @ basis).square()
+
+    def times(self, vectors: Tensor) -> Tensor:
+        """Λ v of vectors `[..., B, C]`, in the same shape."""
+        if self.dense is not None:
+            return (self.dense @ vectors.unsqueeze(-1)).squeeze(-1)
+        product = self.diag * vectors
+        if self.vec is None:
+            return product
+        return product - self.vec * (self.vec * vectors).sum(-1, keepdim=True)
+
     def total(self) -> Tensor:
         """Σ_b Λ_b, `[C, C]`, without the `[B, C, C]` tensor where Λ is structured."""
         if self.dense is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian
@@ -22,6 +22,16 @@ class SoftmaxLikelihood(NoiseFreeLikelihood):
         """Σ_b −log softmax(f_b)_{y_b}, `[1]`."""
         ignored = _NEVER if self.ignore_index is None else self.ignore_index
         return functional.cross_entropy(f, y, reduction="sum", ignore_index=ignored).unsqueeze(0)
+
+    @property
+    def peer_name(self) -> str:
+        """Preferences are a classification of pairs."""
+        return "classification"
+
+    def torch_loss(self) -> tuple[nn.Module, float]:
+        """`CrossEntropyLoss`, with factor 1."""
+        ignored = _NEVER if self.ignore_index is None else self.ignore_index
+        return nn.CrossEntropyLoss(reduction="sum", ignore_index=ignored), 1.0
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """softmax(f) − e_y, `[B, C]`."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laplace import batch as batches
 from laplace.batch import Inputs
-from laplace.curvature.interface import CurvatureInterface, detached
+from laplace.curvature.engine import CurvatureEngine, detached
 from laplace.curvature.jacobian import Jacobian
 from laplace.enums import PredType
 from laplace.errors import InvalidArgument, InvalidData, InvalidType
@@ -24,12 +24,12 @@ from laplace.weights.problem import Problem
 
 
 def linearised(
-    interface: CurvatureInterface, precision: Precision, x: Inputs, form: str, *, create_graph: bool = False
+    engine: CurvatureEngine, precision: Precision, x: Inputs, form: str, *, create_graph: bool = False
 ) -> Gaussian:
     """N(f(x, θ*), J P⁻¹ Jᵀ), the GLM predictive's latent (Immer et al., 2021).
 
     Args:
-        interface: Gives Jacobians.
+        engine: Gives Jacobians.
         precision: P.
         x: Inputs of B data.
         form: `"full"` (covariance `[B, C, C]`), `"diagonal"` (`[B, C]`) or `"joint"` (`[B·C, B·C]`).
@@ -38,8 +38,8 @@ def linearised(
     Raises:
         InvalidData: No data, or outputs that are not finite.
     """
-    x = batches.to_device(x, interface.problem.device)
-    parts = list(interface.jacobian(x, create_graph=create_graph)) if form == "joint" else None
+    x = batches.to_device(x, engine.problem.device)
+    parts = list(engine.jacobian(x, create_graph=create_graph)) if form == "joint" else None
     if parts is not None:
         jacobian = parts[0][0] if len(parts) == 1 else _joined(parts)
         mean = torch.cat([f for _, f in parts])
@@ -47,7 +47,7 @@ def linearised(
     contract: Callable[[Jacobian], Tensor] = (
         precision.functional_diagonal if form == "diagonal" else precision.functional_variance
     )
-    with closing(interface.jacobian(x, create_graph=create_graph)) as pieces:
+    with closing(engine.jacobian(x, create_graph=create_graph)) as pieces:
         found = [(f.to(_dtype(f)), contract(jacobian)) for jacobian, f in pieces]
     if not found:
         raise InvalidData("the inputs hold no data to predict.")
@@ -87,23 +87,23 @@ Sampler = Callable[[Tensor], Tensor]
 
 
 def sampler(
-    interface: CurvatureInterface, mean: Tensor, x: Inputs, model_kwargs: dict[str, Any], *, create_graph: bool = False
+    engine: CurvatureEngine, mean: Tensor, x: Inputs, model_kwargs: dict[str, Any], *, create_graph: bool = False
 ) -> Sampler:
     """Outputs of the network on x at sampled weights, none of which is ever written into the model.
 
     A head on frozen features is linear in its weights, so that one pass of the trunk serves all samples.
 
     Args:
-        interface: Knows the problem.
+        engine: Knows the problem.
         mean: θ*, `[P]`.
         x: Inputs of B data.
         model_kwargs: Further arguments of the model.
         create_graph: Whether outputs can be differentiated with respect to x.
     """
-    problem = interface.problem
+    problem = engine.problem
     x = batches.to_device(x, problem.device)
     if problem.head is not None and not model_kwargs:
-        parts = list(interface.jacobian(x, create_graph=create_graph))
+        parts = list(engine.jacobian(x, create_graph=create_graph))
         if parts and all(jacobian.is_head for jacobian, _ in parts):
             return lambda thetas: torch.cat([_at_samples(jacobian, f, thetas - mean) for jacobian, f in parts], 1)
     problem = _with_arguments(problem, model_kwargs)

@@ -1,7 +1,7 @@
 """Structures of the curvature: one file each, one line of registration."""
 
 from laplace.registry import Registry
-from laplace.structures.base import Curvature, Precision
+from laplace.structures.base import AdditiveCurvature, Curvature, Precision
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.full import FullCurvature
 from laplace.structures.kron import KronCurvature
@@ -11,4 +11,12 @@ STRUCTURES.register("full")(FullCurvature)
 STRUCTURES.register("kron")(KronCurvature)
 STRUCTURES.register("diag")(DiagCurvature)
 
-__all__ = ["STRUCTURES", "Curvature", "DiagCurvature", "FullCurvature", "KronCurvature", "Precision"]
+__all__ = [
+    "STRUCTURES",
+    "AdditiveCurvature",
+    "Curvature",
+    "DiagCurvature",
+    "FullCurvature",
+    "KronCurvature",
+    "Precision",
+]

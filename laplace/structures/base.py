@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace.batch import Inputs
-from laplace.curvature.interface import BatchSummary, CurvatureInterface
+from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
+from laplace.errors import InvalidData
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures.scan import SpectralScan
@@ -75,24 +77,50 @@ class Precision(ABC):
         """A root L of P⁻¹ = L Lᵀ: lower-triangular `[P, P]`, symmetric, or standard deviations `[P]`."""
 
 
+class Sweep(ABC):
+    """One reading of the data, batch by batch."""
+
+    @abstractmethod
+    def add(self, x: Inputs, y: Tensor) -> BatchSummary:
+        """Takes in one batch.
+
+        Raises:
+            InvalidData: Its curvature is not finite.
+        """
+
+    @abstractmethod
+    def finish(self) -> Curvature | Sweep:
+        """The curvature after the last reading, or the next reading."""
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Of structures that leave nothing to choose."""
+
+
 class Curvature(ABC):
     """Unit curvature H of the data seen so far, in one structure; frozen.
 
     Attributes:
+        name: What users call it.
+        options: Class of its options, whose fields are the keys of `structure_kwargs`.
+        readings: How many times the data are read, at least.
         n_terms: E: curvature terms kept apart, one per output under a vector noise, else 1.
     """
 
     name: str
+    options: type[Any] = NoOptions
+    readings: int = 1
     n_terms: int
 
     @classmethod
     @abstractmethod
-    def from_batch(
-        cls, interface: CurvatureInterface, x: Inputs, y: Tensor, former: Curvature | None = None
-    ) -> tuple[BatchSummary, Curvature]:
-        """Curvature of one batch, by the backend's primitive of this structure, added to that of former batches.
+    def sweep(cls, engine: CurvatureEngine, options: Any) -> Sweep:
+        """The first reading of the data.
 
-        `former` belongs to the caller's running sum: its memory may be reused.
+        Args:
+            engine: Computes the numbers of a batch.
+            options: An object of `options`.
         """
 
     @classmethod
@@ -119,10 +147,6 @@ class Curvature(ABC):
         """Functional variances at many scalar priors, after one factorisation."""
 
     @abstractmethod
-    def is_finite(self) -> bool:
-        """Whether every number is finite (of a matrix: its diagonal, which holds every square)."""
-
-    @abstractmethod
     def state(self) -> dict[str, Any]:
         """Everything that `from_state` needs: tensors, numbers and strings."""
 
@@ -138,6 +162,60 @@ class Curvature(ABC):
     @abstractmethod
     def public(self) -> Any:
         """H as users see it in `la.H`."""
+
+
+class AdditiveCurvature(Curvature):
+    """Curvature whose batches simply add up: one reading."""
+
+    @classmethod
+    @abstractmethod
+    def from_batch(
+        cls, engine: CurvatureEngine, x: Inputs, y: Tensor, former: Curvature | None = None
+    ) -> tuple[BatchSummary, AdditiveCurvature]:
+        """Curvature of one batch, by the engine's primitive of this structure, added to that of former batches.
+
+        `former` belongs to the caller's running sum: its memory may be reused.
+        """
+
+    @abstractmethod
+    def is_finite(self) -> bool:
+        """Whether every number is finite (of a matrix: its diagonal, which holds every square)."""
+
+    @classmethod
+    def sweep(cls, engine: CurvatureEngine, options: Any) -> Sweep:
+        return _SumSweep(cls, engine)
+
+
+class _SumSweep(Sweep):
+    """Adds up batches."""
+
+    def __init__(self, structure: type[AdditiveCurvature], engine: CurvatureEngine) -> None:
+        self.structure = structure
+        self.engine = engine
+        self.total: AdditiveCurvature | None = None
+
+    def add(self, x: Inputs, y: Tensor) -> BatchSummary:
+        summary, total = self.structure.from_batch(self.engine, x, y, self.total)
+        require_finite(total.is_finite())
+        self.total = total
+        return summary
+
+    def finish(self) -> Curvature:
+        if self.total is None:
+            raise InvalidData("no batch was read.")
+        return self.total
+
+
+def require_finite(finite: bool) -> None:
+    """Raises where a batch's numbers are not.
+
+    Raises:
+        InvalidData: They are not.
+    """
+    if not finite:
+        raise InvalidData(
+            "the loss or the curvature is not finite; the inputs, targets or weights hold NaN or infinity."
+        )
 
 
 def move(state: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:

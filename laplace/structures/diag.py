@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from laplace.batch import Inputs
-from laplace.curvature.interface import BatchSummary, CurvatureInterface
+from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
-from laplace.structures.base import Curvature, Precision
+from laplace.structures.base import AdditiveCurvature, Curvature, Precision
 from laplace.structures.scan import SpectralScan
 
 
 @dataclass(frozen=True)
-class DiagCurvature(Curvature):
+class DiagCurvature(AdditiveCurvature):
     """The diagonal of the unit curvature.
 
     Attributes:
@@ -35,10 +35,11 @@ class DiagCurvature(Curvature):
 
     @classmethod
     def from_batch(
-        cls, interface: CurvatureInterface, x: Inputs, y: Tensor, former: Curvature | None = None
-    ) -> tuple[BatchSummary, Curvature]:
-        summary, values = interface.diag(x, y)
-        return summary, cls(values) if former is None else former + cls(values)
+        cls, engine: CurvatureEngine, x: Inputs, y: Tensor, former: Curvature | None = None
+    ) -> tuple[BatchSummary, AdditiveCurvature]:
+        summary, values = engine.diag(x, y)
+        new = cls(values)
+        return summary, former + new if isinstance(former, DiagCurvature) else new
 
     @classmethod
     def zeros(cls, prior: GaussianPrior) -> DiagCurvature:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laplace.curvature.blocks import Block, MappedBlock
 from laplace.curvature.factors import IndexBlock, OuterBlock
-from laplace.curvature.interface import KronBlock
+from laplace.curvature.kron_parts import KronBlock
 from laplace.errors import UnsupportedError
 from laplace.structures import algebra
 

@@ -11,19 +11,19 @@ from torch import Tensor
 
 from laplace.batch import Inputs
 from laplace.curvature.blocks import CHUNK_BYTES, DenseBlock
-from laplace.curvature.interface import BatchSummary, CurvatureInterface
+from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
 from laplace.errors import CurvatureError
 from laplace.gram import mirror
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
-from laplace.structures.base import Curvature, Precision
+from laplace.structures.base import AdditiveCurvature, Curvature, Precision
 from laplace.structures.scan import SpectralScan
 
 
 @dataclass(frozen=True)
-class FullCurvature(Curvature):
+class FullCurvature(AdditiveCurvature):
     """The unit curvature as a matrix.
 
     Attributes:
@@ -44,10 +44,10 @@ class FullCurvature(Curvature):
 
     @classmethod
     def from_batch(
-        cls, interface: CurvatureInterface, x: Inputs, y: Tensor, former: Curvature | None = None
-    ) -> tuple[BatchSummary, Curvature]:
+        cls, engine: CurvatureEngine, x: Inputs, y: Tensor, former: Curvature | None = None
+    ) -> tuple[BatchSummary, AdditiveCurvature]:
         running = former.sums if isinstance(former, FullCurvature) else None
-        summary, values = interface.full(x, y, running)
+        summary, values = engine.full(x, y, running)
         return summary, cls(values)
 
     @classmethod

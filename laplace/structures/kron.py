@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from laplace.batch import Inputs
-from laplace.curvature.interface import UNUSED, BatchSummary, CurvatureInterface, KronBlock, KronParts
+from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
+from laplace.curvature.kron_parts import UNUSED, KronBlock, KronParts
 from laplace.errors import InvalidData
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
-from laplace.structures.base import Curvature
+from laplace.structures.base import AdditiveCurvature, Curvature
 from laplace.structures.eigenblocks import (
     BlockSpectrum,
     Spectra,
@@ -36,7 +37,7 @@ from laplace.structures.scan import SpectralScan
 
 
 @dataclass(frozen=True)
-class KronCurvature(Curvature):
+class KronCurvature(AdditiveCurvature):
     """Kronecker factors of every treated tensor.
 
     Attributes:
@@ -52,10 +53,11 @@ class KronCurvature(Curvature):
 
     @classmethod
     def from_batch(
-        cls, interface: CurvatureInterface, x: Inputs, y: Tensor, former: Curvature | None = None
-    ) -> tuple[BatchSummary, Curvature]:
-        summary, parts = interface.kron(x, y)
-        return summary, cls(parts) if former is None else former + cls(parts)
+        cls, engine: CurvatureEngine, x: Inputs, y: Tensor, former: Curvature | None = None
+    ) -> tuple[BatchSummary, AdditiveCurvature]:
+        summary, parts = engine.kron(x, y)
+        new = cls(parts)
+        return summary, former + new if isinstance(former, KronCurvature) else new
 
     @classmethod
     def zeros(cls, prior: GaussianPrior) -> KronCurvature:
@@ -119,26 +121,12 @@ class KronCurvature(Curvature):
             _, vectors = algebra.eigh(total)
             found[block.output] = values_at(total, vectors), followed(total, vectors)
         inputs: Tensor | None = None if block.input is None else factors[block.input].double()
-        return kron_spectrum(block, total, found[block.output], inputs, self._positions(block))
-
-    def _positions(self, block: KronBlock) -> float:
-        """Number of positions that share the weight, at least 1 (no data)."""
-        return max(1.0, float(self.parts.factors[block.positions])) if block.positions else 1.0
+        return kron_spectrum(block, total, found[block.output], inputs, self.parts.positions(block))
 
     @property
     def kfacs(self) -> list[list[Tensor]]:
         """Factors per tensor: `[left, right]` with left ⊗ right its block, `[left]` of a bias, or a dense block."""
-        result: list[list[Tensor]] = []
-        for block in self.parts.blocks:
-            output = self.parts.factors[block.output].sum(0)
-            output = output[0] if block.kind == "kron" and len(output) == 1 else output
-            if block.input is None:
-                result.append([output])
-                continue
-            inputs = self.parts.factors[block.input] / self._positions(block)
-            inputs = inputs[0] if inputs.ndim == 3 and len(inputs) == 1 else inputs
-            result.append([inputs, output] if block.input_first else [output, inputs])
-        return result
+        return self.parts.kfacs()
 
     def is_finite(self) -> bool:
         return all(bool(factor.isfinite().all()) for factor in self.parts.factors.values())

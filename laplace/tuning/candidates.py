@@ -54,7 +54,7 @@ class Candidates:
         if self.options.pred_type == PredType.NN:
             return self._sampled(x)
         x = batches.to_device(x, self.la.problem.device)
-        with closing(self.la.backend.jacobian(x)) as pieces:
+        with closing(self.la.engine.jacobian(x)) as pieces:
             parts = [(self.scan.project(jacobian), f) for jacobian, f in pieces]
         mean = torch.cat([f for _, f in parts]).to(self.grid.dtype)
         likelihood = self.la.likelihood_object
@@ -77,7 +77,7 @@ class Candidates:
     def _sampled(self, x: Inputs) -> tuple[Callable[[int], Prediction], Tensor]:
         la, options = self.la, self.options
         noise = standard_normal((options.n_samples, len(la.mean)), la.mean, self._draws())
-        run = latent.sampler(la.backend, la.mean, x, {})
+        run = latent.sampler(la.engine, la.mean, x, {})
 
         def predict(i: int) -> Prediction:
             precision = la.evidence(prior_precision=self.grid[i : i + 1]).precision

@@ -47,9 +47,36 @@ class Weights(ABC):
         """The problem of a layer by name, for choices that are one; else the problem as it is."""
         return self.problem
 
+    def for_backend(self, problem: Problem) -> tuple[nn.Module, dict[str, Any]]:
+        """The model and the arguments with which a backend is made for this choice."""
+        return self.called, {}
+
+    @property
+    def called(self) -> nn.Module:
+        """The model, such that `model(x)` is the call that `forward_fn` makes."""
+        return self.model if self.forward_fn is None else Called(self.model, self.forward_fn)
+
     def state(self) -> dict[str, Any]:
         """What identifies the choice in a state dict."""
         return {}
+
+
+class Called(nn.Module):
+    """A model that is called by a `forward_fn`.
+
+    Args:
+        module: The model, kept by reference.
+        forward_fn: `forward_fn(module, x)`.
+    """
+
+    def __init__(self, module: nn.Module, forward_fn: ForwardFn) -> None:
+        super().__init__()
+        self.module = module
+        self.forward_fn = forward_fn
+
+    def forward(self, x: Inputs) -> Any:
+        """What `forward_fn` returns."""
+        return self.forward_fn(self.module, x)
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from laplace.errors import InvalidArgument
 from laplace.lending import undisturbed
 from laplace.weights.base import Weights
 from laplace.weights.discovery import find_last_layer, require_linear
+from laplace.weights.feature_extractor import FeatureExtractor
 from laplace.weights.problem import Problem, Slot
 
 
@@ -88,6 +89,10 @@ class LastLayer(Weights):
     def name(self) -> str | None:
         """Name of the layer, None before it is found."""
         return None if self.problem is None else self.problem.head
+
+    def for_backend(self, problem: Problem) -> tuple[nn.Module, dict[str, Any]]:
+        name = problem.head if self.forward_fn is None or problem.head is None else f"module.{problem.head}"
+        return FeatureExtractor(self.called, name, feature_reduction=self.reduction), {"last_layer": True}
 
     def state(self) -> dict[str, Any]:
         return {"last_layer_name": self.name}

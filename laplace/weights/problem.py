@@ -72,8 +72,18 @@ class Slot:
 
     def take(self, tensor: Tensor) -> Tensor:
         """Treated entries `[p]` of a tensor of this slot's shape."""
-        flat = tensor.reshape(-1)
-        return flat if self.entries is None else flat[self.entries.to(flat.device)]
+        return self.take_rows(tensor.unsqueeze(0))[0]
+
+    def take_rows(self, tensors: Tensor) -> Tensor:
+        """Treated entries `[R, p]` of tensors `[R, *shape]`."""
+        flat = tensors.reshape(len(tensors), -1)
+        return flat if self.entries is None else flat[:, self.entries.to(flat.device)]
+
+    def place(self, values: Tensor) -> Tensor:
+        """Entries `[R, p]` at their places in flat tensors of this slot's shape, `[R, numel]`; zero elsewhere."""
+        if self.entries is None:
+            return values
+        return values.new_zeros(len(values), self.shape.numel()).index_copy(1, self.entries.to(values.device), values)
 
 
 @dataclass(frozen=True)

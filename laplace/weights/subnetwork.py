@@ -70,6 +70,9 @@ class Subnetwork(Weights):
             return values[torch.tensor(kept, device=values.device)]
         return values
 
+    def for_backend(self, problem: Problem) -> tuple[nn.Module, dict[str, Any]]:
+        return self.called, {"subnetwork_indices": self._order}
+
     def state(self) -> dict[str, Any]:
         return {"subnetwork_indices": self._order.clone()}
 

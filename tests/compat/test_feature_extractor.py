@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from laplace.compat.feature_extractor import FeatureExtractor
 from laplace.errors import InvalidArgument, NotFittedError
+from laplace.weights.feature_extractor import FeatureExtractor
 
 
 class Tokens(nn.Module):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from laplace.compat.decomposed import KronDecomposed
-from laplace.compat.factors import dense
-from laplace.compat.matrix import Kron
 from laplace.errors import CurvatureError, InvalidArgument
+from laplace.kronecker.decomposed import KronDecomposed
+from laplace.kronecker.factors import dense
+from laplace.kronecker.matrix import Kron
 
 F64 = torch.float64
 

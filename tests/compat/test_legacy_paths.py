@@ -88,12 +88,12 @@ def test_importing_the_modules_imports_nothing_else():
     code = (
         "import sys; from laplace.compat.finder import install; install();"
         "import laplace.utils.matrix, laplace.baselaplace;"
-        "heavy = {'laplace.compat.matrix', 'laplace.base', 'laplace.named', 'torchmetrics', 'matplotlib'};"
+        "heavy = {'laplace.kronecker.matrix', 'laplace.base', 'laplace.named', 'torchmetrics', 'matplotlib'};"
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     # A package that imports its public names eagerly has those modules anyway; ours must add none of the compat ones.
-    assert "laplace.compat.matrix" not in done.stdout
+    assert "laplace.kronecker.matrix" not in done.stdout
     assert "torchmetrics" not in done.stdout
 
 
@@ -111,7 +111,7 @@ def test_star_import_and_pickle():
 
     assert callable(kron)
     assert not isinstance(kron, types.ModuleType)
-    assert Kron.__module__ == "laplace.compat.matrix"
+    assert Kron.__module__ == "laplace.kronecker.matrix"
     assert pickle.loads(pickle.dumps(Kron)) is Kron
     assert pickle.loads(pickle.dumps(Likelihood.REGRESSION)) is Likelihood.REGRESSION
     namespace: dict[str, object] = {}

@@ -12,7 +12,7 @@ from laplace.structures import KronCurvature
 from tests.conformance.cases import Case, drawn, own_dense, truth
 from tests.conformance.kron_truth import dense_of_factors
 from tests.reference import curvature as reference
-from tests.reference import evidence
+from tests.reference import evidence, kfac
 
 
 def hyper_parameters(case: Case) -> dict[str, Tensor]:
@@ -100,7 +100,7 @@ def _ritter(factors: list[Tensor], root: Tensor, scale: float) -> Tensor:
     damped = [scale * side + root * torch.eye(side.shape[-1], dtype=side.dtype) for side in groups]
     count = max(len(side) for side in damped)
     pairs = zip(*[side.expand(count, -1, -1) for side in damped], strict=True)
-    return torch.block_diag(*[torch.kron(left, right) for left, right in pairs])
+    return torch.block_diag(*[kfac.kron(left, right) for left, right in pairs])
 
 
 def expanded(case: Case, prior: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ def _embedding(module: nn.Embedding, x: Tensor, g: Tensor, inner: Tensor) -> Ten
     """Counts of the rows, as a frequency, ⊗ the second moment of the gradients; always `"expand"`."""
     valid = torch.ones_like(x, dtype=torch.bool) if module.padding_idx is None else x != module.padding_idx
     counts = torch.bincount(x[valid], minlength=module.num_embeddings).double()
-    return torch.kron(torch.diag(counts / counts.sum()), _output_side(g * valid[:, :, None], inner, "expand"))
+    return kfac.kron(torch.diag(counts / counts.sum()), _output_side(g * valid[:, :, None], inner, "expand"))
 
 
 def _transposed(module: nn.Module, x: Tensor, g: Tensor, inner: Tensor, approx: str) -> Tensor:
@@ -130,7 +130,7 @@ def _transposed(module: nn.Module, x: Tensor, g: Tensor, inner: Tensor, approx: 
         rows = torch.stack(windows, 2)  # [C, B, T, O·k]
         mean = a.mean(1, keepdim=True) if approx == "reduce" else a
         left = torch.einsum("bti,btj->ij", mean, mean) / (mean.shape[0] * mean.shape[1])
-        blocks.append(torch.kron(left, _output_side(rows, inner, approx)))
+        blocks.append(kfac.kron(left, _output_side(rows, inner, approx)))
     assert n_data == g.shape[1]
     return torch.block_diag(*blocks)
 
@@ -160,7 +160,7 @@ def dense_of_factors(curvature_held: KronCurvature) -> Tensor:
 def _product(factors: list[Tensor]) -> Tensor:
     sides = [torch.diag(factor) if factor.ndim == 1 else factor for factor in factors]
     if sides[0].ndim == 2 and len(sides) == 2 and sides[1].ndim == 2:
-        return torch.kron(*sides)
+        return kfac.kron(*sides)
     if len(sides) == 1:
         return torch.block_diag(*sides[0]) if sides[0].ndim == 3 else sides[0]
-    return torch.block_diag(*[torch.kron(left, right) for left, right in zip(*sides, strict=True)])
+    return torch.block_diag(*[kfac.kron(left, right) for left, right in zip(*sides, strict=True)])

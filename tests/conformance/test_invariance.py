@@ -88,7 +88,7 @@ def test_shards_with_and_without_terms_do_not_add(case: Case) -> None:
 def test_ignored_labels_count_nowhere(case: Case, kind: str) -> None:
     problem = case.problem
     kept = problem.y != -100
-    alone = case.build(backend=type(case.fit(kind=kind).backend))
+    alone = case.build(backend=case.fit(kind=kind).backend_cls)
     alone.fit([(problem.x[kept], problem.y[kept])])
     for size in (7, 2, 1):  # one of the batches of one holds nothing but an ignored label
         la = case.fit(size, kind=kind)

@@ -29,7 +29,7 @@ def covariance_of(la: ParametricLaplace) -> Tensor:
 
 def latent_of(la: ParametricLaplace, x: Any, form: str) -> Gaussian:
     """The latent Gaussian before any link."""
-    return latent.linearised(la.backend, la.posterior(), x, form, create_graph=la.enable_backprop)
+    return latent.linearised(la.engine, la.posterior(), x, form, create_graph=la.enable_backprop)
 
 
 @pytest.mark.parametrize("case", by_turns() + few("last_layer", "rectangle", "mixed"))
@@ -75,7 +75,7 @@ def test_scan_over_priors(case: Case) -> None:
     for la in fits:
         found = la.evidence()
         scan = found.fit.curvature.scan(found.weights, la.problem.layout, **found.options)
-        projected = [(scan.project(jacobian), f) for jacobian, f in la.backend.jacobian(case.problem.x)]
+        projected = [(scan.project(jacobian), f) for jacobian, f in la.engine.jacobian(case.problem.x)]
         for delta in (1e-3, 0.4, 30.0):
             la.prior_precision = delta
             for diagonal, form in ((False, "full"), (True, "diagonal")):

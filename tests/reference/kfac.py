@@ -77,9 +77,14 @@ def kfac(
     return {name: _finish(blocks, name, rows_seen[name]) for name, blocks in total.items()}
 
 
+def kron(left: Tensor, right: Tensor) -> Tensor:
+    """`torch.kron`, which refuses transposed factors such as an `einsum` may return."""
+    return torch.kron(left.contiguous(), right.contiguous())
+
+
 def dense_block(blocks: list[list[Tensor]]) -> Tensor:
     """The `[p, p]` block of one parameter that its Kronecker factors stand for, row-major."""
-    dense = [torch.kron(*factors) if len(factors) == 2 else factors[0] for factors in blocks]
+    dense = [kron(*factors) if len(factors) == 2 else factors[0] for factors in blocks]
     return torch.block_diag(*dense)
 
 

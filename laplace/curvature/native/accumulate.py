@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from laplace.curvature.blocks import Block, PickedBlock
+from laplace.curvature.engine import Bases, Groups
 from laplace.curvature.factors import IndexBlock, OuterBlock
-from laplace.curvature.interface import UNUSED, KronBlock, KronParts
 from laplace.curvature.jacobian import Jacobian
+from laplace.curvature.kron_parts import UNUSED, KronBlock, KronParts
 from laplace.gram import add_gram, group_gram
 from laplace.likelihoods.base import OutputHessian
 from laplace.weights.problem import Problem
@@ -21,36 +22,45 @@ DENSE_BLOCK_LIMIT = 512
 
 
 class DiagSum:
-    """Diagonal of the curvature, `[E, P]`.
+    """Diagonal of the curvature, `[E, P]`, or of Uᵀ H U with a basis U for every tensor.
 
     Args:
         problem: The treated tensors.
         n_terms: E.
         dtype: Curvature dtype.
+        bases: U of every tensor, or None for the identity.
     """
 
-    def __init__(self, problem: Problem, n_terms: int, dtype: torch.dtype) -> None:
+    def __init__(self, problem: Problem, n_terms: int, dtype: torch.dtype, bases: Bases | None = None) -> None:
         self.slices = problem.layout.slices
+        self.bases = bases
         self.values = torch.zeros(n_terms, problem.layout.n_params, dtype=dtype, device=problem.device)
+
+    def in_basis(self, slot: int, block: Block) -> Block:
+        """The block in the basis of its tensor."""
+        return block if self.bases is None else self.bases[slot].project(block)
 
     def add(self, blocks: Mapping[int, Block], first: int) -> None:
         """Adds the squares of weighted blocks whose cotangents begin at term `first`."""
         for slot, block in blocks.items():
             target = self.values[:, self.slices[slot]]
-            squares = block.sum_of_squares(apart=len(target) > 1)
+            squares = self.in_basis(slot, block).sum_of_squares(apart=len(target) > 1)
             first = first if len(target) > 1 else 0
             target[first : first + len(squares)] += squares
 
     def add_head(self, blocks: Mapping[int, OuterBlock], hessian: OutputHessian) -> None:
-        """Adds Λ_cc φ_i² of a head, without a root of Λ."""
-        weights = hessian.diagonal().to(self.values.dtype)
+        """Adds (uᵀ Λ u) φ_i² of a head, without a root of Λ; the blocks are in their bases, u the rows of g."""
         for slot, block in blocks.items():
-            squares = weights.sum(0)[:, None] if block.a is None else weights.T @ block.a[:, 0, 0].square()
-            target = self.values[:, self.slices[slot]]
+            directions = block.g[:, 0, 0, 0, :].to(self.values.dtype)  # [C, O]
+            a = None if block.a is None else block.a[:, 0, 0].square()
+            target = self.values[:, self.slices[slot]].view(len(self.values), directions.shape[1], -1)
             if len(target) == 1:
-                target += squares.flatten()
-            else:
-                torch.diagonal(target.view(len(target), *squares.shape), dim1=0, dim2=1).add_(squares.T)
+                weights = hessian.diagonal_in(directions)  # [B, O]
+                target[0] += weights.sum(0)[:, None] if a is None else weights.T @ a
+                continue
+            weights = hessian.diagonal().to(directions).T  # [E, B], a term per output
+            sums = weights.sum(1, keepdim=True) if a is None else weights @ a
+            target += directions.square().unsqueeze(2) * sums.unsqueeze(1)
 
     def result(self) -> Tensor:
         """`[E, P]`."""
@@ -58,25 +68,31 @@ class DiagSum:
 
 
 class FullSum:
-    """Upper block triangle of the full curvature, `[E, P, P]`.
+    """Upper block triangle of the full curvature of some tensors, `[E, p, p]`.
 
     Args:
-        problem: The treated tensors.
+        slots: Positions of the tensors; their entries follow each other.
+        problem: All treated tensors.
         n_terms: E.
         dtype: Curvature dtype.
         running: A running sum to add to in place, or None to start at zero.
     """
 
-    def __init__(self, problem: Problem, n_terms: int, dtype: torch.dtype, running: Tensor | None = None) -> None:
-        n_params = problem.layout.n_params
-        self.slices = problem.layout.slices
+    def __init__(
+        self, slots: Sequence[int], problem: Problem, n_terms: int, dtype: torch.dtype, running: Tensor | None = None
+    ) -> None:
+        self.slices: dict[int, slice] = {}
+        size = 0
+        for i in slots:
+            self.slices[i] = slice(size, size + problem.slots[i].size)
+            size += problem.slots[i].size
         if running is None:
-            running = torch.zeros(n_terms, n_params, n_params, dtype=dtype, device=problem.device)
+            running = torch.zeros(n_terms, size, size, dtype=dtype, device=problem.device)
         self.values = running
 
     def add(self, blocks: Mapping[int, Block], first: int) -> None:
         """Adds Σ_kb J Jᵀ of weighted blocks whose cotangents begin at term `first`."""
-        for piece in Jacobian(tuple(blocks[i] for i in sorted(blocks))).pieces():
+        for piece in Jacobian(tuple(blocks[i] for i in self.slices)).pieces():
             if len(self.values) == 1:
                 add_gram(self.values[0], piece.flatten(0, 1))
                 continue
@@ -84,11 +100,11 @@ class FullSum:
                 add_gram(self.values[first + k], piece[:, k])
 
     def add_head(self, blocks: Mapping[int, OuterBlock], hessian: OutputHessian) -> None:
-        """Adds Σ_b Λ_b ⊗ φ_b φ_bᵀ of a head that is the whole problem, φ = [features, 1].
+        """Adds Σ_b Λ_b ⊗ φ_b φ_bᵀ of a head that is the whole sum, φ = [features, 1].
 
         With Λ = diag(d) − u uᵀ that is C Grams of φ, less one Gram of u ⊗ φ, C times less work than with a root.
         """
-        features = {i: _features(block) for i, block in blocks.items()}
+        features = {i: _features(blocks[i]) for i in self.slices}
         dtype = self.values.dtype
         for i, left in features.items():
             for j, right in features.items():
@@ -98,7 +114,7 @@ class FullSum:
                     self._add_products(i, j, left, right, hessian.dense.to(dtype))
         if hessian.dense is None and hessian.vec is not None:
             vec = hessian.vec.to(dtype).unsqueeze(2)
-            stacked = torch.cat([(vec * features[i].unsqueeze(1)).flatten(1) for i in sorted(features)], 1)
+            stacked = torch.cat([(vec * part.unsqueeze(1)).flatten(1) for part in features.values()], 1)
             add_gram(self.values[0], stacked, sign=-1.0)
 
     def _view(self, i: int, j: int, shape: tuple[int, int, int]) -> Tensor:
@@ -123,6 +139,45 @@ class FullSum:
     def result(self) -> Tensor:
         """`[E, P, P]`, of which the upper block triangle counts."""
         return self.values
+
+
+class BlockSum:
+    """Full curvatures of groups of tensors: what lies on the block diagonal.
+
+    Args:
+        groups: Positions of the tensors that share a block.
+        problem: All treated tensors.
+        n_terms: E.
+        dtype: Curvature dtype.
+        running: Running sums to add to in place.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        problem: Problem,
+        n_terms: int,
+        dtype: torch.dtype,
+        running: Sequence[Tensor] | None = None,
+    ) -> None:
+        former = [None] * len(groups) if running is None else running
+        self.sums = [FullSum(g, problem, n_terms, dtype, r) for g, r in zip(groups, former, strict=True)]
+
+    def add(self, blocks: Mapping[int, Block], first: int) -> None:
+        """Adds the blocks to the sums of their groups."""
+        for part in self.sums:
+            if blocks.keys() >= part.slices.keys():
+                part.add(blocks, first)
+
+    def add_head(self, blocks: Mapping[int, OuterBlock], hessian: OutputHessian) -> None:
+        """Adds a head to the sums of which it is the whole."""
+        for part in self.sums:
+            if blocks.keys() >= part.slices.keys():
+                part.add_head(blocks, hessian)
+
+    def result(self) -> tuple[Tensor, ...]:
+        """`[E, p, p]` of every group, of which the upper block triangle counts."""
+        return tuple(part.values for part in self.sums)
 
 
 def _features(block: OuterBlock) -> Tensor:

@@ -1,29 +1,23 @@
-"""The native backend: one forward pass and K backward passes give every quantity, without [B, C, P]."""
+"""The native engine: captured forward passes with proven plans, from which every quantity follows."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Generator, Mapping
-from typing import Protocol
+from collections.abc import Generator
 
 import torch
 from torch import Tensor
 
 from laplace import batch as batches
 from laplace.batch import Inputs
-from laplace.curvature.blocks import Block
-from laplace.curvature.factors import OuterBlock
-from laplace.curvature.interface import BatchSummary, CurvatureInterface, KronParts, detached
+from laplace.curvature.engine import BatchSummary, CurvatureEngine, detached
 from laplace.curvature.jacobian import Jacobian
-from laplace.curvature.native.accumulate import DiagSum, FullSum, KronSum, Origin
 from laplace.curvature.native.backward import prefers_loop
 from laplace.curvature.native.capture import Capture, capture
 from laplace.curvature.native.passes import ForwardPass
 from laplace.curvature.native.plan import Plan, make_plan, unused_still
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.gram import mirror
 from laplace.lending import lent
-from laplace.likelihoods.base import Likelihood, OutputHessian
+from laplace.likelihoods.base import Likelihood
 from laplace.weights.problem import Problem
 
 MEMORY_BUDGET = 2**30
@@ -31,28 +25,21 @@ MEMORY_BUDGET = 2**30
 
 _MAX_PLANS = 64
 
-
-class _Sum(Protocol):
-    """What `accumulate` adds to."""
-
-    def add(self, blocks: Mapping[int, Block], first: int) -> None: ...
-
-    def add_head(self, blocks: Mapping[int, OuterBlock], hessian: OutputHessian) -> None: ...
+_COPIES = 4
+"""Activations that a vector holds on its way through a pass that is differentiated twice."""
 
 
-class NativeInterface(CurvatureInterface):
-    """Curvature from layer inputs and output gradients captured by hooks; a fallback where no rule holds.
+class NativeEngine(CurvatureEngine):
+    """What every kind of native curvature shares: Jacobians from layer inputs and output gradients, proven plans.
 
     Args:
         problem: The network and its treated tensors.
         likelihood: Loss and output Hessian.
-        kfac_approx: `"expand"` or `"reduce"`: how Kronecker factors treat positions that share a weight
-            (Eschenhagen et al., 2023).
         memory_budget: Bytes of output gradients held at once.
         split_outputs: Keep one curvature term per output.
 
     Raises:
-        InvalidArgument: Unknown `kfac_approx` or a memory budget that is not positive.
+        InvalidArgument: A memory budget that is not positive.
     """
 
     def __init__(
@@ -60,53 +47,19 @@ class NativeInterface(CurvatureInterface):
         problem: Problem,
         likelihood: Likelihood,
         *,
-        kfac_approx: str = "expand",
         memory_budget: int = MEMORY_BUDGET,
         split_outputs: bool = False,
     ) -> None:
         super().__init__(problem, likelihood, split_outputs=split_outputs)
-        if kfac_approx not in ("expand", "reduce"):
-            raise InvalidArgument(f"kfac_approx={kfac_approx!r}; accepted are 'expand' and 'reduce'.")
         if memory_budget <= 0:
             raise InvalidArgument(f"memory_budget={memory_budget} bytes; it must be positive.")
-        self.kfac_approx = kfac_approx
         self.memory_budget = memory_budget
         self.dtype = torch.promote_types(problem.dtype, torch.float32)
         self._loop = prefers_loop(problem.module)
         self._plans: dict[object, Plan] = {}
         self._rules: dict[str, str] = {}
 
-    # What the kinds of curvature differ in.
-
-    @abstractmethod
-    def cotangents(self, f: Tensor, y: Tensor) -> Tensor:
-        """Columns u_k, `[K, B, C]`, with curvature Σ_kb (Jᵀu)(Jᵀu)ᵀ."""
-
-    def output_hessian(self, f: Tensor, y: Tensor) -> OutputHessian | None:
-        """Output Hessian of which a head needs no root, or None where only cotangents are known."""
-        return None
-
-    # Primitives.
-
-    def diag(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
-        taken, y = self._observe(x, y)
-        total = DiagSum(self.problem, self._n_terms(taken.f), self.dtype)
-        self._accumulate(taken, y, total, heads=taken.heads())
-        return self._summary(taken.f, y), total.result()
-
-    def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
-        taken, y = self._observe(x, y)
-        total = FullSum(self.problem, self._n_terms(taken.f), self.dtype, running)
-        heads = taken.heads()
-        self._accumulate(taken, y, total, heads=heads if len(heads) == len(taken.plan) else [])
-        return self._summary(taken.f, y), total.result() if running is not None else mirror(total.result())
-
-    def kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
-        taken, y = self._observe(x, y)
-        reduce = self.kfac_approx == "reduce"
-        total = KronSum(self.problem, self._n_terms(taken.f), self.dtype, _origins(taken.plan), reduce=reduce)
-        self._accumulate(taken, y, total, heads=taken.heads())
-        return self._summary(taken.f, y), total.result()
+    # Primitives of every kind.
 
     def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
         taken = self._forward(x, create_graph=create_graph)
@@ -174,19 +127,21 @@ class NativeInterface(CurvatureInterface):
         taken = self._forward(x)
         return taken, self.likelihood.check_targets(taken.f.to(self.dtype), y)
 
-    def _accumulate(self, taken: ForwardPass, y: Tensor, total: _Sum, heads: list[int]) -> None:
-        hessian = self.output_hessian(taken.f, y)
-        if hessian is None:
-            heads = []
-        elif heads:
-            total.add_head(taken.head_blocks(heads), hessian)
-        rest = [i for i in range(len(taken.plan)) if i not in heads]
-        if not rest:
-            return
-        columns = self.cotangents(taken.f, y).to(taken.f.dtype)
-        step = max(1, self.memory_budget // max(1, taken.bytes_per_cotangent()))
-        for first in range(0, len(columns), step):
-            total.add(taken.blocks(columns[first : first + step], only=rest), first)
+    def _differentiable(self, x: Inputs) -> Capture:
+        """A captured forward pass whose gradients can be differentiated again; no rule need hold.
+
+        Raises:
+            InvalidData: A batch of no data.
+        """
+        taken = capture(self.problem, detached(x), loop=self._loop, create_graph=True)
+        if taken.f.shape[0] == 0:
+            raise InvalidData("the batch holds no data.")
+        return taken
+
+    def _per_call(self, taken: Capture, count: int) -> int:
+        """Of `count` vectors, how many go through one vectorised pass within the memory budget."""
+        held = sum(use.shape.numel() for use in taken.uses) + taken.f.numel()
+        return max(1, min(count, self.memory_budget // (_COPIES * held * taken.f.element_size())))
 
     def _n_terms(self, f: Tensor) -> int:
         return f.shape[1] if self.split_outputs else 1
@@ -194,17 +149,3 @@ class NativeInterface(CurvatureInterface):
     def _summary(self, f: Tensor, y: Tensor) -> BatchSummary:
         terms = self.likelihood.loss_terms(f.to(self.dtype), y)
         return BatchSummary(terms, self.likelihood.count(f, y), f.shape[1])
-
-
-def _origins(plan: Plan) -> list[Origin]:
-    """Keys by which a weight and its bias share an output side: the first tensor of the same use."""
-    first: dict[object, int] = {}
-    origins: list[Origin] = []
-    for i, explanation in enumerate(plan):
-        key = tuple((term.use, term.reading) for term in explanation.terms) or i
-        origins.append(
-            Origin(
-                str(first.setdefault(key, i)), single=len(explanation.terms) == 1, unused=explanation.rule == "unused"
-            )
-        )
-    return origins

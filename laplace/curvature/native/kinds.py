@@ -1,17 +1,18 @@
-"""The kinds of curvature of the native backend: exact and Monte-Carlo GGN, empirical Fisher."""
+"""The kinds of outer-product curvature: exact and Monte-Carlo GGN, empirical Fisher."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from laplace.curvature.native.engine import MEMORY_BUDGET, NativeInterface
+from laplace.curvature.native.engine import MEMORY_BUDGET
+from laplace.curvature.native.outer import OuterEngine
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.likelihoods.base import Likelihood, OutputHessian
 from laplace.weights.problem import Problem
 
 
-class NativeGGN(NativeInterface):
+class GGNEngine(OuterEngine):
     """Generalised Gauss–Newton matrix Σ_b J_bᵀ Λ_b J_b (= Fisher for exponential families), exact or sampled.
 
     Args:
@@ -31,6 +32,7 @@ class NativeGGN(NativeInterface):
     """
 
     kind = "ggn"
+    name = "NativeGGN"
 
     def __init__(
         self,
@@ -68,10 +70,11 @@ class NativeGGN(NativeInterface):
         return None if self.stochastic else self.likelihood.hessian(f.to(self.dtype), y)
 
 
-class NativeEF(NativeInterface):
+class EFEngine(OuterEngine):
     """Empirical Fisher Σ_b g_b g_bᵀ, g_b the gradient of the unit negative log likelihood of datum b."""
 
     kind = "ef"
+    name = "NativeEF"
 
     def cotangents(self, f: Tensor, y: Tensor) -> Tensor:
         return self.likelihood.gradient(f.to(self.dtype), y).unsqueeze(0)

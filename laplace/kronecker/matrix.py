@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from laplace.compat import factors
-from laplace.compat.decomposed import KronDecomposed
-from laplace.compat.scalars import Scalar, as_scalar, spread
-from laplace.compat.slabs import map_blocks
 from laplace.errors import InvalidArgument
+from laplace.kronecker import factors
+from laplace.kronecker.decomposed import KronDecomposed
+from laplace.kronecker.scalars import Scalar, as_scalar, spread
+from laplace.kronecker.slabs import map_blocks
 
 _WIDE = 2048  # A zero factor wider than this is kept as a vector: as a matrix it may not fit in memory.
 

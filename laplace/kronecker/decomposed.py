@@ -9,10 +9,10 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from laplace.compat import factors
-from laplace.compat.scalars import Scalar, as_scalar, spread
-from laplace.compat.slabs import map_blocks, split_blocks
 from laplace.errors import InvalidArgument
+from laplace.kronecker import factors
+from laplace.kronecker.scalars import Scalar, as_scalar, spread
+from laplace.kronecker.slabs import map_blocks, split_blocks
 
 Blocks = Sequence[Sequence[Tensor]]
 

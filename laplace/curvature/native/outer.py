@@ -1,0 +1,188 @@
+"""Curvatures that are sums of outer products, Σ (Jᵀu)(Jᵀu)ᵀ: one forward pass and K backward passes per batch."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from laplace.batch import Inputs
+from laplace.curvature.blocks import Block
+from laplace.curvature.engine import Bases, BatchSummary, Groups
+from laplace.curvature.factors import OuterBlock
+from laplace.curvature.kron_parts import KronParts
+from laplace.curvature.native.accumulate import BlockSum, DiagSum, FullSum, KronSum, Origin
+from laplace.curvature.native.engine import MEMORY_BUDGET, NativeEngine
+from laplace.curvature.native.passes import ForwardPass
+from laplace.curvature.native.plan import Plan
+from laplace.curvature.native.products import Linearised
+from laplace.errors import InvalidArgument
+from laplace.gram import mirror
+from laplace.lending import lent
+from laplace.likelihoods.base import Likelihood, OutputHessian
+from laplace.weights.problem import Problem
+
+
+class _Sum(Protocol):
+    """What `_accumulate` adds to."""
+
+    def add(self, blocks: Mapping[int, Block], first: int) -> None: ...
+
+    def add_head(self, blocks: Mapping[int, OuterBlock], hessian: OutputHessian) -> None: ...
+
+
+class OuterEngine(NativeEngine):
+    """Curvature Σ_kb (J_bᵀ u_kb)(J_bᵀ u_kb)ᵀ, without `[B, C, P]`.
+
+    Args:
+        problem: The network and its treated tensors.
+        likelihood: Loss and output Hessian.
+        kfac_approx: `"expand"` or `"reduce"`: how Kronecker factors treat positions that share a weight
+            (Eschenhagen et al., 2023).
+        memory_budget: Bytes of output gradients held at once.
+        split_outputs: Keep one curvature term per output.
+
+    Raises:
+        InvalidArgument: Unknown `kfac_approx` or a memory budget that is not positive.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        likelihood: Likelihood,
+        *,
+        kfac_approx: str = "expand",
+        memory_budget: int = MEMORY_BUDGET,
+        split_outputs: bool = False,
+    ) -> None:
+        super().__init__(problem, likelihood, memory_budget=memory_budget, split_outputs=split_outputs)
+        if kfac_approx not in ("expand", "reduce"):
+            raise InvalidArgument(f"kfac_approx={kfac_approx!r}; accepted are 'expand' and 'reduce'.")
+        self.kfac_approx = kfac_approx
+
+    @abstractmethod
+    def cotangents(self, f: Tensor, y: Tensor) -> Tensor:
+        """Columns u_k, `[K, B, C]`, with curvature Σ_kb (Jᵀu)(Jᵀu)ᵀ."""
+
+    def output_hessian(self, f: Tensor, y: Tensor) -> OutputHessian | None:
+        """Output Hessian of which a head needs no root, or None where only cotangents are known."""
+        return None
+
+    # Primitives.
+
+    def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
+        taken, y = self._observe(x, y)
+        total = DiagSum(self.problem, self._n_terms(taken.f), self.dtype, bases)
+        heads = taken.head_blocks(taken.heads())
+        projected = {i: total.in_basis(i, block) for i, block in heads.items()}
+        outer = {i: block for i, block in projected.items() if isinstance(block, OuterBlock)}
+        self._accumulate(taken, y, total, heads=outer)
+        return self._summary(taken.f, y), total.result()
+
+    def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
+        taken, y = self._observe(x, y)
+        slots = range(len(taken.plan))
+        total = FullSum(slots, self.problem, self._n_terms(taken.f), self.dtype, running)
+        heads = taken.head_blocks(taken.heads())
+        self._accumulate(taken, y, total, heads=heads if len(heads) == len(slots) else {})
+        return self._summary(taken.f, y), total.values if running is not None else mirror(total.values)
+
+    def blocks(
+        self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[Tensor] | None = None
+    ) -> tuple[BatchSummary, tuple[Tensor, ...]]:
+        taken, y = self._observe(x, y)
+        total = BlockSum(groups, self.problem, self._n_terms(taken.f), self.dtype, running)
+        heads = set(taken.heads())
+        whole = [i for group in groups if heads.issuperset(group) for i in group]
+        self._accumulate(taken, y, total, heads=taken.head_blocks(whole))
+        found = total.result()
+        return self._summary(taken.f, y), found if running is not None else tuple(mirror(block) for block in found)
+
+    def kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
+        taken, y = self._observe(x, y)
+        reduce = self.kfac_approx == "reduce"
+        total = KronSum(self.problem, self._n_terms(taken.f), self.dtype, _origins(taken.plan), reduce=reduce)
+        self._accumulate(taken, y, total, heads=taken.head_blocks(taken.heads()))
+        return self._summary(taken.f, y), total.result()
+
+    def matmul(self, x: Inputs, y: Tensor, vectors: Tensor) -> tuple[BatchSummary, Tensor]:
+        with torch.inference_mode(False), lent(self.problem.module):
+            taken = self._differentiable(x)
+            f = taken.f.detach()
+            y = self.likelihood.check_targets(f.to(self.dtype), y)
+            linear, inner = Linearised(self.problem, taken), _Inner.of(self, f, y)
+            step = self._per_call(taken, vectors.shape[1])
+            vectors = vectors.expand(self._n_terms(f), -1, -1)
+            terms = [
+                torch.cat([linear.pull(inner.times(linear.push(part), term)) for part in rows.split(step)])
+                for term, rows in zip(inner.terms(len(vectors)), vectors, strict=True)
+            ]
+        return self._summary(f, y), torch.stack(terms).to(vectors)
+
+    def _accumulate(self, taken: ForwardPass, y: Tensor, total: _Sum, heads: Mapping[int, OuterBlock]) -> None:
+        """Adds the curvature of a batch: of heads without a root of Λ, of the rest by chunks of cotangents."""
+        hessian = self.output_hessian(taken.f, y)
+        if hessian is None:
+            heads = {}
+        elif heads:
+            total.add_head(heads, hessian)
+        rest = [i for i in range(len(taken.plan)) if i not in heads]
+        if not rest:
+            return
+        columns = self.cotangents(taken.f, y).to(taken.f.dtype)
+        step = max(1, self.memory_budget // max(1, taken.bytes_per_cotangent()))
+        for first in range(0, len(columns), step):
+            total.add(taken.blocks(columns[first : first + step], only=rest), first)
+
+
+class _Inner:
+    """The matrix M_b = Σ_k u_kb u_kbᵀ between J and Jᵀ, applied without being built.
+
+    Args:
+        hessian: M itself, where it is known.
+        columns: u, `[K, B, C]`, where it is not.
+    """
+
+    def __init__(self, hessian: OutputHessian | None, columns: Tensor | None) -> None:
+        self.hessian = hessian
+        self.columns = columns
+
+    @classmethod
+    def of(cls, engine: OuterEngine, f: Tensor, y: Tensor) -> _Inner:
+        """That of an engine on a batch."""
+        hessian = engine.output_hessian(f, y)
+        return cls(hessian, None if hessian is not None else engine.cotangents(f, y))
+
+    def terms(self, count: int) -> list[int | None]:
+        """The output of every term, or None where one term holds all."""
+        return [None] if count == 1 else list(range(count))
+
+    def times(self, vectors: Tensor, term: int | None) -> Tensor:
+        """M v of `[R, B, C]`, only the part of one output where terms are kept apart."""
+        if self.hessian is not None:
+            product = self.hessian.times(vectors.to(self.hessian.diag))
+            if term is None:
+                return product
+            only = torch.zeros_like(product)
+            only[..., term] = product[..., term]
+            return only
+        columns = self.columns if self.columns is not None else vectors.new_zeros(0, *vectors.shape[1:])
+        weights = torch.einsum("kbc,rbc->rkb", columns, vectors.to(columns))
+        return torch.einsum("kbc,rkb->rbc", columns, weights)
+
+
+def _origins(plan: Plan) -> list[Origin]:
+    """Keys by which a weight and its bias share an output side: the first tensor of the same use."""
+    first: dict[object, int] = {}
+    origins: list[Origin] = []
+    for i, explanation in enumerate(plan):
+        key = tuple((term.use, term.reading) for term in explanation.terms) or i
+        origins.append(
+            Origin(
+                str(first.setdefault(key, i)), single=len(explanation.terms) == 1, unused=explanation.rule == "unused"
+            )
+        )
+    return origins

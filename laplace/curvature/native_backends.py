@@ -1,0 +1,130 @@
+"""The library's own backends: `NativeGGN`, the default, `NativeEF` and `NativeHessian`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from laplace.curvature.engine import CurvatureEngine
+from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
+from laplace.curvature.native.engine import MEMORY_BUDGET
+from laplace.curvature.native.hessian import HessianEngine
+from laplace.curvature.native.kinds import EFEngine, GGNEngine
+from laplace.likelihoods.base import Likelihood
+from laplace.weights.problem import Problem
+
+
+class NativeGGN(GGNInterface):
+    """Generalised Gauss–Newton matrix Σ_b J_bᵀ Λ_b J_b (= Fisher for exponential families), exact or sampled.
+
+    Args:
+        model: The network.
+        likelihood: Its likelihood.
+        last_layer: The last layer only.
+        subnetwork_indices: These entries only.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
+        stochastic: Replace Λ by gradients at targets drawn from the model: the Monte-Carlo Fisher.
+        num_samples: Targets drawn per datum.
+        generator: Source of those draws; the default is a new one with the seed of `torch.manual_seed`.
+        kfac_approx: `"expand"` or `"reduce"` (Eschenhagen et al., 2023).
+        memory_budget: Bytes of output gradients held at once; results do not depend on it but by rounding.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        last_layer: bool = False,
+        subnetwork_indices: Tensor | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        stochastic: bool = False,
+        num_samples: int = 1,
+        *,
+        generator: torch.Generator | None = None,
+        kfac_approx: str = "expand",
+        memory_budget: int = MEMORY_BUDGET,
+    ) -> None:
+        super().__init__(
+            model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, stochastic, num_samples
+        )
+        self.generator = generator
+        self.kfac_approx = kfac_approx
+        self.memory_budget = memory_budget
+
+    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
+        return GGNEngine(
+            problem, likelihood, stochastic=self.stochastic, num_samples=self.num_samples, generator=self.generator,
+            kfac_approx=self.kfac_approx, memory_budget=self.memory_budget, split_outputs=split_outputs,
+        )  # fmt: skip
+
+
+class NativeEF(EFInterface):
+    """Empirical Fisher Σ_b g_b g_bᵀ, g_b the gradient of the unit negative log likelihood of datum b.
+
+    Args:
+        model: The network.
+        likelihood: Its likelihood.
+        last_layer: The last layer only.
+        subnetwork_indices: These entries only.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
+        kfac_approx: `"expand"` or `"reduce"`.
+        memory_budget: Bytes of output gradients held at once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        last_layer: bool = False,
+        subnetwork_indices: Tensor | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        *,
+        kfac_approx: str = "expand",
+        memory_budget: int = MEMORY_BUDGET,
+    ) -> None:
+        super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
+        self.kfac_approx = kfac_approx
+        self.memory_budget = memory_budget
+
+    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
+        return EFEngine(
+            problem, likelihood, kfac_approx=self.kfac_approx, memory_budget=self.memory_budget,
+            split_outputs=split_outputs,
+        )  # fmt: skip
+
+
+class NativeHessian(CurvatureInterface):
+    """The exact Hessian of the negative log likelihood, which may be indefinite: structures `full` and `lowrank`.
+
+    Args:
+        model: The network.
+        likelihood: Its likelihood.
+        last_layer: The last layer only.
+        subnetwork_indices: These entries only.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
+        memory_budget: Bytes of activations that vectorised products may hold.
+    """
+
+    kind = "hessian"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        last_layer: bool = False,
+        subnetwork_indices: Tensor | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        *,
+        memory_budget: int = MEMORY_BUDGET,
+    ) -> None:
+        super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
+        self.memory_budget = memory_budget
+
+    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
+        return HessianEngine(problem, likelihood, memory_budget=self.memory_budget, split_outputs=split_outputs)
