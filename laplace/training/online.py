@@ -241,7 +241,8 @@ class OnlineLaplace:
         if not math.isfinite(value):
             raise CurvatureError(
                 f"the log evidence is {value} at prior precisions from {self.prior_precision.min().item():g} to "
-                f"{self.prior_precision.max().item():g}; use a smaller lr_hyp, or another prior_prec_init."
+                f"{self.prior_precision.max().item():g}; use a smaller lr_hyp, another prior_prec_init, or, if the "
+                "curvature is an exact Hessian, the GGN, which has no negative directions."
             )
         self._optimizer.zero_grad()
         (-evidence).backward()
