@@ -117,6 +117,8 @@ def minimise(
 
         with contextlib.suppress(_Finished):
             search.converged = _METHODS[method](step, start.detach().clone(), n_steps, lr, search)
+        if len(search.values) == 1 and search.slope == 0:  # a minimum, or a flat function?
+            search.saw(start + 1, *evaluate(start + 1))
     if not math.isfinite(search.best_value):
         raise InvalidArgument(
             "the objective is not finite where the search starts; check the data, the fit and the start."

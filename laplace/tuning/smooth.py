@@ -105,18 +105,20 @@ class SmoothLoss:
             leaf = logs.clone().requires_grad_()
             setting = self.coordinates.setting(leaf)
             precision = setting.evidence(self.la).precision
+            # What a precision keeps must not depend on who asks first: with a graph, or without.
+            constant = self.coordinates.setting(logs.detach()).evidence(self.la).precision
             every = [*self.data, *self.foreign]
-            variances = [self._variance(precision, batch).requires_grad_() for batch in every]
+            variances = [self._variance(constant, batch).requires_grad_() for batch in every]
             loss = self._loss(variances, setting.sigma_noise)
             if not loss.requires_grad:
                 raise InvalidArgument(
                     f"{self.objective.name} cannot be differentiated; use method='grid', or compute it with torch."
                 )
-            direct, *slopes = torch.autograd.grad(loss, [leaf, *variances], allow_unused=True)
+            direct, *slopes = torch.autograd.grad(loss, [leaf, *variances], allow_unused=True, retain_graph=True)
             gradient = torch.zeros_like(leaf) if direct is None else direct
             for batch, slope in zip(every, slopes, strict=True):
                 if slope is not None:
-                    gradient = gradient + self._through(precision, batch, slope, leaf)
+                    gradient = gradient + self._through(precision, constant, batch, slope, leaf)
             return loss.item(), gradient
 
     def _run(self, x: Inputs, y: Tensor | None) -> Batch:
@@ -155,13 +157,13 @@ class SmoothLoss:
             running.update(predicted, batch.y, sigma)
         return running.result()
 
-    def _through(self, precision: Precision, batch: Batch, slope: Tensor, leaf: Tensor) -> Tensor:
+    def _through(self, precision: Precision, constant: Precision, batch: Batch, slope: Tensor, leaf: Tensor) -> Tensor:
         """Σ (∂L/∂v) dv/d(log h), `[n]`, of one batch."""
         total, start = torch.zeros_like(leaf), 0
         for piece in _pieces(batch.jacobians):
             rows, slopes = _directions(piece, slope[start : start + len(piece)])
             start += len(piece)
-            quadratic = precision.quad(solved(precision, rows))
+            quadratic = precision.quad(solved(constant, rows))
             (gradient,) = torch.autograd.grad(-(slopes * quadratic).sum(), leaf, retain_graph=True)
             total = total + gradient
         return total
