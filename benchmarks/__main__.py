@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import all_layers, evidence, full_last_layer, last_layer, timing
+from benchmarks import all_layers, evidence, full_last_layer, last_layer, timing, tuning
 from benchmarks.timing import Case, Memory, Timing
 
 THREADS = 2
@@ -76,7 +76,13 @@ HEADER = (
 
 def all_cases() -> list[Case]:
     """Every line of the table, in order."""
-    return [*last_layer.cases(), *full_last_layer.cases(), *all_layers.cases(), *evidence.cases()]
+    return [
+        *last_layer.cases(),
+        *full_last_layer.cases(),
+        *all_layers.cases(),
+        *evidence.cases(),
+        *tuning.cases(),
+    ]
 
 
 def machine(device: torch.device) -> str:

@@ -31,9 +31,11 @@ ONE = torch.ones((), dtype=torch.float64)
 def run(running: Running, prediction: Tensor | tuple[Tensor, Tensor], y: Tensor, sigma: Tensor = ONE) -> Tensor:
     """A running loss over two batches, cut along the data."""
     for rows in (slice(0, 5), slice(5, None)):
-        parts = prediction if isinstance(prediction, tuple) else (prediction,)
-        cut = tuple(part[..., rows, :] for part in parts)
-        running.update(cut if len(cut) > 1 else cut[0], y[rows], sigma)
+        if isinstance(prediction, tuple):
+            mean, variance = prediction
+            running.update((mean[..., rows, :], variance[..., rows, :]), y[rows], sigma)
+        else:
+            running.update(prediction[..., rows, :], y[rows], sigma)
     return running.result()
 
 
