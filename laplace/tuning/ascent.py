@@ -73,6 +73,7 @@ def minimise(
     n_steps: int,
     lr: float,
     tolerance: float,
+    label: str = "tuning",
     progress_bar: bool = False,
 ) -> Search:
     """Makes a function of logarithms small.
@@ -84,6 +85,7 @@ def minimise(
         n_steps: Steps of Adam, or iterations of L-BFGS.
         lr: Step size of Adam; L-BFGS finds its own.
         tolerance: The search ends where no entry of the gradient exceeds it times max(1, |value|); 0 never ends early.
+        label: Name of the progress bar.
         progress_bar: Show one.
 
     Raises:
@@ -101,7 +103,7 @@ def minimise(
     search = Search(start.detach().clone())
     bound = start.abs().clamp(min=BOUND)
 
-    with tqdm(total=n_steps, desc=method, disable=not progress_bar) as bar:
+    with tqdm(total=n_steps + 1 if method == "adam" else None, desc=label, disable=not progress_bar) as bar:
 
         def step(logs: Tensor) -> tuple[float, Tensor] | None:
             inside = torch.minimum(torch.maximum(logs.detach(), -bound), bound)

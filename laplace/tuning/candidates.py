@@ -83,16 +83,10 @@ class Candidates:
         self.seed = shared_seed(predictive.generator, self.priors.device)
         self._steps: dict[int, Tensor] = {}
 
-    def groups(self, n_data: int, *, many: bool) -> list[slice]:
-        """Consecutive candidates that are predicted together for batches of about this size.
-
-        Args:
-            n_data: B.
-            many: Whether the objective takes the predictions of several at once.
-        """
+    def groups(self, n_data: int) -> list[slice]:
+        """Consecutive candidates that are predicted together for batches of about this size."""
         n, size = len(self.settings), 1
-        same_noise = all(setting.sigma_noise is self.settings[0].sigma_noise for setting in self.settings)
-        if many and same_noise and self.predictive.pred_type != PredType.NN and self._by_rows():
+        if self.predictive.pred_type != PredType.NN and self._by_rows():
             n_outputs = self.la.fitted().n_outputs
             per_datum = n_outputs if self.diagonal else n_outputs**2
             width = max(self.la.problem.layout.n_params, n_data * per_datum)

@@ -110,7 +110,7 @@ def choose_prior_precision(la: ParametricLaplace, options: TuningOptions) -> Tun
         coordinates = Coordinates(("prior_precision",), start)
         search = minimise(
             negative_evidence(la, coordinates), coordinates.vector(), method="adam", n_steps=options.n_steps,
-            lr=options.lr, tolerance=0.0, progress_bar=options.progress_bar,
+            lr=options.lr, tolerance=0.0, label=EVIDENCE, progress_bar=options.progress_bar,
         )  # fmt: skip
         unused = "val_loader is not used by method='marglik'; use method='gridsearch' to tune on validation data"
         result = _moved(coordinates, search, sign=-1)

@@ -16,6 +16,7 @@ from laplace.errors import CurvatureError, InvalidArgument
 from laplace.hyperparameters import positive
 from laplace.tuning.candidates import Candidates, Predict, Predictive
 from laplace.tuning.objectives import Objective, Running
+from laplace.tuning.scores import Prediction
 from laplace.tuning.settings import Setting
 from laplace.tuning.validation import Validation, entropy_of
 
@@ -119,7 +120,7 @@ def search_grid(
     with torch.inference_mode(False), torch.no_grad():
         candidates = Candidates(la, grid.settings, predictive, whole_covariance=objective.whole_covariance)
         losses = Losses(candidates, objective)
-        for x, y in validation.batches(la, progress_bar=progress_bar):
+        for x, y in validation.batches(la, label="grid search", progress_bar=progress_bar):
             losses.update(x, y)
         values = losses.results()
         if validation.ood_loader is not None:
@@ -147,6 +148,9 @@ class Losses:
         self.candidates = candidates
         self.objective = objective
         self.n_data = 0
+        noises = [setting.sigma_noise for setting in candidates.settings]
+        self._together = objective.many and all(noise is noises[0] for noise in noises)
+        self._groups: list[slice] = []
         self._running: list[tuple[slice, Running]] = []
         self._failed: set[int] = set()
 
@@ -156,30 +160,47 @@ class Losses:
         likelihood = self.candidates.la.likelihood_object
         y = torch.zeros(len(f), dtype=torch.long, device=f.device) if y is None else likelihood.check_targets(f, y)
         self.n_data += len(y)
-        if not self._running:
-            groups = self.candidates.groups(len(f), many=self.objective.many)
-            self._running = [(group, self.objective.fresh()) for group in groups]
-        for group, running in self._running:
-            if not self._taken_in(running, predict, group, y):
-                self._failed.add(group.start)
+        if not self._groups:
+            self._groups = self.candidates.groups(len(f))
+            parts = self._groups if self._together else [slice(i, i + 1) for i in range(len(self.candidates.settings))]
+            self._running = [(part, self.objective.fresh()) for part in parts]
+        predictions = (part for group in self._groups for part in self._predicted(predict, group))
+        for (part, running), prediction in zip(self._running, predictions, strict=True):
+            if prediction is None:
+                self._failed.add(part.start)
+            else:
+                running.update(prediction, y, self.candidates.settings[part.start].sigma_noise)
 
-    def _taken_in(self, running: Running, predict: Predict, group: slice, y: Tensor) -> bool:
-        """Feeds the predictions of some candidates to their loss; False where their posteriors do not exist."""
+    def _predicted(self, predict: Predict, group: slice) -> list[Prediction | None]:
+        """The predictions of a group, as one or candidate by candidate; None where a posterior does not exist."""
+        size = group.stop - group.start
+        apart = size > 1 and not self._together
         try:
-            running.update(predict(group), y, self.candidates.settings[group.start].sigma_noise)
+            prediction = predict(group)
         except (CurvatureError, torch.linalg.LinAlgError):
-            return False
-        return True
+            return [None] * (size if apart else 1)
+        if not apart:
+            return [prediction]
+        if isinstance(prediction, tuple):
+            rows: list[Prediction] = list(zip(*prediction, strict=True))
+        else:
+            rows = list(prediction)
+        return [None if _is_nan(row) else row for row in rows]
 
     def results(self) -> Tensor:
         """The losses, float64, `[n]`; infinite where a posterior does not exist."""
         parts = [
-            torch.full((group.stop - group.start,), math.inf, dtype=torch.float64)
-            if group.start in self._failed
+            torch.full((part.stop - part.start,), math.inf, dtype=torch.float64)
+            if part.start in self._failed
             else running.result().detach().double().cpu().reshape(-1)
-            for group, running in self._running
+            for part, running in self._running
         ]
         return torch.cat(parts)
+
+
+def _is_nan(prediction: Prediction) -> bool:
+    parts = prediction if isinstance(prediction, tuple) else (prediction,)
+    return any(bool(part.isnan().any()) for part in parts)
 
 
 def _best(values: Tensor, objective: Objective) -> int:

@@ -46,14 +46,21 @@ class Validation:
                 f"ood_weight={self.ood_weight}; it must be at least 0 and finite, between 0 and 1 as a rule."
             )
 
-    def batches(self, la: ParametricLaplace, *, progress_bar: bool) -> Iterator[tuple[Inputs, Tensor]]:
+    def batches(
+        self, la: ParametricLaplace, *, label: str = "validation", progress_bar: bool = False
+    ) -> Iterator[tuple[Inputs, Tensor]]:
         """Inputs and targets of the validation data that count, on the posterior's device.
+
+        Args:
+            la: The posterior.
+            label: Name of the progress bar.
+            progress_bar: Show one.
 
         Raises:
             InvalidData: There are none.
         """
         device, empty = la.prior_precision.device, True
-        for batch in tqdm(self.loader, desc="validation", disable=not progress_bar):
+        for batch in tqdm(self.loader, desc=label, disable=not progress_bar):
             x, y = batches.split(batch, la.dict_key_y)
             kept = without_ignored(batches.to_device(x, device), y.to(device), la.likelihood_object)
             if kept is not None:
@@ -62,7 +69,7 @@ class Validation:
         if empty:
             raise InvalidData("the validation loader gave no data that count; the hyper-parameters are as they were.")
 
-    def foreign(self, la: ParametricLaplace, *, progress_bar: bool) -> Iterator[Inputs]:
+    def foreign(self, la: ParametricLaplace, *, progress_bar: bool = False) -> Iterator[Inputs]:
         """Inputs from elsewhere, on the posterior's device.
 
         Raises:

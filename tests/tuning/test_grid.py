@@ -32,6 +32,7 @@ AXES = {
     "sigma_noise": torch.tensor([0.4, 1.3]),
     "temperature": torch.tensor([0.5, 3.0]),
 }
+FEW = {"prior_precision": [1.0, 2.0, 3.0], "temperature": [1.0, 2.0]}
 FOREIGN = 4 * torch.randn(7, 3, generator=torch.Generator().manual_seed(5))
 CELLS = [(weights, structure) for weights in grid.WEIGHTS for structure in STRUCTURES]
 
@@ -389,7 +390,7 @@ def test_a_flat_objective_is_reported() -> None:
     la = grid.fitted("all", "kron")
     with pytest.warns(TuningWarning, match="does not depend on the prior precision and the temperature"):
         la.optimize_hyperparameters(
-            ("temperature", "prior_precision"), lambda *_: 1.0, val_loader=grid.batches(), method="grid"
+            ("temperature", "prior_precision"), lambda *_: 1.0, val_loader=grid.batches(), grid=FEW
         )
 
 
@@ -415,7 +416,7 @@ def test_warnings_as_errors_leave_the_posterior() -> None:
     la = grid.fitted("all", "kron", prior_precision=3.0, temperature=2.0)
     with pytest.raises(TuningWarning):
         la.optimize_hyperparameters(
-            ("prior_precision", "temperature"), lambda *_: 1.0, val_loader=grid.batches(), method="grid"
+            ("prior_precision", "temperature"), lambda *_: 1.0, val_loader=grid.batches(), grid=FEW
         )
     assert (la.prior_precision.item(), la.temperature.item()) == (3.0, 2.0)
 
