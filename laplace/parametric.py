@@ -234,7 +234,8 @@ class ParametricLaplace(WeightPosterior):
             prior_structure: `"scalar"`, `"layerwise"` or `"diag"`.
             val_loader: Validation data of the grid search.
             loss: A running metric (`update`, `compute`, `reset`), or `loss(prediction, y)`,
-                `loss(mean, variance, y)` for regression; None for the negative log predictive density.
+                `loss(mean, variance, y)` for regression; None for the negative log predictive density. Further names
+                are those of `optimize_hyperparameters`.
             log_prior_prec_min: Exponent of the smallest candidate.
             log_prior_prec_max: Exponent of the largest.
             grid_size: Number of candidates.
@@ -258,7 +259,7 @@ class ParametricLaplace(WeightPosterior):
         )  # fmt: skip
         with same_random_state(self.weights.model):
             result = tuning.choose_prior_precision(self, options)
-        tuning.report(result.notes)
+        tuning.report(result)
         self.prior_precision = result.prior_precision
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")  # noqa: T201
@@ -327,7 +328,7 @@ class ParametricLaplace(WeightPosterior):
         )  # fmt: skip
         with same_random_state(self.weights.model):
             result = tuning.choose_hyperparameters(self, options)
-        tuning.report(result.notes)
+        tuning.report(result)
         result.setting.assign(self)
         return result
 

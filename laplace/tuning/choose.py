@@ -166,10 +166,11 @@ def choose_hyperparameters(la: ParametricLaplace, options: SearchOptions) -> Tun
     return _climbed(loss, coordinates, options, method, sign=1)
 
 
-def report(notes: Sequence[str]) -> None:
-    """Warns the caller of the caller, once."""
-    if notes:
-        warnings.warn("tuning: " + "; ".join(notes) + ".", TuningWarning, stacklevel=3)
+def report(result: TuningResult) -> None:
+    """Warns the caller of the caller, once, of all that there is to note."""
+    if result.notes:
+        what = "grid search" if result.grid else "tuning"
+        warnings.warn(f"{what}: {'; '.join(result.notes)}.", TuningWarning, stacklevel=3)
 
 
 def _refuse_data(options: SearchOptions, method: str) -> None:

@@ -80,7 +80,7 @@ def make_axes(
             low, high = _RANGES[name]
             axes[name] = torch.logspace(low, high, _SIZES[len(names) - 1], dtype=like.dtype, device=like.device)
             continue
-        values = torch.as_tensor(given[name], dtype=like.dtype, device=like.device)
+        values = torch.as_tensor(given[name], dtype=like.dtype, device=like.device).detach()
         if values.ndim != 1 or not len(values):
             raise InvalidArgument(f"grid[{name!r}] has shape {list(values.shape)}; give one or more values, [n].")
         axes[name] = positive(f"grid[{name!r}]", values)
