@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import all_layers, backends, evidence, full_last_layer, last_layer, subnetwork, timing
+from benchmarks import all_layers, backends, evidence, full_last_layer, last_layer, subnetwork, timing, tuning
 from benchmarks.timing import Case, Memory, Timing
 
 THREADS = 2
@@ -82,6 +82,7 @@ def all_cases() -> list[Case]:
         *all_layers.cases(),
         *subnetwork.cases(),
         *evidence.cases(),
+        *tuning.cases(),
         *backends.cases(),
     ]
 

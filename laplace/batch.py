@@ -43,6 +43,23 @@ def split(batch: Any, dict_key_y: str) -> tuple[Inputs, Tensor]:
     )
 
 
+def inputs(batch: Any) -> Inputs:
+    """Inputs of a batch with or without targets: a tensor, a mapping, `(x,)`, or all but the last part of a tuple.
+
+    Raises:
+        InvalidData: A batch of another form.
+    """
+    if isinstance(batch, Tensor | Mapping):
+        return batch
+    if isinstance(batch, Sequence) and batch:
+        parts = tuple(batch[:-1]) if len(batch) > 1 else tuple(batch)
+        return parts[0] if len(parts) == 1 else parts
+    raise InvalidData(
+        f"a batch of type {type(batch).__name__} holds no inputs; the loader must give tensors, mappings or tuples "
+        "(x, …, y)."
+    )
+
+
 def _targets(y: Any) -> Tensor:
     if not isinstance(y, Tensor):
         raise InvalidData(f"the targets are of type {type(y).__name__}; give a tensor, see torch.as_tensor.")

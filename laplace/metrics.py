@@ -170,6 +170,37 @@ def gaussian_nll(mean: Tensor, var: Tensor, y: Tensor) -> Tensor:
     return (0.5 * white.square().sum((1, 2)) + log_det + 0.5 * mean.shape[1] * math.log(2 * math.pi)).mean()
 
 
+def gaussian_crps(mean: Tensor, var: Tensor, y: Tensor) -> Tensor:
+    """Mean continuous ranked probability score of Gaussian predictions, summed over outputs, in units of the target.
+
+    CRPS(N(m, s²), y) = s (z (2Φ(z) − 1) + 2φ(z) − 1/√π) with z = (y − m)/s   (Gneiting and Raftery, 2007, eq. 21, with
+    the sign that makes small values good). As s goes to 0 it becomes the absolute error.
+
+    Args:
+        mean: Predictive means `[B, C]`.
+        var: Predictive variances of the target `[B, C]`, the observation noise included.
+        y: Targets `[B, C]`.
+
+    Raises:
+        InvalidData: Shapes do not match, there is no datum, or a variance is not positive.
+    """
+    if mean.ndim != 2 or y.shape != mean.shape or var.shape != mean.shape or not mean.numel():
+        shapes = f"mean {tuple(mean.shape)}, var {tuple(var.shape)}, y {tuple(y.shape)}"
+        raise InvalidData(f"got {shapes}; accepted are three tensors of [B, C] with B > 0.")
+    if not bool((var > 0).all()):
+        raise InvalidData("var is not positive for some rows; add the observation noise to a latent variance.")
+    return crps_terms(mean, var, y).sum(1).mean()
+
+
+def crps_terms(mean: Tensor, var: Tensor, y: Tensor) -> Tensor:
+    """The continuous ranked probability score of every entry, unchecked; shapes are broadcast. See `gaussian_crps`."""
+    scale = var.sqrt()
+    z = (y - mean) / scale
+    density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
+    # 2Φ(z) − 1 = erf(z/√2), which keeps its digits around 0.
+    return scale * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))
+
+
 @runtime_checkable
 class RunningMetric(Protocol):
     """What a metric over batches offers; every `torchmetrics.Metric` does."""

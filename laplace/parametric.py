@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -234,7 +234,8 @@ class ParametricLaplace(WeightPosterior):
             prior_structure: `"scalar"`, `"layerwise"` or `"diag"`.
             val_loader: Validation data of the grid search.
             loss: A running metric (`update`, `compute`, `reset`), or `loss(prediction, y)`,
-                `loss(mean, variance, y)` for regression; None for the negative log predictive density.
+                `loss(mean, variance, y)` for regression; None for the negative log predictive density. Further names
+                are those of `optimize_hyperparameters`.
             log_prior_prec_min: Exponent of the smallest candidate.
             log_prior_prec_max: Exponent of the largest.
             grid_size: Number of candidates.
@@ -250,16 +251,86 @@ class ParametricLaplace(WeightPosterior):
                 the prior precision is left as it was.
         """
         options = tuning.TuningOptions(
-            pred_type=str(pred_type), method=str(method), n_steps=n_steps, lr=lr, init_prior_prec=init_prior_prec,
+            method=str(method), n_steps=n_steps, lr=lr, init_prior_prec=init_prior_prec,
             prior_structure=str(prior_structure), val_loader=val_loader, loss=loss,
             log_prior_prec_min=log_prior_prec_min, log_prior_prec_max=log_prior_prec_max, grid_size=grid_size,
-            link_approx=str(link_approx), n_samples=n_samples, progress_bar=progress_bar,
-            log_prior_prec_base=log_prior_prec_base, generator=generator,
+            log_prior_prec_base=log_prior_prec_base, progress_bar=progress_bar,
+            predictive=tuning.Predictive(str(pred_type), str(link_approx), n_samples, generator),
         )  # fmt: skip
         with same_random_state(self.weights.model):
-            self.prior_precision = tuning.choose_prior_precision(self, options)
+            result = tuning.choose_prior_precision(self, options)
+        tuning.report(result)
+        self.prior_precision = result.prior_precision
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")  # noqa: T201
+
+    def optimize_hyperparameters(
+        self,
+        tune: str | Sequence[str] = "prior_precision",
+        objective: Any = "evidence",
+        method: str | None = None,
+        *,
+        prior_structure: PriorStructure | str | None = None,
+        val_loader: Iterable[Any] | None = None,
+        ood_loader: Iterable[Any] | None = None,
+        ood_weight: float = 1.0,
+        grid: Mapping[str, Tensor | Sequence[float]] | None = None,
+        n_steps: int = 100,
+        lr: float = 1e-1,
+        tolerance: float = 1e-4,
+        pred_type: PredType | str = PredType.GLM,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        progress_bar: bool = False,
+    ) -> tuning.TuningResult:
+        """Chooses prior precision, noise and temperature together and assigns them; the search starts where they are.
+
+        Args:
+            tune: One or more of `"prior_precision"`, `"sigma_noise"` (in the shape that it has) and `"temperature"`.
+            objective: `"evidence"`; or a loss on validation data: `"nll"`, `"brier"`, `"crps"` (regression), `"ece"`
+                (classification), a `laplace.tuning.Thresholds`, a running metric or a callable, as `loss` of
+                `optimize_prior_precision`.
+            method: `"lbfgs"` or `"adam"` on logarithms, which keep the best value seen and need a differentiable
+                objective; `"grid"`, for validation losses, whose prior is a scalar. None is `"lbfgs"` for the evidence,
+                else `"grid"`.
+            prior_structure: `"scalar"`, `"layerwise"` or `"diag"`; None keeps the present one.
+            val_loader: Validation data.
+            ood_loader: Inputs from elsewhere, on which predictions are to be uncertain (Daxberger et al., 2021,
+                eq. 12); targets are not read.
+            ood_weight: λ of that equation.
+            grid: Values of each tuned hyper-parameter, `[n]`; powers of 10 where there are none.
+            n_steps: Steps of Adam, iterations of L-BFGS.
+            lr: Step size of Adam.
+            tolerance: Convergence: largest slope per log unit, relative to max(1, |objective|).
+            pred_type: Predictive of validation losses; `"nn"` on a grid alone.
+            link_approx: Link of classification.
+            n_samples: Monte-Carlo samples.
+            generator: Source of randomness, the same for every candidate.
+            progress_bar: Show one.
+
+        Raises:
+            InvalidArgument: Arguments that do not belong together, no finite objective, or thresholds that no candidate
+                meets; the hyper-parameters are left as they were, as after every error.
+            InvalidData: A loader without data.
+            UnsupportedError: A score without a meaning for this likelihood.
+
+        Warns:
+            TuningWarning: The objective is flat or was not finite somewhere, the best value is on an edge, or the
+                search did not converge.
+        """
+        options = tuning.SearchOptions(
+            tune=tune, objective=objective, method=method,
+            prior_structure=None if prior_structure is None else str(prior_structure), val_loader=val_loader,
+            ood_loader=ood_loader, ood_weight=ood_weight, grid=grid, n_steps=n_steps, lr=lr, tolerance=tolerance,
+            progress_bar=progress_bar,
+            predictive=tuning.Predictive(str(pred_type), str(link_approx), n_samples, generator),
+        )  # fmt: skip
+        with same_random_state(self.weights.model):
+            result = tuning.choose_hyperparameters(self, options)
+        tuning.report(result)
+        result.setting.assign(self)
+        return result
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides a prediction but the model's weights: tensors, numbers and strings only.

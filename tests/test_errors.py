@@ -364,7 +364,7 @@ BAD_TUNING: list[tuple[dict[str, Any], str]] = [
     ({"method": "gridsearch"}, "val_loader"),
     ({"method": "CV"}, "val_loader"),
     ({"method": "gridsearch", "val_loader": grid.batches(), "prior_structure": "blocks"}, "layerwise"),
-    ({"method": "gridsearch", "val_loader": grid.batches(), "loss": "nll"}, "loss must be"),
+    ({"method": "gridsearch", "val_loader": grid.batches(), "loss": "accuracy"}, "no objective"),
     ({"method": "gridsearch", "val_loader": grid.batches(), "grid_size": 0}, "grid_size"),
     ({"method": "gridsearch", "val_loader": grid.batches(), "pred_type": "gp"}, "pred_type"),
     ({"method": "gridsearch", "val_loader": grid.batches(), "link_approx": "x"}, "link_approx"),

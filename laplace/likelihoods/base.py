@@ -28,6 +28,9 @@ class Likelihood(ABC):
             the latent is the mean of the target under every link.
         latent_prediction: Whether predictions are the latent Gaussian itself, (mean, variance).
         ignore_index: Label that marks data which count nowhere, or None.
+        target_kind: What a prediction says of the target: `"class"` (probabilities `[B, C]` of one label), `"binary"`
+            (a probability per output), `"real"` (mean and variance), or `"other"`, of which tuning knows no score
+            but `predictive_nll`.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Likelihood(ABC):
     links: tuple[str, ...] = ()
     latent_prediction: bool = False
     ignore_index: int | None = None
+    target_kind: str = "other"
 
     @abstractmethod
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ class Bernoulli(NoiseFreeLikelihood):
 
     name = "bernoulli"
     links = ("probit", "mc")
+    target_kind = "binary"
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
         """Targets in [0, 1], `[B, C]` (or `[B]` for a single logit), in the dtype of f.

@@ -21,6 +21,7 @@ class Gaussian(Likelihood):
     name = "regression"
     has_noise = True
     latent_prediction = True
+    target_kind = "real"
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
         """Finite targets of the shape of f, `[B, C]`, in its dtype.

@@ -18,6 +18,8 @@ _NEVER = -100
 class SoftmaxLikelihood(NoiseFreeLikelihood):
     """p(y | f) = softmax(f)_y; labels equal to `ignore_index` count nowhere."""
 
+    target_kind = "class"
+
     def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
         """Σ_b −log softmax(f_b)_{y_b}, `[1]`."""
         ignored = _NEVER if self.ignore_index is None else self.ignore_index

@@ -51,7 +51,7 @@ class Precision(ABC):
 
     @abstractmethod
     def sample(self, noise: Tensor) -> Tensor:
-        """Zero-mean samples `[S, P]` from standard normal numbers `[S, P]`."""
+        """Zero-mean samples `[S, P]` from standard normal numbers `[S, P]`: linear in them, and differentiable."""
 
     @abstractmethod
     def diagonal_of_inverse(self) -> Tensor:

@@ -27,7 +27,7 @@ from laplace.layout import flatten
 from laplace.lending import same_random_state
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.parametric import ParametricLaplace
-from laplace.tuning.choose import spread
+from laplace.tuning.settings import spread
 
 
 @dataclass(frozen=True)

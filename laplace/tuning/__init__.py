@@ -1,5 +1,23 @@
 """Choosing hyper-parameters: by the evidence, or by a loss on validation data."""
 
-from laplace.tuning.choose import TuningOptions, choose_prior_precision
+from laplace.tuning.candidates import Predictive
+from laplace.tuning.choose import (
+    SearchOptions,
+    TuningOptions,
+    TuningResult,
+    choose_hyperparameters,
+    choose_prior_precision,
+    report,
+)
+from laplace.tuning.objectives import Thresholds
 
-__all__ = ["TuningOptions", "choose_prior_precision"]
+__all__ = [
+    "Predictive",
+    "SearchOptions",
+    "Thresholds",
+    "TuningOptions",
+    "TuningResult",
+    "choose_hyperparameters",
+    "choose_prior_precision",
+    "report",
+]

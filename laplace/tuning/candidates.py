@@ -1,9 +1,10 @@
-"""Predictions of many prior precisions from one pass of the network."""
+"""Predictions of many candidates from one pass of the network."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,79 +12,169 @@ from torch import Tensor
 
 from laplace import batch as batches
 from laplace.batch import Inputs
-from laplace.enums import PredType
+from laplace.curvature.blocks import CHUNK_BYTES
+from laplace.curvature.jacobian import Jacobian
+from laplace.enums import LinkApprox, PredType
+from laplace.errors import CurvatureError
 from laplace.noise import standard_normal
 from laplace.predictive import latent
-from laplace.tuning.objectives import Prediction
+from laplace.tuning.scores import Prediction
+from laplace.tuning.settings import Setting
 
 if TYPE_CHECKING:
     from laplace.parametric import ParametricLaplace
-    from laplace.tuning.choose import TuningOptions
+
+
+@dataclass(frozen=True)
+class Predictive:
+    """How candidates predict.
+
+    Attributes:
+        pred_type: `"glm"` or `"nn"`.
+        link_approx: Link of classification.
+        n_samples: Monte-Carlo samples.
+        generator: Source of randomness, the same for every candidate; None for seed 0.
+    """
+
+    pred_type: str = "glm"
+    link_approx: str = "probit"
+    n_samples: int = 100
+    generator: torch.Generator | None = None
+
+
+Predict = Callable[[slice], Prediction]
+"""Predictions of consecutive candidates: of one `[B, C]`, of n `[n, B, C]`."""
 
 
 class Candidates:
-    """Predictive distributions at every candidate of a grid of scalar prior precisions.
+    """Predictive distributions at every candidate of a grid.
 
-    Random numbers are drawn once and shared, so that candidates differ by the prior alone.
+    The candidates share one direction of the curvature's weights w and one prior precision for all parameters, so that
+    P = c·(w₀ H + δ/c) for a number c: one factorisation serves them all. Random numbers are drawn once and shared, so
+    that candidates differ by their hyper-parameters alone.
 
     Args:
         la: A fitted posterior; not changed.
-        grid: Candidates, `[n]`.
-        options: Predictive, link, samples and generator.
+        settings: The candidates; scalar priors, and noises in equal ratios.
+        predictive: Predictive, link, samples and generator.
+        whole_covariance: Whether regressions have covariances `[B, C, C]`; else variances.
+
+    Attributes:
+        priors: δ of every candidate, `[n]`.
+        factors: c of every candidate, `[n]`.
     """
 
-    def __init__(self, la: ParametricLaplace, grid: Tensor, options: TuningOptions) -> None:
-        latent.check_options(options.pred_type, options.link_approx, options.n_samples, None)
+    def __init__(
+        self, la: ParametricLaplace, settings: list[Setting], predictive: Predictive, *, whole_covariance: bool
+    ) -> None:
+        latent.check_options(predictive.pred_type, predictive.link_approx, predictive.n_samples, None)
         la.check_unchanged()
         self.la = la
-        self.grid = grid
-        self.options = options
-        evidence = la.evidence()
-        self.scan = evidence.fit.curvature.scan(evidence.weights, la.problem.layout, **evidence.options)
-        generator = options.generator
-        if generator is None:
-            generator = torch.Generator(device=grid.device).manual_seed(0)
-        self.seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
+        self.settings = settings
+        self.predictive = predictive
+        likelihood = la.likelihood_object
+        self.as_latent = likelihood.latent_prediction and likelihood.has_noise
+        self.diagonal = not whole_covariance if self.as_latent else latent.needs_variances_only(predictive.link_approx)
+        first = settings[0].evidence(la)
+        weights = torch.stack([setting.evidence(la).weights.mean() for setting in settings])
+        self.priors = torch.cat([setting.prior_precision[:1] for setting in settings])
+        self.factors = weights / weights[0]
+        self.scan = first.fit.curvature.scan(first.weights, la.problem.layout, **first.options)
+        self.seed = shared_seed(predictive.generator, self.priors.device)
+        self._steps: dict[int, Tensor] = {}
 
-    def prepare(self, x: Inputs) -> tuple[Callable[[int], Prediction], Tensor]:
+    def groups(self, n_data: int) -> list[slice]:
+        """Consecutive candidates that are predicted together for batches of about this size."""
+        n, size = len(self.settings), 1
+        if self.predictive.pred_type != PredType.NN and self._by_rows():
+            n_outputs = self.la.fitted().n_outputs
+            per_datum = n_outputs if self.diagonal else n_outputs**2
+            width = max(self.la.problem.layout.n_params, n_data * per_datum)
+            size = max(1, CHUNK_BYTES // (8 * width))
+        return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+    def _by_rows(self) -> bool:
+        """Whether the link treats rows alike, without random numbers: candidates can be rows like any other."""
+        link, likelihood = self.predictive.link_approx, self.la.likelihood_object
+        return self.as_latent or (link in likelihood.links and link != LinkApprox.MC)
+
+    def prepare(self, x: Inputs) -> tuple[Predict, Tensor]:
         """Runs the network on a batch.
 
         Returns:
-            The prediction at candidate i, and the outputs `[B, C]`.
+            The predictions of consecutive candidates, and the outputs `[B, C]`.
         """
-        if self.options.pred_type == PredType.NN:
+        if self.predictive.pred_type == PredType.NN:
             return self._sampled(x)
         x = batches.to_device(x, self.la.problem.device)
         with closing(self.la.engine.jacobian(x)) as pieces:
             parts = [(self.scan.project(jacobian), f) for jacobian, f in pieces]
-        mean = torch.cat([f for _, f in parts]).to(self.grid.dtype)
-        likelihood = self.la.likelihood_object
-        as_latent = likelihood.latent_prediction and likelihood.has_noise
-        # A user's loss sees the variances that predictions have, [B, C, C].
-        diagonal = self.options.loss is None if as_latent else latent.needs_variances_only(self.options.link_approx)
+        mean = torch.cat([f for _, f in parts]).to(self.priors.dtype)
+        projected = [jacobian for jacobian, _ in parts]
+        return lambda group: self._linearised(mean, projected, group), mean
 
-        def predict(i: int) -> Prediction:
-            delta = self.grid[i : i + 1]
-            variance = torch.cat([self.scan.variance(j, delta, diagonal=diagonal) for j, _ in parts])
-            if as_latent:
-                return mean, variance
-            return likelihood.predict(mean, variance, self.options.link_approx, self.options.n_samples, self._draws())
+    def _linearised(self, mean: Tensor, projected: list[Jacobian], group: slice) -> Prediction:
+        variance = self._variances(projected, group)
+        if variance is None:  # of some candidate the posterior does not exist: it alone is NaN
+            places = range(*group.indices(len(self.settings)))
+            found = [self._variances(projected, slice(i, i + 1)) for i in places]
+            known = next((v for v in found if v is not None), None)
+            if known is None:
+                raise CurvatureError("the posterior does not exist at any of these candidates.")
+            variance = torch.cat([torch.full_like(known, torch.nan) if v is None else v for v in found])
+        if group.stop - group.start == 1:
+            return self._target(mean, variance[0])
+        means = mean.expand(len(variance), -1, -1)
+        if self.as_latent:
+            return means, variance
+        rows = self._target(means.flatten(0, 1), variance.flatten(0, 1))
+        return rows.unflatten(0, means.shape[:2]) if isinstance(rows, Tensor) else rows
 
-        return predict, mean
+    def _variances(self, projected: list[Jacobian], group: slice) -> Tensor | None:
+        """(c (w₀ H + δ/c))⁻¹ between the rows of J, `[n, B, C]` or `[n, B, C, C]`; None where P has no inverse."""
+        factors = self.factors[group]
+        try:
+            parts = [self.scan.variances(j, self.priors[group] / factors, diagonal=self.diagonal) for j in projected]
+        except (CurvatureError, torch.linalg.LinAlgError):
+            return None
+        found = torch.cat(parts, 1)
+        return found / factors.view(-1, *(1,) * (found.ndim - 1))
+
+    def _target(self, mean: Tensor, variance: Tensor) -> Prediction:
+        if self.as_latent:
+            return mean, variance
+        options, likelihood = self.predictive, self.la.likelihood_object
+        return likelihood.predict(mean, variance, options.link_approx, options.n_samples, self._draws())
 
     def _draws(self) -> torch.Generator:
-        return torch.Generator(device=self.grid.device).manual_seed(self.seed)
+        return torch.Generator(device=self.priors.device).manual_seed(self.seed)
 
-    def _sampled(self, x: Inputs) -> tuple[Callable[[int], Prediction], Tensor]:
-        la, options = self.la, self.options
-        noise = standard_normal((options.n_samples, len(la.mean)), la.mean, self._draws())
+    def _sampled(self, x: Inputs) -> tuple[Predict, Tensor]:
+        la = self.la
         run = latent.sampler(la.engine, la.mean, x, {})
 
-        def predict(i: int) -> Prediction:
-            precision = la.evidence(prior_precision=self.grid[i : i + 1]).precision
-            samples = run(la.mean + precision.sample(noise))
-            if la.likelihood_object.latent_prediction and la.likelihood_object.has_noise:
+        def predict(group: slice) -> Prediction:
+            samples = run(la.mean + self._step(group.start))
+            if self.as_latent:
                 return latent.moments(samples)
             return la.likelihood_object.inverse_link(samples).mean(0)
 
         return predict, run(la.mean.unsqueeze(0))[0]
+
+    def _step(self, i: int) -> Tensor:
+        """Samples of θ − θ* of one candidate `[S, P]`, kept for the next batch where all of them together are small."""
+        if i in self._steps:
+            return self._steps[i]
+        mean, n_samples = self.la.mean, self.predictive.n_samples
+        noise = standard_normal((n_samples, len(mean)), mean, self._draws())
+        step = self.settings[i].evidence(self.la).precision.sample(noise)
+        if len(self.settings) * step.numel() * step.element_size() <= 8 * CHUNK_BYTES:
+            self._steps[i] = step
+        return step
+
+
+def shared_seed(generator: torch.Generator | None, device: torch.device) -> int:
+    """A seed for the numbers that all candidates share: drawn from the generator, or always the same."""
+    if generator is None:
+        generator = torch.Generator(device=device).manual_seed(0)
+    return int(torch.randint(2**62, (1,), generator=generator, device=generator.device))

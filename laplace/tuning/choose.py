@@ -1,31 +1,36 @@
-"""`optimize_prior_precision`: which method, started where."""
+"""Which hyper-parameters, which objective, which method: from the arguments of a tuning to its result."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from laplace.enums import PriorStructure, TuningMethod
+from laplace.enums import TuningMethod
 from laplace.errors import InvalidArgument, TuningWarning
-from laplace.hyperparameters import as_tensor, check_length, positive
-from laplace.layout import Layout
-from laplace.tuning.evidence import maximise_evidence
-from laplace.tuning.grid import search_grid
+from laplace.tuning.ascent import Evaluate, Search, minimise
+from laplace.tuning.candidates import Predictive
+from laplace.tuning.evidence import negative_evidence
+from laplace.tuning.grid import Grid, make_axes, search_grid
+from laplace.tuning.objectives import make_objective
+from laplace.tuning.settings import Coordinates, Setting, checked_names, restructured, spread
+from laplace.tuning.smooth import SmoothLoss
+from laplace.tuning.validation import Validation
 
 if TYPE_CHECKING:
     from laplace.parametric import ParametricLaplace
+
+EVIDENCE = "evidence"
 
 
 @dataclass(frozen=True)
 class TuningOptions:
     """The arguments of `optimize_prior_precision`, documented there."""
 
-    pred_type: str
     method: str
     n_steps: int
     lr: float
@@ -36,54 +41,214 @@ class TuningOptions:
     log_prior_prec_min: float
     log_prior_prec_max: float
     grid_size: int
-    link_approx: str
-    n_samples: int
-    progress_bar: bool
     log_prior_prec_base: float
-    generator: torch.Generator | None
+    predictive: Predictive
+    progress_bar: bool
 
 
-def choose_prior_precision(la: ParametricLaplace, options: TuningOptions) -> Tensor:
-    """The best prior precision by the chosen method, detached.
+@dataclass(frozen=True)
+class SearchOptions:
+    """The arguments of `optimize_hyperparameters`, documented there."""
+
+    tune: str | Sequence[str]
+    objective: Any
+    method: str | None
+    prior_structure: str | None
+    val_loader: Iterable[Any] | None
+    ood_loader: Iterable[Any] | None
+    ood_weight: float
+    grid: Mapping[str, Tensor | Sequence[float]] | None
+    n_steps: int
+    lr: float
+    tolerance: float
+    predictive: Predictive
+    progress_bar: bool
+
+
+@dataclass(frozen=True)
+class TuningResult:
+    """What a tuning found, and how it got there.
+
+    Attributes:
+        prior_precision: δ, `[1]`, `[n_tensors]` or `[P]`.
+        sigma_noise: σ, 0-dim or `[C]`.
+        temperature: T, 0-dim.
+        value: The objective there: the log evidence (large is good), or the loss (small is good).
+        values: The objective at every step, `[n]`, or at every candidate, in the shape of the grid; float64, not
+            finite where it does not exist.
+        grid: Values of every tuned hyper-parameter, `[n]` each, in the order of the dimensions of `values`; empty
+            without a grid.
+        converged: Whether the search ended by itself; True for a grid.
+        notes: What is worth knowing, in words: flat objectives, edges, values that are not finite.
+    """
+
+    prior_precision: Tensor
+    sigma_noise: Tensor
+    temperature: Tensor
+    value: float
+    values: Tensor
+    grid: dict[str, Tensor]
+    converged: bool
+    notes: tuple[str, ...]
+
+    @property
+    def setting(self) -> Setting:
+        """The hyper-parameters."""
+        return Setting(self.prior_precision, self.sigma_noise, self.temperature)
+
+
+def choose_prior_precision(la: ParametricLaplace, options: TuningOptions) -> TuningResult:
+    """The best prior precision by the chosen method; the posterior is not changed.
 
     Raises:
         InvalidArgument: Unknown method or structure, or missing validation data.
     """
+    layout, like = la.problem.layout, la.prior_mean
+    now = Setting.of(la)
     if options.method == TuningMethod.MARGLIK:
-        if options.val_loader is not None:
-            warnings.warn(
-                "val_loader is not used by method='marglik'; use method='gridsearch' to tune on validation data.",
-                TuningWarning,
-                stacklevel=3,
-            )
-        start = spread(options.init_prior_prec, options.prior_structure, la.problem.layout, la.prior_mean)
-        return maximise_evidence(la, start, options.n_steps, options.lr, progress_bar=options.progress_bar)
+        start = replace(now, prior_precision=spread(options.init_prior_prec, options.prior_structure, layout, like))
+        coordinates = Coordinates(("prior_precision",), start)
+        search = minimise(
+            negative_evidence(la, coordinates), coordinates.vector(), method="adam", n_steps=options.n_steps,
+            lr=options.lr, tolerance=0.0, label=EVIDENCE, progress_bar=options.progress_bar,
+        )  # fmt: skip
+        unused = "val_loader is not used by method='marglik'; use method='gridsearch' to tune on validation data"
+        result = _moved(coordinates, search, sign=-1)
+        return result if options.val_loader is None else replace(result, notes=(unused, *result.notes))
     if options.method in (TuningMethod.GRIDSEARCH, TuningMethod.CV):
         if options.val_loader is None:
             raise InvalidArgument(f"method={options.method!r} needs val_loader=, the validation data.")
+        if options.grid_size < 1:
+            raise InvalidArgument(f"grid_size={options.grid_size}; it must be at least 1.")
         # One value is searched, whatever the structure it is then written in: the posterior is the same.
-        spread(1.0, options.prior_structure, la.problem.layout, la.prior_mean)
-        return spread(search_grid(la, options), options.prior_structure, la.problem.layout, la.prior_mean)
+        structured = spread(1.0, options.prior_structure, layout, like)
+        values = torch.logspace(
+            options.log_prior_prec_min, options.log_prior_prec_max, options.grid_size, options.log_prior_prec_base,
+            dtype=like.dtype, device=like.device,
+        )  # fmt: skip
+        return _on_grid(
+            la, {"prior_precision": values}, options.loss, Validation(options.val_loader), options.predictive,
+            structured, progress_bar=options.progress_bar,
+        )  # fmt: skip
     raise InvalidArgument(f"method={options.method!r}; accepted are 'marglik', 'gridsearch' and 'CV'.")
 
 
-def spread(init: float | Tensor, structure: str, layout: Layout, like: Tensor, name: str = "init_prior_prec") -> Tensor:
-    """A prior precision in the asked structure: a vector keeps its own, a scalar is spread over it.
-
-    `name` is that of the caller's argument, for messages.
+def choose_hyperparameters(la: ParametricLaplace, options: SearchOptions) -> TuningResult:
+    """The best hyper-parameters by the chosen objective; the posterior is not changed.
 
     Raises:
-        InvalidArgument: Unknown structure, or a vector whose length fits nothing.
+        InvalidArgument: Arguments that do not belong together, or no finite objective.
     """
-    lengths = {
-        str(PriorStructure.SCALAR): 1,
-        str(PriorStructure.LAYERWISE): layout.n_tensors,
-        str(PriorStructure.DIAG): layout.n_params,
-    }
-    if structure not in lengths:
-        raise InvalidArgument(f"prior_structure={structure!r}; accepted are {list(lengths)}.")
-    value = positive(name, as_tensor(name, init, like=like)).detach().reshape(-1)
-    if value.numel() == 1:
-        return value.repeat(lengths[structure])
-    check_length(name, value, lengths)
-    return value
+    by_evidence = isinstance(options.objective, str) and options.objective == EVIDENCE
+    has_noise = la.likelihood_object.has_noise
+    names = checked_names(options.tune, has_noise=has_noise, by_evidence=by_evidence)
+    la.fitted()
+    now = Setting.of(la)
+    prior = restructured(now.prior_precision, options.prior_structure, la.problem.layout)
+    start = replace(now, prior_precision=prior) if "prior_precision" in names else now
+    method = options.method or ("lbfgs" if by_evidence else "grid")
+    if method != "grid" and options.grid is not None:
+        raise InvalidArgument(f"grid= is not used by method={method!r}; use method='grid', or leave it out.")
+    coordinates = Coordinates(names, start)
+    if by_evidence:
+        _refuse_data(options, method)
+        return _climbed(negative_evidence(la, coordinates), coordinates, options, method, sign=-1)
+    if options.val_loader is None:
+        raise InvalidArgument(f"objective={options.objective!r} needs val_loader=, the validation data.")
+    validation = Validation(options.val_loader, options.ood_loader, options.ood_weight)
+    if method == "grid":
+        axes = make_axes(names, options.grid, la.prior_precision.detach())
+        return _on_grid(
+            la, axes, options.objective, validation, options.predictive, prior, progress_bar=options.progress_bar
+        )
+    objective = make_objective(options.objective, la.likelihood_object)
+    loss = SmoothLoss(la, coordinates, objective, validation, options.predictive, progress_bar=options.progress_bar)
+    return _climbed(loss, coordinates, options, method, sign=1)
+
+
+def report(result: TuningResult) -> None:
+    """Warns the caller of the caller, once, of all that there is to note."""
+    if result.notes:
+        what = "grid search" if result.grid else "tuning"
+        warnings.warn(f"{what}: {'; '.join(result.notes)}.", TuningWarning, stacklevel=3)
+
+
+def _refuse_data(options: SearchOptions, method: str) -> None:
+    """Raises where the evidence is given what it does not use."""
+    if options.val_loader is not None or options.ood_loader is not None:
+        raise InvalidArgument(
+            "the evidence uses no validation data; leave val_loader and ood_loader out, or give another objective, "
+            "such as 'nll'."
+        )
+    if method == "grid":
+        raise InvalidArgument(
+            "method='grid' is for validation data; the evidence has gradients: use 'lbfgs' or 'adam'."
+        )
+
+
+def _climbed(
+    evaluate: Evaluate, coordinates: Coordinates, options: SearchOptions, method: str, *, sign: int
+) -> TuningResult:
+    """The result of a search by gradients, with all that is worth a warning."""
+    search = minimise(
+        evaluate, coordinates.vector(), method=method, n_steps=options.n_steps, lr=options.lr,
+        tolerance=options.tolerance, progress_bar=options.progress_bar,
+    )  # fmt: skip
+    result = _moved(coordinates, search, sign=sign)
+    if search.converged or search.is_flat():
+        return result
+    slope = f"the search did not converge in {options.n_steps} steps (largest slope {search.slope:.2g} per log unit)"
+    return replace(result, notes=(*result.notes, f"{slope}; raise n_steps"))
+
+
+def _moved(coordinates: Coordinates, search: Search, *, sign: int) -> TuningResult:
+    """What a search by gradients found; `sign` is −1 where the negative of the objective was made small."""
+    notes: list[str] = []
+    names = " and the ".join(name.replace("_", " ") for name in coordinates.names)
+    if search.bad:
+        notes.append(f"the objective was NaN or infinite in {search.bad} of {len(search.values)} steps")
+    if search.is_flat() and search.slope == 0:
+        notes.append(f"the objective does not depend on the {names}; choose one that reads the predictive variance")
+    if search.at_bound():
+        notes.append(f"the best value has a hyper-parameter at the bound of the search, 1e-10 or 1e10: the {names} may "
+                     "have no finite optimum")  # fmt: skip
+    with torch.no_grad():
+        best = coordinates.setting(search.best)
+    values = torch.tensor([sign * value for value in search.values], dtype=torch.float64)
+    value = sign * search.best_value
+    return TuningResult(
+        best.prior_precision, best.sigma_noise, best.temperature, value, values, {}, search.converged, tuple(notes)
+    )
+
+
+def _on_grid(
+    la: ParametricLaplace,
+    axes: dict[str, Tensor],
+    loss: Any,
+    validation: Validation,
+    predictive: Predictive,
+    prior: Tensor,
+    *,
+    progress_bar: bool,
+) -> TuningResult:
+    """The best candidate of a grid; a tuned prior precision is written in the structure of `prior`."""
+    objective = make_objective(loss, la.likelihood_object)
+    if objective.thresholds:
+        if tuple(axes) != ("prior_precision",):
+            raise InvalidArgument("Thresholds choose a prior precision; give tune='prior_precision'.")
+        axes = {"prior_precision": axes["prior_precision"].sort().values}
+    now = Setting.of(la)
+    if "prior_precision" not in axes and now.prior_precision.numel() > 1:
+        raise InvalidArgument(
+            "a grid of noises or temperatures needs one prior precision for all parameters, or one that is tuned too; "
+            "tune='prior_precision' as well, or use method='lbfgs'."
+        )
+    grid = Grid.over(axes, now)
+    found = search_grid(la, grid, objective, validation, predictive, progress_bar=progress_bar)
+    best = grid.settings[found.place]
+    chosen = best.prior_precision
+    chosen = chosen.expand_as(prior).clone() if "prior_precision" in axes else chosen
+    value = found.values.flatten()[found.place].item()
+    return TuningResult(
+        chosen, best.sigma_noise.clone(), best.temperature.clone(), value, found.values, axes, True, tuple(found.notes)
+    )

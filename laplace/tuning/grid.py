@@ -3,91 +3,247 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from laplace import batch as batches
-from laplace.errors import CurvatureError, InvalidArgument, InvalidData, TuningWarning
-from laplace.fitting import without_ignored
-from laplace.tuning.candidates import Candidates
-from laplace.tuning.objectives import Objective, Prediction, make_objective
+from laplace.batch import Inputs
+from laplace.errors import CurvatureError, InvalidArgument
+from laplace.hyperparameters import positive
+from laplace.tuning.candidates import Candidates, Predict, Predictive
+from laplace.tuning.objectives import Objective, Running
+from laplace.tuning.scores import Prediction
+from laplace.tuning.settings import Setting
+from laplace.tuning.validation import Validation, entropy_of
 
 if TYPE_CHECKING:
     from laplace.parametric import ParametricLaplace
-    from laplace.tuning.choose import TuningOptions
+
+_RANGES = {"prior_precision": (-4, 4), "sigma_noise": (-2, 2), "temperature": (-2, 2)}
+"""Exponents of 10 between which a grid lies that the caller does not give."""
+_SIZES = (100, 25, 11)
+"""Its number of values per hyper-parameter, when one, two or three are tuned."""
 
 
-def search_grid(la: ParametricLaplace, options: TuningOptions) -> Tensor:
-    """The scalar candidate with the smallest validation loss, `[1]`.
+@dataclass(frozen=True)
+class Grid:
+    """All combinations of some values of the tuned hyper-parameters.
+
+    Attributes:
+        axes: Values of each, ascending or as the caller gave them, `[n]`.
+        settings: The candidates, the last axis running fastest; scalar priors.
+    """
+
+    axes: dict[str, Tensor]
+    settings: list[Setting]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Number of values per axis."""
+        return tuple(len(values) for values in self.axes.values())
+
+    @classmethod
+    def over(cls, axes: dict[str, Tensor], now: Setting) -> Grid:
+        """A grid around what a posterior has now.
+
+        Args:
+            axes: Values of the tuned hyper-parameters, `[n]` each.
+            now: The values of the others; of a vector noise the ratios are kept if it is not tuned.
+        """
+        shapes = {name: (1,) if name == "prior_precision" else getattr(now, name).shape for name in axes}
+        settings = [
+            replace(now, **{name: v.expand(shapes[name]) for name, v in zip(axes, values, strict=True)})
+            for values in product(*axes.values())
+        ]
+        return cls(axes, settings)
+
+
+def make_axes(
+    names: tuple[str, ...], given: Mapping[str, Tensor | Sequence[float]] | None, like: Tensor
+) -> dict[str, Tensor]:
+    """Values of every tuned hyper-parameter, `[n]`: the caller's, or powers of 10.
+
+    Raises:
+        InvalidArgument: Values of something that is not tuned, none, or values that are not positive.
+    """
+    given = given or {}
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise InvalidArgument(f"grid has values for {unknown}, which are not tuned; tune={names}.")
+    axes: dict[str, Tensor] = {}
+    for name in names:
+        if name not in given:
+            low, high = _RANGES[name]
+            axes[name] = torch.logspace(low, high, _SIZES[len(names) - 1], dtype=like.dtype, device=like.device)
+            continue
+        values = torch.as_tensor(given[name], dtype=like.dtype, device=like.device).detach()
+        if values.ndim != 1 or not len(values):
+            raise InvalidArgument(f"grid[{name!r}] has shape {list(values.shape)}; give one or more values, [n].")
+        axes[name] = positive(f"grid[{name!r}]", values)
+    return axes
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search on a grid found.
+
+    Attributes:
+        place: Where the best candidate stands among the settings.
+        values: The loss of every candidate, float64, in the grid's shape; NaN or infinite where it has none.
+        notes: What the caller should know.
+    """
+
+    place: int
+    values: Tensor
+    notes: list[str]
+
+
+def search_grid(
+    la: ParametricLaplace,
+    grid: Grid,
+    objective: Objective,
+    validation: Validation,
+    predictive: Predictive,
+    *,
+    progress_bar: bool = False,
+) -> Found:
+    """The candidate with the smallest loss.
 
     Raises:
         InvalidData: No validation data.
-        InvalidArgument: A grid of no candidate, or no candidate with a finite loss.
+        InvalidArgument: No candidate with a finite loss, or none that meets the thresholds.
     """
-    if options.grid_size < 1:
-        raise InvalidArgument(f"grid_size={options.grid_size}; it must be at least 1.")
-    like = la.prior_precision.detach()
-    grid = torch.logspace(
-        options.log_prior_prec_min, options.log_prior_prec_max, options.grid_size, options.log_prior_prec_base,
-        dtype=like.dtype, device=like.device,
-    )  # fmt: skip
-    losses = torch.tensor(_losses(la, grid, options), dtype=torch.float64)
-    best = int(losses.where(losses.isfinite(), math.inf).argmin())
-    _report(losses, best, grid)
-    return grid[best : best + 1].clone()
-
-
-def _losses(la: ParametricLaplace, grid: Tensor, options: TuningOptions) -> list[float]:
-    fresh = make_objective(options.loss, la.likelihood_object, la.sigma_noise)
-    objectives: list[Objective] = [fresh() for _ in grid]
-    failed: set[int] = set()
-    n_data = 0
     with torch.inference_mode(False), torch.no_grad():
-        candidates = Candidates(la, grid, options)
-        for batch in tqdm(options.val_loader, desc="grid search", disable=not options.progress_bar):
-            x, y = batches.split(batch, la.dict_key_y)
-            device = la.prior_precision.device
-            kept = without_ignored(batches.to_device(x, device), y.to(device), la.likelihood_object)
-            if kept is None:
-                continue
-            x, y = kept
-            predict, f = candidates.prepare(x)
-            y = la.likelihood_object.check_targets(f, y)
-            n_data += len(y)
-            failed |= {i for i, objective in enumerate(objectives) if not _taken_in(objective, predict, i, y)}
-    if n_data == 0:
-        raise InvalidData("the validation loader gave no data that count; the prior precision is left as it was.")
-    return [math.inf if i in failed else objective.result() for i, objective in enumerate(objectives)]
+        candidates = Candidates(la, grid.settings, predictive, whole_covariance=objective.whole_covariance)
+        losses = Losses(candidates, objective)
+        for x, y in validation.batches(la, label="grid search", progress_bar=progress_bar):
+            losses.update(x, y)
+        values = losses.results()
+        if validation.ood_loader is not None:
+            entropies = Losses(candidates, entropy_of(la.likelihood_object))
+            for x in validation.foreign(la, progress_bar=progress_bar):
+                entropies.update(x, None)
+            # Both are sums in equation 12: over N_val data that count, and over N_out foreign inputs.
+            values = values - validation.ood_weight * entropies.n_data / losses.n_data * entropies.results()
+    place = _best(values, objective)
+    return Found(place, values.view(grid.shape), _notes(values.view(grid.shape), place, grid, objective))
 
 
-def _taken_in(objective: Objective, predict: Callable[[int], Prediction], i: int, y: Tensor) -> bool:
-    """Feeds the prediction of candidate i to its objective; False where its posterior does not exist."""
-    try:
-        objective.update(predict(i), y)
-    except (CurvatureError, torch.linalg.LinAlgError):
-        return False
-    return True
+class Losses:
+    """The running losses of all candidates.
+
+    Args:
+        candidates: What predicts.
+        objective: Makes a running loss for every candidate, or for several at once.
+
+    Attributes:
+        n_data: Data seen.
+    """
+
+    def __init__(self, candidates: Candidates, objective: Objective) -> None:
+        self.candidates = candidates
+        self.objective = objective
+        self.n_data = 0
+        noises = [setting.sigma_noise for setting in candidates.settings]
+        self._together = objective.many and all(noise is noises[0] for noise in noises)
+        self._groups: list[slice] = []
+        self._running: list[tuple[slice, Running]] = []
+        self._failed: set[int] = set()
+
+    def update(self, x: Inputs, y: Tensor | None) -> None:
+        """Takes in one batch; without targets, one of foreign inputs."""
+        predict, f = self.candidates.prepare(x)
+        likelihood = self.candidates.la.likelihood_object
+        y = torch.zeros(len(f), dtype=torch.long, device=f.device) if y is None else likelihood.check_targets(f, y)
+        self.n_data += len(y)
+        if not self._groups:
+            self._groups = self.candidates.groups(len(f))
+            parts = self._groups if self._together else [slice(i, i + 1) for i in range(len(self.candidates.settings))]
+            self._running = [(part, self.objective.fresh()) for part in parts]
+        predictions = (part for group in self._groups for part in self._predicted(predict, group))
+        for (part, running), prediction in zip(self._running, predictions, strict=True):
+            if prediction is None:
+                self._failed.add(part.start)
+            else:
+                running.update(prediction, y, self.candidates.settings[part.start].sigma_noise)
+
+    def _predicted(self, predict: Predict, group: slice) -> list[Prediction | None]:
+        """The predictions of a group, as one or candidate by candidate; None where a posterior does not exist."""
+        size = group.stop - group.start
+        apart = size > 1 and not self._together
+        try:
+            prediction = predict(group)
+        except (CurvatureError, torch.linalg.LinAlgError):
+            return [None] * (size if apart else 1)
+        if not apart:
+            return [prediction]
+        if isinstance(prediction, tuple):
+            rows: list[Prediction] = list(zip(*prediction, strict=True))
+        else:
+            rows = list(prediction)
+        return [None if _is_nan(row) else row for row in rows]
+
+    def results(self) -> Tensor:
+        """The losses, float64, `[n]`; infinite where a posterior does not exist."""
+        parts = [
+            torch.full((part.stop - part.start,), math.inf, dtype=torch.float64)
+            if part.start in self._failed
+            else running.result().detach().double().cpu().reshape(-1)
+            for part, running in self._running
+        ]
+        return torch.cat(parts)
 
 
-def _report(losses: Tensor, best: int, grid: Tensor) -> None:
-    finite = losses.isfinite()
+def _is_nan(prediction: Prediction) -> bool:
+    parts = prediction if isinstance(prediction, tuple) else (prediction,)
+    return any(bool(part.isnan().any()) for part in parts)
+
+
+def _best(values: Tensor, objective: Objective) -> int:
+    """Place of the smallest finite loss, the first of several."""
+    finite = values.isfinite()
     if not finite.any():
         raise InvalidArgument(
-            "no candidate of the grid has a finite validation loss; the prior precision is left as it was. Check the "
-            "loss, the validation data and the range of the grid."
+            "no candidate of the grid has a finite validation loss; the hyper-parameters are left as they were. Check "
+            "the loss, the validation data and the range of the grid."
         )
+    smallest = values[finite].min()
+    if objective.thresholds and smallest > 0:
+        raise InvalidArgument(
+            f"no candidate of the grid meets the thresholds: the nearest misses one by {smallest:.3g}; the "
+            "hyper-parameters are left as they were. Lower the thresholds (a network that is right in a share a of the "
+            "validation data has a mean confidence around a), or widen the grid."
+        )
+    return int((values == smallest).nonzero()[0])
+
+
+def _notes(values: Tensor, place: int, grid: Grid, objective: Objective) -> list[str]:
+    finite = values.isfinite()
+    names = " and the ".join(name.replace("_", " ") for name in grid.axes)
     notes: list[str] = []
     if not finite.all():
-        notes.append(f"{int((~finite).sum())} of {len(losses)} candidates had no finite loss and were passed over")
-    spread = losses[finite].max() - losses[finite].min()
-    if len(losses) > 1 and spread <= 1e-7 * losses[finite].abs().max():
-        notes.append("the loss does not depend on the prior precision; choose one that reads the predictive variance")
-    elif len(losses) > 2 and best in (0, len(losses) - 1):
-        notes.append(f"the best candidate, {grid[best].item():g}, is on the edge of the grid; widen it")
-    if notes:
-        warnings.warn("grid search: " + "; ".join(notes) + ".", TuningWarning, stacklevel=5)
+        notes.append(f"{int((~finite).sum())} of {values.numel()} candidates had no finite loss and were passed over")
+    spread = values[finite].max() - values[finite].min()
+    if objective.thresholds:
+        if place == 0 and values.numel() > 1:
+            notes.append("the smallest candidate meets the thresholds already; widen the grid downwards")
+    elif values.numel() > 1 and spread <= 1e-7 * values[finite].abs().max():
+        notes.append(f"the loss does not depend on the {names}; choose one that reads the predictive variance")
+    else:
+        notes += _edges(place, grid)
+    return notes
+
+
+def _edges(place: int, grid: Grid) -> list[str]:
+    """Which of the hyper-parameters have their best value on an edge of their axis."""
+    notes: list[str] = []
+    at = torch.unravel_index(torch.tensor(place), grid.shape)
+    for (name, values), i in zip(grid.axes.items(), at, strict=True):
+        if len(values) > 2 and int(i) in (0, len(values) - 1):
+            best = f"the best {name.replace('_', ' ')}, {values[int(i)].item():g}"
+            notes.append(f"{best}, is on the edge of the grid; widen it")
+    return notes

@@ -1,4 +1,4 @@
-"""Losses on validation data, one running sum per candidate."""
+"""Losses on validation data, fed batch by batch: small is good."""
 
 from __future__ import annotations
 
@@ -6,73 +6,174 @@ import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace.errors import InvalidArgument
+from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.likelihoods.base import Likelihood
 from laplace.metrics import RunningMetric
-
-Prediction = Tensor | tuple[Tensor, Tensor]
-"""Probabilities `[B, C]`, or mean and variance of a regression."""
+from laplace.tuning.scores import N_BINS, Prediction, Score, find_score, moments
 
 
-class Objective(ABC):
-    """A loss that is fed batch by batch."""
+class Running(ABC):
+    """A loss of one candidate, or of n candidates whose predictions are `[n, B, C]`; a graph is kept."""
 
     @abstractmethod
-    def update(self, prediction: Prediction, y: Tensor) -> None:
-        """Takes in one batch."""
+    def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
+        """Takes in one batch: predictions, checked targets and the noise, 0-dim or `[C]`."""
 
     @abstractmethod
-    def result(self) -> float:
-        """The loss over all batches."""
+    def result(self) -> Tensor:
+        """The loss over all batches, 0-dim or `[n]`."""
 
 
-class NegativeLogPredictive(Objective):
-    """Mean negative log predictive density: with the noise for regression, so that it depends on the variance."""
+@dataclass(frozen=True)
+class Objective:
+    """How a loss is computed.
 
-    def __init__(self, likelihood: Likelihood, sigma_noise: Tensor) -> None:
+    Attributes:
+        name: For messages.
+        fresh: Makes a running loss that has seen nothing.
+        many: Whether it takes the predictions of many candidates at once.
+        whole_covariance: Whether regressions hand it `[B, C, C]`, the variance that users' predictions have.
+        thresholds: Whether 0 is what is looked for, and the smallest candidate with it.
+    """
+
+    name: str
+    fresh: Callable[[], Running]
+    many: bool = True
+    whole_covariance: bool = False
+    thresholds: bool = False
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """An objective: the smallest prior precision whose predictions are certain and good enough.
+
+    (Eschenhagen et al., 2021, "Mixtures of Laplace approximations", appendices B.2 and F.4; the confidence there is
+    slightly below the accuracy of the network on the validation data.)
+
+    Attributes:
+        confidence: Smallest mean confidence that is accepted, in (0, 1), or None.
+        brier: Largest Brier score that is accepted, or None.
+
+    Raises:
+        InvalidArgument: Neither is given, or one is out of range.
+    """
+
+    confidence: float | None = None
+    brier: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.confidence is None and self.brier is None:
+            raise InvalidArgument("Thresholds() has none; give confidence=, brier= or both.")
+        if self.confidence is not None and not 0 < self.confidence < 1:
+            raise InvalidArgument(f"confidence={self.confidence}; a mean confidence lies between 0 and 1.")
+        if self.brier is not None and not self.brier > 0:
+            raise InvalidArgument(f"brier={self.brier}; a Brier score is positive.")
+
+
+class MeanScore(Running):
+    """Mean of a score over the data that count.
+
+    Args:
+        score: The score.
+        likelihood: What it is a score of.
+    """
+
+    def __init__(self, score: Score, likelihood: Likelihood) -> None:
+        self.score = score
         self.likelihood = likelihood
-        self.sigma_noise = sigma_noise.detach()
-        self.total = 0.0
+        self.total: Tensor | float = 0.0
         self.count = 0
 
-    def update(self, prediction: Prediction, y: Tensor) -> None:
-        """Takes in one batch."""
-        mean, covariance = prediction if isinstance(prediction, tuple) else (prediction, None)
-        if covariance is not None and covariance.ndim == 3:
-            covariance = covariance.diagonal(dim1=1, dim2=2)
-        values = self.likelihood.predictive_nll(mean, covariance, y, self.sigma_noise)
-        counted = y != self.likelihood.ignore_index if self.likelihood.ignore_index is not None else None
-        values = values if counted is None or counted.shape != values.shape else values[counted]
-        self.total += float(values.sum())
-        self.count += values.numel()
+    def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
+        values = self.score(self.likelihood, prediction, y, sigma)
+        values = values[..., _counted(self.likelihood, y, values.shape[-1])]
+        self.total = self.total + values.double().sum(-1)
+        self.count += values.shape[-1]
 
-    def result(self) -> float:
-        """Mean over the data that count."""
-        return self.total / self.count if self.count else float("nan")
+    def result(self) -> Tensor:
+        return torch.as_tensor(self.total) / self.count if self.count else torch.tensor(torch.nan)
 
 
-class RunningLoss(Objective):
-    """A user's running metric, copied and reset so that no candidate sees another's sums."""
+class CalibrationError(Running):
+    """Expected calibration error in bins of equal width (Guo et al., 2017, eq. 3).
+
+    Args:
+        likelihood: Of class labels.
+        n_bins: Number of bins.
+    """
+
+    def __init__(self, likelihood: Likelihood, n_bins: int = N_BINS) -> None:
+        self.likelihood = likelihood
+        self.n_bins = n_bins
+        self.gaps: Tensor | None = None
+        self.count = 0
+
+    def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
+        probs, _ = moments(prediction)
+        kept = _counted(self.likelihood, y, len(y))
+        confidence, predicted = probs[..., kept, :].max(-1)
+        bins = (confidence.detach() * self.n_bins).ceil().long().sub(1).clamp(0, self.n_bins - 1)
+        gap = (predicted == y[kept]).double() - confidence.double()
+        gaps = gap.new_zeros(*gap.shape[:-1], self.n_bins).scatter_add(-1, bins, gap)
+        self.gaps = gaps if self.gaps is None else self.gaps + gaps
+        self.count += gap.shape[-1]
+
+    def result(self) -> Tensor:
+        return torch.tensor(torch.nan) if self.gaps is None else self.gaps.abs().sum(-1) / self.count
+
+
+class Shortfall(Running):
+    """By how much thresholds are missed: 0 where they are met.
+
+    Args:
+        thresholds: The thresholds.
+        likelihood: Of class or binary labels.
+    """
+
+    def __init__(self, thresholds: Thresholds, likelihood: Likelihood) -> None:
+        wanted = {"confidence": thresholds.confidence, "brier": thresholds.brier}
+        self.parts = [
+            (MeanScore(find_score(name, likelihood), likelihood), limit, -1 if name == "confidence" else 1)
+            for name, limit in wanted.items()
+            if limit is not None
+        ]
+
+    def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
+        for score, _, _ in self.parts:
+            score.update(prediction, y, sigma)
+
+    def result(self) -> Tensor:
+        missed = [sign * (score.result() - limit) for score, limit, sign in self.parts]
+        return torch.stack(missed).amax(0).clamp(min=0)
+
+
+class UsersMetric(Running):
+    """A user's running metric, copied and reset so that no candidate sees another's sums.
+
+    Args:
+        metric: Has `update`, `compute` and `reset`.
+    """
 
     def __init__(self, metric: RunningMetric) -> None:
         self.metric = copy.deepcopy(metric)
         self.metric.reset()
 
-    def update(self, prediction: Prediction, y: Tensor) -> None:
+    def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
         """Takes in one batch; a metric whose update requires (mean, variance, y) gets all three, others the mean."""
         if isinstance(prediction, tuple) and _requires_three(self.metric.update):
             self.metric.update(*prediction, y)
         else:
             self.metric.update(prediction[0] if isinstance(prediction, tuple) else prediction, y)
 
-    def result(self) -> float:
-        """What the metric computes."""
-        return float(torch.as_tensor(self.metric.compute()).sum())
+    def result(self) -> Tensor:
+        return torch.as_tensor(self.metric.compute()).sum()
 
 
 def _requires_three(update: Callable[..., Any]) -> bool:
@@ -82,39 +183,62 @@ def _requires_three(update: Callable[..., Any]) -> bool:
     return len(required) >= 3 or any(p.kind is p.VAR_POSITIONAL for p in required)
 
 
-class WholeLoss(Objective):
-    """A user's function of all predictions at once."""
+class UsersFunction(Running):
+    """A user's function of all predictions at once.
+
+    Args:
+        function: `function(prediction, y)`, or `function(mean, variance, y)` for regression.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.predictions: list[Prediction] = []
+        self.predictions: list[tuple[Tensor, ...]] = []
         self.targets: list[Tensor] = []
 
-    def update(self, prediction: Prediction, y: Tensor) -> None:
-        """Keeps one batch."""
-        self.predictions.append(prediction)
+    def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
+        self.predictions.append(prediction if isinstance(prediction, tuple) else (prediction,))
         self.targets.append(y)
 
-    def result(self) -> float:
-        """The function of everything."""
-        y = torch.cat(self.targets)
-        pairs = [p for p in self.predictions if isinstance(p, tuple)]
-        if pairs:
-            means, variances = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-            return float(self.function(means, variances, y))
-        return float(self.function(torch.cat([p for p in self.predictions if isinstance(p, Tensor)]), y))
+    def result(self) -> Tensor:
+        parts = [torch.cat(part) for part in zip(*self.predictions, strict=True)]
+        return torch.as_tensor(self.function(*parts, torch.cat(self.targets))).squeeze()
 
 
-def make_objective(loss: Any, likelihood: Likelihood, sigma_noise: Tensor) -> Callable[[], Objective]:
-    """A factory of fresh objectives.
+def _counted(likelihood: Likelihood, y: Tensor, n_data: int) -> Tensor | slice:
+    """Which of the data count."""
+    if likelihood.ignore_index is None or y.shape != (n_data,):
+        return slice(None)
+    return y != likelihood.ignore_index
+
+
+def make_objective(loss: Any, likelihood: Likelihood) -> Objective:
+    """An objective from what users give.
+
+    Args:
+        loss: None or `"nll"`, `"brier"`, `"crps"`, `"ece"`, `Thresholds`, a running metric or a callable.
+        likelihood: Of the targets.
 
     Raises:
-        InvalidArgument: `loss` is neither None, a running metric nor callable.
+        InvalidArgument: None of these.
+        UnsupportedError: A score that has no meaning for this likelihood.
     """
-    if loss is None:
-        return lambda: NegativeLogPredictive(likelihood, sigma_noise)
+    if loss is None or (isinstance(loss, str) and loss in ("nll", "brier", "crps")):
+        name = loss or "nll"
+        return Objective(name, partial(MeanScore, find_score(name, likelihood), likelihood))
+    if isinstance(loss, str) and loss == "ece":
+        if likelihood.target_kind != "class":
+            raise UnsupportedError(
+                f"objective='ece' bins the confidence in one label; likelihood={likelihood.name!r} has none. Use 'nll'."
+            )
+        return Objective(loss, partial(CalibrationError, likelihood))
+    if isinstance(loss, Thresholds):
+        Shortfall(loss, likelihood)  # refuses a likelihood without them
+        return Objective("thresholds", partial(Shortfall, loss, likelihood), thresholds=True)
     if isinstance(loss, RunningMetric):
-        return lambda: RunningLoss(loss)
+        return Objective(type(loss).__name__, lambda: UsersMetric(loss), many=False, whole_covariance=True)
     if callable(loss):
-        return lambda: WholeLoss(loss)
-    raise InvalidArgument(f"loss must be None, a running metric or a callable; {type(loss).__name__} was given.")
+        return Objective("the loss", lambda: UsersFunction(loss), many=False, whole_covariance=True)
+    raise InvalidArgument(
+        f"{loss!r} is no objective; accepted are 'nll', 'brier', 'crps', 'ece', laplace.tuning.Thresholds, a running "
+        "metric (update, compute, reset) and a callable."
+    )

@@ -64,9 +64,10 @@ def _check_forms(case: Case, la: ParametricLaplace) -> None:
     assert_close(latent_of(la, case.problem.x, "diagonal").covariance, variances, "backend", label="diagonal")
 
 
-@pytest.mark.parametrize("case", few("all", "last_layer", "mixed"))
+@pytest.mark.parametrize("case", few("all", "last_layer", "mixed", names=(*FEW, "embedding_positions")))
 def test_scan_over_priors(case: Case) -> None:
-    """What a grid search sees at a candidate is what the posterior says there."""
+    """What a grid search sees at its candidates, all at once or one by one, is what the posterior says there."""
+    deltas = torch.tensor([1e-3, 0.4, 30.0], dtype=torch.float64)
     fits = [case.fit(temperature=0.7)]
     if case.structure == "kron":
         fits.append(case.fit(temperature=0.7, damping=True))
@@ -76,11 +77,14 @@ def test_scan_over_priors(case: Case) -> None:
         found = la.evidence()
         scan = found.fit.curvature.scan(found.weights, la.problem.layout, **found.options)
         projected = [(scan.project(jacobian), f) for jacobian, f in la.engine.jacobian(case.problem.x)]
-        for delta in (1e-3, 0.4, 30.0):
-            la.prior_precision = delta
-            for diagonal, form in ((False, "full"), (True, "diagonal")):
-                parts = [scan.variance(j, la.prior_precision, diagonal=diagonal) for j, _ in projected]
-                assert_close(torch.cat(parts), latent_of(la, case.problem.x, form).covariance, "backend", label=form)
+        for diagonal, form in ((False, "full"), (True, "diagonal")):
+            together = torch.cat([scan.variances(j, deltas, diagonal=diagonal) for j, _ in projected], 1)
+            for delta, variances in zip(deltas, together, strict=True):
+                la.prior_precision = delta
+                expected = latent_of(la, case.problem.x, form).covariance
+                alone = [scan.variance(j, la.prior_precision, diagonal=diagonal) for j, _ in projected]
+                assert_close(torch.cat(alone), expected, "backend", label=form)
+                assert_close(variances, expected, "backend", label=form)
 
 
 @pytest.mark.parametrize("case", few("all", "last_layer", "mixed", names=REGRESSIONS))

@@ -1,0 +1,111 @@
+"""The engine on functions whose minimum is known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from laplace.errors import InvalidArgument
+from laplace.tuning.ascent import BOUND, Evaluate, minimise
+
+AT = torch.tensor([1.0, -2.0], dtype=torch.float64)
+START = torch.zeros(2, dtype=torch.float64)
+OPTIONS = {"n_steps": 100, "lr": 0.1, "tolerance": 1e-6}
+both = pytest.mark.parametrize("method", ["adam", "lbfgs"])
+
+
+def smooth(logs: Tensor) -> tuple[float, Tensor]:
+    """A skewed bowl around `AT`, at least 3."""
+    offset = logs - AT
+    curved = torch.stack([offset[0].exp() - offset[0] - 1, 2 * offset[1] ** 2])
+    return 3 + curved.sum().item(), torch.stack([offset[0].exp() - 1, 4 * offset[1]])
+
+
+@both
+def test_the_minimum_is_found(method: str) -> None:
+    search = minimise(smooth, START, method=method, n_steps=400, lr=0.1, tolerance=1e-6)
+    torch.testing.assert_close(search.best, AT, atol=1e-5, rtol=0)
+    assert search.converged
+    assert search.best_value == pytest.approx(3, abs=1e-10) == min(search.values)
+    assert search.slope <= 1e-6 * 3
+
+
+def test_lbfgs_needs_few_evaluations() -> None:
+    assert len(minimise(smooth, START, method="lbfgs", **OPTIONS).values) < 30
+
+
+@both
+def test_too_few_steps_are_no_convergence(method: str) -> None:
+    search = minimise(smooth, START, method=method, n_steps=2, lr=0.1, tolerance=1e-8)
+    assert not search.converged
+    assert search.best_value == min(search.values)
+
+
+@both
+def test_the_start_is_kept_where_every_step_is_worse(method: str) -> None:
+    """With a gradient of the wrong sign."""
+    search = minimise(lambda logs: (smooth(logs)[0], -smooth(logs)[1]), START, method=method, **OPTIONS)
+    assert torch.equal(search.best, START)
+    assert search.best_value == smooth(START)[0]
+
+
+@both
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_are_stepped_back_from(method: str, bad: float) -> None:
+    """The bowl ends a little behind its minimum."""
+
+    def fenced(logs: Tensor) -> tuple[float, Tensor]:
+        value, gradient = smooth(logs)
+        return (bad, gradient * math.nan) if logs[1] < -2.05 else (value, gradient)
+
+    search = minimise(fenced, START, method=method, n_steps=400, lr=0.3, tolerance=1e-4)
+    assert search.best_value == pytest.approx(3, abs=1e-2)
+    assert search.bad == sum(not math.isfinite(value) for value in search.values)
+
+
+@both
+def test_nothing_finite(method: str) -> None:
+    calls: list[int] = []
+
+    def nowhere(logs: Tensor) -> tuple[float, Tensor]:
+        calls.append(1)
+        return math.nan, logs
+
+    with pytest.raises(InvalidArgument, match="not finite"):
+        minimise(nowhere, START, method=method, **OPTIONS)
+    assert len(calls) == 1
+
+
+@both
+def test_a_function_without_a_minimum_ends_at_the_bound(method: str) -> None:
+    def falling(logs: Tensor) -> tuple[float, Tensor]:
+        return -logs.sum().item(), -torch.ones_like(logs)
+
+    search = minimise(falling, START, method=method, n_steps=400, lr=0.5, tolerance=0.0)
+    assert search.at_bound()
+    assert search.best_value == pytest.approx(-2 * BOUND)
+
+
+def test_a_start_beyond_the_bound_is_no_error() -> None:
+    search = minimise(smooth, START + 30, method="lbfgs", **OPTIONS)
+    assert search.best_value < smooth(START + 30)[0]
+
+
+@both
+def test_flat(method: str) -> None:
+    level: Evaluate = lambda logs: (2.0, torch.zeros_like(logs))  # noqa: E731
+    search = minimise(level, START, method=method, n_steps=5, lr=0.1, tolerance=0.0)
+    assert search.slope == 0
+    assert not search.at_bound()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"n_steps": 0}, {"lr": 0.0}, {"lr": math.inf}, {"tolerance": -1.0}, {"tolerance": math.nan}, {"method": "sgd"}],
+)
+def test_arguments(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgument, match=next(iter(wrong))):
+        minimise(smooth, START, **({"method": "adam", **OPTIONS} | wrong))  # pyright: ignore

@@ -1,0 +1,429 @@
+"""A grid over prior, noise and temperature: every candidate against a posterior fitted with it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from laplace import Laplace
+from laplace.errors import InvalidArgument, InvalidData, ModelChangedError, TuningWarning, UnsupportedError
+from laplace.metrics import (
+    accuracy,
+    brier,
+    expected_calibration_error,
+    gaussian_crps,
+    gaussian_nll,
+    mean_confidence,
+    nll,
+)
+from laplace.structures import STRUCTURES
+from laplace.tuning import Thresholds, TuningResult
+from tests import grid
+from tests.reference.compare import assert_close
+
+AXES = {
+    "prior_precision": torch.tensor([0.1, 2.0, 30.0]),
+    "sigma_noise": torch.tensor([0.4, 1.3]),
+    "temperature": torch.tensor([0.5, 3.0]),
+}
+FEW = {"prior_precision": [1.0, 2.0, 3.0], "temperature": [1.0, 2.0]}
+FOREIGN = 4 * torch.randn(7, 3, generator=torch.Generator().manual_seed(5))
+CELLS = [(weights, structure) for weights in grid.WEIGHTS for structure in STRUCTURES]
+
+
+def quietly(la: Any, *arguments: Any, **options: Any) -> TuningResult:
+    """Tunes on a grid without a word about edges."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TuningWarning)
+        return la.optimize_hyperparameters(*arguments, method="grid", **options)
+
+
+def refitted(axes: dict[str, Tensor], make: Any) -> list[Any]:
+    """A fitted posterior of every candidate, the last axis running fastest."""
+    return [make(**dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+
+
+# Exhaustively, by refitting.
+
+
+@pytest.mark.parametrize(("weights", "structure"), CELLS)
+def test_classification(weights: str, structure: str) -> None:
+    axes = {name: AXES[name] for name in ("prior_precision", "temperature")}
+    x, y = grid.data(seed=11)
+    la = grid.fitted(weights, structure)
+    posteriors = refitted(axes, lambda **hypers: grid.fitted(weights, structure, **hypers))
+    for objective, metric in (("nll", nll), ("brier", brier), ("ece", expected_calibration_error)):
+        result = quietly(la, tuple(axes), objective, val_loader=grid.batches(seed=11), grid=axes)
+        expected = torch.stack([metric(p(x), y) for p in posteriors]).view(3, 2)
+        assert_close(result.values, expected, "float32", label=objective)
+        best = int(result.values.argmin())
+        assert result.value == result.values.min() == result.values.flatten()[best]
+        assert la.prior_precision.item() == axes["prior_precision"][best // 2].item()
+        assert la.temperature.item() == axes["temperature"][best % 2].item()
+
+
+@pytest.mark.parametrize(("weights", "structure"), CELLS)
+@pytest.mark.parametrize("noise", [1.0, torch.tensor([0.5, 1.0, 2.0])], ids=["one noise", "noise per output"])
+def test_regression(weights: str, structure: str, noise: Any) -> None:
+    """A tuned noise is one value for all outputs, whatever its shape."""
+    x, y = grid.data("regression", seed=11)
+
+    def make(sigma_noise: Any = noise, **hypers: Any) -> Any:
+        if isinstance(noise, Tensor) and isinstance(sigma_noise, Tensor):
+            sigma_noise = sigma_noise.expand(3)
+        return grid.fitted(weights, structure, "regression", sigma_noise=sigma_noise, **hypers)
+
+    la = make()
+    posteriors = refitted(AXES, make)
+    for objective, metric in (("nll", gaussian_nll), ("crps", gaussian_crps)):
+        loader = grid.batches("regression", seed=11)
+        result = quietly(la, tuple(AXES), objective, val_loader=loader, grid=AXES)
+        totals = [p(x, diagonal_output=True, observation_noise=True) for p in posteriors]
+        expected = torch.stack([metric(mean, variance, y) for mean, variance in totals]).view(3, 2, 2)
+        assert_close(result.values, expected, "float32_solve", label=objective)
+    assert la.sigma_noise.shape == torch.as_tensor(noise).shape
+
+
+def test_temperature_alone_keeps_a_noise_per_output() -> None:
+    noise = torch.tensor([0.5, 1.0, 2.0])
+    x, y = grid.data("regression", seed=11)
+    axes = {"temperature": AXES["temperature"]}
+    la = grid.fitted("all", "kron", "regression", sigma_noise=noise)
+    result = quietly(la, "temperature", "nll", val_loader=grid.batches("regression", seed=11), grid=axes)
+    for temperature, value in zip(axes["temperature"], result.values, strict=True):
+        other = grid.fitted("all", "kron", "regression", sigma_noise=noise, temperature=temperature)
+        expected = gaussian_nll(*other(x, diagonal_output=True, observation_noise=True), y)
+        assert_close(value, expected, "float32_solve")
+    assert torch.equal(la.sigma_noise, noise)
+
+
+@pytest.mark.parametrize("options", [{"link_approx": "mc"}, {"link_approx": "bridge"}, {"pred_type": "nn"}])
+def test_other_predictives(options: dict[str, Any]) -> None:
+    """A loss of one candidate among many is its loss on a grid of its own: random numbers are shared."""
+    axes = {name: AXES[name] for name in ("prior_precision", "temperature")}
+    for likelihood in ("classification", "regression") if "pred_type" in options else ("classification",):
+        la = grid.fitted("last_layer", "kron", likelihood)
+        options |= {"val_loader": grid.batches(likelihood, seed=11), "n_samples": 20}
+        whole = quietly(la, tuple(axes), "nll", grid=axes, **options)
+        for (i, delta), (j, temperature) in itertools.product(*map(enumerate, axes.values())):
+            single = {"prior_precision": delta.view(1), "temperature": temperature.view(1)}
+            assert_close(quietly(la, tuple(axes), "nll", grid=single, **options).value, whole.values[i, j], "float32")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_generator_decides_the_samples(seed: int) -> None:
+    la = grid.fitted("all", "diag")
+    options = {
+        "val_loader": grid.batches(seed=11),
+        "link_approx": "mc",
+        "n_samples": 5,
+        "grid": {"prior_precision": [1.0]},
+    }
+    values = [
+        quietly(la, objective="nll", generator=torch.Generator().manual_seed(s), **options).value
+        for s in (seed, seed, seed + 2)
+    ]
+    assert values[0] == values[1] != values[2]
+
+
+@pytest.mark.parametrize("damping", [False, True])
+def test_damped_kronecker_factors(damping: bool) -> None:
+    """(√s A + √δ) ⊗ (√s B + √δ) is homogeneous in (s, δ) too."""
+    axes = {name: AXES[name] for name in ("prior_precision", "temperature")}
+    x, y = grid.data(seed=11)
+    la = grid.fitted("all", "kron", damping=damping)
+    result = quietly(la, tuple(axes), "nll", val_loader=[(x, y)], grid=axes)
+    posteriors = refitted(axes, lambda **hypers: grid.fitted("all", "kron", damping=damping, **hypers))
+    assert_close(result.values.flatten(), torch.stack([nll(p(x), y) for p in posteriors]), "float32")
+
+
+# Foreign inputs: equation 12 of Daxberger et al. (2021).
+
+
+@pytest.mark.parametrize(("weights", "structure"), CELLS)
+def test_foreign_inputs_of_classes(weights: str, structure: str) -> None:
+    """(Σ_val −log p(y | x) − λ Σ_out H[p(y | x)]) / N_val, with sums over both sets as in the paper."""
+    x, y = grid.data(seed=11)
+    axes = {"prior_precision": AXES["prior_precision"]}
+    la = grid.fitted(weights, structure)
+    foreign = [FOREIGN[:4], FOREIGN[4:]]
+    result = quietly(la, objective="nll", val_loader=[(x, y)], grid=axes, ood_loader=foreign, ood_weight=0.3)
+    for delta, value in zip(axes["prior_precision"], result.values, strict=True):
+        la.prior_precision = delta
+        likelihoods = la(x).log().gather(1, y[:, None]).sum()
+        entropies = torch.distributions.Categorical(la(FOREIGN)).entropy().sum()
+        assert_close(value, -(likelihoods + 0.3 * entropies) / len(y), "float32")
+
+
+@pytest.mark.parametrize("likelihood", ["regression", "bernoulli"])
+def test_foreign_inputs_of_other_likelihoods(likelihood: str) -> None:
+    x, y = grid.data(likelihood, seed=11)
+    axes = {"prior_precision": AXES["prior_precision"]}
+    la = grid.fitted("all", "kron", likelihood)
+    plain = quietly(la, objective="nll", val_loader=[(x, y)], grid=axes)
+    result = quietly(la, objective="nll", val_loader=[(x, y)], grid=axes, ood_loader=[(FOREIGN, y)], ood_weight=0.3)
+    for i, delta in enumerate(axes["prior_precision"]):
+        la.prior_precision = delta
+        prediction = la(FOREIGN)
+        if likelihood == "regression":
+            mean, variance = prediction
+            spread = (variance.diagonal(dim1=1, dim2=2) + la.sigma_noise**2).sqrt()
+            entropies = torch.distributions.Normal(mean, spread).entropy()
+        else:
+            entropies = torch.distributions.Bernoulli(prediction).entropy()
+        assert_close(result.values[i], plain.values[i] - 0.3 * entropies.sum() / len(y), "float32")
+
+
+def test_foreign_inputs_lower_the_prior_precision() -> None:
+    la = grid.fitted("all", "kron")
+    options = {"objective": "nll", "val_loader": grid.batches(seed=3)}
+    without = quietly(la, **options).prior_precision.item()
+    within = quietly(la, **options, ood_loader=[[FOREIGN]], ood_weight=1.0).prior_precision.item()
+    assert within < without
+
+
+def test_weight_zero_is_no_foreign_data() -> None:
+    la = grid.fitted("all", "diag")
+    options: dict[str, Any] = {"objective": "brier", "val_loader": grid.batches(seed=11)}
+    assert_close(
+        quietly(la, **options, ood_loader=[FOREIGN], ood_weight=0).values, quietly(la, **options).values, "exact"
+    )
+
+
+@pytest.mark.parametrize("weight", [-0.1, math.inf, math.nan])
+def test_weights_out_of_range(weight: float) -> None:
+    la = grid.fitted("all", "diag")
+    with pytest.raises(InvalidArgument, match="ood_weight"):
+        la.optimize_hyperparameters(objective="nll", val_loader=grid.batches(), ood_loader=[FOREIGN], ood_weight=weight)
+
+
+# Thresholds: appendices B.2 and F.4 of the paper on mixtures.
+
+
+@pytest.mark.parametrize(("weights", "structure"), CELLS)
+def test_thresholds(weights: str, structure: str) -> None:
+    """The smallest prior precision that meets them, by a scan of single predictions."""
+    x, y = grid.data(seed=11)
+    values = torch.logspace(-3, 3, 13)
+    la = grid.fitted(weights, structure)
+    scores: list[tuple[float, float]] = []
+    for delta in values:
+        la.prior_precision = delta
+        scores.append((mean_confidence(la(x)).item(), brier(la(x), y).item()))
+    confidence = 0.5 * (scores[0][0] + scores[-1][0])
+    first = next(i for i, (c, _) in enumerate(scores) if c >= confidence)
+    result = quietly(
+        la, objective=Thresholds(confidence), val_loader=[(x, y)], grid={"prior_precision": values.flip(0)}
+    )
+    assert la.prior_precision.item() == values[first].item()
+    assert result.value == 0
+    assert 0 < first < 12
+    # Both at once.
+    limit = scores[first][1] + 1e-4
+    both = next(i for i, (c, b) in enumerate(scores) if c >= confidence and b <= limit)
+    quietly(la, objective=Thresholds(confidence, limit), val_loader=[(x, y)], grid={"prior_precision": values})
+    assert la.prior_precision.item() == values[both].item()
+
+
+def test_thresholds_that_nothing_meets() -> None:
+    la = grid.fitted("all", "kron", prior_precision=3.0)
+    loader = grid.batches(seed=11)
+    with pytest.raises(InvalidArgument, match="no candidate of the grid meets the thresholds"):
+        quietly(la, objective=Thresholds(confidence=0.999), val_loader=loader)
+    assert la.prior_precision.item() == 3.0
+    with pytest.warns(TuningWarning, match="smallest candidate meets the thresholds already") as caught:
+        la.optimize_hyperparameters(objective=Thresholds(brier=5.0), val_loader=loader)
+    assert [w.filename for w in caught] == [__file__]
+    with pytest.raises(InvalidArgument, match="tune='prior_precision'"):
+        quietly(la, "temperature", Thresholds(0.5), val_loader=loader)
+    with pytest.raises(InvalidArgument, match="method='grid'"):
+        la.optimize_hyperparameters(objective=Thresholds(0.5), val_loader=loader, method="lbfgs")
+
+
+def test_thresholds_slightly_below_the_accuracy() -> None:
+    """The paper's use: confidence of the validation data near the network's accuracy."""
+    x, y = grid.data(seed=3)
+    la = grid.fitted("all", "kron")
+    la.prior_precision = 1e6
+    certain = la(x)
+    target = 0.9 * min(accuracy(certain, y).item(), mean_confidence(certain).item())
+    quietly(la, objective=Thresholds(target), val_loader=[(x, y)])
+    assert mean_confidence(la(x)).item() >= target - 1e-6
+
+
+# The network runs once, whatever the number of candidates.
+
+
+class Counting(nn.Module):
+    """A network that counts its passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = grid.network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        counter.append(len(x))
+        return self.network(x)
+
+
+counter: list[int] = []
+
+
+@pytest.mark.parametrize(("weights", "structure"), grid.DIAGONAL)
+@pytest.mark.parametrize("n_candidates", [1, 40])
+def test_passes_of_the_network(weights: str, structure: str, n_candidates: int) -> None:
+    options = {"subnetwork_indices": grid.INDICES} if weights == "subnetwork" else {}
+    la = Laplace(Counting(), "classification", weights, structure, **options)  # pyright: ignore
+    la.fit(grid.batches())
+    batches = grid.batches(seed=11)
+    quietly(la, objective="nll", val_loader=batches, grid={"prior_precision": [1.0]})  # plans are proved now
+    counter.clear()
+    values = torch.logspace(-3, 3, n_candidates)
+    quietly(la, ("prior_precision", "temperature"), "nll", val_loader=batches, ood_loader=[FOREIGN],
+            grid={"prior_precision": values, "temperature": [1.0, 2.0]})  # fmt: skip
+    many = len(counter)
+    counter.clear()
+    quietly(la, objective="nll", val_loader=batches, ood_loader=[FOREIGN], grid={"prior_precision": [1.0]})
+    assert many == len(counter) > 0
+
+
+def test_a_parameter_without_a_rule_is_not_differentiated_per_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pieces are computed when they are asked for: once, not once per candidate."""
+    from laplace.curvature import blocks
+
+    monkeypatch.setattr(blocks, "CHUNK_BYTES", 8)
+    calls: list[int] = []
+    whole = blocks.Block.pieces
+
+    def counted(self: Any) -> Any:
+        calls.append(1)
+        return whole(self)
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = nn.Parameter(torch.randn(3, 3, generator=torch.Generator().manual_seed(1)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x @ self.matrix) @ self.matrix
+
+    la = Laplace(Bare(), "classification", "all", "diag")
+    la.fit(grid.batches())
+    monkeypatch.setattr(blocks.Block, "pieces", counted)
+    numbers: list[int] = []
+    for n_candidates in (2, 20):
+        calls.clear()
+        quietly(
+            la, objective="nll", val_loader=[grid.data(seed=11)], grid={"prior_precision": torch.ones(n_candidates)}
+        )
+        numbers.append(len(calls))
+    assert numbers[0] == numbers[1] > 0
+
+
+# What is refused, reported and left alone.
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"tune": "weight_decay"}, "tune="),
+        ({"tune": ()}, "tune="),
+        ({"tune": "sigma_noise"}, "sigma_noise"),
+        ({"objective": "nll", "val_loader": None}, "val_loader"),
+        ({"objective": "evidence"}, "uses no validation data"),
+        ({"objective": "accuracy"}, "no objective"),
+        ({"grid": {"temperature": [1.0]}}, "not tuned"),
+        ({"grid": {"prior_precision": [-1.0]}}, "prior_precision"),
+        ({"grid": {"prior_precision": []}}, "prior_precision"),
+        ({"grid": {"prior_precision": [[1.0]]}}, "prior_precision"),
+        ({"grid": {"prior_precision": [1.0]}, "method": "adam"}, "grid="),
+        ({"method": "newton"}, "method="),
+        ({"prior_structure": "block"}, "prior_structure"),
+        ({"pred_type": "gp"}, "pred_type"),
+        ({"link_approx": "logit"}, "link_approx"),
+    ],
+)
+def test_arguments(options: dict[str, Any], match: str) -> None:
+    la = grid.fitted("all", "diag", prior_precision=3.0)
+    with pytest.raises(InvalidArgument, match=match):
+        la.optimize_hyperparameters(**({"objective": "nll", "val_loader": grid.batches()} | options))
+    assert la.prior_precision.item() == 3.0
+
+
+def test_a_vector_prior_that_is_not_tuned() -> None:
+    la = grid.fitted("all", "kron", prior_precision=torch.ones(4))
+    with pytest.raises(InvalidArgument, match="method='lbfgs'"):
+        quietly(la, "temperature", "nll", val_loader=grid.batches())
+
+
+@pytest.mark.parametrize("name", ["val_loader", "ood_loader"])
+def test_loaders_without_data(name: str) -> None:
+    la = grid.fitted("all", "kron", prior_precision=3.0)
+    loaders: dict[str, Any] = {"val_loader": grid.batches(), "ood_loader": [FOREIGN]} | {name: []}
+    for method in ("grid", "lbfgs"):
+        with pytest.raises(InvalidData, match="no "):
+            la.optimize_hyperparameters(objective="nll", method=method, **loaders)
+    assert la.prior_precision.item() == 3.0
+
+
+def test_edges_are_reported_per_hyperparameter() -> None:
+    la = grid.fitted("all", "kron")
+    values = iter(range(100))
+    with pytest.warns(TuningWarning, match="best temperature, 1, is on the edge") as caught:
+        result = la.optimize_hyperparameters(
+            ("prior_precision", "temperature"), lambda *_: [5, 6, 7, 1, 2, 3, 8, 9, 9][next(values)],
+            val_loader=grid.batches(), method="grid",
+            grid={"prior_precision": [1.0, 2.0, 3.0], "temperature": [1.0, 2.0, 3.0]},
+        )  # fmt: skip
+    assert [w.filename for w in caught] == [__file__]
+    assert len(result.notes) == 1
+    assert (la.prior_precision.item(), la.temperature.item()) == (2.0, 1.0)
+
+
+def test_a_flat_objective_is_reported() -> None:
+    la = grid.fitted("all", "kron")
+    with pytest.warns(TuningWarning, match="does not depend on the prior precision and the temperature"):
+        la.optimize_hyperparameters(
+            ("temperature", "prior_precision"), lambda *_: 1.0, val_loader=grid.batches(), grid=FEW
+        )
+
+
+@pytest.mark.parametrize(("structure", "length"), [("layerwise", 4), ("diag", 38), (None, 4), ("scalar", 1)])
+def test_the_structure_of_the_prior(structure: str | None, length: int) -> None:
+    la = grid.fitted("all", "kron", prior_precision=torch.ones(4))
+    quietly(la, objective="nll", val_loader=grid.batches(), prior_structure=structure)
+    assert la.prior_precision.shape == (length,)
+    assert bool((la.prior_precision == la.prior_precision[0]).all())
+
+
+def test_a_network_trained_further() -> None:
+    la = grid.fitted("all", "kron", prior_precision=3.0)
+    with torch.no_grad():
+        next(la.model.parameters()).add_(1.0)
+    for method in ("grid", "lbfgs"):
+        with pytest.raises(ModelChangedError):
+            la.optimize_hyperparameters(objective="nll", val_loader=grid.batches(), method=method)
+    assert la.prior_precision.item() == 3.0
+
+
+def test_warnings_as_errors_leave_the_posterior() -> None:
+    la = grid.fitted("all", "kron", prior_precision=3.0, temperature=2.0)
+    with pytest.raises(TuningWarning):
+        la.optimize_hyperparameters(
+            ("prior_precision", "temperature"), lambda *_: 1.0, val_loader=grid.batches(), grid=FEW
+        )
+    assert (la.prior_precision.item(), la.temperature.item()) == (3.0, 2.0)
+
+
+def test_a_noise_per_output_needs_its_fit() -> None:
+    la = grid.fitted("all", "kron", "regression")
+    la.sigma_noise = torch.tensor([0.5, 1.0, 2.0])
+    with pytest.raises(UnsupportedError, match="before fit"):
+        quietly(la, objective="nll", val_loader=grid.batches("regression"))
+    assert torch.equal(la.sigma_noise, torch.tensor([0.5, 1.0, 2.0]))
