@@ -68,6 +68,8 @@ DEFAULTS = {
     "Likelihood": {"count", "loss"},
     # Only a last layer has a name, and a choice of all weights nothing to remember.
     "Weights": {"named", "state"},
+    # A structure that is no sum over data refuses to be weighted anew and to be subtracted from.
+    "Curvature": {"scaled", "minus"},
 }
 
 

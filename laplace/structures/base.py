@@ -11,6 +11,7 @@ from torch import Tensor
 from laplace.batch import Inputs
 from laplace.curvature.interface import BatchSummary, CurvatureInterface
 from laplace.curvature.jacobian import Jacobian
+from laplace.errors import UnsupportedError
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures.scan import SpectralScan
@@ -103,6 +104,29 @@ class Curvature(ABC):
     @abstractmethod
     def __add__(self, other: Curvature) -> Curvature:
         """Curvature of both sets of data."""
+
+    def scaled(self, factor: float) -> Curvature:
+        """The curvature of data that count `factor` times each.
+
+        Raises:
+            UnsupportedError: The structure is no sum over data.
+        """
+        raise self._no_sum("weighted anew")
+
+    def minus(self, removed: Curvature) -> Curvature:
+        """The curvature of the data without some of them, positive semi-definite again.
+
+        Raises:
+            CurvatureError: It would be indefinite: the removed data are not among those of this curvature.
+            UnsupportedError: The structure is no sum over data.
+        """
+        raise self._no_sum("subtracted")
+
+    def _no_sum(self, verb: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"curvature of structure {self.name!r} is no sum over data and cannot be {verb}; use "
+            "hessian_structure='diag', 'kron' or 'full', or fit the data that are to count with override=True."
+        )
 
     @abstractmethod
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> Precision:

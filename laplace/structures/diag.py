@@ -14,6 +14,7 @@ from laplace.curvature.interface import BatchSummary, CurvatureInterface
 from laplace.curvature.jacobian import Jacobian
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
+from laplace.structures import algebra
 from laplace.structures.base import Curvature, Precision
 from laplace.structures.scan import SpectralScan
 
@@ -48,6 +49,14 @@ class DiagCurvature(Curvature):
         if not isinstance(other, DiagCurvature):
             return NotImplemented
         return DiagCurvature(self.values + other.values)
+
+    def scaled(self, factor: float) -> DiagCurvature:
+        return DiagCurvature(factor * self.values)
+
+    def minus(self, removed: Curvature) -> DiagCurvature:
+        if not isinstance(removed, DiagCurvature):
+            raise algebra.other_structure(self.name, removed.name)
+        return DiagCurvature(algebra.remaining_entries(self.values, removed.values))
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> DiagPrecision:
         return DiagPrecision(weights @ self.values, prior)

@@ -60,6 +60,14 @@ class FullCurvature(Curvature):
             return NotImplemented
         return FullCurvature(self.sums + other.sums)
 
+    def scaled(self, factor: float) -> FullCurvature:
+        return FullCurvature(factor * self.sums)
+
+    def minus(self, removed: Curvature) -> FullCurvature:
+        if not isinstance(removed, FullCurvature):
+            raise algebra.other_structure(self.name, removed.name)
+        return FullCurvature(algebra.remaining_matrix(self.values, removed.values))
+
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> FullPrecision:
         return FullPrecision(self, weights, prior)
 
