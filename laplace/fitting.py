@@ -85,9 +85,7 @@ class Fit:
 
     def _check_matches(self, other: Fit) -> None:
         if self.n_outputs != other.n_outputs:
-            raise InvalidData(
-                f"the data have {other.n_outputs} outputs, those of the former fit {self.n_outputs}."
-            )
+            raise InvalidData(f"the data have {other.n_outputs} outputs, those of the former fit {self.n_outputs}.")
         if self.curvature.n_terms != other.curvature.n_terms:
             raise InvalidArgument(
                 f"the former fit kept {self.curvature.n_terms} curvature terms, the new one {other.curvature.n_terms}: "

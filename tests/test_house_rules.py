@@ -35,7 +35,7 @@ RANKS = {
     3: ["base", "posterior", "parametric"],
     4: ["named"],
     5: ["factory"],
-    6: ["compat", "plotting"],
+    6: ["compat", "plotting", "training"],
 }  # fmt: skip
 RANK = {name: rank for rank, names in RANKS.items() for name in names}
 
@@ -70,6 +70,8 @@ DEFAULTS = {
     "Weights": {"named", "state"},
     # A structure that is no sum over data refuses to be weighted anew and to be subtracted from.
     "Curvature": {"scaled", "minus"},
+    # The gradient of a quadratic form is right for every precision; most have a cheaper product.
+    "Precision": {"product"},
 }
 
 

@@ -113,6 +113,9 @@ class DiagPrecision(Precision):
     def quad(self, vectors: Tensor) -> Tensor:
         return vectors.square() @ self.diagonal
 
+    def product(self, vectors: Tensor) -> Tensor:
+        return vectors.detach() * self.diagonal.detach()
+
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         return jacobian.sum_over_blocks(lambda i, block: block.weighted_gram(self._variances[i]))
 

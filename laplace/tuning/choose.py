@@ -57,7 +57,10 @@ def choose_prior_precision(la: ParametricLaplace, options: TuningOptions) -> Ten
                 stacklevel=3,
             )
         start = spread(options.init_prior_prec, options.prior_structure, la.problem.layout, la.prior_mean)
-        return maximise_evidence(la, start, options.n_steps, options.lr, progress_bar=options.progress_bar)
+        return maximise_evidence(
+            lambda delta: la.evidence(prior_precision=delta).log_marginal_likelihood,
+            start, options.n_steps, options.lr, progress_bar=options.progress_bar,
+        )  # fmt: skip
     if options.method in (TuningMethod.GRIDSEARCH, TuningMethod.CV):
         if options.val_loader is None:
             raise InvalidArgument(f"method={options.method!r} needs val_loader=, the validation data.")

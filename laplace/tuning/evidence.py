@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,17 +12,14 @@ from tqdm.auto import trange
 
 from laplace.errors import InvalidArgument, TuningWarning
 
-if TYPE_CHECKING:
-    from laplace.parametric import ParametricLaplace
-
 
 def maximise_evidence(
-    la: ParametricLaplace, start: Tensor, n_steps: int, lr: float, *, progress_bar: bool = False
+    log_evidence: Callable[[Tensor], Tensor], start: Tensor, n_steps: int, lr: float, *, progress_bar: bool = False
 ) -> Tensor:
     """Adam on log δ; returns the best δ seen, which is the start if every step made it worse.
 
     Args:
-        la: A fitted posterior; not changed.
+        log_evidence: Log evidence, 0-dim, at a prior precision of the form of `start`, differentiable.
         start: δ, `[1]`, `[n_tensors]` or `[P]`.
         n_steps: Steps.
         lr: Step size on log δ.
@@ -41,7 +38,7 @@ def maximise_evidence(
         best, best_value, bad = start, -torch.inf, 0
         for _ in trange(n_steps + 1, desc="evidence", disable=not progress_bar):
             precision = log_precision.exp()
-            value = la.evidence(prior_precision=precision).log_marginal_likelihood
+            value = log_evidence(precision)
             number = value.item()
             if number > best_value:
                 best, best_value = precision.detach().clone(), number
