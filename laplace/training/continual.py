@@ -246,7 +246,8 @@ def train_task(
 
     Raises:
         InvalidArgument: An option is not accepted, or the loader can be read only once.
-        InvalidData: A batch cannot be used, or training diverged; the posterior is that of the former tasks.
+        InvalidData: A batch cannot be used, or training diverged to outputs that are not finite; the posterior is that
+            of the former tasks.
         NotFittedError: The last layer is not known; pass `last_layer_name=` to the posterior.
     """
     _check_counts(n_epochs=n_epochs, marglik_frequency=marglik_frequency)
@@ -257,7 +258,7 @@ def train_task(
     former_prior = la.prior_precision
     try:
         for epoch in trange(1, n_epochs + 1, desc="task", disable=not progress_bar):
-            losses.append(descent.epoch(epoch))
+            losses.append(descent.epoch())
             due = epoch > n_epochs_burnin and epoch % marglik_frequency == 0 and epoch < n_epochs
             if due and not fix_prior_precision:
                 la.prior_precision = TaskFit.of(la, train_loader).tuned_prior_precision(n_hypersteps, lr_hyp)
@@ -298,17 +299,12 @@ class _Descent:
         self.optimizer = optimizer_cls(la.params, **options)
         self.scheduler = None if scheduler_cls is None else scheduler_cls(self.optimizer, **(scheduler_kwargs or {}))
 
-    def epoch(self, number: int) -> float:
+    def epoch(self) -> float:
         """One pass over the data, in training mode; the mean objective per datum, in nats."""
         total = 0.0
         with _training(self.la.weights.model), torch.enable_grad():
             for x, y in self._batches():
                 total += self._step(x, y) * len(y)
-        if total != total or abs(total) == float("inf"):
-            raise InvalidData(
-                f"the loss of epoch {number} is not finite: the inputs or targets hold NaN or infinity, or the step "
-                "size is too large (optimizer_kwargs={'lr': ...})."
-            )
         return total / self.n_data
 
     def _step(self, x: Inputs, y: Tensor) -> float:
