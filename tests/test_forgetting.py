@@ -176,9 +176,9 @@ def test_a_structure_that_is_no_sum_refuses_by_name() -> None:
     la = Laplace(network(), "classification", "all", "diag")
     la.structure = Sketch
     la.fit(first[:1])
-    with pytest.raises(UnsupportedError, match="'sketch' .* subtracted"):
+    with pytest.raises(UnsupportedError, match=r"'sketch' .* subtracted"):
         la.forget([(x[:2], y[:2]) for x, y in first[:1]])
-    with pytest.raises(UnsupportedError, match="'sketch' .* weighted anew"):
+    with pytest.raises(UnsupportedError, match=r"'sketch' .* weighted anew"):
         la.fit(second, override=False, decay=0.5)
     assert la.n_data == 5
 
