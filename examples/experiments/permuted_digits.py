@@ -2,7 +2,7 @@
 
 Every task is the same handwritten digits with the pixels in another fixed order, as in the permuted MNIST of Daxberger
 et al. (2021, section 4.4, appendix C.4 and figure 7), on scikit-learn's 8×8 images. A network with two hidden layers of
-100 units learns the tasks one after the other. Without a memory it forgets; with the Laplace approximation of the former
+100 units learns the tasks one after the other. Without a memory it forgets; with a Laplace approximation of the former
 tasks for a prior it does not: diagonal, Kronecker-factored, and Kronecker-factored with a prior precision that the
 evidence adapts during every task. After every task the accuracy on the held-out digits of all tasks seen is averaged.
 
