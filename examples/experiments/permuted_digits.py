@@ -27,7 +27,7 @@ from laplace.plotting import new_figure
 from laplace.training.continual import train_task
 
 # Chosen on seeds that are not reported (docs/continual_learning.md), the same for every method.
-LEARNING_RATE, BATCH_SIZE, PRIOR_PRECISION = 1e-2, 128, 1.0
+LEARNING_RATE, BATCH_SIZE = 1e-2, 128
 # Slow steps on log δ: one of this size every ten epochs, and one more after the last.
 HYPER_STEPS, HYPER_RATE = 1, 0.1
 Results = dict[str, list[list[float]]]
@@ -35,7 +35,10 @@ Results = dict[str, list[list[float]]]
 
 @dataclass(frozen=True)
 class Method:
-    """A way to remember: a structure, or None for the prior alone, and whether the evidence adapts the prior."""
+    """A way to remember: a structure, or None for the prior alone, and whether the evidence adapts the prior.
+
+    A fixed prior has one precision, an adapted one starts there and has a precision per tensor.
+    """
 
     structure: str | None
     tuned: bool = False
@@ -94,7 +97,7 @@ def make_network(seed: int) -> nn.Module:
         )  # fmt: skip
 
 
-def run(method: Method, tasks: list[Task], seed: int, n_epochs: int) -> list[float]:
+def run(method: Method, tasks: list[Task], seed: int, n_epochs: int, prior_precision: float = 1.0) -> list[float]:
     """Learns the tasks in turn; the accuracy after each of them, averaged over the tasks seen."""
     model = make_network(seed)
     scores: list[float] = []
@@ -106,7 +109,9 @@ def run(method: Method, tasks: list[Task], seed: int, n_epochs: int) -> list[flo
         scores.append(sum(accuracies) / len(seen))
 
     def posterior() -> ParametricLaplace:
-        return Laplace(model, "classification", "all", method.structure or "diag", prior_precision=PRIOR_PRECISION)
+        n_values = len(list(model.parameters())) if method.tuned else 1  # the evidence tells the tensors apart
+        prior = torch.full((n_values,), prior_precision)
+        return Laplace(model, "classification", "all", method.structure or "diag", prior_precision=prior)
 
     la = posterior()
     for task in tasks:
@@ -153,13 +158,17 @@ def draw(results: Results, output: Path) -> None:
 
 
 def main(
-    small: bool = False, seeds: tuple[int, ...] = (0, 1, 2), output: Path = Path("outputs/permuted_digits.png")
+    small: bool = False,
+    seeds: tuple[int, ...] = (0, 1, 2),
+    prior_precision: float = 1.0,
+    output: Path = Path("outputs/permuted_digits.png"),
 ) -> Results:
     """Runs everything and returns the average accuracies by method: one list per seed, one entry per task.
 
     Args:
         small: Two tasks of two epochs and the first seed only, to try the script out.
         seeds: Of the split, the permutations, the network and the order of the batches.
+        prior_precision: The fixed prior precision, and where the adapted one starts.
         output: Where the plot goes.
     """
     torch.set_num_threads(1)  # the matrices are small: threads would only wait for each other
@@ -167,7 +176,7 @@ def main(
     for seed in seeds[:1] if small else seeds:
         tasks = make_tasks(2 if small else 10, seed)
         for name, method in METHODS.items():
-            results[name].append(run(method, tasks, seed, n_epochs=2 if small else 50))
+            results[name].append(run(method, tasks, seed, 2 if small else 50, prior_precision))
             print(f"seed {seed}, {name}: {results[name][-1][-1]:.3f} after the last task", flush=True)
     print()
     print_table(results)
@@ -180,6 +189,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="two tasks, two epochs, one seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--prior-precision", type=float, default=1.0, help="fixed, or where the adapted one starts")
     parser.add_argument("--output", type=Path, default=Path("outputs/permuted_digits.png"), help="where the plot goes")
     arguments = parser.parse_args()
-    main(arguments.small, tuple(arguments.seeds), arguments.output)
+    main(arguments.small, tuple(arguments.seeds), arguments.prior_precision, arguments.output)

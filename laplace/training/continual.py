@@ -138,10 +138,10 @@ class TaskFit:
         )
 
     def tuned_prior_precision(self, n_steps: int = 100, lr: float = 0.1) -> Tensor:
-        """The prior precision that maximises the log evidence of the task, in the form of the present one.
+        """The prior precision after steps towards the maximum of the log evidence, in the form of the present one.
 
-        Adam on log δ, from the present value; the best value seen. Appendix C.4.2 of Daxberger et al. (2021): the
-        strength of the prior is adapted in every task, the curvature of the former tasks is what it is.
+        Adam on log δ, from the present value; the best value seen, so that few steps adapt slowly. Appendix C.4.2 of
+        Daxberger et al. (2021): the prior is adapted in every task, the curvature of former tasks is what it is.
 
         Args:
             n_steps: Steps.
