@@ -17,6 +17,9 @@ from laplace.errors import InvalidArgument, InvalidData
 from laplace.likelihoods.base import Likelihood
 from laplace.structures.base import Curvature, Sweep, require_finite
 
+_NOTHING = 1e-9
+"""Share of the data below which a count, a sum of weights that faded, is zero."""
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -25,34 +28,70 @@ class Fit:
     Attributes:
         curvature: Unit curvature.
         loss_terms: Summed unit negative log likelihood, `[1]`, or `[C]` with one noise per output.
-        n_data: Data seen that count.
+        n_data: Data seen that count; data that faded by a decay count less than one each.
         n_outputs: C.
         coverage: Which layer rule or fallback explained every treated tensor.
     """
 
     curvature: Curvature
     loss_terms: Tensor
-    n_data: int
+    n_data: float
     n_outputs: int
     coverage: dict[str, str] = field(default_factory=dict)
 
     def __add__(self, other: Fit) -> Fit:
-        if self.n_outputs != other.n_outputs:
-            raise InvalidData(
-                f"the new data have {other.n_outputs} outputs, the former ones {self.n_outputs}; they cannot be added."
-            )
-        if self.curvature.n_terms != other.curvature.n_terms:
-            raise InvalidArgument(
-                f"the former fit kept {self.curvature.n_terms} curvature terms, the new one {other.curvature.n_terms}: "
-                "sigma_noise changed between one noise and one per output. Set it back to what it was, or fit all data "
-                "with override=True."
-            )
+        self._check_matches(other)
         return replace(
             self,
             curvature=self.curvature + other.curvature,
             loss_terms=self.loss_terms + other.loss_terms,
             n_data=self.n_data + other.n_data,
         )
+
+    def scaled(self, factor: float) -> Fit:
+        """The fit of data that count `factor` times each.
+
+        Raises:
+            UnsupportedError: The structure is no sum over data.
+        """
+        if factor == 1:
+            return self
+        return replace(
+            self,
+            curvature=self.curvature.scaled(factor),
+            loss_terms=factor * self.loss_terms,
+            n_data=factor * self.n_data,
+        )
+
+    def minus(self, removed: Fit) -> Fit:
+        """The fit of the data without some of them.
+
+        Raises:
+            InvalidData: More data than were seen, or of other outputs.
+            CurvatureError: The curvature would be indefinite.
+            UnsupportedError: The structure is no sum over data.
+        """
+        self._check_matches(removed)
+        left = self.n_data - removed.n_data
+        if left < -_NOTHING * self.n_data:
+            raise InvalidData(
+                f"{removed.n_data:g} data are to be removed, but the fit has seen {self.n_data:g}; remove only data "
+                "that were fitted, once, and with the weight that they have by now."
+            )
+        curvature = self.curvature.minus(removed.curvature)
+        if left <= _NOTHING * self.n_data:  # the prior, and no rounding errors of two equal sums
+            return replace(self, curvature=curvature.scaled(0), loss_terms=0 * self.loss_terms, n_data=0)
+        return replace(self, curvature=curvature, loss_terms=self.loss_terms - removed.loss_terms, n_data=left)
+
+    def _check_matches(self, other: Fit) -> None:
+        if self.n_outputs != other.n_outputs:
+            raise InvalidData(f"the data have {other.n_outputs} outputs, those of the former fit {self.n_outputs}.")
+        if self.curvature.n_terms != other.curvature.n_terms:
+            raise InvalidArgument(
+                f"the former fit kept {self.curvature.n_terms} curvature terms, the new one {other.curvature.n_terms}: "
+                "sigma_noise changed between one noise and one per output. Set it back to what it was, or fit all data "
+                "with override=True."
+            )
 
 
 def accumulate(
@@ -179,3 +218,27 @@ class _Begun:
         else:
             yield self.head
             yield from rest
+
+
+def check_decay(decay: float, *, override: bool) -> None:
+    """Checks the weight of former data.
+
+    Raises:
+        InvalidArgument: It is not in (0, 1], or there are no former data that could fade.
+    """
+    if not 0 < decay <= 1:
+        raise InvalidArgument(f"decay={decay}; it must be in (0, 1], where 1 keeps the former data as they are.")
+    if override and decay != 1:
+        raise InvalidArgument(
+            f"decay={decay} with override=True, which forgets the former data at once; pass override=False."
+        )
+
+
+def check_weight(weight: float) -> None:
+    """Checks the weight of data that are to be removed.
+
+    Raises:
+        InvalidArgument: It is not in (0, 1].
+    """
+    if not 0 < weight <= 1:
+        raise InvalidArgument(f"weight={weight}; data count once, or decay**k times after k fits with a decay: (0, 1].")

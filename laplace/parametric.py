@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace import state, tuning
+from laplace import fitting, state, tuning
 from laplace.batch import Inputs
 from laplace.curvature.jacobian import Jacobian
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
-from laplace.errors import InvalidArgument
+from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.gaussian import Gaussian
 from laplace.lending import same_random_state
 from laplace.noise import standard_normal
@@ -197,7 +197,38 @@ class ParametricLaplace(WeightPosterior):
             raise InvalidArgument(f"Js has shape {tuple(Js.shape)}; it must be [B, C, P] with P = {n_params}.")
         return Jacobian.from_dense(Js.to(self._like), self.problem.layout.sizes)
 
-    # Tuning and state.
+    # Forgetting, tuning and state.
+
+    def forget(self, loader: Iterable[Any], progress_bar: bool = False, *, weight: float = 1.0) -> None:
+        """Removes the contribution of data from the fit: their curvature, their loss and their number.
+
+        The curvature is then that of a fit without them. The mean stays, for it is the network's weights, which were
+        trained with the data; without all data the posterior is a Gaussian around them with the prior's precision.
+
+        Args:
+            loader: Batches of data that were fitted, at the weights that the network still has.
+            progress_bar: Show one.
+            weight: How often the data count in the fit: 1, or `decay**k` for data that faded in k later fits.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            ModelChangedError: The weights are not those of the fit any more, at which the curvature was computed.
+            InvalidData: More data than the fit has seen, or data that cannot be used.
+            CurvatureError: The curvature would be indefinite: these data were not fitted.
+            UnsupportedError: The structure is no sum over data, or its curvature is a random sample. After every error
+                the former posterior is kept.
+        """
+        former = self.fitted()
+        fitting.check_weight(weight)
+        if self.backend_kwargs.get("stochastic"):
+            raise UnsupportedError(
+                "backend_kwargs has stochastic=True: other targets would be drawn than those of the fit, and the "
+                "difference would be no curvature of the data that are left. Use the exact GGN, or fit them anew."
+            )
+        self.check_unchanged()
+        removed, _ = self.measured(loader, go_on=True, progress_bar=progress_bar)
+        with torch.inference_mode(False), torch.no_grad():
+            self._fit, self._posterior = former.minus(removed.scaled(weight)), None
 
     def optimize_prior_precision(
         self,

@@ -175,16 +175,49 @@ class WeightPosterior(BaseLaplace):
 
     # Fit.
 
-    def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False) -> None:
+    def fit(
+        self,
+        train_loader: Iterable[Any],
+        override: bool = True,
+        progress_bar: bool = False,
+        *,
+        decay: float = 1.0,
+    ) -> None:
         """Fits the Gaussian to the curvature of the data at the model's present weights.
 
         Args:
             train_loader: Batches `(x, y)`, tuples `(x1, …, y)` or mappings with `dict_key_y`.
             override: Start anew; False adds the data to those of the former fit.
             progress_bar: Show one.
+            decay: With `override=False`, how often every datum of the former fit counts from now on, in (0, 1]: it
+                multiplies the former curvature, loss and number of data, so that old data fade exponentially. The
+                prior does not fade.
 
         Raises:
             InvalidData: A batch cannot be used; the former posterior is kept.
+            InvalidArgument: A hyper-parameter's length does not fit the treated parameters or the outputs, or a decay
+                that is not accepted.
+            UnsupportedError: The structure is no sum over data, and the former fit cannot fade.
+        """
+        fitting.check_decay(decay, override=override)
+        new, engine = self.measured(train_loader, go_on=not override, progress_bar=progress_bar)
+        with torch.inference_mode(False), torch.no_grad():
+            fit = new if override or self._fit is None else self._fit.scaled(decay) + new
+            mean = self.problem.mean().to(self._like.dtype)
+            self.adopt(fit, mean, Fingerprint.of(self.weights.model), engine)
+
+    def measured(
+        self, train_loader: Iterable[Any], *, go_on: bool = True, progress_bar: bool = False
+    ) -> tuple[Fit, CurvatureEngine]:
+        """What data say at the model's present weights, and the engine that found it; the posterior stays as it is.
+
+        Args:
+            train_loader: Batches, as of `fit`.
+            go_on: Whether to use the former fit's engine, whose random draws go on.
+            progress_bar: Show one.
+
+        Raises:
+            InvalidData: A batch cannot be used.
             InvalidArgument: A hyper-parameter's length does not fit the treated parameters or the outputs.
         """
         with torch.inference_mode(False), torch.no_grad(), same_random_state(self.weights.model):
@@ -196,7 +229,7 @@ class WeightPosterior(BaseLaplace):
             # Their lengths could not be checked while the last layer was unknown.
             self._prior_precision = self._checked_prior("prior_precision", self._prior_precision)
             self._prior_mean = self._checked_mean(self._prior_mean)
-            engine = self._fitting_engine(problem, go_on=not override)
+            engine = self._fitting_engine(problem, go_on=go_on)
             # A noise that this kind of curvature cannot take is refused before the data are read, not after.
             self.likelihood_object.curvature_scale(self.backend_cls.kind, self.sigma_noise, self.temperature)
             new = fitting.accumulate(
@@ -208,8 +241,7 @@ class WeightPosterior(BaseLaplace):
                 progress_bar=progress_bar,
             )
             hyper.check_length("sigma_noise", self.sigma_noise, {"one": 1, "outputs": new.n_outputs})
-            fit = new if override or self._fit is None else self._fit + new
-            self.adopt(fit, problem.mean().to(self._like.dtype), Fingerprint.of(self.weights.model), engine)
+            return new, engine
 
     def adopt(self, fit: Fit, mean: Tensor, fingerprint: Fingerprint, engine: CurvatureEngine | None = None) -> None:
         """Takes over a posterior as a whole, so that a failure before this point leaves the former one."""
@@ -267,8 +299,8 @@ class WeightPosterior(BaseLaplace):
         return 0.0 if self._fit is None else self._fit.loss_terms.sum()
 
     @property
-    def n_data(self) -> int:
-        """Data seen that count; 0 before `fit`."""
+    def n_data(self) -> float:
+        """Data seen that count, a sum of weights where some faded; 0 before `fit`."""
         return 0 if self._fit is None else self._fit.n_data
 
     @property

@@ -147,7 +147,7 @@ def describe(la: ParametricLaplace) -> str:
         f"prior_precision={_values(la.prior_precision)}, prior_mean={_values(la.prior_mean)}, "
         f"temperature={_values(la.temperature)}"
         + (f", sigma_noise={_values(la.sigma_noise)}" if la.likelihood_object.has_noise else ""),
-        f"fitted to {la.n_data:,} data with {la.n_outputs} outputs" if fitted else "not fitted",
+        f"fitted to {la.n_data:,.10g} data with {la.n_outputs} outputs" if fitted else "not fitted",
     ]
     note = prior_note(la) if fitted else None
     lines += [note] if note else []

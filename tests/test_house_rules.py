@@ -82,6 +82,10 @@ DEFAULTS = {
     "Likelihood": {"count", "loss", "torch_loss", "peer_name"},
     # Only a last layer has a name, and a choice of all weights nothing to remember.
     "Weights": {"named", "state", "for_backend"},
+    # A structure that is no sum over data refuses to be weighted anew and to be subtracted from.
+    "Curvature": {"scaled", "minus"},
+    # The gradient of a quadratic form is right for every precision; most have a cheaper product.
+    "Precision": {"product"},
 }
 
 

@@ -28,8 +28,8 @@ class KronParts:
     blocks: tuple[KronBlock, ...]
 
     def positions(self, block: KronBlock) -> float:
-        """Number of positions that share the weight, at least 1 (no data)."""
-        return max(1.0, float(self.factors[block.positions])) if block.positions else 1.0
+        """Number of positions that share the weight; 1 without data. Data that fade may count less than 1."""
+        return (float(self.factors[block.positions]) or 1.0) if block.positions else 1.0
 
     def kfacs(self) -> list[list[Tensor]]:
         """Factors per tensor: `[left, right]` with left ⊗ right its block, `[left]` of a bias, or a dense block."""

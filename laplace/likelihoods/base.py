@@ -96,7 +96,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def log_likelihood(
-        self, loss_terms: Tensor, n_data: int, n_outputs: int, sigma_noise: Tensor, temperature: Tensor
+        self, loss_terms: Tensor, n_data: float, n_outputs: int, sigma_noise: Tensor, temperature: Tensor
     ) -> Tensor:
         """Log likelihood of the data at a noise and temperature, 0-dim, from the fitted sums of `loss_terms`."""
 
@@ -156,7 +156,7 @@ class NoiseFreeLikelihood(Likelihood):
     """A likelihood without a noise parameter: temperature alone scales it, `sigma_noise` is not read."""
 
     def log_likelihood(
-        self, loss_terms: Tensor, n_data: int, n_outputs: int, sigma_noise: Tensor, temperature: Tensor
+        self, loss_terms: Tensor, n_data: float, n_outputs: int, sigma_noise: Tensor, temperature: Tensor
     ) -> Tensor:
         """−loss / T, 0-dim."""
         return -loss_terms.sum() / temperature

@@ -59,7 +59,7 @@ class Gaussian(Likelihood):
         return standard_normal((n_samples, *f.shape), f, generator)
 
     def log_likelihood(
-        self, loss_terms: Tensor, n_data: int, n_outputs: int, sigma_noise: Tensor, temperature: Tensor
+        self, loss_terms: Tensor, n_data: float, n_outputs: int, sigma_noise: Tensor, temperature: Tensor
     ) -> Tensor:
         """−Σ_c loss_c / (σ_c² T) − N Σ_c log(σ_c √2π), 0-dim: temperature tempers the data term alone.
 

@@ -12,6 +12,9 @@ from laplace.errors import CurvatureError
 _NEGATIVE = 1e-3
 """Relative size from which a negative eigenvalue is no rounding error of float32 sums."""
 
+_ROUNDING = 1e4
+"""Multiple of the machine precision within which a difference of two sums over data counts as zero."""
+
 
 def kept_for_later() -> AbstractContextManager[object]:
     """Leaves inference mode, if it is on, to compute what is kept: autograd could never use tensors made in it."""
@@ -55,6 +58,54 @@ def _clamped(values: Tensor) -> Tensor:
     # The most negative eigenvalue shows the size of the rounding, which makes as many zeros positive as negative.
     floor = -values.amin(-1, keepdim=True).clamp(max=0)
     return torch.where(values > floor, values, 0.0)
+
+
+def remaining_matrix(total: Tensor, removed: Tensor) -> Tensor:
+    """What is left of a sum of positive semi-definite `[..., n, n]` without some terms: total − removed, in its dtype.
+
+    Negative eigenvalues within the rounding of `total` are set to zero: a difference of nearly equal sums has them.
+
+    Raises:
+        CurvatureError: One is larger: the removed terms are not among those of the total.
+    """
+    with kept_for_later():
+        values, vectors = torch.linalg.eigh(_checked(total) - _checked(removed))
+        rounding = _rounding(total) * torch.linalg.eigvalsh(_checked(total)).abs().amax(-1, keepdim=True)
+        if (values < -rounding).any():
+            raise _removed_too_much(float(values.min()))
+        if (values >= 0).all():
+            return total - removed
+        return ((vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.transpose(-1, -2)).to(total.dtype)
+
+
+def remaining_entries(total: Tensor, removed: Tensor) -> Tensor:
+    """The same of non-negative entries of any shape: each is a sum of its own.
+
+    Raises:
+        CurvatureError: An entry would be negative beyond rounding.
+    """
+    left = total - removed
+    if (left < -_rounding(total) * total.abs()).any():
+        raise _removed_too_much(float(left.min()))
+    return left.clamp(min=0)
+
+
+def _rounding(total: Tensor) -> float:
+    """Relative error that a sum over many data may have in this dtype."""
+    return _ROUNDING * torch.finfo(total.dtype).eps if total.is_floating_point() else 0.0
+
+
+def _removed_too_much(smallest: float) -> CurvatureError:
+    return CurvatureError(
+        f"without the removed data the curvature would be indefinite (smallest eigenvalue {smallest:.3g}): they are "
+        "not among the data of the fit, or were weighted otherwise, or the weights have changed since. Remove only "
+        "data that were fitted, at the weights of the fit, or fit the data that are left with override=True."
+    )
+
+
+def other_structure(mine: str, theirs: str) -> CurvatureError:
+    """The error of curvatures that cannot meet."""
+    return CurvatureError(f"curvature of structure {theirs!r} cannot be subtracted from one of structure {mine!r}.")
 
 
 def cholesky(matrix: Tensor) -> Tensor | None:

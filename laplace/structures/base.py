@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
-from laplace.errors import InvalidData
+from laplace.errors import InvalidData, UnsupportedError
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures.scan import SpectralScan
@@ -36,6 +36,12 @@ class Precision(ABC):
     @abstractmethod
     def quad(self, vectors: Tensor) -> Tensor:
         """vᵀ P v of vectors `[..., P]`, `[...]`."""
+
+    def product(self, vectors: Tensor) -> Tensor:
+        """P v of vectors `[..., P]`, same shape, without gradient: ∇ ½ vᵀ P v where a structure has no cheaper way."""
+        with torch.enable_grad():
+            leaf = vectors.detach().requires_grad_()
+            return torch.autograd.grad(0.5 * self.quad(leaf).sum(), leaf)[0]
 
     @abstractmethod
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
@@ -131,6 +137,29 @@ class Curvature(ABC):
     @abstractmethod
     def __add__(self, other: Curvature) -> Curvature:
         """Curvature of both sets of data."""
+
+    def scaled(self, factor: float) -> Curvature:
+        """The curvature of data that count `factor` times each.
+
+        Raises:
+            UnsupportedError: The structure is no sum over data.
+        """
+        raise self._no_sum("weighted anew")
+
+    def minus(self, removed: Curvature) -> Curvature:
+        """The curvature of the data without some of them, positive semi-definite again.
+
+        Raises:
+            CurvatureError: It would be indefinite: the removed data are not among those of this curvature.
+            UnsupportedError: The structure is no sum over data.
+        """
+        raise self._no_sum("subtracted")
+
+    def _no_sum(self, verb: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"curvature of structure {self.name!r} is no sum over data and cannot be {verb}; use "
+            "hessian_structure='diag', 'kron' or 'full', or fit the data that are to count with override=True."
+        )
 
     @abstractmethod
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> Precision:

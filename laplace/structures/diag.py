@@ -14,6 +14,7 @@ from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
+from laplace.structures import algebra
 from laplace.structures.base import AdditiveCurvature, Curvature, Precision
 from laplace.structures.scan import SpectralScan
 
@@ -49,6 +50,14 @@ class DiagCurvature(AdditiveCurvature):
         if not isinstance(other, DiagCurvature):
             return NotImplemented
         return DiagCurvature(self.values + other.values)
+
+    def scaled(self, factor: float) -> DiagCurvature:
+        return DiagCurvature(factor * self.values)
+
+    def minus(self, removed: Curvature) -> DiagCurvature:
+        if not isinstance(removed, DiagCurvature):
+            raise algebra.other_structure(self.name, removed.name)
+        return DiagCurvature(algebra.remaining_entries(self.values, removed.values))
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> DiagPrecision:
         return DiagPrecision(weights @ self.values, prior)
@@ -104,6 +113,9 @@ class DiagPrecision(Precision):
 
     def quad(self, vectors: Tensor) -> Tensor:
         return vectors.square() @ self.diagonal
+
+    def product(self, vectors: Tensor) -> Tensor:
+        return vectors.detach() * self.diagonal.detach()
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         return jacobian.sum_over_blocks(lambda i, block: block.weighted_gram(self._variances[i]))

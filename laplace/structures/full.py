@@ -60,6 +60,14 @@ class FullCurvature(AdditiveCurvature):
             return NotImplemented
         return FullCurvature(self.sums + other.sums)
 
+    def scaled(self, factor: float) -> FullCurvature:
+        return FullCurvature(factor * self.sums)
+
+    def minus(self, removed: Curvature) -> FullCurvature:
+        if not isinstance(removed, FullCurvature):
+            raise algebra.other_structure(self.name, removed.name)
+        return FullCurvature(algebra.remaining_matrix(self.values, removed.values))
+
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> FullPrecision:
         return FullPrecision(self, weights, prior)
 
@@ -129,7 +137,15 @@ class FullPrecision(Precision):
         return self.logdet() - self.prior.logdet()
 
     def quad(self, vectors: Tensor) -> Tensor:
-        return ((vectors @ self.to_dense()) * vectors).sum(-1)
+        return (self._times(vectors) * vectors).sum(-1)
+
+    def product(self, vectors: Tensor) -> Tensor:
+        return self._times(vectors).detach()
+
+    def _times(self, vectors: Tensor) -> Tensor:
+        """P v without P, so that one vector costs one pass over H."""
+        curvature = sum(w * (vectors @ H) for w, H in zip(self.weights, self.curvature.values, strict=True))
+        return curvature + self.prior.diagonal() * vectors
 
     def _double(self) -> Tensor:
         values = torch.tensordot(self.weights.double(), self.curvature.values.double(), 1)

@@ -7,6 +7,7 @@ linear layer left = Σ g gᵀ and right / positions is the mean of a aᵀ (Marte
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -73,6 +74,31 @@ class KronCurvature(AdditiveCurvature):
         keys = dict.fromkeys(key for block in blocks for key in block.reads)
         factors = {key: _added(mine.get(key), yours.get(key)) for key in keys}
         return KronCurvature(KronParts(factors, blocks))
+
+    def scaled(self, factor: float) -> KronCurvature:
+        """Every factor is a sum over data, the number of positions too, and left ⊗ right / positions scales once."""
+        factors = {key: factor * value for key, value in self.parts.factors.items()}
+        return KronCurvature(KronParts(factors, self.parts.blocks))
+
+    def minus(self, removed: Curvature) -> KronCurvature:
+        if not isinstance(removed, KronCurvature):
+            raise algebra.other_structure(self.name, removed.name)
+        mine, theirs = self.parts.factors, removed.parts.factors
+        blocks = tuple(_either(a, b) for a, b in zip(self.parts.blocks, removed.parts.blocks, strict=True))
+        found: dict[str, Tensor] = {}
+        for key, is_matrix in (pair for block in blocks for pair in self._roles(block)):
+            if key not in found:
+                remaining = algebra.remaining_matrix if is_matrix else algebra.remaining_entries
+                found[key] = remaining(*_both(mine.get(key), theirs.get(key)))
+        return KronCurvature(KronParts(found, blocks))
+
+    def _roles(self, block: KronBlock) -> Iterator[tuple[str, bool]]:
+        """Keys that a block reads, and whether each holds matrices `[..., n, n]` rather than independent entries."""
+        yield block.output, block.kind in ("kron", "dense")
+        if block.input is not None:
+            yield block.input, block.input in self.parts.factors and self.parts.factors[block.input].ndim > 1
+        if block.positions is not None:
+            yield block.positions, False
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> KronPrecision:
         return KronPrecision(self.spectra(weights), weights, prior, damping=bool(options.get("damping", False)))
@@ -158,6 +184,13 @@ def _either(a: KronBlock, b: KronBlock) -> KronBlock:
             f"{b.output!r}. Give batches of the same form, or use hessian_structure='diag', which has one form only."
         )
     return a
+
+
+def _both(a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Two factors, of which one set of data may not have needed its own: zeros in its place."""
+    if a is None:
+        return torch.zeros_like(b), b  # pyright: ignore[reportReturnType, reportArgumentType]
+    return a, torch.zeros_like(a) if b is None else b
 
 
 def _added(a: Tensor | None, b: Tensor | None) -> Tensor:

@@ -95,6 +95,10 @@ class KronPrecision(Precision):
                 total = total + (spectrum.rotate(part.double()).square() * self._values(i)).sum(-1)
         return total.to(vectors.dtype)
 
+    def product(self, vectors: Tensor) -> Tensor:
+        """In the prior's dtype, which is enough for a penalty and half the cost of float64."""
+        return self.bmm(vectors.detach())
+
     # Predictions: hyper-parameters are constants from here on.
 
     @cached_property

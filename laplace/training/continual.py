@@ -1,0 +1,385 @@
+"""Continual learning by recursive Bayes: the posterior after one task is the prior of the next.
+
+With the data of former tasks gone, p(θ | D_1, …, D_t) ∝ p(D_t | θ) p(θ | D_1, …, D_{t−1}) (Daxberger et al., 2021,
+appendix C.4, equations 14 and 15) is all that task t needs. Laplace approximations keep the former posterior as
+N(θ_{t−1}, P_{t−1}⁻¹), so that task t minimises
+
+    −log p(D_t | θ) + ½ (θ − θ_{t−1})ᵀ P_{t−1} (θ − θ_{t−1}),        P_t = s Σ_{t' ≤ t} H_{t'} + diag(δ)    (eq. 16)
+
+with the curvature H_{t'} of every task at the weights θ_{t'} at which it ended, s = 1/(σ²T), and one prior in all.
+A posterior that is fitted with `override=False` holds exactly θ_{t−1} and the sum: nothing else is kept between tasks.
+Kronecker factors are summed one by one, which approximates the sum of the products (Ritter et al., 2018).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import trange
+
+from laplace import batch as batches
+from laplace.batch import Inputs
+from laplace.curvature.engine import CurvatureEngine
+from laplace.errors import InvalidArgument, InvalidData
+from laplace.evidence import Evidence
+from laplace.fingerprint import Fingerprint
+from laplace.fitting import Fit, without_ignored
+from laplace.structures.base import Precision
+from laplace.tuning.ascent import minimise
+
+if TYPE_CHECKING:
+    from laplace.parametric import ParametricLaplace
+
+
+# The pieces.
+
+
+def quadratic_penalty(la: ParametricLaplace, theta: Tensor | None = None) -> Tensor:
+    """½ (θ − θ*)ᵀ P (θ − θ*), the negative log density of the posterior without its normaliser, in nats.
+
+    Before `fit` it is that of the prior, ½ (θ − μ₀)ᵀ diag(δ) (θ − μ₀): the first task needs no case of its own. It is
+    to be added to the *summed* loss of a task, or with 1/N to the mean. Value and gradient cost one product P v.
+
+    Args:
+        la: The posterior of the former tasks.
+        theta: Where, `[P]`; None for the network's present weights, with the graph that leads to them.
+
+    Returns:
+        0-dim, once differentiable in θ.
+
+    Raises:
+        NotFittedError: The last layer is not known yet.
+    """
+    theta = _random_weights(la) if theta is None else theta
+    if not la.is_fitted:
+        return 0.5 * la.prior.quad(theta)
+    return _HalfQuadratic.apply(theta - la.mean, la.posterior())  # pyright: ignore[reportReturnType]
+
+
+class _HalfQuadratic(torch.autograd.Function):
+    """½ vᵀ P v, whose gradient P v is known with the value: autograd would pay for it a second time."""
+
+    @staticmethod
+    def forward(ctx: Any, vector: Tensor, precision: Precision) -> Tensor:
+        product = precision.product(vector)
+        ctx.save_for_backward(product)
+        return 0.5 * (vector @ product)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (product,) = ctx.saved_tensors
+        return grad_outputs[0] * product, None
+
+
+@dataclass(frozen=True)
+class TaskFit:
+    """What the data of one task say at the network's present weights θ_t, beside the posterior of former tasks.
+
+    Attributes:
+        former: The posterior of the former tasks, or a posterior that is not fitted: the prior.
+        fit: The task's own curvature and loss.
+        posterior: The posterior after the task, a copy of the former one with the task added.
+    """
+
+    former: ParametricLaplace
+    fit: Fit
+    posterior: ParametricLaplace
+    _engine: CurvatureEngine
+
+    @classmethod
+    def of(cls, la: ParametricLaplace, train_loader: Iterable[Any], *, progress_bar: bool = False) -> TaskFit:
+        """Measures a task's data; the posterior is left as it is.
+
+        Args:
+            la: The posterior of the former tasks.
+            train_loader: The task's data.
+            progress_bar: Show one.
+
+        Raises:
+            InvalidData: A batch cannot be used.
+        """
+        fit, engine = la.measured(train_loader, progress_bar=progress_bar)
+        after = copy.copy(la)
+        with torch.no_grad():
+            mean = la.problem.mean().to(la.prior_mean.dtype)
+            joint = la.fitted() + fit if la.is_fitted else fit
+            after.adopt(joint, mean, Fingerprint.of(la.weights.model), engine)
+        return cls(la, fit, after, engine)
+
+    def log_marginal_likelihood(self, prior_precision: Tensor | None = None) -> Tensor:
+        """Log evidence of the task given the former ones, 0-dim, differentiable in δ.
+
+        log p(D_t | D_<t) ≈ log p(D_t | θ_t) − ½ (log det P_t − log det P_{t−1} + Δᵀ P_{t−1} Δ),   Δ = θ_t − θ_{t−1}
+
+        is equation 6 of Daxberger et al. (2021) with the former posterior for a prior, the normaliser of their equation
+        15. For the first task it is the log evidence of the fit.
+
+        Args:
+            prior_precision: δ, `[1]`, `[n_tensors]` or `[P]`, of which P_t and P_{t−1} are made; None for the present.
+        """
+        delta = self.former.prior_precision if prior_precision is None else prior_precision
+        joint = self.posterior.evidence(prior_precision=delta)
+        if not self.former.is_fitted:
+            return joint.log_marginal_likelihood
+        former = self.former.evidence(prior_precision=delta)
+        moved = former.precision.quad(self.posterior.mean - self.former.mean)
+        return self._log_likelihood(joint) - 0.5 * (joint.log_det_ratio - former.log_det_ratio + moved)
+
+    def _log_likelihood(self, joint: Evidence) -> Tensor:
+        fit = self.fit
+        return joint.likelihood.log_likelihood(
+            fit.loss_terms, fit.n_data, fit.n_outputs, joint.sigma_noise, joint.temperature
+        )
+
+    def tuned_prior_precision(self, n_steps: int = 100, lr: float = 0.1) -> Tensor:
+        """The prior precision after steps towards the maximum of the log evidence, in the form of the present one.
+
+        Adam on log δ, from the present value; the best value seen, so that few steps adapt slowly. Appendix C.4.2 of
+        Daxberger et al. (2021): the prior is adapted in every task, the curvature of former tasks is what it is.
+
+        Args:
+            n_steps: Steps.
+            lr: Step size on log δ.
+
+        Raises:
+            InvalidArgument: The evidence is not finite, no step, or a step size that is not positive.
+        """
+        start = self.former.prior_precision.detach()
+
+        def evaluate(logs: Tensor) -> tuple[float, Tensor]:
+            with torch.inference_mode(False), torch.enable_grad():
+                leaf = logs.clone().requires_grad_()
+                value = -self.log_marginal_likelihood(leaf.exp())
+                (gradient,) = torch.autograd.grad(value, leaf)
+                return value.item(), gradient
+
+        return minimise(evaluate, start.log(), method="adam", n_steps=n_steps, lr=lr, tolerance=0.0).best.exp()
+
+    def finish(self) -> None:
+        """Ends the task: its curvature and the present weights go over to the posterior, as by `override=False`."""
+        after = self.posterior
+        self.former.adopt(after.fitted(), after.mean, Fingerprint.of(self.former.weights.model), self._engine)
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """What a task ended with.
+
+    Attributes:
+        prior_precision: δ, `[1]`, `[n_tensors]` or `[P]`.
+        log_marginal_likelihood: Log evidence of the task given the former ones, in nats.
+        losses: Objective per datum, in nats, mean over each epoch.
+    """
+
+    prior_precision: Tensor
+    log_marginal_likelihood: float
+    losses: list[float]
+
+
+# The loop.
+
+
+def continual_training(
+    la: ParametricLaplace,
+    train_loaders: Iterable[Iterable[Any]],
+    after_task: Callable[[int, TaskResult], object] | None = None,
+    **options: Any,
+) -> list[TaskResult]:
+    """Trains a network on one task after the other, by recursive Bayes; `la` is the posterior of all tasks in the end.
+
+    Args:
+        la: A posterior, not fitted yet, or that of former tasks; its model is trained.
+        train_loaders: One loader per task. Each is asked for when the former task has ended, and is not kept.
+        after_task: Called with the number of tasks learned and the result of the last one.
+        **options: Those of `train_task`.
+
+    Returns:
+        One result per task.
+
+    Raises:
+        InvalidArgument: An option is not accepted.
+        InvalidData: A batch cannot be used, or training diverged.
+    """
+    results: list[TaskResult] = []
+    for loader in train_loaders:
+        results.append(train_task(la, loader, **options))
+        if after_task is not None:
+            after_task(len(results), results[-1])
+    return results
+
+
+def train_task(
+    la: ParametricLaplace,
+    train_loader: Iterable[Any],
+    *,
+    n_epochs: int = 100,
+    optimizer_cls: type[torch.optim.Optimizer] = torch.optim.Adam,
+    optimizer_kwargs: dict[str, Any] | None = None,
+    scheduler_cls: type[torch.optim.lr_scheduler.LRScheduler] | None = None,
+    scheduler_kwargs: dict[str, Any] | None = None,
+    fix_prior_precision: bool = False,
+    n_epochs_burnin: int = 0,
+    marglik_frequency: int = 10,
+    n_hypersteps: int = 10,
+    lr_hyp: float = 0.1,
+    progress_bar: bool = False,
+) -> TaskResult:
+    """Learns one task with the posterior of the former ones for a prior, then adds it to the posterior.
+
+    The random weights alone are trained: all, the last layer, or a subnetwork's entries.
+
+    Args:
+        la: The posterior of the former tasks, or one that is not fitted: the prior. Its model is trained.
+        train_loader: The task's data, read once per epoch.
+        n_epochs: Epochs.
+        optimizer_cls: Optimiser, a new one for every task; one that needs a closure (L-BFGS) is fine.
+        optimizer_kwargs: Its options, the step size `lr` among them; never written to.
+        scheduler_cls: Scheduler of the step size, stepped after every batch.
+        scheduler_kwargs: Its options.
+        fix_prior_precision: Leave the prior precision as it is, instead of adapting it by the evidence.
+        n_epochs_burnin: Epochs before it is adapted for the first time.
+        marglik_frequency: Epochs between adaptations; one more follows the last epoch.
+        n_hypersteps: Steps of Adam on log δ per adaptation.
+        lr_hyp: Their size.
+        progress_bar: Show one.
+
+    Returns:
+        Prior precision, log evidence and losses.
+
+    Raises:
+        InvalidArgument: An option is not accepted, or the loader can be read only once.
+        InvalidData: A batch cannot be used, or training diverged to outputs that are not finite; the posterior is that
+            of the former tasks.
+        NotFittedError: The last layer is not known; pass `last_layer_name=` to the posterior.
+    """
+    _check_counts(n_epochs=n_epochs, marglik_frequency=marglik_frequency)
+    if iter(train_loader) is train_loader:
+        raise InvalidArgument("train_loader is an iterator, which can be read only once; give a list or a DataLoader.")
+    descent = _Descent(la, train_loader, optimizer_cls, optimizer_kwargs, scheduler_cls, scheduler_kwargs)
+    losses: list[float] = []
+    former_prior = la.prior_precision
+    try:
+        for epoch in trange(1, n_epochs + 1, desc="task", disable=not progress_bar):
+            losses.append(descent.epoch())
+            due = epoch > n_epochs_burnin and epoch % marglik_frequency == 0 and epoch < n_epochs
+            if due and not fix_prior_precision:
+                la.prior_precision = TaskFit.of(la, train_loader).tuned_prior_precision(n_hypersteps, lr_hyp)
+        task = TaskFit.of(la, train_loader)
+        if not fix_prior_precision:
+            la.prior_precision = task.tuned_prior_precision(n_hypersteps, lr_hyp)
+        with torch.no_grad():
+            evidence = task.log_marginal_likelihood().item()
+    except BaseException:
+        la.prior_precision = former_prior
+        raise
+    task.finish()
+    return TaskResult(la.prior_precision.detach().clone(), evidence, losses)
+
+
+class _Descent:
+    """Descent on the negative log posterior of one task, per datum."""
+
+    def __init__(
+        self,
+        la: ParametricLaplace,
+        loader: Iterable[Any],
+        optimizer_cls: type[torch.optim.Optimizer],
+        optimizer_kwargs: dict[str, Any] | None,
+        scheduler_cls: type[torch.optim.lr_scheduler.LRScheduler] | None,
+        scheduler_kwargs: dict[str, Any] | None,
+    ) -> None:
+        options = dict(optimizer_kwargs or {})
+        if options.get("weight_decay"):
+            raise InvalidArgument(
+                f"weight_decay={options['weight_decay']} in optimizer_kwargs would be a second prior; leave it "
+                "out, the prior precision of the posterior regularises."
+            )
+        self.la, self.loader = la, loader
+        self.n_data = sum(len(y) for _, y in self._batches())
+        if self.n_data == 0:
+            raise InvalidData("train_loader gave no data that count; a task needs at least one datum.")
+        self.optimizer = optimizer_cls(la.params, **options)
+        self.scheduler = None if scheduler_cls is None else scheduler_cls(self.optimizer, **(scheduler_kwargs or {}))
+
+    def epoch(self) -> float:
+        """One pass over the data, in training mode; the mean objective per datum, in nats."""
+        total = 0.0
+        with _training(self.la.weights.model), torch.enable_grad():
+            for x, y in self._batches():
+                total += self._step(x, y) * len(y)
+        return total / self.n_data
+
+    def _step(self, x: Inputs, y: Tensor) -> float:
+        def objective() -> float:
+            self.optimizer.zero_grad()
+            value = _negative_log_likelihood(self.la, x, y) / len(y) + quadratic_penalty(self.la) / self.n_data
+            value.backward()
+            _keep_fixed_entries(self.la)
+            return value.item()
+
+        value = self.optimizer.step(objective)
+        self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return value
+
+    def _batches(self) -> Iterator[tuple[Inputs, Tensor]]:
+        """The data that count, on the model's device."""
+        la = self.la
+        for batch in self.loader:
+            x, y = batches.split(batch, la.dict_key_y)
+            device = la.prior_mean.device
+            kept = without_ignored(batches.to_device(x, device), y.to(device), la.likelihood_object)
+            if kept is not None:
+                yield kept
+
+
+class _training:  # noqa: N801  (a context manager, used like a function)
+    """Training mode for the length of a block; every module's own flag is put back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._flags = [(module, module.training) for module in model.modules()]
+        self._model = model
+
+    def __enter__(self) -> None:
+        self._model.train()
+
+    def __exit__(self, *_: object) -> None:
+        for module, flag in self._flags:
+            module.training = flag
+
+
+def _negative_log_likelihood(la: ParametricLaplace, x: Inputs, y: Tensor) -> Tensor:
+    """−log p(y | f(x)) of a batch at the model's present weights, 0-dim, at the posterior's noise and temperature."""
+    likelihood = la.likelihood_object
+    f = batches.latent((la.forward_fn or batches.call)(la.weights.model, x))
+    terms = likelihood.loss_terms(f, likelihood.check_targets(f, y))
+    return -likelihood.log_likelihood(terms, len(y), f.shape[1], la.sigma_noise.detach(), la.temperature.detach())
+
+
+def _random_weights(la: ParametricLaplace) -> Tensor:
+    """The treated entries of the model's weights, `[P]`, with their graph."""
+    tensors = [slot.take(tensor) for slot, tensor in zip(la.problem.slots, la.params, strict=True)]
+    return torch.cat(tensors).to(la.prior_mean.dtype)
+
+
+def _keep_fixed_entries(la: ParametricLaplace) -> None:
+    """Zeroes the gradients of a subnetwork's fixed entries."""
+    for slot, tensor in zip(la.problem.slots, la.params, strict=True):
+        if slot.entries is not None and tensor.grad is not None:
+            kept = torch.zeros_like(tensor.grad).view(-1)
+            entries = slot.entries.to(kept.device)
+            kept[entries] = tensor.grad.reshape(-1)[entries]
+            tensor.grad = kept.view_as(tensor.grad)
+
+
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise InvalidArgument(f"{name}={count}; it must be at least 1.")
