@@ -166,7 +166,7 @@ class OnlineLaplace:
     def n_data(self) -> int:
         """N: data of the loader that count, by one pass over it before the first estimate."""
         if self.la.is_fitted:
-            return self.la.n_data
+            return round(self.la.n_data)
         if self._n_counted is None:
             with same_random_state(self.model):  # a loader draws its shuffling from the global random state
                 self._n_counted = _count(self.train_loader, self.la)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from laplace.tuning.ascent import Evaluate
 from laplace.tuning.settings import Coordinates
+
+if TYPE_CHECKING:
+    from laplace.parametric import ParametricLaplace
 
 
 def negative_evidence(la: ParametricLaplace, coordinates: Coordinates) -> Evaluate:
