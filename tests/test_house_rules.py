@@ -31,7 +31,7 @@ RANKS = {
         "hyperparameters", "fingerprint", "gram", "kronecker",
     ],
     1: ["structures", "weights", "likelihoods", "curvature", "predictive"],
-    2: ["fitting", "evidence", "state", "tuning"],
+    2: ["fitting", "evidence", "state", "tuning", "planning"],
     3: ["base", "posterior", "parametric"],
     4: ["named"],
     5: ["factory"],
@@ -58,9 +58,12 @@ MAPPING_HOMES = ("batch.py", "compat/", "layout.py", "structures/base.py", "stat
 # cheaper or a more special way. All else is abstract or final.
 DEFAULTS = {
     # Contractions of the dense pieces are right for every block; blocks of factors need no pieces.
-    "Block": {"apply", "pull", "sum_of_squares", "weighted_norms", "weighted_gram"},
+    "Block": {"apply", "cast", "pull", "sum_of_squares", "weighted_norms", "weighted_gram"},
     # A backend that lacks a primitive refuses by an error that names it; none is required of all backends.
-    "CurvatureEngine": {"full", "kron", "diag", "blocks", "matmul", "jacobian", "coverage"},
+    # A sketch follows from whole factors.
+    "CurvatureEngine": {"full", "kron", "diag", "sketch", "blocks", "matmul", "jacobian", "coverage", "survey"},
+    # Most structures can hold whatever has a layout; one that does not say what it takes cannot be planned for.
+    "Curvature": {"check", "footprint"},
     # An interface of no curvature has Jacobians; each backend says which engine is behind it.
     "CurvatureInterface": {"_engine"},
     "GGNInterface": {"_engine"},

@@ -1,7 +1,8 @@
-"""Many scalar priors at once: the Jacobian is rotated into the curvature's eigenbasis once, candidates only rescale."""
+"""Many scalar priors at once: what does not depend on the prior is computed once, candidates only rescale."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,9 +11,22 @@ from torch import Tensor
 from laplace.curvature.jacobian import Jacobian
 
 
+class Scan(ABC):
+    """Functional variances of P(δ) for many scalar δ."""
+
+    @abstractmethod
+    def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
+        """J P(δ)⁻¹ Jᵀ per datum, `[B, C, C]`, or its diagonals `[B, C]`, as a function of δ `[1]`, without gradient.
+
+        Args:
+            jacobian: J.
+            diagonal: Variances only.
+        """
+
+
 @dataclass(frozen=True)
-class SpectralScan:
-    """Functional variances of P(δ) = U (s λ + δ) Uᵀ for many δ.
+class SpectralScan(Scan):
+    """Functional variances of P(δ) = U (s λ + δ) Uᵀ: the Jacobian is rotated into the eigenbasis once.
 
     Attributes:
         project: The Jacobian in the eigenbasis.
@@ -22,15 +36,13 @@ class SpectralScan:
     project: Callable[[Jacobian], Jacobian]
     precisions: Callable[[Tensor], tuple[Tensor, ...]]
 
-    def variance(self, projected: Jacobian, precision: Tensor, *, diagonal: bool) -> Tensor:
-        """J P(δ)⁻¹ Jᵀ per datum, `[B, C, C]`, or its diagonals `[B, C]`.
+    def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
+        projected = self.project(jacobian)
 
-        Args:
-            projected: What `project` gave.
-            precision: δ, `[1]`.
-            diagonal: Variances only.
-        """
-        values = self.precisions(precision)
-        if diagonal:
-            return projected.sum_over_blocks(lambda i, block: block.weighted_norms(1 / values[i]))
-        return projected.sum_over_blocks(lambda i, block: block.weighted_gram(1 / values[i]))
+        def at(delta: Tensor) -> Tensor:
+            values = self.precisions(delta)
+            if diagonal:
+                return projected.sum_over_blocks(lambda i, block: block.weighted_norms(1 / values[i]))
+            return projected.sum_over_blocks(lambda i, block: block.weighted_gram(1 / values[i]))
+
+        return at

@@ -54,17 +54,17 @@ class Candidates:
         if self.options.pred_type == PredType.NN:
             return self._sampled(x)
         x = batches.to_device(x, self.la.problem.device)
-        with closing(self.la.engine.jacobian(x)) as pieces:
-            parts = [(self.scan.project(jacobian), f) for jacobian, f in pieces]
-        mean = torch.cat([f for _, f in parts]).to(self.grid.dtype)
         likelihood = self.la.likelihood_object
         as_latent = likelihood.latent_prediction and likelihood.has_noise
         # A user's loss sees the variances that predictions have, [B, C, C].
         diagonal = self.options.loss is None if as_latent else latent.needs_variances_only(self.options.link_approx)
+        with closing(self.la.engine.jacobian(x)) as pieces:
+            parts = [(self.scan.variances(jacobian, diagonal=diagonal), f) for jacobian, f in pieces]
+        mean = torch.cat([f for _, f in parts]).to(self.grid.dtype)
 
         def predict(i: int) -> Prediction:
             delta = self.grid[i : i + 1]
-            variance = torch.cat([self.scan.variance(j, delta, diagonal=diagonal) for j, _ in parts])
+            variance = torch.cat([variances(delta) for variances, _ in parts])
             if as_latent:
                 return mean, variance
             return likelihood.predict(mean, variance, self.options.link_approx, self.options.n_samples, self._draws())

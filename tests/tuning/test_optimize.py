@@ -387,14 +387,19 @@ def test_nothing_but_bad_losses(value: float) -> None:
 
 def test_a_posterior_that_does_not_exist_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     la = grid.fitted("all", "full")
-    whole = SpectralScan.variance
+    whole = SpectralScan.variances
 
-    def partly(self: SpectralScan, jacobian: Any, delta: Tensor, **options: Any) -> Tensor:
-        if delta.item() < 1e-2:
-            raise CurvatureError("not positive definite")
-        return whole(self, jacobian, delta, **options)
+    def partly(self: SpectralScan, jacobian: Any, **options: Any) -> Callable[[Tensor], Tensor]:
+        variances = whole(self, jacobian, **options)
 
-    monkeypatch.setattr(SpectralScan, "variance", partly)
+        def at(delta: Tensor) -> Tensor:
+            if delta.item() < 1e-2:
+                raise CurvatureError("not positive definite")
+            return variances(delta)
+
+        return at
+
+    monkeypatch.setattr(SpectralScan, "variances", partly)
     with pytest.warns(TuningWarning, match="had no finite loss"):
         la.optimize_prior_precision(method="gridsearch", val_loader=validation("classification"), grid_size=9)
     assert la.prior_precision.item() >= 1e-2
