@@ -21,7 +21,18 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import all_layers, backends, evidence, full_last_layer, last_layer, subnetwork, timing, tuning
+from benchmarks import (
+    all_layers,
+    backends,
+    evidence,
+    full_last_layer,
+    last_layer,
+    memory,
+    subnetwork,
+    timing,
+    tuning,
+    wide_layers,
+)
 from benchmarks.timing import Case, Memory, Timing
 
 THREADS = 2
@@ -76,15 +87,10 @@ HEADER = (
 
 def all_cases() -> list[Case]:
     """Every line of the table, in order."""
-    return [
-        *last_layer.cases(),
-        *full_last_layer.cases(),
-        *all_layers.cases(),
-        *subnetwork.cases(),
-        *evidence.cases(),
-        *tuning.cases(),
-        *backends.cases(),
-    ]
+    files = (
+        last_layer, full_last_layer, all_layers, subnetwork, evidence, tuning, backends, wide_layers, memory,
+    )  # fmt: skip
+    return [case for file in files for case in file.cases()]
 
 
 def machine(device: torch.device) -> str:
@@ -99,11 +105,16 @@ def measure(case: Case, device: torch.device, *, quick: bool, shared: bool) -> L
     """Measures the memory of one case in a process of its own, then its time in this one."""
     memory = timing.memory_in_subprocess(case.name, device)
     if case.unit == "GiB":
-        return Line(case.name, memory.total_mib / 1024, case.unit, case.target, "the whole process", None, memory)
+        return Line(case.name, memory.total_mib / 1024, case.unit, case.target, _memory_note(memory), None, memory)
     job = build(case, device)
     clock = time.process_time if shared else time.perf_counter
     times = timing.time_job(job, device, repeats=3 if quick else 15, max_seconds=2 if quick else 12, clock=clock)
     return Line(case.name, times.median, case.unit, case.target, job.note, times, memory)
+
+
+def _memory_note(memory: Memory) -> str:
+    whole = "the whole process"
+    return whole if memory.planned_mib is None else f"{whole}; la.plan: {memory.planned_mib:.0f} MiB more"
 
 
 def build(case: Case, device: torch.device) -> timing.Job:

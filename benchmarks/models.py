@@ -47,6 +47,46 @@ def wide_resnet(n_classes: int = 10, depth: int = 16, width: int = 4) -> nn.Modu
     return nn.Sequential(*layers, *head, nn.Linear(channels[3], n_classes))
 
 
+class Bottleneck(nn.Module):
+    """Residual block of 1×1, 3×3 and 1×1 convolutions (He et al., 2016), with its stride in the second one.
+
+    Args:
+        inputs: Channels in.
+        width: Channels of the 3×3 convolution; four times as many leave the block.
+        stride: Of the 3×3 convolution.
+    """
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.residual = nn.Sequential(
+            nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, width, 3, stride, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs),
+        )  # fmt: skip
+        self.shortcut: nn.Module = nn.Identity()
+        if inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, inputs, H, W]` to `[B, 4 · width, H/stride, W/stride]`."""
+        return functional.relu(self.residual(x) + self.shortcut(x))
+
+
+def resnet50(n_classes: int = 100) -> nn.Module:
+    """ResNet-50 (He et al., 2016) with 23.7 million parameters at 100 classes."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)
+    ]  # fmt: skip
+    inputs = 64
+    for stage, n_blocks in enumerate((3, 4, 6, 3)):
+        width = 64 * 2**stage
+        for block in range(n_blocks):
+            layers.append(Bottleneck(inputs, width, stride=2 if stage > 0 and block == 0 else 1))
+            inputs = 4 * width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, n_classes))
+
+
 def lenet() -> nn.Module:
     """LeNet-5 on `[B, 1, 28, 28]` (LeCun et al., 1998), 61,706 parameters."""
     return nn.Sequential(

@@ -29,12 +29,14 @@ class Job:
         reference: What it is compared with, or None if the target is in seconds or bytes.
         prepare: Untimed, before every run.
         note: Something to print beside the result.
+        planned: Predicts, before the run, the bytes that it will add; or None.
     """
 
     run: Callable[[Any], object]
     reference: Callable[[], object] | None = None
     prepare: Callable[[], Any] = lambda: None
     note: str = ""
+    planned: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,12 @@ class Memory:
     Attributes:
         extra_mib: What the run added to the memory held before it (model and data).
         total_mib: The whole: the process on the CPU, all tensors on CUDA.
+        planned_mib: What was predicted of the former, or None.
     """
 
     extra_mib: float
     total_mib: float
+    planned_mib: float | None = None
 
 
 Clock = Callable[[], float]
@@ -137,6 +141,7 @@ def time_job(
 def measure_memory(job: Job, device: torch.device) -> Memory:
     """Peak memory of the first run in this process; what came before does not count."""
     prepared = job.prepare()
+    planned = None if job.planned is None else job.planned() / _MIB
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -146,7 +151,7 @@ def measure_memory(job: Job, device: torch.device) -> Memory:
         before = _forget_peak()
         job.run(prepared)
         peak = _peak_resident()
-    return Memory((peak - before) / _MIB, peak / _MIB)
+    return Memory((peak - before) / _MIB, peak / _MIB, planned)
 
 
 def memory_in_subprocess(name: str, device: torch.device) -> Memory:

@@ -17,9 +17,15 @@ from laplace.enums import (  # noqa: E402
 )
 from laplace.factory import Laplace  # noqa: E402
 from laplace.named import (  # noqa: E402
+    BlockLaplace,
+    BlockLLLaplace,
+    BlockSubnetLaplace,
     DiagLaplace,
     DiagLLLaplace,
     DiagSubnetLaplace,
+    EkfacLaplace,
+    EkfacLLLaplace,
+    EkfacSubnetLaplace,
     FullLaplace,
     FullLLLaplace,
     FullSubnetLaplace,
@@ -27,6 +33,12 @@ from laplace.named import (  # noqa: E402
     KronLLLaplace,
     KronSubnetLaplace,
     LLLaplace,
+    LowRankKronLaplace,
+    LowRankKronLLLaplace,
+    LowRankKronSubnetLaplace,
+    LowRankLaplace,
+    LowRankLLLaplace,
+    LowRankSubnetLaplace,
     SubnetLaplace,
 )
 from laplace.parametric import ParametricLaplace  # noqa: E402
@@ -34,9 +46,15 @@ from laplace.training import OnlineLaplace, marglik_training  # noqa: E402
 
 __all__ = [
     "BaseLaplace",
+    "BlockLLLaplace",
+    "BlockLaplace",
+    "BlockSubnetLaplace",
     "DiagLLLaplace",
     "DiagLaplace",
     "DiagSubnetLaplace",
+    "EkfacLLLaplace",
+    "EkfacLaplace",
+    "EkfacSubnetLaplace",
     "FullLLLaplace",
     "FullLaplace",
     "FullSubnetLaplace",
@@ -50,6 +68,12 @@ __all__ = [
     "Likelihood",
     "LinkApprox",
     "OnlineLaplace",
+    "LowRankKronLLLaplace",
+    "LowRankKronLaplace",
+    "LowRankKronSubnetLaplace",
+    "LowRankLLLaplace",
+    "LowRankLaplace",
+    "LowRankSubnetLaplace",
     "ParametricLaplace",
     "PredType",
     "PriorStructure",

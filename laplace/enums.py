@@ -27,6 +27,9 @@ class HessianStructure(_Name):
     KRON = "kron"
     DIAG = "diag"
     LOWRANK = "lowrank"
+    BLOCK = "block"
+    EKFAC = "ekfac"
+    LOWRANK_KRON = "lowrank_kron"
     GP = "gp"
 
 

@@ -123,8 +123,12 @@ def accumulate(
             f"hessian_structure={structure.name!r} reads the data {structure.readings} times or more, but the loader, "
             f"a {type(loader).__name__}, can be read only once; give a DataLoader or a list of batches."
         )
+    structure.check(engine.problem.layout, options)
     sweep, first, number = structure.sweep(engine, options), None, 1
+    draws = None if engine.generator is None else engine.generator.get_state()
     while True:
+        if engine.generator is not None and draws is not None:
+            engine.generator.set_state(draws)  # every reading is of the same sampled curvature
         label = "fit" if structure.readings == 1 else f"fit, reading {number}"
         batches_read = tqdm(loader, desc=label, disable=not progress_bar)
         totals = _read(batches_read, engine, sweep, dict_key_y)

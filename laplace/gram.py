@@ -55,3 +55,16 @@ def group_gram(x: Tensor) -> Tensor:
         flat = part.permute(2, 3, 0, 1).flatten(2)
         total += flat @ flat.transpose(1, 2)
     return total
+
+
+def group_product(x: Tensor, matrix: Tensor) -> Tensor:
+    """Σ x xᵀ M over all but the last two dimensions of `[..., G, D]`, for M `[G, D, w]`, `[G, D, w]`.
+
+    As Σ x (Mᵀ x)ᵀ: the Gram `[G, D, D]` is not formed. Partial sums are formed apart, as in `gram`.
+    """
+    rows = x.reshape(-1, *x.shape[-2:]) if x.ndim > 2 else x.unsqueeze(0)  # [N, G, D]
+    total = matrix.new_zeros(matrix.shape)
+    for part in rows.split(_ROWS):
+        flat = part.transpose(0, 1)  # [G, n, D]
+        total += flat.transpose(1, 2) @ (flat @ matrix)
+    return total

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -38,6 +38,13 @@ class Layout:
         """Where each tensor lies in the vector."""
         ends = tuple(accumulate(self.sizes))
         return tuple(slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True))
+
+    @cached_property
+    def layers(self) -> tuple[tuple[int, ...], ...]:
+        """Positions of the tensors of each module: neighbours whose names differ in the last part only."""
+        owners = (name.rpartition(".")[0] for name in self.names)
+        numbered = groupby(enumerate(owners), key=lambda pair: pair[1])
+        return tuple(tuple(position for position, _ in run) for _, run in numbered)
 
     def split(self, vector: Tensor) -> tuple[Tensor, ...]:
         """Pieces `[..., p_i]` of a vector `[..., P]`."""

@@ -16,7 +16,15 @@ from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
 from laplace.parametric import ParametricLaplace
-from laplace.structures import DiagCurvature, FullCurvature, KronCurvature
+from laplace.structures import (
+    BlockCurvature,
+    DiagCurvature,
+    EkfacCurvature,
+    FullCurvature,
+    KronCurvature,
+    LowRankCurvature,
+    LowRankKronCurvature,
+)
 from laplace.weights.last_layer import LastLayer
 from laplace.weights.subnetwork import Subnetwork
 
@@ -26,6 +34,11 @@ Options = dict[str, Any] | None
 
 def _damping(la: ParametricLaplace) -> bool:
     return bool(la.precision_options["damping"])
+
+
+def _residual(la: ParametricLaplace) -> float:
+    curvature = la.fitted().curvature
+    return curvature.residual if isinstance(curvature, LowRankCurvature) else 0.0
 
 
 class FullLaplace(ParametricLaplace):
@@ -95,6 +108,63 @@ class DiagLaplace(ParametricLaplace):
 
     _key = ("all", "diag")
     structure = DiagCurvature
+
+
+class BlockLaplace(ParametricLaplace):
+    """All weights, an exact dense block for every layer; `structure_kwargs={"max_block": …}` limits its size."""
+
+    _key = ("all", "block")
+    structure = BlockCurvature
+
+
+class LowRankLaplace(ParametricLaplace):
+    """All weights, the dominant eigenpairs of the curvature; `structure_kwargs={"rank": k}` says how many.
+
+    Scripts written for older versions may say `backend_kwargs={"low_rank": k}`.
+    """
+
+    _key = ("all", "lowrank")
+    structure = LowRankCurvature
+    residual = property(_residual, doc="‖H U − U Λ‖ / ‖Λ‖ of the eigenpairs: how well they are found.")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        backend: Backend = None,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend_kwargs: Options = None,
+        *,
+        forward_fn: ForwardFn | None = None,
+        structure_kwargs: Options = None,
+    ) -> None:
+        backend_kwargs = dict(backend_kwargs or {})
+        if "low_rank" in backend_kwargs:
+            structure_kwargs = {"rank": backend_kwargs.pop("low_rank"), **(structure_kwargs or {})}
+        ParametricLaplace.__init__(
+            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
+            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=structure_kwargs,
+        )  # fmt: skip
+
+
+class EkfacLaplace(ParametricLaplace):
+    """All weights, the exact diagonal of the curvature in the eigenbasis of its Kronecker factors."""
+
+    _key = ("all", "ekfac")
+    structure = EkfacCurvature
+
+
+class LowRankKronLaplace(ParametricLaplace):
+    """All weights, dominant Kronecker eigenvectors and the exact diagonal; `structure_kwargs={"rank": k}`."""
+
+    _key = ("all", "lowrank_kron")
+    structure = LowRankKronCurvature
 
 
 class LLLaplace(ParametricLaplace):
@@ -180,6 +250,34 @@ class DiagLLLaplace(LLLaplace, DiagLaplace):
     __init__ = LLLaplace.__init__
 
 
+class BlockLLLaplace(LLLaplace, BlockLaplace):
+    """The last layer, an exact dense block for every layer: of a head of one module, the full curvature."""
+
+    _key = ("last_layer", "block")
+    __init__ = LLLaplace.__init__
+
+
+class LowRankLLLaplace(LLLaplace, LowRankLaplace):
+    """The last layer, the dominant eigenpairs of the curvature."""
+
+    _key = ("last_layer", "lowrank")
+    __init__ = LLLaplace.__init__
+
+
+class EkfacLLLaplace(LLLaplace, EkfacLaplace):
+    """The last layer, the exact diagonal of the curvature in the eigenbasis of its Kronecker factors."""
+
+    _key = ("last_layer", "ekfac")
+    __init__ = LLLaplace.__init__
+
+
+class LowRankKronLLLaplace(LLLaplace, LowRankKronLaplace):
+    """The last layer, dominant Kronecker eigenvectors and the exact diagonal."""
+
+    _key = ("last_layer", "lowrank_kron")
+    __init__ = LLLaplace.__init__
+
+
 class SubnetLaplace(ParametricLaplace):
     """Single entries of the flattened trainable parameters; all others keep their trained values."""
 
@@ -238,6 +336,34 @@ class DiagSubnetLaplace(SubnetLaplace, DiagLaplace):
     """A subnetwork, diagonal curvature."""
 
     _key = ("subnetwork", "diag")
+    __init__ = SubnetLaplace.__init__
+
+
+class BlockSubnetLaplace(SubnetLaplace, BlockLaplace):
+    """A subnetwork, an exact dense block for the treated entries of every layer."""
+
+    _key = ("subnetwork", "block")
+    __init__ = SubnetLaplace.__init__
+
+
+class LowRankSubnetLaplace(SubnetLaplace, LowRankLaplace):
+    """A subnetwork, the dominant eigenpairs of the curvature."""
+
+    _key = ("subnetwork", "lowrank")
+    __init__ = SubnetLaplace.__init__
+
+
+class EkfacSubnetLaplace(SubnetLaplace, EkfacLaplace):
+    """A subnetwork, the exact diagonal in the eigenbasis of the sub-block of the Kronecker factors."""
+
+    _key = ("subnetwork", "ekfac")
+    __init__ = SubnetLaplace.__init__
+
+
+class LowRankKronSubnetLaplace(SubnetLaplace, LowRankKronLaplace):
+    """A subnetwork, the treated entries of dominant Kronecker eigenvectors and the exact diagonal."""
+
+    _key = ("subnetwork", "lowrank_kron")
     __init__ = SubnetLaplace.__init__
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace import fitting, state, tuning
+from laplace import fitting, planning, state, tuning
 from laplace.batch import Inputs
 from laplace.curvature.jacobian import Jacobian
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
@@ -16,6 +16,7 @@ from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.gaussian import Gaussian
 from laplace.lending import same_random_state
 from laplace.noise import standard_normal
+from laplace.planning import FitPlan
 from laplace.posterior import WeightPosterior
 from laplace.predictive import latent
 
@@ -34,6 +35,27 @@ class ParametricLaplace(WeightPosterior):
         self.check_unchanged()
         gaussian = latent.linearised(self.engine, precision, x, form, create_graph=self.enable_backprop)
         return latent.with_noise(gaussian, self.sigma_noise.detach()) if observation_noise else gaussian
+
+    def plan(self, train_loader: Iterable[Any]) -> FitPlan:
+        """Predicts memory and time of `fit` and of a prediction from the first batch; nothing is fitted or drawn.
+
+        Where the last layer is not known yet, it is found, as `fit` would.
+
+        Args:
+            train_loader: What `fit` would be given; one batch of it is read.
+
+        Raises:
+            InvalidArgument: A loader that can be read only once: a fit would miss that batch.
+            InvalidData: No data that count.
+            UnsupportedError: A user's own backend or structure, which does not say what it takes.
+        """
+        with torch.inference_mode(False), torch.no_grad(), same_random_state(self.weights.model):
+            n_batches = planning.length(train_loader)
+            device = self.prior_precision.device
+            x, y = planning.first_counted(train_loader, self.dict_key_y, device, self.likelihood_object)
+            problem = self.weights.problem or self.weights.discover(x)
+            survey = self._fitting_engine(problem, go_on=False).survey(x, y)
+        return planning.make_plan(survey, problem, self.structure, self.structure_options, n_batches)
 
     def __call__(
         self,

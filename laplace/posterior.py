@@ -25,6 +25,7 @@ from laplace.lending import same_random_state, undisturbed
 from laplace.likelihoods.base import Likelihood
 from laplace.prior import GaussianPrior
 from laplace.structures.base import Curvature, Precision, move
+from laplace.structures.indefinite import SignedOptions
 from laplace.weights.all_weights import AllWeights
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem
@@ -90,6 +91,8 @@ class WeightPosterior(BaseLaplace):
             model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
             dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kwargs,
         )  # fmt: skip
+        if self.backend_cls.kind == "hessian" and isinstance(self.structure_options, SignedOptions):
+            self.precision_options["indefinite"] = self.structure_options.indefinite
 
     # What was chosen.
 

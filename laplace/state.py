@@ -149,8 +149,8 @@ def describe(la: ParametricLaplace) -> str:
         + (f", sigma_noise={_values(la.sigma_noise)}" if la.likelihood_object.has_noise else ""),
         f"fitted to {la.n_data:,.10g} data with {la.n_outputs} outputs" if fitted else "not fitted",
     ]
-    note = prior_note(la) if fitted else None
-    lines += [note] if note else []
+    notes = (la.fitted().curvature.note, prior_note(la)) if fitted else ()
+    lines += [note for note in notes if note]
     return f"{type(la).__name__}(\n  " + ",\n  ".join(lines) + "\n)"
 
 
@@ -158,7 +158,7 @@ def prior_note(la: ParametricLaplace) -> str | None:
     """Says so where a prior is approximated by its diagonal in a Kronecker eigenbasis, or dampens."""
     if la.precision_options.get("damping"):
         return "damping: (√s A + √δ) ⊗ (√s B + √δ) instead of s A ⊗ B + δ"
-    if la.structure.name == "kron" and not la.prior.is_constant_per_tensor:
+    if not la.structure.exact_prior and not la.prior.is_constant_per_tensor:
         return "the prior varies within Kronecker blocks: its diagonal in their eigenbasis is used"
     return None
 

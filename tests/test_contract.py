@@ -16,6 +16,9 @@ from laplace import (
     DiagLaplace,
     DiagLLLaplace,
     DiagSubnetLaplace,
+    EkfacLaplace,
+    EkfacLLLaplace,
+    EkfacSubnetLaplace,
     FullLaplace,
     FullLLLaplace,
     FullSubnetLaplace,
@@ -25,6 +28,12 @@ from laplace import (
     KronSubnetLaplace,
     Laplace,
     LLLaplace,
+    LowRankKronLaplace,
+    LowRankKronLLLaplace,
+    LowRankKronSubnetLaplace,
+    LowRankLaplace,
+    LowRankLLLaplace,
+    LowRankSubnetLaplace,
     ParametricLaplace,
     SubnetLaplace,
     SubsetOfWeights,
@@ -49,13 +58,16 @@ CONSTRUCTORS = {
     DiagLaplace: (f"{COMMON} {TAIL}", None),
     FullLaplace: (f"{COMMON} backend_kwargs", "forward_fn structure_kwargs"),
     KronLaplace: (f"{COMMON} damping {TAIL}", "forward_fn"),
+    LowRankLaplace: (f"backend {COMMON.removesuffix(' backend')} backend_kwargs", "forward_fn structure_kwargs"),
     LLLaplace: (f"{LAST} {TAIL}", "forward_fn structure_kwargs"),
     FullLLLaplace: (f"{LAST} {TAIL}", "forward_fn structure_kwargs"),
     DiagLLLaplace: (f"{LAST} {TAIL}", "forward_fn structure_kwargs"),
     KronLLLaplace: (f"{LAST} damping {TAIL}", "forward_fn"),
+    LowRankLLLaplace: (f"{LAST} {TAIL}", "forward_fn structure_kwargs"),
     SubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs"),
     FullSubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs"),
     KronSubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs"),
+    LowRankSubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs"),
     DiagSubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs"),
 }
 DEFAULTS = {
@@ -86,6 +98,12 @@ CONCRETE = {
     ("subnetwork", "full"): FullSubnetLaplace,
     ("subnetwork", "kron"): KronSubnetLaplace,
     ("subnetwork", "diag"): DiagSubnetLaplace,
+    ("all", "ekfac"): EkfacLaplace,
+    ("last_layer", "ekfac"): EkfacLLLaplace,
+    ("subnetwork", "ekfac"): EkfacSubnetLaplace,
+    ("all", "lowrank_kron"): LowRankKronLaplace,
+    ("last_layer", "lowrank_kron"): LowRankKronLLLaplace,
+    ("subnetwork", "lowrank_kron"): LowRankKronSubnetLaplace,
 }
 
 
@@ -235,7 +253,7 @@ def test_factory_default_and_positional_arguments() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        (("classification", "all", "fulll"), {}, ValueError, "accepted pairs are all/diag"),
+        (("classification", "all", "fulll"), {}, ValueError, "accepted pairs are .*all/diag"),
         (("classification", "most", "full"), {}, ValueError, "subset_of_weights='most'"),
         (("classification", "subnetwork", "gp"), {}, ValueError, "subnetwork"),
         (("classification", "all", "full"), {"functional_approximation": "magic"}, ValueError, "sod"),
@@ -293,7 +311,7 @@ def test_a_user_s_class_is_found_by_its_key() -> None:
 def test_hierarchy() -> None:
     for (weights, structure), cls in CONCRETE.items():
         assert issubclass(cls, ParametricLaplace)
-        assert issubclass(cls, {"full": FullLaplace, "kron": KronLaplace, "diag": DiagLaplace}[structure])
+        assert issubclass(cls, CONCRETE["all", structure])
         assert issubclass(cls, LLLaplace) is (weights == "last_layer")
         assert issubclass(cls, SubnetLaplace) is (weights == "subnetwork")
     assert issubclass(ParametricLaplace, BaseLaplace)
@@ -379,7 +397,7 @@ def test_one_object_behind_every_path() -> None:
 
 ENUM_VALUES = {
     SubsetOfWeights: "all last_layer subnetwork",
-    HessianStructure: "full kron diag lowrank gp",
+    HessianStructure: "full kron diag lowrank block ekfac lowrank_kron gp",
     laplace.FunctionalApproximation: "sod nystrom variational",
     Likelihood: "regression classification reward_modeling bernoulli",
     PredType: "glm nn gp",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from laplace.curvature.blocks import CHUNK_BYTES
-from laplace.curvature.native.accumulate import DENSE_BLOCK_LIMIT
+from laplace.curvature.kron_parts import DENSE_BLOCK_LIMIT
 from laplace.curvature.native.engine import MEMORY_BUDGET
 
 ROOT = Path(__file__).parents[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laplace.gram import add_gram, gram, group_gram, mirror
+from laplace.gram import add_gram, gram, group_gram, group_product, mirror
 from tests.reference.compare import assert_close
 
 
@@ -21,7 +21,10 @@ def test_products_equal_the_plain_ones(width: int) -> None:
 @pytest.mark.parametrize("shape", [(7, 3, 5), (4, 3, 2, 5), (2, 4, 3, 1, 5), (9000, 2, 1, 3), (9000, 1, 70)])
 def test_products_of_groups(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, dtype=torch.float64)
-    assert_close(group_gram(x), torch.einsum("...gi,...gj->gij", x, x), "algebra")
+    whole = torch.einsum("...gi,...gj->gij", x, x)
+    assert_close(group_gram(x), whole, "algebra")
+    matrix = torch.randn(x.shape[-2], x.shape[-1], 3, dtype=torch.float64)
+    assert_close(group_product(x, matrix), whole @ matrix, "algebra", label="times a matrix")
 
 
 @pytest.mark.parametrize("width", [6, 80])

@@ -31,7 +31,7 @@ RANKS = {
         "hyperparameters", "fingerprint", "gram", "kronecker",
     ],
     1: ["structures", "weights", "likelihoods", "curvature", "predictive"],
-    2: ["fitting", "evidence", "state", "tuning"],
+    2: ["fitting", "evidence", "state", "tuning", "planning"],
     3: ["base", "posterior", "parametric"],
     4: ["named"],
     5: ["factory"],
@@ -61,6 +61,7 @@ DEFAULTS = {
     # Contractions of the dense pieces are right for every block; blocks of factors need no pieces.
     "Block": {
         "apply",
+        "cast",
         "entries",
         "multiplies_out",
         "pull",
@@ -69,21 +70,25 @@ DEFAULTS = {
         "weighted_gram",
     },
     # A backend that lacks a primitive refuses by an error that names it; none is required of all backends.
-    "CurvatureEngine": {"full", "kron", "diag", "blocks", "matmul", "jacobian", "coverage"},
+    # A sketch follows from whole factors.
+    "CurvatureEngine": {"full", "kron", "diag", "sketch", "blocks", "matmul", "jacobian", "coverage", "survey"},
     # An interface of no curvature has Jacobians; each backend says which engine is behind it.
     "CurvatureInterface": {"_engine"},
     "GGNInterface": {"_engine"},
     "EFInterface": {"_engine"},
     # None, "only cotangents are known", is right for every kind; the exact GGN saves a root by saying more.
     "OuterEngine": {"output_hessian"},
+    # Curvature that is no sum of outer products has no columns.
+    "NativeEngine": {"n_columns"},
     # Most rules hold for every module of their class.
     "LayerRule": {"accepts"},
     # PyTorch has a loss module for some likelihoods only, and users' backends know some names only.
     "Likelihood": {"count", "loss", "torch_loss", "peer_name"},
     # Only a last layer has a name, and a choice of all weights nothing to remember.
     "Weights": {"named", "state", "for_backend"},
-    # A structure that is no sum over data refuses to be weighted anew and to be subtracted from.
-    "Curvature": {"scaled", "minus"},
+    # Most structures have no limit of size; one that does not say what it takes cannot be planned for; one that is no
+    # sum over data refuses to be weighted anew and to be subtracted from.
+    "Curvature": {"check", "footprint", "scaled", "minus"},
     # The gradient of a quadratic form is right for every precision; most have a cheaper product.
     "Precision": {"product"},
 }

@@ -58,7 +58,7 @@ TABLE: dict[str, Mapping[str, str]] = {
     "laplace.baselaplace": {
         **_at("laplace.base", "BaseLaplace"),
         **_at("laplace.parametric", "ParametricLaplace"),
-        **_at("laplace.named", "FullLaplace KronLaplace DiagLaplace"),
+        **_at("laplace.named", "FullLaplace KronLaplace DiagLaplace LowRankLaplace"),
     },
     "laplace.lllaplace": _at("laplace.named", "LLLaplace FullLLLaplace KronLLLaplace DiagLLLaplace"),
     "laplace.subnetlaplace": _at(
@@ -66,6 +66,10 @@ TABLE: dict[str, Mapping[str, str]] = {
     ),
     "laplace.marglik_training": _at("laplace.training.marglik", "marglik_training"),
     "laplace.curvature.curvature": _at("laplace.curvature.interface", "CurvatureInterface GGNInterface EFInterface"),
+    # The module asdfghjkl became asdl, which the package of the old name installs: the names mean its backends.
+    "laplace.curvature.asdfghjkl": {
+        f"Asdfghjkl{kind}": f"laplace.curvature.asdl:Asdl{kind}" for kind in ("Interface", "GGN", "EF", "Hessian")
+    },
     "laplace.utils": {
         **_HELPERS,
         **_EXTRACTOR,

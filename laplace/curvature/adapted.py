@@ -68,6 +68,7 @@ class AdaptedEngine(CurvatureEngine):
         self.methods = methods
         self.options = options
         self.kind, self.name = interface.kind, type(interface).__name__
+        self.generator = own.generator
         self.dtype = torch.promote_types(own.problem.dtype, torch.float32)
 
     # Primitives.
@@ -126,15 +127,19 @@ class AdaptedEngine(CurvatureEngine):
             parts.append(block if running is None else running[n].add_(block))
         return summary, tuple(parts)
 
-    def matmul(self, x: Inputs, y: Tensor, vectors: Tensor) -> tuple[BatchSummary, Tensor]:
+    def matmul(
+        self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
+    ) -> tuple[BatchSummary, Tensor]:
         if self._gives_columns:
             summary, blocks = self._weighted(x, y)
-            columns = torch.cat([blocks[i].dense() for i in sorted(blocks)], 2).flatten(0, 1)  # [K·B, P]
-            return summary, ((vectors @ columns.T.to(vectors)) @ columns.to(vectors))
-        if "full" in self.methods:
+            columns = torch.cat([blocks[i].dense() for i in sorted(blocks)], 2).flatten(0, 1).to(vectors)  # [K·B, P]
+            products = (vectors @ columns.T) @ columns
+        elif "full" in self.methods:
             summary, values = self._users_full(x, y, None)
-            return summary, vectors @ values.to(vectors)
-        return self.own.matmul(x, y, vectors)
+            products = vectors @ values.to(vectors)
+        else:
+            return self.own.matmul(x, y, vectors, running)
+        return summary, products if running is None else running.add_(products)
 
     def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
         name = self._jacobians

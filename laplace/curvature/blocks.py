@@ -82,6 +82,10 @@ class Block(ABC):
         """J v, `[S, B, K]`, for vectors `[S, p]`."""
         return torch.cat([torch.einsum("kbp,sp->sbk", piece, vectors) for piece in self.pieces()], 1)
 
+    def cast(self, dtype: torch.dtype) -> Block:
+        """The block in another dtype."""
+        return MappedBlock(self, lambda piece: piece.to(dtype))
+
     def pull(self, cotangents: Tensor) -> Tensor:
         """Σ_kb c_kb J_kb, `[p]`, for scalars `[K, B]`."""
         result, start = cotangents.new_zeros(self.size), 0
@@ -136,6 +140,9 @@ class DenseBlock(Block):
 
     def rows(self, index: slice) -> Block:
         return DenseBlock(self.values[:, index])
+
+    def cast(self, dtype: torch.dtype) -> Block:
+        return DenseBlock(self.values.to(dtype))
 
 
 @dataclass(frozen=True)
@@ -197,6 +204,44 @@ class SumBlock(Block):
 
     def rows(self, index: slice) -> Block:
         return SumBlock(tuple(part.rows(index) for part in self.parts))
+
+    def cast(self, dtype: torch.dtype) -> Block:
+        return SumBlock(tuple(part.cast(dtype) for part in self.parts))
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        return total(part.apply(vectors) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class JoinedBlock(Block):
+    """The tensors of one layer side by side, where they share a basis.
+
+    Attributes:
+        parts: A block of every tensor, in the order of their entries.
+    """
+
+    parts: tuple[Block, ...]
+
+    @property
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return sum(part.size for part in self.parts)
+
+    @property
+    def n_cotangents(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.parts[0].n_cotangents
+
+    @property
+    def n_data(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.parts[0].n_data
+
+    def dense(self) -> Tensor:
+        return torch.cat([part.dense().expand(-1, self.n_data, -1) for part in self.parts], 2)
+
+    def bound(self) -> Tensor:
+        return total(part.bound() for part in self.parts)
+
+    def rows(self, index: slice) -> Block:
+        return JoinedBlock(tuple(part.rows(index) for part in self.parts))
 
 
 @dataclass(frozen=True)

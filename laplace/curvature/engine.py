@@ -13,7 +13,8 @@ from torch import Tensor
 from laplace.batch import Inputs
 from laplace.curvature.blocks import Block
 from laplace.curvature.jacobian import Jacobian
-from laplace.curvature.kron_parts import KronParts
+from laplace.curvature.kron_parts import KronParts, KronSketch, Probe
+from laplace.curvature.survey import Survey
 from laplace.errors import UnsupportedError
 from laplace.likelihoods.base import Likelihood
 from laplace.weights.problem import Problem
@@ -57,10 +58,12 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
     Attributes:
         kind: `"ggn"`, `"ef"` or `"hessian"`: how the curvature scales with noise and temperature.
         name: What users call it.
+        generator: Source of the draws of sampled curvature, or None.
     """
 
     kind: str = "ggn"
     name: str = "CurvatureInterface"
+    generator: torch.Generator | None = None
 
     def __init__(self, problem: Problem, likelihood: Likelihood, *, split_outputs: bool = False) -> None:
         self.problem = problem
@@ -74,6 +77,14 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
     def kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
         """Kronecker factors of the unit curvature of a batch."""
         raise self._refusal("kron")
+
+    def sketch(self, x: Inputs, y: Tensor, probe: Probe, *, diagonal: bool) -> tuple[BatchSummary, KronSketch]:
+        """Products of the Kronecker factors of a batch with the matrices of a probe, and its diagonal if asked.
+
+        Here from the factors themselves, which an engine that can do without need not form.
+        """
+        summary, parts = self.kron(x, y)
+        return summary, KronSketch(parts.times(probe), self.diag(x, y)[1] if diagonal else None)
 
     def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
         """Unit curvature of a batch, `[E, P, P]`.
@@ -89,8 +100,13 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         """Blocks of the unit curvature of groups of tensors, `[E, p, p]` each; a running sum as in `full`."""
         raise self._refusal("blocks")
 
-    def matmul(self, x: Inputs, y: Tensor, vectors: Tensor) -> tuple[BatchSummary, Tensor]:
-        """Products `[E, R, P]` of the unit curvature of a batch with vectors `[E, R, P]` (`[1, R, P]`: for all)."""
+    def matmul(
+        self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
+    ) -> tuple[BatchSummary, Tensor]:
+        """Products `[E, R, P]` of the unit curvature of a batch with vectors `[E, R, P]` (`[1, R, P]`: for all).
+
+        With a running sum they are added in place, so that no second block of long vectors is held.
+        """
         raise self._refusal("matmul")
 
     def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
@@ -99,6 +115,12 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         The network is lent as long as the generator is open: read it to its end, or close it.
         """
         raise self._refusal("jacobian")
+
+    def survey(self, x: Inputs, y: Tensor) -> Survey:
+        """Shapes, memory and seconds of a batch, without its curvature; no random numbers are drawn."""
+        raise UnsupportedError(
+            f"backend={self.name} does not say what a batch takes; only the library's own backends can be planned for."
+        )
 
     def coverage(self) -> dict[str, str]:
         """Which rule or fallback explains each treated tensor; empty before the first batch."""

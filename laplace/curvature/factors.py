@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from laplace.curvature.blocks import Block, total
+from laplace.curvature.blocks import CHUNK_BYTES, Block, total
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,9 @@ class OuterBlock(Block):
         a = None if self.a is None else self.a[index]
         count = len(range(*index.indices(self.n_data)))
         return replace(self, a=a, g=self.g if self.identity else self.g[:, index], n_data=count)
+
+    def cast(self, dtype: torch.dtype) -> OuterBlock:
+        return replace(self, a=None if self.a is None else self.a.to(dtype), g=self.g.to(dtype))
 
     def dense(self) -> Tensor:
         g = self.g.expand(-1, self.n_data, -1, -1, -1) if self.identity else self.g
@@ -128,16 +131,29 @@ class OuterBlock(Block):
 
     def sum_of_squares(self, *, apart: bool = False) -> Tensor:
         if self.n_positions > 1 or self.a is None:
-            return super().sum_of_squares(apart=apart)
+            return self._squares_of_sums(apart=apart)
         order = "kgio" if self.input_first else "kgoi"
         g = self.g[:, :, 0].square()
         g = g if apart else g.sum(0, keepdim=True)
         return torch.einsum(f"kbgo,bgi->{order}", g.expand(-1, self.n_data, -1, -1), self.a[:, 0].square()).flatten(1)
 
+    def _squares_of_sums(self, *, apart: bool) -> Tensor:
+        """By dense pieces; of a large weight not even those of one datum hold all cotangents."""
+        step = max(1, CHUNK_BYTES // (8 * self.size))
+        if self.identity or self.n_cotangents <= step:
+            return super().sum_of_squares(apart=apart)
+        parts = [replace(self, g=g) for g in self.g.split(step)]
+        if apart:
+            return torch.cat([part.sum_of_squares(apart=True) for part in parts])
+        return total(part.sum_of_squares() for part in parts)
+
     def apply(self, vectors: Tensor) -> Tensor:
-        if self.n_positions > 1:
+        shared = self.n_positions > 1
+        if shared and (self.a is None or not self._applies_by_position(len(vectors))):
             return super().apply(vectors)
         steps = torch.stack([self._matrix(vector) for vector in vectors])  # [S, G, O, I]
+        if shared:
+            return self._by_position(steps)
         if self.a is None:
             outputs = steps[:, None, ..., 0].expand(-1, self.n_data, -1, -1)
         else:
@@ -145,6 +161,22 @@ class OuterBlock(Block):
         if self.identity and not self.rotated:
             return outputs.flatten(2)
         return torch.einsum("kbgo,sbgo->sbk", self.g[:, :, 0].expand(-1, self.n_data, -1, -1), outputs)
+
+    def _applies_by_position(self, count: int) -> bool:
+        """Whether Σ_t g·(a v) of S vectors is much less work than Σ_t g ⊗ a, as one product, and its products."""
+        k, t, i = self.n_cotangents, self.n_positions, self.n_inputs
+        return 2 * count * t * (i + k) < k * i * (t + count)
+
+    def _by_position(self, steps: Tensor) -> Tensor:
+        """Σ_t g·(a v), `[S, B, K]`, of vectors `[S, G, O, I]`: no dense piece is made."""
+        per_datum = len(steps) * self.n_positions * self.groups * self.g.shape[4] * 8
+        size = max(1, CHUNK_BYTES // per_datum)
+        parts: list[Tensor] = []
+        for start in range(0, self.n_data, size):
+            part = self.rows(slice(start, start + size))
+            outputs = torch.einsum("btgi,sgoi->sbtgo", part.a, steps)
+            parts.append(torch.einsum("kbtgo,sbtgo->sbk", part.g, outputs))
+        return torch.cat(parts, 1)
 
     def weighted_norms(self, weights: Tensor) -> Tensor:
         if self.n_positions > 1:
@@ -197,6 +229,9 @@ class IndexBlock(Block):
 
     def rows(self, index: slice) -> Block:
         return replace(self, index=self.index[index], g=self.g[:, index], counted=self.counted[index])
+
+    def cast(self, dtype: torch.dtype) -> IndexBlock:
+        return replace(self, g=self.g.to(dtype))
 
     def dense(self) -> Tensor:
         k, b, _, d = self.g.shape

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from laplace.errors import InvalidData
+
+DENSE_BLOCK_LIMIT = 512
+"""Largest tensor without Kronecker factors that gets an exact dense block; larger ones get an exact diagonal."""
+
 UNUSED = "unused"
 """Kind of a block that no datum has needed yet."""
+
+Probe = Callable[[str, int, int], Tensor]
+"""By the key of a side, its number of groups G and its width n: what it is multiplied with, `[G, n, w]`."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,29 @@ class KronParts:
     def positions(self, block: KronBlock) -> float:
         """Number of positions that share the weight; 1 without data. Data that fade may count less than 1."""
         return (float(self.factors[block.positions]) or 1.0) if block.positions else 1.0
+
+    def merged(self, other: KronParts) -> tuple[KronBlock, ...]:
+        """The forms of the blocks of both sets of data.
+
+        Raises:
+            InvalidData: Different rules explained a tensor.
+        """
+        return tuple(_either(a, b) for a, b in zip(self.blocks, other.blocks, strict=True))
+
+    def __add__(self, other: KronParts) -> KronParts:
+        blocks = self.merged(other)
+        keys = dict.fromkeys(key for block in blocks for key in block.reads)
+        pairs = {key: (self.factors.get(key), other.factors.get(key)) for key in keys}
+        return KronParts({key: total for key, pair in pairs.items() if (total := _added(*pair)) is not None}, blocks)
+
+    def times(self, probe: Probe) -> KronParts:
+        """The factors of products multiplied with a probe; counts and numbers of positions as they are."""
+        products: dict[str, Tensor] = {}
+        for block in self.blocks:
+            for key in block.reads if block.kind == "kron" else ():
+                factor = self.factors[key]
+                products[key] = factor if factor.ndim < 3 else factor @ probe(key, *factor.shape[-3:-1]).to(factor)
+        return KronParts(products, self.blocks)
 
     def kfacs(self) -> list[list[Tensor]]:
         """Factors per tensor: `[left, right]` with left ⊗ right its block, `[left]` of a bias, or a dense block."""
@@ -72,3 +103,35 @@ class KronBlock:
     def reads(self) -> tuple[str, ...]:
         """Keys of the factors that the block reads."""
         return tuple(key for key in (self.output, self.input, self.positions) if key is not None)
+
+
+@dataclass(frozen=True)
+class KronSketch:
+    """Products of Kronecker factors with given matrices, additive over batches as the factors are.
+
+    Attributes:
+        parts: Output sides times their matrices `[E, G, O, w]`, input sides `[G, I, w]`, counts and numbers of
+            positions as they are; nothing of tensors without factors.
+        diagonal: The exact diagonal of the curvature, `[E, P]`, or None where it was not asked for.
+    """
+
+    parts: KronParts
+    diagonal: Tensor | None
+
+
+def _either(a: KronBlock, b: KronBlock) -> KronBlock:
+    """The form of a block of two sets of data, of which one may not have needed it."""
+    if UNUSED in (a.kind, b.kind):
+        return b if a.kind == UNUSED else a
+    if a.reads != b.reads:
+        raise InvalidData(
+            f"Kronecker factors of two sets of data do not match: different rules explained {a.output!r} and "
+            f"{b.output!r}. Give batches of the same form, or use hessian_structure='diag', which has one form only."
+        )
+    return a
+
+
+def _added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b

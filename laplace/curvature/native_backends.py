@@ -98,7 +98,10 @@ class NativeEF(EFInterface):
 
 
 class NativeHessian(CurvatureInterface):
-    """The exact Hessian of the negative log likelihood, which may be indefinite: structures `full` and `lowrank`.
+    """The exact Hessian of the negative log likelihood, which may be indefinite.
+
+    Structures `full`, `diag`, `block` and `lowrank` take it, and say by `structure_kwargs={"indefinite": ...}` what
+    becomes of negative eigenvalues.
 
     Args:
         model: The network.

@@ -58,6 +58,13 @@ class OutputHessian:
         total = torch.diag(self.diag.sum(0))
         return total if self.vec is None else total - self.vec.T @ self.vec
 
+    def total_times(self, matrix: Tensor) -> Tensor:
+        """Σ_b Λ_b M of M `[C, w]`, `[C, w]`, without Σ_b Λ_b where Λ is structured."""
+        if self.dense is not None:
+            return self.dense.sum(0) @ matrix
+        product = self.diag.sum(0).unsqueeze(1) * matrix
+        return product if self.vec is None else product - self.vec.T @ (self.vec @ matrix)
+
     def matrix(self) -> Tensor:
         """Λ, `[B, C, C]`."""
         if self.dense is not None:

@@ -2,21 +2,33 @@
 
 from laplace.registry import Registry
 from laplace.structures.base import AdditiveCurvature, Curvature, Precision
+from laplace.structures.block import BlockCurvature
 from laplace.structures.diag import DiagCurvature
+from laplace.structures.ekfac import EkfacCurvature
 from laplace.structures.full import FullCurvature
 from laplace.structures.kron import KronCurvature
+from laplace.structures.low_rank import LowRankCurvature
+from laplace.structures.lowrank_kron import LowRankKronCurvature
 
 STRUCTURES: Registry[type[Curvature]] = Registry("hessian_structure")
 STRUCTURES.register("full")(FullCurvature)
 STRUCTURES.register("kron")(KronCurvature)
 STRUCTURES.register("diag")(DiagCurvature)
+STRUCTURES.register("block")(BlockCurvature)
+STRUCTURES.register("lowrank")(LowRankCurvature)
+STRUCTURES.register("ekfac")(EkfacCurvature)
+STRUCTURES.register("lowrank_kron")(LowRankKronCurvature)
 
 __all__ = [
     "STRUCTURES",
     "AdditiveCurvature",
+    "BlockCurvature",
     "Curvature",
     "DiagCurvature",
+    "EkfacCurvature",
     "FullCurvature",
     "KronCurvature",
+    "LowRankCurvature",
+    "LowRankKronCurvature",
     "Precision",
 ]

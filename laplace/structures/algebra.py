@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from laplace.errors import CurvatureError
+from laplace.structures.indefinite import without_rounding
 
 _NEGATIVE = 1e-3
 """Relative size from which a negative eigenvalue is no rounding error of float32 sums."""
@@ -21,24 +22,29 @@ def kept_for_later() -> AbstractContextManager[object]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
-def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def eigh(matrix: Tensor, *, signed: bool = False) -> tuple[Tensor, Tensor]:
     """Eigenvalues, clamped at zero, and eigenvectors of positive semi-definite `[..., n, n]`, in float64.
 
     In float32 a rank-deficient curvature has eigenvalues that are negative by rounding; they would turn
     the evidence into NaN for every small prior precision.
 
+    Args:
+        matrix: Symmetric, in the dtype in which it was summed.
+        signed: Negative eigenvalues are meant: only those that are zero but for rounding become zero.
+
     Raises:
-        CurvatureError: The matrix is indefinite beyond rounding, or not finite.
+        CurvatureError: The matrix is indefinite beyond rounding and not `signed`, or not finite.
     """
     with kept_for_later():
         values, vectors = torch.linalg.eigh(_checked(matrix))
-        return _clamped(values), vectors
+        return without_rounding(values, matrix.dtype) if signed else _clamped(values), vectors
 
 
-def eigvalsh(matrix: Tensor) -> Tensor:
+def eigvalsh(matrix: Tensor, *, signed: bool = False) -> Tensor:
     """Eigenvalues only, at a fraction of the cost of `eigh`."""
     with kept_for_later():
-        return _clamped(torch.linalg.eigvalsh(_checked(matrix)))
+        values = torch.linalg.eigvalsh(_checked(matrix))
+        return without_rounding(values, matrix.dtype) if signed else _clamped(values)
 
 
 def _checked(matrix: Tensor) -> Tensor:
@@ -53,7 +59,8 @@ def _clamped(values: Tensor) -> Tensor:
     if negative.any():
         raise CurvatureError(
             f"the curvature has {int(negative.sum())} negative directions (smallest eigenvalue {values.min():.3g}, "
-            f"largest {values.max():.3g}); use the GGN or the empirical Fisher, which are positive semi-definite."
+            f"largest {values.max():.3g}); use the GGN or the empirical Fisher, which are positive semi-definite, "
+            "or structure_kwargs={'indefinite': 'clamp'} or 'abs'."
         )
     # The most negative eigenvalue shows the size of the rounding, which makes as many zeros positive as negative.
     floor = -values.amin(-1, keepdim=True).clamp(max=0)
@@ -106,6 +113,24 @@ def _removed_too_much(smallest: float) -> CurvatureError:
 def other_structure(mine: str, theirs: str) -> CurvatureError:
     """The error of curvatures that cannot meet."""
     return CurvatureError(f"curvature of structure {theirs!r} cannot be subtracted from one of structure {mine!r}.")
+
+
+def positive_part(matrix: Tensor) -> Tensor:
+    """A curvature `[n, n]` with its directions of rounding below zero set to zero; differentiable, in float64."""
+    values, vectors = eigh(matrix)
+    return _projected(matrix, vectors * (values > 0))
+
+
+def significant_part(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same of an indefinite curvature that was summed in `dtype`, without eigenvalues that are zero but for it."""
+    values, vectors = torch.linalg.eigh(_checked(matrix))
+    return _projected(matrix, vectors * (without_rounding(values, dtype) != 0))
+
+
+def _projected(matrix: Tensor, keep: Tensor) -> Tensor:
+    # The projection is a constant, so that the gradient is that of the projected curvature.
+    projector = keep @ keep.T
+    return projector @ matrix.double() @ projector
 
 
 def cholesky(matrix: Tensor) -> Tensor | None:

@@ -12,10 +12,12 @@ from torch import Tensor
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
+from laplace.curvature.survey import Survey
 from laplace.errors import InvalidData, UnsupportedError
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
-from laplace.structures.scan import SpectralScan
+from laplace.structures.footprint import Footprint
+from laplace.structures.scan import Scan
 
 
 class Precision(ABC):
@@ -111,13 +113,40 @@ class Curvature(ABC):
         name: What users call it.
         options: Class of its options, whose fields are the keys of `structure_kwargs`.
         readings: How many times the data are read, at least.
+        exact_prior: Whether a prior that varies within a tensor is added as it is, and not in an eigenbasis.
+        note: What `repr` of a posterior says of it, or None.
         n_terms: E: curvature terms kept apart, one per output under a vector noise, else 1.
     """
 
     name: str
     options: type[Any] = NoOptions
     readings: int = 1
+    exact_prior: bool = True
+    note: str | None = None
     n_terms: int
+
+    @classmethod
+    def check(cls, layout: Layout, options: Any) -> None:
+        """Refuses a choice that cannot be held, before any data are read.
+
+        Args:
+            layout: The treated tensors.
+            options: An object of `options`.
+
+        Raises:
+            InvalidArgument: The structure would be too large for its options.
+        """
+        del layout, options  # most structures have no limit
+
+    @classmethod
+    def footprint(cls, survey: Survey, options: Any) -> Footprint:
+        """Memory and work of a fit and of predictions.
+
+        Args:
+            survey: What a batch showed.
+            options: An object of `options`.
+        """
+        raise UnsupportedError(f"hessian_structure={cls.name!r} does not say what it takes; it cannot be planned for.")
 
     @classmethod
     @abstractmethod
@@ -168,11 +197,11 @@ class Curvature(ABC):
         Args:
             weights: w, `[E]`: 1/(σ²T) of every term.
             prior: δ.
-            **options: The structure's own (Kron: `damping`).
+            **options: The structure's own (Kron: `damping`), and what is done about an `indefinite` curvature.
         """
 
     @abstractmethod
-    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:
+    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> Scan:
         """Functional variances at many scalar priors, after one factorisation."""
 
     @abstractmethod

@@ -12,11 +12,16 @@ from torch import Tensor
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
+from laplace.curvature.survey import Survey
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
 from laplace.structures.base import AdditiveCurvature, Curvature, Precision
+from laplace.structures.footprint import Footprint, squares_of_sums
+from laplace.structures.indefinite import SignedOptions, mended, require_positive
 from laplace.structures.scan import SpectralScan
+
+_ENTRY = "entry"
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class DiagCurvature(AdditiveCurvature):
 
     values: Tensor
     name = "diag"
+    options = SignedOptions
 
     @property
     def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -41,6 +47,20 @@ class DiagCurvature(AdditiveCurvature):
         summary, values = engine.diag(x, y)
         new = cls(values)
         return summary, former + new if isinstance(former, DiagCurvature) else new
+
+    @classmethod
+    def footprint(cls, survey: Survey, options: Any) -> Footprint:
+        numbers = survey.n_params * survey.itemsize
+        kept = survey.n_terms * numbers
+        return Footprint(
+            kept=kept,
+            running=2 * kept,
+            adding=3 * kept,
+            pieces=2 * survey.piece_bytes(survey.shared_sizes),
+            posterior=4 * numbers,
+            projecting=2 * survey.piece_bytes(survey.shared_sizes, survey.n_outputs),
+            work=squares_of_sums(survey),
+        )
 
     @classmethod
     def zeros(cls, prior: GaussianPrior) -> DiagCurvature:
@@ -60,11 +80,20 @@ class DiagCurvature(AdditiveCurvature):
         return DiagCurvature(algebra.remaining_entries(self.values, removed.values))
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> DiagPrecision:
-        return DiagPrecision(weights @ self.values, prior)
+        mode = options.get("indefinite")
+        return DiagPrecision(weights @ self._mended(mode), prior, signed=mode == "error")
+
+    def _mended(self, mode: str | None) -> Tensor:
+        return mended(self.values, mode) if mode in ("clamp", "abs") else self.values
 
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:
-        parts = (weights @ self.values).detach().split(list(layout.sizes))
-        return SpectralScan(lambda jacobian: jacobian, lambda delta: tuple(part + delta for part in parts))
+        mode = options.get("indefinite")
+        values = (weights @ self._mended(mode)).detach()
+
+        def precisions(delta: Tensor) -> tuple[Tensor, ...]:
+            return layout.split(require_positive(values + delta, _ENTRY) if mode == "error" else values + delta)
+
+        return SpectralScan(lambda jacobian: jacobian, precisions)
 
     def is_finite(self) -> bool:
         return bool(self.values.isfinite().all())
@@ -90,10 +119,12 @@ class DiagPrecision(Precision):
     Attributes:
         curvature: Diagonal of the scaled curvature, `[P]`.
         prior: δ.
+        signed: Whether negative entries of the curvature are meant.
     """
 
     curvature: Tensor
     prior: GaussianPrior
+    signed: bool = False
 
     @cached_property
     def diagonal(self) -> Tensor:
@@ -104,10 +135,15 @@ class DiagPrecision(Precision):
     def _variances(self) -> tuple[Tensor, ...]:
         return self.prior.layout.split(self.diagonal_of_inverse())
 
+    def _positive(self) -> Tensor:
+        """P, `[P]`, if it is positive."""
+        return require_positive(self.diagonal, _ENTRY) if self.signed else self.diagonal
+
     def logdet(self) -> Tensor:
-        return self.diagonal.log().sum()
+        return self._positive().log().sum()
 
     def logdet_ratio(self) -> Tensor:
+        self._positive()
         ratio = self.curvature / (self.prior.precision if self.prior.is_scalar else self.prior.diagonal())
         return ratio.log1p().sum()
 
@@ -131,7 +167,7 @@ class DiagPrecision(Precision):
         return noise * self.diagonal_of_inverse().sqrt()
 
     def diagonal_of_inverse(self) -> Tensor:
-        return 1 / self.diagonal.detach()
+        return 1 / self._positive().detach()
 
     def to_dense(self) -> Tensor:
         return torch.diag(self.diagonal)

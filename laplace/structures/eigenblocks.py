@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from laplace.curvature.blocks import Block, MappedBlock
+from laplace.curvature.blocks import Block, JoinedBlock, MappedBlock
+from laplace.curvature.engine import Groups
 from laplace.curvature.factors import IndexBlock, OuterBlock
+from laplace.curvature.jacobian import Jacobian
 from laplace.curvature.kron_parts import KronBlock
 from laplace.errors import UnsupportedError
+from laplace.prior import GaussianPrior
 from laplace.structures import algebra
 
 _SAME = 1e-9
@@ -121,13 +124,15 @@ class Spectra:
     """The eigendecompositions of all blocks, computed once per fit and shared by every precision.
 
     Attributes:
-        blocks: One per treated tensor, in float64.
+        blocks: One per treated tensor or group of tensors, in float64.
         dtype: The curvature's dtype: eigenvalues that were clamped in float64 lose nothing that a float32 evidence
             could show.
+        groups: Positions of the tensors of every block, which follow each other; None for one tensor per block.
     """
 
     blocks: tuple[BlockSpectrum, ...]
     dtype: torch.dtype
+    groups: Groups | None = None
 
     def __iter__(self) -> Iterator[BlockSpectrum]:
         return iter(self.blocks)
@@ -137,6 +142,30 @@ class Spectra:
 
     def __getitem__(self, i: int) -> BlockSpectrum:
         return self.blocks[i]
+
+    def regrouped(self, jacobian: Jacobian) -> Jacobian:
+        """A Jacobian with one block for each block of the curvature."""
+        if self.groups is None:
+            return jacobian
+        parts = (tuple(jacobian.blocks[i] for i in group) for group in self.groups)
+        return Jacobian(tuple(part[0] if len(part) == 1 else JoinedBlock(part) for part in parts))
+
+    def project(self, jacobian: Jacobian, bases: Sequence[BlockSpectrum]) -> Jacobian:
+        """A Jacobian in these bases, with one block for each."""
+        blocks = self.regrouped(jacobian).blocks
+        return Jacobian(tuple(basis.project(block) for basis, block in zip(bases, blocks, strict=True)))
+
+    def priors(self, prior: GaussianPrior) -> tuple[Tensor, ...]:
+        """δ of every block's entries: `[1]` where it is one number, else `[p]`."""
+        if prior.is_scalar:
+            return (prior.precision,) * len(self)
+        sizes, per_tensor = prior.layout.sizes, prior.per_block()
+        if self.groups is None:
+            return per_tensor
+        return tuple(
+            per_tensor[group[0]] if len(group) == 1 else torch.cat([per_tensor[i].expand(sizes[i]) for i in group])
+            for group in self.groups
+        )
 
     @cached_property
     def flat(self) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,12 +14,15 @@ from laplace.batch import Inputs
 from laplace.curvature.blocks import CHUNK_BYTES, DenseBlock
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
+from laplace.curvature.survey import Survey
 from laplace.errors import CurvatureError
 from laplace.gram import mirror
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
 from laplace.structures.base import AdditiveCurvature, Curvature, Precision
+from laplace.structures.footprint import DOUBLE, Footprint
+from laplace.structures.indefinite import SignedOptions, mended, require_positive
 from laplace.structures.scan import SpectralScan
 
 
@@ -28,10 +32,14 @@ class FullCurvature(AdditiveCurvature):
 
     Attributes:
         sums: `[E, P, P]`, of which the upper block triangle counts: `values` completes it.
+        signed: Whether negative eigenvalues are meant; else they are rounding, and zero.
     """
 
     sums: Tensor
+    signed: bool = False
+    _variants: dict[str, FullCurvature] = field(default_factory=dict, repr=False, compare=False)
     name = "full"
+    options = SignedOptions
 
     @cached_property
     def values(self) -> Tensor:
@@ -49,6 +57,24 @@ class FullCurvature(AdditiveCurvature):
         running = former.sums if isinstance(former, FullCurvature) else None
         summary, values = engine.full(x, y, running)
         return summary, cls(values)
+
+    @classmethod
+    def footprint(cls, survey: Survey, options: Any) -> Footprint:
+        square, columns = survey.n_params**2, survey.n_data * max(1, survey.n_columns)
+        kept = survey.n_terms * square * survey.itemsize
+        products = survey.n_columns == 0  # rows of the matrix, their transposes, and the sum
+        head = 2 * square * survey.itemsize // survey.n_outputs if survey.is_head else 0
+        return Footprint(
+            kept=kept,
+            running=3 * kept if products else kept,
+            adding=kept,
+            pieces=head or 3 * survey.piece_bytes([survey.n_params], survey.at_once),
+            posterior=(6 * DOUBLE + survey.itemsize) * square,
+            projecting=3 * survey.piece_bytes([survey.n_params], survey.n_outputs),
+            vectors=survey.n_params if products else 0,
+            work=0.5 * survey.n_data * square if survey.is_head else 0.5 * columns * square,
+            solve=4.0 * survey.n_params**3,
+        )
 
     @classmethod
     def zeros(cls, prior: GaussianPrior) -> FullCurvature:
@@ -69,21 +95,40 @@ class FullCurvature(AdditiveCurvature):
         return FullCurvature(algebra.remaining_matrix(self.values, removed.values))
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> FullPrecision:
-        return FullPrecision(self, weights, prior)
+        return FullPrecision(self.indefinite(options.get("indefinite")), weights, prior)
+
+    def indefinite(self, mode: str | None) -> FullCurvature:
+        """The curvature with what is done about negative eigenvalues; None where there can be none."""
+        if mode is None:
+            return self
+        if mode not in self._variants:
+            if mode == "error":
+                self._variants[mode] = replace(self, signed=True, _variants={})
+            else:
+                values, vectors = algebra.eigh(self.values, signed=True)
+                matrix = (vectors * mended(values, mode).unsqueeze(1)) @ vectors.mT
+                self._variants[mode] = FullCurvature(matrix.to(self.values))
+        return self._variants[mode]
 
     @cached_property
     def spectrum(self) -> Tensor:
-        """Eigenvalues of the single term, float64, clamped at zero: all that a scalar prior's evidence needs."""
-        return algebra.eigvalsh(self.values[0])
+        """Eigenvalues of the single term, float64, rounding removed: all that a scalar prior's evidence needs."""
+        return algebra.eigvalsh(self.values[0], signed=self.signed)
 
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:
-        values, vectors = algebra.eigh(torch.tensordot(weights.double(), self.values.double(), 1))
+        mode = options.get("indefinite")
+        signed = mode == "error"
+        held = self.indefinite(mode).values
+        values, vectors = algebra.eigh(torch.tensordot(weights.to(held), held, 1), signed=signed)
         values, vectors = values.to(self.values.dtype), vectors.to(self.values.dtype)
 
         def project(jacobian: Jacobian) -> Jacobian:
             return Jacobian((DenseBlock(torch.cat([piece @ vectors for piece in jacobian.pieces()]).transpose(0, 1)),))
 
-        return SpectralScan(project, lambda delta: (values + delta,))
+        def precisions(delta: Tensor) -> tuple[Tensor, ...]:
+            return (require_positive(values + delta) if signed else values + delta,)
+
+        return SpectralScan(project, precisions)
 
     def is_finite(self) -> bool:
         return bool(self.sums.diagonal(dim1=1, dim2=2).isfinite().all())
@@ -123,17 +168,14 @@ class FullPrecision(Precision):
     def logdet(self) -> Tensor:
         """With a scalar prior O(P) after one eigendecomposition per fit, else one Cholesky factorisation."""
         if self.prior.is_scalar and self.curvature.n_terms == 1:
-            return (self.weights * self.curvature.spectrum + self.prior.precision).log().sum()
-        factor = algebra.cholesky(self._double())
-        if factor is None:
-            factor = algebra.cholesky(self._projected())
-        if factor is None:
-            raise CurvatureError("the posterior precision is not positive definite; give a larger prior precision.")
-        return 2 * factor.diagonal().log().sum()
+            return self._checked(self.weights * self.curvature.spectrum + self.prior.precision).log().sum()
+        return 2 * self._factorised(algebra.cholesky).diagonal().log().sum()
 
     def logdet_ratio(self) -> Tensor:
         if self.prior.is_scalar and self.curvature.n_terms == 1:
-            return (self.weights / self.prior.precision * self.curvature.spectrum).log1p().sum()
+            ratios = self.weights / self.prior.precision * self.curvature.spectrum
+            self._checked((1 + ratios) * self.prior.precision)
+            return ratios.log1p().sum()
         return self.logdet() - self.prior.logdet()
 
     def quad(self, vectors: Tensor) -> Tensor:
@@ -147,19 +189,36 @@ class FullPrecision(Precision):
         curvature = sum(w * (vectors @ H) for w, H in zip(self.weights, self.curvature.values, strict=True))
         return curvature + self.prior.diagonal() * vectors
 
+    def _checked(self, eigenvalues: Tensor) -> Tensor:
+        return require_positive(eigenvalues) if self.curvature.signed else eigenvalues
+
+    def _factorised(self, factorise: Callable[[Tensor], Tensor | None]) -> Tensor:
+        """A triangular factor of P, if need be without the directions of rounding.
+
+        Raises:
+            CurvatureError: P is not positive definite.
+        """
+        factor = factorise(self._double())
+        if factor is None:
+            projected = self._projected()
+            factor = factorise(projected)
+            if factor is None:
+                self._checked(torch.linalg.eigvalsh(projected.detach()))
+                raise CurvatureError("the posterior precision is not positive definite; give a larger prior precision.")
+        return factor
+
     def _double(self) -> Tensor:
         values = torch.tensordot(self.weights.double(), self.curvature.values.double(), 1)
         return values + torch.diag(self.prior.diagonal().double())
 
     def _projected(self) -> Tensor:
-        """P with the curvature's directions of rounding below zero set to zero; differentiable in w and δ."""
+        """P with the curvature's directions of rounding set to zero; differentiable in w and δ."""
         prior = torch.diag(self.prior.diagonal().double())
-        curvature = torch.tensordot(self.weights.double(), self.curvature.values.double(), 1)
-        values, vectors = algebra.eigh(curvature)
-        # The projection is a constant, so that the gradient is that of the projected curvature.
-        keep = vectors * (values > 0)
-        projector = keep @ keep.T
-        return projector @ curvature @ projector + prior
+        values = self.curvature.values
+        curvature = torch.tensordot(self.weights.double(), values.double(), 1)
+        if self.curvature.signed:
+            return algebra.significant_part(curvature, values.dtype) + prior
+        return algebra.positive_part(curvature) + prior
 
     @cached_property
     def scale(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -169,12 +228,7 @@ class FullPrecision(Precision):
             CurvatureError: P is not positive definite.
         """
         with torch.no_grad():
-            factor = algebra.covariance_factor(self._double())
-            if factor is None:
-                factor = algebra.covariance_factor(self._projected())
-            if factor is None:
-                raise CurvatureError("the posterior precision is not positive definite; give a larger prior precision.")
-            return factor.to(self.curvature.values.dtype)
+            return self._factorised(algebra.covariance_factor).to(self.curvature.values.dtype)
 
     @cached_property
     def covariance(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

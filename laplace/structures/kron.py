@@ -17,9 +17,8 @@ from torch import Tensor
 
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
-from laplace.curvature.jacobian import Jacobian
 from laplace.curvature.kron_parts import UNUSED, KronBlock, KronParts
-from laplace.errors import InvalidData
+from laplace.curvature.survey import Survey
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
@@ -33,7 +32,8 @@ from laplace.structures.eigenblocks import (
     kron_spectrum,
     values_at,
 )
-from laplace.structures.kron_precision import KronPrecision
+from laplace.structures.footprint import DOUBLE, Footprint, Sides, widest_gradient
+from laplace.structures.kron_precision import KronPrecision, spectral_scan
 from laplace.structures.scan import SpectralScan
 
 
@@ -47,6 +47,7 @@ class KronCurvature(AdditiveCurvature):
 
     parts: KronParts
     name = "kron"
+    exact_prior = False
 
     @property
     def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -61,6 +62,25 @@ class KronCurvature(AdditiveCurvature):
         return summary, former + new if isinstance(former, KronCurvature) else new
 
     @classmethod
+    def footprint(cls, survey: Survey, options: Any) -> Footprint:
+        sides = Sides.of(survey)
+        kept = sides.numbers(survey.n_terms) * survey.itemsize
+        gradients = survey.n_data * survey.itemsize * widest_gradient(survey)
+        return Footprint(
+            kept=kept,
+            running=2 * kept,
+            adding=3 * kept,
+            pieces=2 * sides.largest * survey.itemsize + (0 if survey.is_head else survey.at_once * gradients),
+            posterior=(DOUBLE + survey.itemsize) * sides.squares
+            + 4 * DOUBLE * sides.largest
+            + (DOUBLE + 3 * survey.itemsize) * survey.n_params,
+            projecting=3 * survey.piece_bytes(survey.shared_sizes, survey.n_outputs)
+            + 2 * survey.n_outputs * (survey.n_outputs * survey.itemsize if survey.is_head else gradients),
+            work=sides.rows,
+            solve=sides.solve,
+        )
+
+    @classmethod
     def zeros(cls, prior: GaussianPrior) -> KronCurvature:
         sizes = prior.layout.sizes
         blocks = tuple(KronBlock("diag", size, f"diag:{i}") for i, size in enumerate(sizes))
@@ -69,11 +89,7 @@ class KronCurvature(AdditiveCurvature):
     def __add__(self, other: Curvature) -> KronCurvature:
         if not isinstance(other, KronCurvature):
             return NotImplemented
-        mine, yours = self.parts.factors, other.parts.factors
-        blocks = tuple(_either(a, b) for a, b in zip(self.parts.blocks, other.parts.blocks, strict=True))
-        keys = dict.fromkeys(key for block in blocks for key in block.reads)
-        factors = {key: _added(mine.get(key), yours.get(key)) for key in keys}
-        return KronCurvature(KronParts(factors, blocks))
+        return KronCurvature(self.parts + other.parts)
 
     def scaled(self, factor: float) -> KronCurvature:
         """Every factor is a sum over data, the number of positions too, and left ⊗ right / positions scales once."""
@@ -84,7 +100,7 @@ class KronCurvature(AdditiveCurvature):
         if not isinstance(removed, KronCurvature):
             raise algebra.other_structure(self.name, removed.name)
         mine, theirs = self.parts.factors, removed.parts.factors
-        blocks = tuple(_either(a, b) for a, b in zip(self.parts.blocks, removed.parts.blocks, strict=True))
+        blocks = self.parts.merged(removed.parts)
         found: dict[str, Tensor] = {}
         for key, is_matrix in (pair for block in blocks for pair in self._roles(block)):
             if key not in found:
@@ -104,19 +120,8 @@ class KronCurvature(AdditiveCurvature):
         return KronPrecision(self.spectra(weights), weights, prior, damping=bool(options.get("damping", False)))
 
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:
-        weights, like = weights.detach(), weights.new_ones(1)
-        spectra = self.spectra(weights)
-        bases = tuple(spectrum.cast(like.dtype) for spectrum in spectra)
-
-        def project(jacobian: Jacobian) -> Jacobian:
-            return Jacobian(tuple(b.project(block) for b, block in zip(bases, jacobian.blocks, strict=True)))
-
-        def precisions(delta: Tensor) -> tuple[Tensor, ...]:
-            damping = bool(options.get("damping", False))
-            prior = GaussianPrior(delta, like.new_zeros(()), layout)
-            return KronPrecision(spectra, weights, prior, damping=damping).eigenvalues(delta.dtype)
-
-        return SpectralScan(project, precisions)
+        weights = weights.detach()
+        return spectral_scan(self.spectra(weights), weights, layout, damping=bool(options.get("damping", False)))
 
     def spectra(self, weights: Tensor) -> Spectra:
         """Eigendecomposition of every block at these weights: once per fit, unless weights of several terms change."""
@@ -174,26 +179,8 @@ class KronCurvature(AdditiveCurvature):
 _FORMS = {"kron": "Kronecker factors", "dense": "exact dense block", "diag": "exact diagonal", UNUSED: "zero"}
 
 
-def _either(a: KronBlock, b: KronBlock) -> KronBlock:
-    """The form of a block of two sets of data, of which one may not have needed it."""
-    if UNUSED in (a.kind, b.kind):
-        return b if a.kind == UNUSED else a
-    if a.reads != b.reads:
-        raise InvalidData(
-            f"Kronecker factors of two sets of data do not match: different rules explained {a.output!r} and "
-            f"{b.output!r}. Give batches of the same form, or use hessian_structure='diag', which has one form only."
-        )
-    return a
-
-
 def _both(a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:
     """Two factors, of which one set of data may not have needed its own: zeros in its place."""
     if a is None:
         return torch.zeros_like(b), b  # pyright: ignore[reportReturnType, reportArgumentType]
     return a, torch.zeros_like(a) if b is None else b
-
-
-def _added(a: Tensor | None, b: Tensor | None) -> Tensor:
-    if a is None or b is None:
-        return b if a is None else a  # pyright: ignore[reportReturnType]
-    return a + b

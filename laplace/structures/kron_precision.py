@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 from laplace.curvature.jacobian import Jacobian
+from laplace.errors import CurvatureError
+from laplace.layout import Layout
 from laplace.prior import GaussianPrior
+from laplace.structures import algebra
 from laplace.structures.base import Precision
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
+from laplace.structures.scan import SpectralScan
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,12 @@ class KronPrecision(Precision):
 
     def _varies(self, i: int) -> bool:
         """Whether the prior varies within a dense block, which then has no fixed eigenbasis."""
-        return self.spectra[i].matrix is not None and self.prior.per_block()[i].numel() > 1
+        return self.spectra[i].matrix is not None and self._priors[i].numel() > 1
+
+    @cached_property
+    def _priors(self) -> tuple[Tensor, ...]:
+        """δ of every block's entries: `[1]` where it is one number, else `[p]`."""
+        return self.spectra.priors(self.prior)
 
     # Evidence.
 
@@ -56,16 +65,15 @@ class KronPrecision(Precision):
 
     def _block_logdet(self, i: int) -> Tensor:
         if self._varies(i):
-            factor = torch.linalg.cholesky(self._dense_block(i))
-            return 2 * factor.diagonal().log().sum()
+            return 2 * self._cholesky(i).diagonal().log().sum()
         values = self._values(i)
         repeats = self.spectra[i].size / values.numel()
         return values.log().sum() * repeats
 
     def _values(self, i: int) -> Tensor:
         """Eigenvalues of the posterior block, `[p]`, differentiable in scale and prior."""
-        spectrum, prior = self.spectra[i], self.prior.per_block()[i]
-        prior = spectrum.prior(prior)
+        spectrum = self.spectra[i]
+        prior = spectrum.prior(self._priors[i])
         left, right = spectrum.left_values, spectrum.right_values
         if not self.damping or left is None or right is None or spectrum.matrix is not None:
             return self._scale * spectrum.values + prior
@@ -78,12 +86,26 @@ class KronPrecision(Precision):
         with torch.no_grad():
             return tuple(self._values(i).to(dtype) for i in range(len(self.spectra)))
 
-    def _dense_block(self, i: int) -> Tensor:
-        """S H + diag(δ) of a dense block with a varying prior, float64."""
-        matrix, prior = self.spectra[i].matrix, self.prior.per_block()[i]
+    def _dense_block(self, i: int, *, positive: bool = False) -> Tensor:
+        """S H + diag(δ) of a dense block with a varying prior, float64; `positive`: without H's rounding below zero."""
+        matrix, prior = self.spectra[i].matrix, self._priors[i]
         if matrix is None:
             return torch.diag(self._values(i))
+        matrix = algebra.positive_part(matrix) if positive else matrix
         return self._scale.double() * matrix + torch.diag(prior.double().expand(len(matrix)))
+
+    def _cholesky(self, i: int) -> Tensor:
+        """Cholesky factor of a dense block with a varying prior, in float64.
+
+        Raises:
+            CurvatureError: The block is not positive definite in spite of H's projection.
+        """
+        factor = algebra.cholesky(self._dense_block(i))
+        if factor is None:
+            factor = algebra.cholesky(self._dense_block(i, positive=True))
+        if factor is None:
+            raise CurvatureError("the posterior precision is not positive definite; give a larger prior precision.")
+        return factor
 
     def quad(self, vectors: Tensor) -> Tensor:
         parts = vectors.split([spectrum.size for spectrum in self.spectra], -1)
@@ -109,9 +131,9 @@ class KronPrecision(Precision):
             for i, spectrum in enumerate(self.spectra):
                 values = None if self._varies(i) else self._values(i)
                 if values is None:
-                    matrix = self._dense_block(i)
-                    spectrum = dense_spectrum(matrix)
-                    values = spectrum.values
+                    spectrum = dense_spectrum(self._dense_block(i))
+                    # P is at least its prior, also where rounding of H says less.
+                    values = spectrum.values.maximum(self._priors[i].min().double())
                 found.append((spectrum.cast(self.prior.precision.dtype), values.to(self.prior.precision.dtype)))
             return tuple(found)
 
@@ -120,18 +142,18 @@ class KronPrecision(Precision):
         return tuple(1 / values for _, values in self._posterior)
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        return jacobian.sum_over_blocks(
+        return self.spectra.regrouped(jacobian).sum_over_blocks(
             lambda i, block: self._posterior[i][0].project(block).weighted_gram(self._variances[i])
         )
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        return jacobian.sum_over_blocks(
+        return self.spectra.regrouped(jacobian).sum_over_blocks(
             lambda i, block: self._posterior[i][0].project(block).weighted_norms(self._variances[i])
         )
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         total: Tensor | None = None
-        for (spectrum, values), block in zip(self._posterior, jacobian.blocks, strict=True):
+        for (spectrum, values), block in zip(self._posterior, self.spectra.regrouped(jacobian).blocks, strict=True):
             projected = spectrum.rotate(block.dense().transpose(0, 1).flatten(0, 1))
             part = (projected / values) @ projected.T
             total = part if total is None else total + part
@@ -188,3 +210,21 @@ class KronPrecision(Precision):
 def _folded(spectrum: BlockSpectrum, prior: Tensor) -> tuple[int, int]:
     """Trailing shape in which a prior in the eigenbasis meets `[G, L, R]` eigenvalues."""
     return (1, 1) if prior.numel() == 1 or spectrum.shape is None else spectrum.shape[1:]
+
+
+def spectral_scan(spectra: Spectra, weights: Tensor, layout: Layout, *, damping: bool = False) -> SpectralScan:
+    """Functional variances at many scalar priors from spectra that are known.
+
+    Args:
+        spectra: The eigendecomposition of every block at these weights.
+        weights: Scale of every curvature term, `[E]`, without gradient.
+        layout: The treated tensors.
+        damping: As of `KronPrecision`.
+    """
+    bases = tuple(spectrum.cast(weights.dtype) for spectrum in spectra)
+
+    def precisions(delta: Tensor) -> tuple[Tensor, ...]:
+        prior = GaussianPrior(delta, weights.new_zeros(()), layout)
+        return KronPrecision(spectra, weights, prior, damping=damping).eigenvalues(delta.dtype)
+
+    return SpectralScan(lambda jacobian: spectra.project(jacobian, bases), precisions)

@@ -1,7 +1,8 @@
-"""Many scalar priors at once: the Jacobian is rotated into the curvature's eigenbasis once, candidates only rescale."""
+"""Many scalar priors at once: what does not depend on the prior is computed once, candidates only rescale."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,9 +14,29 @@ from laplace.curvature.factors import IndexBlock, OuterBlock
 from laplace.curvature.jacobian import Jacobian
 
 
+class Scan(ABC):
+    """Functional variances of P(δ) for many scalar δ."""
+
+    @abstractmethod
+    def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
+        """J P(δ)⁻¹ Jᵀ per datum as a function of n priors δ `[n]`, `[n, B, C, C]` or `[n, B, C]`, without gradient.
+
+        Pieces of the Jacobian that are computed when they are asked for are so once for all n.
+
+        Args:
+            jacobian: J.
+            diagonal: Variances only.
+        """
+
+
+def one_by_one(at: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function of n priors `[n]` from one of a single prior `[1]`."""
+    return lambda deltas: torch.stack([at(delta) for delta in deltas.split(1)])
+
+
 @dataclass(frozen=True)
-class SpectralScan:
-    """Functional variances of P(δ) = U (s λ + δ) Uᵀ for many δ.
+class SpectralScan(Scan):
+    """Functional variances of P(δ) = U (s λ + δ) Uᵀ: the Jacobian is rotated into the eigenbasis once.
 
     Attributes:
         project: The Jacobian in the eigenbasis.
@@ -25,25 +46,16 @@ class SpectralScan:
     project: Callable[[Jacobian], Jacobian]
     precisions: Callable[[Tensor], tuple[Tensor, ...]]
 
-    def variance(self, projected: Jacobian, precision: Tensor, *, diagonal: bool) -> Tensor:
-        """J P(δ)⁻¹ Jᵀ per datum, `[B, C, C]`, or its diagonals `[B, C]`.
+    def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
+        projected = self.project(jacobian)
 
-        Args:
-            projected: What `project` gave.
-            precision: δ, `[1]`.
-            diagonal: Variances only.
-        """
-        return self.variances(projected, precision, diagonal=diagonal)[0]
+        def at(precisions: Tensor) -> Tensor:
+            values = [self.precisions(precision) for precision in precisions.split(1)]
+            inverses = [1 / torch.stack(block) for block in zip(*values, strict=True)]
+            contract = _norms if diagonal else _grams
+            return projected.sum_over_blocks(lambda i, block: contract(block, inverses[i]))
 
-    def variances(self, projected: Jacobian, precisions: Tensor, *, diagonal: bool) -> Tensor:
-        """J P(δ)⁻¹ Jᵀ of n precisions δ `[n]`, `[n, B, C, C]` or `[n, B, C]`, from one look at the Jacobian.
-
-        Pieces that are computed when they are asked for are so once for all δ, not once for each.
-        """
-        values = [self.precisions(precision) for precision in precisions.split(1)]
-        inverses = [1 / torch.stack(block) for block in zip(*values, strict=True)]
-        contract = _norms if diagonal else _grams
-        return projected.sum_over_blocks(lambda i, block: contract(block, inverses[i]))
+        return at
 
 
 def _has_factors(block: Block) -> bool:

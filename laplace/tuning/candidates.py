@@ -13,7 +13,6 @@ from torch import Tensor
 from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.blocks import CHUNK_BYTES
-from laplace.curvature.jacobian import Jacobian
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import CurvatureError
 from laplace.noise import standard_normal
@@ -41,6 +40,9 @@ class Predictive:
     n_samples: int = 100
     generator: torch.Generator | None = None
 
+
+VarianceAt = Callable[[Tensor], Tensor]
+"""Functional variances of a part of a batch at n priors."""
 
 Predict = Callable[[slice], Prediction]
 """Predictions of consecutive candidates: of one `[B, C]`, of n `[n, B, C]`."""
@@ -108,16 +110,16 @@ class Candidates:
             return self._sampled(x)
         x = batches.to_device(x, self.la.problem.device)
         with closing(self.la.engine.jacobian(x)) as pieces:
-            parts = [(self.scan.project(jacobian), f) for jacobian, f in pieces]
+            parts = [(self.scan.variances(jacobian, diagonal=self.diagonal), f) for jacobian, f in pieces]
         mean = torch.cat([f for _, f in parts]).to(self.priors.dtype)
-        projected = [jacobian for jacobian, _ in parts]
-        return lambda group: self._linearised(mean, projected, group), mean
+        variances = [function for function, _ in parts]
+        return lambda group: self._linearised(mean, variances, group), mean
 
-    def _linearised(self, mean: Tensor, projected: list[Jacobian], group: slice) -> Prediction:
-        variance = self._variances(projected, group)
+    def _linearised(self, mean: Tensor, functions: list[VarianceAt], group: slice) -> Prediction:
+        variance = self._variances(functions, group)
         if variance is None:  # of some candidate the posterior does not exist: it alone is NaN
             places = range(*group.indices(len(self.settings)))
-            found = [self._variances(projected, slice(i, i + 1)) for i in places]
+            found = [self._variances(functions, slice(i, i + 1)) for i in places]
             known = next((v for v in found if v is not None), None)
             if known is None:
                 raise CurvatureError("the posterior does not exist at any of these candidates.")
@@ -130,11 +132,11 @@ class Candidates:
         rows = self._target(means.flatten(0, 1), variance.flatten(0, 1))
         return rows.unflatten(0, means.shape[:2]) if isinstance(rows, Tensor) else rows
 
-    def _variances(self, projected: list[Jacobian], group: slice) -> Tensor | None:
+    def _variances(self, functions: list[VarianceAt], group: slice) -> Tensor | None:
         """(c (w₀ H + δ/c))⁻¹ between the rows of J, `[n, B, C]` or `[n, B, C, C]`; None where P has no inverse."""
         factors = self.factors[group]
         try:
-            parts = [self.scan.variances(j, self.priors[group] / factors, diagonal=self.diagonal) for j in projected]
+            parts = [variances(self.priors[group] / factors) for variances in functions]
         except (CurvatureError, torch.linalg.LinAlgError):
             return None
         found = torch.cat(parts, 1)

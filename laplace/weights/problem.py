@@ -158,7 +158,7 @@ class Problem:
         Raises:
             InvalidData: The output is not `[B, C]`.
         """
-        caller = _Caller(self.module, self.forward_fn)
+        caller = Caller(self.module, self.forward_fn)
         f = functional_call(caller, {f"module.{name}": t for name, t in tensors.items()}, (x,),
                             tie_weights=self.head is None)  # fmt: skip
         if f.ndim != 2:
@@ -174,8 +174,8 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach().clone() if tensor.is_inference() else tensor.detach()
 
 
-class _Caller(nn.Module):
-    """Gives `functional_call` one signature for every way of calling a model."""
+class Caller(nn.Module):
+    """Gives every way of calling a model one signature, inputs to `[B, C]`."""
 
     def __init__(self, module: nn.Module, forward_fn: ForwardFn | None) -> None:
         super().__init__()
@@ -183,4 +183,5 @@ class _Caller(nn.Module):
         self.forward_fn = forward_fn or batches.call
 
     def forward(self, x: Inputs) -> Tensor:
+        """The output tensor, whatever the model returns it in."""
         return batches.latent(self.forward_fn(self.module, x))

@@ -25,6 +25,11 @@ from tests.problems import Problem
 from tests.reference import curvature as reference
 
 STRUCTURE_NAMES: tuple[str, ...] = tuple(STRUCTURES)
+# Of which the curvature of all data is the sum of that of its parts; corrected eigenvalues of two sets of data belong
+# to two bases, and their sum is an approximation with a test of its own.
+SUMMING = tuple(name for name in STRUCTURE_NAMES if name != "ekfac")
+# Of which the mean over sampled curvatures is that of the exact one: not where a basis or a scaling is sampled, too.
+LINEAR = tuple(name for name in SUMMING if name != "lowrank_kron")
 SUBNETWORKS = ("random", "rectangle", "mixed")
 WEIGHTS = ("all", "last_layer", *SUBNETWORKS)
 BACKENDS = {"ggn": NativeGGN, "ef": NativeEF}
@@ -81,6 +86,12 @@ class Case:
         return truth(self.problem.name).tensor_of[self.columns]
 
     @property
+    def layer_of(self) -> Tensor:
+        """Which module owns each treated entry, as a number, `[P]`."""
+        owners = [name.rpartition(".")[0] for name in truth(self.problem.name).names]
+        return torch.tensor([owners.index(owner) for owner in owners])[self.tensor_of]
+
+    @property
     def n_outputs(self) -> int:
         """C."""
         return self.jacobian.shape[1]
@@ -89,9 +100,16 @@ class Case:
         """The exact unit curvature `[P, P]`; with `output_scale` `[C]` that of a regression with several noises."""
         return dense(self.problem, kind, output_scale)[self.columns][:, self.columns]
 
+    @property
+    def exactly(self) -> dict[str, Any]:
+        """Options under which the structure keeps all that it can."""
+        ranks = {"lowrank": len(self.columns), "lowrank_kron": 1000}
+        return {"structure_kwargs": {"rank": ranks[self.structure]}} if self.structure in ranks else {}
+
     def build(self, **options: Any) -> ParametricLaplace:
         """The posterior, not fitted, of a fresh model."""
         subset = self.weights
+        options = self.exactly | options
         if self.weights in SUBNETWORKS:
             subset, options["subnetwork_indices"] = "subnetwork", indices(self.problem, self.weights)
         elif self.weights == "last_layer":

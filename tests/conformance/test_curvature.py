@@ -6,11 +6,17 @@ import pytest
 import torch
 
 from tests import problems as catalogue
-from tests.conformance.cases import STRUCTURE_NAMES, Case, by_turns, drawn, few, own_dense, thinned
+from tests.conformance.cases import LINEAR, STRUCTURE_NAMES, Case, by_turns, drawn, few, own_dense, thinned
 from tests.reference.compare import assert_close
 
-# What a structure keeps of the exact curvature, where that is a function of it; Kron has a file of its own.
-KEPT = {"full": lambda dense: dense, "diag": lambda dense: torch.diag(dense.diagonal())}
+# What a structure keeps of the exact curvature, where that is a function of it; those of Kronecker factors have files
+# of their own.
+KEPT = {
+    "full": lambda case, dense: dense,
+    "lowrank": lambda case, dense: dense,
+    "diag": lambda case, dense: torch.diag(dense.diagonal()),
+    "block": lambda case, dense: dense * (case.layer_of[:, None] == case.layer_of),
+}
 
 
 @pytest.mark.parametrize("case", thinned(*KEPT))
@@ -26,14 +32,15 @@ def test_empirical_fisher_equals_the_exact_one(case: Case) -> None:
 
 def check(case: Case, kind: str) -> None:
     la = case.fit(kind=kind)
-    assert_close(own_dense(la), KEPT[case.structure](case.dense(kind)), "backend", label="curvature")
+    assert_close(own_dense(la), KEPT[case.structure](case, case.dense(kind)), "backend", label="curvature")
     assert_close(la.mean, case.mean, "exact", label="mean")
     assert la.n_data == int((case.problem.y != -100).sum() if case.problem.y.ndim == 1 else len(case.problem.y))
     assert la.n_outputs == case.n_outputs and la.n_params == len(case.columns)
 
 
 def test_every_structure_of_the_registry_has_a_truth() -> None:
-    assert set(STRUCTURE_NAMES) == {*KEPT, "kron"}, "give a new structure a truth, and its tests, here"
+    elsewhere = {"kron", "ekfac", "lowrank_kron"}
+    assert set(STRUCTURE_NAMES) == {*KEPT, *elsewhere}, "give a new structure a truth, and its tests, here"
 
 
 @pytest.mark.parametrize("case", few("all", "last_layer", "mixed", names=["mlp_regression", "conv2d_regression"]))
@@ -43,15 +50,15 @@ def test_terms_of_several_noises_add_up(case: Case) -> None:
     la = case.fit(sigma_noise=sigma)
     if case.structure in KEPT:
         for scale in (sigma**-2, torch.rand_like(sigma)):
-            expected = KEPT[case.structure](case.dense(output_scale=scale))
+            expected = KEPT[case.structure](case, case.dense(output_scale=scale))
             assert_close(own_dense(la, scale), expected, "backend", label="weighted curvature")
     assert_close(own_dense(la), own_dense(case.fit()), "backend", label="sum of the terms")
 
 
 @pytest.mark.parametrize(
     "case",
-    few("all", names=["mlp_classification", "mlp_regression", "mlp_bernoulli_multi", "pair"])
-    + few("last_layer", "mixed", names=["mlp_classification"]),
+    few("all", structures=LINEAR, names=["mlp_classification", "mlp_regression", "mlp_bernoulli_multi", "pair"])
+    + few("last_layer", "mixed", structures=LINEAR, names=["mlp_classification"]),
 )
 def test_sampled_curvature_is_right_on_average(case: Case) -> None:
     options = {"stochastic": True, "num_samples": 5, "generator": torch.Generator().manual_seed(0)}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from laplace import ParametricLaplace
 from laplace.errors import LaplaceError
+from laplace.structures.kron_precision import KronPrecision
 from tests import problems as catalogue
 from tests.conformance.cases import FEW, Case, by_turns, drawn, few, own_dense, priors, truth
 from tests.conformance.dense_posterior import Dense, hyper_parameters
@@ -74,8 +75,16 @@ def _check_posterior(case: Case, la: ParametricLaplace, values: dict[str, Tensor
 
 def _same_public_precision(la: ParametricLaplace, dense: Dense) -> None:
     public = la.posterior_precision
+    if isinstance(public, tuple):
+        (vectors, values), prior = public
+        whole = vectors @ torch.diag(values) @ vectors.T + torch.diag(prior)
+        assert_close(whole, dense.precision, "algebra", label="public")
+        return
     if isinstance(public, Tensor):
         assert_close(public if public.ndim == 2 else torch.diag(public), dense.precision, "algebra", label="public")
+        return
+    if not isinstance(public, KronPrecision):
+        assert_close(public.to_dense(), dense.precision, "algebra", label="public")
         return
     vectors = torch.randn(3, 2, len(dense.precision), dtype=torch.float64)
     inverse = torch.linalg.inv(dense.precision)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from laplace import Laplace, ParametricLaplace
 from laplace.errors import LaplaceError
 from tests import problems as catalogue
-from tests.conformance.cases import FEW, STRUCTURE_NAMES, Case, cases, drawn, few, own_dense
+from tests.conformance.cases import FEW, STRUCTURE_NAMES, SUMMING, Case, cases, drawn, few, own_dense
 from tests.conformance.kron_truth import kron_truth
 from tests.conformance.test_predictions import latent_of
 from tests.reference.compare import assert_close
@@ -42,7 +42,7 @@ def test_batch_size_and_order(case: Case) -> None:
     same(la, whole, "in reverse order")
 
 
-@pytest.mark.parametrize("case", few("all", "last_layer", "random"))
+@pytest.mark.parametrize("case", few("all", "last_layer", "random", structures=SUMMING))
 def test_shards_add_up(case: Case) -> None:
     """fit(a); fit(b, override=False) equals fit(a + b); fit(a) again forgets."""
     batches, kind = case.problem.batches(4), "ef" if case.weights == "random" else "ggn"
@@ -57,7 +57,7 @@ def test_shards_add_up(case: Case) -> None:
     same(la, whole, "override")
 
 
-@pytest.mark.parametrize("case", few("all", "last_layer", "mixed", names=["mlp_regression"]))
+@pytest.mark.parametrize("case", few("all", "last_layer", "mixed", structures=SUMMING, names=["mlp_regression"]))
 def test_shards_with_several_noises(case: Case) -> None:
     sigma = drawn(case, "sigma", case.n_outputs).exp()
     batches = case.problem.batches(4)
@@ -111,9 +111,11 @@ class _TakesMapping(nn.Module):
 @pytest.mark.parametrize("name", ["mlp_classification", "mlp_regression", "transformer"])
 def test_mappings_equal_pairs(name: str, weights: str, structure: str) -> None:
     problem = catalogue.get(name)
-    pairs = Case(problem, structure, weights).fit(4)
+    case = Case(problem, structure, weights)
+    pairs = case.fit(4)
     model = _TakesMapping(problem.make_model(), "features")
-    la = Laplace(model, problem.likelihood, weights, structure, dict_key_x="features", dict_key_y="target")
+    keys = {"dict_key_x": "features", "dict_key_y": "target"}
+    la = Laplace(model, problem.likelihood, weights, structure, **keys, **case.exactly)
     la.fit([{"features": x, "target": y} for x, y in problem.batches(4)])
     same(la, pairs)
     latents = [latent_of(pairs, problem.x, "full"), latent_of(la, {"features": problem.x}, "full")]

@@ -43,6 +43,32 @@ def test_a_first_batch_that_happens_to_be_sorted(structure: str) -> None:
         assert_close(la.H, reference.ggn(model, x, y, names, "classification"), "backend")
 
 
+class _PutBack(nn.Module):
+    """Sorts the batch, and puts the outputs back: a bias whose Jacobian is the same at every datum sees other rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        return self.b(torch.tanh(self.a(x[order])))[order.argsort()]
+
+
+@pytest.mark.parametrize("structure", ["full", "diag"])
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_outputs_that_are_put_back(structure: str, weights: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = _PutBack().double(), torch.randn(6, 3, dtype=torch.float64), torch.randint(2, (6,))
+    la: Any = Laplace(model, "classification", weights, structure)
+    la.fit([(x, y)])
+    names = reference.trainable_names(model)
+    truth = reference.ggn(model, x, y, names, "classification")
+    truth = truth if weights == "all" else truth[-10:, -10:]
+    assert_close(la.H if structure == "full" else torch.diag(la.H), truth if structure == "full" else
+                 torch.diag(truth.diagonal()), "backend")  # fmt: skip
+
+
 def test_gradients_for_one_datum_behind_a_batch_norm() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(

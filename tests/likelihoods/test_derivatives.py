@@ -62,6 +62,8 @@ def check_forms(form: OutputHessian) -> None:
     root = form.root()
     assert_close(form.diagonal(), full.diagonal(dim1=1, dim2=2), "algebra")
     assert_close(form.total(), full.sum(0), "algebra")
+    matrix = torch.randn(full.shape[1], 2, dtype=full.dtype, generator=torch.Generator().manual_seed(0))
+    assert_close(form.total_times(matrix), full.sum(0) @ matrix, "algebra")
     assert_close(torch.einsum("kbc,kbd->bcd", root, root), full, "algebra")
 
 

@@ -12,13 +12,10 @@ from laplace.curvature.blocks import Block, PickedBlock
 from laplace.curvature.engine import Bases, Groups
 from laplace.curvature.factors import IndexBlock, OuterBlock
 from laplace.curvature.jacobian import Jacobian
-from laplace.curvature.kron_parts import UNUSED, KronBlock, KronParts
-from laplace.gram import add_gram, group_gram
+from laplace.curvature.kron_parts import DENSE_BLOCK_LIMIT, UNUSED, KronBlock, KronParts, Probe
+from laplace.gram import add_gram, group_gram, group_product
 from laplace.likelihoods.base import OutputHessian
 from laplace.weights.problem import Problem
-
-DENSE_BLOCK_LIMIT = 512
-"""Largest tensor without Kronecker factors that gets an exact dense block; larger ones get an exact diagonal."""
 
 
 class DiagSum:
@@ -209,16 +206,26 @@ class KronSum:
         dtype: Curvature dtype.
         origins: Where each tensor's block comes from.
         reduce: KFAC-reduce (average positions before the outer product) instead of KFAC-expand.
+        probe: Matrices with which factors are multiplied as they are summed, so that none is formed; tensors without
+            factors are left out then.
     """
 
     def __init__(
-        self, problem: Problem, n_terms: int, dtype: torch.dtype, origins: Sequence[Origin], *, reduce: bool
+        self,
+        problem: Problem,
+        n_terms: int,
+        dtype: torch.dtype,
+        origins: Sequence[Origin],
+        *,
+        reduce: bool,
+        probe: Probe | None = None,
     ) -> None:
         self.problem = problem
         self.n_terms = n_terms
         self.dtype = dtype
         self.origins = origins
         self.reduce = reduce
+        self.probe = probe
         self.factors: dict[str, Tensor] = {}
         self.blocks: dict[int, KronBlock] = {}
 
@@ -227,8 +234,7 @@ class KronSum:
         seen: set[str] = set()
         for slot, block in blocks.items():
             if self.origins[slot].unused:
-                self.blocks[slot] = KronBlock(UNUSED, block.size, f"unused:{slot}")
-                self._put_terms(f"unused:{slot}", block.sum_of_squares(apart=self.n_terms > 1), first)
+                self._put_diagonal(UNUSED, slot, block, first)
                 continue
             whole = block.whole if isinstance(block, PickedBlock) else block
             if isinstance(whole, OuterBlock | IndexBlock) and self.origins[slot].single:
@@ -240,20 +246,29 @@ class KronSum:
 
     def add_head(self, blocks: Mapping[int, OuterBlock], hessian: OutputHessian) -> None:
         """Adds A = Σ φφᵀ and B = Σ Λ of a head, without a root of Λ."""
-        total = hessian.total().to(self.dtype)
-        if self.n_terms > 1:
-            total = torch.diag_embed(torch.diag(total.diagonal()))
-        total = total.reshape(self.n_terms, 1, *total.shape[-2:])
         for slot, block in blocks.items():
             output = f"out:{self.origins[slot].use}"
-            self.factors[output] = total
+            if output not in self.factors:
+                self.factors[output] = self._head_side(output, hessian)
             self._inputs(slot, block, output, block.a, block.n_data)
+
+    def _head_side(self, key: str, hessian: OutputHessian) -> Tensor:
+        """B = Σ Λ, `[E, 1, C, C]`, or its products `[E, 1, C, w]`."""
+        n_outputs = hessian.diag.shape[1]
+        if self.probe is None:
+            total = hessian.total()
+            total = total if self.n_terms == 1 else torch.diag_embed(torch.diag(total.diagonal()))
+        else:
+            matrix = self.probe(key, 1, n_outputs)[0].to(hessian.diag)
+            weights = torch.diag(hessian.diagonal().sum(0))
+            total = hessian.total_times(matrix) if self.n_terms == 1 else weights.unsqueeze(2) * matrix
+        return total.reshape(self.n_terms, 1, n_outputs, -1).to(self.dtype)
 
     def _kronecker(self, slot: int, block: OuterBlock | IndexBlock, first: int, seen: set[str]) -> None:
         output = self._output_key(slot, block)
         if output not in seen:
             seen.add(output)
-            self._put_terms(output, self._output_side(block), first)
+            self._put_terms(output, self._output_side(output, block), first)
         if first > 0:
             return
         if isinstance(block, OuterBlock):
@@ -267,7 +282,7 @@ class KronSum:
     def _inputs(self, slot: int, block: OuterBlock, output: str, a: Tensor | None, positions: int) -> None:
         key = None if a is None else f"in:{slot}"
         if a is not None:
-            self.factors[f"in:{slot}"] = group_gram(a)
+            self.factors[f"in:{slot}"] = self._gram(f"in:{slot}", a)
         self.factors[f"positions:{slot}"] = torch.tensor(float(positions), dtype=self.dtype, device=block.g.device)
         first = block.input_first
         self.blocks[slot] = KronBlock("kron", block.size, output, key, f"positions:{slot}", first)
@@ -277,23 +292,33 @@ class KronSum:
         own = isinstance(block, IndexBlock) or block.input_first or self.problem.slots[slot].entries is not None
         return f"own:{slot}" if own else f"out:{self.origins[slot].use}"
 
-    def _output_side(self, block: OuterBlock | IndexBlock) -> Tensor:
+    def _gram(self, key: str, rows: Tensor) -> Tensor:
+        """Σ x xᵀ of rows `[..., G, n]`, `[G, n, n]`, or its product with the probe of this side, `[G, n, w]`."""
+        if self.probe is None:
+            return group_gram(rows)
+        return group_product(rows, self.probe(key, *rows.shape[-2:]).to(rows))
+
+    def _output_side(self, key: str, block: OuterBlock | IndexBlock) -> Tensor:
         """Σ g gᵀ over data and positions, `[k, G, O, O]`, or `[1, G, O, O]` where terms are not kept apart."""
         if isinstance(block, IndexBlock):
             # Always expand: the mean of one-hot vectors has no diagonal second moment.
             g = block.g[:, block.counted].unsqueeze(2)
         else:
             g = block.g.sum(2) if self.reduce else block.g
-        return group_gram(g).unsqueeze(0) if self.n_terms == 1 else torch.stack([group_gram(term) for term in g])
+        return torch.stack([self._gram(key, term) for term in (g.unsqueeze(0) if self.n_terms == 1 else g)])
 
     def _exact(self, slot: int, block: Block, first: int) -> None:
-        if block.size > DENSE_BLOCK_LIMIT:
-            self.blocks[slot] = KronBlock("diag", block.size, f"diag:{slot}")
-            self._put_terms(f"diag:{slot}", block.sum_of_squares(apart=self.n_terms > 1), first)
+        if block.size > DENSE_BLOCK_LIMIT or self.probe is not None:
+            self._put_diagonal("diag", slot, block, first)
             return
         self.blocks[slot] = KronBlock("dense", block.size, f"dense:{slot}")
         for piece in block.pieces():
             self._put_terms(f"dense:{slot}", piece.transpose(1, 2) @ piece, first)
+
+    def _put_diagonal(self, kind: str, slot: int, block: Block, first: int) -> None:
+        self.blocks[slot] = KronBlock(kind, block.size, f"{kind}:{slot}")
+        if self.probe is None:
+            self._put_terms(f"{kind}:{slot}", block.sum_of_squares(apart=self.n_terms > 1), first)
 
     def _put_terms(self, key: str, values: Tensor, first: int) -> None:
         """Adds values `[k, ...]` of the terms from `first` on, or their sum where terms are not kept apart."""

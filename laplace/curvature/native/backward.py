@@ -19,9 +19,15 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 _RECURRENT = (nn.RNNBase,)
 
 
-def prefers_loop(module: nn.Module) -> bool:
-    """Whether the network holds layers whose vectorised backward pass is slow or missing."""
-    return any(isinstance(child, _CONVOLUTIONS + _RECURRENT) for child in module.modules())
+def prefers_loop(module: nn.Module, *, twice: bool = False) -> bool:
+    """Whether the network holds layers whose vectorised backward pass is slow or missing.
+
+    Args:
+        module: The network.
+        twice: Of passes that differentiate twice, which also for convolutions are faster when vectorised.
+    """
+    slow = _RECURRENT if twice else _CONVOLUTIONS + _RECURRENT
+    return any(isinstance(child, slow) for child in module.modules())
 
 
 def pull(
@@ -53,7 +59,7 @@ def pull(
         except RuntimeError:  # an operation on the way has no batching rule
             pass
     passes = [_grad(f, edges, u, create_graph, batched=False) for u in cotangents]
-    return [_stack(gradients) for gradients in zip(*passes, strict=True)]
+    return [stack(gradients) for gradients in zip(*passes, strict=True)]
 
 
 @contextmanager
@@ -73,7 +79,8 @@ def _grad(
     )
 
 
-def _stack(gradients: tuple[Tensor | None, ...]) -> Tensor | None:
+def stack(gradients: tuple[Tensor | None, ...]) -> Tensor | None:
+    """Gradients of one tensor, one per pass, as `[K, *shape]`: zero where it was not reached, None if it never was."""
     found = [g for g in gradients if g is not None]
     if not found:
         return None

@@ -15,6 +15,8 @@ from laplace.curvature.native.backward import prefers_loop
 from laplace.curvature.native.capture import Capture, capture
 from laplace.curvature.native.passes import ForwardPass
 from laplace.curvature.native.plan import Plan, make_plan, unused_still
+from laplace.curvature.native.surveying import surveyed
+from laplace.curvature.survey import Survey
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.lending import lent
 from laplace.likelihoods.base import Likelihood
@@ -24,6 +26,9 @@ MEMORY_BUDGET = 2**30
 """Bytes of output gradients held at once: fixed, so that results do not depend on the machine."""
 
 _MAX_PLANS = 64
+
+_CACHED = 2**26
+"""Bytes that vectors hold at once on a CPU, where larger passes are slower than several small ones."""
 
 _COPIES = 4
 """Activations that a vector holds on its way through a pass that is differentiated twice."""
@@ -56,13 +61,14 @@ class NativeEngine(CurvatureEngine):
         self.memory_budget = memory_budget
         self.dtype = torch.promote_types(problem.dtype, torch.float32)
         self._loop = prefers_loop(problem.module)
+        self._loop_twice = prefers_loop(problem.module, twice=True)
         self._plans: dict[object, Plan] = {}
         self._rules: dict[str, str] = {}
 
     # Primitives of every kind.
 
     def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
-        taken = self._forward(x, create_graph=create_graph)
+        taken = self.forward(x, create_graph=create_graph)
         n_data, outputs = taken.f.shape
         parts = min(n_data, -(-taken.bytes_per_cotangent() * outputs // self.memory_budget))
         if parts <= 1:
@@ -72,15 +78,24 @@ class NativeEngine(CurvatureEngine):
         step = -(-n_data // parts)
         for start in range(0, n_data, step):
             part = batches.select(x, slice(start, start + step), n_data)
-            taken = self._forward(part, create_graph=create_graph)
+            taken = self.forward(part, create_graph=create_graph)
             yield taken.jacobian(), taken.taken.f if create_graph else taken.f
+
+    def survey(self, x: Inputs, y: Tensor) -> Survey:
+        taken, y = self.observe(x, y)
+        columns, terms = self.n_columns(taken.f), self._n_terms(taken.f)
+        return surveyed(taken, n_columns=columns, n_terms=terms, loop=self._loop, product_budget=self._product_budget)
+
+    def n_columns(self, f: Tensor) -> int:
+        """Cotangents that the curvature of outputs f `[B, C]` takes; 0 where it is known by its products alone."""
+        return 0
 
     def coverage(self) -> dict[str, str]:
         return dict(self._rules)
 
     # How they come about.
 
-    def _forward(self, x: Inputs, *, create_graph: bool = False) -> ForwardPass:
+    def forward(self, x: Inputs, *, create_graph: bool = False) -> ForwardPass:
         """One captured forward pass in evaluation mode, with a plan proven for this form of input.
 
         Raises:
@@ -122,9 +137,9 @@ class NativeEngine(CurvatureEngine):
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = plan
 
-    def _observe(self, x: Inputs, y: Tensor) -> tuple[ForwardPass, Tensor]:
-        """A forward pass with its checked targets."""
-        taken = self._forward(x)
+    def observe(self, x: Inputs, y: Tensor) -> tuple[ForwardPass, Tensor]:
+        """A forward pass with a proven plan, and checked targets."""
+        taken = self.forward(x)
         return taken, self.likelihood.check_targets(taken.f.to(self.dtype), y)
 
     def _differentiable(self, x: Inputs) -> Capture:
@@ -133,19 +148,27 @@ class NativeEngine(CurvatureEngine):
         Raises:
             InvalidData: A batch of no data.
         """
-        taken = capture(self.problem, detached(x), loop=self._loop, create_graph=True)
+        taken = capture(self.problem, detached(x), loop=self._loop_twice, create_graph=True)
         if taken.f.shape[0] == 0:
             raise InvalidData("the batch holds no data.")
         return taken
 
-    def _per_call(self, taken: Capture, count: int) -> int:
+    def per_call(self, taken: Capture, count: int) -> int:
         """Of `count` vectors, how many go through one vectorised pass within the memory budget."""
         held = sum(use.shape.numel() for use in taken.uses) + taken.f.numel()
-        return max(1, min(count, self.memory_budget // (_COPIES * held * taken.f.element_size())))
+        gradients = sum(slot.shape.numel() for slot in self.problem.slots)  # of a loop twice: as a list, and stacked
+        per_vector = (_COPIES * held + 2 * gradients) * taken.f.element_size()
+        return max(1, min(count, self._product_budget // per_vector))
+
+    @property
+    def _product_budget(self) -> int:
+        """Bytes that the vectors of one vectorised pass may hold."""
+        return min(self.memory_budget, _CACHED) if self.problem.device.type == "cpu" else self.memory_budget
 
     def _n_terms(self, f: Tensor) -> int:
         return f.shape[1] if self.split_outputs else 1
 
-    def _summary(self, f: Tensor, y: Tensor) -> BatchSummary:
+    def summary(self, f: Tensor, y: Tensor) -> BatchSummary:
+        """What a batch with outputs f `[B, C]` and checked targets contributes besides its curvature."""
         terms = self.likelihood.loss_terms(f.to(self.dtype), y)
         return BatchSummary(terms, self.likelihood.count(f, y), f.shape[1])

@@ -10,7 +10,7 @@ from torch import Tensor
 from laplace.batch import Inputs
 from laplace.curvature.engine import Bases, BatchSummary, Groups
 from laplace.curvature.native.engine import NativeEngine
-from laplace.curvature.native.products import hessian_products
+from laplace.curvature.native.products import HessianProduct
 from laplace.errors import UnsupportedError
 from laplace.lending import lent
 
@@ -27,7 +27,9 @@ class HessianEngine(NativeEngine):
     kind = "hessian"
     name = "NativeHessian"
 
-    def matmul(self, x: Inputs, y: Tensor, vectors: Tensor) -> tuple[BatchSummary, Tensor]:
+    def matmul(
+        self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
+    ) -> tuple[BatchSummary, Tensor]:
         with torch.inference_mode(False), lent(self.problem.module):
             taken = self._differentiable(x)
             with torch.enable_grad():
@@ -35,13 +37,14 @@ class HessianEngine(NativeEngine):
                 y = self.likelihood.check_targets(f.detach(), y)
                 losses = self.likelihood.loss_terms(f, y)
                 losses = losses if self.split_outputs else losses.sum().unsqueeze(0)
-            step = self._per_call(taken, vectors.shape[1])
+            step = self.per_call(taken, vectors.shape[1])
             vectors = vectors.expand(len(losses), -1, -1)
-            terms = [
-                torch.cat([hessian_products(self.problem, taken, loss, part) for part in rows.split(step)])
-                for loss, rows in zip(losses, vectors, strict=True)
-            ]
-        return self._summary(taken.f.detach(), y), torch.stack(terms).to(vectors)
+            total = torch.zeros_like(vectors, memory_format=torch.contiguous_format) if running is None else running
+            for loss, rows, sums in zip(losses, vectors, total, strict=True):
+                product = HessianProduct(self.problem, taken, loss)
+                for part, target in zip(rows.split(step), sums.split(step), strict=True):
+                    product.add(part, target)
+        return self.summary(taken.f.detach(), y), total
 
     def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
         n_params = self.problem.layout.n_params

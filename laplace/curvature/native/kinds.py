@@ -66,6 +66,9 @@ class GGNEngine(OuterEngine):
             return draws / self.num_samples**0.5
         return self.likelihood.hessian(f.to(self.dtype), y).root()
 
+    def n_columns(self, f: Tensor) -> int:
+        return self.num_samples if self.stochastic else f.shape[1]
+
     def output_hessian(self, f: Tensor, y: Tensor) -> OutputHessian | None:
         return None if self.stochastic else self.likelihood.hessian(f.to(self.dtype), y)
 
@@ -78,3 +81,6 @@ class EFEngine(OuterEngine):
 
     def cotangents(self, f: Tensor, y: Tensor) -> Tensor:
         return self.likelihood.gradient(f.to(self.dtype), y).unsqueeze(0)
+
+    def n_columns(self, f: Tensor) -> int:
+        return 1

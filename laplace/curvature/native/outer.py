@@ -13,7 +13,7 @@ from laplace.batch import Inputs
 from laplace.curvature.blocks import Block
 from laplace.curvature.engine import Bases, BatchSummary, Groups
 from laplace.curvature.factors import OuterBlock
-from laplace.curvature.kron_parts import KronParts
+from laplace.curvature.kron_parts import KronParts, KronSketch, Probe
 from laplace.curvature.native.accumulate import BlockSum, DiagSum, FullSum, KronSum, Origin
 from laplace.curvature.native.engine import MEMORY_BUDGET, NativeEngine
 from laplace.curvature.native.passes import ForwardPass
@@ -74,53 +74,65 @@ class OuterEngine(NativeEngine):
     # Primitives.
 
     def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
-        taken, y = self._observe(x, y)
+        taken, y = self.observe(x, y)
         total = DiagSum(self.problem, self._n_terms(taken.f), self.dtype, bases)
         heads = taken.head_blocks(taken.heads())
         projected = {i: total.in_basis(i, block) for i, block in heads.items()}
         outer = {i: block for i, block in projected.items() if isinstance(block, OuterBlock)}
         self._accumulate(taken, y, total, heads=outer)
-        return self._summary(taken.f, y), total.result()
+        return self.summary(taken.f, y), total.result()
 
     def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
-        taken, y = self._observe(x, y)
+        taken, y = self.observe(x, y)
         slots = range(len(taken.plan))
         total = FullSum(slots, self.problem, self._n_terms(taken.f), self.dtype, running)
         heads = taken.head_blocks(taken.heads())
         self._accumulate(taken, y, total, heads=heads if len(heads) == len(slots) else {})
-        return self._summary(taken.f, y), total.values if running is not None else mirror(total.values)
+        return self.summary(taken.f, y), total.values if running is not None else mirror(total.values)
 
     def blocks(
         self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[Tensor] | None = None
     ) -> tuple[BatchSummary, tuple[Tensor, ...]]:
-        taken, y = self._observe(x, y)
+        taken, y = self.observe(x, y)
         total = BlockSum(groups, self.problem, self._n_terms(taken.f), self.dtype, running)
         heads = set(taken.heads())
         whole = [i for group in groups if heads.issuperset(group) for i in group]
         self._accumulate(taken, y, total, heads=taken.head_blocks(whole))
         found = total.result()
-        return self._summary(taken.f, y), found if running is not None else tuple(mirror(block) for block in found)
+        return self.summary(taken.f, y), found if running is not None else tuple(mirror(block) for block in found)
 
     def kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
-        taken, y = self._observe(x, y)
-        reduce = self.kfac_approx == "reduce"
-        total = KronSum(self.problem, self._n_terms(taken.f), self.dtype, _origins(taken.plan), reduce=reduce)
+        taken, y = self.observe(x, y)
+        total = self._kron_sum(taken, None)
         self._accumulate(taken, y, total, heads=taken.head_blocks(taken.heads()))
-        return self._summary(taken.f, y), total.result()
+        return self.summary(taken.f, y), total.result()
 
-    def matmul(self, x: Inputs, y: Tensor, vectors: Tensor) -> tuple[BatchSummary, Tensor]:
+    def sketch(self, x: Inputs, y: Tensor, probe: Probe, *, diagonal: bool) -> tuple[BatchSummary, KronSketch]:
+        taken, y = self.observe(x, y)
+        sides, exact = self._kron_sum(taken, probe), DiagSum(self.problem, self._n_terms(taken.f), self.dtype)
+        total = _Both(sides, exact) if diagonal else sides
+        self._accumulate(taken, y, total, heads=taken.head_blocks(taken.heads()))
+        return self.summary(taken.f, y), KronSketch(sides.result(), exact.result() if diagonal else None)
+
+    def _kron_sum(self, taken: ForwardPass, probe: Probe | None) -> KronSum:
+        reduce, terms = self.kfac_approx == "reduce", self._n_terms(taken.f)
+        return KronSum(self.problem, terms, self.dtype, _origins(taken.plan), reduce=reduce, probe=probe)
+
+    def matmul(
+        self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
+    ) -> tuple[BatchSummary, Tensor]:
         with torch.inference_mode(False), lent(self.problem.module):
             taken = self._differentiable(x)
             f = taken.f.detach()
             y = self.likelihood.check_targets(f.to(self.dtype), y)
             linear, inner = Linearised(self.problem, taken), _Inner.of(self, f, y)
-            step = self._per_call(taken, vectors.shape[1])
+            step = self.per_call(taken, vectors.shape[1])
             vectors = vectors.expand(self._n_terms(f), -1, -1)
-            terms = [
-                torch.cat([linear.pull(inner.times(linear.push(part), term)) for part in rows.split(step)])
-                for term, rows in zip(inner.terms(len(vectors)), vectors, strict=True)
-            ]
-        return self._summary(f, y), torch.stack(terms).to(vectors)
+            total = torch.zeros_like(vectors, memory_format=torch.contiguous_format) if running is None else running
+            for term, rows, sums in zip(inner.terms(len(vectors)), vectors, total, strict=True):
+                for part, target in zip(rows.split(step), sums.split(step), strict=True):
+                    linear.add_pull(inner.times(linear.push(part), term), target)
+        return self.summary(f, y), total
 
     def _accumulate(self, taken: ForwardPass, y: Tensor, total: _Sum, heads: Mapping[int, OuterBlock]) -> None:
         """Adds the curvature of a batch: of heads without a root of Λ, of the rest by chunks of cotangents."""
@@ -136,6 +148,21 @@ class OuterEngine(NativeEngine):
         step = max(1, self.memory_budget // max(1, taken.bytes_per_cotangent()))
         for first in range(0, len(columns), step):
             total.add(taken.blocks(columns[first : first + step], only=rest), first)
+
+
+class _Both:
+    """Two sums of the same blocks: one backward pass for both."""
+
+    def __init__(self, first: _Sum, second: _Sum) -> None:
+        self.sums = first, second
+
+    def add(self, blocks: Mapping[int, Block], first: int) -> None:
+        for part in self.sums:
+            part.add(blocks, first)
+
+    def add_head(self, blocks: Mapping[int, OuterBlock], hessian: OutputHessian) -> None:
+        for part in self.sums:
+            part.add_head(blocks, hessian)
 
 
 class _Inner:

@@ -2,11 +2,11 @@
 
 A module's type promises nothing: the hook of a module called through its weight never fires, a parametrised
 weight is recomputed, and the data may lie in another dimension than the first. So a candidate plan must
-reproduce one number that autograd knows for certain, with random r `[B]` and v `[C]`,
+reproduce one number that autograd knows for certain, with random r `[B]` and u `[B, C]`,
 
-    Σ_b r_b J_bᵀ v  =  autograd.grad(f, parameter, r vᵀ),
+    Σ_b r_b J_bᵀ u_b  =  autograd.grad(f, parameter, r u),
 
-where the left side uses the per-datum factors of cotangents v, *unweighted*, and weighs them after. A
+where the left side uses the per-datum factors of cotangents u, *unweighted*, and weighs them after. A
 parameter that fails every reading of its uses goes to the fallback ladder, which is probed the same way.
 """
 
@@ -58,8 +58,8 @@ class _Probe:
 
     Attributes:
         r: Weights of the data, `[B]`.
-        unweighted: v for every datum, `[1, B, C]`.
-        truths: autograd.grad(f, tensor, r vᵀ) per slot, or None where f does not depend on the tensor.
+        unweighted: u, a multiple of v for every datum, `[1, B, C]`.
+        truths: autograd.grad(f, tensor, r u) per slot, or None where f does not depend on the tensor.
         gradients: Output gradients of every captured use for the unweighted cotangents.
     """
 
@@ -150,15 +150,17 @@ def _probe(problem: Problem, taken: Capture, n_data: int) -> _Probe:
     f, generator = taken.f, torch.Generator().manual_seed(0)
     r = torch.randn(n_data, generator=generator).to(f) if n_data > 1 else torch.ones(1).to(f)
     v = torch.randn(f.shape[1], generator=generator).to(f)
+    # A bias has the same Jacobian at every datum: cotangents that differ in size tell its rows apart all the same.
+    unweighted = (1 + torch.rand(n_data, 1, generator=generator).to(f)) * v
     stand_ins = [taken.stand_ins[slot.name] for slot in problem.slots]
-    truths = torch.autograd.grad(f, stand_ins, r[:, None] * v, retain_graph=True, allow_unused=True)
+    truths = torch.autograd.grad(f, stand_ins, r[:, None] * unweighted, retain_graph=True, allow_unused=True)
     known = [f, *(truth.to_dense() for truth in truths if truth is not None)]
     if not all(bool(tensor.isfinite().all()) for tensor in known):
         raise InvalidData(
             "the network's outputs or their derivatives are NaN or infinite; look at the inputs and at the network's "
             "weights."
         )
-    unweighted = v.expand(1, n_data, -1)
+    unweighted = unweighted.unsqueeze(0)
     gradients = tuple(g.detach() for g in taken.gradients(unweighted, list(taken.uses)))
     return _Probe(r, unweighted, truths, gradients)
 

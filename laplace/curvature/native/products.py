@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from laplace.curvature.native.backward import pull, slow_batching_accepted
+from laplace.curvature.native.backward import pull, slow_batching_accepted, stack
 from laplace.curvature.native.capture import Capture
 from laplace.weights.problem import Problem
 
@@ -38,62 +38,76 @@ class Linearised:
     def push(self, vectors: Tensor) -> Tensor:
         """J v of vectors `[R, P]`, `[R, B, C]`."""
         parts = self.problem.layout.split(vectors.to(self.f.dtype))
-        pairs = [
-            (gradient, slot.place(part).view(len(vectors), *slot.shape))
-            for gradient, slot, part in zip(self._gradients, self.problem.slots, parts, strict=True)
-            if gradient is not None and gradient.requires_grad
-        ]
-        if not pairs:
-            return self.f.new_zeros(len(vectors), *self.f.shape)
-        return _transposed([g for g, _ in pairs], self._cotangent, [v for _, v in pairs], loop=self.loop)
+        pairs = _used(self.problem, self._gradients, parts)
+        if pairs:
+            (pushed,) = _products([g for g, _ in pairs], [self._cotangent], [v for _, v in pairs], loop=self.loop)
+            if pushed is not None:
+                return pushed
+        return self.f.new_zeros(len(vectors), *self.f.shape)
 
-    def pull(self, cotangents: Tensor) -> Tensor:
-        """Jᵀ u of cotangents `[R, B, C]`, `[R, P]`."""
+    def add_pull(self, cotangents: Tensor, total: Tensor) -> None:
+        """Adds Jᵀ u of cotangents `[R, B, C]` to rows `[R, P]`."""
         found = pull(self.f, self.tensors, cotangents.to(self.f.dtype), loop=self.loop)
-        return _flat(self.problem, found, cotangents)
+        _add_rows(self.problem, found, total)
 
 
-def hessian_products(problem: Problem, taken: Capture, loss: Tensor, vectors: Tensor) -> Tensor:
-    """∇² loss · v of vectors `[R, P]`, `[R, P]`.
+class HessianProduct:
+    """∇² of a loss as a linear function of the treated entries.
 
     Args:
         problem: The network and its treated tensors.
         taken: A forward pass that was captured with `create_graph`.
         loss: 0-dim, a function of its outputs.
-        vectors: v.
     """
-    tensors = [taken.stand_ins[slot.name] for slot in problem.slots]
-    with torch.enable_grad():
-        gradients = torch.autograd.grad(loss, tensors, create_graph=True, allow_unused=True)
-        parts = problem.layout.split(vectors.to(taken.f.dtype))
-        used = [
-            (gradient * slot.place(part).view(len(vectors), *slot.shape)).flatten(1).sum(1)
-            for gradient, slot, part in zip(gradients, problem.slots, parts, strict=True)
-            if gradient is not None and gradient.requires_grad
-        ]
-        if not used:
-            return torch.zeros_like(vectors)
-        directional = torch.stack(used).sum(0)  # gᵀ v of every vector, [R]
-    eye = torch.eye(len(vectors), dtype=directional.dtype, device=directional.device)
-    return _flat(problem, pull(directional, tensors, eye, loop=taken.loop), vectors)
+
+    def __init__(self, problem: Problem, taken: Capture, loss: Tensor) -> None:
+        self.problem = problem
+        self.loop = taken.loop
+        self.dtype = taken.f.dtype
+        self.tensors = [taken.stand_ins[slot.name] for slot in problem.slots]
+        with torch.enable_grad():
+            self._gradients = torch.autograd.grad(loss, self.tensors, create_graph=True, allow_unused=True)
+
+    def add(self, vectors: Tensor, total: Tensor) -> None:
+        """Adds ∇² loss · v of vectors `[R, P]` to rows `[R, P]`."""
+        parts = self.problem.layout.split(vectors.to(self.dtype))
+        pairs = _used(self.problem, self._gradients, parts)
+        if pairs:
+            found = _products([g for g, _ in pairs], self.tensors, [v for _, v in pairs], loop=self.loop)
+            _add_rows(self.problem, found, total)
 
 
-def _flat(problem: Problem, gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
-    """Gradients `[R, *shape]` per slot as rows of treated entries, `[R, P]`."""
-    rows = [
-        like.new_zeros(len(like), slot.size) if gradient is None else slot.take_rows(gradient).to(like)
-        for gradient, slot in zip(gradients, problem.slots, strict=True)
+def _used(problem: Problem, gradients: Sequence[Tensor | None], parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Gradients that can be differentiated, each with its part `[R, *shape]` of the vectors."""
+    return [
+        (gradient, slot.place(part).reshape(len(part), *slot.shape))
+        for gradient, slot, part in zip(gradients, problem.slots, parts, strict=True)
+        if gradient is not None and gradient.requires_grad
     ]
-    return torch.cat(rows, 1)
 
 
-def _transposed(outputs: list[Tensor], inputs: Tensor, vectors: list[Tensor], *, loop: bool) -> Tensor:
-    """Derivatives of Σ outputs · v with respect to the inputs for R vectors at once or one by one."""
+def _add_rows(problem: Problem, gradients: Sequence[Tensor | None], total: Tensor) -> None:
+    """Adds gradients `[R, *shape]` per slot to rows of treated entries, `[R, P]`."""
+    for gradient, slot, part in zip(gradients, problem.slots, problem.layout.split(total), strict=True):
+        if gradient is not None:
+            part += slot.take_rows(gradient)
+
+
+def _products(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], vectors: Sequence[Tensor], *, loop: bool
+) -> list[Tensor | None]:
+    """Derivatives of Σ outputs · v for R vectors `[R, *shape]` per output, `[R, *shape]` per input; None where zero."""
     if not loop and len(vectors[0]) > 1:
         try:
             with slow_batching_accepted():
-                return torch.autograd.grad(outputs, inputs, vectors, retain_graph=True, is_grads_batched=True)[0]
+                return list(_derivatives(outputs, inputs, vectors, batched=True))
         except RuntimeError:  # an operation on the way has no batching rule
             pass
-    rows = [torch.autograd.grad(outputs, inputs, list(row), retain_graph=True)[0] for row in zip(*vectors, strict=True)]
-    return torch.stack(rows)
+    rows = [_derivatives(outputs, inputs, row, batched=False) for row in zip(*vectors, strict=True)]
+    return [stack(found) for found in zip(*rows, strict=True)]
+
+
+def _derivatives(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], vectors: Sequence[Tensor], *, batched: bool
+) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(outputs, inputs, vectors, retain_graph=True, allow_unused=True, is_grads_batched=batched)

@@ -1,0 +1,36 @@
+"""Memory: a fit of every structure that suits a ResNet-50 with 100 outputs, against what `la.plan` says before it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks import models
+from benchmarks.timing import Case, Job
+from laplace import Laplace, ParametricLaplace
+
+TARGET_GIB = 6.0
+"""Of the whole process, on a CPU."""
+
+
+def fit_job(structure: str, device: torch.device) -> Job:
+    """Fits two batches of eight images; low rank a single one."""
+    model = models.resnet50().to(device).eval()
+    batches = models.data((3, 32, 32), 100, 16, 8, device)[: 1 if structure == "lowrank" else 2]
+    # Power iterations take time, and no memory.
+    options: dict[str, Any] = {"structure_kwargs": {"power_iterations": 0}} if structure == "lowrank" else {}
+
+    def made() -> ParametricLaplace:
+        return Laplace(model, "classification", "all", structure, **options)
+
+    return Job(lambda _: made().fit(batches), planned=lambda: made().plan(batches).peak_bytes)
+
+
+def cases() -> list[Case]:
+    """The lines of the table."""
+    return [
+        Case(f"ResNet-50, C=100, {structure} fit", TARGET_GIB, "GiB", partial(fit_job, structure))
+        for structure in ("diag", "kron", "lowrank", "ekfac", "lowrank_kron")
+    ]

@@ -1,0 +1,387 @@
+"""Curvature by ASDL (Osawa et al., 2023), which reads the inputs and output gradients of linear and 2-d convolutions.
+
+ASDL (on the package index as asdfghjkl; the package called asdl there is another one) takes every row of a layer's
+inputs for a datum of its own, a layer's calls for one, and convolutions for ungrouped ones of input padded by zeros;
+some diagonals of convolutions it approximates. Where that would be wrong the native engine computes instead.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace.curvature.engine import CurvatureEngine
+from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
+from laplace.curvature.native.capture import differentiable_attention
+from laplace.curvature.native.engine import MEMORY_BUDGET, NativeEngine
+from laplace.curvature.native.hessian import HessianEngine
+from laplace.curvature.native.kinds import EFEngine, GGNEngine
+from laplace.curvature.native.passes import ForwardPass
+from laplace.curvature.package_faults import asdl_fault, obstacles_of
+from laplace.curvature.packages import LayerFactors, PackageEngine, Reasons, missing
+from laplace.curvature.private import PrivateBatch
+from laplace.errors import CurvatureError
+from laplace.likelihoods.base import Likelihood
+from laplace.weights.problem import Problem
+
+INSTALL = "pip install --no-deps asdfghjkl, which brings the module asdl, leaves an installed PyTorch as it is"
+
+
+@contextmanager
+def _importing() -> Iterator[None]:
+    """For imports of parts of the package: its own use of deprecated functions is no news to the user.
+
+    Raises:
+        MissingDependency: It is not installed, or the module of this name is another package's.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except ImportError as error:
+            raise missing("asdl", INSTALL, error) from error
+
+
+class AsdlEngine(PackageEngine):
+    """Fisher matrices of ASDL, exact, sampled or empirical.
+
+    Args:
+        make_native: Makes the native engine of the same kind.
+        problem: The network and its treated tensors.
+        fisher_type: What ASDL calls this kind of curvature.
+        num_samples: Targets drawn per datum, for the sampled kind.
+        generator: Source of a fresh seed for every batch, since ASDL draws from the global state; None for the kinds
+            that draw nothing.
+    """
+
+    package = "asdl"
+
+    def __init__(
+        self,
+        make_native: Callable[[Problem], NativeEngine],
+        problem: Problem,
+        fisher_type: str,
+        *,
+        num_samples: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(make_native, problem)
+        with _importing():
+            import asdl.fisher
+            import asdl.gradient
+        self.fisher, self.gradient = asdl.fisher, asdl.gradient
+        self.name = f"Asdl{self.native.name.removeprefix('Native')}"
+        self.fisher_type = fisher_type
+        self.num_samples = num_samples
+        self.draws = generator
+
+    def computes(self) -> Mapping[str, Callable[..., Any]]:
+        return {"full": self._full, "diag": self._diag, "kron": self._kron, "jacobian": self._jacobian}
+
+    def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
+        return obstacles_of(watched, lambda use: asdl_fault(use, primitive))
+
+    def _full(self, batch: PrivateBatch) -> Tensor:
+        columns = self._columns(batch)
+        (total,) = self._mean(batch, "full", lambda: [batch.module.fisher.data])  # pyright: ignore
+        return self._scale() * total[columns][:, columns]
+
+    def _diag(self, batch: PrivateBatch, own: Sequence[int]) -> dict[int, Tensor]:
+        batch.treat_only(own)
+        places = [batch.layer(i) for i in own]
+        found = self._mean(batch, "diag", lambda: [getattr(_fisher(m).diag, attribute) for m, attribute in places])
+        slots = self.problem.slots
+        return {i: self._scale() * slots[i].take(values) for i, values in zip(own, found, strict=True)}
+
+    def _kron(self, batch: PrivateBatch, own: Sequence[int]) -> dict[int, LayerFactors]:
+        batch.treat_only(own)
+        layers = [batch.layer(i)[0] for i in own]
+        found = self._mean(batch, "kron", lambda: [f for m in layers for f in (_fisher(m).kron.A, _fisher(m).kron.B)])
+        factors: dict[int, LayerFactors] = {}
+        for i, layer, a, b in zip(own, layers, found[::2], found[1::2], strict=True):
+            shape = batch.input_shape(i)
+            convolution = isinstance(layer, nn.Conv2d)
+            shared = batch.use(i).shape[2:].numel() if convolution else shape[1:-1].numel()
+            # ASDL's input side is a sum over the data, of means over the positions of a convolution's output.
+            total = None if batch.layer(i)[1] == "bias" else a * (shared if convolution else 1)
+            factors[i] = LayerFactors(self._scale() * b, total, shape[0] * shared)
+        return factors
+
+    def _jacobian(self, batch: PrivateBatch) -> Tensor:
+        """Jacobians `[B, C, P]`: one forward and one backward pass per output."""
+        columns, n_data, outputs = self._columns(batch), *batch.watched.f.shape
+
+        def of_output(c: int) -> Tensor:
+            def backward() -> None:
+                batch.module(batch.x)[:, c].sum().backward()
+
+            return self.gradient.batch_gradient(batch.module, backward, batch_size=n_data)[:, columns]
+
+        return torch.stack([of_output(c) for c in range(outputs)], 1)
+
+    # How they come about.
+
+    def _mean(self, batch: PrivateBatch, shape: str, read: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """What `read` finds after a pass of ASDL, as a mean over the draws.
+
+        Targets are drawn one per pass: of several ASDL divides the gradients by their number, and so the Fisher by
+        its square.
+        """
+        if self.draws is not None:
+            torch.manual_seed(int(torch.randint(2**62, (), generator=self.draws, device=self.draws.device)))
+        total: list[Tensor] = []
+        for _ in range(self.num_samples):
+            self._pass(batch, shape)
+            found = [values.detach() for values in read()]
+            total = [former + values for former, values in zip(total, found, strict=True)] if total else found
+        return [values / self.num_samples for values in total]
+
+    def _pass(self, batch: PrivateBatch, shape: str) -> None:
+        """One forward and backward pass, which leave their result in the attribute `fisher` of private modules."""
+        config = self.fisher.FisherConfig(
+            fisher_type=self.fisher_type, fisher_shapes=[shape], loss_type=self._loss_type(), data_size=1
+        )
+        maker = self.fisher.get_fisher_maker(batch.module, config)
+        outputs = maker.setup_model_call(batch.module, batch.x)
+        if self.fisher_type == "fisher_emp":
+            maker.setup_loss_call(self.loss, outputs, batch.y)
+        maker.forward_and_backward()
+
+    def _loss_type(self) -> str | None:
+        """What ASDL calls the loss.
+
+        Raises:
+            CurvatureError: It has no Fisher of this loss.
+        """
+        if self.fisher_type == "fisher_emp":
+            return None
+        loss = self.loss
+        if type(loss) is nn.MSELoss:
+            return "mse"
+        if type(loss) is nn.CrossEntropyLoss and loss.weight is None and loss.label_smoothing == 0:
+            return "cross_entropy"
+        raise CurvatureError(f"no Fisher of {type(loss).__name__}")
+
+    def _scale(self) -> float:
+        """What makes ASDL's Fisher that of the unit negative log likelihood; its own squared error is halved."""
+        if self.fisher_type == "fisher_emp":
+            return self.factor**2
+        return 2 * self.factor if type(self.loss) is nn.MSELoss else self.factor
+
+    def _columns(self, batch: PrivateBatch) -> Tensor:
+        """Places of the treated entries, in the order of the slots, among the columns of ASDL, module by module."""
+        place = {batch.layer(i): i for i in range(len(batch.tensors))}
+        order = [place[m, a] for m in batch.module.modules() for a in ("weight", "bias") if (m, a) in place]
+        starts: dict[int, int] = {}
+        total = 0
+        for i in order:
+            starts[i] = total
+            total += self.problem.slots[i].shape.numel()
+        indices = torch.arange(total, device=self.problem.device)
+        slots = enumerate(self.problem.slots)
+        return torch.cat([slot.take(indices[starts[i] : starts[i] + slot.shape.numel()]) for i, slot in slots])
+
+
+def _fisher(module: nn.Module) -> Any:
+    """What a pass left on a module."""
+    return module.fisher
+
+
+class AsdlHessianEngine(PackageEngine):
+    """The exact Hessian by differentiating twice, one row after the other; the arguments are those of the base."""
+
+    package = "asdl"
+    name = "AsdlHessian"
+    needs_plan = False
+
+    def __init__(self, make_native: Callable[[Problem], NativeEngine], problem: Problem) -> None:
+        super().__init__(make_native, problem)
+        with _importing():
+            import asdl.hessian
+        self.hessian = asdl.hessian
+
+    def computes(self) -> Mapping[str, Callable[..., Any]]:
+        return {"full": self._full}
+
+    def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
+        return {}
+
+    def _full(self, batch: PrivateBatch) -> Tensor:
+        maker = self.hessian.HessianMaker(batch.module, self.hessian.HessianConfig(hessian_shapes=["full"]))
+        maker.setup_loss_call(self.loss, maker.setup_model_call(batch.module, batch.x), batch.y)
+        with differentiable_attention(True):
+            maker.forward_and_backward()
+        places, start = {}, 0
+        for tensor in batch.module.parameters():
+            if tensor.requires_grad:
+                places[id(tensor)] = torch.arange(start, start + tensor.numel(), device=tensor.device)
+                start += tensor.numel()
+        pairs = zip(self.problem.slots, batch.tensors, strict=True)
+        columns = torch.cat([slot.take(places[id(tensor)]) for slot, tensor in pairs])
+        return self.factor * batch.module.hessian.data[columns][:, columns]  # pyright: ignore
+
+
+def batch_gradient(
+    model: nn.Module, closure: Callable[[], Any], return_outputs: bool = False, batch_size: int | None = None
+) -> Any:
+    """ASDL's own function of this name: gradients `[B, P]` per datum of what `closure` differentiates.
+
+    Args:
+        model: The network, whose modules get hooks for the length of the call.
+        closure: Runs the network and the backward pass; returns the outputs.
+        return_outputs: Whether the outputs are returned as well.
+        batch_size: B, where layers see more rows than data.
+
+    Raises:
+        MissingDependency: ASDL is not installed.
+    """
+    with _importing():
+        from asdl.gradient import batch_gradient as original
+    return original(model, closure, return_outputs, batch_size)
+
+
+class AsdlInterface(CurvatureInterface):
+    """Base of the backends by ASDL.
+
+    Args:
+        model: The network.
+        likelihood: Its likelihood.
+        last_layer: The last layer only.
+        subnetwork_indices: These entries only.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
+    """
+
+
+class AsdlGGN(AsdlInterface, GGNInterface):
+    """GGN by ASDL, exact or sampled: structures `full`, `diag` and `kron`, and Jacobians; the rest is native.
+
+    Args:
+        model: The network.
+        likelihood: Its likelihood.
+        last_layer: The last layer only.
+        subnetwork_indices: These entries only.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
+        stochastic: The Monte-Carlo Fisher instead of the exact GGN.
+        num_samples: Targets drawn per datum.
+        generator: Source of the draws; the default is a new one with the seed of `torch.manual_seed`.
+        memory_budget: Bytes of Jacobians held at once.
+
+    Raises:
+        MissingDependency: By the first batch, if ASDL is not installed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        last_layer: bool = False,
+        subnetwork_indices: Tensor | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        stochastic: bool = False,
+        *,
+        num_samples: int = 1,
+        generator: torch.Generator | None = None,
+        memory_budget: int = MEMORY_BUDGET,
+    ) -> None:
+        GGNInterface.__init__(
+            self, model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, stochastic, num_samples
+        )
+        self.generator = generator
+        self.memory_budget = memory_budget
+
+    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
+        generator = self.generator or torch.Generator(device=problem.device).manual_seed(torch.initial_seed())
+
+        def native(some: Problem) -> NativeEngine:
+            return GGNEngine(
+                some, likelihood, stochastic=self.stochastic, num_samples=self.num_samples, generator=generator,
+                memory_budget=self.memory_budget, split_outputs=split_outputs,
+            )  # fmt: skip
+
+        if not self.stochastic:
+            return AsdlEngine(native, problem, "fisher_exact")
+        return AsdlEngine(native, problem, "fisher_mc", num_samples=self.num_samples, generator=generator)
+
+
+class AsdlEF(AsdlInterface, EFInterface):
+    """Empirical Fisher by ASDL: structures `full`, `diag` and `kron`, and Jacobians; the rest is native.
+
+    Args:
+        model: The network.
+        likelihood: Its likelihood.
+        last_layer: The last layer only.
+        subnetwork_indices: These entries only.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
+        memory_budget: Bytes of Jacobians held at once.
+
+    Raises:
+        MissingDependency: By the first batch, if ASDL is not installed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        last_layer: bool = False,
+        subnetwork_indices: Tensor | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        *,
+        memory_budget: int = MEMORY_BUDGET,
+    ) -> None:
+        super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
+        self.memory_budget = memory_budget
+
+    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
+        def native(some: Problem) -> NativeEngine:
+            return EFEngine(some, likelihood, memory_budget=self.memory_budget, split_outputs=split_outputs)
+
+        return AsdlEngine(native, problem, "fisher_emp")
+
+
+class AsdlHessian(AsdlInterface):
+    """Exact Hessian by ASDL, which may be indefinite: structure `full`; the rest is native.
+
+    Args:
+        model: The network.
+        likelihood: Its likelihood.
+        last_layer: The last layer only.
+        subnetwork_indices: These entries only.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
+        memory_budget: Bytes of activations that the native engine's vectorised products may hold.
+
+    Raises:
+        MissingDependency: By the first batch, if ASDL is not installed.
+    """
+
+    kind = "hessian"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        last_layer: bool = False,
+        subnetwork_indices: Tensor | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        *,
+        memory_budget: int = MEMORY_BUDGET,
+    ) -> None:
+        super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
+        self.memory_budget = memory_budget
+
+    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
+        def native(some: Problem) -> NativeEngine:
+            return HessianEngine(some, likelihood, memory_budget=self.memory_budget, split_outputs=split_outputs)
+
+        return AsdlHessianEngine(native, problem)

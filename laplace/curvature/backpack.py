@@ -1,0 +1,338 @@
+"""Curvature by BackPACK (Dangel, Kunstner & Hennig, 2020), which extends the backward pass of modules it knows.
+
+First-order quantities (gradients and Jacobians per datum) exist for known layers wherever they stand in a network;
+second-order ones only where the network is, from the first treated layer on, a chain of known modules. Padding other
+than zeros, which BackPACK takes for zeros, and convolutions' Kronecker factors, which follow another convention than
+KFAC-expand, are the native engine's.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace.curvature.chain import chain_from
+from laplace.curvature.engine import CurvatureEngine, Groups
+from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
+from laplace.curvature.native.engine import MEMORY_BUDGET, NativeEngine
+from laplace.curvature.native.kinds import EFEngine, GGNEngine
+from laplace.curvature.native.passes import ForwardPass
+from laplace.curvature.package_faults import (
+    CHAIN,
+    FACTORED,
+    Faults,
+    backpack_fault,
+    faultless,
+    hessian_known,
+    obstacles_of,
+)
+from laplace.curvature.packages import LayerFactors, PackageEngine, Reasons, missing
+from laplace.curvature.private import PrivateBatch
+from laplace.gram import gram
+from laplace.likelihoods.base import Likelihood
+from laplace.weights.problem import Problem
+
+INSTALL = (
+    "pip install --no-deps backpack-for-pytorch unfoldNd and then pip install einops leave an installed PyTorch as it "
+    "is (its own requirements would bring torchvision and another PyTorch)"
+)
+
+_ONE_AT_A_TIME = threading.RLock()
+"""BackPACK keeps its active extensions and hooks in global variables."""
+
+
+def _package() -> ModuleType:
+    try:
+        import backpack
+        import backpack.context
+        import backpack.extensions
+    except ImportError as error:
+        raise missing("backpack", INSTALL, error) from error
+    return backpack
+
+
+class BackPackEngine(PackageEngine):
+    """What both kinds of curvature share: layers, and gradients per datum.
+
+    Args:
+        make_native: Makes the native engine of the same kind.
+        problem: The network and its treated tensors.
+    """
+
+    package = "backpack"
+
+    def __init__(self, make_native: Callable[[Problem], NativeEngine], problem: Problem) -> None:
+        super().__init__(make_native, problem)
+        self.backpack = _package()
+        self.name = f"BackPack{self.native.name.removeprefix('Native')}"
+
+    @abstractmethod
+    def computes(self) -> Mapping[str, Callable[..., Any]]: ...
+
+    def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
+        return obstacles_of(watched, lambda use: backpack_fault(use, factored=primitive == "kron"))
+
+    def _jacobian(self, batch: PrivateBatch) -> Tensor:
+        """Jacobians `[B, C, P]`: one backward pass per output."""
+        with self._extended(_layers(batch)):
+            f = batch.module(batch.x)
+            rows: list[Tensor] = []
+            for column in f.T:
+                with self.backpack.backpack(self.backpack.extensions.BatchGrad(), retain_graph=True):
+                    column.sum().backward(retain_graph=True)
+                rows.append(torch.cat(self._per_datum(batch, "grad_batch"), 1))
+        return torch.stack(rows, 1)
+
+    def _per_datum(self, batch: PrivateBatch, field: str) -> list[Tensor]:
+        """Treated entries `[B, p]` of what BackPACK left per datum on every tensor."""
+        found = [getattr(tensor, field).detach() for tensor in batch.tensors]
+        return [slot.take_rows(values) for slot, values in zip(self.problem.slots, found, strict=True)]
+
+    @contextmanager
+    def _extended(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """BackPACK's hooks on private modules; its global list of hooks is afterwards what it was before."""
+        with _ONE_AT_A_TIME:
+            handles = self.backpack.context.CTX.hook_handles
+            before = len(handles)
+            try:
+                for module in modules:
+                    self.backpack.extend(module)
+                yield
+            finally:
+                ours = handles[before:]
+                del handles[before:]
+                for handle in ours:
+                    handle.remove()
+
+
+class BackPackGGNEngine(BackPackEngine):
+    """GGN by a propagated root of the output Hessian, exact or sampled.
+
+    Args:
+        make_native: Makes the native engine of the same kind.
+        problem: The network and its treated tensors.
+        num_samples: Targets drawn per datum for a sampled root, or None for the exact one.
+        generator: Source of a fresh seed for every batch, since BackPACK draws from the global state.
+    """
+
+    def __init__(
+        self,
+        make_native: Callable[[Problem], NativeEngine],
+        problem: Problem,
+        *,
+        num_samples: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(make_native, problem)
+        self.num_samples = num_samples
+        self.generator = generator
+
+    def computes(self) -> Mapping[str, Callable[..., Any]]:
+        return {
+            "full": self._full, "blocks": self._blocks, "diag": self._diag, "kron": self._kron,
+            "jacobian": self._jacobian,
+        }  # fmt: skip
+
+    def _full(self, batch: PrivateBatch) -> Tensor:
+        return self._blocks(batch, (tuple(range(len(batch.tensors))),))[0]
+
+    def _blocks(self, batch: PrivateBatch, groups: Groups) -> list[Tensor]:
+        """Grams of the propagated root V, `[K, B, p]` of every tensor."""
+        roots = self._propagated(batch, range(len(batch.tensors)), "SqrtGGN", CHAIN)
+        flat = [slot.take_rows(root.flatten(0, 1)) for slot, root in zip(self.problem.slots, roots, strict=True)]
+        return [self.factor * gram(torch.cat([flat[i] for i in group], 1)) for group in groups]
+
+    def _diag(self, batch: PrivateBatch, own: Sequence[int]) -> dict[int, Tensor]:
+        found = self._propagated(batch, own, "DiagGGN", CHAIN)
+        return {i: self.factor * self.problem.slots[i].take(value) for i, value in zip(own, found, strict=True)}
+
+    def _kron(self, batch: PrivateBatch, own: Sequence[int]) -> dict[int, LayerFactors]:
+        found = self._propagated(batch, own, "KFLR" if self.num_samples is None else "KFAC", FACTORED)
+        factors: dict[int, LayerFactors] = {}
+        for i, (output, *inputs) in zip(own, found, strict=True):
+            n_data = len(batch.y)  # BackPACK's input side is a mean over the data
+            factors[i] = LayerFactors(self.factor * output, n_data * inputs[0] if inputs else None, n_data)
+        return factors
+
+    def _propagated(self, batch: PrivateBatch, own: Sequence[int], quantity: str, table: Faults) -> list[Any]:
+        """What a second-order extension gives for some tensors, in one backward pass.
+
+        Raises:
+            CurvatureError: The network is not a chain of modules that the extension knows.
+        """
+        loss = hessian_known(self.loss, batch.watched.f.shape[1])
+        batch.treat_only(own)
+        chain = faultless(chain_from(batch.module, batch.x, [batch.tensors[i] for i in own]), table)
+        extension = self._extension(quantity)
+        with self._extended([*chain.modules, loss]), self.backpack.backpack(extension):
+            loss(nn.Sequential(*chain.modules)(chain.x), batch.y).backward()
+        return [getattr(batch.tensors[i], extension.savefield) for i in own]
+
+    def _extension(self, quantity: str) -> Any:
+        """An extension, its draws (from the global state, which is put back) begun at a seed of their own."""
+        extensions = self.backpack.extensions
+        if self.generator is not None:
+            torch.manual_seed(int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device)))
+        if self.num_samples is None:
+            return getattr(extensions, quantity if quantity == "KFLR" else f"{quantity}Exact")()
+        return getattr(extensions, quantity if quantity == "KFAC" else f"{quantity}MC")(mc_samples=self.num_samples)
+
+
+class BackPackEFEngine(BackPackEngine):
+    """Empirical Fisher by gradients per datum, or by the sums of their squares; the arguments are those of the base."""
+
+    def computes(self) -> Mapping[str, Callable[..., Any]]:
+        return {"full": self._full, "blocks": self._blocks, "diag": self._diag, "jacobian": self._jacobian}
+
+    def _full(self, batch: PrivateBatch) -> Tensor:
+        return self._blocks(batch, (tuple(range(len(batch.tensors))),))[0]
+
+    def _blocks(self, batch: PrivateBatch, groups: Groups) -> list[Tensor]:
+        self._backward(batch, self.backpack.extensions.BatchGrad())
+        gradients = self._per_datum(batch, "grad_batch")
+        # The factor of the loss is a factor of every gradient, so that the Fisher has its square.
+        return [self.factor**2 * gram(torch.cat([gradients[i] for i in group], 1)) for group in groups]
+
+    def _diag(self, batch: PrivateBatch, own: Sequence[int]) -> dict[int, Tensor]:
+        batch.treat_only(own)
+        self._backward(batch, self.backpack.extensions.SumGradSquared())
+        found = [batch.tensors[i].sum_grad_squared for i in own]  # pyright: ignore[reportAttributeAccessIssue]
+        return {i: self.factor**2 * self.problem.slots[i].take(v) for i, v in zip(own, found, strict=True)}
+
+    def _backward(self, batch: PrivateBatch, extension: Any) -> None:
+        with self._extended(_layers(batch)), self.backpack.backpack(extension):
+            self.loss(batch.module(batch.x), batch.y).backward()
+
+
+def _layers(batch: PrivateBatch) -> list[nn.Module]:
+    """The private modules that hold treated tensors."""
+    treated = {id(tensor) for tensor in batch.tensors if tensor.requires_grad}
+    return [m for m in batch.module.modules() if any(id(t) in treated for t in m._parameters.values())]
+
+
+def _cleanup(module: nn.Module) -> None:
+    """Takes BackPACK's hooks and attributes off a module and its submodules, those of other modules left alone.
+
+    `backpack.context.CTX.remove_hooks()` takes the hooks off every module there is, and leaves the mark by which
+    `extend` knows an extended module, so that it could not be extended again.
+    """
+    backpack = _package()
+    names = (backpack.hook_store_io, backpack.hook_run_extensions)
+    for part in module.modules():
+        for hooks in (part._forward_hooks, part._backward_hooks):
+            for key in [key for key, hook in hooks.items() if hook in names]:
+                del hooks[key]
+        if not part._backward_hooks:
+            part._is_full_backward_hook = None
+        backpack.memory_cleanup(part)
+        part.__dict__.pop("_backpack_extend", None)
+
+
+class BackPackInterface(CurvatureInterface):
+    """Base of the backends by BackPACK.
+
+    Args:
+        model: The network.
+        likelihood: Its likelihood.
+        last_layer: The last layer only.
+        subnetwork_indices: These entries only.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
+    """
+
+
+class BackPackGGN(BackPackInterface, GGNInterface):
+    """GGN by BackPACK, exact or sampled: `full`, `diag` and `kron`, blocks and Jacobians; the rest is native.
+
+    Args:
+        model: The network.
+        likelihood: Its likelihood.
+        last_layer: The last layer only.
+        subnetwork_indices: These entries only.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
+        stochastic: The Monte-Carlo Fisher instead of the exact GGN.
+        num_samples: Targets drawn per datum.
+        generator: Source of the draws; the default is a new one with the seed of `torch.manual_seed`.
+        memory_budget: Bytes of Jacobians held at once.
+
+    Raises:
+        MissingDependency: By the first batch, if BackPACK is not installed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        last_layer: bool = False,
+        subnetwork_indices: Tensor | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        stochastic: bool = False,
+        *,
+        num_samples: int = 1,
+        generator: torch.Generator | None = None,
+        memory_budget: int = MEMORY_BUDGET,
+    ) -> None:
+        GGNInterface.__init__(
+            self, model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, stochastic, num_samples
+        )
+        self.generator = generator
+        self.memory_budget = memory_budget
+
+    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
+        generator = self.generator or torch.Generator(device=problem.device).manual_seed(torch.initial_seed())
+
+        def native(some: Problem) -> NativeEngine:
+            return GGNEngine(
+                some, likelihood, stochastic=self.stochastic, num_samples=self.num_samples, generator=generator,
+                memory_budget=self.memory_budget, split_outputs=split_outputs,
+            )  # fmt: skip
+
+        if not self.stochastic:
+            return BackPackGGNEngine(native, problem)
+        return BackPackGGNEngine(native, problem, num_samples=self.num_samples, generator=generator)
+
+
+class BackPackEF(BackPackInterface, EFInterface):
+    """Empirical Fisher by BackPACK: structures `full` and `diag`, blocks and Jacobians; the rest is native.
+
+    Args:
+        model: The network.
+        likelihood: Its likelihood.
+        last_layer: The last layer only.
+        subnetwork_indices: These entries only.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
+        memory_budget: Bytes of Jacobians held at once.
+
+    Raises:
+        MissingDependency: By the first batch, if BackPACK is not installed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        last_layer: bool = False,
+        subnetwork_indices: Tensor | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        *,
+        memory_budget: int = MEMORY_BUDGET,
+    ) -> None:
+        super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
+        self.memory_budget = memory_budget
+
+    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
+        def native(some: Problem) -> NativeEngine:
+            return EFEngine(some, likelihood, memory_budget=self.memory_budget, split_outputs=split_outputs)
+
+        return BackPackEFEngine(native, problem)

@@ -1,0 +1,378 @@
+"""Curvature by curvlinops: products of linear operators, and Kronecker factors of linear and 2-d convolution layers.
+
+curvlinops (Dangel et al.) has operators for the GGN, the Monte-Carlo and the empirical Fisher, the Hessian and KFAC
+(Martens & Grosse, 2015; Eschenhagen et al., 2023). It has no exact diagonal: that is the native engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from laplace.curvature.curvlinops_layers import fault
+from laplace.curvature.engine import CurvatureEngine, Groups
+from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
+from laplace.curvature.native.engine import MEMORY_BUDGET, NativeEngine
+from laplace.curvature.native.hessian import HessianEngine
+from laplace.curvature.native.kinds import EFEngine, GGNEngine
+from laplace.curvature.native.passes import ForwardPass
+from laplace.curvature.native.plan import close
+from laplace.curvature.packages import LayerFactors, PackageEngine, Reasons, missing, reuse
+from laplace.curvature.private import PrivateBatch
+from laplace.errors import CurvatureError
+from laplace.likelihoods.base import Likelihood
+from laplace.weights.problem import Problem
+
+INSTALL = (
+    "pip install --no-deps 'curvlinops-for-pytorch>=3.0.1' backpack-for-pytorch unfoldNd einconv and then "
+    "pip install einops opt-einsum linear-operator scipy leave an installed PyTorch as it is"
+)
+
+
+def _package() -> ModuleType:
+    try:
+        import curvlinops
+    except ImportError as error:
+        raise missing("curvlinops", INSTALL, error) from error
+    return curvlinops
+
+
+class CurvlinopsEngine(PackageEngine):
+    """Operators of curvlinops on single batches, and its Kronecker factors.
+
+    Args:
+        make_native: Makes the native engine of the same kind.
+        problem: The network and its treated tensors.
+        operator: Name of the operator of products.
+        fisher_type: What KFAC calls this kind of curvature, or None where there is no KFAC.
+        squared: Whether the curvature is quadratic in the loss, and so in the factor of its module.
+        kfac_approx: `"expand"` or `"reduce"`.
+        num_samples: Targets drawn per datum, for sampled kinds.
+        generator: Source of a fresh seed for every batch, or None for kinds that draw nothing.
+    """
+
+    package = "curvlinops"
+
+    def __init__(
+        self,
+        make_native: Callable[[Problem], NativeEngine],
+        problem: Problem,
+        operator: str,
+        *,
+        fisher_type: str | None = None,
+        squared: bool = False,
+        kfac_approx: str = "expand",
+        num_samples: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(make_native, problem)
+        self.curvlinops = _package()
+        self.name = f"Curvlinops{self.native.name.removeprefix('Native')}"
+        self.needs_plan = self.kind != "hessian"
+        self.operator = operator
+        self.scale = self.factor**2 if squared else self.factor
+        self.fisher_type = fisher_type
+        self.kfac_approx = kfac_approx
+        self.num_samples = num_samples
+        self.generator = generator
+
+    def computes(self) -> Mapping[str, Callable[..., Any]]:
+        whole = {"full": self._full, "blocks": self._blocks, "matmul": self._matmul}
+        return whole if self.fisher_type is None else {**whole, "kron": self._kron}
+
+    def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
+        if primitive != "kron":
+            return {}
+        reasons = reuse(watched)
+        for i in range(len(watched.plan)):
+            found = None if i in reasons else fault(watched, i, reduce=self.kfac_approx == "reduce")
+            if found is not None:
+                reasons[i] = found
+        return reasons
+
+    # Products.
+
+    def _full(self, batch: PrivateBatch) -> Tensor:
+        (block,) = self._blocks(batch, (tuple(range(len(batch.tensors))),))
+        return block
+
+    def _blocks(self, batch: PrivateBatch, groups: Groups) -> list[Tensor]:
+        self._prove(batch)
+        options, sizes = self._drawn(), self.problem.layout.sizes
+        return [self._products(batch, group, self._eye(sum(sizes[i] for i in group)), options) for group in groups]
+
+    def _eye(self, size: int) -> Tensor:
+        return torch.eye(size, dtype=self.problem.dtype, device=self.problem.device)
+
+    def _matmul(self, batch: PrivateBatch, vectors: Tensor) -> Tensor:
+        self._prove(batch)
+        everything = tuple(range(len(batch.tensors)))
+        return self._products(batch, everything, vectors.to(batch.tensors[0]), self._drawn())
+
+    def _prove(self, batch: PrivateBatch) -> None:
+        """Checks what operators rely on: that forward-mode derivatives are those of the backward pass.
+
+        The two differ where a backward pass is not the derivative of the forward one: the padding row of an embedding,
+        which PyTorch freezes in the backward pass alone, or a user's own gradient. Forward over reverse mode, by which
+        the Hessian's products come, is wrong through PyTorch's layer norm.
+
+        Raises:
+            CurvatureError: They differ.
+        """
+        generator = torch.Generator().manual_seed(1)
+        if self.kind == "hessian":
+            vector = torch.randn(1, self.problem.layout.n_params, generator=generator).to(batch.tensors[0])
+            actual = self._products(batch, range(len(batch.tensors)), vector, {})
+            expected = self.native.matmul(batch.watched.x, batch.y, vector.unsqueeze(0))[1][0].to(actual)
+            agree = close(actual, expected, expected.norm())
+        else:
+            agree = self._transposes(batch, generator)
+        if not agree:
+            raise CurvatureError("forward-mode derivatives differ from those of the backward pass")
+
+    def _transposes(self, batch: PrivateBatch, generator: torch.Generator) -> bool:
+        """Whether uᵀ(J v) = (Jᵀu)ᵀv for the cotangent u of the batch's probe and random v."""
+        vectors = [torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in batch.tensors]
+        with _differentiable_forward():
+            (forward,) = self._operator("JacobianLinearOperator", batch, batch.tensors) @ vectors
+        parts = torch.stack([(g * v).sum() for g, v in zip(batch.gradients, vectors, strict=True)])
+        bound = torch.stack([g.norm() * v.norm() for g, v in zip(batch.gradients, vectors, strict=True)]).norm()
+        return close((forward * batch.probe).sum(), parts.sum(), bound)
+
+    def _operator(self, name: str, batch: PrivateBatch, tensors: Sequence[Tensor], **options: Any) -> Any:
+        """An operator of curvlinops on one batch; its check of determinism would only compute everything twice."""
+        loss = () if name == "JacobianLinearOperator" else (self.loss,)
+        return getattr(self.curvlinops, name)(
+            batch.module, *loss, list(tensors), [(batch.x, batch.y)], check_deterministic=False,
+            num_data=len(batch.y), batch_size_fn=lambda _: len(batch.y), **options,
+        )  # fmt: skip
+
+    def _products(
+        self, batch: PrivateBatch, slots: Sequence[int], vectors: Tensor, options: Mapping[str, Any]
+    ) -> Tensor:
+        """Products `[R, p]` of the operator of some tensors with vectors `[R, p]` of their treated entries."""
+        chosen = [self.problem.slots[i] for i in slots]
+        tensors = [batch.tensors[i] for i in slots]
+        operator = self._operator(self.operator, batch, tensors, **options)
+        step = self.native.per_call(batch.watched.taken, len(vectors))
+        rows: list[Tensor] = []
+        for part in vectors.split(step):
+            pieces = part.split([slot.size for slot in chosen], 1)
+            columns = [slot.place(p).T.view(*slot.shape, -1) for slot, p in zip(chosen, pieces, strict=True)]
+            with _differentiable_forward():
+                found = operator @ columns
+            flat = [slot.take_rows(c.movedim(-1, 0)) for slot, c in zip(chosen, found, strict=True)]
+            rows.append(torch.cat(flat, 1))
+        return self.scale * torch.cat(rows)
+
+    def _drawn(self) -> dict[str, Any]:
+        """Options of a sampled operator: a seed of its own for every batch."""
+        if self.generator is None:
+            return {}
+        seed = torch.randint(2**62, (), generator=self.generator, device=self.generator.device)
+        return {"mc_samples": self.num_samples, "seed": int(seed)}
+
+    # Kronecker factors.
+
+    def _kron(self, batch: PrivateBatch, slots: Sequence[int]) -> dict[int, LayerFactors]:
+        kfac = self._operator(
+            "KFACLinearOperator", batch, [batch.tensors[i] for i in slots], fisher_type=self.fisher_type,
+            kfac_approx=self.kfac_approx, num_per_example_loss_terms=1, separate_weight_and_bias=True,
+            **self._drawn(),
+        )  # fmt: skip
+        kfac.compute_kronecker_factors()  # once: a second call would add to the first
+        names = {module: name for name, module in batch.module.named_modules()}
+        return {i: self._layer_factors(batch, i, kfac, names) for i in slots}
+
+    def _layer_factors(self, batch: PrivateBatch, slot: int, kfac: Any, names: Mapping[nn.Module, str]) -> LayerFactors:
+        use = batch.use(slot)
+        name = names[batch.copies[use.module]]
+        shape = batch.input_shape(slot)
+        shared = use.shape[2:].numel() if isinstance(use.module, nn.Conv2d) else shape[1:-1].numel()
+        if self.kfac_approx == "reduce":
+            shared = 1
+        positions = shape[0] * shared
+        output = self.scale * kfac._gradient_covariances[name]
+        if batch.watched.plan[slot].terms[0].attribute == "bias":
+            return LayerFactors(output, None, positions)
+        # curvlinops divides the sum over the positions of a batch by its num_data and by the shared dimensions.
+        return LayerFactors(output, kfac._input_covariances[name] * (len(batch.y) * shared), positions)
+
+
+@contextmanager
+def _differentiable_forward() -> Iterator[None]:
+    """Attention without the fused kernels, which have no forward-mode derivative."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+class CurvlinopsInterface(CurvatureInterface):
+    """Base of the backends by curvlinops.
+
+    Args:
+        model: The network.
+        likelihood: Its likelihood.
+        last_layer: The last layer only.
+        subnetwork_indices: These entries only.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
+    """
+
+
+class CurvlinopsGGN(CurvlinopsInterface, GGNInterface):
+    """GGN by curvlinops, exact or sampled: structures `full` and `kron`, blocks and products; the rest is native.
+
+    Args:
+        model: The network.
+        likelihood: Its likelihood.
+        last_layer: The last layer only.
+        subnetwork_indices: These entries only.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
+        stochastic: The Monte-Carlo Fisher instead of the exact GGN.
+        num_samples: Targets drawn per datum.
+        mc_samples: Another name of `num_samples`, which it replaces.
+        generator: Source of the draws; the default is a new one with the seed of `torch.manual_seed`.
+        kfac_approx: `"expand"` or `"reduce"` (Eschenhagen et al., 2023).
+        memory_budget: Bytes of activations that vectorised passes may hold.
+
+    Raises:
+        MissingDependency: By the first batch, if curvlinops is not installed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        last_layer: bool = False,
+        subnetwork_indices: Tensor | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        stochastic: bool = False,
+        *,
+        num_samples: int = 1,
+        mc_samples: int | None = None,
+        generator: torch.Generator | None = None,
+        kfac_approx: str = "expand",
+        memory_budget: int = MEMORY_BUDGET,
+    ) -> None:
+        samples = num_samples if mc_samples is None else mc_samples
+        GGNInterface.__init__(
+            self, model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, stochastic, samples
+        )
+        self.generator = generator
+        self.kfac_approx = kfac_approx
+        self.memory_budget = memory_budget
+
+    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
+        generator = self.generator or torch.Generator(device=problem.device).manual_seed(torch.initial_seed())
+
+        def native(some: Problem) -> NativeEngine:
+            return GGNEngine(
+                some, likelihood, stochastic=self.stochastic, num_samples=self.num_samples, generator=generator,
+                kfac_approx=self.kfac_approx, memory_budget=self.memory_budget, split_outputs=split_outputs,
+            )  # fmt: skip
+
+        if not self.stochastic:
+            return CurvlinopsEngine(
+                native, problem, "GGNLinearOperator", fisher_type="type-2", kfac_approx=self.kfac_approx
+            )
+        return CurvlinopsEngine(
+            native, problem, "FisherMCLinearOperator", fisher_type="mc", kfac_approx=self.kfac_approx,
+            num_samples=self.num_samples, generator=generator,
+        )  # fmt: skip
+
+
+class CurvlinopsEF(CurvlinopsInterface, EFInterface):
+    """Empirical Fisher by curvlinops: structures `full` and `kron`, blocks and products; the rest is native.
+
+    Args:
+        model: The network.
+        likelihood: Its likelihood.
+        last_layer: The last layer only.
+        subnetwork_indices: These entries only.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
+        kfac_approx: `"expand"` or `"reduce"`.
+        memory_budget: Bytes of activations that vectorised passes may hold.
+
+    Raises:
+        MissingDependency: By the first batch, if curvlinops is not installed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        last_layer: bool = False,
+        subnetwork_indices: Tensor | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        *,
+        kfac_approx: str = "expand",
+        memory_budget: int = MEMORY_BUDGET,
+    ) -> None:
+        super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
+        self.kfac_approx = kfac_approx
+        self.memory_budget = memory_budget
+
+    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
+        def native(some: Problem) -> NativeEngine:
+            return EFEngine(
+                some, likelihood, kfac_approx=self.kfac_approx, memory_budget=self.memory_budget,
+                split_outputs=split_outputs,
+            )  # fmt: skip
+
+        return CurvlinopsEngine(
+            native, problem, "EFLinearOperator", fisher_type="empirical", squared=True, kfac_approx=self.kfac_approx
+        )
+
+
+class CurvlinopsHessian(CurvlinopsInterface):
+    """Exact Hessian by curvlinops, which may be indefinite: structure `full`, blocks and products; the rest is native.
+
+    Args:
+        model: The network.
+        likelihood: Its likelihood.
+        last_layer: The last layer only.
+        subnetwork_indices: These entries only.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
+        memory_budget: Bytes of activations that vectorised passes may hold.
+
+    Raises:
+        MissingDependency: By the first batch, if curvlinops is not installed.
+    """
+
+    kind = "hessian"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        last_layer: bool = False,
+        subnetwork_indices: Tensor | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        *,
+        memory_budget: int = MEMORY_BUDGET,
+    ) -> None:
+        super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
+        self.memory_budget = memory_budget
+
+    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
+        def native(some: Problem) -> NativeEngine:
+            return HessianEngine(some, likelihood, memory_budget=self.memory_budget, split_outputs=split_outputs)
+
+        return CurvlinopsEngine(native, problem, "HessianLinearOperator")

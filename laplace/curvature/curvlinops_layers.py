@@ -1,0 +1,44 @@
+"""Of which layers the Kronecker factors of curvlinops are those of KFAC."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from laplace.curvature.native.layers import Reading
+from laplace.curvature.native.passes import ForwardPass
+
+
+def fault(watched: ForwardPass, slot: int, *, reduce: bool) -> str | None:
+    """Why the factors of a tensor with one use are missing or wrong in curvlinops, or None.
+
+    Args:
+        watched: The captured pass of the network.
+        slot: Which tensor.
+        reduce: Whether positions are averaged (KFAC-reduce), which curvlinops does over all but the first dimension.
+    """
+    term = watched.plan[slot].terms[0]
+    use = watched.taken.uses[term.use]
+    layer, x = use.module, use.x
+    if not isinstance(layer, nn.Linear | nn.Conv2d):
+        return f"no Kronecker factors of {type(layer).__name__}"
+    found = _of_convolution(layer) if isinstance(layer, nn.Conv2d) else None
+    if found is not None:
+        return found
+    if reduce and (term.reading is not Reading.LEADING or len(x) != watched.n_data):
+        return "positions are averaged over another dimension than the data's"
+    return _of_input(layer, x)
+
+
+def _of_convolution(layer: nn.Conv2d) -> str | None:
+    if layer.groups != 1:
+        return "groups of channels, which it averages"
+    if layer.padding_mode != "zeros":
+        return f"{layer.padding_mode} padding, which it takes for zeros"
+    sizes = zip(layer.kernel_size, layer.dilation, strict=True)
+    unequal = layer.padding == "same" and any(d * (k - 1) % 2 for k, d in sizes)
+    return "unequal padding" if unequal else None
+
+
+def _of_input(layer: nn.Module, x: Tensor) -> str | None:
+    missing = x.ndim != 4 if isinstance(layer, nn.Conv2d) else x.ndim < 2
+    return "inputs without a batch dimension" if missing else None

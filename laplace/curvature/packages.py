@@ -1,0 +1,349 @@
+"""Engines of other people's packages: what a package computes rightly it computes, the rest is the native engine's.
+
+A table of every package says, before anything is computed, for which tensors of a batch it has a quantity and for which
+it has none, or a wrong one; those are *routed*: the native engine computes them, and `coverage()` says so with the
+reason. Nothing is refused that a route gives.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace import batch as batches
+from laplace.batch import Inputs
+from laplace.curvature.engine import Bases, BatchSummary, CurvatureEngine, Groups, detached
+from laplace.curvature.jacobian import Jacobian
+from laplace.curvature.kron_parts import KronBlock, KronParts
+from laplace.curvature.native.capture import capture
+from laplace.curvature.native.engine import NativeEngine
+from laplace.curvature.native.passes import ForwardPass
+from laplace.curvature.private import private_batch
+from laplace.errors import CurvatureError, MissingDependency
+from laplace.lending import lent
+from laplace.weights.problem import Problem
+
+Reasons = dict[int, str]
+"""Why tensors, by position, are not the package's."""
+
+_WHOLE = ("full", "blocks", "matmul", "jacobian")
+"""Quantities of all tensors together: one of them that is routed takes the others along."""
+
+_FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
+"""What packages raise for a network that they cannot differentiate."""
+
+
+@dataclass(frozen=True)
+class LayerFactors:
+    """Kronecker factors of the layer of a tensor, summed over a batch.
+
+    Attributes:
+        output: Σ g gᵀ over data and positions, `[O, O]`.
+        inputs: Σ a aᵀ over data and positions, `[I, I]`, or None for a bias.
+        positions: How many terms the input side sums.
+    """
+
+    output: Tensor
+    inputs: Tensor | None
+    positions: int
+
+
+class PackageEngine(CurvatureEngine):
+    """Primitives by a package where it is right, by the native engine of the same kind elsewhere.
+
+    Args:
+        make_native: Makes the native engine of a problem; called anew for the tensors that are not the package's.
+        problem: The network and its treated tensors.
+
+    Attributes:
+        package: Name of the package.
+        needs_plan: Whether the network's outputs must split over the data, as all but the Hessian's must.
+
+    Raises:
+        UnsupportedError: The likelihood has no loss of PyTorch, which packages read.
+    """
+
+    package: str
+    needs_plan: bool = True
+
+    def __init__(self, make_native: Callable[[Problem], NativeEngine], problem: Problem) -> None:
+        self.native = make_native(problem)
+        super().__init__(problem, self.native.likelihood, split_outputs=self.native.split_outputs)
+        self.kind, self.generator = self.native.kind, self.native.generator
+        self.loss, self.factor = self.likelihood.torch_loss()
+        self._make_native = make_native
+        self._rest: dict[tuple[int, ...], NativeEngine] = {}
+        self._reasons: Reasons = {}
+
+    # What a package says of itself.
+
+    @abstractmethod
+    def computes(self) -> Mapping[str, Callable[..., Any]]:
+        """Functions of a `PrivateBatch` by primitive.
+
+        `full`: `[P, P]`; `diag`: `[p]` for every tensor asked for, by position; `kron`: `LayerFactors` likewise;
+        `blocks(batch, groups)`: `[p, p]` each; `matmul(batch, vectors)`: `[R, P]`; `jacobian`: `[B, C, P]`.
+        `diag` and `kron` get the positions of the tensors asked for as their second argument. All are of the unit
+        negative log likelihood.
+        """
+
+    @abstractmethod
+    def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
+        """Why tensors of a captured batch are not the package's, by its table of layers."""
+
+    # Primitives.
+
+    def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
+        found = self._by_package("full", x, y)
+        if found is None:
+            return self.native.full(x, y, running)
+        values = found.values.to(self.native.dtype).unsqueeze(0)
+        return found.summary, values if running is None else running.add_(values)
+
+    def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
+        found = None if bases is not None else self._by_package("diag", x, y)
+        if found is None:
+            return self.native.diag(x, y, bases)
+        parts: dict[int, Tensor] = {i: values.to(self.native.dtype) for i, values in found.values.items()}
+        if found.rest:
+            rest = self._native_of(found.rest)
+            values = rest.diag(x, y)[1][0]
+            parts |= dict(zip(found.rest, rest.problem.layout.split(values), strict=True))
+        return found.summary, torch.cat([parts[i] for i in range(len(self.problem.slots))]).unsqueeze(0)
+
+    def kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
+        found = self._by_package("kron", x, y)
+        if found is None:
+            return self.native.kron(x, y)
+        factors: dict[str, Tensor] = {}
+        blocks: dict[int, KronBlock] = {}
+        for i, layer in found.values.items():
+            own, blocks[i] = self._kron_block(i, found.origins[i], layer)
+            factors |= own
+        if found.rest:
+            parts = self._native_of(found.rest).kron(x, y)[1]
+            factors |= {_renamed(key, found.rest): factor for key, factor in parts.factors.items()}
+            blocks |= {i: _moved(block, found.rest) for i, block in zip(found.rest, parts.blocks, strict=True)}
+        return found.summary, KronParts(factors, tuple(blocks[i] for i in range(len(self.problem.slots))))
+
+    def blocks(
+        self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[Tensor] | None = None
+    ) -> tuple[BatchSummary, tuple[Tensor, ...]]:
+        found = self._by_package("blocks", x, y, groups)
+        if found is None:
+            return self.native.blocks(x, y, groups, running)
+        values = [block.to(self.native.dtype).unsqueeze(0) for block in found.values]
+        if running is not None:
+            values = [former.add_(block) for former, block in zip(running, values, strict=True)]
+        return found.summary, tuple(values)
+
+    def matmul(
+        self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
+    ) -> tuple[BatchSummary, Tensor]:
+        found = self._by_package("matmul", x, y, vectors[0])
+        if found is None:
+            return self.native.matmul(x, y, vectors, running)
+        values = found.values.unsqueeze(0).to(vectors)
+        return found.summary, values if running is None else running.add_(values)
+
+    def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
+        if create_graph or "jacobian" not in self.computes():
+            yield from self.native.jacobian(x, create_graph=create_graph)
+            return
+        watched = self.native.forward(x)
+        n_data, outputs = watched.f.shape
+        per_datum = outputs * self.problem.layout.n_params * self.native.dtype.itemsize
+        step = max(1, self.native.memory_budget // per_datum)
+        for start in range(0, n_data, step):
+            whole = step >= n_data
+            part = x if whole else batches.select(x, slice(start, start + step), n_data)
+            watched = watched if whole else self.native.forward(part)
+            values, _ = self._computed("jacobian", watched, None)
+            if values is None:
+                yield from self.native.jacobian(part)
+            else:
+                yield Jacobian.from_dense(values.to(self.native.dtype), self.problem.layout.sizes), watched.f
+
+    def coverage(self) -> dict[str, str]:
+        if not self._reasons:
+            return {}
+        known = self.native.coverage()
+        return {
+            slot.name: f"{known.get(slot.name, 'native')}, not {self.package} ({reason})" if reason else self.package
+            for slot, reason in zip(self.problem.slots, (self._reasons[i] for i in sorted(self._reasons)), strict=True)
+        }
+
+    # How they come about.
+
+    def _by_package(self, primitive: str, x: Inputs, y: Tensor, *arguments: Any) -> _Found | None:
+        """What the package computes, or None where nothing of this batch is its."""
+        everything = range(len(self.problem.slots))
+        if primitive not in self.computes():
+            self._note(dict.fromkeys(everything, f"it has no {primitive}"))
+            return None
+        watched, y = self._watch(x, y)
+        values, reasons = self._computed(primitive, watched, y, *arguments)
+        self._note(reasons)
+        if values is None:
+            return None
+        rest = tuple(i for i, reason in reasons.items() if reason)
+        return _Found(self.native.summary(watched.f, y), values, rest, self._origins(watched))
+
+    def _computed(self, primitive: str, watched: ForwardPass, y: Tensor | None, *arguments: Any) -> tuple[Any, Reasons]:
+        """What the package computes, or None for nothing, and why tensors are not its (empty where they are)."""
+        everything = range(len(self.problem.slots))
+        reasons = self._checked(primitive, watched, y)
+        if len(reasons) == len(everything):
+            return None, reasons
+        own = [i for i in everything if i not in reasons]
+        try:
+            with lent(self.problem.module), undisturbed_by_warnings(), torch.inference_mode(False), torch.enable_grad():
+                batch = private_batch(watched, watched.f if y is None else y)
+                extra = (own,) if primitive not in _WHOLE else arguments
+                values = self.computes()[primitive](batch, *extra)
+        except torch.OutOfMemoryError:
+            raise
+        except _FAILURES as error:
+            return None, dict.fromkeys(everything, _first_line(error))
+        return values, dict(sorted((reasons | dict.fromkeys(own, "")).items()))
+
+    def _watch(self, x: Inputs, y: Tensor) -> tuple[ForwardPass, Tensor]:
+        """A captured pass of the network itself, with checked targets."""
+        if self.needs_plan:
+            return self.native.observe(x, y)
+        x = detached(x)
+        with torch.inference_mode(False), lent(self.problem.module):
+            taken = capture(self.problem, x, loop=False)
+        watched = ForwardPass(self.problem, x, taken, (), self.native.memory_budget)
+        return watched, self.likelihood.check_targets(watched.f.to(self.native.dtype), y)
+
+    def _checked(self, primitive: str, watched: ForwardPass, y: Tensor | None) -> Reasons:
+        """Why tensors are not the package's, in the order of their positions."""
+        everything = range(len(self.problem.slots))
+        common = self._common_obstacle(watched, y)
+        if common is not None:
+            return dict.fromkeys(everything, common)
+        reasons = self.obstacles(primitive, watched)
+        if reasons and primitive in _WHOLE:
+            first = next(iter(reasons.values()))
+            return {i: reasons.get(i, first) for i in everything}
+        return {i: reasons[i] for i in sorted(reasons)}
+
+    def _common_obstacle(self, watched: ForwardPass, y: Tensor | None) -> str | None:
+        """What no package does."""
+        ignored = self.likelihood.ignore_index
+        tensors = [self.problem.tensor(slot.name) for slot in self.problem.slots]
+        if y is not None and self.split_outputs and watched.f.shape[1] > 1:
+            return "one noise per output"
+        if y is not None and ignored is not None and y.ndim == 1 and bool((y == ignored).any()):
+            return "ignored labels"
+        if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+            return "tensors of several dtypes or devices"
+        return "half precision" if tensors[0].dtype.itemsize < torch.float32.itemsize else None
+
+    def _note(self, reasons: Reasons) -> None:
+        """Remembers for `coverage` what was routed, in any batch, to the native engine."""
+        self._reasons = {i: self._reasons.get(i) or reason for i, reason in sorted(reasons.items())}
+
+    def _native_of(self, slots: tuple[int, ...]) -> NativeEngine:
+        """The native engine of some of the tensors."""
+        if slots not in self._rest:
+            some = tuple(self.problem.slots[i] for i in slots)
+            self._rest[slots] = self._make_native(replace(self.problem, slots=some))
+        return self._rest[slots]
+
+    def _origins(self, watched: ForwardPass) -> list[int]:
+        """The first tensor of the same layer's use, by whose position a weight and its bias share a factor."""
+        first: dict[object, int] = {}
+        uses = [tuple((term.use, term.reading) for term in explanation.terms) for explanation in watched.plan]
+        return [first.setdefault(use or i, i) for i, use in enumerate(uses)]
+
+    def _kron_block(self, slot: int, origin: int, layer: LayerFactors) -> tuple[dict[str, Tensor], KronBlock]:
+        """Factors of a tensor by key, restricted to the treated entries, under the keys of the native engine."""
+        dtype, size = self.native.dtype, self.problem.slots[slot].size
+        picked = self.problem.slots[slot].selection
+        output, inputs = layer.output.to(dtype), None if layer.inputs is None else layer.inputs.to(dtype)
+        if picked is not None:
+            output = _square(output, picked.rows)
+            inputs = None if inputs is None else _square(inputs, picked.cols)
+        out = f"out:{origin}" if picked is None else f"own:{slot}"
+        positions = torch.tensor(float(layer.positions), dtype=dtype, device=output.device)
+        factors = {out: output[None, None], f"positions:{slot}": positions}
+        key = None if inputs is None else f"in:{slot}"
+        if inputs is not None:
+            factors[f"in:{slot}"] = inputs.unsqueeze(0)
+        index = None if picked is None else picked.index
+        return factors, KronBlock("kron", size, out, key, f"positions:{slot}", index=index)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a package computed of a batch.
+
+    Attributes:
+        summary: The batch's other contributions.
+        values: What its function returned.
+        rest: Tensors that are the native engine's.
+        origins: The first tensor of the same layer's use.
+    """
+
+    summary: BatchSummary
+    values: Any
+    rest: tuple[int, ...]
+    origins: list[int]
+
+
+def missing(name: str, install: str, error: ImportError) -> MissingDependency:
+    """The error for an optional package that cannot be imported, with what installs it and leaves PyTorch alone."""
+    return MissingDependency(f"this backend needs {name}, which cannot be imported ({error}); {install}")
+
+
+@contextmanager
+def undisturbed_by_warnings() -> Iterator[None]:
+    """Silences what packages cause: deprecated functions of PyTorch, and its notes on batching."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def reuse(watched: ForwardPass) -> Reasons:
+    """Tensors that are not explained by one use of one layer."""
+    reasons: Reasons = {}
+    for i, explanation in enumerate(watched.plan):
+        if explanation.rule == "unused":
+            reasons[i] = "the batch does not use it"
+        elif len(explanation.terms) != 1:
+            reasons[i] = "several uses" if explanation.terms else "no layer rule"
+    return reasons
+
+
+def _square(matrix: Tensor, index: Tensor | None) -> Tensor:
+    """Rows and columns of a square matrix."""
+    return matrix if index is None else matrix[index.to(matrix.device)][:, index.to(matrix.device)]
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    words = text[0] if text else type(error).__name__
+    return words if isinstance(error, CurvatureError) else f"{type(error).__name__}: {words[:80]}"
+
+
+def _renamed(key: str, slots: tuple[int, ...]) -> str:
+    """The key of a factor of some of the tensors, with their positions among all."""
+    kind, _, position = key.partition(":")
+    return f"{kind}:{slots[int(position)]}"
+
+
+def _moved(block: KronBlock, slots: tuple[int, ...]) -> KronBlock:
+    def named(key: str | None) -> str | None:
+        return None if key is None else _renamed(key, slots)
+
+    output = _renamed(block.output, slots)
+    return replace(block, output=output, input=named(block.input), positions=named(block.positions))

@@ -1,0 +1,203 @@
+"""What a fit and a prediction will take, before they are run: bytes and seconds, with cheaper choices beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace import batch as batches
+from laplace.batch import Inputs
+from laplace.curvature.survey import Survey
+from laplace.enums import SubsetOfWeights
+from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
+from laplace.fitting import without_ignored
+from laplace.likelihoods.base import Likelihood
+from laplace.structures import STRUCTURES, Curvature
+from laplace.structures.footprint import Footprint
+from laplace.weights.problem import Problem
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one structure takes for one choice of weights.
+
+    Attributes:
+        weights: `"all"`, `"last_layer"` or `"subnetwork"`.
+        structure: Name of the structure.
+        peak_bytes: Most memory that a fit takes above what is held before it.
+        kept_bytes: What the fitted curvature holds.
+        seconds: Of a fit to all batches, or to one where their number is unknown.
+        predict_bytes: Most memory that the first prediction takes above what is held after the fit.
+        predict_seconds: Of the first prediction of one batch, with the factorisation.
+    """
+
+    weights: str
+    structure: str
+    peak_bytes: int
+    kept_bytes: int
+    seconds: float
+    predict_bytes: int
+    predict_seconds: float
+
+    def __str__(self) -> str:
+        choice = f"{self.weights} / {self.structure}"
+        sizes = (_bytes(value) for value in (self.peak_bytes, self.kept_bytes, self.predict_bytes))
+        peak, kept, predict = sizes
+        times = f"{_seconds(self.seconds):>10} {predict:>12} {_seconds(self.predict_seconds):>10}"
+        return f"{choice:<26} {peak:>12} {kept:>12} {times}"
+
+
+@dataclass(frozen=True)
+class FitPlan:
+    """What `la.plan(loader)` predicts from one batch; nothing has been fitted.
+
+    Memory is counted from shapes and is right to a factor of two where it exceeds some tens of MiB (libraries beneath
+    take that much for themselves); seconds come from a few timed pieces and are a rough guide.
+
+    Attributes:
+        chosen: This posterior.
+        cheaper: Other choices whose fit takes less memory, the largest first.
+        n_batches: Number of batches, or None where the loader has no length: seconds are then those of one batch.
+    """
+
+    chosen: Estimate
+    cheaper: tuple[Estimate, ...]
+    n_batches: int | None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory that the fit takes above what is held before it."""
+        return self.chosen.peak_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the fitted curvature holds."""
+        return self.chosen.kept_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Of the fit to all batches, or to one where their number is unknown."""
+        return self.chosen.seconds
+
+    @property
+    def predict_bytes(self) -> int:
+        """Most memory that the first prediction takes above what is held after the fit."""
+        return self.chosen.predict_bytes
+
+    @property
+    def predict_seconds(self) -> float:
+        """Of the first prediction of one batch, with the factorisation."""
+        return self.chosen.predict_seconds
+
+    def __str__(self) -> str:
+        what = "one batch" if self.n_batches is None else f"{self.n_batches} batches"
+        head = (
+            f"{'weights / structure':<26} {'fit: peak':>12} {'kept':>12} {'time':>10} {'predict: peak':>12} {'time':>9}"
+        )
+        lines = [f"fit to {what}, first prediction of one", head, str(self.chosen)]
+        return "\n".join([*lines, *(["cheaper:"] if self.cheaper else []), *(str(other) for other in self.cheaper)])
+
+
+def make_plan(
+    survey: Survey, problem: Problem, structure: type[Curvature], options: Any, n_batches: int | None
+) -> FitPlan:
+    """The plan of one choice, with the cheaper ones of all registered structures.
+
+    Args:
+        survey: What the first batch showed.
+        problem: Which weights are treated.
+        structure: The structure chosen.
+        options: Its options.
+        n_batches: How many batches there are, or None if that is unknown.
+    """
+    weights = _choice(problem)
+    chosen = _estimate(survey, weights, structure, structure.footprint(survey, options), n_batches)
+    others = [(weights, survey)]
+    head = survey.head() if weights == SubsetOfWeights.ALL else None
+    if head is not None:
+        others.append((str(SubsetOfWeights.LAST_LAYER), head))
+    found = [_default(seen, name, STRUCTURES[key], n_batches) for name, seen in others for key in STRUCTURES]
+    cheaper = [estimate for estimate in found if estimate is not None and estimate.peak_bytes < chosen.peak_bytes]
+    return FitPlan(chosen, tuple(sorted(cheaper, key=lambda estimate: -estimate.peak_bytes)), n_batches)
+
+
+def _choice(problem: Problem) -> str:
+    if problem.head is not None:
+        return str(SubsetOfWeights.LAST_LAYER)
+    whole = all(slot.entries is None for slot in problem.slots)
+    return str(SubsetOfWeights.ALL if whole else SubsetOfWeights.SUBNETWORK)
+
+
+def _default(survey: Survey, weights: str, structure: type[Curvature], n_batches: int | None) -> Estimate | None:
+    """A structure with its default options, or None where it does not fit the problem or cannot say."""
+    options = structure.options()
+    try:
+        structure.check(survey.layout, options)
+        footprint = structure.footprint(survey, options)
+    except (InvalidArgument, UnsupportedError):
+        return None
+    return _estimate(survey, weights, structure, footprint, n_batches)
+
+
+def _estimate(
+    survey: Survey, weights: str, structure: type[Curvature], footprint: Footprint, n_batches: int | None
+) -> Estimate:
+    return Estimate(
+        weights=weights,
+        structure=structure.name,
+        peak_bytes=footprint.fit_bytes(survey),
+        kept_bytes=footprint.kept,
+        seconds=(n_batches or 1) * footprint.fit_seconds(survey) + footprint.between / survey.rate,
+        predict_bytes=footprint.predict_bytes(survey),
+        predict_seconds=footprint.predict_seconds(survey),
+    )
+
+
+def first_counted(
+    loader: Iterable[Any], dict_key_y: str, device: torch.device, likelihood: Likelihood
+) -> tuple[Inputs, Tensor]:
+    """The data that count of the first batch that has any.
+
+    Raises:
+        InvalidData: No such batch.
+    """
+    for batch in loader:
+        x, y = batches.split(batch, dict_key_y)
+        kept = without_ignored(batches.to_device(x, device), y.to(device), likelihood)
+        if kept is not None:
+            return kept
+    raise InvalidData("the loader gave no data that count; a plan needs at least one datum.")
+
+
+def length(loader: Iterable[Any]) -> int | None:
+    """Number of batches of a loader, or None.
+
+    Raises:
+        InvalidArgument: A loader that can be read only once: the batch that a plan reads would be missing in the fit.
+    """
+    if iter(loader) is loader:
+        raise InvalidArgument(
+            f"plan reads the first batch, but the loader, a {type(loader).__name__}, can be read only once, so that "
+            "the batch would be missing in a fit; give a DataLoader or a list of batches."
+        )
+    try:
+        return len(loader)  # pyright: ignore[reportArgumentType]
+    except TypeError:  # of an iterable data set
+        return None
+
+
+def _bytes(value: int) -> str:
+    number, unit = float(value), 0
+    while number >= 1024 and unit < len(_UNITS) - 1:
+        number, unit = number / 1024, unit + 1
+    return f"{number:.3g} {_UNITS[unit]}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value < 600 else f"{value / 3600:.3g} h"

@@ -1,0 +1,248 @@
+"""Eigenvalue-corrected Kronecker factors: the Kronecker eigenbasis with the exact diagonal of the curvature in it.
+
+With left ⊗ right = U (λ_l ⊗ λ_r) Uᵀ the correction replaces λ_l ⊗ λ_r by λ*_p = Σ_kb (u_pᵀ J_kb)² = (Uᵀ H U)_pp, the
+diagonal matrix that is closest to Uᵀ H U in Frobenius norm (George et al., 2018, "Fast Approximate Natural Gradient
+Descent in a Kronecker-factored Eigenbasis").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.batch import Inputs
+from laplace.curvature.engine import BatchSummary, CurvatureEngine
+from laplace.curvature.kron_parts import KronBlock, KronParts
+from laplace.curvature.survey import Survey
+from laplace.errors import InvalidArgument, InvalidData
+from laplace.layout import Layout
+from laplace.prior import GaussianPrior
+from laplace.structures import algebra
+from laplace.structures.base import Curvature, Sweep, require_finite
+from laplace.structures.diag import DiagCurvature
+from laplace.structures.eigenblocks import BlockSpectrum, Spectra, diag_spectrum
+from laplace.structures.footprint import DOUBLE, Footprint, Sides, widest_gradient
+from laplace.structures.kron import KronCurvature
+from laplace.structures.kron_precision import KronPrecision, spectral_scan
+from laplace.structures.scan import SpectralScan
+
+
+@dataclass(frozen=True)
+class EkfacCurvature(Curvature):
+    """U diag(λ*) Uᵀ for every tensor with Kronecker factors; the exact block, or exact diagonal, of every other.
+
+    Under a vector noise every term has corrected eigenvalues of its own, in the eigenbasis of the sum of the terms, so
+    that (Uᵀ H U)_pp is exact at all noises. Of a subnetwork the basis is that of the selected sub-block.
+
+    The sum of two fits is an approximation: the factors add up, the eigenbasis is that of their sums, and of the
+    corrected curvatures U_i diag(λ*_i) U_iᵀ only the diagonal in the new basis is kept. The trace is exact; a fit to
+    all data at once has the exact diagonal as well.
+
+    Attributes:
+        kron: Factors and exact blocks.
+        bases: U of every tensor, in the curvature's dtype; the identity where the block is exact.
+        corrected: λ*, `[E, P]`; where the block is exact, its diagonal.
+    """
+
+    kron: KronCurvature
+    bases: tuple[BlockSpectrum, ...]
+    corrected: Tensor
+    name = "ekfac"
+    readings = 2
+    exact_prior = False
+
+    @property
+    def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return len(self.corrected)
+
+    @classmethod
+    def sweep(cls, engine: CurvatureEngine, options: Any) -> Sweep:
+        return _Factors(engine)
+
+    @classmethod
+    def footprint(cls, survey: Survey, options: Any) -> Footprint:
+        kron, diag = KronCurvature.footprint(survey, None), DiagCurvature.footprint(survey, None)
+        sides = Sides.of(survey)
+        bases, doubles = sides.squares * survey.itemsize, sides.squares * DOUBLE
+        # The factors' own decomposition in float64 stays until the fit is done.
+        decomposed = kron.kept + bases + doubles
+        gradients = 2 * survey.at_once * survey.n_data * survey.itemsize * widest_gradient(survey)
+        return Footprint(
+            kept=kron.kept + bases + diag.kept,
+            running=max(kron.running, decomposed + diag.running),
+            adding=max(kron.adding, decomposed + 4 * DOUBLE * sides.largest, decomposed + diag.adding),
+            pieces=max(kron.pieces, 2 * diag.pieces + gradients),
+            posterior=kron.posterior,
+            projecting=kron.projecting,
+            readings=2,
+            work=0.5 * (kron.work + diag.work) + float(survey.n_data * max(1, survey.n_columns) * sides.columns(1)),
+            between=sides.solve,
+            solve=0.0,
+        )
+
+    @classmethod
+    def zeros(cls, prior: GaussianPrior) -> EkfacCurvature:
+        kron = KronCurvature.zeros(prior)
+        return cls(kron, eigenbases(kron), prior.precision.new_zeros(1, prior.layout.n_params))
+
+    def __add__(self, other: Curvature) -> EkfacCurvature:
+        if not isinstance(other, EkfacCurvature):
+            return NotImplemented
+        kron = self.kron + other.kron
+        bases = eigenbases(kron)
+        return EkfacCurvature(kron, bases, self._diagonal_in(bases) + other._diagonal_in(bases))
+
+    def _diagonal_in(self, bases: tuple[BlockSpectrum, ...]) -> Tensor:
+        """Diagonal of Vᵀ U diag(λ*) Uᵀ V for other bases V, `[E, P]`: Σ_i (v_j · u_i)² λ*_i."""
+        parts = self.corrected.split([basis.size for basis in self.bases], 1)
+        pairs = zip(self.bases, bases, parts, strict=True)
+        return torch.cat([_squared_products(old, new).rotate(part) for old, new, part in pairs], 1)
+
+    def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> KronPrecision:
+        if options.get("damping"):
+            raise InvalidArgument(
+                "damping=True with hessian_structure='ekfac': corrected eigenvalues are no products of two factors "
+                "that could be dampened; use damping=False, or hessian_structure='kron'."
+            )
+        return KronPrecision(self.spectra(weights), weights, prior)
+
+    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:
+        weights = weights.detach()
+        return spectral_scan(self.spectra(weights), weights, layout)
+
+    def spectra(self, weights: Tensor) -> Spectra:
+        """Corrected eigenvalues at these weights in their bases, float64: once per fit, unless terms are weighted."""
+        return self._spectra_of_one_term if self.n_terms == 1 else self._spectra(weights / weights.mean())
+
+    @cached_property
+    def _spectra_of_one_term(self) -> Spectra:
+        with algebra.kept_for_later():
+            return self._spectra(torch.ones_like(self.corrected[:, 0]))
+
+    def _spectra(self, weights: Tensor) -> Spectra:
+        values = (weights.double() @ self.corrected.double()).clamp(min=0)
+        exact = iter(() if self._exact is None else self._exact.spectra(weights))
+        found: list[BlockSpectrum] = []
+        for block, basis, part in zip(
+            self.kron.parts.blocks, self._wide_bases, values.split([b.size for b in self.bases]), strict=True
+        ):
+            found.append(_with_values(basis, part) if block.kind == "kron" else next(exact))
+        return Spectra(tuple(found), self.corrected.dtype)
+
+    @cached_property
+    def _wide_bases(self) -> tuple[BlockSpectrum, ...]:
+        with algebra.kept_for_later():
+            return tuple(basis.cast(torch.float64) for basis in self.bases)
+
+    @cached_property
+    def _exact(self) -> KronCurvature | None:
+        """The tensors without Kronecker factors, whose blocks need no correction."""
+        blocks = tuple(block for block in self.kron.parts.blocks if block.kind != "kron")
+        return KronCurvature(KronParts(self.kron.parts.factors, blocks)) if blocks else None
+
+    def state(self) -> dict[str, Any]:
+        # The bases are kept, and not found again: where eigenvalues meet, another machine finds other vectors.
+        bases = [{name: getattr(basis, name) for name in _HELD} for basis in self.bases]
+        return {"kron": self.kron.state(), "bases": bases, "corrected": self.corrected}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> EkfacCurvature:
+        kron, corrected = KronCurvature.from_state(state["kron"]), state["corrected"]
+        parts = corrected[0].split([block.size for block in kron.parts.blocks])
+        bases = [BlockSpectrum(values=part, **held) for held, part in zip(state["bases"], parts, strict=True)]
+        return cls(kron, tuple(bases), corrected)
+
+    def forms(self) -> tuple[str, ...]:
+        corrected = "exact diagonal in the Kronecker eigenbasis"
+        blocks = self.kron.parts.blocks
+        return tuple(corrected if b.kind == "kron" else form for b, form in zip(blocks, self.kron.forms(), strict=True))
+
+    def public(self) -> EkfacCurvature:
+        return self
+
+
+_HELD = ("left", "right", "shape", "basis", "output_first")
+"""What a basis consists of."""
+
+
+class _Factors(Sweep):
+    """The first reading: Kronecker factors."""
+
+    def __init__(self, engine: CurvatureEngine) -> None:
+        self.engine = engine
+        self.inner = KronCurvature.sweep(engine, None)
+
+    def add(self, x: Inputs, y: Tensor) -> BatchSummary:
+        return self.inner.add(x, y)
+
+    def finish(self) -> Sweep:
+        kron = self.inner.finish()
+        if not isinstance(kron, KronCurvature):
+            raise InvalidData("no batch was read.")
+        return _Correction(self.engine, kron)
+
+
+class _Correction(Sweep):
+    """The second reading: the diagonal in the eigenbases."""
+
+    def __init__(self, engine: CurvatureEngine, kron: KronCurvature) -> None:
+        self.engine = engine
+        self.kron = kron
+        self.bases = eigenbases(kron)
+        self.total: Tensor | None = None
+
+    def add(self, x: Inputs, y: Tensor) -> BatchSummary:
+        summary, values = self.engine.diag(x, y, bases=self.bases)
+        require_finite(bool(values.isfinite().all()))
+        self.total = values if self.total is None else self.total + values
+        return summary
+
+    def finish(self) -> Curvature:
+        if self.total is None:
+            raise InvalidData("no batch was read.")
+        return EkfacCurvature(self.kron, self.bases, self.total)
+
+
+def eigenbases(kron: KronCurvature) -> tuple[BlockSpectrum, ...]:
+    """The eigenbasis of the sum of all terms, of every block with factors; the identity elsewhere."""
+    factors = kron.parts.factors
+    ones = factors[kron.parts.blocks[0].output].new_ones(kron.n_terms)
+    spectra = kron.spectra(ones)
+    return tuple(
+        _basis(block, spectrum, ones.dtype) for block, spectrum in zip(kron.parts.blocks, spectra, strict=True)
+    )
+
+
+def _basis(block: KronBlock, spectrum: BlockSpectrum, dtype: torch.dtype) -> BlockSpectrum:
+    if block.kind != "kron":
+        return diag_spectrum(spectrum.values.to(dtype))
+    plain = replace(spectrum, values=spectrum.values.to(dtype), matrix=None, left_values=None, right_values=None)
+    return plain.cast(dtype)
+
+
+def _with_values(basis: BlockSpectrum, values: Tensor) -> BlockSpectrum:
+    """A block with these eigenvalues; where its basis is dense a prior that varies within it is added exactly."""
+    if basis.basis is None:
+        return replace(basis, values=values)
+    return replace(basis, values=values, matrix=(basis.basis * values) @ basis.basis.T)
+
+
+def _squared_products(old: BlockSpectrum, new: BlockSpectrum) -> BlockSpectrum:
+    """(Uᵀ V)² entry by entry, whose `rotate` maps a diagonal in the basis U to that in the basis V."""
+    return replace(
+        new,
+        left=_between(old.left, new.left),
+        right=_between(old.right, new.right),
+        basis=_between(old.basis, new.basis),
+    )
+
+
+def _between(old: Tensor | None, new: Tensor | None) -> Tensor | None:
+    """Squares of Uᵀ V; None stands for the identity."""
+    if old is None:
+        return None if new is None else new.square()
+    return (old.transpose(-1, -2) if new is None else old.transpose(-1, -2) @ new).square()

@@ -1,0 +1,368 @@
+"""Low-rank curvature: the dominant eigenpairs of the unit curvature, found by products with vectors alone.
+
+H ≈ U diag(λ) Uᵀ comes from a seeded randomised subspace iteration (Halko et al., 2011, algorithm 4.4 with the
+Rayleigh–Ritz step of §5.1), which reads the data several times and never holds a matrix of P rows and columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.batch import Inputs
+from laplace.curvature.blocks import CHUNK_BYTES
+from laplace.curvature.engine import BatchSummary, CurvatureEngine
+from laplace.curvature.survey import Survey
+from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
+from laplace.layout import Layout
+from laplace.noise import standard_normal
+from laplace.prior import GaussianPrior
+from laplace.structures import subspace
+from laplace.structures.base import Curvature, Sweep, require_finite
+from laplace.structures.footprint import Footprint
+from laplace.structures.indefinite import SignedOptions, mended
+from laplace.structures.low_rank_precision import LowRankPrecision, LowRankScan, Subspace
+
+_FIRST_RANK = 10
+"""Rank that is tried first when a share of the trace is asked for."""
+
+_SHARE_ROUNDING = 100
+"""Units of rounding by which the eigenvalues may miss the share of the trace."""
+
+
+@dataclass(frozen=True)
+class LowRankOptions(SignedOptions):
+    """Options of low-rank curvature.
+
+    Attributes:
+        rank: k, eigenpairs to keep: an int, or the share of the trace that they explain, a float in (0, 1].
+        oversampling: Vectors that are carried besides the k.
+        power_iterations: Products with H between the first one and the last. Each is one more reading of the data.
+        seed: Of the random start; the global random state is left alone.
+
+    Raises:
+        InvalidArgument: A value out of range.
+    """
+
+    rank: int | float = 10
+    oversampling: int = 10
+    power_iterations: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole = isinstance(self.rank, int) and not isinstance(self.rank, bool)
+        if not (whole and self.rank >= 1) and not (isinstance(self.rank, float) and 0 < self.rank <= 1):
+            raise InvalidArgument(
+                f"rank={self.rank!r}; accepted are an int of at least 1 (eigenpairs), or a float in (0, 1] (the share "
+                "of the trace that they explain)."
+            )
+        for name in ("oversampling", "power_iterations"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise InvalidArgument(f"{name}={value!r}; it must be an int of at least 0.")
+
+    @property
+    def is_share(self) -> bool:
+        """Whether `rank` is a share of the trace."""
+        return isinstance(self.rank, float)
+
+
+@dataclass(frozen=True)
+class LowRankCurvature(Curvature):
+    """Dominant eigenpairs of the unit curvature: H_e = Q M_e Qᵀ with one orthonormal basis Q for all terms.
+
+    A sum of two fits (other data, shards) is the sum of what they kept, cut to the larger rank that was asked for; what
+    either had cut off before is lost. `residual` says what that may amount to.
+
+    Attributes:
+        basis: Qᵀ, `[r, P]`; of a single term its eigenvectors.
+        cores: M, `[E, r, r]`, float64; of a single term diagonal.
+        limit: k, the largest rank of a term.
+        error: ‖H U − U Λ‖_F over terms, Euclidean.
+        tail: Largest eigenvalue that was seen and cut off, absolute.
+        trace: Tr H of every term where it was measured, `[E]`, else None.
+    """
+
+    basis: Tensor
+    cores: Tensor
+    limit: int
+    error: float = 0.0
+    tail: float = 0.0
+    trace: Tensor | None = None
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    name = "lowrank"
+    options = LowRankOptions
+    readings = 2
+
+    @property
+    def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return len(self.cores)
+
+    @property
+    def rank(self) -> int:
+        """Number of directions of all terms together, r."""
+        return len(self.basis)
+
+    @property
+    def residual(self) -> float:
+        """‖H U − U Λ‖ / ‖Λ‖ over the eigenpairs (Frobenius): measured after one fit, an upper estimate after sums."""
+        size = self.cores.norm().item()
+        return self.error / size if size else 0.0
+
+    @property
+    def note(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        share = ""
+        if self.trace is not None and self.trace.sum() > 0:
+            traces = self.cores.diagonal(dim1=1, dim2=2).sum()
+            share = f", {traces / self.trace.sum().to(traces):.4f} of the trace"
+        return f"rank {self.rank}{share}, relative residual {self.residual:.2g}, largest eigenvalue cut {self.tail:.2g}"
+
+    @classmethod
+    def sweep(cls, engine: CurvatureEngine, options: LowRankOptions) -> Sweep:
+        """The first reading of the data.
+
+        Raises:
+            UnsupportedError: A share of the trace of an indefinite curvature.
+        """
+        if options.is_share and engine.kind == "hessian":
+            raise UnsupportedError(
+                f"rank={options.rank!r}, a share of the trace, with backend={engine.name}: positive and negative "
+                "eigenvalues of the exact Hessian cancel in its trace. Give rank as an int, or use backend=NativeGGN."
+            )
+        wanted = _FIRST_RANK if options.is_share else int(options.rank)
+        generator = torch.Generator(device=engine.problem.device).manual_seed(options.seed)
+        return _Reading.starting(engine, options, generator, wanted + options.oversampling)
+
+    @classmethod
+    def footprint(cls, survey: Survey, options: Any) -> Footprint:
+        rank = _FIRST_RANK if options.is_share else int(options.rank)
+        width = min(survey.n_params, rank + options.oversampling)
+        row = survey.n_params * survey.itemsize
+        blocks = (1 + survey.n_terms) * width * row  # the basis and its products
+        kept = survey.n_terms * min(rank, width) * row
+        return Footprint(
+            kept=kept,
+            running=blocks,
+            adding=blocks + kept,
+            pieces=min(2 * CHUNK_BYTES, 2 * blocks),
+            posterior=kept + 4 * row,
+            projecting=3 * survey.piece_bytes(survey.shared_sizes, survey.n_outputs),
+            vectors=width * survey.n_terms,
+            readings=options.power_iterations + 2 if width < survey.n_params else 1,
+            between=2.0 * (options.power_iterations + 2) * width**2 * survey.n_params,
+            work=0.0,
+            solve=float(rank * survey.n_params * survey.n_outputs * survey.n_data),
+        )
+
+    @classmethod
+    def zeros(cls, prior: GaussianPrior) -> LowRankCurvature:
+        basis = prior.precision.detach().new_zeros(0, prior.layout.n_params)
+        return cls(basis, basis.new_zeros(1, 0, 0, dtype=torch.float64), 0)
+
+    @classmethod
+    def joined(cls, terms: Sequence[tuple[Tensor, Tensor]], **facts: Any) -> LowRankCurvature:
+        """From eigenpairs (Uᵀ `[k, P]`, λ `[k]`) of every term."""
+        if len(terms) == 1:
+            return cls(terms[0][0], torch.diag(terms[0][1]).unsqueeze(0), **facts)
+        stacked = torch.cat([vectors for vectors, _ in terms])
+        basis = _basis_of(stacked)
+        parts = subspace.inner(stacked, basis).split([len(values) for _, values in terms])
+        cores = [part.T @ (values.unsqueeze(1) * part) for part, (_, values) in zip(parts, terms, strict=True)]
+        return cls(basis, torch.stack(cores), **facts)
+
+    def __add__(self, other: Curvature) -> LowRankCurvature:
+        if not isinstance(other, LowRankCurvature):
+            return NotImplemented
+        limit = max(self.limit, other.limit)
+        basis = _basis_of(torch.cat([self.basis, other.basis]))
+        cores = self._within(basis) + other._within(basis)
+        terms: list[tuple[Tensor, Tensor]] = []
+        cut = 0.0
+        for values, vectors in zip(*torch.linalg.eigh(cores), strict=True):
+            order = values.abs().argsort(descending=True)
+            kept, rest = order[:limit], order[limit:]
+            terms.append((subspace.rotated(basis, vectors[:, kept].T), values[kept]))
+            cut = max(cut, values[rest].abs().max().item() if len(rest) else 0.0)
+        lost = self.tail + other.tail  # of products with either H: nobody saw what it had cut off
+        error = self.error + other.error + lost * math.sqrt(limit * self.n_terms)
+        trace = None if self.trace is None or other.trace is None else self.trace + other.trace
+        return self.joined(terms, limit=limit, error=error, tail=max(cut, lost), trace=trace)
+
+    def _within(self, basis: Tensor) -> Tensor:
+        """The cores in another basis that spans this one."""
+        change = subspace.inner(self.basis, basis)
+        return change.T @ self.cores @ change
+
+    def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> LowRankPrecision:
+        mode = options.get("indefinite")
+        return LowRankPrecision(self._subspace(mode), weights, prior, signed=mode == "error")
+
+    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> LowRankScan:
+        mode = options.get("indefinite")
+        return LowRankScan(self._subspace(mode), weights.detach(), signed=mode == "error")
+
+    def _subspace(self, mode: str | None) -> Subspace:
+        """Basis and cores, without negative eigenvalues if so wished; kept, with what it computes for itself."""
+        if mode not in self._memo:
+            cores = self.cores
+            if mode in ("clamp", "abs"):
+                values, vectors = torch.linalg.eigh(cores)
+                cores = (vectors * mended(values, mode).unsqueeze(1)) @ vectors.mT
+            self._memo[mode] = Subspace(self.basis, cores.double())
+        return self._memo[mode]
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "basis": self.basis,
+            "cores": self.cores,
+            "limit": self.limit,
+            "error": self.error,
+            "tail": self.tail,
+            "trace": self.trace,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> LowRankCurvature:
+        return cls(**(state | {"cores": state["cores"].double()}))  # whatever dtype the posterior was moved to
+
+    def forms(self) -> tuple[str, ...]:
+        return ()
+
+    def public(self) -> tuple[Tensor, Tensor]:
+        """Eigenvectors U `[P, K]` and eigenvalues λ `[K]` of the sum of the terms."""
+        return self._subspace(None).eigenpairs(torch.ones(self.n_terms, dtype=torch.float64, device=self.basis.device))
+
+
+def _basis_of(rows: Tensor) -> Tensor:
+    """Orthonormal rows with the span of rows `[K, P]`, which are left as they are."""
+    basis = subspace.orthonormalise_(rows.clone())
+    return basis[basis.square().sum(1) > 0]
+
+
+class _Reading(Sweep):
+    """One product H Q with all columns of the basis, summed over the data.
+
+    Args:
+        engine: Computes the products of a batch.
+        options: Rank and effort.
+        generator: Source of further random directions.
+        basis: Qᵀ, `[E or 1, l, P]`.
+        left: Readings that follow before the eigenpairs are taken.
+        trace: Of every term, `[E]`, where an earlier reading measured it.
+    """
+
+    def __init__(
+        self,
+        engine: CurvatureEngine,
+        options: LowRankOptions,
+        generator: torch.Generator,
+        basis: Tensor,
+        left: int,
+        trace: Tensor | None = None,
+    ) -> None:
+        self.engine = engine
+        self.options = options
+        self.generator = generator
+        self.basis = basis
+        self.left = left
+        self.trace = trace
+        self.measures_trace = options.is_share and trace is None
+        self.products: Tensor | None = None
+
+    @classmethod
+    def starting(
+        cls,
+        engine: CurvatureEngine,
+        options: LowRankOptions,
+        generator: torch.Generator,
+        width: int,
+        known: Tensor | None = None,
+        trace: Tensor | None = None,
+    ) -> _Reading:
+        """From random directions beside the known ones `[E, l, P]`; a block as wide as the space is the space."""
+        n_params = engine.problem.layout.n_params
+        dtype = torch.promote_types(engine.problem.dtype, torch.float32)
+        like = torch.zeros((), dtype=dtype, device=engine.problem.device)
+        if width >= n_params:
+            basis = torch.eye(n_params, dtype=dtype, device=like.device).unsqueeze(0)
+            return cls(engine, options, generator, basis, 0, trace)
+        already = 0 if known is None else known.shape[1]
+        basis = standard_normal((1, width - already, n_params), like, generator)
+        if known is not None:
+            basis = torch.cat([known, basis.expand(len(known), -1, -1)], 1)
+        for rows in basis:
+            subspace.orthonormalise_(rows)
+        return cls(engine, options, generator, basis, options.power_iterations + 1, trace)
+
+    def add(self, x: Inputs, y: Tensor) -> BatchSummary:
+        if self.measures_trace:
+            self._add_trace(x, y)
+        summary, self.products = self.engine.matmul(x, y, self.basis, self.products)
+        require_finite(bool(self.products.sum().isfinite()))
+        return summary
+
+    def _add_trace(self, x: Inputs, y: Tensor) -> None:
+        draws = self.engine.generator
+        state = None if draws is None else draws.get_state()
+        trace = self.engine.diag(x, y)[1].double().sum(1)
+        self.trace = trace if self.trace is None else self.trace + trace
+        if draws is not None and state is not None:
+            draws.set_state(state)  # of sampled curvature the trace is that of the very same operator
+
+    def finish(self) -> Curvature | Sweep:
+        if self.products is None:
+            raise InvalidData("no batch was read.")
+        basis, products = self.basis, self.products
+        del self.basis, self.products  # the next reading holds its own
+        if self.left > 0:
+            del basis
+            for rows in products:
+                subspace.orthonormalise_(rows)
+            return _Reading(self.engine, self.options, self.generator, products, self.left - 1, self.trace)
+        if len(basis) < len(products):
+            basis = basis.expand(len(products), -1, -1).clone()
+        pairs = [subspace.rayleigh_ritz_(q, product) for q, product in zip(basis, products, strict=True)]
+        del products
+        kept = [self._kept(found, e) for e, found in enumerate(pairs)]
+        if any(count is None for count in kept):
+            width = 2 * basis.shape[1]
+            return self.starting(self.engine, self.options, self.generator, width, basis, self.trace)
+        return self._concluded(pairs, [count or 0 for count in kept])
+
+    def _significant(self, pairs: subspace.RitzPairs) -> int:
+        """How many of the leading eigenvalues are no rounding: of both signs for a Hessian, else positive."""
+        values = pairs.values
+        if not len(values):
+            return 0
+        sizes = values.abs() if self.engine.kind == "hessian" else values
+        floor = len(values) * torch.finfo(pairs.vectors.dtype).eps * values.abs().max()
+        return int((sizes > floor).cummin(0).values.sum())
+
+    def _kept(self, pairs: subspace.RitzPairs, term: int) -> int | None:
+        """How many eigenpairs of a term to keep, or None where the block must grow to reach the share."""
+        found = self._significant(pairs)
+        if not self.options.is_share or self.trace is None:
+            return min(found, int(self.options.rank))
+        rounding = _SHARE_ROUNDING * torch.finfo(pairs.vectors.dtype).eps
+        goal = self.options.rank * (1 - rounding) * self.trace[term].to(pairs.values)
+        count = int((pairs.values[:found].cumsum(0) < goal).sum()) + 1
+        exhausted = found < len(pairs.values) or len(pairs.values) == pairs.vectors.shape[1]
+        if count > len(pairs.values) - self.options.oversampling and not exhausted:
+            return None
+        return min(count, found)
+
+    def _concluded(self, pairs: Sequence[subspace.RitzPairs], kept: Sequence[int]) -> LowRankCurvature:
+        terms, squares, tail = [], 0.0, 0.0
+        for found, count in zip(pairs, kept, strict=True):
+            terms.append((found.vectors[:count].clone(), found.values[:count]))
+            squares += found.residuals[:count].square().sum().item()
+            rest = found.values[count : self._significant(found)]
+            tail = max(tail, rest.abs().max().item() if len(rest) else 0.0)
+        limit = max(kept) if self.options.is_share else int(self.options.rank)
+        return LowRankCurvature.joined(terms, limit=limit, error=math.sqrt(squares), tail=tail, trace=self.trace)

@@ -1,0 +1,286 @@
+"""P = Q C Qᵀ + diag(δ), exactly, by algebra on r × r matrices (Woodbury, 1950).
+
+With Ĝ = Qᵀ D⁻¹ Q = L Lᵀ and Lᵀ C L = W diag(θ) Wᵀ, the rows of Zᵀ = Wᵀ L⁻¹ Qᵀ D^(−1/2) are orthonormal and
+
+    P = D^(1/2) (I + Z diag(θ) Zᵀ) D^(1/2),
+
+so that log det P − log det D = Σ log(1 + θ), P⁻¹ = D^(−1/2) (I − Z diag(θ / (1 + θ)) Zᵀ) D^(−1/2), and P is positive
+definite just if every θ > −1. No sign of C is assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.curvature.jacobian import Jacobian
+from laplace.layout import Layout
+from laplace.prior import GaussianPrior
+from laplace.structures import subspace
+from laplace.structures.base import Precision
+from laplace.structures.indefinite import require_positive
+from laplace.structures.scan import Scan, one_by_one
+
+_CANCELLING = 1e-3
+"""Share of a variance that rounding may take before it is computed in float64."""
+
+_RELATIVE = "eigenvalue relative to the prior's"
+
+
+@dataclass(frozen=True)
+class Subspace:
+    """Curvature terms within one basis, and what does not depend on hyper-parameters.
+
+    Attributes:
+        basis: Qᵀ, orthonormal rows `[r, P]`.
+        cores: M, `[E, r, r]`, float64; of a single term diagonal.
+    """
+
+    basis: Tensor
+    cores: Tensor
+    _grams: dict[Layout, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether the basis consists of eigenvectors whatever the weights."""
+        return len(self.cores) == 1
+
+    def core(self, weights: Tensor) -> Tensor:
+        """Σ_e w_e M_e, `[r, r]`, with the graph of the weights."""
+        return torch.tensordot(weights.double(), self.cores, 1)
+
+    def eigenpairs(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Eigenvectors `[P, r]` and eigenvalues `[r]` of Σ_e w_e H_e, in the dtype of the basis."""
+        core = self.core(weights)
+        if self.is_diagonal:
+            return self.basis.T, core.diagonal().to(self.basis.dtype)
+        values, vectors = torch.linalg.eigh(core)
+        basis = subspace.rotated(self.basis, vectors.detach().T.flip(0))
+        return basis.T, values.flip(0).to(self.basis.dtype)
+
+    def gram(self, prior: GaussianPrior) -> Tensor:
+        """Qᵀ diag(δ)⁻¹ Q, `[r, r]`, float64, differentiable in δ."""
+        delta = prior.precision.double()
+        if not prior.is_constant_per_tensor:
+            return _InverseWeightedGram.apply(delta, self.basis)
+        if prior.layout not in self._grams:
+            blocks = prior.layout.split(self.basis)
+            self._grams[prior.layout] = torch.stack([subspace.inner(block, block) for block in blocks])
+        return torch.tensordot((1 / delta).expand(prior.layout.n_tensors), self._grams[prior.layout], 1)
+
+
+class _InverseWeightedGram(torch.autograd.Function):
+    """Σ_p q_p q_pᵀ / δ_p, whose gradient −q_pᵀ g q_p / δ_p² needs no copy of the basis."""
+
+    @staticmethod
+    def forward(ctx: Any, delta: Tensor, basis: Tensor) -> Tensor:
+        ctx.save_for_backward(delta, basis)
+        return subspace.inner(basis, basis, 1 / delta)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        delta, basis = ctx.saved_tensors
+        return -subspace.quadratic_forms(basis, gradients[0]) / delta.square(), None
+
+
+@dataclass(frozen=True)
+class LowRankPrecision(Precision):
+    """P = Q (Σ_e w_e M_e) Qᵀ + diag(δ).
+
+    Attributes:
+        subspace: Q and M.
+        weights: w, `[E]`.
+        prior: δ.
+        signed: Whether negative eigenvalues of the curvature are meant; else they are rounding, and zero.
+    """
+
+    subspace: Subspace
+    weights: Tensor
+    prior: GaussianPrior
+    signed: bool = False
+
+    # Differentiable in weights and prior.
+
+    def _thetas(self) -> Tensor:
+        """θ, `[r]`, float64.
+
+        Raises:
+            CurvatureError: P is not positive definite.
+        """
+        core = self.subspace.core(self.weights)
+        if self.prior.is_scalar:
+            values = core.diagonal() if self.subspace.is_diagonal else torch.linalg.eigvalsh(core)
+            return self._checked(values / self.prior.precision.double())
+        root = torch.linalg.cholesky(self.subspace.gram(self.prior))
+        return self._checked(torch.linalg.eigvalsh(root.T @ core @ root))
+
+    def _checked(self, thetas: Tensor) -> Tensor:
+        if not self.signed:
+            return thetas.clamp(min=0)
+        require_positive(1 + thetas.detach(), _RELATIVE)
+        return thetas
+
+    def logdet(self) -> Tensor:
+        return self.logdet_ratio() + self.prior.logdet()
+
+    def logdet_ratio(self) -> Tensor:
+        return self._thetas().log1p().sum()
+
+    def quad(self, vectors: Tensor) -> Tensor:
+        inside = vectors @ self.subspace.basis.T
+        core = self.subspace.core(self.weights).to(inside)
+        return vectors.square() @ self.prior.diagonal() + ((inside @ core) * inside).sum(-1)
+
+    def to_dense(self) -> Tensor:
+        basis = self.subspace.basis
+        return basis.T @ self.subspace.core(self.weights).to(basis) @ basis + torch.diag(self.prior.diagonal())
+
+    @property
+    def public(self) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """`((U [P, r], λ [r]), δ [P])` with P = U diag(λ) Uᵀ + diag(δ)."""
+        return self.subspace.eigenpairs(self.weights), self.prior.diagonal()
+
+    # Constants.
+
+    @cached_property
+    def _solved(self) -> tuple[Tensor, Tensor]:
+        """θ `[r]` and the rotation Wᵀ L⁻¹ `[r, r]`, float64."""
+        with torch.no_grad():
+            core = self.subspace.core(self.weights)
+            if self.prior.is_scalar:
+                delta = self.prior.precision.double()
+                values, vectors = torch.linalg.eigh(core)
+                return self._checked(values / delta), vectors.T * delta.sqrt()
+            root = torch.linalg.cholesky(self.subspace.gram(self.prior))
+            values, vectors = torch.linalg.eigh(root.T @ core @ root)
+            rotation = torch.linalg.solve_triangular(root, vectors.T, upper=False, left=False)
+            return self._checked(values), rotation
+
+    @cached_property
+    def _deviations(self) -> Tensor:
+        """δ^(−1/2), `[P]`."""
+        return self.prior.diagonal().detach().rsqrt().to(self.subspace.basis)
+
+    def functional_variance(self, jacobian: Jacobian) -> Tensor:
+        return self._variance(jacobian, diagonal=False)
+
+    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
+        return self._variance(jacobian, diagonal=True)
+
+    def _variance(self, jacobian: Jacobian, *, diagonal: bool) -> Tensor:
+        thetas, rotation = self._solved
+        inverse = self._deviations.square()
+        basis = self.subspace.basis
+        exact = len(thetas) > 0 and thetas.max().item() * torch.finfo(basis.dtype).eps > _CANCELLING
+        dtype = torch.float64 if exact else basis.dtype
+        variances = tuple(part.to(dtype) for part in self.prior.layout.split(inverse))
+        moments = _Moments.of(jacobian, basis, rotation, variances, diagonal=diagonal)
+        return moments.reduced(thetas).to(basis.dtype)
+
+    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
+        thetas, rotation = self._solved
+        whitened = jacobian.dense().flatten(0, 1) * self._deviations
+        z = whitened @ (self.subspace.basis * self._deviations).T @ rotation.T.to(whitened)
+        # What lies outside of the subspace is formed before it is squared, so that nothing cancels.
+        outside = whitened - z @ rotation.to(whitened) @ (self.subspace.basis * self._deviations)
+        return outside @ outside.T + (z / (1 + thetas).to(z)) @ z.T
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """D^(−1/2) (I + Z ((1 + θ)^(−1/2) − 1) Zᵀ) ε."""
+        thetas, rotation = self._solved
+        shrunk = rotation.T @ (((1 + thetas).rsqrt() - 1).unsqueeze(1) * rotation)
+        basis, deviations = self.subspace.basis, self._deviations
+        inside = (noise * deviations) @ basis.T
+        return (noise + (inside @ shrunk.to(inside)) @ basis * deviations) * deviations
+
+    def diagonal_of_inverse(self) -> Tensor:
+        thetas, rotation = self._solved
+        inverse = self._deviations.double().square()
+        share = subspace.quadratic_forms(self.subspace.basis, rotation.T @ rotation) * inverse  # Σ Z², at most 1
+        inside = subspace.quadratic_forms(self.subspace.basis, rotation.T @ (rotation / (1 + thetas).unsqueeze(1)))
+        return (inverse * ((1 - share).clamp(min=0) + inside * inverse)).to(self.subspace.basis.dtype)
+
+    @property
+    def covariance(self) -> Tensor:
+        return self.scale @ self.scale.T
+
+    @property
+    def scale(self) -> Tensor:
+        """D^(−1/2) (I + Z ((1 + θ)^(−1/2) − 1) Zᵀ), `[P, P]`."""
+        basis = self.subspace.basis
+        return self.sample(torch.eye(basis.shape[1], dtype=basis.dtype, device=basis.device)).T
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Variances under the prior, and the outputs' coordinates in the subspace.
+
+    Attributes:
+        prior: J D⁻¹ Jᵀ, `[B, C, C]`, or its diagonals `[B, C]`.
+        z: J D^(−1/2) Z, `[B, C, r]`.
+    """
+
+    prior: Tensor
+    z: Tensor
+
+    @classmethod
+    def of(
+        cls, jacobian: Jacobian, basis: Tensor, rotation: Tensor, variances: tuple[Tensor, ...], *, diagonal: bool
+    ) -> _Moments:
+        """From the blocks of a Jacobian, in the dtype of the prior's variances `[p]` of every tensor."""
+        sizes = [block.size for block in jacobian.blocks]
+        blocks = [block.cast(part.dtype) for block, part in zip(jacobian.blocks, variances, strict=True)]
+        cast = Jacobian(tuple(blocks))
+        rows = basis.split(sizes, 1)
+        prior = cast.sum_over_blocks(
+            lambda i, block: block.weighted_norms(variances[i]) if diagonal else block.weighted_gram(variances[i])
+        )
+        if not len(basis):  # no curvature at all
+            return cls(prior, prior.new_zeros(jacobian.n_data, jacobian.n_cotangents, 0))
+        inside = cast.sum_over_blocks(lambda i, block: block.apply(rows[i].to(variances[i]) * variances[i]))
+        return cls(prior, inside.permute(1, 2, 0) @ rotation.T.to(inside))
+
+    def reduced(self, thetas: Tensor) -> Tensor:
+        """Variances under P: what the data took off is z diag(θ / (1 + θ)) zᵀ."""
+        thetas = thetas.to(self.z)
+        if self.prior.ndim == 2:
+            squares = self.z.square()
+            least = (squares / (1 + thetas)).sum(2)  # where rounding would leave less than the subspace's own part
+            return torch.maximum(self.prior - (squares * (thetas / (1 + thetas))).sum(2), least)
+        return self.prior - (self.z * (thetas / (1 + thetas))) @ self.z.mT
+
+
+@dataclass(frozen=True)
+class LowRankScan(Scan):
+    """Functional variances at many scalar priors: the coordinates are those of a unit prior, rescaled.
+
+    Attributes:
+        subspace: Q and M.
+        weights: w, `[E]`, without gradient.
+        signed: As in `LowRankPrecision`.
+    """
+
+    subspace: Subspace
+    weights: Tensor
+    signed: bool
+
+    def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
+        values, vectors = torch.linalg.eigh(self.subspace.core(self.weights))
+        ones = tuple(values.new_ones(block.size) for block in jacobian.blocks)
+        unit = _Moments.of(jacobian, self.subspace.basis, vectors.T, ones, diagonal=diagonal)
+        dtype = self.subspace.basis.dtype
+
+        def at(delta: Tensor) -> Tensor:
+            delta = delta.double()
+            thetas = values / delta
+            if self.signed:
+                require_positive(1 + thetas, _RELATIVE)
+            moments = _Moments(unit.prior / delta, unit.z / delta.sqrt())
+            return moments.reduced(thetas if self.signed else thetas.clamp(min=0)).to(dtype)
+
+        return one_by_one(at)

@@ -1,0 +1,278 @@
+"""Low rank plus diagonal: the dominant Kronecker eigenvectors of every weight, and the exact diagonal.
+
+Per tensor H ≈ S U Λ Uᵀ S + D (Lee et al., 2020, "Estimating Model Uncertainty of Neural Networks in Sparse Information
+Form"; Daxberger et al., 2021, appendix B): U are the k eigenvectors of left ⊗ right with the largest eigenvalues Λ. The
+papers take S = I and D = diag(H) − diag(U Λ Uᵀ), which may be negative, so that the sum may be indefinite. Here
+
+    s_p = min(1, √(H_pp / (U Λ Uᵀ)_pp)),    D_pp = H_pp − s_p² (U Λ Uᵀ)_pp ≥ 0:
+
+where the low-rank part exceeds the exact diagonal its rows and columns are scaled down to meet it. The sum is positive
+semi-definite, its diagonal exact, and it is that of the papers wherever theirs has D ≥ 0.
+
+Kronecker factors are never formed: their dominant eigenvectors are found from products with few vectors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.batch import Inputs
+from laplace.curvature.engine import BatchSummary, CurvatureEngine
+from laplace.curvature.kron_parts import UNUSED, KronBlock, KronParts, Probe
+from laplace.curvature.survey import Survey
+from laplace.errors import InvalidArgument, InvalidData
+from laplace.layout import Layout
+from laplace.prior import GaussianPrior
+from laplace.structures import algebra, kron_columns
+from laplace.structures.base import Curvature, Sweep, require_finite
+from laplace.structures.diag import DiagCurvature
+from laplace.structures.footprint import DOUBLE, Footprint, Sides, widest_gradient
+from laplace.structures.kron_columns import Columns, columns_of
+from laplace.structures.kron_sides import Draws, Ranges, Side
+from laplace.structures.lowrank_kron_precision import LowRankKronPrecision, LowRankKronScan, Part
+
+
+@dataclass(frozen=True)
+class LowRankKronOptions:
+    """Options of `hessian_structure="lowrank_kron"`.
+
+    Attributes:
+        rank: Columns kept of every tensor, k.
+        oversampling: Vectors by which the search for eigenvectors is wider than k; a side of at most k + oversampling
+            entries is decomposed exactly.
+        seed: Of the random vectors.
+
+    Raises:
+        InvalidArgument: A rank below 1, or an oversampling below 0.
+    """
+
+    rank: int = 10
+    oversampling: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("rank", 1), ("oversampling", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise InvalidArgument(
+                    f"{name}={value!r} in structure_kwargs; it must be an integer of at least {least}."
+                )
+
+
+@dataclass(frozen=True)
+class LowRankKronCurvature(Curvature):
+    """S U Λ Uᵀ S + D for every tensor with Kronecker factors; the exact diagonal of every other.
+
+    Under a vector noise the terms share U, the eigenvectors of their sum; Λ_e, the diagonal and S are of the weighted
+    sum, so that the diagonal is exact at all noises. Of a subnetwork the columns are restricted to the treated entries.
+
+    The sum of two fits has the sum of both diagonals, exactly; the sides of both are stacked and truncated to k again.
+
+    Attributes:
+        diagonal: The exact diagonal, `[E, P]`.
+        blocks: What the sides mean, one per treated tensor.
+        sides: Low-rank sides by key.
+        factors: Counts of the rows of embeddings, and numbers of positions, by key.
+        rank: k.
+    """
+
+    diagonal: Tensor
+    blocks: tuple[KronBlock, ...]
+    sides: dict[str, Side]
+    factors: dict[str, Tensor]
+    rank: int
+    name = "lowrank_kron"
+    options = LowRankKronOptions
+    readings = 2
+
+    @property
+    def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return len(self.diagonal)
+
+    @classmethod
+    def sweep(cls, engine: CurvatureEngine, options: Any) -> Sweep:
+        return _Search(engine, options)
+
+    @classmethod
+    def footprint(cls, survey: Survey, options: Any) -> Footprint:
+        diag, sides = DiagCurvature.footprint(survey, None), Sides.of(survey)
+        width = options.rank + options.oversampling
+        found = sides.columns(width) * (DOUBLE + survey.itemsize)  # random vectors, and their products
+        gradients = survey.n_data * survey.itemsize * widest_gradient(survey)
+        kept = diag.kept + sides.columns(options.rank) * survey.itemsize
+        return Footprint(
+            kept=kept,
+            running=diag.running + 2 * found,
+            adding=max(diag.adding + 2 * found, kept + 4 * DOUBLE * survey.n_params),
+            pieces=diag.pieces + (0 if survey.is_head else 2 * survey.at_once * gradients),
+            posterior=(3 * DOUBLE + 4 * survey.itemsize) * survey.n_params + sides.columns(options.rank) * DOUBLE,
+            projecting=2 * diag.projecting,
+            readings=2,
+            work=0.5 * diag.work + float(survey.n_data * max(1, survey.n_columns) * sides.columns(width)),
+            between=float(width**2 * sides.columns(1)),
+        )
+
+    @classmethod
+    def zeros(cls, prior: GaussianPrior) -> LowRankKronCurvature:
+        blocks = tuple(KronBlock("diag", size, f"diag:{i}") for i, size in enumerate(prior.layout.sizes))
+        return cls(prior.precision.new_zeros(1, prior.layout.n_params), blocks, {}, {}, cls.options.rank)
+
+    def __add__(self, other: Curvature) -> LowRankKronCurvature:
+        if not isinstance(other, LowRankKronCurvature):
+            return NotImplemented
+        rank = max(self.rank, other.rank)
+        parts = KronParts(self.factors, self.blocks) + KronParts(other.factors, other.blocks)
+        pairs = {key: (self.sides.get(key), other.sides.get(key)) for key in {**self.sides, **other.sides}}
+        sides = {key: side for key, pair in pairs.items() if (side := _added(*pair, rank)) is not None}
+        return LowRankKronCurvature(self.diagonal + other.diagonal, parts.blocks, sides, dict(parts.factors), rank)
+
+    def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> LowRankKronPrecision:
+        if options.get("damping"):
+            raise InvalidArgument(
+                "damping=True with hessian_structure='lowrank_kron': a low-rank part and a diagonal are no product of "
+                "two factors that could be dampened; use damping=False, or hessian_structure='kron'."
+            )
+        return LowRankKronPrecision(self.parts(weights), weights, prior)
+
+    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> LowRankKronScan:
+        weights = weights.detach()
+        return LowRankKronScan(self.parts(weights), weights, layout)
+
+    def parts(self, weights: Tensor) -> tuple[Part, ...]:
+        """S, U, Λ and D of every tensor, for weights with a mean of 1; of one term once per fit."""
+        return self._parts_of_one_term if self.n_terms == 1 else self._parts(weights / weights.mean())
+
+    @cached_property
+    def _parts_of_one_term(self) -> tuple[Part, ...]:
+        with algebra.kept_for_later():
+            return self._parts(torch.ones_like(self.diagonal[:, 0]))
+
+    def _parts(self, weights: Tensor) -> tuple[Part, ...]:
+        sizes = [block.size for block in self.blocks]
+        diagonals = (weights.double() @ self.diagonal.double()).split(sizes)
+        dtype = self.diagonal.dtype
+        return tuple(
+            Part.of(columns, diagonal, weights, dtype)
+            for columns, diagonal in zip(self.columns, diagonals, strict=True)
+        )
+
+    @cached_property
+    def columns(self) -> tuple[Columns, ...]:
+        """U and Λ of every tensor, in float64; no columns where it has no factors."""
+        with algebra.kept_for_later():
+            return tuple(self._columns(block) for block in self.blocks)
+
+    def _columns(self, block: KronBlock) -> Columns:
+        if block.kind != "kron":
+            return kron_columns.none(block.size, self.diagonal.double())
+        output, key = self.sides[block.output], block.input
+        if key is None:  # a bias has no input side, and no mean of it
+            return columns_of(block, output, None, 1.0, self.rank)
+        inputs = self.sides[key] if key in self.sides else self.factors[key]
+        return columns_of(block, output, inputs, KronParts(self.factors, self.blocks).positions(block), self.rank)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "diagonal": self.diagonal,
+            "blocks": [asdict(block) for block in self.blocks],
+            "sides": {key: {"basis": side.basis, "cores": side.cores} for key, side in self.sides.items()},
+            "factors": dict(self.factors),
+            "rank": self.rank,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> LowRankKronCurvature:
+        blocks = tuple(KronBlock(**block) for block in state["blocks"])
+        sides = {key: Side(**side) for key, side in state["sides"].items()}
+        return cls(state["diagonal"], blocks, sides, dict(state["factors"]), state["rank"])
+
+    def forms(self) -> tuple[str, ...]:
+        return tuple(_form(block, columns) for block, columns in zip(self.blocks, self.columns, strict=True))
+
+    def public(self) -> LowRankKronCurvature:
+        return self
+
+
+def _form(block: KronBlock, columns: Columns) -> str:
+    if block.kind == UNUSED:
+        return "zero"
+    return f"{len(columns)} Kronecker columns and the exact diagonal" if len(columns) else "exact diagonal"
+
+
+def _added(a: Side | None, b: Side | None, rank: int) -> Side | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a.added(b, rank)
+
+
+class _Products(Sweep):
+    """A reading of the data: products of the factors with a probe, and the diagonal in the first one.
+
+    Args:
+        engine: Computes the numbers of a batch.
+        options: Rank and seed.
+        probe: What the factors are multiplied with.
+        diagonal: Sum of the exact diagonal, or None if this reading is to find it.
+    """
+
+    def __init__(
+        self, engine: CurvatureEngine, options: LowRankKronOptions, probe: Probe, diagonal: Tensor | None = None
+    ) -> None:
+        self.engine = engine
+        self.chosen = options
+        self.probe = probe
+        self.wanted = diagonal is None
+        self.diagonal = diagonal
+        self.total: KronParts | None = None
+
+    def add(self, x: Inputs, y: Tensor) -> BatchSummary:
+        summary, sketch = self.engine.sketch(x, y, self.probe, diagonal=self.wanted)
+        require_finite(all(bool(product.isfinite().all()) for product in sketch.parts.factors.values()))
+        if sketch.diagonal is not None:
+            require_finite(bool(sketch.diagonal.isfinite().all()))
+            self.diagonal = sketch.diagonal if self.diagonal is None else self.diagonal + sketch.diagonal
+        self.total = sketch.parts if self.total is None else self.total + sketch.parts
+        return summary
+
+    def sums(self) -> tuple[KronParts, Tensor]:
+        """Products and diagonal of all data.
+
+        Raises:
+            InvalidData: There were none.
+        """
+        if self.total is None or self.diagonal is None:
+            raise InvalidData("no batch was read.")
+        return self.total, self.diagonal
+
+
+class _Search(_Products):
+    """The first reading: the exact diagonal, and where the dominant eigenvectors are."""
+
+    def __init__(self, engine: CurvatureEngine, options: LowRankKronOptions) -> None:
+        super().__init__(engine, options, Draws(options.rank + options.oversampling, options.seed))
+
+    def finish(self) -> Sweep:
+        products, diagonal = self.sums()
+        ranges = Ranges({key: product for key, product in products.factors.items() if product.ndim >= 3})
+        return _Refinement(self.engine, self.chosen, ranges, diagonal)
+
+
+class _Refinement(_Products):
+    """The second reading: eigenvectors within the ranges that were found."""
+
+    def finish(self) -> Curvature:
+        products, diagonal = self.sums()
+        sides: dict[str, Side] = {}
+        factors: dict[str, Tensor] = {}
+        for key, product in products.factors.items():
+            if product.ndim < 3:
+                factors[key] = product
+            else:
+                basis = self.probe(key, *product.shape[-3:-1])
+                sides[key] = Side.of(basis, product, self.chosen.rank)
+        return LowRankKronCurvature(diagonal, products.blocks, sides, factors, self.chosen.rank)

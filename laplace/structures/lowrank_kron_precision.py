@@ -1,0 +1,297 @@
+"""P = s (S U Λ Uᵀ S + D) + diag(δ) per tensor, for any diagonal prior, by algebra on k × k matrices (Woodbury, 1950).
+
+With B = s D + δ, V = √s S U √Λ and K = I + Vᵀ B⁻¹ V: log det P = log det B + log det K and
+
+    P⁻¹ = B⁻¹ − B⁻¹ V K⁻¹ Vᵀ B⁻¹.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from laplace.curvature.blocks import Block
+from laplace.curvature.jacobian import Jacobian
+from laplace.errors import CurvatureError
+from laplace.layout import Layout
+from laplace.prior import GaussianPrior
+from laplace.structures import algebra
+from laplace.structures.base import Precision
+from laplace.structures.kron_columns import Columns
+from laplace.structures.scan import Scan, one_by_one
+
+_ROUNDING = 32
+"""A rest of the diagonal up to so many units of its rounding is zero."""
+
+_CANCELLING = 1e-3
+"""Share of a variance that rounding may take before it is computed in float64."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Unit curvature S U Λ Uᵀ S + D of one tensor, differentiable in the weights of its terms.
+
+    Attributes:
+        columns: U.
+        values: Λ, `[K]`, float64.
+        scaling: S, `[p]`.
+        rest: D, `[p]`.
+    """
+
+    columns: Columns
+    values: Tensor
+    scaling: Tensor
+    rest: Tensor
+
+    @classmethod
+    def of(cls, columns: Columns, diagonal: Tensor, weights: Tensor, dtype: torch.dtype) -> Part:
+        """From columns and the exact diagonal `[p]` of the weighted terms, in float64.
+
+        Args:
+            columns: U, with a Λ for every term.
+            diagonal: H_pp.
+            weights: Of the terms, `[E]`.
+            dtype: The curvature's.
+        """
+        diagonal = diagonal.clamp(min=0)
+        if not len(columns):
+            return cls(columns, diagonal.new_zeros(0), torch.ones_like(diagonal).to(dtype), diagonal.to(dtype))
+        values = weights.double() @ columns.values
+        lowrank = columns.diagonal(values)
+        exceeds = lowrank > diagonal
+        positive = exceeds & (diagonal > 0)
+        ratio = torch.where(positive, diagonal, 1.0) / torch.where(positive, lowrank, 1.0)
+        scaling = torch.where(exceeds & ~positive, 0.0, ratio.sqrt())
+        rest = torch.where(exceeds, 0.0, diagonal - lowrank)
+        rest = torch.where(rest > _ROUNDING * torch.finfo(dtype).eps * diagonal, rest, 0.0)
+        return cls(columns, values, scaling.to(dtype), rest.to(dtype))
+
+    @property
+    def size(self) -> int:
+        """Number of entries, p."""
+        return len(self.rest)
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """One tensor's P at fixed hyper-parameters, without gradient, in float64.
+
+    Attributes:
+        part: Its curvature.
+        inverse: B⁻¹, `[p]`.
+        roots: √(s Λ), `[K]`.
+        factor: Cholesky factor of K, `[K, K]`.
+    """
+
+    part: Part
+    inverse: Tensor
+    roots: Tensor
+    factor: Tensor
+
+    @cached_property
+    def _weights(self) -> Tensor:
+        """S B⁻¹, `[p]`: what the entries of U are multiplied with in B⁻¹ V."""
+        return self.part.scaling.double() * self.inverse
+
+    def reduced(self, block: Block, dtype: torch.dtype, *, diagonal: bool) -> Tensor:
+        """J P⁻¹ Jᵀ per datum, `[B, C, C]`, or its diagonals `[B, C]`, computed in `dtype`.
+
+        The second term takes away what the first one has: where too little is left for `dtype` it is float64.
+        """
+        inverse = self.inverse.to(dtype)
+        first = block.weighted_norms(inverse) if diagonal else block.weighted_gram(inverse)
+        if not len(self.roots):
+            return first
+        z = torch.linalg.solve_triangular(self.factor.to(dtype), self._applied(block, dtype).flatten(1), upper=False)
+        z = z.unflatten(1, (block.n_data, -1))
+        found = first - (z.square().sum(0) if diagonal else torch.einsum("kbc,kbd->bcd", z, z))
+        if dtype == torch.float64 or not self._cancels(first, found, diagonal=diagonal):
+            return found
+        return self.reduced(block.cast(torch.float64), torch.float64, diagonal=diagonal).to(dtype)
+
+    def _cancels(self, first: Tensor, found: Tensor, *, diagonal: bool) -> bool:
+        before, after = (t.detach() if diagonal else t.detach().diagonal(dim1=1, dim2=2) for t in (first, found))
+        return bool((after * _CANCELLING < torch.finfo(found.dtype).eps * before).any())
+
+    def _applied(self, block: Block, dtype: torch.dtype) -> Tensor:
+        """J B⁻¹ V, `[K, B, C]`."""
+        weights, roots = self._weights.to(dtype), self.roots.to(dtype)
+        rows = self.part.columns.rows(dtype)
+        return torch.cat([block.apply(row * weights) * roots[some, None, None] for some, row in rows])
+
+    def covariance(self, rows: Tensor) -> Tensor:
+        """J P⁻¹ Jᵀ of rows `[n, p]`, `[n, n]`, float64."""
+        rows = rows.double()
+        z = torch.linalg.solve_triangular(self.factor, self._inside(rows * self._weights).T, upper=False)
+        return (rows * self.inverse) @ rows.T - z.T @ z
+
+    def _inside(self, vectors: Tensor) -> Tensor:
+        return self.part.columns.inside(vectors) * self.roots
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """B^(−1/2) (I + W Wᵀ)^(−1/2) ε with W = B^(−1/2) V, of ε `[S, p]`."""
+        deviations = self.inverse.sqrt()
+        if not len(self.roots):
+            return noise * deviations
+        whiten = self.part.scaling.double() * deviations
+        values, vectors = algebra.eigh(self.factor @ self.factor.T)
+        roots = values.clamp(min=1).sqrt()  # K = I + WᵀW; 1 − 1/√K over K − 1 is 1 / (√K (1 + √K))
+        shrunk = (vectors / (roots * (1 + roots))) @ vectors.T
+        inside = self._inside(noise * whiten) @ shrunk
+        return (noise - self.part.columns.combined(inside * self.roots) * whiten) * deviations
+
+    def diagonal(self) -> Tensor:
+        """Diagonal of P⁻¹, `[p]`."""
+        if not len(self.roots):
+            return self.inverse
+        whitened = torch.linalg.solve_triangular(self.factor, torch.diag(self.roots), upper=False)
+        taken = self.part.columns.forms(whitened.T @ whitened) * self._weights.square()
+        least = 1 / (1 / self.inverse + self.part.columns.diagonal(self.roots.square()) * self.part.scaling.square())
+        return torch.maximum(self.inverse - taken, least)  # (P⁻¹)_pp is at least 1 / P_pp
+
+
+@dataclass(frozen=True)
+class LowRankKronPrecision(Precision):
+    """P = Σ over tensors of s (S U Λ Uᵀ S + D), plus diag(δ), block-diagonal.
+
+    Attributes:
+        parts: Unit curvature of every tensor, for weights with a mean of 1.
+        weights: Scale of every curvature term, `[E]`; s is their mean.
+        prior: δ.
+    """
+
+    parts: tuple[Part, ...]
+    weights: Tensor
+    prior: GaussianPrior
+
+    # Differentiable in weights and prior.
+
+    @property
+    def _scale(self) -> Tensor:
+        return self.weights.mean()
+
+    @property
+    def _rest(self) -> Tensor:
+        """D of all tensors, `[P]`."""
+        return torch.cat([part.rest for part in self.parts])
+
+    def logdet(self) -> Tensor:
+        return self.logdet_ratio() + self.prior.logdet()
+
+    def logdet_ratio(self) -> Tensor:
+        prior = self.prior.precision if self.prior.is_scalar else self.prior.diagonal()
+        ratio = (self._scale / prior * self._rest).log1p().sum()
+        for part, delta in zip(self.parts, self.prior.per_block(), strict=True):
+            if len(part.columns):
+                ratio = ratio + 2 * self._cholesky(part, delta).diagonal().log().sum()
+        return ratio
+
+    def _inverse(self, part: Part, delta: Tensor) -> Tensor:
+        """B⁻¹, `[p]`, float64."""
+        return 1 / (self._scale.double() * part.rest.double() + delta.double())
+
+    def _cholesky(self, part: Part, delta: Tensor) -> Tensor:
+        """Cholesky factor of K = I + Vᵀ B⁻¹ V, `[K, K]`, float64.
+
+        Raises:
+            CurvatureError: The prior is so small that K is singular by rounding.
+        """
+        roots = (self._scale.double() * part.values).sqrt()
+        gram = part.columns.gram(part.scaling.double().square() * self._inverse(part, delta))
+        eye = torch.eye(len(roots), dtype=roots.dtype, device=roots.device)
+        factor = algebra.cholesky(eye + roots.unsqueeze(1) * gram * roots)
+        if factor is None:
+            raise CurvatureError("the posterior precision is not positive definite; give a larger prior precision.")
+        return factor
+
+    def quad(self, vectors: Tensor) -> Tensor:
+        wide = vectors.double()
+        total = wide.square() @ (self._scale * self._rest + self.prior.diagonal()).double()
+        for part, piece in zip(self.parts, wide.split([part.size for part in self.parts], -1), strict=True):
+            inside = part.columns.inside(piece * part.scaling)
+            total = total + self._scale * (inside.square() * part.values).sum(-1)
+        return total.to(vectors.dtype)
+
+    def to_dense(self) -> Tensor:
+        blocks = [self._dense_block(part) for part in self.parts]
+        dense = torch.block_diag(*blocks) + torch.diag(self._scale * self._rest + self.prior.diagonal())
+        return dense.to(self.prior.precision.dtype)
+
+    def _dense_block(self, part: Part) -> Tensor:
+        eye = torch.eye(len(part.columns), dtype=torch.float64, device=part.rest.device)
+        rows = part.columns.combined(eye) * part.scaling
+        return self._scale * (rows.T * part.values) @ rows
+
+    # Constants.
+
+    @cached_property
+    def _solved(self) -> tuple[_Solved, ...]:
+        with torch.no_grad():
+            found: list[_Solved] = []
+            for part, delta in zip(self.parts, self.prior.per_block(), strict=True):
+                inverse = self._inverse(part, delta).expand(part.size)
+                factor = self._cholesky(part, delta) if len(part.columns) else inverse.new_zeros(0, 0)
+                found.append(_Solved(part, inverse, (self._scale.double() * part.values).sqrt(), factor))
+            return tuple(found)
+
+    def functional_variance(self, jacobian: Jacobian) -> Tensor:
+        dtype = self.prior.precision.dtype
+        return jacobian.sum_over_blocks(lambda i, block: self._solved[i].reduced(block, dtype, diagonal=False))
+
+    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
+        dtype = self.prior.precision.dtype
+        return jacobian.sum_over_blocks(lambda i, block: self._solved[i].reduced(block, dtype, diagonal=True))
+
+    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
+        rows = [block.dense().transpose(0, 1).flatten(0, 1) for block in jacobian.blocks]
+        parts = [solved.covariance(part) for solved, part in zip(self._solved, rows, strict=True)]
+        return torch.stack(parts).sum(0).to(self.prior.precision.dtype)
+
+    def sample(self, noise: Tensor) -> Tensor:
+        pieces = noise.double().split([part.size for part in self.parts], -1)
+        drawn = [solved.sample(piece) for solved, piece in zip(self._solved, pieces, strict=True)]
+        return torch.cat(drawn, -1).to(noise.dtype)
+
+    def diagonal_of_inverse(self) -> Tensor:
+        return torch.cat([solved.diagonal() for solved in self._solved]).to(self.prior.precision.dtype)
+
+    @property
+    def public(self) -> LowRankKronPrecision:
+        return self
+
+    @property
+    def covariance(self) -> Tensor:
+        return self.scale @ self.scale.T
+
+    @property
+    def scale(self) -> Tensor:
+        """B^(−1/2) (I + W Wᵀ)^(−1/2) with W = B^(−1/2) V, `[P, P]`."""
+        like = self.prior.precision
+        return self.sample(torch.eye(self.prior.layout.n_params, dtype=like.dtype, device=like.device)).T
+
+
+@dataclass(frozen=True)
+class LowRankKronScan(Scan):
+    """Functional variances at many scalar priors: k² operations per entry for each, less than for a batch of data.
+
+    Attributes:
+        parts: Unit curvature of every tensor.
+        weights: Scale of every curvature term, `[E]`, without gradient.
+        layout: The treated tensors.
+    """
+
+    parts: tuple[Part, ...]
+    weights: Tensor
+    layout: Layout
+
+    def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
+        def at(delta: Tensor) -> Tensor:
+            prior = GaussianPrior(delta.detach(), delta.new_zeros(()), self.layout)
+            precision = LowRankKronPrecision(self.parts, self.weights, prior)
+            return precision.functional_diagonal(jacobian) if diagonal else precision.functional_variance(jacobian)
+
+        return one_by_one(at)

@@ -1,0 +1,117 @@
+"""Dominant eigenpairs of a symmetric operator that is known by its products alone (Halko et al., 2011, §4.5 and §5.1).
+
+Blocks of vectors are rows `[l, P]`, long and few. They are rotated in place, by chunks, with small matrices in float64,
+so that a block is never copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_CHUNK_BYTES = 2**22
+"""Bytes of float64 that are worked on at once: they stay in a processor's cache."""
+
+_PASSES = 5
+"""Rotations after which rows are orthonormal; two or three do, more are for rows that are nearly dependent."""
+
+_NOISE = 8
+"""Rows up to so many units of rounding of the longest one are no directions of their own."""
+
+
+def _chunks(*blocks: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Columns of blocks `[·, P]` side by side, at most about `_CHUNK_BYTES` of float64 each."""
+    step = max(1, _CHUNK_BYTES // (8 * max(1, *(len(block) for block in blocks))))
+    return zip(*(block.split(step, 1) for block in blocks), strict=True)
+
+
+def inner(left: Tensor, right: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Inner products of rows `[l, P]` and `[m, P]`, with weights `[P]` if given: `[l, m]` in float64."""
+    total = torch.zeros(len(left), len(right), dtype=torch.float64, device=left.device)
+    if weights is None:
+        for a, b in _chunks(left, right):
+            a64 = a.double()
+            total += a64 @ (a64 if left is right else b.double()).T
+    else:
+        for a, b, w in _chunks(left, right, weights.unsqueeze(0)):
+            total += (a.double() * w.double()) @ b.double().T
+    return total
+
+
+def quadratic_forms(rows: Tensor, matrix: Tensor) -> Tensor:
+    """q_pᵀ M q_p of every column q_p of rows `[l, P]`, `[P]` in float64."""
+    parts = [((matrix @ part.double()) * part.double()).sum(0) for (part,) in _chunks(rows)]
+    return torch.cat(parts)
+
+
+def rotate_(rows: Tensor, matrix: Tensor) -> None:
+    """Replaces rows `[l, P]` by `matrix` `[l, l]` times them."""
+    for (part,) in _chunks(rows):
+        part.copy_(matrix @ part.double())
+
+
+def rotated(rows: Tensor, matrix: Tensor) -> Tensor:
+    """`matrix` `[m, l]` times rows `[l, P]`, in the dtype of the rows."""
+    result = rows.new_empty(len(matrix), rows.shape[1])
+    for source, target in _chunks(rows, result):
+        target.copy_(matrix @ source.double())
+    return result
+
+
+def orthonormalise_(rows: Tensor) -> Tensor:
+    """Makes rows `[l, P]` an orthonormal basis of their span, in place; rows beyond its dimension become zero.
+
+    The rows are rotated by the eigenvectors of their Gram matrix and then scaled to unit length. Unlike Cholesky's
+    factor, that exists for dependent rows. One rotation is as good as the condition of the Gram matrix, which it
+    improves: it is repeated until the rows are orthonormal to rounding.
+    """
+    eps = torch.finfo(rows.dtype).eps
+    for _ in range(_PASSES if len(rows) else 0):
+        gram = inner(rows, rows)
+        lengths = gram.diagonal().sqrt()
+        kept = lengths > _NOISE * eps * lengths.max()
+        scale = torch.where(kept, 1 / lengths.where(kept, 1.0), 0.0)
+        gram = scale.unsqueeze(1) * gram * scale
+        if (gram - torch.diag(kept.to(gram))).abs().max() <= _NOISE * eps:
+            rows.mul_(scale.unsqueeze(1).to(rows))
+            break
+        vectors = torch.linalg.eigh(gram)[1]
+        rotate_(rows, vectors.T * scale)
+    return rows
+
+
+@dataclass(frozen=True)
+class RitzPairs:
+    """Approximate eigenpairs, the largest absolute eigenvalue first.
+
+    Attributes:
+        vectors: U, orthonormal rows `[l, P]`.
+        values: λ, `[l]`, float64.
+        residuals: ‖H u − λ u‖ of every pair, `[l]`, float64.
+    """
+
+    vectors: Tensor
+    values: Tensor
+    residuals: Tensor
+
+
+def rayleigh_ritz_(basis: Tensor, products: Tensor) -> RitzPairs:
+    """Eigenpairs of H within the span of an orthonormal basis Q, from T = Qᵀ H Q; overwrites the basis with them.
+
+    Args:
+        basis: Q, rows `[l, P]`; zero rows are passed over.
+        products: H Q, `[l, P]`.
+    """
+    small = inner(basis, products)
+    values, vectors = torch.linalg.eigh(0.5 * (small + small.T))
+    order = values.abs().argsort(descending=True)
+    values, rotation = values[order], vectors[:, order].T
+    squares = torch.zeros_like(values)
+    for q, product in _chunks(basis, products):
+        u = rotation @ q.double()
+        squares += (rotation @ product.double() - values.unsqueeze(1) * u).square().sum(1)
+        q.copy_(u)
+    return RitzPairs(basis, values, squares.sqrt())
