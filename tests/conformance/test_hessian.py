@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace import Laplace
 from laplace.curvature import NativeHessian
@@ -208,3 +208,15 @@ def test_float32_rounding_of_a_singular_hessian_is_no_negative_direction(structu
     la.fit([(torch.randn(5, 30), torch.randn(5, 2))])
     for delta in (1e-7, 1e-3, torch.full((62,), 1e-6)):
         assert la.log_marginal_likelihood(delta).isfinite()
+
+
+def test_a_second_derivative_that_is_wrong_is_noticed() -> None:
+    """PyTorch's fused weight norm has one."""
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = torch.randn(7, 3, dtype=torch.float64), torch.randint(2, (7,))
+    la: Any = Laplace(plain, "classification", "all", "full", backend=NativeHessian)
+    la.fit([(x, y)])
+    normed = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(plain[0]), nn.Tanh(), plain[2])
+    la = Laplace(normed, "classification", "all", "full", backend=NativeHessian)
+    with pytest.raises(CurvatureError, match="not symmetric.*NativeGGN"):
+        la.fit([(x, y)])

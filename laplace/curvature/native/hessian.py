@@ -10,9 +10,11 @@ from torch import Tensor
 from laplace.batch import Inputs
 from laplace.curvature.engine import Bases, BatchSummary, Groups
 from laplace.curvature.native.engine import NativeEngine
+from laplace.curvature.native.plan import TOLERANCE
 from laplace.curvature.native.products import HessianProduct
-from laplace.errors import UnsupportedError
+from laplace.errors import CurvatureError, UnsupportedError
 from laplace.lending import lent
+from laplace.noise import standard_normal
 
 _ROWS = 64
 """Unit vectors that are multiplied at once: rows of the Hessian held besides the result."""
@@ -42,9 +44,30 @@ class HessianEngine(NativeEngine):
             total = torch.zeros_like(vectors, memory_format=torch.contiguous_format) if running is None else running
             for loss, rows, sums in zip(losses, vectors, total, strict=True):
                 product = HessianProduct(self.problem, taken, loss)
+                self._require_symmetric(product)
                 for part, target in zip(rows.split(step), sums.split(step), strict=True):
                     product.add(part, target)
         return self.summary(taken.f.detach(), y), total
+
+    def _require_symmetric(self, product: HessianProduct) -> None:
+        """Asks for one number twice, vᵀ H w = wᵀ H v: second derivatives of some operations of PyTorch are wrong.
+
+        Raises:
+            CurvatureError: The two differ beyond rounding.
+        """
+        like = torch.zeros((), dtype=self.dtype, device=self.problem.device)
+        generator = torch.Generator(device=like.device).manual_seed(0)
+        pair = standard_normal((2, self.problem.layout.n_params), like, generator)
+        found = torch.zeros_like(pair)
+        product.add(pair, found)
+        difference = (pair[0] @ found[1] - pair[1] @ found[0]).abs()
+        scale = pair.norm(dim=1).flip(0) @ found.norm(dim=1)
+        if bool(difference > TOLERANCE[self.problem.dtype] * scale):
+            raise CurvatureError(
+                "the exact Hessian is not symmetric: an operation of the network has a wrong second derivative in "
+                "this PyTorch (the fused weight norm of torch.nn.utils.parametrizations has one). Use "
+                "backend=NativeGGN, which takes first derivatives only, or remove the parametrization."
+            )
 
     def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
         n_params = self.problem.layout.n_params

@@ -27,7 +27,8 @@ from laplace.curvature.native.pieces import Term, block_of
 from laplace.errors import CurvatureError, InvalidData
 from laplace.weights.problem import Problem
 
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+"""Relative error that rounding may leave in a product of a derivative with random vectors."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ def close(actual: Tensor, expected: Tensor, bound: Tensor) -> bool:
         expected: From autograd, in the model's dtype.
         bound: Norm of what was added up: the scale of rounding errors where the sum cancels.
     """
-    tolerance = _TOLERANCE[expected.dtype]
+    tolerance = TOLERANCE[expected.dtype]
     error = (actual - expected.to(actual)).norm()
     return bool(error <= tolerance * (expected.norm().to(error) + 1e-2 * bound.to(error)))
 
