@@ -218,5 +218,5 @@ def test_a_second_derivative_that_is_wrong_is_noticed() -> None:
     la.fit([(x, y)])
     normed = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(plain[0]), nn.Tanh(), plain[2])
     la = Laplace(normed, "classification", "all", "full", backend=NativeHessian)
-    with pytest.raises(CurvatureError, match="not symmetric.*NativeGGN"):
+    with pytest.raises(CurvatureError, match=r"not symmetric.*NativeGGN"):
         la.fit([(x, y)])

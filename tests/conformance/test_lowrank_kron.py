@@ -104,6 +104,8 @@ def test_shards_of_low_rank(case: Case) -> None:
 class _Decaying(nn.Module):
     """A wide layer whose inputs and output gradients have quickly decaying spectra."""
 
+    scale: Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__()
         decay = 0.6 ** torch.arange(width, dtype=torch.float64)
