@@ -97,7 +97,7 @@ def make_network(seed: int) -> nn.Module:
         )  # fmt: skip
 
 
-def run(method: Method, tasks: list[Task], seed: int, n_epochs: int, prior_precision: float = 1.0) -> list[float]:
+def run(method: Method, tasks: list[Task], seed: int, n_epochs: int, prior_precision: float = 0.1) -> list[float]:
     """Learns the tasks in turn; the accuracy after each of them, averaged over the tasks seen."""
     model = make_network(seed)
     scores: list[float] = []
@@ -160,7 +160,7 @@ def draw(results: Results, output: Path) -> None:
 def main(
     small: bool = False,
     seeds: tuple[int, ...] = (0, 1, 2),
-    prior_precision: float = 1.0,
+    prior_precision: float = 0.1,
     output: Path = Path("outputs/permuted_digits.png"),
 ) -> Results:
     """Runs everything and returns the average accuracies by method: one list per seed, one entry per task.
@@ -189,7 +189,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="two tasks, two epochs, one seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--prior-precision", type=float, default=1.0, help="fixed, or where the adapted one starts")
+    parser.add_argument("--prior-precision", type=float, default=0.1, help="fixed, or where the adapted one starts")
     parser.add_argument("--output", type=Path, default=Path("outputs/permuted_digits.png"), help="where the plot goes")
     arguments = parser.parse_args()
     main(arguments.small, tuple(arguments.seeds), arguments.prior_precision, arguments.output)
