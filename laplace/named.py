@@ -311,6 +311,10 @@ class SubnetLaplace(ParametricLaplace):
         structure_kwargs: Options = None,
     ) -> None:
         _refuse_asdl_kwargs(asdl_fisher_kwargs)
+        if damping and self.structure is not KronCurvature:
+            raise InvalidArgument(
+                f"damping=True is a Kronecker-factored posterior's; hessian_structure={self.structure.name!r} has none."
+            )
         ParametricLaplace.__init__(
             self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
             dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=structure_kwargs,

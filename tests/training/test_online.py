@@ -198,7 +198,7 @@ class Counts(LikelihoodFromLoss):
         return f.exp()
 
 
-@pytest.mark.parametrize("likelihood", [*grid.LIKELIHOODS, Counts()], ids=str)
+@pytest.mark.parametrize("likelihood", [*grid.LIKELIHOODS, pytest.param(Counts(), id="counts")])
 @pytest.mark.parametrize("structure", grid.STRUCTURES)
 @pytest.mark.parametrize(("backend", "options"), [(NativeGGN, {"stochastic": True}), (NativeEF, {}), (None, {})])
 def test_every_likelihood_structure_and_backend(likelihood: Any, structure: str, backend: Any, options: Any) -> None:
