@@ -31,7 +31,7 @@ def Laplace(
         model: The trained network.
         likelihood: `"regression"`, `"classification"`, `"reward_modeling"`, `"bernoulli"`, or a likelihood object.
         subset_of_weights: `"all"`, `"last_layer"` or `"subnetwork"`.
-        hessian_structure: `"full"`, `"kron"` or `"diag"`.
+        hessian_structure: `"full"`, `"block"`, `"kron"`, `"ekfac"`, `"diag"`, `"lowrank"` or `"lowrank_kron"`.
         *args: Positional arguments of the class.
         functional_approximation: Which function-space posterior `hessian_structure="gp"` stands for.
         **kwargs: Keyword arguments of the class.

@@ -150,6 +150,11 @@ def test_constructor_arguments_can_be_given_by_position_and_read_back(cls) -> No
     positional, extra = CONSTRUCTORS[cls]
     names = positional.split()
     keywords = {name: given[name] for name in (extra or "").split() if name in given}
+    if cls.structure.name != "kron":
+        keywords.pop("damping", None)
+        if "damping" in (extra or ""):
+            with pytest.raises(ValueError, match="damping"):
+                cls(model, "regression", *[given[name] for name in names], damping=True)
     la = cls(model, "regression", *[given[name] for name in names], **keywords, forward_fn=forward)
     assert la.model is model
     assert la.likelihood == "regression"

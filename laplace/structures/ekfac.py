@@ -70,7 +70,8 @@ class EkfacCurvature(Curvature):
         bases, doubles = sides.squares * survey.itemsize, sides.squares * DOUBLE
         # The factors' own decomposition in float64 stays until the fit is done.
         decomposed = kron.kept + bases + doubles
-        gradients = 2 * survey.at_once * survey.n_data * survey.itemsize * widest_gradient(survey)
+        columns = 0 if survey.is_head else survey.at_once
+        gradients = 2 * columns * survey.n_data * survey.itemsize * widest_gradient(survey)
         return Footprint(
             kept=kron.kept + bases + diag.kept,
             running=max(kron.running, decomposed + diag.running),

@@ -157,7 +157,7 @@ class LowRankCurvature(Curvature):
             readings=options.power_iterations + 2 if width < survey.n_params else 1,
             between=2.0 * (options.power_iterations + 2) * width**2 * survey.n_params,
             work=0.0,
-            solve=float(rank * survey.n_params * survey.n_outputs * survey.n_data),
+            solve=float(rank * survey.n_params * survey.n_data),
         )
 
     @classmethod
