@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace import fitting, planning, state, tuning
+from laplace import state, tuning
 from laplace.batch import Inputs
 from laplace.curvature.jacobian import Jacobian
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
-from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.errors import InvalidArgument
 from laplace.gaussian import Gaussian
 from laplace.lending import same_random_state
 from laplace.noise import standard_normal
-from laplace.planning import FitPlan
 from laplace.posterior import WeightPosterior
 from laplace.predictive import latent
 
@@ -24,7 +23,7 @@ from laplace.predictive import latent
 class ParametricLaplace(WeightPosterior):
     """Base of all weight-space posteriors; a concrete class binds `structure` and `weights_type`.
 
-    The arguments are those of `WeightPosterior`.
+    The arguments are those of `WeightFit`.
     """
 
     # Predictions.
@@ -35,27 +34,6 @@ class ParametricLaplace(WeightPosterior):
         self.check_unchanged()
         gaussian = latent.linearised(self.engine, precision, x, form, create_graph=self.enable_backprop)
         return latent.with_noise(gaussian, self.sigma_noise.detach()) if observation_noise else gaussian
-
-    def plan(self, train_loader: Iterable[Any]) -> FitPlan:
-        """Predicts memory and time of `fit` and of a prediction from the first batch; nothing is fitted or drawn.
-
-        Where the last layer is not known yet, it is found, as `fit` would.
-
-        Args:
-            train_loader: What `fit` would be given; one batch of it is read.
-
-        Raises:
-            InvalidArgument: A loader that can be read only once: a fit would miss that batch.
-            InvalidData: No data that count.
-            UnsupportedError: A user's own backend or structure, which does not say what it takes.
-        """
-        with torch.inference_mode(False), torch.no_grad(), same_random_state(self.weights.model):
-            n_batches = planning.length(train_loader)
-            device = self.prior_precision.device
-            x, y = planning.first_counted(train_loader, self.dict_key_y, device, self.likelihood_object)
-            problem = self.weights.problem or self.weights.discover(x)
-            survey = self._fitting_engine(problem, go_on=False).survey(x, y)
-        return planning.make_plan(survey, problem, self.structure, self.structure_options, n_batches)
 
     def __call__(
         self,
@@ -219,38 +197,7 @@ class ParametricLaplace(WeightPosterior):
             raise InvalidArgument(f"Js has shape {tuple(Js.shape)}; it must be [B, C, P] with P = {n_params}.")
         return Jacobian.from_dense(Js.to(self._like), self.problem.layout.sizes)
 
-    # Forgetting, tuning and state.
-
-    def forget(self, loader: Iterable[Any], progress_bar: bool = False, *, weight: float = 1.0) -> None:
-        """Removes the contribution of data from the fit: their curvature, their loss and their number.
-
-        The curvature is then that of a fit without them. The mean stays, for it is the network's weights, which were
-        trained with the data; without all data the posterior is a Gaussian around them with the prior's precision.
-
-        Args:
-            loader: Batches of data that were fitted, at the weights that the network still has.
-            progress_bar: Show one.
-            weight: How often the data count in the fit: 1, or `decay**k` for data that faded in k later fits.
-
-        Raises:
-            NotFittedError: Before `fit`.
-            ModelChangedError: The weights are not those of the fit any more, at which the curvature was computed.
-            InvalidData: More data than the fit has seen, or data that cannot be used.
-            CurvatureError: The curvature would be indefinite: these data were not fitted.
-            UnsupportedError: The structure is no sum over data, or its curvature is a random sample. After every error
-                the former posterior is kept.
-        """
-        former = self.fitted()
-        fitting.check_weight(weight)
-        if self.backend_kwargs.get("stochastic"):
-            raise UnsupportedError(
-                "backend_kwargs has stochastic=True: other targets would be drawn than those of the fit, and the "
-                "difference would be no curvature of the data that are left. Use the exact GGN, or fit them anew."
-            )
-        self.check_unchanged()
-        removed, _ = self.measured(loader, go_on=True, progress_bar=progress_bar)
-        with torch.inference_mode(False), torch.no_grad():
-            self._fit, self._posterior = former.minus(removed.scaled(weight)), None
+    # Tuning and state.
 
     def optimize_prior_precision(
         self,

@@ -187,7 +187,7 @@ class Curvature(ABC):
     def _no_sum(self, verb: str) -> UnsupportedError:
         return UnsupportedError(
             f"curvature of structure {self.name!r} is no sum over data and cannot be {verb}; use "
-            "hessian_structure='diag', 'kron' or 'full', or fit the data that are to count with override=True."
+            "hessian_structure='diag', 'kron', 'block' or 'full', or fit the data that are to count with override=True."
         )
 
     @abstractmethod

@@ -97,6 +97,9 @@ class EkfacCurvature(Curvature):
         bases = eigenbases(kron)
         return EkfacCurvature(kron, bases, self._diagonal_in(bases) + other._diagonal_in(bases))
 
+    def scaled(self, factor: float) -> EkfacCurvature:
+        return replace(self, kron=self.kron.scaled(factor), corrected=factor * self.corrected)
+
     def _diagonal_in(self, bases: tuple[BlockSpectrum, ...]) -> Tensor:
         """Diagonal of Vᵀ U diag(λ*) Uᵀ V for other bases V, `[E, P]`: Σ_i (v_j · u_i)² λ*_i."""
         parts = self.corrected.split([basis.size for basis in self.bases], 1)

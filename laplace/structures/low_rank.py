@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -193,6 +193,11 @@ class LowRankCurvature(Curvature):
         error = self.error + other.error + lost * math.sqrt(limit * self.n_terms)
         trace = None if self.trace is None or other.trace is None else self.trace + other.trace
         return self.joined(terms, limit=limit, error=error, tail=max(cut, lost), trace=trace)
+
+    def scaled(self, factor: float) -> LowRankCurvature:
+        trace = None if self.trace is None else factor * self.trace
+        facts = {"error": factor * self.error, "tail": factor * self.tail, "trace": trace}
+        return replace(self, cores=factor * self.cores, _memo={}, **facts)
 
     def _within(self, basis: Tensor) -> Tensor:
         """The cores in another basis that spans this one."""

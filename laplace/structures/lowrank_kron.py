@@ -14,7 +14,7 @@ Kronecker factors are never formed: their dominant eigenvectors are found from p
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -130,6 +130,12 @@ class LowRankKronCurvature(Curvature):
         pairs = {key: (self.sides.get(key), other.sides.get(key)) for key in {**self.sides, **other.sides}}
         sides = {key: side for key, pair in pairs.items() if (side := _added(*pair, rank)) is not None}
         return LowRankKronCurvature(self.diagonal + other.diagonal, parts.blocks, sides, dict(parts.factors), rank)
+
+    def scaled(self, factor: float) -> LowRankKronCurvature:
+        """As of `kron`: both sides and the number of positions are sums over data."""
+        sides = {key: replace(side, cores=factor * side.cores) for key, side in self.sides.items()}
+        factors = {key: factor * value for key, value in self.factors.items()}
+        return replace(self, diagonal=factor * self.diagonal, sides=sides, factors=factors)
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> LowRankKronPrecision:
         if options.get("damping"):

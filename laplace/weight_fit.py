@@ -1,0 +1,321 @@
+"""Which weights are random, and the fit of their curvature to data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace import fitting
+from laplace import hyperparameters as hyper
+from laplace.base import BaseLaplace
+from laplace.batch import ForwardFn
+from laplace.curvature import CurvatureInterface
+from laplace.curvature.engine import CurvatureEngine
+from laplace.curvature.making import make_backend
+from laplace.errors import InvalidArgument, NotFittedError
+from laplace.fingerprint import Fingerprint
+from laplace.fitting import Fit
+from laplace.lending import same_random_state, undisturbed
+from laplace.likelihoods.base import Likelihood
+from laplace.structures.base import Curvature, Precision, move
+from laplace.structures.indefinite import SignedOptions
+from laplace.weights.all_weights import AllWeights
+from laplace.weights.base import Weights
+from laplace.weights.problem import Problem
+
+
+class WeightFit(BaseLaplace):
+    """A choice of weights with what data say of them; `WeightPosterior` adds evidence and moments.
+
+    Args:
+        model: The trained network.
+        likelihood: Name or object.
+        sigma_noise: Observation noise, a scalar or `[C]`.
+        prior_precision: δ.
+        prior_mean: μ₀.
+        temperature: T.
+        enable_backprop: Differentiable predictions.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
+        backend: Curvature backend, a class; None for the native GGN.
+        backend_kwargs: Its constructor's options; never written to.
+        asdl_fisher_kwargs: Options for the ASDL backends.
+        forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
+        structure_kwargs: Options of the structure (low rank: `rank`, …).
+        weights_options: Options of the choice of weights.
+        precision_options: Options of the structure's precision.
+    """
+
+    structure: type[Curvature]
+    weights_type: type[Weights] = AllWeights
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: type[CurvatureInterface] | None = None,
+        backend_kwargs: dict[str, Any] | None = None,
+        asdl_fisher_kwargs: dict[str, Any] | None = None,
+        *,
+        forward_fn: ForwardFn | None = None,
+        structure_kwargs: dict[str, Any] | None = None,
+        weights_options: dict[str, Any] | None = None,
+        precision_options: dict[str, Any] | None = None,
+    ) -> None:
+        self.weights = self.weights_type(model, forward_fn=forward_fn, **(weights_options or {}))
+        self.forward_fn = forward_fn
+        self.structure_kwargs = dict(structure_kwargs or {})
+        self.structure_options = _options_of(self.structure, self.structure_kwargs)
+        self.precision_options = dict(precision_options or {})
+        self._fit: Fit | None = None
+        self._mean: Tensor | None = None
+        self._backend: CurvatureInterface | None = None
+        self._engine: CurvatureEngine | None = None
+        self._fingerprint: Fingerprint | None = None
+        self._posterior: tuple[Any, Precision] | None = None
+        super().__init__(
+            model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
+            dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kwargs,
+        )  # fmt: skip
+        if self.backend_cls.kind == "hessian" and isinstance(self.structure_options, SignedOptions):
+            self.precision_options["indefinite"] = self.structure_options.indefinite
+
+    # What was chosen.
+
+    @property
+    def problem(self) -> Problem:
+        """What backends see.
+
+        Raises:
+            NotFittedError: The last layer is found at `fit`, or by `last_layer_name=`.
+        """
+        if self.weights.problem is None:
+            raise NotFittedError(
+                "the last layer is not known before fit; call fit(train_loader) first, or pass last_layer_name=."
+            )
+        return self.weights.problem
+
+    @property
+    def backend(self) -> CurvatureInterface:
+        """The curvature backend as users call it: `la.backend.jacobians(x)`, `la.backend.diag(x, y)`."""
+        if self._backend is None:
+            self._backend = self._make_backend(self.problem)
+        return self._backend
+
+    @property
+    def engine(self) -> CurvatureEngine:
+        """What computes Jacobians and curvature, made on first use."""
+        if self._engine is None:
+            self._engine = self._make_engine(self.problem, split_outputs=False)
+        return self._engine
+
+    def _make_backend(self, problem: Problem) -> CurvatureInterface:
+        return make_backend(
+            self.backend_cls, self.weights, problem, self.likelihood, self.dict_key_x, self.dict_key_y,
+            self.backend_kwargs, self.asdl_fisher_kwargs,
+        )  # fmt: skip
+
+    def _make_engine(self, problem: Problem, *, split_outputs: bool) -> CurvatureEngine:
+        backend = self._make_backend(problem)
+        options = self.asdl_fisher_kwargs
+        return backend.engine(problem, self.likelihood_object, split_outputs=split_outputs, **options)
+
+    def _fitting_engine(self, problem: Problem, *, go_on: bool) -> CurvatureEngine:
+        """An engine for a fit: one that keeps a term per output under a vector noise.
+
+        Args:
+            problem: What it sees.
+            go_on: Whether data are added, with the former fit's engine, whose random draws go on.
+        """
+        split = self.sigma_noise.numel() > 1
+        former = self._engine
+        if go_on and former is not None and former.split_outputs == split:
+            return former
+        return self._make_engine(problem, split_outputs=split)
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The treated tensors of the model, in order."""
+        return [self.problem.tensor(slot.name) for slot in self.problem.slots]
+
+    @property
+    def is_subset_params(self) -> bool:
+        """Whether some parameter of the model is frozen."""
+        with undisturbed(self.weights.model):
+            return any(not p.requires_grad for p in self.model.parameters())
+
+    @property
+    def n_params(self) -> int | None:
+        """P, or None while the last layer is unknown."""
+        return None if self.weights.problem is None else self.weights.problem.layout.n_params
+
+    @property
+    def n_layers(self) -> int | None:
+        """Number of treated tensors, or None while the last layer is unknown."""
+        return None if self.weights.problem is None else self.weights.problem.layout.n_tensors
+
+    def coverage(self) -> dict[str, str]:
+        """Which layer rule or fallback explains every treated tensor, and in which form its curvature is held.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        return dict(self.fitted().coverage)
+
+    # Fit.
+
+    def fit(
+        self,
+        train_loader: Iterable[Any],
+        override: bool = True,
+        progress_bar: bool = False,
+        *,
+        decay: float = 1.0,
+    ) -> None:
+        """Fits the Gaussian to the curvature of the data at the model's present weights.
+
+        Args:
+            train_loader: Batches `(x, y)`, tuples `(x1, …, y)` or mappings with `dict_key_y`.
+            override: Start anew; False adds the data to those of the former fit.
+            progress_bar: Show one.
+            decay: With `override=False`, how often every datum of the former fit counts from now on, in (0, 1]: it
+                multiplies the former curvature, loss and number of data, so that old data fade exponentially. The
+                prior does not fade.
+
+        Raises:
+            InvalidData: A batch cannot be used; the former posterior is kept.
+            InvalidArgument: A hyper-parameter's length does not fit the treated parameters or the outputs, or a decay
+                that is not accepted.
+            UnsupportedError: The structure is no sum over data, and the former fit cannot fade.
+        """
+        fitting.check_decay(decay, override=override)
+        new, engine = self.measured(train_loader, go_on=not override, progress_bar=progress_bar)
+        with torch.inference_mode(False), torch.no_grad():
+            fit = new if override or self._fit is None else self._fit.scaled(decay) + new
+            mean = self.problem.mean().to(self._like.dtype)
+            self.adopt(fit, mean, Fingerprint.of(self.weights.model), engine)
+
+    def measured(
+        self, train_loader: Iterable[Any], *, go_on: bool = True, progress_bar: bool = False
+    ) -> tuple[Fit, CurvatureEngine]:
+        """What data say at the model's present weights, and the engine that found it; the posterior stays as it is.
+
+        Args:
+            train_loader: Batches, as of `fit`.
+            go_on: Whether to use the former fit's engine, whose random draws go on.
+            progress_bar: Show one.
+
+        Raises:
+            InvalidData: A batch cannot be used.
+            InvalidArgument: A hyper-parameter's length does not fit the treated parameters or the outputs.
+        """
+        with torch.inference_mode(False), torch.no_grad(), same_random_state(self.weights.model):
+            if self.weights.problem is None:
+                x, train_loader = fitting.first_inputs(train_loader, self.dict_key_y, self._like.device)
+                problem = self.weights.discover(x)
+            else:
+                problem = self.problem
+            # Their lengths could not be checked while the last layer was unknown.
+            self._prior_precision = self._checked_prior("prior_precision", self._prior_precision)
+            self._prior_mean = self._checked_mean(self._prior_mean)
+            engine = self._fitting_engine(problem, go_on=go_on)
+            # A noise that this kind of curvature cannot take is refused before the data are read, not after.
+            self.likelihood_object.curvature_scale(self.backend_cls.kind, self.sigma_noise, self.temperature)
+            new = fitting.accumulate(
+                train_loader,
+                engine,
+                self.structure,
+                self.structure_options,
+                dict_key_y=self.dict_key_y,
+                progress_bar=progress_bar,
+            )
+            hyper.check_length("sigma_noise", self.sigma_noise, {"one": 1, "outputs": new.n_outputs})
+            return new, engine
+
+    def adopt(self, fit: Fit, mean: Tensor, fingerprint: Fingerprint, engine: CurvatureEngine | None = None) -> None:
+        """Takes over a posterior as a whole, so that a failure before this point leaves the former one."""
+        self._fit, self._mean, self._fingerprint = fit, mean, fingerprint
+        self._engine, self._posterior = engine, None
+
+    def rebase(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
+        """Moves everything that the posterior holds to where the model is now."""
+        self._like = self._like.to(device=device, dtype=dtype)
+        for name in ("_sigma_noise", "_temperature", "_prior_precision", "_prior_mean"):
+            setattr(self, name, getattr(self, name).detach().to(self._like))
+        if self._fit is None or self._mean is None:
+            self._engine = None
+            return
+        curvature = self.structure.from_state(move(self._fit.curvature.state(), device, dtype))
+        fit = replace(self._fit, curvature=curvature, loss_terms=self._fit.loss_terms.to(self._like))
+        self.adopt(fit, self._mean.to(self._like), Fingerprint.of(self.weights.model))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: nothing derived, and hyper-parameters without their graph."""
+        hypers = ("_sigma_noise", "_temperature", "_prior_precision", "_prior_mean")
+        plain = {name: getattr(self, name).detach() for name in hypers}
+        return self.__dict__ | plain | {"_backend": None, "_engine": None, "_posterior": None}
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether `fit` or `load_state_dict` gave a posterior."""
+        return self._fit is not None
+
+    def fitted(self) -> Fit:
+        """What the data say.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        if self._fit is None:
+            raise NotFittedError(f"this {type(self).__name__} is not fitted; call fit(train_loader) first.")
+        return self._fit
+
+    def check_unchanged(self) -> None:
+        """Raises `ModelChangedError` if the network's weights are not those of `fit`."""
+        if self._fingerprint is not None:
+            self._fingerprint = self._fingerprint.check(self.weights.model)
+
+    def _checked_prior(self, name: str, value: Tensor) -> Tensor:
+        problem = self.weights.problem
+        if problem is None or value.numel() == 1:
+            return value
+        value = self.weights.restrict_prior(value)
+        layout = problem.layout
+        accepted = {"one": 1, "parameter tensors": layout.n_tensors, "treated parameters": layout.n_params}
+        hyper.check_length(name, value, accepted)
+        return value
+
+    def _checked_mean(self, value: Tensor) -> Tensor:
+        problem = self.weights.problem
+        if problem is not None and value.numel() > 1:
+            value = self.weights.restrict_prior(value)
+            hyper.check_length("prior_mean", value, {"one": 1, "treated parameters": problem.layout.n_params})
+        return value
+
+
+def _options_of(structure: type[Curvature], given: dict[str, Any]) -> Any:
+    """The options of a structure.
+
+    Raises:
+        InvalidArgument: It does not know one.
+    """
+    known = [field.name for field in fields(structure.options)]
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        accepted = ", ".join(known) or "none"
+        raise InvalidArgument(
+            f"structure_kwargs has {unknown}, which hessian_structure={structure.name!r} does not know; accepted: "
+            f"{accepted}."
+        )
+    return structure.options(**given)
