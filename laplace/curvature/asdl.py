@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from laplace.curvature.engine import CurvatureEngine
 from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
-from laplace.curvature.native.capture import differentiable_attention
+from laplace.curvature.native.differentiable import differentiable
 from laplace.curvature.native.engine import MEMORY_BUDGET, NativeEngine
 from laplace.curvature.native.hessian import HessianEngine
 from laplace.curvature.native.kinds import EFEngine, GGNEngine
@@ -214,7 +214,7 @@ class AsdlHessianEngine(PackageEngine):
     def _full(self, batch: PrivateBatch) -> Tensor:
         maker = self.hessian.HessianMaker(batch.module, self.hessian.HessianConfig(hessian_shapes=["full"]))
         maker.setup_loss_call(self.loss, maker.setup_model_call(batch.module, batch.x), batch.y)
-        with differentiable_attention(True):
+        with differentiable(batch.module, twice=True):
             maker.forward_and_backward()
         places, start = {}, 0
         for tensor in batch.module.parameters():

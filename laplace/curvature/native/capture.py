@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace.batch import Inputs
 from laplace.curvature.native.backward import pull
+from laplace.curvature.native.differentiable import differentiable
 from laplace.curvature.native.layers import rule_for
 from laplace.weights.problem import Problem
 
@@ -100,7 +100,11 @@ def capture(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fal
     uses: list[Use] = []
     modules = {owner.module for owner in owners(problem) if rule_for(owner.module) is not None}
     stand_ins = problem.stand_ins()
-    with torch.enable_grad(), _hooked(modules, uses, keep_graph=create_graph), differentiable_attention(create_graph):
+    with (
+        torch.enable_grad(),
+        _hooked(modules, uses, keep_graph=create_graph),
+        differentiable(problem.module, twice=create_graph),
+    ):
         f = problem.run(stand_ins, x)
     treated = {slot.name: stand_ins[slot.name] for slot in problem.slots}
     return Capture(f=f, uses=tuple(uses), stand_ins=treated, loop=loop, create_graph=create_graph,
@@ -122,16 +126,6 @@ def _hooked(modules: set[nn.Module], uses: list[Use], *, keep_graph: bool) -> It
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def differentiable_attention(needed: bool) -> Iterator[None]:
-    """The attention kernel that has second derivatives, where they are needed."""
-    if not needed:
-        yield
-        return
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
 
 
 class _ContiguousGradient(torch.autograd.Function):

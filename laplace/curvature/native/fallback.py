@@ -17,7 +17,7 @@ from torch.func import vjp, vmap
 from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.native.backward import pull, slow_batching_accepted
-from laplace.curvature.native.capture import differentiable_attention
+from laplace.curvature.native.differentiable import differentiable
 from laplace.weights.problem import Problem
 
 
@@ -43,7 +43,7 @@ def per_sample(
         create_graph: Whether the result is to be differentiated with respect to x.
     """
     names = [problem.slots[i].name for i in slots]
-    with torch.enable_grad(), differentiable_attention(create_graph or rung is Rung.VMAP):
+    with torch.enable_grad(), differentiable(problem.module, twice=create_graph or rung is Rung.VMAP):
         if rung is Rung.VMAP:
             with slow_batching_accepted():
                 found = _vmapped(problem, x, cotangents, names)
