@@ -89,8 +89,7 @@ def _embedding_bag(
     counted = torch.ones_like(input, dtype=torch.bool)
     if padding_idx is not None:
         counted = input != (padding_idx if padding_idx >= 0 else padding_idx + len(weight))
-    if input.ndim == 1:
-        assert offsets is not None  # as PyTorch demands
+    if offsets is not None:  # then input is one list
         places, inside = _bags(offsets[:-1] if include_last_offset else offsets, len(input))
         input, counted = input[places], counted[places] & inside  # noqa: A001
         if per_sample_weights is not None:
