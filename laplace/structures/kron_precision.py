@@ -111,10 +111,12 @@ class KronPrecision(Precision):
         parts = vectors.split([spectrum.size for spectrum in self.spectra], -1)
         total = torch.zeros((), dtype=vectors.dtype, device=vectors.device)
         for i, (spectrum, part) in enumerate(zip(self.spectra, parts, strict=True)):
-            if self._varies(i):
-                total = total + ((part.double() @ self._dense_block(i)) * part).sum(-1)
-            else:
-                total = total + (spectrum.rotate(part.double()).square() * self._values(i)).sum(-1)
+            exact = part.double()
+            if spectrum.matrix is None:
+                total = total + (spectrum.rotate(exact).square() * self._values(i)).sum(-1)
+            else:  # by the block itself, whose derivative in the weights of several terms no eigenbasis has
+                product = self._scale.double() * (exact @ spectrum.matrix) + self._priors[i].double() * exact
+                total = total + (product * exact).sum(-1)
         return total.to(vectors.dtype)
 
     def product(self, vectors: Tensor) -> Tensor:

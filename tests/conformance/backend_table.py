@@ -15,7 +15,7 @@ import torch
 
 from laplace.errors import UnsupportedError
 from tests import problems as catalogue
-from tests.conformance.backends import BACKENDS, PRIMITIVES, WITHOUT_HESSIAN, Backend, computed, engine_of, expected
+from tests.conformance.backends import BACKENDS, PRIMITIVES, Backend, computed, engine_of, expected
 from tests.conformance.cases import Case
 from tests.reference.compare import assert_close
 
@@ -73,10 +73,9 @@ def cell(backend: Backend, primitive: str, family: str) -> str:
     except UnsupportedError:
         return "refused"
     words = engine.coverage()[tensor]
-    if backend.kind != "hessian" or name not in WITHOUT_HESSIAN:
-        truth = expected(backend.kind, primitive, case)
-        at = engine.problem.layout.slices[engine.problem.layout.names.index(tensor)]
-        assert_close(actual[..., at], truth[..., at], "backend", label=f"{backend} {primitive} {family}")
+    truth = expected(backend.kind, primitive, case)
+    at = engine.problem.layout.slices[engine.problem.layout.names.index(tensor)]
+    assert_close(actual[..., at], truth[..., at], "backend", label=f"{backend} {primitive} {family}")
     if words == backend.package:
         return "factors" if primitive == "kron" else "exact"
     found = _REASON.search(words)

@@ -65,10 +65,6 @@ BACKENDS: dict[str, Backend] = {
     )
 }
 
-# The reference differentiates twice; PyTorch 2.13 does so wrongly through its fused weight norm (the result is not even
-# symmetric), and the reference has no ignored labels.
-WITHOUT_HESSIAN = ("weight_norm", "mlp_ignored_labels")
-
 PRIMITIVES: dict[str, str] = {"full": "full", "block": "blocks", "lowrank": "matmul", "kron": "kron", "diag": "diag"}
 """The primitive of the engine that a structure reads."""
 

@@ -139,10 +139,8 @@ def test_prior_that_varies_within_a_block_is_said_to_be_approximated() -> None:
 
 
 def test_damping_is_refused() -> None:
-    la = Case(catalogue.get("mlp_classification"), "ekfac", "random").build(damping=True)
-    la.fit(catalogue.get("mlp_classification").batches())
     with pytest.raises(LaplaceError, match="damping=True"):
-        la.log_marginal_likelihood()
+        Case(catalogue.get("mlp_classification"), "ekfac", "random").build(damping=True)
 
 
 def test_a_stream_is_refused() -> None:

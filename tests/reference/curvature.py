@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -136,10 +137,16 @@ def empirical_fisher(model: nn.Module, x: Any, y: Tensor, names: Sequence[str], 
 def exact_hessian(model: nn.Module, x: Any, y: Tensor, names: Sequence[str], likelihood: str) -> Tensor:
     """Hessian of the summed unit negative log likelihood, `[P, P]`, one backward pass per row."""
     network, tensors = _copy_for_grad(model, names)
-    with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
+    # Fused attention has no second derivative, and the fused weight norm a wrong one.
+    with sdpa_kernel(SDPBackend.MATH), mock.patch.object(torch, "_weight_norm", _weight_norm):
         total = loss(outputs(network, x), y, likelihood)
         gradient = torch.cat([g.flatten() for g in _grads(total, tensors, create_graph=True)])
         return torch.stack([_gradient(entry, tensors) for entry in gradient])
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int) -> Tensor:
+    rows = v.movedim(dim, 0).flatten(1).square().sum(1).sqrt()
+    return v / rows.view([-1 if d == dim else 1 for d in range(v.ndim)]) * g
 
 
 def samples(x: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Networks run such that they can be differentiated as curvature needs: attention and lookups in tables rewritten."""
+"""Networks run such that they can be differentiated as curvature needs, where PyTorch's own functions cannot."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ def differentiable(module: nn.Module, *, twice: bool) -> Iterator[None]:
     """Within it gradients of the network are dense, true derivatives, and differentiable again where that is asked.
 
     Attention takes the kernel that has second derivatives. A table's `sparse=True` and `scale_grad_by_freq=True`
-    say how it is to be trained; its derivative knows neither. Of an `EmbeddingBag` PyTorch has no second derivatives.
+    say how it is to be trained; its derivative knows neither. Of an `EmbeddingBag` PyTorch has no second derivatives,
+    and of its fused weight norm wrong ones.
 
     Args:
-        module: The network; one without such parts runs as it is.
+        module: The network.
         twice: Whether gradients are differentiated again, or vectorised over data.
     """
-    tables = [table for table in module.modules() if isinstance(table, (nn.Embedding, nn.EmbeddingBag))]
-    bags = twice and any(isinstance(table, nn.EmbeddingBag) for table in tables)
+    tables = (table for table in module.modules() if isinstance(table, (nn.Embedding, nn.EmbeddingBag)))
     with ExitStack() as stack:
         if twice:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if bags or any(table.sparse or table.scale_grad_by_freq for table in tables):
-            stack.enter_context(_Lookups(twice=twice))
+        if twice or any(table.sparse or table.scale_grad_by_freq for table in tables):
+            stack.enter_context(_Rewritten(twice=twice))
         yield
 
 
-class _Lookups(TorchFunctionMode):
-    """Intercepts the two functions that every lookup in a table is made of."""
+class _Rewritten(TorchFunctionMode):
+    """Runs some functions of PyTorch by others that give the same values."""
 
     def __init__(self, *, twice: bool) -> None:
         super().__init__()
@@ -49,7 +49,14 @@ class _Lookups(TorchFunctionMode):
             return _embedding(*args, **kwargs)
         if func is F.embedding_bag:
             return _embedding_bag(*args, twice=self.twice, **kwargs)
+        if func is torch._weight_norm and self.twice:
+            return _weight_norm(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    others = [d for d in range(v.ndim) if d != dim] if dim != -1 else None
+    return g * v / torch.linalg.vector_norm(v, dim=others, keepdim=True)
 
 
 def _embedding(

@@ -64,9 +64,8 @@ class HessianEngine(NativeEngine):
         scale = pair.norm(dim=1).flip(0) @ found.norm(dim=1)
         if bool(difference > TOLERANCE[self.problem.dtype] * scale):
             raise CurvatureError(
-                "the exact Hessian is not symmetric: an operation of the network has a wrong second derivative in "
-                "this PyTorch (the fused weight norm of torch.nn.utils.parametrizations has one). Use "
-                "backend=NativeGGN, which takes first derivatives only, or remove the parametrization."
+                "the exact Hessian is not symmetric: an operation of the network has a wrong second derivative. Use "
+                "backend=NativeGGN, which takes first derivatives only, or write that operation in other terms."
             )
 
     def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
