@@ -20,6 +20,8 @@ from laplace.structures.base import Curvature, Sweep, require_finite
 _NOTHING = 1e-9
 """Share of the data below which a count, a sum of weights that faded, is zero."""
 
+_NO_DATA = "the loader gave no data that count; a Laplace approximation needs at least one datum."
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -114,15 +116,9 @@ def accumulate(
         progress_bar: Show one.
 
     Raises:
-        InvalidData: No data, a batch that cannot be used, or other data in a later reading; nothing has been changed
-            then.
-        InvalidArgument: A structure that reads the data several times was given a loader that can be read once.
+        InvalidData: No data, a batch that cannot be used, or other data (or none) in a later reading; nothing has been
+            changed then.
     """
-    if structure.readings > 1 and iter(loader) is loader:
-        raise InvalidArgument(
-            f"hessian_structure={structure.name!r} reads the data {structure.readings} times or more, but the loader, "
-            f"a {type(loader).__name__}, can be read only once; give a DataLoader or a list of batches."
-        )
     structure.check(engine.problem.layout, options)
     sweep, first, number = structure.sweep(engine, options), None, 1
     draws = None if engine.generator is None else engine.generator.get_state()
@@ -132,6 +128,8 @@ def accumulate(
         label = "fit" if structure.readings == 1 else f"fit, reading {number}"
         batches_read = tqdm(loader, desc=label, disable=not progress_bar)
         totals = _read(batches_read, engine, sweep, dict_key_y)
+        if totals is None:
+            raise InvalidData(_NO_DATA if first is None else _read_up(structure, number))
         if first is not None and totals.n_data != first.n_data:
             raise InvalidData(
                 f"reading {number} of the loader gave {totals.n_data} data that count, the first one {first.n_data}; "
@@ -144,8 +142,30 @@ def accumulate(
         sweep = found
 
 
-def _read(loader: Iterable[Any], engine: CurvatureEngine, sweep: Sweep, dict_key_y: str) -> BatchSummary:
-    """Feeds every batch to a sweep; returns the sums of what they contribute besides curvature."""
+def require_rereadable(loader: Iterable[Any], structure: type[Curvature]) -> None:
+    """Refuses an iterator where the data are read several times; before a first batch is taken from it.
+
+    Raises:
+        InvalidArgument: The loader can be read only once.
+    """
+    if structure.readings > 1 and isinstance(loader, Iterator):
+        raise InvalidArgument(
+            f"hessian_structure={structure.name!r} reads the data {structure.readings} times or more, but the loader, "
+            f"a {type(loader).__name__}, can be read only once; give a DataLoader or a list of batches."
+        )
+
+
+def _read_up(structure: type[Curvature], number: int) -> str:
+    """What is wrong with a loader that is no iterator, and yet can be read only once."""
+    return (
+        f"reading {number} of the loader gave no data: behind it there is a stream, which can be read only once, but "
+        f"hessian_structure={structure.name!r} reads the data {structure.readings} times or more; give a DataLoader "
+        "of a data set that can be read again, or a list of batches."
+    )
+
+
+def _read(loader: Iterable[Any], engine: CurvatureEngine, sweep: Sweep, dict_key_y: str) -> BatchSummary | None:
+    """Feeds every batch to a sweep; returns the sums of what they contribute besides curvature, None without data."""
     total: BatchSummary | None = None
     device = engine.problem.device
     for number, batch in enumerate(loader):
@@ -159,8 +179,6 @@ def _read(loader: Iterable[Any], engine: CurvatureEngine, sweep: Sweep, dict_key
             total = _extended(total, summary)
         except InvalidData as error:
             raise InvalidData(f"batch {number}: {error}") from error
-    if total is None:
-        raise InvalidData("the loader gave no data that count; a Laplace approximation needs at least one datum.")
     return total
 
 

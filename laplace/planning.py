@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,7 +181,7 @@ def length(loader: Iterable[Any]) -> int | None:
     Raises:
         InvalidArgument: A loader that can be read only once: the batch that a plan reads would be missing in the fit.
     """
-    if iter(loader) is loader:
+    if isinstance(loader, Iterator):
         raise InvalidArgument(
             f"plan reads the first batch, but the loader, a {type(loader).__name__}, can be read only once, so that "
             "the batch would be missing in a fit; give a DataLoader or a list of batches."

@@ -218,8 +218,10 @@ class WeightFit(BaseLaplace):
 
         Raises:
             InvalidData: A batch cannot be used.
-            InvalidArgument: A hyper-parameter's length does not fit the treated parameters or the outputs.
+            InvalidArgument: A hyper-parameter's length does not fit the treated parameters or the outputs, or the
+                structure reads the data several times and the loader can be read only once.
         """
+        fitting.require_rereadable(train_loader, self.structure)
         with torch.inference_mode(False), torch.no_grad(), same_random_state(self.weights.model):
             if self.weights.problem is None:
                 x, train_loader = fitting.first_inputs(train_loader, self.dict_key_y, self._like.device)

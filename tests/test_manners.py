@@ -171,6 +171,16 @@ def bad_batches(k: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield (x.index_fill(0, torch.tensor([1]), BAD) if i == k else x), y
 
 
+class Fresh:
+    """A loader that can be read again: every reading calls a generator."""
+
+    def __init__(self, read: Callable[[], Iterator[Any]]) -> None:
+        self.read = read
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.read()
+
+
 FAILING: dict[str, Callable[[Any, int], Any]] = {
     "fit": lambda la, k: la.fit(bad_batches(k)),
     "fit more": lambda la, k: la.fit(bad_batches(k), override=False),
@@ -209,7 +219,7 @@ def test_a_first_fit_that_fails_leaves_no_posterior(batch: int) -> None:
     for weights, structure in grid.CELLS:
         la = grid.make(weights, structure, model=prepared(Nasty))
         with pytest.raises(RuntimeError, match="this batch is bad"):
-            la.fit(bad_batches(batch))
+            la.fit(Fresh(lambda: bad_batches(batch)))
         assert not la.is_fitted
         assert la.n_data == 0
         la.fit(grid.batches())
@@ -246,7 +256,7 @@ def test_an_interrupt_in_fit_keeps_the_former_posterior(stop: type[BaseException
         reference, before = la(X), picture(model)
         for override in (True, False):
             with pytest.raises(stop):
-                la.fit(interrupted(), override=override)
+                la.fit(Fresh(interrupted), override=override)
         with pytest.raises(stop):
             tuned(la, method="gridsearch", val_loader=interrupted())
         assert not differences(before, picture(model))
@@ -268,6 +278,28 @@ def test_a_failing_evidence_keeps_the_hyper_parameters(monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         la.log_marginal_likelihood(3.0, 1.0)
     assert (la.prior_precision.item(), la.sigma_noise.item()) == (2.0, 0.5)
+
+
+@pytest.mark.parametrize("structure", grid.REREAD)
+def test_an_interrupt_in_a_later_reading_keeps_the_former_posterior(structure: str) -> None:
+    model = prepared(grid.network)
+    la = grid.make("all", structure, model=model)
+    la.fit(grid.batches())
+    reference, before, readings = la(X), picture(model), []
+
+    def interrupted() -> Iterator[Any]:
+        readings.append(len(readings))
+        yield grid.batches()[0]
+        if len(readings) > 1:
+            raise KeyboardInterrupt
+        yield from grid.batches()[1:]
+
+    with pytest.raises(KeyboardInterrupt):
+        la.fit(Fresh(interrupted), override=False)
+    assert readings == [0, 1]
+    assert not differences(before, picture(model))
+    assert la.n_data == 12
+    assert torch.equal(la(X), reference)
 
 
 # The user's other things.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -50,10 +50,12 @@ class BlockCurvature(AdditiveCurvature):
     Attributes:
         sums: `[E, p, p]` of every layer, of which the upper block triangle counts: `values` completes it.
         groups: Positions of the tensors of every layer.
+        signed: Whether negative eigenvalues are meant; else they are rounding, and zero.
     """
 
     sums: tuple[Tensor, ...]
     groups: Groups
+    signed: bool = False
     _variants: dict[str, BlockCurvature] = field(default_factory=dict, repr=False, compare=False)
     name = "block"
     options = BlockOptions
@@ -129,10 +131,12 @@ class BlockCurvature(AdditiveCurvature):
         return KronPrecision(self._mended(options.get("indefinite")).spectra(weights), weights, prior)
 
     def _mended(self, mode: str | None) -> BlockCurvature:
-        """The blocks without negative eigenvalues, if that is wished for; else they are refused if they have any."""
-        if mode not in ("clamp", "abs"):
+        """The blocks with what is done about negative eigenvalues; None where there can be none."""
+        if mode is None:
             return self
-        if mode not in self._variants:
+        if mode == "error" and mode not in self._variants:
+            self._variants[mode] = replace(self, signed=True, _variants={})
+        elif mode not in self._variants:
             pairs = [algebra.eigh(block, signed=True) for block in self.values]
             blocks = [(u * mended(values, mode).unsqueeze(1)) @ u.mT for values, u in pairs]
             sums = tuple(block.to(self.sums[0]) for block in blocks)
@@ -156,7 +160,10 @@ class BlockCurvature(AdditiveCurvature):
     def _spectra(self, weights: Tensor | None) -> Spectra:
         terms = (block.double() for block in self.values)
         totals = (t[0] if weights is None else torch.tensordot(weights.double(), t, 1) for t in terms)
-        return Spectra(tuple(dense_spectrum(total) for total in totals), self.sums[0].dtype, self.groups)
+        dtype = self.sums[0].dtype
+        signed = dtype if self.signed else None
+        blocks = tuple(dense_spectrum(total, signed=signed) for total in totals)
+        return Spectra(blocks, dtype, self.groups, signed=self.signed)
 
     def is_finite(self) -> bool:
         return all(bool(block.diagonal(dim1=1, dim2=2).isfinite().all()) for block in self.sums)

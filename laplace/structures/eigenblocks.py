@@ -17,6 +17,7 @@ from laplace.curvature.kron_parts import KronBlock
 from laplace.errors import UnsupportedError
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
+from laplace.structures.indefinite import without_rounding
 
 _SAME = 1e-9
 """Relative distance below which two eigenvalues count as one."""
@@ -128,11 +129,13 @@ class Spectra:
         dtype: The curvature's dtype: eigenvalues that were clamped in float64 lose nothing that a float32 evidence
             could show.
         groups: Positions of the tensors of every block, which follow each other; None for one tensor per block.
+        signed: Whether negative eigenvalues are meant; else there are none.
     """
 
     blocks: tuple[BlockSpectrum, ...]
     dtype: torch.dtype
     groups: Groups | None = None
+    signed: bool = False
 
     def __iter__(self) -> Iterator[BlockSpectrum]:
         return iter(self.blocks)
@@ -188,19 +191,30 @@ def diag_spectrum(values: Tensor) -> BlockSpectrum:
     return BlockSpectrum(values=values)
 
 
-def dense_spectrum(matrix: Tensor) -> BlockSpectrum:
-    """An exact dense block `[p, p]`; its eigenvalues follow the gradient of the matrix."""
-    _, vectors = algebra.eigh(matrix)
-    return BlockSpectrum(values=values_at(matrix, vectors), basis=vectors, matrix=matrix)
+def dense_spectrum(matrix: Tensor, *, signed: torch.dtype | None = None) -> BlockSpectrum:
+    """An exact dense block `[p, p]`; its eigenvalues follow the gradient of the matrix.
+
+    Args:
+        matrix: The block, in float64.
+        signed: Negative eigenvalues are meant, of a matrix that was summed in this dtype; None where they are rounding.
+    """
+    _, vectors = algebra.eigh(matrix, signed=signed is not None)
+    values = _quadratic_forms(matrix, vectors)
+    values = values.clamp(min=0) if signed is None else without_rounding(values, signed)
+    return BlockSpectrum(values=values, basis=vectors, matrix=matrix)
 
 
 def values_at(matrix: Tensor, vectors: Tensor) -> Tensor:
-    """Eigenvalues as uᵀ M u: equal to them, and with the right first derivative with respect to M.
+    """Eigenvalues, none of which is negative, as uᵀ M u: with the right first derivative with respect to M.
 
     Differentiating an eigendecomposition is unstable where eigenvalues meet; dλ = uᵀ dM u is not, and sums
     of a function over the spectrum need no more.
     """
-    return ((vectors.transpose(-1, -2) @ matrix) * vectors.transpose(-1, -2)).sum(-1).clamp(min=0)
+    return _quadratic_forms(matrix, vectors).clamp(min=0)
+
+
+def _quadratic_forms(matrix: Tensor, vectors: Tensor) -> Tensor:
+    return ((vectors.transpose(-1, -2) @ matrix) * vectors.transpose(-1, -2)).sum(-1)
 
 
 def followed(matrix: Tensor, vectors: Tensor) -> Tensor:

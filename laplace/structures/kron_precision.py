@@ -15,6 +15,7 @@ from laplace.prior import GaussianPrior
 from laplace.structures import algebra
 from laplace.structures.base import Precision
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
+from laplace.structures.indefinite import require_positive
 from laplace.structures.scan import SpectralScan
 
 
@@ -59,14 +60,16 @@ class KronPrecision(Precision):
     def logdet_ratio(self) -> Tensor:
         """One flat sum over all eigenvalues, O(P), where the prior is one number and nothing dampens."""
         if self.prior.is_scalar and not self.damping:
-            return (self._scale / self.prior.precision * self.spectra.flat).log1p().sum()
+            ratios = self._scale / self.prior.precision * self.spectra.flat
+            self._require_positive((1 + ratios) * self.prior.precision)
+            return ratios.log1p().sum()
         blocks = torch.stack([self._block_logdet(i) for i in range(len(self.spectra))])
         return blocks.sum() - self.prior.logdet()
 
     def _block_logdet(self, i: int) -> Tensor:
         if self._varies(i):
             return 2 * self._cholesky(i).diagonal().log().sum()
-        values = self._values(i)
+        values = self._require_positive(self._values(i))
         repeats = self.spectra[i].size / values.numel()
         return values.log().sum() * repeats
 
@@ -82,16 +85,30 @@ class KronPrecision(Precision):
         return damped.flatten()
 
     def eigenvalues(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Eigenvalues of every block, `[p]`, without gradient; the prior must not vary within dense blocks."""
-        with torch.no_grad():
-            return tuple(self._values(i).to(dtype) for i in range(len(self.spectra)))
+        """Eigenvalues of every block, `[p]`, without gradient; the prior must not vary within dense blocks.
 
-    def _dense_block(self, i: int, *, positive: bool = False) -> Tensor:
-        """S H + diag(δ) of a dense block with a varying prior, float64; `positive`: without H's rounding below zero."""
+        Raises:
+            CurvatureError: P is not positive definite.
+        """
+        with torch.no_grad():
+            return tuple(self._require_positive(self._values(i)).to(dtype) for i in range(len(self.spectra)))
+
+    def _require_positive(self, values: Tensor) -> Tensor:
+        """Some eigenvalues of P if they are positive, as they must be; an error counts those of all blocks."""
+        if self.spectra.signed and bool((values <= 0).any()):
+            require_positive(torch.cat([block for _, block in self._decomposed]))
+            require_positive(values)
+        return values
+
+    def _dense_block(self, i: int, *, projected: bool = False) -> Tensor:
+        """S H + diag(δ) of a dense block with a varying prior, float64; `projected`: without the rounding of H."""
         matrix, prior = self.spectra[i].matrix, self._priors[i]
         if matrix is None:
             return torch.diag(self._values(i))
-        matrix = algebra.positive_part(matrix) if positive else matrix
+        if projected and self.spectra.signed:
+            matrix = algebra.significant_part(matrix, self.spectra.dtype)
+        elif projected:
+            matrix = algebra.positive_part(matrix)
         return self._scale.double() * matrix + torch.diag(prior.double().expand(len(matrix)))
 
     def _cholesky(self, i: int) -> Tensor:
@@ -102,8 +119,10 @@ class KronPrecision(Precision):
         """
         factor = algebra.cholesky(self._dense_block(i))
         if factor is None:
-            factor = algebra.cholesky(self._dense_block(i, positive=True))
+            factor = algebra.cholesky(self._dense_block(i, projected=True))
         if factor is None:
+            for _, values in self._decomposed:
+                self._require_positive(values)
             raise CurvatureError("the posterior precision is not positive definite; give a larger prior precision.")
         return factor
 
@@ -127,17 +146,31 @@ class KronPrecision(Precision):
 
     @cached_property
     def _posterior(self) -> tuple[tuple[BlockSpectrum, Tensor], ...]:
-        """Basis (in the Jacobians' dtype) and eigenvalues of every posterior block, without gradient."""
+        """Basis (in the Jacobians' dtype) and eigenvalues of every posterior block, without gradient.
+
+        Raises:
+            CurvatureError: P is not positive definite.
+        """
+        dtype = self.prior.precision.dtype
+        found = ((spectrum.cast(dtype), values) for spectrum, values in self._decomposed)
+        return tuple((spectrum, self._require_positive(values).to(dtype)) for spectrum, values in found)
+
+    @property
+    def _decomposed(self) -> list[tuple[BlockSpectrum, Tensor]]:
+        """Basis and eigenvalues of every posterior block, float64, without gradient."""
         with torch.no_grad():
             found: list[tuple[BlockSpectrum, Tensor]] = []
             for i, spectrum in enumerate(self.spectra):
-                values = None if self._varies(i) else self._values(i)
-                if values is None:
-                    spectrum = dense_spectrum(self._dense_block(i))
+                if not self._varies(i):
+                    found.append((spectrum, self._values(i)))
+                elif self.spectra.signed:
+                    own = dense_spectrum(self._dense_block(i, projected=True), signed=torch.float64)
+                    found.append((own, own.values))
+                else:
+                    own = dense_spectrum(self._dense_block(i))
                     # P is at least its prior, also where rounding of H says less.
-                    values = spectrum.values.maximum(self._priors[i].min().double())
-                found.append((spectrum.cast(self.prior.precision.dtype), values.to(self.prior.precision.dtype)))
-            return tuple(found)
+                    found.append((own, own.values.maximum(self._priors[i].min().double())))
+            return found
 
     @cached_property
     def _variances(self) -> tuple[Tensor, ...]:

@@ -259,7 +259,7 @@ def train_task(
         NotFittedError: The last layer is not known; pass `last_layer_name=` to the posterior.
     """
     _check_counts(n_epochs=n_epochs, marglik_frequency=marglik_frequency)
-    if iter(train_loader) is train_loader:
+    if isinstance(train_loader, Iterator):
         raise InvalidArgument("train_loader is an iterator, which can be read only once; give a list or a DataLoader.")
     descent = _Descent(la, train_loader, optimizer_cls, optimizer_kwargs, scheduler_cls, scheduler_kwargs)
     losses: list[float] = []

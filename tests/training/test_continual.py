@@ -135,7 +135,7 @@ def test_evidence_of_a_task(structure: str, likelihood: str) -> None:
     (gradient,) = torch.autograd.grad(value, delta)
     assert_close(gradient, finite_difference(truth, delta.detach()), "finite_difference")
     assert_close(new.log_marginal_likelihood(), truth(la.prior_precision), "algebra")
-    if structure != "kron":  # sums of Kronecker factors are no Kronecker factor of the sum
+    if structure in ("full", "diag", "block"):  # of the others a sum of two curvatures is an approximation
         assert_close(joint - 0.4 * eye, former + alone.posterior().to_dense() - 0.8 * eye, "algebra")
 
 
@@ -230,11 +230,14 @@ def mean_loss(model: nn.Module, batches: Batches) -> float:
 def test_the_first_task_is_remembered(structure: str) -> None:
     first, second = two_tasks()
     options: dict[str, Any] = {"n_epochs": 40, "optimizer_kwargs": {"lr": 1e-2}, "fix_prior_precision": True}
+    chosen: dict[str, Any] = {"prior_precision": 0.01}
+    if structure == "lowrank":
+        chosen["structure_kwargs"] = {"rank": 60}  # directions beyond the rank are free to be forgotten
     model = small_network()
-    la = Laplace(model, "classification", "all", structure, prior_precision=0.01)
+    la = Laplace(model, "classification", "all", structure, **chosen)
     train_task(la, first, **options)
     alone = copy.deepcopy(model)
-    train_task(Laplace(alone, "classification", "all", structure, prior_precision=0.01), second, **options)
+    train_task(Laplace(alone, "classification", "all", structure, **chosen), second, **options)
     train_task(la, second, **options)
     assert mean_loss(model, first) < 0.5 * mean_loss(alone, first)
     assert mean_loss(model, second) < 0.2
