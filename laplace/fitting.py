@@ -33,6 +33,7 @@ class Fit:
         n_data: Data seen that count; data that faded by a decay count less than one each.
         n_outputs: C.
         coverage: Which layer rule or fallback explained every treated tensor.
+        draws: State of the engine's random numbers after the fit, which a fit of further data goes on from.
     """
 
     curvature: Curvature
@@ -40,6 +41,7 @@ class Fit:
     n_data: float
     n_outputs: int
     coverage: dict[str, str] = field(default_factory=dict)
+    draws: Tensor | None = None
 
     def __add__(self, other: Fit) -> Fit:
         self._check_matches(other)
@@ -48,6 +50,7 @@ class Fit:
             curvature=self.curvature + other.curvature,
             loss_terms=self.loss_terms + other.loss_terms,
             n_data=self.n_data + other.n_data,
+            draws=other.draws,
         )
 
     def scaled(self, factor: float) -> Fit:
@@ -65,8 +68,12 @@ class Fit:
             n_data=factor * self.n_data,
         )
 
-    def minus(self, removed: Fit) -> Fit:
+    def minus(self, removed: Fit, *, signed: bool = False) -> Fit:
         """The fit of the data without some of them.
+
+        Args:
+            removed: What these say.
+            signed: Whether the curvature may be indefinite.
 
         Raises:
             InvalidData: More data than were seen, or of other outputs.
@@ -80,7 +87,7 @@ class Fit:
                 f"{removed.n_data:g} data are to be removed, but the fit has seen {self.n_data:g}; remove only data "
                 "that were fitted, once, and with the weight that they have by now."
             )
-        curvature = self.curvature.minus(removed.curvature)
+        curvature = self.curvature.minus(removed.curvature, signed=signed)
         if left <= _NOTHING * self.n_data:  # the prior, and no rounding errors of two equal sums
             return replace(self, curvature=curvature.scaled(0), loss_terms=0 * self.loss_terms, n_data=0)
         return replace(self, curvature=curvature, loss_terms=self.loss_terms - removed.loss_terms, n_data=left)
@@ -138,7 +145,8 @@ def accumulate(
         first, number = first or totals, number + 1
         found = sweep.finish()
         if isinstance(found, Curvature):
-            return Fit(found, first.loss_terms, first.n_data, first.n_outputs, _report(engine, found))
+            used = None if engine.generator is None else engine.generator.get_state()
+            return Fit(found, first.loss_terms, first.n_data, first.n_outputs, _report(engine, found), used)
         sweep = found
 
 

@@ -77,7 +77,10 @@ class WeightPosterior(WeightFit):
         self.check_unchanged()
         removed, _ = self.measured(loader, go_on=True, progress_bar=progress_bar)
         with torch.inference_mode(False), torch.no_grad():
-            self._fit, self._posterior = former.minus(removed.scaled(weight)), None
+            self._fit, self._posterior = (
+                former.minus(removed.scaled(weight), signed=self.backend_cls.kind == "hessian"),
+                None,
+            )
 
     # What was found.
 

@@ -54,6 +54,7 @@ def save(la: ParametricLaplace) -> dict[str, Any]:
         "backend": la.backend_cls.__name__,
         "curvature_kind": la.backend_cls.kind,
         "coverage": la.coverage(),
+        "draws": fit.draws,
     }
 
 
@@ -104,7 +105,8 @@ def take_over(la: ParametricLaplace, state: dict[str, Any]) -> None:
     """Assigns a checked state."""
     to = la.prior_precision.device
     curvature = la.structure.from_state(moved(state["H"], to, None))
-    fit = Fit(curvature, state["loss"].to(to), state["n_data"], state["n_outputs"], dict(state["coverage"]))
+    loss, draws = state["loss"].to(to), state.get("draws")
+    fit = Fit(curvature, loss, state["n_data"], state["n_outputs"], dict(state["coverage"]), draws)
     la.precision_options = dict(state["precision_options"])
     la.enable_backprop = state["enable_backprop"]
     la.dict_key_x, la.dict_key_y = state["dict_key_x"], state["dict_key_y"]

@@ -142,7 +142,11 @@ class WeightFit(BaseLaplace):
         former = self._engine
         if go_on and former is not None and former.split_outputs == split:
             return former
-        return self._make_engine(problem, split_outputs=split)
+        engine = self._make_engine(problem, split_outputs=split)
+        draws, own = self._fit.draws if go_on and self._fit else None, "generator" not in self.backend_kwargs
+        if draws is not None and own and engine.generator and engine.generator.get_state().shape == draws.shape:
+            engine.generator.set_state(draws)  # of a copied or loaded posterior, whose engine was left behind
+        return engine
 
     @property
     def params(self) -> list[Tensor]:

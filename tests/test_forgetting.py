@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
+from laplace.curvature import NativeHessian
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, ModelChangedError, UnsupportedError
 from laplace.parametric import ParametricLaplace
 from laplace.structures import STRUCTURES, Curvature
@@ -60,6 +61,18 @@ def assert_same_posterior(la: ParametricLaplace, other: ParametricLaplace) -> No
 
 
 # Removing.
+
+
+@pytest.mark.parametrize("structure", ["full", "block", "diag"])
+def test_of_an_exact_hessian(structure: str) -> None:
+    """What is left may be as indefinite as what was fitted."""
+    model, (kept, gone) = network(), data(n=2)
+    options = {"backend": NativeHessian, "prior_precision": 50.0}
+    la, expected = (Laplace(model, "classification", "all", structure, **options) for _ in range(2))
+    la.fit(kept + gone)
+    la.forget(gone)
+    expected.fit(kept)
+    assert_same_posterior(la, expected)
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)

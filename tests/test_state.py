@@ -283,6 +283,22 @@ def test_stochastic_curvature_with_a_generator_can_be_copied() -> None:
     assert_same(la, copy.deepcopy(la))
 
 
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda la: pickle.loads(pickle.dumps(la)), "state"])
+def test_random_draws_go_on_in_a_copy(way: Any) -> None:
+    """More draws over the same data refine a sampled curvature only if they are other draws."""
+    options = {"backend_kwargs": {"stochastic": True}}
+    la = grid.fitted("all", "diag", **options)
+    if way == "state":
+        other = grid.make("all", "diag", **options)
+        other.load_state_dict(la.state_dict())
+    else:
+        other = way(la)
+    once = la.H.clone()
+    for posterior in (la, other):
+        posterior.fit(grid.batches(), override=False)
+    assert torch.equal(la.H, other.H) and not torch.allclose(la.H, 2 * once)
+
+
 # Moves.
 
 

@@ -67,14 +67,21 @@ def _clamped(values: Tensor) -> Tensor:
     return torch.where(values > floor, values, 0.0)
 
 
-def remaining_matrix(total: Tensor, removed: Tensor) -> Tensor:
+def remaining_matrix(total: Tensor, removed: Tensor, *, signed: bool = False) -> Tensor:
     """What is left of a sum of positive semi-definite `[..., n, n]` without some terms: total − removed, in its dtype.
 
     Negative eigenvalues within the rounding of `total` are set to zero: a difference of nearly equal sums has them.
 
+    Args:
+        total: The sum.
+        removed: Some of its terms.
+        signed: The terms may be indefinite: nothing can be said of the difference then.
+
     Raises:
         CurvatureError: One is larger: the removed terms are not among those of the total.
     """
+    if signed:
+        return total - removed
     with kept_for_later():
         values, vectors = torch.linalg.eigh(_checked(total) - _checked(removed))
         rounding = _rounding(total) * torch.linalg.eigvalsh(_checked(total)).abs().amax(-1, keepdim=True)
@@ -85,13 +92,15 @@ def remaining_matrix(total: Tensor, removed: Tensor) -> Tensor:
         return ((vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.transpose(-1, -2)).to(total.dtype)
 
 
-def remaining_entries(total: Tensor, removed: Tensor) -> Tensor:
+def remaining_entries(total: Tensor, removed: Tensor, *, signed: bool = False) -> Tensor:
     """The same of non-negative entries of any shape: each is a sum of its own.
 
     Raises:
         CurvatureError: An entry would be negative beyond rounding.
     """
     left = total - removed
+    if signed:
+        return left
     if (left < -_rounding(total) * total.abs()).any():
         raise _removed_too_much(float(left.min()))
     return left.clamp(min=0)

@@ -175,8 +175,12 @@ class Curvature(ABC):
         """
         raise self._no_sum("weighted anew")
 
-    def minus(self, removed: Curvature) -> Curvature:
-        """The curvature of the data without some of them, positive semi-definite again.
+    def minus(self, removed: Curvature, *, signed: bool = False) -> Curvature:
+        """The curvature of the data without some of them.
+
+        Args:
+            removed: The curvature of those.
+            signed: Whether it may be indefinite, as an exact Hessian; else it is positive semi-definite again.
 
         Raises:
             CurvatureError: It would be indefinite: the removed data are not among those of this curvature.

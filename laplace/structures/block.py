@@ -121,11 +121,11 @@ class BlockCurvature(AdditiveCurvature):
     def scaled(self, factor: float) -> BlockCurvature:
         return BlockCurvature(tuple(factor * block for block in self.sums), self.groups)
 
-    def minus(self, removed: Curvature) -> BlockCurvature:
+    def minus(self, removed: Curvature, *, signed: bool = False) -> BlockCurvature:
         if not isinstance(removed, BlockCurvature):
             raise algebra.other_structure(self.name, removed.name)
         pairs = zip(self.values, removed.values, strict=True)
-        return BlockCurvature(tuple(algebra.remaining_matrix(a, b) for a, b in pairs), self.groups)
+        return BlockCurvature(tuple(algebra.remaining_matrix(a, b, signed=signed) for a, b in pairs), self.groups)
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> KronPrecision:
         return KronPrecision(self._mended(options.get("indefinite")).spectra(weights), weights, prior)

@@ -74,10 +74,10 @@ class DiagCurvature(AdditiveCurvature):
     def scaled(self, factor: float) -> DiagCurvature:
         return DiagCurvature(factor * self.values)
 
-    def minus(self, removed: Curvature) -> DiagCurvature:
+    def minus(self, removed: Curvature, *, signed: bool = False) -> DiagCurvature:
         if not isinstance(removed, DiagCurvature):
             raise algebra.other_structure(self.name, removed.name)
-        return DiagCurvature(algebra.remaining_entries(self.values, removed.values))
+        return DiagCurvature(algebra.remaining_entries(self.values, removed.values, signed=signed))
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> DiagPrecision:
         mode = options.get("indefinite")

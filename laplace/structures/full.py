@@ -89,10 +89,10 @@ class FullCurvature(AdditiveCurvature):
     def scaled(self, factor: float) -> FullCurvature:
         return FullCurvature(factor * self.sums)
 
-    def minus(self, removed: Curvature) -> FullCurvature:
+    def minus(self, removed: Curvature, *, signed: bool = False) -> FullCurvature:
         if not isinstance(removed, FullCurvature):
             raise algebra.other_structure(self.name, removed.name)
-        return FullCurvature(algebra.remaining_matrix(self.values, removed.values))
+        return FullCurvature(algebra.remaining_matrix(self.values, removed.values, signed=signed))
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> FullPrecision:
         return FullPrecision(self.indefinite(options.get("indefinite")), weights, prior)

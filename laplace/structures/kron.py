@@ -96,7 +96,7 @@ class KronCurvature(AdditiveCurvature):
         factors = {key: factor * value for key, value in self.parts.factors.items()}
         return KronCurvature(KronParts(factors, self.parts.blocks))
 
-    def minus(self, removed: Curvature) -> KronCurvature:
+    def minus(self, removed: Curvature, *, signed: bool = False) -> KronCurvature:
         if not isinstance(removed, KronCurvature):
             raise algebra.other_structure(self.name, removed.name)
         mine, theirs = self.parts.factors, removed.parts.factors
@@ -105,7 +105,7 @@ class KronCurvature(AdditiveCurvature):
         for key, is_matrix in (pair for block in blocks for pair in self._roles(block)):
             if key not in found:
                 remaining = algebra.remaining_matrix if is_matrix else algebra.remaining_entries
-                found[key] = remaining(*_both(mine.get(key), theirs.get(key)))
+                found[key] = remaining(*_both(mine.get(key), theirs.get(key)), signed=signed)
         return KronCurvature(KronParts(found, blocks))
 
     def _roles(self, block: KronBlock) -> Iterator[tuple[str, bool]]:

@@ -34,6 +34,9 @@ _FIRST_RANK = 10
 _SHARE_ROUNDING = 100
 """Units of rounding by which the eigenvalues may miss the share of the trace."""
 
+_CLUSTER = 100
+"""Units of rounding of the largest eigenvalue, per direction, by which equal eigenvalues may differ."""
+
 
 @dataclass(frozen=True)
 class LowRankOptions(SignedOptions):
@@ -362,10 +365,29 @@ class _Reading(Sweep):
             return None
         return min(count, found)
 
+    def _leading(self, pairs: subspace.RitzPairs, count: int) -> Tensor:
+        """The first eigenvectors `[count, P]`.
+
+        Of several that share the eigenvalue at the cut, any choice is as good, and rounding would make it, so that it
+        depended on the batches; it falls to those that fixed random vectors point to.
+        """
+        last, sizes = max(0, count - 1), pairs.values.abs()
+        near = _CLUSTER * len(sizes) * torch.finfo(pairs.vectors.dtype).eps * sizes.max(0, keepdim=True).values
+        group = ((pairs.values - pairs.values[last : last + 1]).abs() <= near).nonzero().flatten()
+        inside = int((group < count).sum())
+        if inside == len(group):
+            return pairs.vectors[:count].clone()
+        generator = torch.Generator(device=group.device).manual_seed(self.options.seed)
+        probes = standard_normal((inside, pairs.vectors.shape[1]), pairs.vectors, generator)
+        chosen = torch.linalg.qr(subspace.inner(probes, pairs.vectors[group]).T)[0].T
+        leading = pairs.vectors[:count].clone()
+        leading[group[:inside]] = subspace.rotated(pairs.vectors[group], chosen)
+        return leading
+
     def _concluded(self, pairs: Sequence[subspace.RitzPairs], kept: Sequence[int]) -> LowRankCurvature:
         terms, squares, tail = [], 0.0, 0.0
         for found, count in zip(pairs, kept, strict=True):
-            terms.append((found.vectors[:count].clone(), found.values[:count]))
+            terms.append((self._leading(found, count), found.values[:count]))
             squares += found.residuals[:count].square().sum().item()
             rest = found.values[count : self._significant(found)]
             tail = max(tail, rest.abs().max().item() if len(rest) else 0.0)

@@ -110,6 +110,23 @@ def test_share_of_the_trace(share: float) -> None:
     assert found.sum() >= share * truth.sum() * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("rank", [4, 7, 9])
+def test_equal_eigenvalues_at_the_cut_are_chosen_alike_from_any_batches(rank: int) -> None:
+    """Of a regression's last layer every eigenvalue is as many-fold as there are outputs."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(22, n, dtype=torch.float64, generator=generator) for n in (5, 3))
+    found: list[Tensor] = []
+    for batch in (22, 4, 1):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).double()
+        la = Laplace(model, "regression", "last_layer", "lowrank", structure_kwargs={"rank": rank})
+        la.fit(list(zip(x.split(batch), y.split(batch), strict=True)))
+        found.append(own_dense(la))
+        assert len(la.H[1]) == rank
+    for other in found[1:]:
+        assert_close(other, found[0], "float32", label="curvature")
+
+
 def test_equal_seeds_give_equal_bits_and_the_global_state_is_left_alone() -> None:
     state = torch.get_rng_state()
     first, second, other = (fitted(rank=5, power_iterations=0, seed=seed).H[0] for seed in (1, 1, 2))

@@ -151,6 +151,8 @@ class NativeEngine(CurvatureEngine):
         taken = capture(self.problem, detached(x), loop=self._loop_twice, create_graph=True)
         if taken.f.shape[0] == 0:
             raise InvalidData("the batch holds no data.")
+        for slot in self.problem.slots:
+            self._rules.setdefault(slot.name, "products with vectors")
         return taken
 
     def per_call(self, taken: Capture, count: int) -> int:
