@@ -6,6 +6,8 @@ in the dtype of the predictions. Logarithms are natural: negative log likelihood
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 from typing import Any, Protocol, runtime_checkable
 
@@ -216,6 +218,30 @@ class RunningMetric(Protocol):
     def reset(self) -> None:
         """Forgets everything."""
         ...
+
+
+class _Updated(Protocol):
+    """What takes in batches."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def accepted_by(metric: _Updated, row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a metric's `update` takes of `(mean, variance, y)`: all, or `(mean, y)`; a pair as it is.
+
+    Three arguments where it requires three: `weight=None` would be another's third. Sums and wrappers of metrics have
+    a signature of `*args`, which does not tell; a copy tries all three then.
+    """
+    pair = row[0], row[-1]
+    parameters = inspect.signature(metric.update).parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    if len(row) == 2 or not any(p.kind is p.VAR_POSITIONAL for p in required):
+        return row if len(required) >= len(row) else pair
+    try:
+        copy.deepcopy(metric).update(*row)
+    except TypeError:
+        return pair
+    return row
 
 
 class RunningNLLMetric:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
@@ -15,6 +14,7 @@ from laplace.batch import Inputs
 from laplace.enums import LinkApprox, PredType, PriorStructure
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.kronecker.scalars import is_scalar
+from laplace.metrics import accepted_by
 
 
 @runtime_checkable
@@ -86,7 +86,7 @@ def validate(
         seen = True
         row = _predict(laplace, batch, dict_key_y, options)
         if running:
-            loss.update(*_accepted(loss, row))
+            loss.update(*accepted_by(loss, row))
         else:
             kept.append(row)
     if not seen:
@@ -102,14 +102,6 @@ def _predict(laplace: Predictor, batch: Inputs, dict_key_y: str, options: dict[s
     predicted = laplace(batches.to_device(x, device), **options)
     parts = predicted if isinstance(predicted, tuple) else (predicted,)
     return (*parts, y.to(parts[0].device))
-
-
-def _accepted(metric: RunningMetric, row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The row without its variances for a metric whose `update` requires two arguments only."""
-    parameters = inspect.signature(metric.update).parameters.values()
-    required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    takes_all = len(required) >= len(row) or any(p.kind is p.VAR_POSITIONAL for p in required)
-    return row if takes_all else (row[0], row[-1])
 
 
 def parameters_per_layer(model: nn.Module) -> list[int]:

@@ -30,6 +30,7 @@ from laplace.evidence import Evidence
 from laplace.fingerprint import Fingerprint
 from laplace.fitting import Fit, without_ignored
 from laplace.structures.base import Precision
+from laplace.training.online import check_counts, check_step_size, rereadable
 from laplace.tuning.ascent import minimise
 
 if TYPE_CHECKING:
@@ -258,10 +259,9 @@ def train_task(
             of the former tasks.
         NotFittedError: The last layer is not known; pass `last_layer_name=` to the posterior.
     """
-    _check_counts(n_epochs=n_epochs, marglik_frequency=marglik_frequency)
-    if isinstance(train_loader, Iterator):
-        raise InvalidArgument("train_loader is an iterator, which can be read only once; give a list or a DataLoader.")
-    descent = _Descent(la, train_loader, optimizer_cls, optimizer_kwargs, scheduler_cls, scheduler_kwargs)
+    check_counts(n_epochs=n_epochs, marglik_frequency=marglik_frequency, n_hypersteps=n_hypersteps)
+    check_step_size(lr_hyp)
+    descent = _Descent(la, rereadable(train_loader), optimizer_cls, optimizer_kwargs, scheduler_cls, scheduler_kwargs)
     losses: list[float] = []
     former_prior = la.prior_precision
     try:
@@ -294,17 +294,18 @@ class _Descent:
         scheduler_cls: type[torch.optim.lr_scheduler.LRScheduler] | None,
         scheduler_kwargs: dict[str, Any] | None,
     ) -> None:
-        options = dict(optimizer_kwargs or {})
-        if options.get("weight_decay"):
-            raise InvalidArgument(
-                f"weight_decay={options['weight_decay']} in optimizer_kwargs would be a second prior; leave it "
-                "out, the prior precision of the posterior regularises."
-            )
         self.la, self.loader = la, loader
         self.n_data = sum(len(y) for _, y in self._batches())
         if self.n_data == 0:
             raise InvalidData("train_loader gave no data that count; a task needs at least one datum.")
-        self.optimizer = optimizer_cls(la.params, **options)
+        self.optimizer = optimizer_cls(la.params, **(optimizer_kwargs or {}))
+        for decay in (group.get("weight_decay", 0) for group in self.optimizer.param_groups):
+            if decay:  # of some optimisers, AdamW for one, it is the default
+                raise InvalidArgument(
+                    f"weight_decay={decay} of {optimizer_cls.__name__} would be a second prior, and would move the "
+                    "fixed entries of a subnetwork; pass optimizer_kwargs={'weight_decay': 0, ...}, the prior "
+                    "precision of the posterior regularises."
+                )
         self.scheduler = None if scheduler_cls is None else scheduler_cls(self.optimizer, **(scheduler_kwargs or {}))
 
     def epoch(self) -> float:
@@ -377,9 +378,3 @@ def _keep_fixed_entries(la: ParametricLaplace) -> None:
             entries = slot.entries.to(kept.device)
             kept[entries] = tensor.grad.reshape(-1)[entries]
             tensor.grad = kept.view_as(tensor.grad)
-
-
-def _check_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if count < 1:
-            raise InvalidArgument(f"{name}={count}; it must be at least 1.")

@@ -126,15 +126,14 @@ class OnlineLaplace:
         laplace_kwargs: dict[str, Any] | None = None,
     ) -> None:
         check_counts(n_hypersteps=n_hypersteps, marglik_frequency=marglik_frequency)
-        if not 0 < lr_hyp < math.inf:
-            raise InvalidArgument(f"lr_hyp={lr_hyp}; it must be positive and finite.")
+        check_step_size(lr_hyp)
         self.la: ParametricLaplace = Laplace(
             model, likelihood, SubsetOfWeights.ALL, hessian_structure, sigma_noise=sigma_noise_init,
             temperature=temperature, backend=backend, enable_backprop=enable_backprop, dict_key_x=dict_key_x,
             dict_key_y=dict_key_y, forward_fn=forward_fn, **(laplace_kwargs or {}),
         )  # fmt: skip
         self.model = model
-        self.train_loader = _rereadable(train_loader)
+        self.train_loader = rereadable(train_loader)
         self.forward_fn = forward_fn or batches.call
         self.n_hypersteps, self.marglik_frequency = n_hypersteps, marglik_frequency
         self.n_epochs_burnin = n_epochs_burnin
@@ -272,8 +271,22 @@ def check_counts(**counts: int) -> None:
             raise InvalidArgument(f"{name}={value!r}; it must be an integer of at least 1.")
 
 
-def _rereadable(loader: Iterable[Any]) -> Iterable[Any]:
-    """The loader, if every epoch can read it anew."""
+def check_step_size(lr_hyp: float) -> None:
+    """Refuses step sizes of the hyper-parameters that are none.
+
+    Raises:
+        InvalidArgument: It is not positive and finite.
+    """
+    if not 0 < lr_hyp < math.inf:
+        raise InvalidArgument(f"lr_hyp={lr_hyp}; it must be positive and finite.")
+
+
+def rereadable(loader: Iterable[Any]) -> Iterable[Any]:
+    """The loader, if every epoch can read it anew.
+
+    Raises:
+        InvalidArgument: It is an iterator.
+    """
     if isinstance(loader, Iterator):
         raise InvalidArgument(
             f"train_loader is a {type(loader).__name__}, which can be read only once; training reads it once per "

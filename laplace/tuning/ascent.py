@@ -92,8 +92,8 @@ def minimise(
         InvalidArgument: No step, a step size or tolerance out of range, an unknown method, or no finite value at the
             start.
     """
-    if n_steps < 1:
-        raise InvalidArgument(f"n_steps={n_steps}; it must be at least 1.")
+    if not isinstance(n_steps, int) or n_steps < 1:
+        raise InvalidArgument(f"n_steps={n_steps}; it must be an integer of at least 1.")
     if not 0 < lr < math.inf:
         raise InvalidArgument(f"lr={lr}; it must be positive and finite.")
     if not 0 <= tolerance < math.inf:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from laplace.enums import TuningMethod
 from laplace.errors import InvalidArgument, TuningWarning
+from laplace.hyperparameters import positive
 from laplace.tuning.ascent import Evaluate, Search, minimise
 from laplace.tuning.candidates import Predictive
 from laplace.tuning.evidence import negative_evidence
@@ -118,19 +119,28 @@ def choose_prior_precision(la: ParametricLaplace, options: TuningOptions) -> Tun
     if options.method in (TuningMethod.GRIDSEARCH, TuningMethod.CV):
         if options.val_loader is None:
             raise InvalidArgument(f"method={options.method!r} needs val_loader=, the validation data.")
-        if options.grid_size < 1:
-            raise InvalidArgument(f"grid_size={options.grid_size}; it must be at least 1.")
         # One value is searched, whatever the structure it is then written in: the posterior is the same.
         structured = spread(1.0, options.prior_structure, layout, like)
-        values = torch.logspace(
-            options.log_prior_prec_min, options.log_prior_prec_max, options.grid_size, options.log_prior_prec_base,
-            dtype=like.dtype, device=like.device,
-        )  # fmt: skip
         return _on_grid(
-            la, {"prior_precision": values}, options.loss, Validation(options.val_loader), options.predictive,
-            structured, progress_bar=options.progress_bar,
+            la, {"prior_precision": _powers(options, like)}, options.loss, Validation(options.val_loader),
+            options.predictive, structured, progress_bar=options.progress_bar,
         )  # fmt: skip
     raise InvalidArgument(f"method={options.method!r}; accepted are 'marglik', 'gridsearch' and 'CV'.")
+
+
+def _powers(options: TuningOptions, like: Tensor) -> Tensor:
+    """The candidates base^min … base^max, `[n]`.
+
+    Raises:
+        InvalidArgument: None, or some that are no precisions.
+    """
+    low, high, base, n = (
+        options.log_prior_prec_min, options.log_prior_prec_max, options.log_prior_prec_base, options.grid_size,
+    )  # fmt: skip
+    if not isinstance(n, int) or n < 1:
+        raise InvalidArgument(f"grid_size={n}; it must be an integer of at least 1.")
+    name = f"log_prior_prec_base={base} to the powers from log_prior_prec_min={low} to log_prior_prec_max={high}"
+    return positive(name, torch.logspace(low, high, n, base, dtype=like.dtype, device=like.device))
 
 
 def choose_hyperparameters(la: ParametricLaplace, options: SearchOptions) -> TuningResult:
@@ -236,6 +246,11 @@ def _on_grid(
     if objective.thresholds:
         if tuple(axes) != ("prior_precision",):
             raise InvalidArgument("Thresholds choose a prior precision; give tune='prior_precision'.")
+        if validation.ood_loader is not None:
+            raise InvalidArgument(
+                "Thresholds are met or not, whatever the entropy on ood_loader is; leave it out, or give another "
+                "objective, such as 'nll'."
+            )
         axes = {"prior_precision": axes["prior_precision"].sort().values}
     now = Setting.of(la)
     if "prior_precision" not in axes and now.prior_precision.numel() > 1:

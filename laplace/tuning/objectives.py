@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.likelihoods.base import Likelihood
-from laplace.metrics import RunningMetric
+from laplace.metrics import RunningMetric, accepted_by
 from laplace.tuning.scores import N_BINS, Prediction, Score, find_score, moments
 
 
@@ -167,20 +166,11 @@ class UsersMetric(Running):
 
     def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
         """Takes in one batch; a metric whose update requires (mean, variance, y) gets all three, others the mean."""
-        if isinstance(prediction, tuple) and _requires_three(self.metric.update):
-            self.metric.update(*prediction, y)
-        else:
-            self.metric.update(prediction[0] if isinstance(prediction, tuple) else prediction, y)
+        row = (*prediction, y) if isinstance(prediction, tuple) else (prediction, y)
+        self.metric.update(*accepted_by(self.metric, row))
 
     def result(self) -> Tensor:
-        return torch.as_tensor(self.metric.compute()).sum()
-
-
-def _requires_three(update: Callable[..., Any]) -> bool:
-    """Whether a metric's update cannot do with two arguments (`weight=None` would be another's third)."""
-    parameters = inspect.signature(update).parameters.values()
-    required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    return len(required) >= 3 or any(p.kind is p.VAR_POSITIONAL for p in required)
+        return _numbers(self.metric.compute(), f"{type(self.metric).__name__}.compute()").sum()
 
 
 class UsersFunction(Running):
@@ -201,7 +191,25 @@ class UsersFunction(Running):
 
     def result(self) -> Tensor:
         parts = [torch.cat(part) for part in zip(*self.predictions, strict=True)]
-        return torch.as_tensor(self.function(*parts, torch.cat(self.targets))).squeeze()
+        value = _numbers(self.function(*parts, torch.cat(self.targets)), "the loss")
+        if value.numel() != 1:
+            raise InvalidArgument(
+                f"the loss returned a tensor of shape {list(value.shape)}; one number for all data is needed: take "
+                "its mean."
+            )
+        return value.reshape(())
+
+
+def _numbers(value: Any, name: str) -> Tensor:
+    """What a user's loss or metric returned, as a tensor.
+
+    Raises:
+        InvalidArgument: It is no number and no tensor.
+    """
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgument(f"{name} returned {value!r}; a number is needed, or a 0-dim tensor.") from error
 
 
 def _counted(likelihood: Likelihood, y: Tensor, n_data: int) -> Tensor | slice:
@@ -219,7 +227,7 @@ def make_objective(loss: Any, likelihood: Likelihood) -> Objective:
         likelihood: Of the targets.
 
     Raises:
-        InvalidArgument: None of these.
+        InvalidArgument: None of these, or a metric of which large values are good.
         UnsupportedError: A score that has no meaning for this likelihood.
     """
     if loss is None or (isinstance(loss, str) and loss in ("nll", "brier", "crps")):
@@ -234,11 +242,16 @@ def make_objective(loss: Any, likelihood: Likelihood) -> Objective:
     if isinstance(loss, Thresholds):
         Shortfall(loss, likelihood)  # refuses a likelihood without them
         return Objective("thresholds", partial(Shortfall, loss, likelihood), thresholds=True)
-    if isinstance(loss, RunningMetric):
+    if isinstance(loss, RunningMetric) and not isinstance(loss, type):
+        if getattr(loss, "higher_is_better", False):
+            raise InvalidArgument(
+                f"{type(loss).__name__} says that large values are good (higher_is_better), but a loss is made small; "
+                "give 1 - metric, or another loss."
+            )
         return Objective(type(loss).__name__, lambda: UsersMetric(loss), many=False, whole_covariance=True)
-    if callable(loss):
+    if callable(loss) and not isinstance(loss, type):
         return Objective("the loss", lambda: UsersFunction(loss), many=False, whole_covariance=True)
     raise InvalidArgument(
         f"{loss!r} is no objective; accepted are 'nll', 'brier', 'crps', 'ece', laplace.tuning.Thresholds, a running "
-        "metric (update, compute, reset) and a callable."
+        "metric (update, compute, reset) and a callable; no classes, but objects of theirs."
     )

@@ -16,7 +16,7 @@ from torch.nn.utils import parameters_to_vector
 
 from laplace import batch as batches
 from laplace.batch import Inputs
-from laplace.errors import InvalidArgument, NotFittedError
+from laplace.errors import InvalidArgument, InvalidData, NotFittedError
 from laplace.lending import unwrap
 from laplace.weights.discovery import find_last_layer, require_linear
 
@@ -168,7 +168,8 @@ class LastLayerSubnetMask(WholeTensorSubnetMask):
         dict_key_y: Key of the targets in batches that are mappings.
 
     Raises:
-        InvalidArgument: The name is not that of an `nn.Linear`; on `select`, no data to find it or nothing to train.
+        InvalidArgument: The name is not that of an `nn.Linear`; on `select`, no loader to find it or nothing to train.
+        InvalidData: On `select`, a loader without data.
     """
 
     def __init__(self, model: nn.Module, last_layer_name: str | None = None, dict_key_y: str = "labels") -> None:
@@ -199,9 +200,15 @@ def require_loader(mask: SubnetMask, train_loader: Iterable[Any] | None) -> Iter
 
 
 def _first(loader: Iterable[Inputs]) -> Inputs:
-    """The first batch; a loader draws a seed from the global random state, which is put back."""
+    """The first batch; a loader draws a seed from the global random state, which is put back.
+
+    Raises:
+        InvalidData: There is none.
+    """
     with torch.random.fork_rng(devices=[]):
-        return next(iter(loader))
+        for batch in loader:
+            return batch
+    raise InvalidData("train_loader gave no data; the last layer is found by one batch, or by last_layer_name=.")
 
 
 def _is_binary(mask: Tensor, n_params: int) -> bool:

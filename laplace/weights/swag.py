@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from laplace import batch as batches
-from laplace.errors import CurvatureError, InvalidArgument
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 from laplace.lending import unwrap
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -54,6 +54,7 @@ def fit_diagonal_swag_var(
 
     Raises:
         InvalidArgument: S or the frequency is not a positive integer, or nothing is trainable.
+        InvalidData: A loader without data.
         CurvatureError: The training diverged.
     """
     for name, value in {"n_snapshots_total": n_snapshots_total, "snapshot_freq": snapshot_freq}.items():
@@ -96,14 +97,17 @@ class _Moments:
 def _train_epoch(
     model: nn.Module, loader: Iterable[Any], criterion: Criterion, optimizer: torch.optim.Optimizer, dict_key_y: str
 ) -> None:
-    device = next(model.parameters()).device
+    device, empty = next(model.parameters()).device, True
     with torch.enable_grad():
         for batch in loader:
             x, y = batches.split(batch, dict_key_y)
+            empty = False
             optimizer.zero_grad()
             f = batches.latent(batches.call(model, batches.to_device(x, device)))
             criterion(f, y.to(device)).backward()
             optimizer.step()
+    if empty:
+        raise InvalidData("train_loader gave no data; without training there are no snapshots to take a variance of.")
 
 
 @contextmanager

@@ -96,3 +96,26 @@ def test_squares_of_a_large_weight_do_not_hold_all_cotangents(apart: bool) -> No
     found = OuterBlock(a, g, 2).sum_of_squares(apart=apart)
     expected = torch.einsum("kbtgo,btgi->kboi", g.double(), a.double()).square().sum(1).flatten(1)
     assert_close(found, expected if apart else expected.sum(0, keepdim=True), "float32", label="squares")
+
+
+@pytest.mark.parametrize("prior", ["scalar", "layerwise", "diag"])
+def test_the_quadratic_form_follows_the_eigenvectors(prior: str) -> None:
+    """The basis of a sum of several terms turns with their weights: with one noise per output it is no constant."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = torch.randn(9, 3, dtype=torch.float64), torch.randn(9, 2, dtype=torch.float64)
+    values = {"scalar": torch.tensor([0.3]), "layerwise": torch.rand(4) + 0.1, "diag": torch.rand(26) + 0.1}
+    noise = torch.tensor([0.4, 1.7], dtype=torch.float64)
+    la = BlockLaplace(model, "regression", prior_precision=values[prior], sigma_noise=noise)
+    la.fit([(x, y)])
+    theta = torch.randn(26, dtype=torch.float64)
+
+    def norm(sigma: torch.Tensor) -> torch.Tensor:
+        la.sigma_noise = sigma
+        return la.square_norm(theta)
+
+    leaf = noise.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(norm(leaf), leaf)
+    steps = 1e-6 * torch.eye(2, dtype=torch.float64)
+    expected = torch.stack([(norm(noise + step) - norm(noise - step)) / 2e-6 for step in steps])
+    assert_close(slope, expected, "finite_difference")

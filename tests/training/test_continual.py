@@ -301,7 +301,10 @@ def test_refusals() -> None:
     la = posterior("all", "diag")
     for options, message in (
         ({"optimizer_kwargs": {"weight_decay": 0.1}}, "weight_decay=0.1"),
+        ({"optimizer_cls": torch.optim.AdamW}, "weight_decay=0.01 of AdamW"),
         ({"n_epochs": 0}, "n_epochs=0"),
+        ({"n_hypersteps": 0}, "n_hypersteps=0"),
+        ({"lr_hyp": -1.0}, "lr_hyp=-1.0"),
         ({"marglik_frequency": 0}, "marglik_frequency=0"),
     ):
         with pytest.raises(InvalidArgument, match=message):

@@ -104,7 +104,15 @@ def test_flat(method: str) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"n_steps": 0}, {"lr": 0.0}, {"lr": math.inf}, {"tolerance": -1.0}, {"tolerance": math.nan}, {"method": "sgd"}],
+    [
+        {"n_steps": 0},
+        {"n_steps": 2.5},
+        {"lr": 0.0},
+        {"lr": math.inf},
+        {"tolerance": -1.0},
+        {"tolerance": math.nan},
+        {"method": "sgd"},
+    ],
 )
 def test_arguments(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument, match=next(iter(wrong))):

@@ -1,4 +1,4 @@
-"""A grid over prior, noise and temperature: every candidate against a posterior fitted with it."""
+"""A grid over prior, noise and temperature: every candidate against the predictions of a posterior that has it."""
 
 from __future__ import annotations
 
@@ -44,12 +44,19 @@ def quietly(la: Any, *arguments: Any, **options: Any) -> TuningResult:
         return la.optimize_hyperparameters(*arguments, method="grid", **options)
 
 
-def refitted(axes: dict[str, Tensor], make: Any) -> list[Any]:
-    """A fitted posterior of every candidate, the last axis running fastest."""
-    return [make(**dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+def one_by_one(la: Any, axes: dict[str, Tensor], predict: Any) -> list[Any]:
+    """The prediction of a posterior at every candidate, the last axis running fastest; it keeps its own values."""
+    former, found = {name: getattr(la, name) for name in axes}, []
+    for values in itertools.product(*axes.values()):
+        for name, value in zip(axes, values, strict=True):
+            setattr(la, name, value.expand(former[name].shape))
+        found.append(predict(la))
+    for name, value in former.items():
+        setattr(la, name, value)
+    return found
 
 
-# Exhaustively, by refitting.
+# Exhaustively.
 
 
 @pytest.mark.parametrize(("weights", "structure"), CELLS)
@@ -57,10 +64,10 @@ def test_classification(weights: str, structure: str) -> None:
     axes = {name: AXES[name] for name in ("prior_precision", "temperature")}
     x, y = grid.data(seed=11)
     la = grid.fitted(weights, structure)
-    posteriors = refitted(axes, lambda **hypers: grid.fitted(weights, structure, **hypers))
+    predictions = one_by_one(la, axes, lambda p: p(x))
     for objective, metric in (("nll", nll), ("brier", brier), ("ece", expected_calibration_error)):
         result = quietly(la, tuple(axes), objective, val_loader=grid.batches(seed=11), grid=axes)
-        expected = torch.stack([metric(p(x), y) for p in posteriors]).view(3, 2)
+        expected = torch.stack([metric(p, y) for p in predictions]).view(3, 2)
         assert_close(result.values, expected, "float32", label=objective)
         best = int(result.values.argmin())
         assert result.value == result.values.min() == result.values.flatten()[best]
@@ -68,23 +75,19 @@ def test_classification(weights: str, structure: str) -> None:
         assert la.temperature.item() == axes["temperature"][best % 2].item()
 
 
-@pytest.mark.parametrize(("weights", "structure"), CELLS)
-@pytest.mark.parametrize("noise", [1.0, torch.tensor([0.5, 1.0, 2.0])], ids=["one noise", "noise per output"])
-def test_regression(weights: str, structure: str, noise: Any) -> None:
+@pytest.mark.parametrize(
+    ("weights", "structure", "per_output"),
+    [(*cell, False) for cell in CELLS] + [("all", structure, True) for structure in STRUCTURES],
+)
+def test_regression(weights: str, structure: str, per_output: bool) -> None:
     """A tuned noise is one value for all outputs, whatever its shape."""
     x, y = grid.data("regression", seed=11)
-
-    def make(sigma_noise: Any = noise, **hypers: Any) -> Any:
-        if isinstance(noise, Tensor) and isinstance(sigma_noise, Tensor):
-            sigma_noise = sigma_noise.expand(3)
-        return grid.fitted(weights, structure, "regression", sigma_noise=sigma_noise, **hypers)
-
-    la = make()
-    posteriors = refitted(AXES, make)
+    noise = torch.tensor([0.5, 1.0, 2.0]) if per_output else 1.0
+    la = grid.fitted(weights, structure, "regression", sigma_noise=noise)
+    totals = one_by_one(la, AXES, lambda p: p(x, diagonal_output=True, observation_noise=True))
     for objective, metric in (("nll", gaussian_nll), ("crps", gaussian_crps)):
         loader = grid.batches("regression", seed=11)
         result = quietly(la, tuple(AXES), objective, val_loader=loader, grid=AXES)
-        totals = [p(x, diagonal_output=True, observation_noise=True) for p in posteriors]
         expected = torch.stack([metric(mean, variance, y) for mean, variance in totals]).view(3, 2, 2)
         assert_close(result.values, expected, "float32_solve", label=objective)
     assert la.sigma_noise.shape == torch.as_tensor(noise).shape
@@ -139,8 +142,8 @@ def test_damped_kronecker_factors(damping: bool) -> None:
     x, y = grid.data(seed=11)
     la = grid.fitted("all", "kron", damping=damping)
     result = quietly(la, tuple(axes), "nll", val_loader=[(x, y)], grid=axes)
-    posteriors = refitted(axes, lambda **hypers: grid.fitted("all", "kron", damping=damping, **hypers))
-    assert_close(result.values.flatten(), torch.stack([nll(p(x), y) for p in posteriors]), "float32")
+    expected = torch.stack(one_by_one(la, axes, lambda p: nll(p(x), y)))
+    assert_close(result.values.flatten(), expected, "float32")
 
 
 # Foreign inputs: equation 12 of Daxberger et al. (2021).
@@ -400,6 +403,14 @@ def test_the_structure_of_the_prior(structure: str | None, length: int) -> None:
     quietly(la, objective="nll", val_loader=grid.batches(), prior_structure=structure)
     assert la.prior_precision.shape == (length,)
     assert bool((la.prior_precision == la.prior_precision[0]).all())
+
+
+def test_thresholds_know_no_foreign_inputs() -> None:
+    """Less their entropy a shortfall is negative, and candidates that miss the thresholds would seem to meet them."""
+    la = grid.fitted("all", "kron", prior_precision=3.0)
+    with pytest.raises(InvalidArgument, match="ood_loader"):
+        quietly(la, objective=Thresholds(confidence=0.999), val_loader=grid.batches(), ood_loader=[FOREIGN])
+    assert la.prior_precision.item() == 3.0
 
 
 def test_a_network_trained_further() -> None:

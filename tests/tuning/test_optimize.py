@@ -53,7 +53,7 @@ def evidence_at(la: Any, prior: Tensor) -> float:
 def test_scalar_evidence_against_a_fine_scan(weights: str, structure: str, likelihood: str) -> None:
     la = grid.fitted(weights, structure, likelihood)
     start = la.log_marginal_likelihood().item()
-    la.optimize_prior_precision(n_steps=150)
+    la.optimize_prior_precision(n_steps=80, lr=0.2)
     scan = [evidence_at(la, torch.tensor([10.0**e])) for e in torch.linspace(-2, 3, 60).tolist()]
     found = la.log_marginal_likelihood().item()
     assert found > start
@@ -68,9 +68,9 @@ def test_scalar_evidence_against_a_fine_scan(weights: str, structure: str, likel
 def test_more_precisions_give_more_evidence(curvature: str, weights: str, structure: str) -> None:
     """And no single one of them can be moved to do better."""
     la = grid.fitted(weights, curvature, "regression", sigma_noise=0.7)
-    la.optimize_prior_precision(n_steps=150)
+    la.optimize_prior_precision(n_steps=60, lr=0.2)
     scalar = la.log_marginal_likelihood().item()
-    la.optimize_prior_precision(prior_structure=structure, n_steps=200)
+    la.optimize_prior_precision(prior_structure=structure, n_steps=100, lr=0.2)
     assert la.prior_precision.shape == (la.n_layers if structure == "layerwise" else la.n_params,)
     best = la.log_marginal_likelihood().item()
     assert best > scalar - 1e-3
@@ -298,6 +298,80 @@ def test_running_metrics(weights: str, name: str) -> None:
     quiet(la, val_loader=validation(likelihood), loss=metric)
     assert float(metric.compute()) == before
     assert_argmin(la, scored(make(), la, likelihood))
+
+
+class Anything(Density):
+    """A metric whose signature does not tell what it takes, as sums and wrappers of torchmetrics."""
+
+    def update(self, *parts: Tensor) -> None:  # type: ignore[override]
+        super().update(*parts)
+
+
+class Error(Anything):
+    """Another, of means alone."""
+
+    def update(self, *parts: Tensor) -> None:  # type: ignore[override]
+        mean, y = self._pair(*parts)
+        self.total = self.total + (mean - y).square().sum()
+        self.count += len(y)
+
+    def _pair(self, mean: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return mean, y
+
+
+def test_metrics_of_any_arguments() -> None:
+    la = grid.fitted("all", "kron", "regression")
+    quiet(la, val_loader=validation("regression"), loss=Anything())
+    assert_argmin(la, scored(Density(), la, "regression"))
+    with pytest.warns(TuningWarning, match="does not depend"):
+        la.optimize_prior_precision(method="gridsearch", val_loader=validation("regression"), loss=Error(), grid_size=3)
+
+
+def test_sums_and_wrappers_of_metrics() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    la = grid.fitted("all", "kron", "regression")
+    mse = torchmetrics.MeanSquaredError()
+    for loss in (mse + torchmetrics.MeanAbsoluteError(), torchmetrics.wrappers.MultioutputWrapper(mse, 3)):
+        with pytest.warns(TuningWarning, match="does not depend"):
+            la.optimize_prior_precision(
+                method="gridsearch", val_loader=validation("regression"), loss=loss, grid_size=3
+            )
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda p, y: None, "returned None"),
+        (lambda p, y: p.sum(1), r"shape \[12\]"),
+        (RunningNLLMetric, "objects of theirs"),
+        (nn.NLLLoss, "objects of theirs"),
+        (type("Accuracy", (Brier,), {"higher_is_better": True})(), "1 - metric"),
+        (type("Names", (Brier,), {"compute": lambda self: {"a": 1.0}})(), "Names.compute"),
+    ],
+)
+def test_losses_that_are_none(loss: Any, message: str) -> None:
+    la = grid.fitted("all", "diag", prior_precision=3.0)
+    with pytest.raises(InvalidArgument, match=message):
+        quiet(la, val_loader=validation("classification"), loss=loss)
+    assert la.prior_precision.item() == 3.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"grid_size": 0}, "grid_size=0"),
+        ({"grid_size": 2.5}, "grid_size=2.5"),
+        ({"log_prior_prec_min": math.nan}, "log_prior_prec_min=nan"),
+        ({"log_prior_prec_max": 400}, "log_prior_prec_max=400"),
+        ({"log_prior_prec_min": -400}, "log_prior_prec_min=-400"),
+        ({"log_prior_prec_base": -2.0}, "log_prior_prec_base=-2.0"),
+    ],
+)
+def test_candidates_that_are_no_precisions(wrong: dict[str, Any], message: str) -> None:
+    la = grid.fitted("all", "diag", prior_precision=3.0)
+    with pytest.raises(InvalidArgument, match=message):
+        quiet(la, val_loader=validation("classification"), **wrong)
+    assert la.prior_precision.item() == 3.0
 
 
 @pytest.mark.parametrize("structure", ["layerwise", "diag"])

@@ -38,16 +38,12 @@ def fitted(weights: str, structure: str, likelihood: str = "classification", **o
     return la
 
 
-def check(evaluate: Evaluate, logs: Tensor, some: int = 7) -> None:
-    """The gradient at some entries against central differences."""
+def check(evaluate: Evaluate, logs: Tensor) -> None:
+    """The slope along a random direction, in which all entries take part, against a central difference."""
     _, gradient = evaluate(logs)
-    chosen = torch.randperm(len(logs), generator=torch.Generator().manual_seed(0))[:some]
-    expected: list[float] = []
-    for i in chosen:
-        step = torch.zeros_like(logs)
-        step[i] = 1e-5
-        expected.append((evaluate(logs + step)[0] - evaluate(logs - step)[0]) / 2e-5)
-    assert_close(gradient[chosen], torch.tensor(expected), "finite_difference")
+    direction = torch.randn(len(logs), dtype=logs.dtype, generator=torch.Generator().manual_seed(0))
+    expected = (evaluate(logs + 1e-5 * direction)[0] - evaluate(logs - 1e-5 * direction)[0]) / 2e-5
+    assert_close(direction @ gradient, expected, "finite_difference")
 
 
 def priors(la: ParametricLaplace) -> list[Tensor]:
@@ -80,7 +76,7 @@ def test_joint_gradient_of_the_evidence(weights: str, structure: str, likelihood
 
 
 def smooth(la: ParametricLaplace, likelihood: str, objective: Any, link: str, *, foreign: bool) -> SmoothLoss:
-    outside = [x for x, _ in batches(likelihood, seed=5)] if foreign else None
+    outside = [torch.cat([x for x, _ in batches(likelihood, seed=5)])] if foreign else None
     return SmoothLoss(
         la, Coordinates(names(likelihood), Setting.of(la)), make_objective(objective, la.likelihood_object),
         Validation(batches(likelihood, seed=11), outside, 0.4), Predictive("glm", link, 20),
@@ -91,10 +87,11 @@ def smooth(la: ParametricLaplace, likelihood: str, objective: Any, link: str, *,
 def test_joint_gradient_of_a_regression_loss(weights: str, structure: str) -> None:
     for noise, objective in ((0.8, "nll"), (NOISE, "crps")):
         la = fitted(weights, structure, "regression", sigma_noise=noise, temperature=1.3)
-        for prior in priors(la):
+        # Of many terms the basis turns with their weights, under every prior; of one it does not.
+        for prior in priors(la) if noise is NOISE else priors(la)[1:2]:
             la.prior_precision = prior
             loss = smooth(la, "regression", objective, "probit", foreign=True)
-            check(loss, loss.coordinates.vector(), some=5)
+            check(loss, loss.coordinates.vector())
 
 
 @pytest.mark.parametrize(("weights", "structure"), CELLS)
@@ -176,11 +173,14 @@ def evidence_at(la: ParametricLaplace, logs: Tensor, coordinates: Coordinates) -
     return -negative_evidence(la, coordinates)(logs)[0]
 
 
-@pytest.mark.parametrize("method", ["adam", "lbfgs"])
-@pytest.mark.parametrize(("weights", "structure"), CELLS)
+@pytest.mark.parametrize(
+    ("weights", "structure", "method"),
+    [(*cell, "lbfgs") for cell in CELLS] + [(*cell, "adam") for cell in grid.DIAGONAL],
+)
 def test_joint_maximum_of_the_evidence(weights: str, structure: str, method: str) -> None:
     """No hyper-parameter can be moved alone to do better, and tuning the noise does better than not."""
-    for noise in (1.0, torch.ones(3, dtype=torch.float64)):
+    several = torch.ones(3, dtype=torch.float64)
+    for noise in (1.0, several) if (weights, structure) in grid.DIAGONAL else (several,):
         la = fitted(weights, structure, "regression", sigma_noise=noise)
         alone = la.optimize_hyperparameters(method=method, n_steps=300)
         tune = ("prior_precision", "sigma_noise")
@@ -226,19 +226,21 @@ def test_noise_of_a_linear_model_in_closed_form() -> None:
     assert la.sigma_noise.item() ** 2 == pytest.approx(residual.item() / (50 - 2), rel=1e-5)
 
 
-@pytest.mark.parametrize("method", ["adam", "lbfgs"])
-@pytest.mark.parametrize(("weights", "structure"), grid.DIAGONAL)
+@pytest.mark.parametrize(
+    ("weights", "structure", "method"),
+    [(*cell, "lbfgs") for cell in grid.DIAGONAL] + [("last_layer", "kron", "adam")],
+)
 @pytest.mark.parametrize(("likelihood", "objective"), [("classification", "nll"), ("regression", "crps")])
 def test_better_than_a_fine_grid(weights: str, structure: str, likelihood: str, objective: str, method: str) -> None:
     loader = batches(likelihood, seed=3)
     tune = ("prior_precision", "sigma_noise" if likelihood == "regression" else "temperature")
     la = fitted(weights, structure, likelihood)
     options = {"objective": objective, "val_loader": loader}
-    values = dict.fromkeys(tune, torch.logspace(-2, 2, 13))
+    values = dict.fromkeys(tune, torch.logspace(-2, 2, 9))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TuningWarning)
         coarse = la.optimize_hyperparameters(tune, **options, grid=values)
-        fine = la.optimize_hyperparameters(tune, **options, method=method, n_steps=200)
+        fine = la.optimize_hyperparameters(tune, **options, method=method, n_steps=100)
     assert fine.value <= coarse.value + 1e-9
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace.errors import CurvatureError, InvalidArgument, NotFittedError
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData, NotFittedError
 from laplace.weights.masks import LastLayerSubnetMask, ModuleNameSubnetMask, ParamNameSubnetMask, SubnetMask
 from laplace.weights.masks_scored import (
     LargestMagnitudeSubnetMask,
@@ -206,6 +206,13 @@ def test_bad_names(model):
             LastLayerSubnetMask(model, name)
     with pytest.raises(InvalidArgument, match="no trainable"):
         LargestMagnitudeSubnetMask(model.requires_grad_(False), 1)
+
+
+def test_a_loader_without_data(model):
+    """Without snapshots all variances are equal, and the first parameters would be selected."""
+    for mask in (LastLayerSubnetMask(model), LargestVarianceSWAGSubnetMask(model, 4, swag_n_snapshots=2)):
+        with pytest.raises(InvalidData, match="no data"):
+            mask.select([])
 
 
 def test_own_mask_and_conversion(model):
