@@ -165,7 +165,8 @@ def _lbfgs(step: Step, logs: Tensor, n_steps: int, lr: float, search: Search) ->
         return logs.new_tensor(value)
 
     optimizer.step(closure)
-    return optimizer.state[logs]["n_iter"] < n_steps
+    spent = optimizer.state[logs]
+    return spent["n_iter"] < n_steps and spent["func_evals"] < 4 * n_steps
 
 
 _METHODS: dict[str, Callable[[Step, Tensor, int, float, Search], bool]] = {"adam": _adam, "lbfgs": _lbfgs}
