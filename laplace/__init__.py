@@ -16,6 +16,11 @@ from laplace.enums import (  # noqa: E402
     TuningMethod,
 )
 from laplace.factory import Laplace  # noqa: E402
+from laplace.function_space import (  # noqa: E402
+    BaseFunctionalLaplace,
+    FunctionalLaplace,
+    FunctionalLLLaplace,
+)
 from laplace.named import (  # noqa: E402
     BlockLaplace,
     BlockLLLaplace,
@@ -45,6 +50,7 @@ from laplace.parametric import ParametricLaplace  # noqa: E402
 from laplace.training import OnlineLaplace, marglik_training  # noqa: E402
 
 __all__ = [
+    "BaseFunctionalLaplace",
     "BaseLaplace",
     "BlockLLLaplace",
     "BlockLaplace",
@@ -59,6 +65,8 @@ __all__ = [
     "FullLaplace",
     "FullSubnetLaplace",
     "FunctionalApproximation",
+    "FunctionalLLLaplace",
+    "FunctionalLaplace",
     "HessianStructure",
     "KronLLLaplace",
     "KronLaplace",

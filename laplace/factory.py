@@ -7,13 +7,15 @@ from typing import Any
 
 from torch import nn
 
-from laplace import named
+from laplace import function_space, named
 from laplace.base import BaseLaplace
 from laplace.enums import FunctionalApproximation, HessianStructure, SubsetOfWeights
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
 
-__all__ = ["Laplace", "named"]
+__all__ = ["Laplace", "function_space", "named"]
+
+_OURS = ("laplace.named", "laplace.function_space.named")
 
 
 def Laplace(
@@ -31,7 +33,7 @@ def Laplace(
         model: The trained network.
         likelihood: `"regression"`, `"classification"`, `"reward_modeling"`, `"bernoulli"`, or a likelihood object.
         subset_of_weights: `"all"`, `"last_layer"` or `"subnetwork"`.
-        hessian_structure: `"full"`, `"block"`, `"kron"`, `"ekfac"`, `"diag"`, `"lowrank"` or `"lowrank_kron"`.
+        hessian_structure: `"full"`, `"block"`, `"kron"`, `"ekfac"`, `"diag"`, `"lowrank"`, `"lowrank_kron"` or `"gp"`.
         *args: Positional arguments of the class.
         functional_approximation: Which function-space posterior `hessian_structure="gp"` stands for.
         **kwargs: Keyword arguments of the class.
@@ -52,7 +54,7 @@ def Laplace(
         )
     keyed = [cls for cls in _all_subclasses(BaseLaplace) if "_key" in cls.__dict__]
     # Ours first, so that a user's own class of the same key wins.
-    keyed.sort(key=lambda cls: cls.__module__ != "laplace.named")
+    keyed.sort(key=lambda cls: cls.__module__ not in _OURS)
     classes = {cls.__dict__["_key"]: cls for cls in keyed}
     key = (str(subset_of_weights), str(hessian_structure))
     if key not in classes:

@@ -140,7 +140,8 @@ def accumulate(
         first, number = first or totals, number + 1
         found = sweep.finish()
         if isinstance(found, Curvature):
-            return Fit(found, first.loss_terms, first.n_data, first.n_outputs, _report(engine, found))
+            kept = sweep.counted(first)
+            return Fit(found, kept.loss_terms, kept.n_data, kept.n_outputs, _report(engine, found))
         sweep = found
 
 

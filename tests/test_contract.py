@@ -22,6 +22,8 @@ from laplace import (
     FullLaplace,
     FullLLLaplace,
     FullSubnetLaplace,
+    FunctionalLaplace,
+    FunctionalLLLaplace,
     HessianStructure,
     KronLaplace,
     KronLLLaplace,
@@ -68,6 +70,15 @@ CONSTRUCTORS = {
     LowRankKronLLLaplace: (f"{LAST} {TAIL}", "forward_fn structure_kwargs"),
     KronLLLaplace: (f"{LAST} damping {TAIL}", "forward_fn"),
     LowRankLLLaplace: (f"{LAST} {TAIL}", "forward_fn structure_kwargs"),
+    FunctionalLaplace: (
+        f"n_subset {COMMON} backend_kwargs independent_outputs seed",
+        "selection prior_factor forward_fn",
+    ),
+    FunctionalLLLaplace: (
+        f"n_subset {HYPER} enable_backprop feature_reduction {KEYS} last_layer_name backend backend_kwargs "
+        "independent_outputs seed",
+        "selection prior_factor forward_fn",
+    ),
     SubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs"),
     FullSubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs"),
     KronSubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs"),
