@@ -17,6 +17,8 @@ from laplace.enums import (  # noqa: E402
 )
 from laplace.factory import Laplace  # noqa: E402
 from laplace.function_space import (  # noqa: E402
+    ELLA,
+    LLELLA,
     BaseFunctionalLaplace,
     FunctionalLaplace,
     FunctionalLLLaplace,
@@ -50,6 +52,8 @@ from laplace.parametric import ParametricLaplace  # noqa: E402
 from laplace.training import OnlineLaplace, marglik_training  # noqa: E402
 
 __all__ = [
+    "ELLA",
+    "LLELLA",
     "BaseFunctionalLaplace",
     "BaseLaplace",
     "BlockLLLaplace",

@@ -15,6 +15,12 @@ from laplace.likelihoods.base import Likelihood
 
 __all__ = ["Laplace", "function_space", "named"]
 
+_APPROXIMATED: dict[tuple[str, str], type[BaseLaplace]] = {
+    ("all", "nystrom"): function_space.ELLA,
+    ("last_layer", "nystrom"): function_space.LLELLA,
+}
+"""Classes of other functional approximations than the default one, which `_key` names."""
+
 _OURS = ("laplace.named", "laplace.function_space.named")
 
 
@@ -51,6 +57,14 @@ def Laplace(
         raise InvalidArgument(
             f"functional_approximation={str(functional_approximation)!r} needs hessian_structure='gp'; "
             f"{str(hessian_structure)!r} was given."
+        )
+    approximated = _APPROXIMATED.get((str(subset_of_weights), str(functional_approximation)))
+    if approximated is not None:
+        return approximated(model, likelihood, *args, **kwargs)
+    if str(functional_approximation) != names[0]:
+        raise InvalidArgument(
+            f"functional_approximation={str(functional_approximation)!r} with subset_of_weights="
+            f"{str(subset_of_weights)!r} is not available; accepted are {sorted(_APPROXIMATED)}."
         )
     keyed = [cls for cls in _all_subclasses(BaseLaplace) if "_key" in cls.__dict__]
     # Ours first, so that a user's own class of the same key wins.

@@ -2,6 +2,6 @@
 
 from laplace.function_space.base import BaseFunctionalLaplace
 from laplace.function_space.kernels import kernel
-from laplace.function_space.named import FunctionalLaplace, FunctionalLLLaplace
+from laplace.function_space.named import ELLA, LLELLA, FunctionalLaplace, FunctionalLLLaplace
 
-__all__ = ["BaseFunctionalLaplace", "FunctionalLLLaplace", "FunctionalLaplace", "kernel"]
+__all__ = ["ELLA", "LLELLA", "BaseFunctionalLaplace", "FunctionalLLLaplace", "FunctionalLaplace", "kernel"]

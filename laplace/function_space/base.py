@@ -107,7 +107,7 @@ class BaseFunctionalLaplace(ParametricLaplace):
     def optimize_prior_precision(
         self,
         pred_type: PredType | str = PredType.GP,
-        method: TuningMethod | str = TuningMethod.MARGLIK,
+        method: TuningMethod | str | None = None,
         n_steps: int = 100,
         lr: float = 1e-1,
         init_prior_prec: float | Tensor = 1.0,
@@ -126,11 +126,14 @@ class BaseFunctionalLaplace(ParametricLaplace):
     ) -> None:
         """Chooses the prior precision and assigns it, as `ParametricLaplace.optimize_prior_precision` does.
 
+        `method=None` is `"gridsearch"` where there is a `val_loader`, else `"marglik"`.
+
         With a factor on the prior of a subset (`prior_factor`) only the product of both matters, so that this tunes
         the factor as well (Immer et al., 2021, appendix A.2.2: it is "selected on the held-out validation set").
         """
+        chosen = method or (TuningMethod.MARGLIK if val_loader is None else TuningMethod.GRIDSEARCH)
         super().optimize_prior_precision(
-            _linearised(pred_type), method, n_steps, lr, init_prior_prec, prior_structure, val_loader, loss,
+            _linearised(pred_type), chosen, n_steps, lr, init_prior_prec, prior_structure, val_loader, loss,
             log_prior_prec_min, log_prior_prec_max, grid_size, link_approx, n_samples, verbose, progress_bar,
             log_prior_prec_base, generator,
         )  # fmt: skip
