@@ -76,6 +76,9 @@ class Pool:
         self._longest = max(self._longest, len(y))
         counts = [len(rows) for rows in self._rows]
         if sum(counts) <= self.size:
+            # Whole batches are copied: a loader may fill the same tensors anew.
+            x = batches.transform(x, torch.clone)
+            self._rows[-1] = Rows(x, y.clone(), scores, self._rows[-1].batches)
             return
         # A stable order: of equal scores the earlier datum stays.
         order = torch.cat([rows.scores for rows in self._rows]).sort(descending=True, stable=True).indices

@@ -420,6 +420,21 @@ def test_a_stream_of_varying_shapes() -> None:
     assert_close(la._latent(x, "joint").covariance, full._latent(x, "joint").covariance, "backend")
 
 
+def test_a_loader_may_reuse_its_tensors() -> None:
+    problem = catalogue.get("mlp_classification")
+    x, y = torch.empty_like(problem.x[:3]), torch.empty_like(problem.y[:3])
+
+    def refilled():
+        for part in (slice(0, 3), slice(3, 6)):
+            x.copy_(problem.x[part])
+            y.copy_(problem.y[part])
+            yield x, y
+
+    la = Laplace(problem.make_model(), "classification", "all", "gp", n_subset=6, **HYPER)
+    la.fit(refilled())
+    assert_close(la.predictive_moments(problem.x, joint=True)[1], Truth(problem).covariance, "backend")
+
+
 def test_what_is_refused() -> None:
     model = nn.Linear(2, 2)
     x, y = torch.randn(5, 2), torch.randint(2, (5,))
