@@ -16,6 +16,13 @@ from laplace.enums import (  # noqa: E402
     TuningMethod,
 )
 from laplace.factory import Laplace  # noqa: E402
+from laplace.function_space import (  # noqa: E402
+    ELLA,
+    LLELLA,
+    BaseFunctionalLaplace,
+    FunctionalLaplace,
+    FunctionalLLLaplace,
+)
 from laplace.named import (  # noqa: E402
     BlockLaplace,
     BlockLLLaplace,
@@ -45,6 +52,9 @@ from laplace.parametric import ParametricLaplace  # noqa: E402
 from laplace.training import OnlineLaplace, marglik_training  # noqa: E402
 
 __all__ = [
+    "ELLA",
+    "LLELLA",
+    "BaseFunctionalLaplace",
     "BaseLaplace",
     "BlockLLLaplace",
     "BlockLaplace",
@@ -59,6 +69,8 @@ __all__ = [
     "FullLaplace",
     "FullSubnetLaplace",
     "FunctionalApproximation",
+    "FunctionalLLLaplace",
+    "FunctionalLaplace",
     "HessianStructure",
     "KronLLLaplace",
     "KronLaplace",

@@ -162,7 +162,7 @@ class BaseLaplace(ABC):
     @property
     def log_det_prior_precision(self) -> Tensor:
         """Log det P₀, 0-dim."""
-        return self.evidence().prior.logdet().to(self._like.dtype)
+        return self.evidence().effective_prior.logdet().to(self._like.dtype)
 
     @property
     def log_det_posterior_precision(self) -> Tensor:

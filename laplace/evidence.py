@@ -5,7 +5,7 @@ log p(D) ≈ log p(D | θ*) − ½ (log det P − log det P₀ + (θ* − μ₀)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -77,11 +77,17 @@ class Evidence:
         return scale.expand(terms) if scale.numel() == 1 else scale
 
     @property
+    def effective_prior(self) -> GaussianPrior:
+        """The prior that the precision has: a curvature of some of the data may scale it."""
+        factor = self.fit.curvature.prior_factor
+        return self.prior if factor == 1 else replace(self.prior, precision=factor * self.prior.precision)
+
+    @property
     def log_likelihood(self) -> Tensor:
         """Log p(D | θ*), 0-dim."""
         fit = self.fit
         return self.likelihood.log_likelihood(
-            fit.loss_terms, fit.n_data, fit.n_outputs, self.sigma_noise, self.temperature
+            fit.loss_terms, fit.curvature.share * fit.n_data, fit.n_outputs, self.sigma_noise, self.temperature
         )
 
     @property
@@ -92,7 +98,7 @@ class Evidence:
     @property
     def scatter(self) -> Tensor:
         """(θ* − μ₀)ᵀ P₀ (θ* − μ₀), 0-dim."""
-        return self.prior.quad(self.mean)
+        return self.effective_prior.quad(self.mean)
 
     @property
     def log_marginal_likelihood(self) -> Tensor:

@@ -7,13 +7,21 @@ from typing import Any
 
 from torch import nn
 
-from laplace import named
+from laplace import function_space, named
 from laplace.base import BaseLaplace
 from laplace.enums import FunctionalApproximation, HessianStructure, SubsetOfWeights
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
 
-__all__ = ["Laplace", "named"]
+__all__ = ["Laplace", "function_space", "named"]
+
+_APPROXIMATED: dict[tuple[str, str], type[BaseLaplace]] = {
+    ("all", "nystrom"): function_space.ELLA,
+    ("last_layer", "nystrom"): function_space.LLELLA,
+}
+"""Classes of other functional approximations than the default one, which `_key` names."""
+
+_OURS = ("laplace.named", "laplace.function_space.named")
 
 
 def Laplace(
@@ -31,7 +39,7 @@ def Laplace(
         model: The trained network.
         likelihood: `"regression"`, `"classification"`, `"reward_modeling"`, `"bernoulli"`, or a likelihood object.
         subset_of_weights: `"all"`, `"last_layer"` or `"subnetwork"`.
-        hessian_structure: `"full"`, `"block"`, `"kron"`, `"ekfac"`, `"diag"`, `"lowrank"` or `"lowrank_kron"`.
+        hessian_structure: `"full"`, `"block"`, `"kron"`, `"ekfac"`, `"diag"`, `"lowrank"`, `"lowrank_kron"` or `"gp"`.
         *args: Positional arguments of the class.
         functional_approximation: Which function-space posterior `hessian_structure="gp"` stands for.
         **kwargs: Keyword arguments of the class.
@@ -50,9 +58,17 @@ def Laplace(
             f"functional_approximation={str(functional_approximation)!r} needs hessian_structure='gp'; "
             f"{str(hessian_structure)!r} was given."
         )
+    approximated = _APPROXIMATED.get((str(subset_of_weights), str(functional_approximation)))
+    if approximated is not None:
+        return approximated(model, likelihood, *args, **kwargs)
+    if str(functional_approximation) != names[0]:
+        raise InvalidArgument(
+            f"functional_approximation={str(functional_approximation)!r} with subset_of_weights="
+            f"{str(subset_of_weights)!r} is not available; accepted are {sorted(_APPROXIMATED)}."
+        )
     keyed = [cls for cls in _all_subclasses(BaseLaplace) if "_key" in cls.__dict__]
     # Ours first, so that a user's own class of the same key wins.
-    keyed.sort(key=lambda cls: cls.__module__ != "laplace.named")
+    keyed.sort(key=lambda cls: cls.__module__ not in _OURS)
     classes = {cls.__dict__["_key"]: cls for cls in keyed}
     key = (str(subset_of_weights), str(hessian_structure))
     if key not in classes:

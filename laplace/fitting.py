@@ -145,8 +145,8 @@ def accumulate(
         first, number = first or totals, number + 1
         found = sweep.finish()
         if isinstance(found, Curvature):
-            used = None if engine.generator is None else engine.generator.get_state()
-            return Fit(found, first.loss_terms, first.n_data, first.n_outputs, _report(engine, found), used)
+            kept, used = sweep.counted(first), None if engine.generator is None else engine.generator.get_state()
+            return Fit(found, kept.loss_terms, kept.n_data, kept.n_outputs, _report(engine, found), used)
         sweep = found
 
 

@@ -12,6 +12,8 @@ from torch import nn
 
 import laplace
 from laplace import (
+    ELLA,
+    LLELLA,
     BaseLaplace,
     BlockLaplace,
     BlockLLLaplace,
@@ -25,6 +27,8 @@ from laplace import (
     FullLaplace,
     FullLLLaplace,
     FullSubnetLaplace,
+    FunctionalLaplace,
+    FunctionalLLLaplace,
     HessianStructure,
     KronLaplace,
     KronLLLaplace,
@@ -51,6 +55,7 @@ HYPER = "sigma_noise prior_precision prior_mean temperature"
 KEYS = "dict_key_x dict_key_y"
 COMMON = f"{HYPER} enable_backprop {KEYS} backend"
 LAST = f"{HYPER} enable_backprop feature_reduction {KEYS} backend last_layer_name"
+LAST_GP = f"{HYPER} enable_backprop feature_reduction {KEYS} last_layer_name backend"
 SUBNET = f"subnetwork_indices {HYPER} backend backend_kwargs asdl_fisher_kwargs"
 TAIL = "backend_kwargs asdl_fisher_kwargs"
 
@@ -73,6 +78,16 @@ CONSTRUCTORS = {
     LowRankKronLLLaplace: (f"{LAST} {TAIL}", "forward_fn structure_kwargs"),
     KronLLLaplace: (f"{LAST} damping {TAIL}", "forward_fn"),
     LowRankLLLaplace: (f"{LAST} {TAIL}", "forward_fn structure_kwargs"),
+    FunctionalLaplace: (
+        f"n_subset {COMMON} backend_kwargs independent_outputs seed",
+        "selection prior_factor forward_fn",
+    ),
+    FunctionalLLLaplace: (
+        f"n_subset {LAST_GP} backend_kwargs independent_outputs seed",
+        "selection prior_factor forward_fn",
+    ),
+    ELLA: (f"subsample_size n_eigenvalues {COMMON} backend_kwargs seed", "forward_fn"),
+    LLELLA: (f"subsample_size n_eigenvalues {LAST_GP} backend_kwargs seed", "forward_fn"),
     SubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs"),
     FullSubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs"),
     KronSubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs"),

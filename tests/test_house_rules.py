@@ -33,7 +33,7 @@ RANKS = {
     1: ["structures", "weights", "likelihoods", "curvature", "predictive"],
     2: ["fitting", "evidence", "state", "tuning", "planning"],
     3: ["base", "weight_fit", "posterior", "parametric"],
-    4: ["named"],
+    4: ["named", "function_space"],
     5: ["factory"],
     6: ["compat", "plotting", "training"],
     7: ["integrations"],
@@ -89,6 +89,10 @@ DEFAULTS = {
     # Most structures have no limit of size; one that does not say what it takes cannot be planned for; one that is no
     # sum over data refuses to be weighted anew and to be subtracted from.
     "Curvature": {"check", "footprint", "scaled", "minus"},
+    # Whoever reads every batch's loss has it summed; a subset knows its own at the end.
+    "Sweep": {"counted"},
+    # Posteriors over functions have another default predictive, and its name.
+    "ParametricLaplace": {"functional_samples", "predictive_samples", "optimize_prior_precision"},
     # The gradient of a quadratic form is right for every precision; most have a cheaper product.
     "Precision": {"product"},
 }

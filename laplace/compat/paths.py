@@ -59,8 +59,12 @@ TABLE: dict[str, Mapping[str, str]] = {
         **_at("laplace.base", "BaseLaplace"),
         **_at("laplace.parametric", "ParametricLaplace"),
         **_at("laplace.named", "FullLaplace KronLaplace DiagLaplace LowRankLaplace"),
+        **_at("laplace.function_space", "BaseFunctionalLaplace FunctionalLaplace ELLA"),
     },
-    "laplace.lllaplace": _at("laplace.named", "LLLaplace FullLLLaplace KronLLLaplace DiagLLLaplace"),
+    "laplace.lllaplace": {
+        **_at("laplace.named", "LLLaplace FullLLLaplace KronLLLaplace DiagLLLaplace"),
+        **_at("laplace.function_space", "FunctionalLLLaplace"),
+    },
     "laplace.subnetlaplace": _at(
         "laplace.named", "SubnetLaplace FullSubnetLaplace KronSubnetLaplace DiagSubnetLaplace"
     ),

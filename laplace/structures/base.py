@@ -100,6 +100,10 @@ class Sweep(ABC):
     def finish(self) -> Curvature | Sweep:
         """The curvature after the last reading, or the next reading."""
 
+    def counted(self, read: BatchSummary) -> BatchSummary:
+        """What counts besides the curvature, of the sums over all batches that were read, after the last reading."""
+        return read
+
 
 @dataclass(frozen=True)
 class NoOptions:
@@ -115,6 +119,8 @@ class Curvature(ABC):
         readings: How many times the data are read, at least.
         exact_prior: Whether a prior that varies within a tensor is added as it is, and not in an eigenbasis.
         note: What `repr` of a posterior says of it, or None.
+        share: Of the data seen, how many the likelihood of the evidence counts: less than 1 for a subset.
+        prior_factor: What its precisions multiply the prior precision with.
         n_terms: E: curvature terms kept apart, one per output under a vector noise, else 1.
     """
 
@@ -123,6 +129,8 @@ class Curvature(ABC):
     readings: int = 1
     exact_prior: bool = True
     note: str | None = None
+    share: float = 1.0
+    prior_factor: float = 1.0
     n_terms: int
 
     @classmethod

@@ -1,0 +1,7 @@
+"""Posteriors over functions: Gaussian processes of the linearised network on a subset of the data, and their kin."""
+
+from laplace.function_space.base import BaseFunctionalLaplace
+from laplace.function_space.kernels import kernel
+from laplace.function_space.named import ELLA, LLELLA, FunctionalLaplace, FunctionalLLLaplace
+
+__all__ = ["ELLA", "LLELLA", "BaseFunctionalLaplace", "FunctionalLLLaplace", "FunctionalLaplace", "kernel"]

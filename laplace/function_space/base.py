@@ -1,0 +1,150 @@
+"""What the posteriors over functions share: a Gaussian process is the linearised network seen from its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.batch import Inputs
+from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
+from laplace.errors import InvalidArgument
+from laplace.parametric import ParametricLaplace
+
+
+class BaseFunctionalLaplace(ParametricLaplace):
+    """Base of Gaussian processes, Nyström and variational approximations.
+
+    It predicts, is tuned and is saved as every other posterior: only its precision works with kernels between data. Its
+    predictive has the name `"gp"`, and is that of the linearised network, `"glm"`, under this posterior (Immer et al.,
+    2021, equations 15 and 16). The arguments are those of `WeightFit`.
+    """
+
+    def __call__(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GP,
+        joint: bool = False,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        fitting: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Predictive distribution at x, as of `ParametricLaplace`.
+
+        Args:
+            x: Inputs, a tensor, tuple or mapping.
+            pred_type: `"gp"`.
+            joint: Covariance over all inputs.
+            link_approx: Link of classification.
+            n_samples: Monte-Carlo samples.
+            diagonal_output: Only variances of the outputs.
+            generator: Source of randomness; equal seeds give equal bits.
+            fitting: Return preference probabilities of pairs with reward modelling.
+            **options: Further options of `ParametricLaplace.__call__`.
+
+        Raises:
+            InvalidArgument: Another predictive.
+            NotFittedError: Before `fit`.
+        """
+        if str(pred_type) != PredType.GP:
+            raise InvalidArgument(
+                f"pred_type={str(pred_type)!r}; a {type(self).__name__} has the predictive 'gp' only."
+            )
+        return super().__call__(
+            x, PredType.GLM, joint, link_approx, n_samples, diagonal_output, generator, fitting, **options
+        )
+
+    def functional_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GP,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """Samples of the latent outputs, `[S, B, C]`: per input, or of all inputs together with `joint`."""
+        return super().functional_samples(
+            x, _linearised(pred_type), n_samples, diagonal_output, generator, joint, **model_kwargs
+        )
+
+    def predictive_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GP,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """Samples of the target's mean, `[S, B, C]`: probabilities, or the latents of a regression or of rewards."""
+        return super().predictive_samples(x, pred_type, n_samples, diagonal_output, generator, joint, **model_kwargs)
+
+    def predictive_moments(self, x: Inputs, *, joint: bool = False) -> tuple[Tensor, Tensor]:
+        """Mean and covariance of the latent outputs without noise.
+
+        Args:
+            x: Inputs of B data.
+            joint: Whether the covariance is of all data together.
+
+        Returns:
+            `[B, C]` and `[B, C, C]`, or `[B·C]` and `[B·C, B·C]`.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        with torch.inference_mode(False), torch.set_grad_enabled(self.enable_backprop):
+            gaussian = self._latent(x, "joint" if joint else "full")
+            return (gaussian.mean.flatten() if joint else gaussian.mean), gaussian.covariance
+
+    def optimize_prior_precision(
+        self,
+        pred_type: PredType | str = PredType.GP,
+        method: TuningMethod | str | None = None,
+        n_steps: int = 100,
+        lr: float = 1e-1,
+        init_prior_prec: float | Tensor = 1.0,
+        prior_structure: PriorStructure | str = PriorStructure.SCALAR,
+        val_loader: Iterable[Any] | None = None,
+        loss: Any = None,
+        log_prior_prec_min: float = -4,
+        log_prior_prec_max: float = 4,
+        grid_size: int = 100,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        verbose: bool = False,
+        progress_bar: bool = False,
+        log_prior_prec_base: float = 10.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Chooses the prior precision and assigns it, as `ParametricLaplace.optimize_prior_precision` does.
+
+        `method=None` is `"gridsearch"` where there is a `val_loader`, else `"marglik"`.
+
+        With a factor on the prior of a subset (`prior_factor`) only the product of both matters, so that this tunes
+        the factor as well (Immer et al., 2021, appendix A.2.2: it is "selected on the held-out validation set").
+        """
+        chosen = method or (TuningMethod.MARGLIK if val_loader is None else TuningMethod.GRIDSEARCH)
+        super().optimize_prior_precision(
+            _linearised(pred_type), chosen, n_steps, lr, init_prior_prec, prior_structure, val_loader, loss,
+            log_prior_prec_min, log_prior_prec_max, grid_size, link_approx, n_samples, verbose, progress_bar,
+            log_prior_prec_base, generator,
+        )  # fmt: skip
+
+
+def _linearised(pred_type: PredType | str) -> PredType:
+    """The predictive by the name that weight-space posteriors know it by.
+
+    Raises:
+        InvalidArgument: Sampled weights.
+    """
+    if str(pred_type) not in (PredType.GP, PredType.GLM):
+        raise InvalidArgument(f"pred_type={str(pred_type)!r}; a posterior over functions has the predictive 'gp'.")
+    return PredType.GLM

@@ -1,0 +1,259 @@
+"""The named posteriors over functions. As in `laplace.named`, constructors differ by the order of their arguments."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+
+from laplace.batch import ForwardFn
+from laplace.enums import FeatureReduction
+from laplace.errors import InvalidArgument
+from laplace.function_space.base import BaseFunctionalLaplace
+from laplace.function_space.nystrom import NystromCurvature
+from laplace.function_space.subset_of_data import SubsetCurvature, SubsetOptions
+from laplace.likelihoods.base import Likelihood
+from laplace.named import Backend, Options
+from laplace.weights.last_layer import LastLayer
+
+
+class FunctionalLaplace(BaseFunctionalLaplace):
+    """All weights, as a Gaussian process on a subset of the data (Immer et al., 2021, equations A.5 to A.7).
+
+    `fit` keeps the factored Jacobians of M data; the covariance between outputs is K** − K*M (K_MM + Λ⁻¹)⁻¹ K_M*, with
+    the kernel of a prior precision δ·N/M. With M = N it is the full Laplace approximation. A prediction takes the
+    Jacobians of its batch and none of the subset.
+
+    The evidence is that of the M data under this prior.
+
+    Args:
+        model: The trained network.
+        likelihood: Name or object.
+        n_subset: M.
+        sigma_noise: Observation noise.
+        prior_precision: δ, one or one per parameter tensor.
+        prior_mean: μ₀.
+        temperature: T.
+        enable_backprop: Differentiable predictions.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
+        backend: A GGN backend; None for the native one.
+        backend_kwargs: Its options.
+        independent_outputs: A Gaussian process per output, with the diagonal of Λ: M × M kernels instead of
+            M·C × M·C.
+        seed: Of random subsets.
+        selection: `"random"`; `"top"`: largest tr Λ (Pan et al., 2020); `"leverage"`: largest tr(Λ J Jᵀ).
+        prior_factor: What δ is multiplied with, or None for N/M.
+        forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
+
+    Raises:
+        InvalidArgument: A value that is not accepted.
+    """
+
+    _key = ("all", "gp")
+    structure = SubsetCurvature
+    n_subset = property(attrgetter("structure_options.n_subset"), doc="M.")
+    seed = property(attrgetter("structure_options.seed"), doc="Seed of random subsets.")
+    independent_outputs = property(
+        attrgetter("structure_options.independent_outputs"), doc="Whether every output is by itself."
+    )
+    K_MM = property(attrgetter("H"), doc="The kernel J Jᵀ of the subset, `[M·C, M·C]`.")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        n_subset: int,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: Backend = None,
+        backend_kwargs: Options = None,
+        independent_outputs: bool = False,
+        seed: int = 0,
+        *,
+        selection: str = "random",
+        prior_factor: float | None = None,
+        forward_fn: ForwardFn | None = None,
+    ) -> None:
+        options = _options(n_subset, seed, selection, independent_outputs, prior_factor)
+        _require_ggn(backend, backend_kwargs)
+        BaseFunctionalLaplace.__init__(
+            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
+            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=options,
+        )  # fmt: skip
+
+
+class FunctionalLLLaplace(FunctionalLaplace):
+    """The last layer, as a Gaussian process on a subset of the data; arguments as of `FunctionalLaplace`."""
+
+    _key = ("last_layer", "gp")
+    weights_type = LastLayer
+    last_layer_name = property(attrgetter("weights.name"), doc="Name of the layer, None before it is found.")
+    feature_reduction = property(attrgetter("weights.reduction"), doc="How positions are reduced, or None.")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        n_subset: int,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False,
+        feature_reduction: FeatureReduction | str | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        last_layer_name: str | None = None,
+        backend: Backend = None,
+        backend_kwargs: Options = None,
+        independent_outputs: bool = False,
+        seed: int = 0,
+        *,
+        selection: str = "random",
+        prior_factor: float | None = None,
+        forward_fn: ForwardFn | None = None,
+    ) -> None:
+        options = _options(n_subset, seed, selection, independent_outputs, prior_factor)
+        _require_ggn(backend, backend_kwargs)
+        BaseFunctionalLaplace.__init__(
+            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
+            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=options,
+            weights_options={"name": last_layer_name, "reduction": feature_reduction},
+        )  # fmt: skip
+
+
+def _directions(la: ELLA) -> Tensor:
+    curvature = la.fitted().curvature
+    return curvature.directions.T if isinstance(curvature, NystromCurvature) else torch.empty(0)
+
+
+class ELLA(BaseFunctionalLaplace):
+    """All weights, by the Nyström approximation of the kernel (Deng et al., 2022).
+
+    The leading k directions of the Jacobians of M data span the posterior; all data are seen through them, in a second
+    reading of the loader. Outside of the span there is no variance. Where the directions span the Jacobians of all data
+    the predictions at those are those of the full Laplace approximation.
+
+    The evidence is that of a full Laplace approximation with the curvature in the span.
+
+    Args:
+        model: The trained network.
+        likelihood: Name or object.
+        subsample_size: M.
+        n_eigenvalues: k.
+        sigma_noise: Observation noise.
+        prior_precision: δ, one number.
+        prior_mean: μ₀.
+        temperature: T.
+        enable_backprop: Differentiable predictions.
+        dict_key_x: Key of the inputs in mappings.
+        dict_key_y: Key of the targets in mappings.
+        backend: A GGN backend; None for the native one.
+        backend_kwargs: Its options.
+        seed: Of the choice of data.
+        forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
+
+    Raises:
+        InvalidArgument: A value that is not accepted.
+    """
+
+    structure = NystromCurvature
+    subsample_size = property(attrgetter("structure_options.subsample_size"), doc="M.")
+    n_eigenvalues = property(attrgetter("structure_options.n_eigenvalues"), doc="k.")
+    seed = property(attrgetter("structure_options.seed"), doc="Seed of the choice of data.")
+    dual_directions = property(_directions, doc="V, `[P, k]`.")
+    feature_gram = property(attrgetter("H"), doc="G, `[k, k]`.")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        subsample_size: int,
+        n_eigenvalues: int,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: Backend = None,
+        backend_kwargs: Options = None,
+        seed: int = 1234,
+        *,
+        forward_fn: ForwardFn | None = None,
+    ) -> None:
+        _require_ggn(backend, backend_kwargs)
+        BaseFunctionalLaplace.__init__(
+            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
+            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn,
+            structure_kwargs={"subsample_size": subsample_size, "n_eigenvalues": n_eigenvalues, "seed": seed},
+        )  # fmt: skip
+
+
+class LLELLA(ELLA):
+    """The last layer, by the Nyström approximation of its kernel; arguments as of `ELLA`."""
+
+    weights_type = LastLayer
+    last_layer_name = property(attrgetter("weights.name"), doc="Name of the layer, None before it is found.")
+    feature_reduction = property(attrgetter("weights.reduction"), doc="How positions are reduced, or None.")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        subsample_size: int,
+        n_eigenvalues: int,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False,
+        feature_reduction: FeatureReduction | str | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        last_layer_name: str | None = None,
+        backend: Backend = None,
+        backend_kwargs: Options = None,
+        seed: int = 1234,
+        *,
+        forward_fn: ForwardFn | None = None,
+    ) -> None:
+        _require_ggn(backend, backend_kwargs)
+        BaseFunctionalLaplace.__init__(
+            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
+            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn,
+            structure_kwargs={"subsample_size": subsample_size, "n_eigenvalues": n_eigenvalues, "seed": seed},
+            weights_options={"name": last_layer_name, "reduction": feature_reduction},
+        )  # fmt: skip
+
+
+def _options(
+    n_subset: int, seed: int, selection: str, independent_outputs: bool, prior_factor: float | None
+) -> dict[str, object]:
+    options = SubsetOptions(n_subset, seed, selection, independent_outputs, prior_factor)
+    return dict(vars(options))
+
+
+def _require_ggn(backend: Backend, backend_kwargs: Options) -> None:
+    """Raises for curvature that is no Σ J Λ J with the exact Λ.
+
+    Raises:
+        InvalidArgument: An empirical Fisher, a Hessian, or sampled curvature.
+    """
+    if backend is not None and backend.kind != "ggn":
+        raise InvalidArgument(
+            f"backend={backend.__name__} has curvature of kind {backend.kind!r}; a Gaussian process of the linearised "
+            "network has that of the GGN: give backend=NativeGGN or another GGN backend."
+        )
+    if (backend_kwargs or {}).get("stochastic"):
+        raise InvalidArgument(
+            "backend_kwargs has stochastic=True, but a Gaussian process takes the exact output Hessian; leave it out."
+        )

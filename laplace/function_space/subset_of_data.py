@@ -1,0 +1,232 @@
+"""Curvature of a subset of the data, kept as factored Jacobians (Immer et al., 2021, appendix A.2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.batch import Inputs
+from laplace.curvature.engine import BatchSummary, CurvatureEngine
+from laplace.curvature.jacobian import Jacobian
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
+from laplace.function_space.dual import Dual
+from laplace.function_space.held import from_state, held, state_of
+from laplace.function_space.subset import SELECTIONS, Pool, Rows, make_score
+from laplace.function_space.subset_precision import DualPrecision, DualScan, IndependentPrecision, SubsetPrecision
+from laplace.layout import Layout
+from laplace.prior import GaussianPrior
+from laplace.structures.base import Curvature, Sweep, require_finite
+
+
+@dataclass(frozen=True)
+class SubsetOptions:
+    """How a subset is chosen and used.
+
+    Attributes:
+        n_subset: M.
+        seed: Of random subsets.
+        selection: `"random"`, `"top"` or `"leverage"`, see `laplace.function_space.subset.make_score`.
+        independent_outputs: A Gaussian process per output, with the diagonal of Λ.
+        prior_factor: What the prior precision is multiplied with; None for N/M (appendix A.2.2).
+
+    Raises:
+        InvalidArgument: A value that is not accepted.
+    """
+
+    n_subset: int
+    seed: int = 0
+    selection: str = "random"
+    independent_outputs: bool = False
+    prior_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.n_subset, bool) or not isinstance(self.n_subset, int) or self.n_subset < 1:
+            raise InvalidArgument(f"n_subset={self.n_subset!r}; it must be a positive integer.")
+        if self.selection not in SELECTIONS:
+            raise InvalidArgument(f"selection={self.selection!r}; accepted are {list(SELECTIONS)}.")
+        if self.prior_factor is not None and not 0 < self.prior_factor < math.inf:
+            raise InvalidArgument(f"prior_factor={self.prior_factor}; it must be positive and finite, or None for N/M.")
+
+
+@dataclass(frozen=True)
+class SubsetCurvature(Curvature):
+    """The unit curvature Σ_m J_mᵀ Λ_m J_m of M out of N data, never multiplied out.
+
+    Attributes:
+        dual: Jacobians and roots of Λ.
+        n_seen: N.
+        independent: Whether every output is by itself.
+        factor: What the prior precision is multiplied with, or None for N/M.
+        n_terms: 1, or C with one noise per output.
+    """
+
+    dual: Dual
+    n_seen: float
+    independent: bool
+    factor: float | None
+    n_terms: int
+    name = "gp"
+    options = SubsetOptions
+
+    @property
+    def n_subset(self) -> int:
+        """M."""
+        return len(self.dual.roots)
+
+    @property
+    def share(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """M/N: the evidence is that of the subset."""
+        return self.n_subset / self.n_seen
+
+    @property
+    def prior_factor(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.n_seen / self.n_subset if self.factor is None else self.factor
+
+    @property
+    def note(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        outputs = "every output by itself" if self.independent else "all outputs together"
+        return (
+            f"subset of {self.n_subset} of {self.n_seen:g} data, {outputs}, "
+            f"prior precision times {self.prior_factor:.4g}"
+        )
+
+    @cached_property
+    def duals(self) -> tuple[Dual, ...]:
+        """Of all outputs together, or of every output."""
+        if not self.independent:
+            return (self.dual,)
+        return tuple(self.dual.output(c) for c in range(self.dual.roots.shape[1]))
+
+    @classmethod
+    def sweep(cls, engine: CurvatureEngine, options: Any) -> Sweep:
+        return SubsetSweep(engine, options)
+
+    @classmethod
+    def zeros(cls, prior: GaussianPrior) -> Curvature:
+        raise UnsupportedError("a Gaussian process has no density over weights before fit; call fit(train_loader).")
+
+    def __add__(self, other: Curvature) -> SubsetCurvature:
+        if not isinstance(other, SubsetCurvature):
+            return NotImplemented
+        if self.dual.roots.shape[1:] != other.dual.roots.shape[1:] or self.independent != other.independent:
+            raise CurvatureError("the subsets have other outputs, or are used otherwise; fit with override=True.")
+        dual = Dual((*self.dual.parts, *other.dual.parts), torch.cat([self.dual.roots, other.dual.roots]))
+        return SubsetCurvature(dual, self.n_seen + other.n_seen, self.independent, self.factor, self.n_terms)
+
+    def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> DualPrecision:
+        """The posterior under the prior precision times `prior_factor`.
+
+        Raises:
+            UnsupportedError: A prior that varies within a tensor.
+        """
+        if not prior.is_constant_per_tensor:
+            raise UnsupportedError(
+                "hessian_structure='gp' takes one prior precision, or one per parameter tensor: a kernel of factors "
+                "knows no single weights. Use hessian_structure='full', 'diag' or 'block' for one per parameter."
+            )
+        scaled = GaussianPrior(self.prior_factor * prior.precision, prior.mean, prior.layout)
+        kind = IndependentPrecision if self.independent else SubsetPrecision
+        return kind(self.duals, weights, scaled, self.dual.roots.dtype)
+
+    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> DualScan:
+        dtype = self.dual.roots.dtype
+        if weights.numel() == 1:
+            return DualScan(tuple(dual.unit for dual in self.duals), weights[0], self.prior_factor, dtype)
+        one = torch.ones((), dtype=torch.float64, device=weights.device)
+        parts = weights.split(1) if self.independent else (weights,)
+        bases = tuple(dual.basis(part, None) for dual, part in zip(self.duals, parts, strict=True))
+        return DualScan(bases, one, self.prior_factor, dtype)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "parts": [state_of(part) for part in self.dual.parts],
+            "roots": self.dual.roots,
+            "n_seen": self.n_seen,
+            "independent": self.independent,
+            "factor": self.factor,
+            "n_terms": self.n_terms,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> SubsetCurvature:
+        dual = Dual(tuple(from_state(part) for part in state["parts"]), state["roots"])
+        return cls(dual, state["n_seen"], state["independent"], state["factor"], state["n_terms"])
+
+    def forms(self) -> tuple[str, ...]:
+        return ()
+
+    def public(self) -> Tensor:
+        """The kernel J Jᵀ of the subset, `[M·C, M·C]`."""
+        size = self.n_subset * self.dual.roots.shape[1]
+        return self.dual.kernel.reshape(size, size).to(self.dual.roots.dtype)
+
+
+class SubsetSweep(Sweep):
+    """One reading: the inputs of the subset are picked as the data pass by, and differentiated at the end.
+
+    Args:
+        engine: Computes Jacobians.
+        options: How the subset is chosen.
+    """
+
+    def __init__(self, engine: CurvatureEngine, options: SubsetOptions) -> None:
+        self.engine = engine
+        self.options = options
+        # The numbers that decide do not depend on the device.
+        generator = torch.Generator().manual_seed(options.seed)
+        self.pool = Pool(options.n_subset, make_score(options.selection, engine, generator))
+        self.losses: Tensor | None = None
+        self.n_outputs = 0
+
+    def add(self, x: Inputs, y: Tensor) -> BatchSummary:
+        self.pool.add(x, y)
+        return BatchSummary(torch.zeros(1), len(y), 0)
+
+    def finish(self) -> SubsetCurvature:
+        parts: list[Jacobian] = []
+        roots: list[Tensor] = []
+        for rows in self.pool.chunks():
+            for jacobian, root in self._differentiated(rows):
+                parts.append(jacobian)
+                roots.append(root)
+        root = torch.cat(roots)
+        terms = root.shape[1] if self.engine.split_outputs else 1
+        return SubsetCurvature(
+            Dual(tuple(parts), root), self.pool.seen, self.options.independent_outputs, self.options.prior_factor, terms
+        )
+
+    def _differentiated(self, rows: Rows) -> Iterator[tuple[Jacobian, Tensor]]:
+        """Jacobians and roots of Λ of consecutive data.
+
+        Raises:
+            InvalidData: A target or an output cannot be used.
+        """
+        try:
+            yield from self._parts(rows)
+        except InvalidData as error:
+            raise InvalidData(f"the subset, of batches {sorted(set(rows.batches))}: {error}") from error
+
+    def _parts(self, rows: Rows) -> Iterator[tuple[Jacobian, Tensor]]:
+        likelihood, start = self.engine.likelihood, 0
+        for jacobian, f in self.engine.jacobian(rows.x):
+            f = f.detach().to(torch.promote_types(f.dtype, torch.float32))
+            y = likelihood.check_targets(f, rows.y[start : start + len(f)])
+            start += len(f)
+            losses = likelihood.loss_terms(f, y).detach()
+            root = likelihood.hessian(f, y).root().permute(1, 2, 0)
+            require_finite(bool(losses.isfinite().all()) and bool(root.isfinite().all()))
+            self.n_outputs = f.shape[1]
+            self.losses = losses if self.losses is None else self.losses + losses
+            yield held(jacobian), root.contiguous()
+
+    def counted(self, read: BatchSummary) -> BatchSummary:
+        if self.losses is None:
+            raise InvalidData("no data were kept.")
+        # The loss of the subset, but the number of all data: the curvature knows its share of them.
+        return BatchSummary(self.losses, read.n_data, self.n_outputs)

@@ -1,0 +1,171 @@
+"""The Nyström approximation, against dense algebra in the span of its directions and the full Laplace approximation."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from laplace import ELLA, LLELLA, Laplace
+from laplace.curvature import NativeEF
+from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
+from tests import problems as catalogue
+from tests.reference import curvature as reference
+from tests.reference import evidence
+from tests.reference.compare import assert_close
+
+NAMES = ["mlp_regression", "mlp_classification", "mlp_ignored_labels", "shared_positions", "dict_input", "tied_head"]
+
+
+def fitted(problem: catalogue.Problem, rows: int, directions: int, weights: str = "all", size: int = 4, **options):
+    la = Laplace(
+        problem.make_model(), problem.likelihood, weights, "gp", rows, directions, prior_precision=0.3, temperature=1.6,
+        functional_approximation="nystrom", **options,
+    )  # fmt: skip
+    la.fit(problem.batches(size))
+    return la
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_posterior_in_the_span(name: str) -> None:
+    problem = catalogue.get(name)
+    la = fitted(problem, 5, 3)
+    model = problem.make_model()
+    names = reference.trainable_names(model)
+    jacobian, f = reference.flat_jacobian(model, problem.x, names)
+    directions = la.dual_directions
+    assert_close(directions.T @ directions, torch.eye(3), "algebra")
+    hessian = reference.ggn(model, problem.x, problem.y, names, problem.likelihood) / 1.6
+    assert_close(la.feature_gram / 1.6, directions.T @ hessian @ directions, "backend")
+    inner = directions.T @ hessian @ directions + 0.3 * torch.eye(3, dtype=torch.float64)
+    features = (jacobian @ directions).flatten(0, 1)
+    expected = features @ torch.linalg.solve(inner, features.T)
+    mean, covariance = la.predictive_moments(problem.x, joint=True)
+    assert_close(mean, f.flatten(), "backend")
+    assert_close(covariance, expected, "backend")
+    count, outputs = f.shape
+    blocks = expected.view(count, outputs, count, outputs).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    assert_close(la.predictive_moments(problem.x)[1], blocks, "backend")
+    assert_close(la.functional_variance_fast(problem.x)[1], blocks.diagonal(dim1=1, dim2=2), "backend")
+    ridge = 0.3 * torch.eye(len(directions), dtype=torch.float64)
+    whole = directions @ directions.T @ hessian @ directions @ directions.T + ridge
+    assert_close(la.log_det_posterior_precision, torch.linalg.slogdet(whole).logabsdet, "backend")
+    loss = reference.loss(f, problem.y, problem.likelihood)
+    expected = evidence.log_likelihood(loss, count, outputs, 1.0, 1.6, problem.likelihood)
+    assert_close(la.log_likelihood, expected, "backend")
+
+
+def test_directions_are_the_leading_ones_of_single_outputs() -> None:
+    problem = catalogue.get("mlp_classification")
+    model = problem.make_model()
+    jacobian, f = reference.flat_jacobian(model, problem.x, reference.trainable_names(model))
+    whole = fitted(problem, 6, 6).dual_directions
+    outside = (jacobian - jacobian @ whole @ whole.T).norm(dim=2) / jacobian.norm(dim=2)
+    assert (outside.min(1).values < 1e-10).all()  # of every datum one output lies in the span
+    rows = jacobian[torch.arange(len(f)), outside.argmin(1)]
+    leading = torch.linalg.svd(rows).Vh[:3].T
+    some = fitted(problem, 6, 3).dual_directions
+    assert_close(some @ some.T, leading @ leading.T, "backend")
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_a_span_of_all_jacobians_is_the_full_posterior(weights: str) -> None:
+    problem = catalogue.get("mlp_regression_single")
+    full = Laplace(problem.make_model(), "regression", weights, "full", prior_precision=0.3, temperature=1.6)
+    full.fit(problem.batches(4))
+    rows = torch.cat([jacobian.dense() for jacobian, _ in full.engine.jacobian(problem.x)])[:, 0]
+    la = fitted(problem, 7, int(torch.linalg.matrix_rank(rows)), weights)
+    assert type(la) is (ELLA if weights == "all" else LLELLA)
+    assert_close(la(problem.x)[1], full(problem.x)[1], "backend")
+    assert_close(la.log_marginal_likelihood(), full.log_marginal_likelihood(), "backend")
+    sigma = torch.tensor([0.3], dtype=torch.float64)
+    assert_close(la.log_marginal_likelihood(2.0, sigma), full.log_marginal_likelihood(2.0, sigma), "backend")
+
+
+def test_gradients_of_the_evidence_and_of_validation_losses() -> None:
+    problem = catalogue.get("mlp_regression")
+    noise = torch.tensor([0.4, 0.6], dtype=torch.float64)
+    la = fitted(problem, 6, 4, sigma_noise=noise)
+    delta = torch.tensor([0.3], dtype=torch.float64)
+    leaves = [delta.clone().requires_grad_(), noise.clone().requires_grad_()]
+    gradients = torch.autograd.grad(la.log_marginal_likelihood(*leaves), leaves)
+    for gradient, k in ((gradients[0][0], None), (gradients[1][0], 0), (gradients[1][1], 1)):
+        ends = []
+        for step in (1e-5, -1e-5):
+            moved = noise.clone()
+            if k is not None:
+                moved[k] += step
+            ends.append(la.log_marginal_likelihood(delta if k is not None else delta + step, moved).item())
+        assert_close(gradient, (ends[0] - ends[1]) / 2e-5, "finite_difference")
+
+
+def test_tuning() -> None:
+    """Adam and a grid see the same loss, which is that of predictions at the chosen prior."""
+    problem = catalogue.get("mlp_classification")
+    la = fitted(problem, 6, 4)
+    loader = problem.batches(4)
+    grid = torch.logspace(-3, 3, 61, dtype=torch.float64)
+    coarse = la.optimize_hyperparameters(
+        objective="nll", method="grid", val_loader=loader, grid={"prior_precision": grid}
+    )
+    smooth = la.optimize_hyperparameters(objective="nll", method="lbfgs", val_loader=loader)
+    assert smooth.value <= coarse.value + 1e-12
+    expected = nn.functional.nll_loss(la(problem.x).log(), problem.y)
+    assert_close(smooth.value, expected, "algebra")
+    la.optimize_prior_precision(n_steps=20)
+    assert la.prior_precision.isfinite().all()
+
+
+def test_a_state_needs_no_data() -> None:
+    problem = catalogue.get("mlp_classification")
+    la = fitted(problem, 5, 3)
+    file = io.BytesIO()
+    torch.save(la.state_dict(), file)
+    file.seek(0)
+    other = ELLA(problem.make_model(), "classification", 5, 3, temperature=1.6)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(other(problem.x), la(problem.x))
+    assert torch.equal(other.log_marginal_likelihood(), la.log_marginal_likelihood())
+
+
+def test_weights_lie_in_the_span() -> None:
+    la = fitted(catalogue.get("mlp_classification"), 5, 3)
+    samples = la.sample(2000, torch.Generator().manual_seed(0)) - la.mean
+    directions = la.dual_directions
+    assert_close(samples @ directions @ directions.T, samples, "algebra")
+    expected = la.posterior_covariance
+    variances = expected.diagonal()
+    error = ((variances[:, None] * variances + expected.square()) / 2000).sqrt()
+    assert_close(samples.T @ samples / 2000, expected, "mc", standard_error=error)
+    assert_close(la.posterior_variance, variances, "algebra")
+
+
+def test_what_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    x, y = torch.randn(5, 2), torch.randint(2, (5,))
+    for options, match in (
+        ((0, 1), "subsample_size"),
+        ((3, 0), "n_eigenvalues"),
+        ((3, 4), "exceeds"),
+    ):
+        with pytest.raises(InvalidArgument, match=match):
+            ELLA(model, "classification", *options)
+    with pytest.raises(InvalidArgument, match="'ef'"):
+        ELLA(model, "classification", 3, 2, backend=NativeEF)
+    with pytest.raises(ValueError, match="accepted are"):
+        Laplace(model, "classification", "subnetwork", "gp", 3, 2, functional_approximation="nystrom")
+    la = ELLA(model, "classification", 5, 5)
+    with pytest.raises(InvalidArgument, match="only once"):
+        la.fit(iter([(x, y)]))
+    same = ELLA(model, "classification", 5, 5)
+    with pytest.raises(InvalidArgument, match="span"):
+        same.fit([(x[:1].expand(5, 2), y)])
+    la = ELLA(model, "classification", 4, 2)
+    la.fit([(x, y)])
+    with pytest.raises(CurvatureError, match="override=True"):
+        la.fit([(x, y)], override=False)
+    la.prior_precision = torch.ones(2)
+    with pytest.raises(UnsupportedError, match="one prior precision"):
+        la(x)
