@@ -16,6 +16,7 @@ from laplace.enums import (  # noqa: E402
     TuningMethod,
 )
 from laplace.factory import Laplace  # noqa: E402
+from laplace.mixture import MixtureLaplace  # noqa: E402
 from laplace.named import (  # noqa: E402
     BlockLaplace,
     BlockLLLaplace,
@@ -74,6 +75,7 @@ __all__ = [
     "LowRankLLLaplace",
     "LowRankLaplace",
     "LowRankSubnetLaplace",
+    "MixtureLaplace",
     "ParametricLaplace",
     "PredType",
     "PriorStructure",

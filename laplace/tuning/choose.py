@@ -106,7 +106,7 @@ def choose_prior_precision(la: ParametricLaplace | Subject, options: TuningOptio
     """
     subject = Subject.of(la)
     layout, like = subject.layout, subject.first.prior_mean
-    now = subject.setting()
+    now = subject.setting(("prior_precision",))
     if options.method == TuningMethod.MARGLIK:
         start = replace(now, prior_precision=spread(options.init_prior_prec, options.prior_structure, layout, like))
         coordinates = Coordinates(("prior_precision",), start)
@@ -145,7 +145,7 @@ def choose_hyperparameters(la: ParametricLaplace | Subject, options: SearchOptio
     subject = Subject.of(la)
     has_noise = subject.likelihood.has_noise
     names = checked_names(options.tune, has_noise=has_noise, by_evidence=by_evidence)
-    now = subject.setting()
+    now = subject.setting(names)
     prior = restructured(now.prior_precision, options.prior_structure, subject.layout)
     start = replace(now, prior_precision=prior) if "prior_precision" in names else now
     method = options.method or ("lbfgs" if by_evidence else "grid")
@@ -241,7 +241,7 @@ def _on_grid(
         if tuple(axes) != ("prior_precision",):
             raise InvalidArgument("Thresholds choose a prior precision; give tune='prior_precision'.")
         axes = {"prior_precision": axes["prior_precision"].sort().values}
-    now = subject.setting()
+    now = subject.setting(tuple(axes))
     if "prior_precision" not in axes and now.prior_precision.numel() > 1:
         raise InvalidArgument(
             "a grid of noises or temperatures needs one prior precision for all parameters, or one that is tuned too; "

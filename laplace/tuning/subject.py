@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -76,28 +76,24 @@ class Subject:
         """Which entries of a prior precision belong to which tensor."""
         return self.first.problem.layout
 
-    def setting(self) -> Setting:
-        """The shared hyper-parameters; of prior precisions that differ, their geometric mean.
+    def setting(self, tuned: Sequence[str]) -> Setting:
+        """The shared hyper-parameters; of those that are tuned and differ, the geometric mean.
 
         Raises:
             NotFittedError: Before `fit`.
-            InvalidArgument: Noises or temperatures differ.
+            InvalidArgument: The posteriors differ in one that is not tuned.
         """
         for la in self.posteriors:
             la.fitted()
-        found, *others = [Setting.of(la) for la in self.posteriors]
-        differ = [name for name in NAMES if not all(same(getattr(found, name), getattr(o, name)) for o in others)]
-        if any(name != "prior_precision" for name in differ):
+        found = [Setting.of(la) for la in self.posteriors]
+        values = {name: [getattr(one, name) for one in found] for name in NAMES}
+        differ = [name for name, (first, *others) in values.items() if not all(_same(first, o) for o in others)]
+        if not set(differ) <= set(tuned):
+            fixed = " and ".join(name for name in differ if name not in tuned)
             raise InvalidArgument(
-                f"the components differ in {' and '.join(differ)}, of which tuning needs one for all; assign it to the "
-                "mixture first."
+                f"the components differ in {fixed}, which is not tuned; assign one value to the mixture first."
             )
-        if not differ:
-            return found
-        priors = torch.cat(
-            [found.prior_precision, *(other.prior_precision.to(found.prior_precision) for other in others)]
-        )
-        return Setting(priors.log().mean().exp().reshape(1), found.sigma_noise, found.temperature)
+        return replace(found[0], **{name: _geometric_mean(values[name]) for name in differ})
 
     def weights(self, setting: Setting) -> Tensor:
         """Mixture weights π at a setting, `[K]`."""
@@ -133,9 +129,11 @@ class MixedCandidates:
         self.weights = torch.stack([weights(setting) for setting in self.settings], 1)
 
     def groups(self, n_data: int) -> list[slice]:
+        """Consecutive candidates that are predicted together: as many as the largest component allows."""
         return min((part.groups(n_data) for part in self.parts), key=lambda groups: groups[0].stop)
 
     def prepare(self, x: Inputs) -> tuple[Predict, Tensor]:
+        """Runs every network on a batch: mixed predictions of consecutive candidates, and outputs `[B, C]`."""
         prepared = [part.prepare(x) for part in self.parts]
 
         def predict(group: slice) -> Prediction:
@@ -151,6 +149,14 @@ def log_mean_exp(values: Tensor) -> Tensor:
     return values.logsumexp(0) - torch.tensor(float(len(values)), dtype=values.dtype, device=values.device).log()
 
 
-def same(a: Tensor, b: Tensor) -> bool:
+def _geometric_mean(values: list[Tensor]) -> Tensor:
+    """Entry by entry where the shapes agree, else of all entries, in the shape of one number."""
+    first = values[0]
+    if all(value.shape == first.shape for value in values):
+        return torch.stack([value.to(first).log() for value in values]).mean(0).exp()
+    return torch.cat([value.to(first).log().flatten() for value in values]).mean().exp().reshape((1,) * first.ndim)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
     """Whether two hyper-parameters have the same values."""
     return a.shape == b.shape and bool((a == b.to(a)).all())
