@@ -5,8 +5,8 @@ Daxberger et al. (2021, section 4.2), in small: scikit-learn's 8×8 digits inste
 layers, rotated test images, and three kinds of images from elsewhere. MAP, a deep ensemble of five, last-layer Laplace
 (LA: Kronecker-factored GGN; LA*: full empirical Fisher), their mixture (MoLA), and as baselines temperature scaling,
 diagonal SWAG and mean-field variational inference. The prior precisions of LA, LA* and MoLA are the smallest whose mean
-confidence on validation data reaches the accuracy of MAP there less a hundredth (appendix F.4), one for all components; where
-none of the grid does, for MAP itself is less confident than that, the largest.
+confidence on validation data reaches the accuracy of MAP there less a hundredth (appendix F.4), one for all components;
+where none of the grid does, for MAP itself is less confident than that, the largest.
 
 At the end the order that the papers claim is checked; a check that fails is printed as such.
 
@@ -258,6 +258,7 @@ def measures(predict: Predict, data: Data) -> dict[str, float]:
     """All numbers of one method but its times."""
     x, y = data.test
     found: dict[str, float] = {}
+    inside = predict(x).max(1).values
     for angle in ANGLES:
         p = predict(rotated(x, angle))
         found[f"NLL {angle}"] = float(nll(p, y))
@@ -265,7 +266,6 @@ def measures(predict: Predict, data: Data) -> dict[str, float]:
         if angle == 0:
             found |= {"accuracy": float(accuracy(p, y)), "Brier": float(brier(p, y)), "MMC": float(mean_confidence(p))}
             found["mean CE"] = mean_calibration_error(p, y)
-            inside = p.max(1).values
     for name, foreign in data.foreign.items():
         p = predict(foreign)
         found[f"MMC {name}"] = float(mean_confidence(p))
