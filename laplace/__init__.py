@@ -23,6 +23,7 @@ from laplace.function_space import (  # noqa: E402
     FunctionalLaplace,
     FunctionalLLLaplace,
 )
+from laplace.mixture import MixtureLaplace  # noqa: E402
 from laplace.named import (  # noqa: E402
     BlockLaplace,
     BlockLLLaplace,
@@ -86,6 +87,7 @@ __all__ = [
     "LowRankLLLaplace",
     "LowRankLaplace",
     "LowRankSubnetLaplace",
+    "MixtureLaplace",
     "ParametricLaplace",
     "PredType",
     "PriorStructure",

@@ -35,7 +35,7 @@ RANKS = {
     3: ["base", "weight_fit", "posterior", "parametric"],
     4: ["named", "function_space"],
     5: ["factory"],
-    6: ["compat", "plotting", "training"],
+    6: ["compat", "mixture", "plotting", "training"],
     7: ["integrations"],
 }  # fmt: skip
 RANK = {name: rank for rank, names in RANKS.items() for name in names}
