@@ -42,6 +42,7 @@ from laplace.named import (  # noqa: E402
     SubnetLaplace,
 )
 from laplace.parametric import ParametricLaplace  # noqa: E402
+from laplace.predictive.prediction import Prediction  # noqa: E402
 from laplace.training import OnlineLaplace, marglik_training  # noqa: E402
 
 __all__ = [
@@ -76,6 +77,7 @@ __all__ = [
     "LowRankSubnetLaplace",
     "ParametricLaplace",
     "PredType",
+    "Prediction",
     "PriorStructure",
     "SubnetLaplace",
     "SubsetOfWeights",

@@ -87,6 +87,21 @@ class WeightPosterior(WeightFit):
         return self._prior_mean if self._mean is None else self._mean
 
     @property
+    def expansion_point(self) -> Tensor:
+        """θ*, the network's weights at `fit`, around which predictions are linearised, `[P]`.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        self.fitted()
+        return self.mean if self._mean is None else self._mean
+
+    @property
+    def refined_step(self) -> Tensor | None:
+        """θ̂ − θ*, `[P]`, of a refined posterior; None of others."""
+        return None
+
+    @property
     def loss(self) -> float | Tensor:
         """Summed unit negative log likelihood of the data, 0-dim; the number 0 before `fit`."""
         return 0.0 if self._fit is None else self._fit.loss_terms.sum()

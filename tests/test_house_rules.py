@@ -32,7 +32,7 @@ RANKS = {
     ],
     1: ["structures", "weights", "likelihoods", "curvature", "predictive"],
     2: ["fitting", "evidence", "state", "tuning", "planning"],
-    3: ["base", "weight_fit", "posterior", "parametric"],
+    3: ["base", "weight_fit", "posterior", "predicting", "parametric"],
     4: ["named"],
     5: ["factory"],
     6: ["compat", "plotting", "training"],

@@ -76,7 +76,9 @@ class Candidates:
         self.predictive = predictive
         likelihood = la.likelihood_object
         self.as_latent = likelihood.latent_prediction and likelihood.has_noise
-        self.diagonal = not whole_covariance if self.as_latent else latent.needs_variances_only(predictive.link_approx)
+        independent = likelihood.independent_outputs
+        reads_variances = latent.needs_variances_only(predictive.link_approx, independent=independent)
+        self.diagonal = not whole_covariance if self.as_latent else reads_variances
         first = settings[0].evidence(la)
         weights = torch.stack([setting.evidence(la).weights.mean() for setting in settings])
         self.priors = torch.cat([setting.prior_precision[:1] for setting in settings])

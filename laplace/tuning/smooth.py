@@ -87,9 +87,9 @@ class SmoothLoss:
         self.predictive = predictive
         likelihood = la.likelihood_object
         self.as_latent = likelihood.latent_prediction and likelihood.has_noise
-        self.diagonal = (
-            not objective.whole_covariance if self.as_latent else latent.needs_variances_only(predictive.link_approx)
-        )
+        independent = likelihood.independent_outputs
+        reads_variances = latent.needs_variances_only(predictive.link_approx, independent=independent)
+        self.diagonal = not objective.whole_covariance if self.as_latent else reads_variances
         with torch.inference_mode(False), torch.no_grad():
             data = validation.batches(la, progress_bar=progress_bar)
             self.data = [self._run(x, y) for x, y in data]
