@@ -77,6 +77,7 @@ class WeightPredictor(WeightPosterior):
 
     def _sampled(self, x: Inputs, model_kwargs: dict[str, Any]) -> SampledOutputs:
         precision, mean = self.posterior(), self.mean
+        latent.refuse_refined(self.refined_step, self.engine.problem)
 
         def thetas(n: int, generator: torch.Generator | None) -> Tensor:
             return mean + precision.sample(standard_normal((n, len(mean)), mean, generator))

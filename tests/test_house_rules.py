@@ -31,7 +31,7 @@ RANKS = {
         "hyperparameters", "fingerprint", "gram", "kronecker",
     ],
     1: ["structures", "weights", "likelihoods", "curvature", "predictive"],
-    2: ["fitting", "evidence", "state", "tuning", "planning"],
+    2: ["fitting", "evidence", "state", "tuning", "planning", "refinement", "subsampling"],
     3: ["base", "weight_fit", "posterior", "predicting", "parametric"],
     4: ["named"],
     5: ["factory"],

@@ -15,7 +15,7 @@ from laplace.batch import Inputs
 from laplace.curvature.engine import CurvatureEngine, detached
 from laplace.curvature.jacobian import Jacobian
 from laplace.enums import PredType
-from laplace.errors import InvalidArgument, InvalidData, InvalidType
+from laplace.errors import InvalidArgument, InvalidData, InvalidType, UnsupportedError
 from laplace.gaussian import Gaussian
 from laplace.lending import lent
 from laplace.predictive.links import LINKS
@@ -223,6 +223,23 @@ def refuse_model_kwargs(model_kwargs: dict[str, Any]) -> None:
         raise InvalidArgument(
             f"unexpected arguments {sorted(model_kwargs)}: pred_type='glm' passes none to the model; use "
             "pred_type='nn', or bind them with forward_fn=."
+        )
+
+
+def refuse_refined(step: Tensor | None, problem: Problem) -> None:
+    """Raises where weights of a refined posterior would be put into the network.
+
+    Args:
+        step: θ̂ − θ*, or None without a refinement.
+        problem: The network; one that is linear in its treated weights, a last layer, is its own linearisation.
+
+    Raises:
+        UnsupportedError: The network is not linear in them.
+    """
+    if step is not None and problem.head is None:
+        raise UnsupportedError(
+            "pred_type='nn' after refine(): the refined posterior is that of the linearised network, not of the "
+            "network itself; use pred_type='glm', or fit anew."
         )
 
 

@@ -111,7 +111,7 @@ class Candidates:
         if self.predictive.pred_type == PredType.NN:
             return self._sampled(x)
         x = batches.to_device(x, self.la.problem.device)
-        with closing(self.la.engine.jacobian(x)) as pieces:
+        with closing(latent.shifted(self.la.engine.jacobian(x), self.la.refined_step)) as pieces:
             parts = [(self.scan.variances(jacobian, diagonal=self.diagonal), f) for jacobian, f in pieces]
         mean = torch.cat([f for _, f in parts]).to(self.priors.dtype)
         variances = [function for function, _ in parts]
@@ -155,7 +155,8 @@ class Candidates:
 
     def _sampled(self, x: Inputs) -> tuple[Predict, Tensor]:
         la = self.la
-        run = latent.sampler(la.engine, la.mean, x, {})
+        latent.refuse_refined(la.refined_step, la.engine.problem)
+        run = latent.sampler(la.engine, la.expansion_point, x, {})
 
         def predict(group: slice) -> Prediction:
             samples = run(la.mean + self._step(group.start))

@@ -124,7 +124,7 @@ class SmoothLoss:
     def _run(self, x: Inputs, y: Tensor | None) -> Batch:
         """One pass of the network over a batch."""
         x = batches.to_device(x, self.la.problem.device)
-        with closing(self.la.engine.jacobian(x)) as pieces:
+        with closing(latent.shifted(self.la.engine.jacobian(x), self.la.refined_step)) as pieces:
             parts = list(pieces)
         mean = torch.cat([f for _, f in parts]).to(self.la.prior_precision.dtype)
         none = torch.zeros(len(mean), dtype=torch.long, device=mean.device)
@@ -163,7 +163,7 @@ class SmoothLoss:
         for piece in _pieces(batch.jacobians):
             rows, slopes = _directions(piece, slope[start : start + len(piece)])
             start += len(piece)
-            quadratic = precision.quad(solved(constant, rows))
+            quadratic = precision.quad(constant.solve(rows))
             (gradient,) = torch.autograd.grad(-(slopes * quadratic).sum(), leaf, retain_graph=True)
             total = total + gradient
         return total
@@ -184,12 +184,3 @@ def _directions(piece: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
         return piece.flatten(0, 1), slope.flatten()
     values, vectors = torch.linalg.eigh(0.5 * (slope + slope.transpose(1, 2)))
     return (vectors.transpose(1, 2) @ piece).flatten(0, 1), values.flatten()
-
-
-def solved(precision: Precision, rows: Tensor) -> Tensor:
-    """P⁻¹ j of rows j `[m, P]`, by the root that samples are drawn with; a constant."""
-    with torch.enable_grad():
-        noise = torch.zeros_like(rows).requires_grad_()
-        (coloured,) = torch.autograd.grad(precision.sample(noise), noise, rows)
-    with torch.no_grad():
-        return precision.sample(coloured)
