@@ -9,11 +9,13 @@ from torch import Tensor
 
 from laplace.batch import Inputs
 from laplace.enums import LinkApprox, PredType
+from laplace.errors import UnsupportedError
 from laplace.gaussian import Gaussian
 from laplace.noise import standard_normal
 from laplace.posterior import WeightPosterior
 from laplace.predictive import latent
 from laplace.predictive.prediction import Draws, Prediction, PredictionOptions
+from laplace.predictive.reparameterised import ReparameterisedOutputs
 from laplace.predictive.sources import LinearisedOutputs, SampledOutputs
 
 
@@ -32,6 +34,8 @@ class WeightPredictor(WeightPosterior):
         n_samples: int = 100,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
+        *,
+        local_reparameterization: bool = False,
         **model_kwargs: Any,
     ) -> Prediction:
         """The predictive distribution at x as one object; each of its quantities is computed when it is first read.
@@ -45,19 +49,31 @@ class WeightPredictor(WeightPosterior):
             diagonal_output: Only variances of the outputs.
             generator: Source of randomness; its state is copied, so that what is drawn does not depend on the order of
                 reading, and it is advanced once.
+            local_reparameterization: With `pred_type="nn"` and a diagonal posterior: draw noise on the pre-activations
+                of linear and convolutional layers instead of weights, for every datum anew (Kingma et al., 2015).
             **model_kwargs: For the model, with `pred_type="nn"`.
 
         Raises:
             NotFittedError: Before `fit`.
             InvalidArgument: An option is not accepted.
             ModelChangedError: The network was trained further after `fit`; also when a quantity is read.
+            UnsupportedError: Local reparameterisation without a diagonal posterior over sampled weights.
         """
         kind = latent.check_options(pred_type, link_approx, n_samples, generator)
         form = "joint" if joint else "diagonal" if diagonal_output else "full"
         options = PredictionOptions(str(link_approx), n_samples, form)
         self.check_unchanged()
         draws = _replayed(generator, self._like.device)
-        return self._prediction(x, kind, options, draws, model_kwargs)
+        if not local_reparameterization:
+            return self._prediction(x, kind, options, draws, model_kwargs)
+        if kind != PredType.NN or self.structure.name != "diag":
+            raise UnsupportedError(
+                f"local_reparameterization=True with pred_type={str(kind)!r} and "
+                f"hessian_structure={self.structure.name!r}: it draws from a diagonal posterior through the network; "
+                "use pred_type='nn' and hessian_structure='diag'."
+            )
+        source = self._reparameterised(x, model_kwargs)
+        return Prediction(source, self.likelihood_object, self.sigma_noise.detach(), options, draws)
 
     def _prediction(
         self, x: Inputs, kind: PredType, options: PredictionOptions, draws: Draws, model_kwargs: dict[str, Any]
@@ -85,6 +101,14 @@ class WeightPredictor(WeightPosterior):
         return SampledOutputs(
             self.engine, thetas, self.expansion_point, x, model_kwargs, self.enable_backprop, self.check_unchanged
         )
+
+    def _reparameterised(self, x: Inputs, model_kwargs: dict[str, Any]) -> ReparameterisedOutputs:
+        latent.refuse_refined(self.refined_step, self.problem)
+        variances = self.posterior().diagonal_of_inverse()
+        return ReparameterisedOutputs(
+            self.problem, self.mean, variances, self.coverage(), x, model_kwargs, self.enable_backprop,
+            self.check_unchanged,
+        )  # fmt: skip
 
     def _latent(self, x: Inputs, form: str) -> Gaussian:
         """Gaussian of the linearised network's outputs; `form` is `"full"`, `"diagonal"` or `"joint"`."""

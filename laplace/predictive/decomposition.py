@@ -92,8 +92,8 @@ def of_binary_gaussian(mean: Tensor, variance: Tensor, inverse_link: Callable[[T
     )
 
 
-def of_dirichlet(log_concentrations: Tensor) -> Decomposition:
-    """Of one label with probabilities p ~ Dirichlet(α), from log α `[B, C]`, in closed form.
+def of_dirichlet(log_concentrations: Tensor, dtype: torch.dtype) -> Decomposition:
+    """Of one label with probabilities p ~ Dirichlet(α), from log α `[B, C]`, in closed form, in a dtype.
 
     With A = Σ α and m = α / A: E[p (1 − p)] = m (1 − m) A / (A + 1), Var(p) = m (1 − m) / (A + 1), and
     E[H(p)] = Σ_k m_k (ψ(A + 1) − ψ(α_k + 1)).
@@ -104,7 +104,7 @@ def of_dirichlet(log_concentrations: Tensor) -> Decomposition:
     variance = mean * (1 - mean)
     expected = (mean * (digamma(total + 1) - digamma(alpha + 1))).sum(1)
     parts = (variance * total / (total + 1), variance / (total + 1), entr(mean).sum(1), expected)
-    return Decomposition(*(part.to(log_concentrations) for part in parts))
+    return Decomposition(*(part.to(dtype) for part in parts))
 
 
 def of_gaussian(latent: Gaussian, sigma_noise: Tensor) -> Decomposition:

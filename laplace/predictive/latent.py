@@ -153,7 +153,7 @@ def sampler(
         parts = list(engine.jacobian(x, create_graph=create_graph))
         if parts and all(jacobian.is_head for jacobian, _ in parts):
             return lambda thetas: torch.cat([_at_samples(jacobian, f, thetas - mean) for jacobian, f in parts], 1)
-    problem = _with_arguments(problem, model_kwargs)
+    problem = with_arguments(problem, model_kwargs)
     x = x if create_graph else detached(x)
 
     def run(thetas: Tensor) -> Tensor:
@@ -180,7 +180,8 @@ def _at_samples(jacobian: Jacobian, f: Tensor, steps: Tensor) -> Tensor:
     return f.to(_dtype(f)) + moved_by(jacobian, steps)
 
 
-def _with_arguments(problem: Problem, model_kwargs: dict[str, Any]) -> Problem:
+def with_arguments(problem: Problem, model_kwargs: dict[str, Any]) -> Problem:
+    """The problem whose network is called with further arguments."""
     if not model_kwargs:
         return problem
     call = problem.forward_fn or batches.call

@@ -251,7 +251,7 @@ class Prediction:
                 self._variances.mean, self._variances.covariance, self.likelihood.inverse_link
             )
         if self.options.link in _BRIDGES and not self._sampled:
-            return parts.of_dirichlet(self._log_concentrations)
+            return parts.of_dirichlet(self._log_concentrations, self._whole.mean.dtype)
         return parts.of_class_samples(self.probability_samples)
 
     @property
