@@ -50,6 +50,7 @@ from laplace.named import (  # noqa: E402
     SubnetLaplace,
 )
 from laplace.parametric import ParametricLaplace  # noqa: E402
+from laplace.predictive.prediction import Prediction  # noqa: E402
 from laplace.training import OnlineLaplace, marglik_training  # noqa: E402
 
 __all__ = [
@@ -90,6 +91,7 @@ __all__ = [
     "MixtureLaplace",
     "ParametricLaplace",
     "PredType",
+    "Prediction",
     "PriorStructure",
     "SubnetLaplace",
     "SubsetOfWeights",

@@ -439,7 +439,7 @@ ENUM_VALUES = {
     laplace.FunctionalApproximation: "sod nystrom variational",
     Likelihood: "regression classification reward_modeling bernoulli",
     PredType: "glm nn gp",
-    LinkApprox: "mc probit bridge bridge_norm",
+    LinkApprox: "mc probit bridge bridge_norm delta",
     TuningMethod: "marglik gridsearch CV",
     PriorStructure: "scalar diag layerwise",
     FeatureReduction: "pick_first pick_last average",

@@ -45,6 +45,14 @@ class Precision(ABC):
             leaf = vectors.detach().requires_grad_()
             return torch.autograd.grad(0.5 * self.quad(leaf).sum(), leaf)[0]
 
+    def solve(self, vectors: Tensor) -> Tensor:
+        """P⁻¹ v of vectors `[R, P]`, by the root that samples are drawn with; a constant."""
+        with torch.enable_grad():
+            noise = torch.zeros_like(vectors).requires_grad_()
+            (coloured,) = torch.autograd.grad(self.sample(noise), noise, vectors)
+        with torch.no_grad():
+            return self.sample(coloured)
+
     @abstractmethod
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         """J_b P⁻¹ J_bᵀ, `[B, C, C]`."""

@@ -76,7 +76,9 @@ class Candidates:
         self.predictive = predictive
         likelihood = la.likelihood_object
         self.as_latent = likelihood.latent_prediction and likelihood.has_noise
-        self.diagonal = not whole_covariance if self.as_latent else latent.needs_variances_only(predictive.link_approx)
+        independent = likelihood.independent_outputs
+        reads_variances = latent.needs_variances_only(predictive.link_approx, independent=independent)
+        self.diagonal = not whole_covariance if self.as_latent else reads_variances
         first = settings[0].evidence(la)
         weights = torch.stack([setting.evidence(la).weights.mean() for setting in settings])
         self.priors = torch.cat([setting.prior_precision[:1] for setting in settings])
@@ -109,7 +111,7 @@ class Candidates:
         if self.predictive.pred_type == PredType.NN:
             return self._sampled(x)
         x = batches.to_device(x, self.la.problem.device)
-        with closing(self.la.engine.jacobian(x)) as pieces:
+        with closing(latent.shifted(self.la.engine.jacobian(x), self.la.refined_step)) as pieces:
             parts = [(self.scan.variances(jacobian, diagonal=self.diagonal), f) for jacobian, f in pieces]
         mean = torch.cat([f for _, f in parts]).to(self.priors.dtype)
         variances = [function for function, _ in parts]
@@ -153,7 +155,8 @@ class Candidates:
 
     def _sampled(self, x: Inputs) -> tuple[Predict, Tensor]:
         la = self.la
-        run = latent.sampler(la.engine, la.mean, x, {})
+        latent.refuse_refined(la.refined_step, la.engine.problem)
+        run = latent.sampler(la.engine, la.expansion_point, x, {})
 
         def predict(group: slice) -> Prediction:
             samples = run(la.mean + self._step(group.start))

@@ -91,9 +91,9 @@ class SmoothLoss:
         self.predictive = predictive
         likelihood = self.subject.likelihood
         self.as_latent = likelihood.latent_prediction and likelihood.has_noise
-        self.diagonal = (
-            not objective.whole_covariance if self.as_latent else latent.needs_variances_only(predictive.link_approx)
-        )
+        independent = likelihood.independent_outputs
+        reads_variances = latent.needs_variances_only(predictive.link_approx, independent=independent)
+        self.diagonal = not objective.whole_covariance if self.as_latent else reads_variances
         with torch.inference_mode(False), torch.no_grad():
             first = self.subject.first
             data = validation.batches(first, progress_bar=progress_bar)
@@ -183,7 +183,7 @@ class SmoothLoss:
         for piece in _pieces(batch.jacobians):
             rows, slopes = _directions(piece, slope[start : start + len(piece)])
             start += len(piece)
-            quadratic = precision.quad(solved(constant, rows))
+            quadratic = precision.quad(constant.solve(rows))
             (gradient,) = torch.autograd.grad(-(slopes * quadratic).sum(), leaf, retain_graph=True)
             total = total + gradient
         return total
@@ -192,7 +192,7 @@ class SmoothLoss:
 def _passed(la: ParametricLaplace, x: Inputs, y: Tensor | None) -> Batch:
     """One pass of a network over a batch."""
     x = batches.to_device(x, la.problem.device)
-    with closing(la.engine.jacobian(x)) as pieces:
+    with closing(latent.shifted(la.engine.jacobian(x), la.refined_step)) as pieces:
         parts = list(pieces)
     mean = torch.cat([f for _, f in parts]).to(la.prior_precision.dtype)
     none = torch.zeros(len(mean), dtype=torch.long, device=mean.device)
@@ -215,12 +215,3 @@ def _directions(piece: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
         return piece.flatten(0, 1), slope.flatten()
     values, vectors = torch.linalg.eigh(0.5 * (slope + slope.transpose(1, 2)))
     return (vectors.transpose(1, 2) @ piece).flatten(0, 1), values.flatten()
-
-
-def solved(precision: Precision, rows: Tensor) -> Tensor:
-    """P⁻¹ j of rows j `[m, P]`, by the root that samples are drawn with; a constant."""
-    with torch.enable_grad():
-        noise = torch.zeros_like(rows).requires_grad_()
-        (coloured,) = torch.autograd.grad(precision.sample(noise), noise, rows)
-    with torch.no_grad():
-        return precision.sample(coloured)

@@ -15,6 +15,7 @@ from laplace.curvature.native.backward import prefers_loop
 from laplace.curvature.native.capture import Capture, capture
 from laplace.curvature.native.passes import ForwardPass
 from laplace.curvature.native.plan import Plan, make_plan, unused_still
+from laplace.curvature.native.products import Linearised
 from laplace.curvature.native.surveying import surveyed
 from laplace.curvature.survey import Survey
 from laplace.errors import InvalidArgument, InvalidData
@@ -154,6 +155,11 @@ class NativeEngine(CurvatureEngine):
         for slot in self.problem.slots:
             self._rules.setdefault(slot.name, "products with vectors")
         return taken
+
+    def linear(self, x: Inputs) -> Linearised:
+        """The outputs of a batch as a linear function of the treated entries, which outlives the call."""
+        with torch.inference_mode(False), lent(self.problem.module):
+            return Linearised(self.problem, self._differentiable(x))
 
     def per_call(self, taken: Capture, count: int) -> int:
         """Of `count` vectors, how many go through one vectorised pass within the memory budget."""
