@@ -183,10 +183,13 @@ def _report(engine: CurvatureEngine, curvature: Curvature) -> dict[str, str]:
 
 
 def without_ignored(x: Inputs, y: Tensor, likelihood: Likelihood) -> tuple[Inputs, Tensor] | None:
-    """The data whose labels are not the ignored one: those count nowhere. None if there are none."""
-    if likelihood.ignore_index is None or y.ndim != 1:
+    """The data whose labels are not the ignored one: those count nowhere. None if there are none.
+
+    Of data with a label per position those stay of which some position counts.
+    """
+    if likelihood.ignore_index is None or y.is_floating_point() or y.ndim == 0:
         return x, y
-    keep = y != likelihood.ignore_index
+    keep = (y != likelihood.ignore_index).flatten(1).any(1) if y.ndim > 1 else y != likelihood.ignore_index
     if keep.all():
         return x, y
     return (batches.select(x, keep, len(y)), y[keep]) if keep.any() else None

@@ -16,6 +16,7 @@ from laplace.errors import InvalidArgument
 from laplace.gaussian import Gaussian
 from laplace.lending import same_random_state
 from laplace.noise import standard_normal
+from laplace.positions import in_users_layout, unrolled
 from laplace.posterior import WeightPosterior
 from laplace.predictive import latent
 
@@ -55,6 +56,9 @@ class ParametricLaplace(WeightPosterior):
         `[B, C]` (`diagonal_output`), or `[B·C]` with `[B·C, B·C]` (`joint`); the variance is that of f, plus σ² with
         `observation_noise`. Classification returns probabilities `[B, C]`.
 
+        Of a network with outputs `[B, T, C]` (or `[B, C, H, W]` with `channel_dim=1`) means, variances and
+        probabilities have that shape; covariances, one per position, are `[B, T, C, C]` (`[B, H, W, C, C]`).
+
         Args:
             x: Inputs, a tensor, tuple or mapping.
             pred_type: `"glm"`, the linearised network (Immer et al., 2021), or `"nn"`, sampled weights.
@@ -83,15 +87,30 @@ class ParametricLaplace(WeightPosterior):
             if kind == PredType.NN:
                 samples = self._nn_samples(x, n_samples, generator, model_kwargs)
                 if not as_latent:
-                    return likelihood.inverse_link(samples).mean(0)
+                    return self._laid_out(likelihood.inverse_link(samples).mean(0))
                 mean, variance = latent.moments(samples)
-                return mean, variance + (self.sigma_noise.detach() ** 2 if observation_noise else 0)
+                variance = variance + (self.sigma_noise.detach() ** 2 if observation_noise else 0)
+                return self._laid_out(mean), self._laid_out(variance)
             latent.refuse_model_kwargs(model_kwargs)
             if as_latent:
                 form = "joint" if joint else "diagonal" if diagonal_output else "full"
                 gaussian = self._latent(x, form, observation_noise=observation_noise)
-                return (gaussian.mean.flatten() if joint else gaussian.mean), gaussian.covariance
+                return gaussian.mean.flatten() if joint else self._mean_of(gaussian), self._covariance_of(gaussian)
             return self._class_probabilities(x, joint, str(link_approx), n_samples, diagonal_output, generator)
+
+    def _laid_out(self, values: Tensor, lead: int = 0) -> Tensor:
+        """Values `[*lead, B, *positions, C]` with the channels where the network has them."""
+        return in_users_layout(values, self.channel_dim, lead)
+
+    def _mean_of(self, gaussian: Gaussian) -> Tensor:
+        """Its mean, in the shape of the network's outputs."""
+        return self._laid_out(unrolled(gaussian.mean, gaussian.positions))
+
+    def _covariance_of(self, gaussian: Gaussian) -> Tensor:
+        """Its variances in the shape of the network's outputs, or covariances `[B, *positions, C, C]`."""
+        if gaussian.is_diagonal:
+            return self._laid_out(unrolled(gaussian.covariance, gaussian.positions))
+        return gaussian.covariance if gaussian.is_joint else unrolled(gaussian.covariance, gaussian.positions)
 
     def _class_probabilities(
         self,
@@ -104,16 +123,18 @@ class ParametricLaplace(WeightPosterior):
     ) -> Tensor:
         likelihood = self.likelihood_object
         if joint and link == LinkApprox.MC:
-            samples = self._latent(x, "joint").sample(n_samples, generator)
-            return likelihood.inverse_link(samples).mean(0)
+            gaussian = self._latent(x, "joint")
+            probabilities = likelihood.inverse_link(gaussian.sample(n_samples, generator)).mean(0)
+            return self._laid_out(unrolled(probabilities, gaussian.positions))
         diagonal = latent.needs_variances_only(link) or (diagonal_output and link == LinkApprox.MC)
         gaussian = self._latent(x, "diagonal" if diagonal else "full")
-        return likelihood.predict(gaussian.mean, gaussian.covariance, link, n_samples, generator)
+        probabilities = likelihood.predict(gaussian.mean, gaussian.covariance, link, n_samples, generator)
+        return self._laid_out(unrolled(probabilities, gaussian.positions))
 
     def _nn_samples(
         self, x: Inputs, n_samples: int, generator: torch.Generator | None, model_kwargs: dict[str, Any]
     ) -> Tensor:
-        """Outputs of the network under sampled weights, `[S, B, C]`."""
+        """Outputs of the network under sampled weights, `[S, B, *positions, C]`."""
         thetas = self._theta_samples(n_samples, generator)
         self.check_unchanged()
         run = latent.sampler(self.engine, self.mean, x, model_kwargs, create_graph=self.enable_backprop)
@@ -149,14 +170,31 @@ class ParametricLaplace(WeightPosterior):
         joint: bool = False,
         **model_kwargs: Any,
     ) -> Tensor:
-        """Samples of the latent outputs, `[S, B, C]`: per input, or of all inputs together with `joint`."""
+        """Samples of the latent outputs, `[S, B, C]`: per input, or of all inputs together with `joint`.
+
+        Of outputs with positions `[S, *shape of the network's outputs]`, positions being inputs in this sense.
+        """
+        samples = self._latent_samples(x, pred_type, n_samples, diagonal_output, generator, joint, model_kwargs)
+        return self._laid_out(samples, 1)
+
+    def _latent_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str,
+        n_samples: int,
+        diagonal_output: bool,
+        generator: torch.Generator | None,
+        joint: bool,
+        model_kwargs: dict[str, Any],
+    ) -> Tensor:
+        """`[S, B, *positions, C]`."""
         kind = latent.check_options(pred_type, None, n_samples, generator)
         with torch.inference_mode(False), torch.set_grad_enabled(self.enable_backprop):
             if kind == PredType.NN:
                 return self._nn_samples(x, n_samples, generator, model_kwargs)
             latent.refuse_model_kwargs(model_kwargs)
-            form = "joint" if joint else "diagonal" if diagonal_output else "full"
-            return self._latent(x, form).sample(n_samples, generator)
+            gaussian = self._latent(x, "joint" if joint else "diagonal" if diagonal_output else "full")
+            return unrolled(gaussian.sample(n_samples, generator), gaussian.positions, 1)
 
     def predictive_samples(
         self,
@@ -172,8 +210,8 @@ class ParametricLaplace(WeightPosterior):
 
         Reward modelling gives preference probabilities for pairs (C = 2) and latent rewards for single items.
         """
-        samples = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint, **model_kwargs)
-        return self.likelihood_object.inverse_link(samples)
+        samples = self._latent_samples(x, pred_type, n_samples, diagonal_output, generator, joint, model_kwargs)
+        return self._laid_out(self.likelihood_object.inverse_link(samples), 1)
 
     def functional_variance(self, Js: Tensor | Jacobian) -> Tensor:
         """J_b P⁻¹ J_bᵀ of Jacobians `[B, C, P]`, `[B, C, C]`."""
@@ -187,7 +225,7 @@ class ParametricLaplace(WeightPosterior):
         """Mean and variances of the latent outputs at X, `[B, C]` each, without covariances between outputs."""
         with torch.inference_mode(False), torch.set_grad_enabled(self.enable_backprop):
             gaussian = self._latent(X, "diagonal")
-            return gaussian.mean, gaussian.covariance
+            return self._mean_of(gaussian), self._covariance_of(gaussian)
 
     def _jacobian(self, Js: Tensor | Jacobian) -> Jacobian:
         if isinstance(Js, Jacobian):

@@ -28,7 +28,7 @@ from laplace.structures.base import Precision
 from laplace.tuning.candidates import Predictive, shared_seed
 from laplace.tuning.objectives import Objective
 from laplace.tuning.settings import Coordinates
-from laplace.tuning.validation import Validation, entropy_of
+from laplace.tuning.validation import Validation, at_rows, checked_rows, entropy_of, rows_that_count
 
 if TYPE_CHECKING:
     from laplace.parametric import ParametricLaplace
@@ -42,11 +42,18 @@ class Batch:
         jacobians: Of consecutive parts.
         mean: Outputs, `[B, C]`.
         y: Checked targets; zeros `[B]` of foreign inputs.
+        kept: Rows that count, of outputs with positions; None for all.
     """
 
     jacobians: list[Jacobian]
     mean: Tensor
     y: Tensor
+    kept: Tensor | None = None
+
+    @property
+    def n_data(self) -> int:
+        """Data that count."""
+        return len(self.y) if self.kept is None else len(self.kept)
 
 
 class SmoothLoss:
@@ -127,9 +134,10 @@ class SmoothLoss:
         with closing(self.la.engine.jacobian(x)) as pieces:
             parts = list(pieces)
         mean = torch.cat([f for _, f in parts]).to(self.la.prior_precision.dtype)
-        none = torch.zeros(len(mean), dtype=torch.long, device=mean.device)
-        y = none if y is None else self.la.likelihood_object.check_targets(mean, y)
-        return Batch([jacobian for jacobian, _ in parts], mean, y)
+        positions = parts[0][0].positions
+        y = checked_rows(self.la, mean, y, positions)
+        kept = rows_that_count(self.la.likelihood_object, y, positions)
+        return Batch([jacobian for jacobian, _ in parts], mean, y, kept)
 
     def _variance(self, precision: Precision, batch: Batch) -> Tensor:
         """`[B, C]` or `[B, C, C]`, without gradient."""
@@ -142,19 +150,20 @@ class SmoothLoss:
         if not self.foreign:
             return loss
         entropy = self._mean_of(self.entropy, self.foreign, variances[len(self.data) :], sigma)
-        ratio = sum(len(batch.y) for batch in self.foreign) / sum(len(batch.y) for batch in self.data)
+        ratio = sum(batch.n_data for batch in self.foreign) / sum(batch.n_data for batch in self.data)
         return loss - self.validation.ood_weight * ratio * entropy
 
     def _mean_of(self, objective: Objective, data: list[Batch], variances: list[Tensor], sigma: Tensor) -> Tensor:
         running = objective.fresh()
         options, likelihood = self.predictive, self.la.likelihood_object
         for batch, variance in zip(data, variances, strict=True):
+            y = batch.y if batch.kept is None else batch.y[batch.kept]
             if self.as_latent:
-                running.update((batch.mean, variance), batch.y, sigma)
+                running.update(at_rows((batch.mean, variance), batch.kept), y, sigma)
                 continue
             draws = torch.Generator(device=variance.device).manual_seed(self.seed)
             predicted = likelihood.predict(batch.mean, variance, options.link_approx, options.n_samples, draws)
-            running.update(predicted, batch.y, sigma)
+            running.update(at_rows(predicted, batch.kept), y, sigma)
         return running.result()
 
     def _through(self, precision: Precision, constant: Precision, batch: Batch, slope: Tensor, leaf: Tensor) -> Tensor:
