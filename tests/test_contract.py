@@ -60,7 +60,10 @@ CONSTRUCTORS = {
     LowRankKronLaplace: (f"{COMMON} {TAIL}", None),
     FullLaplace: (f"{COMMON} backend_kwargs", "forward_fn structure_kwargs channel_dim"),
     KronLaplace: (f"{COMMON} damping {TAIL}", "forward_fn channel_dim"),
-    LowRankLaplace: (f"backend {COMMON.removesuffix(' backend')} backend_kwargs", "forward_fn structure_kwargs channel_dim"),
+    LowRankLaplace: (
+        f"backend {COMMON.removesuffix(' backend')} backend_kwargs",
+        "forward_fn structure_kwargs channel_dim",
+    ),
     LLLaplace: (f"{LAST} {TAIL}", "forward_fn structure_kwargs channel_dim"),
     FullLLLaplace: (f"{LAST} {TAIL}", "forward_fn structure_kwargs channel_dim"),
     DiagLLLaplace: (f"{LAST} {TAIL}", "forward_fn structure_kwargs channel_dim"),
@@ -69,12 +72,30 @@ CONSTRUCTORS = {
     KronLLLaplace: (f"{LAST} damping {TAIL}", "forward_fn channel_dim"),
     LowRankLLLaplace: (f"{LAST} {TAIL}", "forward_fn structure_kwargs channel_dim"),
     SubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs channel_dim"),
-    FullSubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs channel_dim"),
-    KronSubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs channel_dim"),
-    LowRankSubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs channel_dim"),
-    DiagSubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs channel_dim"),
-    EkfacSubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs channel_dim"),
-    LowRankKronSubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs channel_dim"),
+    FullSubnetLaplace: (
+        SUBNET,
+        "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs channel_dim",
+    ),
+    KronSubnetLaplace: (
+        SUBNET,
+        "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs channel_dim",
+    ),
+    LowRankSubnetLaplace: (
+        SUBNET,
+        "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs channel_dim",
+    ),
+    DiagSubnetLaplace: (
+        SUBNET,
+        "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs channel_dim",
+    ),
+    EkfacSubnetLaplace: (
+        SUBNET,
+        "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs channel_dim",
+    ),
+    LowRankKronSubnetLaplace: (
+        SUBNET,
+        "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs channel_dim",
+    ),
 }
 DEFAULTS = {
     "sigma_noise": 1.0,

@@ -89,7 +89,7 @@ DEFAULTS = {
     "EFInterface": {"_engine"},
     # None, "only cotangents are known", is right for every kind; the exact GGN saves a root by saying more.
     "OuterEngine": {"output_hessian"},
-    # Curvature that is no sum of outer products has no columns; positions share a pass only if columns are random draws.
+    # Curvature that is no sum of outer products has no columns; positions share a pass if they are random draws.
     "NativeEngine": {"n_columns", "apart"},
     # Most rules hold for every module of their class.
     "LayerRule": {"accepts"},

@@ -204,6 +204,7 @@ class AdaptedEngine(CurvatureEngine):
         """The user's loss, with the number of data and outputs that one forward pass tells."""
         with torch.no_grad(), lent(self.problem.module):
             f = self.problem.run(self.problem.detached(), detached(x)).to(self.dtype)
+        require_no_positions(f.shape[1:-1], self.name)
         y = self.likelihood.check_targets(f, y)
         terms = torch.as_tensor(loss, dtype=self.dtype, device=f.device).detach().reshape(1)
         return BatchSummary(terms, self.likelihood.count(f, y), f.shape[1])
