@@ -63,6 +63,19 @@ def unrolled(rows: Tensor, positions: tuple[int, ...], dim: int = 0) -> Tensor:
     return rows.unflatten(dim, (-1, *positions)) if positions else rows
 
 
+def as_rows(f: Tensor, y: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
+    """A network's outputs and their targets as rows: `[B·T, C]`, with labels `[B·T]` or values `[B·T, C]`.
+
+    Raises:
+        InvalidData: Targets of another shape.
+    """
+    if f.ndim <= 2:
+        return f, y
+    last = f if channel_dim == -1 else f.movedim(channel_dim, -1)
+    rows = last.flatten(0, -2)
+    return rows, target_rows(y, rows, tuple(last.shape[1:-1]), channel_dim)
+
+
 def in_users_layout(values: Tensor, channel_dim: int, lead: int = 0) -> Tensor:
     """Values `[*lead, B, *positions, C]` with the channels where the network has them, after `lead` dimensions."""
     if channel_dim == -1 or values.ndim == 2 + lead:

@@ -29,6 +29,7 @@ from laplace.errors import InvalidArgument, InvalidData
 from laplace.evidence import Evidence
 from laplace.fingerprint import Fingerprint
 from laplace.fitting import Fit, without_ignored
+from laplace.positions import as_rows
 from laplace.structures.base import Precision
 from laplace.tuning.ascent import minimise
 
@@ -359,8 +360,12 @@ def _negative_log_likelihood(la: ParametricLaplace, x: Inputs, y: Tensor) -> Ten
     """−log p(y | f(x)) of a batch at the model's present weights, 0-dim, at the posterior's noise and temperature."""
     likelihood = la.likelihood_object
     f = batches.latent((la.forward_fn or batches.call)(la.weights.model, x))
-    terms = likelihood.loss_terms(f, likelihood.check_targets(f, y))
-    return -likelihood.log_likelihood(terms, len(y), f.shape[1], la.sigma_noise.detach(), la.temperature.detach())
+    f, y = as_rows(f, y, la.channel_dim)
+    y = likelihood.check_targets(f, y)
+    terms = likelihood.loss_terms(f, y)
+    return -likelihood.log_likelihood(
+        terms, likelihood.count(f, y), f.shape[1], la.sigma_noise.detach(), la.temperature.detach()
+    )
 
 
 def _random_weights(la: ParametricLaplace) -> Tensor:

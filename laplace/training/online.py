@@ -27,6 +27,7 @@ from laplace.layout import flatten
 from laplace.lending import same_random_state
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.parametric import ParametricLaplace
+from laplace.positions import as_rows
 from laplace.tuning.settings import spread
 
 
@@ -190,7 +191,8 @@ class OnlineLaplace:
         """
         likelihood = self.la.likelihood_object
         f = f.to(torch.promote_types(f.dtype, self.prior_precision.dtype))
-        y = likelihood.check_targets(f, y.to(f.device))
+        f, y = as_rows(f, y.to(f.device), self.la.channel_dim)
+        y = likelihood.check_targets(f, y)
         w = likelihood.curvature_scale("ggn", self.sigma_noise, self.la.temperature).detach()
         data = (w / w.mean() * likelihood.loss_terms(f, y)).sum() / max(1, likelihood.count(f, y))
         return data + self.la.prior.quad(self._theta()) / (2 * self.n_data * w.mean())

@@ -19,6 +19,7 @@ from laplace import Laplace
 from laplace.curvature import CurvatureInterface, NativeEF, NativeGGN, NativeHessian
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, TuningWarning, UnsupportedError
 from laplace.structures import STRUCTURES
+from laplace.training import OnlineLaplace
 from tests.reference import curvature as reference
 from tests.reference import predictive
 from tests.reference.compare import assert_close
@@ -591,3 +592,22 @@ def test_a_plan_and_a_saved_state() -> None:
             other.load_state_dict(la.state_dict())
             assert torch.equal(other(case.x), la(case.x))
             assert torch.equal(copy.deepcopy(la)(case.x), la(case.x))
+
+
+# Training.
+
+
+@pytest.mark.parametrize("name", ["tokens", "pixels_regression"])
+def test_training_with_hyperparameters_by_the_evidence(name: str) -> None:
+    case = net(name)
+    online = OnlineLaplace(
+        copy.deepcopy(case.model), [(case.x, case.y)], case.likelihood, "diag",
+        laplace_kwargs={"channel_dim": case.channel_dim},
+    )  # fmt: skip
+    loss = online.loss(case.model(case.x), case.y)
+    kept = case.rows.shape[0] - int((case.rows == -100).sum())
+    data = reference.loss(truth(name)[1], case.rows, case.likelihood) / kept
+    theta = torch.cat([p.detach().flatten() for p in case.model.parameters()])
+    assert_close(loss, data + theta.square().sum() / (2 * kept), "backend")
+    online.step(1)
+    assert online.finish().n_data == kept
