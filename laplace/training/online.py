@@ -285,11 +285,14 @@ def _rereadable(loader: Iterable[Any]) -> Iterable[Any]:
 
 
 def _count(loader: Iterable[Any], la: ParametricLaplace) -> int:
-    """Data whose labels are not the ignored one."""
+    """Data whose labels are not the ignored one; of outputs with positions, these."""
     ignored, total = la.likelihood_object.ignore_index, 0
     for batch in loader:
         _, y = batches.split(batch, la.dict_key_y)
-        total += len(y) if ignored is None else int((y != ignored).sum())
+        if ignored is not None:
+            total += int((y != ignored).sum())
+        else:  # values have the shape of the outputs
+            total += len(y) if y.ndim <= 2 else y.numel() // y.shape[la.channel_dim]
     if total == 0:
         raise InvalidData("train_loader gave no data that count; training needs at least one datum.")
     return total
