@@ -7,13 +7,13 @@ mapping (dict, `BatchEncoding`). Everything else in the library passes them alon
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from laplace.errors import InvalidData
+from laplace.errors import InvalidArgument, InvalidData
 
 Inputs = Any
 """A tensor, a tuple of tensors or a mapping of tensors."""
@@ -166,3 +166,20 @@ def latent(output: Any) -> Tensor:
         f"the model returned {type(output).__name__}; it must return a tensor [B, C] or an object with `.logits`. "
         "Pass forward_fn=lambda model, x: ... to say which tensor is meant."
     )
+
+
+def require_rereadable(loader: Iterable[Any], reader: str) -> None:
+    """Refuses an iterator where data are read more than once, before a first batch is taken from it.
+
+    Args:
+        loader: Batches.
+        reader: Who reads them how often, for the message.
+
+    Raises:
+        InvalidArgument: The loader can be read only once.
+    """
+    if isinstance(loader, Iterator):
+        raise InvalidArgument(
+            f"{reader}, but the loader, a {type(loader).__name__}, can be read only once; give a DataLoader or a list "
+            "of batches."
+        )

@@ -14,9 +14,11 @@ from laplace.curvature.jacobian import Jacobian
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
 from laplace.errors import InvalidArgument
 from laplace.lending import same_random_state
+from laplace.positions import in_users_layout, unrolled
 from laplace.predicting import WeightPredictor
 from laplace.predictive import latent
-from laplace.predictive.prediction import PredictionOptions
+from laplace.predictive.prediction import laid_out
+from laplace.predictive.quantities import PredictionOptions
 
 
 class ParametricLaplace(WeightPredictor):
@@ -46,6 +48,9 @@ class ParametricLaplace(WeightPredictor):
         Regression (and rewards) return the latent Gaussian `(mean, variance)`: `[B, C]` with `[B, C, C]`,
         `[B, C]` (`diagonal_output`), or `[B·C]` with `[B·C, B·C]` (`joint`); the variance is that of f, plus σ² with
         `observation_noise`. Classification returns probabilities `[B, C]`.
+
+        Of a network with outputs `[B, T, C]` (or `[B, C, H, W]` with `channel_dim=1`) means, variances and
+        probabilities have that shape; covariances, one per position, are `[B, T, C, C]` (`[B, H, W, C, C]`).
 
         Args:
             x: Inputs, a tensor, tuple or mapping.
@@ -80,7 +85,7 @@ class ParametricLaplace(WeightPredictor):
         gaussian = prediction.latent
         if observation_noise:
             gaussian = latent.with_noise(gaussian, prediction.sigma_noise)
-        return (gaussian.mean.flatten() if joint else gaussian.mean), gaussian.covariance
+        return laid_out(gaussian, self.channel_dim)
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Samples of the weights, `[S, P]`; of a subnetwork `[S, all trainable parameters]`.
@@ -106,14 +111,32 @@ class ParametricLaplace(WeightPredictor):
         joint: bool = False,
         **model_kwargs: Any,
     ) -> Tensor:
-        """Samples of the latent outputs, `[S, B, C]`: per input, or of all inputs together with `joint`."""
+        """Samples of the latent outputs, `[S, B, C]`: per input, or of all inputs together with `joint`.
+
+        Of outputs with positions `[S, *shape of the network's outputs]`, positions being inputs in this sense.
+        """
+        samples = self._latent_samples(x, pred_type, n_samples, diagonal_output, generator, joint, model_kwargs)
+        return in_users_layout(samples, self.channel_dim, 1)
+
+    def _latent_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str,
+        n_samples: int,
+        diagonal_output: bool,
+        generator: torch.Generator | None,
+        joint: bool,
+        model_kwargs: dict[str, Any],
+    ) -> Tensor:
+        """`[S, B, *positions, C]`."""
         kind = latent.check_options(pred_type, None, n_samples, generator)
         with torch.inference_mode(False), torch.set_grad_enabled(self.enable_backprop):
             if kind == PredType.NN:
-                return self._sampled(x, model_kwargs).samples(n_samples, generator)
+                rows = self._sampled(x, model_kwargs).samples(n_samples, generator)
+                return unrolled(rows.values, rows.positions, 1)
             latent.refuse_model_kwargs(model_kwargs)
-            form = "joint" if joint else "diagonal" if diagonal_output else "full"
-            return self._latent(x, form).sample(n_samples, generator)
+            gaussian = self._latent(x, "joint" if joint else "diagonal" if diagonal_output else "full")
+            return unrolled(gaussian.sample(n_samples, generator), gaussian.positions, 1)
 
     def predictive_samples(
         self,
@@ -129,8 +152,8 @@ class ParametricLaplace(WeightPredictor):
 
         Reward modelling gives preference probabilities for pairs (C = 2) and latent rewards for single items.
         """
-        samples = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint, **model_kwargs)
-        return self.likelihood_object.inverse_link(samples)
+        samples = self._latent_samples(x, pred_type, n_samples, diagonal_output, generator, joint, model_kwargs)
+        return in_users_layout(self.likelihood_object.inverse_link(samples), self.channel_dim, 1)
 
     def functional_variance(self, Js: Tensor | Jacobian) -> Tensor:
         """J_b P⁻¹ J_bᵀ of Jacobians `[B, C, P]`, `[B, C, C]`."""
@@ -143,8 +166,7 @@ class ParametricLaplace(WeightPredictor):
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Mean and variances of the latent outputs at X, `[B, C]` each, without covariances between outputs."""
         with torch.inference_mode(False), torch.set_grad_enabled(self.enable_backprop):
-            gaussian = self._latent(X, "diagonal")
-            return gaussian.mean, gaussian.covariance
+            return laid_out(self._latent(X, "diagonal"), self.channel_dim)
 
     def _jacobian(self, Js: Tensor | Jacobian) -> Jacobian:
         if isinstance(Js, Jacobian):

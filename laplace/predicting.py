@@ -14,7 +14,8 @@ from laplace.gaussian import Gaussian
 from laplace.noise import standard_normal
 from laplace.posterior import WeightPosterior
 from laplace.predictive import latent
-from laplace.predictive.prediction import Draws, Prediction, PredictionOptions
+from laplace.predictive.prediction import Prediction
+from laplace.predictive.quantities import Draws, GaussianSource, PredictionOptions, Quantities, SampleSource
 from laplace.predictive.reparameterised import ReparameterisedOutputs
 from laplace.predictive.sources import LinearisedOutputs, SampledOutputs
 
@@ -73,7 +74,7 @@ class WeightPredictor(WeightPosterior):
                 "use pred_type='nn' and hessian_structure='diag'."
             )
         source = self._reparameterised(x, model_kwargs)
-        return Prediction(source, self.likelihood_object, self.sigma_noise.detach(), options, draws)
+        return self._of(source, options, draws)
 
     def _prediction(
         self, x: Inputs, kind: PredType, options: PredictionOptions, draws: Draws, model_kwargs: dict[str, Any]
@@ -83,7 +84,11 @@ class WeightPredictor(WeightPosterior):
         else:
             latent.refuse_model_kwargs(model_kwargs)
             source = self._linearised(x)
-        return Prediction(source, self.likelihood_object, self.sigma_noise.detach(), options, draws)
+        return self._of(source, options, draws)
+
+    def _of(self, source: GaussianSource | SampleSource, options: PredictionOptions, draws: Draws) -> Prediction:
+        rows = Quantities(source, self.likelihood_object, self.sigma_noise.detach(), options, draws)
+        return Prediction(rows, self.channel_dim)
 
     def _linearised(self, x: Inputs) -> LinearisedOutputs:
         precision = self.posterior()

@@ -53,6 +53,7 @@ def save(la: ParametricLaplace) -> dict[str, Any]:
         "model_sums": checksums(la.weights.model),
         "precision_options": dict(la.precision_options),
         "backend": la.backend_cls.__name__,
+        "channel_dim": la.channel_dim,
         "curvature_kind": la.backend_cls.kind,
         "coverage": la.coverage(),
         "draws": fit.draws,
@@ -73,6 +74,7 @@ def load(la: ParametricLaplace, state: dict[str, Any]) -> None:
     _expect("class", state["cls_name"], type(la).__name__)
     _expect("likelihood", state["likelihood"], la.likelihood_object.name)
     _expect("kind of curvature", state["curvature_kind"], la.backend_cls.kind)
+    _expect("channel_dim", state.get("channel_dim", -1), la.channel_dim)
     for key, value in la.weights.state().items():
         if value is not None and not _same(value, state["weights"].get(key)):
             raise StateError(f"the state has another {key} than this object; construct it with that of the state.")

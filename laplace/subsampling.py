@@ -13,9 +13,10 @@ from tqdm.auto import tqdm
 from laplace import batch as batches
 from laplace import fitting
 from laplace.batch import Inputs
-from laplace.curvature.engine import CurvatureEngine
+from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.fitting import Fit
+from laplace.positions import target_rows
 from laplace.predictive import latent
 from laplace.structures.base import Curvature
 
@@ -61,36 +62,36 @@ def accumulate(
         InvalidArgument: A subset that is not in 1 … N, or a loader that can be read only once.
         InvalidData: A batch that cannot be used.
     """
-    if iter(loader) is loader:
-        raise InvalidArgument(
-            f"subset={subset.size} reads the data twice, but the loader, a {type(loader).__name__}, can be read only "
-            "once; give a DataLoader or a list of batches."
-        )
+    batches.require_rereadable(loader, f"subset={subset.size} reads the data twice")
     whole = tqdm(loader, desc="fit, loss", disable=not progress_bar)
-    terms, n_data, n_outputs = _losses(_counted(whole, engine, dict_key_y), engine)
-    if isinstance(subset.size, bool) or not isinstance(subset.size, int) or not 1 <= subset.size <= n_data:
-        raise InvalidArgument(f"subset={subset.size}; it must be an integer from 1 to {n_data}, the number of data.")
+    summary, n_inputs = _losses(_counted(whole, engine, dict_key_y), engine)
+    if isinstance(subset.size, bool) or not isinstance(subset.size, int) or not 1 <= subset.size <= n_inputs:
+        raise InvalidArgument(f"subset={subset.size}; it must be an integer from 1 to {n_inputs}, the number of data.")
     source = subset.generator
     device = "cpu" if source is None else source.device
-    chosen = torch.randperm(n_data, generator=source, device=device)[: subset.size].sort().values.cpu()
+    chosen = torch.randperm(n_inputs, generator=source, device=device)[: subset.size].sort().values.cpu()
     part = _Chosen(loader, engine, dict_key_y, chosen)
     fit = fitting.accumulate(part, engine, structure, options, dict_key_y=dict_key_y, progress_bar=progress_bar)
-    curvature = fit.curvature if subset.size == n_data else fit.curvature.scaled(n_data / subset.size)
-    return replace(fit, curvature=curvature, loss_terms=terms, n_data=n_data, n_outputs=n_outputs)
+    curvature = fit.curvature if subset.size == n_inputs else fit.curvature.scaled(n_inputs / subset.size)
+    facts = {"loss_terms": summary.loss_terms, "n_data": summary.n_data, "n_outputs": summary.n_outputs}
+    return replace(fit, curvature=curvature, **facts)
 
 
-def _losses(data: Iterable[tuple[Inputs, Tensor]], engine: CurvatureEngine) -> tuple[Tensor, int, int]:
-    """Loss terms, number of data that count and of outputs."""
+def _losses(data: Iterable[tuple[Inputs, Tensor]], engine: CurvatureEngine) -> tuple[BatchSummary, int]:
+    """What the data contribute besides curvature, and the number of inputs (each with all of its positions)."""
+    likelihood = engine.likelihood
     total: Tensor | None = None
-    n_data = n_outputs = 0
+    n_data = n_inputs = n_outputs = 0
     for x, y in data:
-        f = latent.outputs(engine, x)
-        terms = engine.likelihood.loss_terms(f, engine.likelihood.check_targets(f, y))
+        rows = latent.outputs(engine, x)
+        f = rows.values
+        targets = likelihood.check_targets(f, target_rows(y, f, rows.positions, engine.problem.channel_dim))
+        terms = likelihood.loss_terms(f, targets)
         total = terms if total is None else total + terms
-        n_data, n_outputs = n_data + len(f), f.shape[1]
+        n_data, n_inputs, n_outputs = n_data + likelihood.count(f, targets), n_inputs + len(y), f.shape[1]
     if total is None:
         raise InvalidData("the loader gave no data that count; a Laplace approximation needs at least one datum.")
-    return total.detach(), n_data, n_outputs
+    return BatchSummary(total.detach(), n_data, n_outputs), n_inputs
 
 
 def _counted(loader: Iterable[Any], engine: CurvatureEngine, dict_key_y: str) -> Iterator[tuple[Inputs, Tensor]]:

@@ -21,6 +21,7 @@ from laplace.fingerprint import Fingerprint
 from laplace.fitting import Fit
 from laplace.lending import same_random_state, undisturbed
 from laplace.likelihoods.base import Likelihood
+from laplace.positions import channels_last
 from laplace.refinement.result import Refinement
 from laplace.structures.base import Curvature, Precision, move
 from laplace.structures.indefinite import SignedOptions
@@ -47,6 +48,8 @@ class WeightFit(BaseLaplace):
         backend_kwargs: Its constructor's options; never written to.
         asdl_fisher_kwargs: Options for the ASDL backends.
         forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
+        channel_dim: Dimension of the network's outputs that holds the classes (or the outputs of a position), the last
+            one by default: `[B, C]`, `[B, T, C]`; 1 for pixels `[B, C, H, W]`.
         structure_kwargs: Options of the structure (low rank: `rank`, …).
         weights_options: Options of the choice of weights.
         precision_options: Options of the structure's precision.
@@ -72,11 +75,14 @@ class WeightFit(BaseLaplace):
         *,
         forward_fn: ForwardFn | None = None,
         structure_kwargs: dict[str, Any] | None = None,
+        channel_dim: int = -1,
         weights_options: dict[str, Any] | None = None,
         precision_options: dict[str, Any] | None = None,
     ) -> None:
-        self.weights = self.weights_type(model, forward_fn=forward_fn, **(weights_options or {}))
+        call = channels_last(forward_fn, channel_dim)
+        self.weights = self.weights_type(model, forward_fn=call, **(weights_options or {}))
         self.forward_fn = forward_fn
+        self.channel_dim = channel_dim
         self.structure_kwargs = dict(structure_kwargs or {})
         self.structure_options = _options_of(self.structure, self.structure_kwargs)
         self.precision_options = dict(precision_options or {})

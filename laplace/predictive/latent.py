@@ -18,6 +18,7 @@ from laplace.enums import PredType
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, UnsupportedError
 from laplace.gaussian import Gaussian
 from laplace.lending import lent
+from laplace.positions import OutputRows, unrolled
 from laplace.predictive.links import LINKS
 from laplace.structures.base import Precision
 from laplace.weights.problem import Problem
@@ -38,7 +39,8 @@ def linearised(
         engine: Gives Jacobians.
         precision: P.
         x: Inputs of B data.
-        form: `"full"` (covariance `[B, C, C]`), `"diagonal"` (`[B, C]`) or `"joint"` (`[B·C, B·C]`).
+        form: `"full"` (covariance `[B, C, C]`), `"diagonal"` (`[B, C]`) or `"joint"` (`[B·C, B·C]`); of outputs with
+            positions, B are rows, data × positions.
         step: θ̂ − θ*, `[P]`; None where it is zero.
         create_graph: Whether mean and covariance can be differentiated with respect to x.
 
@@ -51,15 +53,16 @@ def linearised(
         parts = list(pieces)
         jacobian = parts[0][0] if len(parts) == 1 else _joined(parts)
         mean = torch.cat([f for _, f in parts])
-        return _checked(Gaussian(mean, precision.functional_covariance(jacobian)))
+        return _checked(Gaussian(mean, precision.functional_covariance(jacobian), parts[0][0].positions))
     contract: Callable[[Jacobian], Tensor] = (
         precision.functional_diagonal if form == "diagonal" else precision.functional_variance
     )
     with closing(pieces):
-        found = [(f, contract(jacobian)) for jacobian, f in pieces]
+        found = [(f, contract(jacobian), jacobian.positions) for jacobian, f in pieces]
     if not found:
         raise InvalidData("the inputs hold no data to predict.")
-    return _checked(Gaussian(torch.cat([f for f, _ in found]), torch.cat([variance for _, variance in found])))
+    means, variances, positions = zip(*found, strict=True)
+    return _checked(Gaussian(torch.cat(means), torch.cat(variances), positions[0]))
 
 
 def shifted(pieces: Generator[tuple[Jacobian, Tensor]], step: Tensor | None) -> Generator[tuple[Jacobian, Tensor]]:
@@ -81,13 +84,16 @@ def moved_by(jacobian: Jacobian, steps: Tensor) -> Tensor:
     return jacobian.sum_over_blocks(lambda i, block: block.apply(parts[i]))
 
 
-def linearised_mean(engine: CurvatureEngine, x: Inputs, step: Tensor, *, create_graph: bool = False) -> Tensor:
+def linearised_mean(engine: CurvatureEngine, x: Inputs, step: Tensor, *, create_graph: bool = False) -> OutputRows:
     """f(x, θ*) + J step, `[B, C]`, without a covariance."""
     x = batches.to_device(x, engine.problem.device)
-    return torch.cat([mean for _, mean in shifted(engine.jacobian(x, create_graph=create_graph), step)])
+    parts = [
+        (mean, jacobian.positions) for jacobian, mean in shifted(engine.jacobian(x, create_graph=create_graph), step)
+    ]
+    return OutputRows(torch.cat([mean for mean, _ in parts]), parts[0][1])
 
 
-def outputs(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -> Tensor:
+def outputs(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -> OutputRows:
     """f(x, θ*), `[B, C]`, by one forward pass.
 
     Raises:
@@ -97,8 +103,9 @@ def outputs(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -
     x = batches.to_device(x, problem.device)
     with lent(problem.module):
         f = problem.run(problem.detached(), x if create_graph else detached(x))
-    f = f.to(_dtype(f))
-    return _checked(Gaussian(f, torch.zeros_like(f))).mean
+    rows = OutputRows.of(f.to(_dtype(f)))
+    _checked(Gaussian(rows.values, torch.zeros_like(rows.values)))
+    return rows
 
 
 def _checked(gaussian: Gaussian) -> Gaussian:
@@ -123,14 +130,14 @@ def with_noise(gaussian: Gaussian, sigma: Tensor) -> Gaussian:
     """The Gaussian of noisy targets: σ² added to every variance."""
     noise = sigma.square().expand(gaussian.mean.shape[1])
     if gaussian.is_diagonal:
-        return Gaussian(gaussian.mean, gaussian.covariance + noise)
+        return replace(gaussian, covariance=gaussian.covariance + noise)
     if gaussian.is_joint:
-        return Gaussian(gaussian.mean, gaussian.covariance + torch.diag(noise.repeat(len(gaussian.mean))))
-    return Gaussian(gaussian.mean, gaussian.covariance + torch.diag(noise))
+        return replace(gaussian, covariance=gaussian.covariance + torch.diag(noise.repeat(len(gaussian.mean))))
+    return replace(gaussian, covariance=gaussian.covariance + torch.diag(noise))
 
 
 Sampler = Callable[[Tensor], Tensor]
-"""Maps weights `[S, P]` to outputs `[S, B, C]`."""
+"""Maps weights `[S, P]` to outputs `[S, B, C]`, or `[S, B, *positions, C]`."""
 
 
 def sampler(
@@ -150,9 +157,12 @@ def sampler(
     problem = engine.problem
     x = batches.to_device(x, problem.device)
     if problem.head is not None and not model_kwargs:
-        parts = list(engine.jacobian(x, create_graph=create_graph))
-        if parts and all(jacobian.is_head for jacobian, _ in parts):
-            return lambda thetas: torch.cat([_at_samples(jacobian, f, thetas - mean) for jacobian, f in parts], 1)
+        parts = engine.head_jacobian(x, create_graph=create_graph)
+        if parts is not None:
+            positions = parts[0][0].positions
+            return lambda thetas: unrolled(
+                torch.cat([_at_samples(jacobian, f, thetas - mean) for jacobian, f in parts], 1), positions, 1
+            )
     problem = with_arguments(problem, model_kwargs)
     x = x if create_graph else detached(x)
 
@@ -165,7 +175,7 @@ def sampler(
 
 
 def moments(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance `[B, C]` of samples `[S, B, C]`.
+    """Mean and unbiased variance `[B, …]` of samples `[S, B, …]`.
 
     Raises:
         InvalidArgument: One sample, which has no variance.

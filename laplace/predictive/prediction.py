@@ -2,92 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TypeVar
+from dataclasses import dataclass, fields
 
-import torch
 from torch import Tensor
-from torch.distributions import Bernoulli, Categorical, Dirichlet, Distribution, MultivariateNormal, Normal
+from torch.distributions import Distribution
 
-from laplace.enums import LinkApprox
-from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.gaussian import Gaussian
-from laplace.likelihoods.base import Likelihood
-from laplace.noise import standard_normal
-from laplace.predictive import decomposition as parts
+from laplace.positions import in_users_layout, unrolled
 from laplace.predictive.decomposition import Decomposition
-from laplace.predictive.latent import moments, needs_variances_only, with_noise
-from laplace.predictive.links import log_concentrations
-
-Draws = Callable[[], "torch.Generator | None"]
-"""The source of randomness of one quantity; None for the global one."""
-
-_BRIDGES = {str(LinkApprox.BRIDGE): False, str(LinkApprox.BRIDGE_NORM): True}
-"""Links with a Dirichlet, and whether the latents are rescaled first."""
-
-_T = TypeVar("_T")
-
-
-class GaussianSource(ABC):
-    """Latent outputs at some inputs that are Gaussian under the posterior.
-
-    Attributes:
-        create_graph: Whether results can be differentiated with respect to the inputs.
-    """
-
-    create_graph: bool
-
-    @abstractmethod
-    def mean(self) -> Tensor:
-        """Mean of the latents, `[B, C]`, without their covariance."""
-
-    @abstractmethod
-    def latent(self, form: str) -> Gaussian:
-        """Gaussian of the latents; `form` is `"full"`, `"diagonal"` or `"joint"`."""
-
-
-class SampleSource(ABC):
-    """Latent outputs at some inputs that are known by samples alone, so that their moments are those of the samples.
-
-    Attributes:
-        create_graph: Whether results can be differentiated with respect to the inputs.
-    """
-
-    create_graph: bool
-
-    @abstractmethod
-    def samples(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """Samples of the latents, `[n, B, C]`."""
-
-
-@dataclass(frozen=True)
-class PredictionOptions:
-    """What a prediction was asked for.
-
-    Attributes:
-        link: How latents become probabilities.
-        n_samples: Monte-Carlo samples.
-        form: `"full"`, `"diagonal"` or `"joint"`: the covariance of the latents.
-    """
-
-    link: str = "probit"
-    n_samples: int = 100
-    form: str = "full"
-
-
-def _lazy(compute: Callable[[Prediction], _T]) -> cached_property[_T]:
-    """A quantity that is computed when it is first read, whatever grad mode the reader is in."""
-
-    @functools.wraps(compute)
-    def run(self: Prediction) -> _T:
-        with torch.inference_mode(False), torch.set_grad_enabled(self.source.create_graph):
-            return compute(self)
-
-    return cached_property(run)
+from laplace.predictive.quantities import Quantities
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,92 +20,55 @@ class Prediction:
     The posterior is that of the call: hyper-parameters that are set afterwards change nothing here. Quantities that
     are drawn start from the same state of the generator, whichever is read first.
 
+    Of a network with positions, what is `[B, C]` below has the shape of its outputs (`[B, T, C]`, or `[B, C, H, W]`
+    with `channel_dim=1`), what is `[B]` has one number per position, and covariances, one per position, come last.
+
     Attributes:
-        source: The latent outputs.
-        likelihood: p(y | f).
-        sigma_noise: 0-dim or `[C]`.
-        options: Link, samples and form.
-        draws: Source of randomness.
+        rows: What computes, for every row (an input, or a position of one).
+        channel_dim: Where the network's outputs have their channels.
     """
 
-    source: GaussianSource | SampleSource
-    likelihood: Likelihood
-    sigma_noise: Tensor
-    options: PredictionOptions
-    draws: Draws
+    rows: Quantities
+    channel_dim: int = -1
 
     # Latents.
 
-    @_lazy
-    def latent_mean(self) -> Tensor:
-        """Mean of the network's outputs, `[B, C]`; alone it costs one forward pass (refined: one Jacobian more)."""
-        if isinstance(self.source, SampleSource):
-            return self.latent_samples.mean(0)
-        known = next((self.__dict__[name] for name in ("latent", "_variances") if name in self.__dict__), None)
-        return self.source.mean() if known is None else known.mean
-
-    @_lazy
+    @property
     def latent(self) -> Gaussian:
-        """Gaussian of the network's outputs, in the form that was asked for."""
-        return self._gaussian(self.options.form)
-
-    @_lazy
-    def _variances(self) -> Gaussian:
-        return self._gaussian("diagonal")
-
-    def _gaussian(self, form: str) -> Gaussian:
-        if isinstance(self.source, SampleSource):
-            return moments_of(self.latent_samples, form)
-        return self.source.latent(form)
+        """Gaussian of the network's outputs in the form that was asked for; of positions, one per row."""
+        return self.rows.latent
 
     @property
-    def _sampled(self) -> bool:
-        return isinstance(self.source, SampleSource)
+    def latent_mean(self) -> Tensor:
+        """Mean of the network's outputs, `[B, C]`; alone it costs one forward pass (refined: one Jacobian more)."""
+        return self._outputs(self.rows.latent_mean)
 
     @property
     def latent_covariance(self) -> Tensor:
         """Covariance of the outputs: `[B, C, C]`, `[B, C]` (`diagonal_output`) or `[B·C, B·C]` (`joint`)."""
-        return self.latent.covariance
+        return laid_out(self.rows.latent, self.channel_dim)[1]
 
-    @_lazy
+    @property
     def latent_variance(self) -> Tensor:
         """Variances of the outputs, without observation noise, `[B, C]`."""
-        return self.latent.variance if "latent" in self.__dict__ else self._variances.variance
+        return self._outputs(self.rows.latent_variance)
 
-    @_lazy
+    @property
     def latent_samples(self) -> Tensor:
         """Samples of the outputs, `[S, B, C]`."""
-        if isinstance(self.source, SampleSource):
-            return self.source.samples(self.options.n_samples, self.draws())
-        return self.latent.sample(self.options.n_samples, self.draws())
+        return self._outputs(self.rows.latent_samples, 1)
 
     # Targets.
 
-    @_lazy
+    @property
     def mean(self) -> Tensor:
         """Mean of the target, `[B, C]`: that of a regression, or probabilities."""
-        likelihood, options = self.likelihood, self.options
-        if likelihood.latent_prediction and likelihood.has_noise:
-            return self.latent_mean
-        joint = options.form == "joint" and options.link == LinkApprox.MC
-        if self._sampled or joint:
-            return likelihood.inverse_link(self.latent_samples).mean(0)
-        gaussian = self._read_by_link
-        return likelihood.predict(gaussian.mean, gaussian.covariance, options.link, options.n_samples, self.draws())
+        return self._outputs(self.rows.mean)
 
     @property
-    def _read_by_link(self) -> Gaussian:
-        """The Gaussian in the form that the link reads."""
-        options, independent = self.options, self.likelihood.independent_outputs
-        if needs_variances_only(options.link, independent=independent):
-            return self._variances
-        if options.form == "joint":
-            return self._gaussian("full")
-        return self._variances if options.form == "diagonal" and options.link == LinkApprox.MC else self._whole
-
-    @_lazy
-    def _whole(self) -> Gaussian:
-        return self.latent if self.options.form == "full" else self._gaussian("full")
+    def sigma_noise(self) -> Tensor:
+        """σ at the time of the call, 0-dim or `[C]`."""
+        return self.rows.sigma_noise
 
     @property
     def probabilities(self) -> Tensor:
@@ -191,45 +77,36 @@ class Prediction:
         Raises:
             UnsupportedError: The target has none (a regression, single rewards).
         """
-        self._require("probabilities", "class", "binary")
-        return self.mean
+        return self._outputs(self.rows.probabilities)
 
-    @_lazy
+    @property
     def probability_samples(self) -> Tensor:
         """Samples of the probabilities, `[S, B, C]`: p(y | f) at `latent_samples`.
 
         Raises:
             UnsupportedError: The target has none.
         """
-        self._require("probability_samples", "class", "binary")
-        return self.likelihood.inverse_link(self.latent_samples)
+        return self._outputs(self.rows.probability_samples, 1)
 
-    @_lazy
+    @property
     def variance(self) -> Tensor:
         """Variance of the target, `[B, C]`: with observation noise, or p (1 − p) of an indicator.
 
         Raises:
             UnsupportedError: The likelihood does not say what a prediction means for the target.
         """
-        kind = self._require("variance", "real", "class", "binary")
-        if kind == "real":
-            return self.latent_variance + self.sigma_noise.square()
-        return self.mean * (1 - self.mean)
+        return self._outputs(self.rows.variance)
 
-    @_lazy
+    @property
     def entropy(self) -> Tensor:
         """Entropy of the predictive distribution of the target in nats, `[B]`: of `probabilities`, or differential.
 
         Raises:
             UnsupportedError: The likelihood does not say what a prediction means for the target.
         """
-        kind = self._require("entropy", "real", "class", "binary")
-        if kind == "real":
-            return self.decomposition.predictive_entropy
-        terms = torch.special.entr(self.mean)
-        return (terms if kind == "class" else terms + torch.special.entr(1 - self.mean)).sum(1)
+        return self._inputs(self.rows.entropy)
 
-    @_lazy
+    @property
     def decomposition(self) -> Decomposition:
         """Aleatoric and epistemic parts, in variances and entropies.
 
@@ -240,24 +117,9 @@ class Prediction:
         Raises:
             UnsupportedError: The likelihood does not say what a prediction means for the target.
         """
-        kind = self._require("decomposition", "real", "class", "binary")
-        if kind == "real":
-            form = "diagonal" if self.options.form == "diagonal" else "full"
-            return parts.of_gaussian(self._variances if form == "diagonal" else self._whole, self.sigma_noise)
-        if kind == "binary":
-            if self._sampled:
-                return parts.of_binary_samples(self.probability_samples)
-            return parts.of_binary_gaussian(
-                self._variances.mean, self._variances.covariance, self.likelihood.inverse_link
-            )
-        if self.options.link in _BRIDGES and not self._sampled:
-            return parts.of_dirichlet(self._log_concentrations, self._whole.mean.dtype)
-        return parts.of_class_samples(self.probability_samples)
-
-    @property
-    def _log_concentrations(self) -> Tensor:
-        gaussian = self._whole
-        return log_concentrations(gaussian.mean, gaussian.covariance, normalise=_BRIDGES[self.options.link])
+        found = self.rows.decomposition
+        values = (getattr(found, field.name) for field in fields(found))
+        return Decomposition(*(self._outputs(value) if value.ndim == 2 else self._inputs(value) for value in values))
 
     def interval(self, level: float = 0.95, *, observation_noise: bool = True) -> tuple[Tensor, Tensor]:
         """Central credible interval of every output, `[B, C]` each: lower and upper ends.
@@ -273,28 +135,8 @@ class Prediction:
             InvalidArgument: A level that is no probability.
             UnsupportedError: The likelihood does not say what a prediction means for the target.
         """
-        if not 0 < level < 1:
-            raise InvalidArgument(f"level={level}; it must lie in (0, 1), e.g. 0.95.")
-        kind = self._require("interval", "real", "class", "binary")
-        with torch.inference_mode(False), torch.set_grad_enabled(self.source.create_graph):
-            if kind == "class" or self._sampled:
-                values = self._noisy_samples(observation_noise) if kind == "real" else self.probability_samples
-                ends = values.new_tensor([0.5 - 0.5 * level, 0.5 + 0.5 * level])
-                lower, upper = torch.quantile(values, ends, dim=0).unbind(0)
-                return lower, upper
-            variance = self.variance if kind == "real" and observation_noise else self.latent_variance
-            half = variance.clamp(min=0).sqrt() * torch.erfinv(variance.new_tensor(level)) * 2**0.5
-            lower, upper = self.latent_mean - half, self.latent_mean + half
-            if kind == "real":
-                return lower, upper
-            return self.likelihood.inverse_link(lower), self.likelihood.inverse_link(upper)
-
-    def _noisy_samples(self, observation_noise: bool) -> Tensor:
-        samples = self.latent_samples
-        if not observation_noise:
-            return samples
-        noise = standard_normal(tuple(samples.shape), samples, _another(self.draws()))
-        return samples + self.sigma_noise * noise
+        lower, upper = self.rows.interval(level, observation_noise=observation_noise)
+        return self._outputs(lower), self._outputs(upper)
 
     def distribution(self, of: str = "target") -> Distribution:
         """The predictive as a distribution of PyTorch.
@@ -305,8 +147,9 @@ class Prediction:
         | `"latent"` | `MultivariateNormal` (`Normal`) of f | the same | the same |
         | `"probabilities"` | – | `Dirichlet`, with the bridge links | – |
 
-        Batch shape `[B]` (`Normal` and `Bernoulli`: `[B, C]`; with `joint` none, and events `[B·C]`). Of sampled
-        latents the Gaussians are those with their moments.
+        Batch shape `[B]` (`Normal` and `Bernoulli`: `[B, C]`; with `joint` none, and events `[B·C]`), with positions
+        `[B, *positions]`, wherever the channels of the network are. Of sampled latents the Gaussians are those with
+        their moments.
 
         Args:
             of: `"target"`, `"latent"` or `"probabilities"`.
@@ -316,77 +159,28 @@ class Prediction:
             UnsupportedError: There is no such distribution for this likelihood, link or predictive.
             CurvatureError: The covariance is singular.
         """
-        if of == "latent":
-            return _normal(self.latent)
-        if of == "probabilities":
-            return self._dirichlet()
-        if of != "target":
-            raise InvalidArgument(f"of={of!r}; accepted are 'target', 'latent' and 'probabilities'.")
-        kind = self._require("distribution", "real", "class", "binary")
-        if kind == "real":
-            return _normal(with_noise(self.latent, self.sigma_noise))
-        return Categorical(probs=self.mean) if kind == "class" else Bernoulli(probs=self.mean.clamp(0, 1))
+        return self.rows.distribution(of)
 
-    def _dirichlet(self) -> Dirichlet:
-        kind = self._require("distribution('probabilities')", "class", "binary")
-        if kind != "class" or self.options.link not in _BRIDGES or self._sampled:
-            raise UnsupportedError(
-                f"there is no distribution of the probabilities for likelihood={self.likelihood.name!r} with "
-                f"link_approx={self.options.link!r}; classification with pred_type='glm' has a Dirichlet with "
-                "link_approx='bridge' or 'bridge_norm', and probability_samples otherwise."
-            )
-        with torch.inference_mode(False), torch.set_grad_enabled(self.source.create_graph):
-            return Dirichlet(parts.bounded(self._log_concentrations))
+    # Shapes.
 
-    def _require(self, what: str, *kinds: str) -> str:
-        """The kind of target, if it is one of these.
+    def _outputs(self, rows: Tensor, lead: int = 0) -> Tensor:
+        """Rows `[*lead, B, C]` in the shape of the network's outputs."""
+        return in_users_layout(unrolled(rows, self.rows.positions, lead), self.channel_dim, lead)
 
-        Raises:
-            UnsupportedError: It is not.
-        """
-        kind = self.likelihood.target_kind
-        rewards = kind == "class" and self.latent_mean.shape[1] == 1
-        if kind not in kinds or rewards:
-            given = "single rewards" if rewards else f"likelihood={self.likelihood.name!r} (target_kind={kind!r})"
-            raise UnsupportedError(
-                f"{what} has no meaning for {given}; it is defined for targets of the kinds {list(kinds)}. mean, "
-                "latent_mean, latent_covariance and latent_samples always are."
-            )
-        return kind
+    def _inputs(self, rows: Tensor) -> Tensor:
+        return unrolled(rows, self.rows.positions)
 
 
-def moments_of(samples: Tensor, form: str) -> Gaussian:
-    """The Gaussian with the moments of samples `[S, B, C]`; covariances are unbiased.
+def laid_out(gaussian: Gaussian, channel_dim: int) -> tuple[Tensor, Tensor]:
+    """Mean and covariance of a Gaussian over rows, in the shape of the network's outputs.
 
-    Raises:
-        InvalidArgument: One sample, which has no variance.
+    Returns:
+        `[B, *positions, C]` with the channels where the network has them, and variances of that shape or covariances
+        `[B, *positions, C, C]`; of a joint Gaussian `[B·C]` and `[B·C, B·C]`.
     """
-    mean, variance = moments(samples)
-    if form == "diagonal":
-        return Gaussian(mean, variance)
-    centred = samples - mean
-    if form == "joint":
-        rows = centred.flatten(1)
-        return Gaussian(mean, rows.T @ rows / (len(samples) - 1))
-    return Gaussian(mean, torch.einsum("sbc,sbd->bcd", centred, centred) / (len(samples) - 1))
-
-
-def _normal(gaussian: Gaussian) -> Normal | MultivariateNormal:
+    if gaussian.is_joint:
+        return gaussian.mean.flatten(), gaussian.covariance
+    mean, covariance = (unrolled(part, gaussian.positions) for part in (gaussian.mean, gaussian.covariance))
     if gaussian.is_diagonal:
-        return Normal(gaussian.mean, gaussian.covariance.clamp(min=torch.finfo(gaussian.mean.dtype).tiny).sqrt())
-    root, info = torch.linalg.cholesky_ex(gaussian.covariance)
-    if bool((info != 0).any()):
-        raise CurvatureError(
-            "the covariance of the outputs is singular, so that they have no density; ask for diagonal_output=True, or "
-            "draw samples (latent_samples), which always exist."
-        )
-    mean = gaussian.mean.flatten() if gaussian.is_joint else gaussian.mean
-    return MultivariateNormal(mean, scale_tril=root)
-
-
-def _another(generator: torch.Generator | None) -> torch.Generator | None:
-    """A generator of numbers other than those that this one gives."""
-    if generator is None:
-        return None
-    seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
-    return torch.Generator(device=generator.device).manual_seed(seed)
+        covariance = in_users_layout(covariance, channel_dim)
+    return in_users_layout(mean, channel_dim), covariance

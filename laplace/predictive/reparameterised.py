@@ -27,8 +27,9 @@ from laplace.curvature.native.layers import rule_for
 from laplace.errors import UnsupportedError
 from laplace.lending import lent
 from laplace.noise import standard_normal
+from laplace.positions import OutputRows
 from laplace.predictive.latent import with_arguments
-from laplace.predictive.prediction import SampleSource
+from laplace.predictive.quantities import SampleSource
 from laplace.weights.problem import Problem
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -58,7 +59,7 @@ class ReparameterisedOutputs(SampleSource):
     create_graph: bool
     check: Callable[[], None]
 
-    def samples(self, n: int, generator: torch.Generator | None) -> Tensor:
+    def samples(self, n: int, generator: torch.Generator | None) -> OutputRows:
         self.check()
         problem = with_arguments(self.problem, self.model_kwargs)
         layers = self.layers()
@@ -76,7 +77,7 @@ class ReparameterisedOutputs(SampleSource):
                 drawn.append(problem.run(problem.substituted(theta), x))
                 self._require_once(layers, fired)
         samples = torch.stack(drawn)
-        return samples.to(torch.promote_types(samples.dtype, torch.float32))
+        return OutputRows.of(samples.to(torch.promote_types(samples.dtype, torch.float32)), 1)
 
     def layers(self) -> dict[nn.Module, dict[str, Tensor]]:
         """Layers that get noise, with the variances of their weight and bias in the tensors' shapes."""

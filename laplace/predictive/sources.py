@@ -12,8 +12,9 @@ from torch import Tensor
 from laplace.batch import Inputs
 from laplace.curvature.engine import CurvatureEngine
 from laplace.gaussian import Gaussian
+from laplace.positions import OutputRows
 from laplace.predictive import latent
-from laplace.predictive.prediction import GaussianSource, SampleSource
+from laplace.predictive.quantities import GaussianSource, SampleSource
 from laplace.structures.base import Precision
 
 
@@ -37,7 +38,7 @@ class LinearisedOutputs(GaussianSource):
     create_graph: bool
     check: Callable[[], None]
 
-    def mean(self) -> Tensor:
+    def mean(self) -> OutputRows:
         self.check()
         if self.step is not None:
             return latent.linearised_mean(self.engine, self.x, self.step, create_graph=self.create_graph)
@@ -72,8 +73,8 @@ class SampledOutputs(SampleSource):
     create_graph: bool
     check: Callable[[], None]
 
-    def samples(self, n: int, generator: torch.Generator | None) -> Tensor:
+    def samples(self, n: int, generator: torch.Generator | None) -> OutputRows:
         thetas = self.thetas(n, generator)
         self.check()
         run = latent.sampler(self.engine, self.centre, self.x, self.model_kwargs, create_graph=self.create_graph)
-        return run(thetas)
+        return OutputRows.of(run(thetas), 1)

@@ -15,6 +15,7 @@ from laplace.curvature.native.engine import NativeEngine
 from laplace.curvature.native.products import Linearised
 from laplace.errors import InvalidData
 from laplace.fitting import without_ignored
+from laplace.positions import require_none
 
 KEPT_BYTES = 2**28
 """Bytes of graphs or features that are kept from one product to the next: fixed, as results must not depend on it."""
@@ -97,10 +98,12 @@ class LinearBatch:
         if self.engine.problem.head is not None:
             parts = list(self.engine.jacobian(self.x))
             if parts and all(jacobian.is_head for jacobian, _ in parts):
+                require_none(parts[0][0].positions, "a refinement")
                 self._outputs = torch.cat([f for _, f in parts])
                 found = [jacobian.head_features() for jacobian, _ in parts]
                 return HeadMap(torch.cat([phi for phi, _ in found]).double(), found[0][1])
         linear = self.engine.linear(self.x)
+        require_none(tuple(linear.f.shape[1:-1]), "a refinement")
         self._outputs = linear.f
         return GraphMap(linear)
 

@@ -102,20 +102,23 @@ class Candidates:
         link, likelihood = self.predictive.link_approx, self.la.likelihood_object
         return self.as_latent or (link in likelihood.links and link != LinkApprox.MC)
 
-    def prepare(self, x: Inputs) -> tuple[Predict, Tensor]:
+    def prepare(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
         """Runs the network on a batch.
 
         Returns:
-            The predictions of consecutive candidates, and the outputs `[B, C]`.
+            The predictions of consecutive candidates, the outputs `[B, C]`, and the dimensions of their positions: with
+            some, B are rows, data × positions.
         """
         if self.predictive.pred_type == PredType.NN:
             return self._sampled(x)
         x = batches.to_device(x, self.la.problem.device)
         with closing(latent.shifted(self.la.engine.jacobian(x), self.la.refined_step)) as pieces:
-            parts = [(self.scan.variances(jacobian, diagonal=self.diagonal), f) for jacobian, f in pieces]
-        mean = torch.cat([f for _, f in parts]).to(self.priors.dtype)
-        variances = [function for function, _ in parts]
-        return lambda group: self._linearised(mean, variances, group), mean
+            parts = [
+                (self.scan.variances(jacobian, diagonal=self.diagonal), f, jacobian.positions) for jacobian, f in pieces
+            ]
+        mean = torch.cat([f for _, f, _ in parts]).to(self.priors.dtype)
+        variances = [function for function, _, _ in parts]
+        return lambda group: self._linearised(mean, variances, group), mean, parts[0][2]
 
     def _linearised(self, mean: Tensor, functions: list[VarianceAt], group: slice) -> Prediction:
         variance = self._variances(functions, group)
@@ -153,18 +156,19 @@ class Candidates:
     def _draws(self) -> torch.Generator:
         return torch.Generator(device=self.priors.device).manual_seed(self.seed)
 
-    def _sampled(self, x: Inputs) -> tuple[Predict, Tensor]:
+    def _sampled(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
         la = self.la
         latent.refuse_refined(la.refined_step, la.engine.problem)
         run = latent.sampler(la.engine, la.expansion_point, x, {})
 
         def predict(group: slice) -> Prediction:
-            samples = run(la.mean + self._step(group.start))
+            samples = run(la.mean + self._step(group.start)).flatten(1, -2)
             if self.as_latent:
                 return latent.moments(samples)
             return la.likelihood_object.inverse_link(samples).mean(0)
 
-        return predict, run(la.mean.unsqueeze(0))[0]
+        outputs = run(la.mean.unsqueeze(0))[0]
+        return predict, outputs.flatten(0, -2), tuple(outputs.shape[1:-1])
 
     def _step(self, i: int) -> Tensor:
         """Samples of θ − θ* of one candidate `[S, P]`, kept for the next batch where all of them together are small."""

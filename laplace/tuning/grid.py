@@ -18,7 +18,7 @@ from laplace.tuning.objectives import Objective, Running
 from laplace.tuning.scores import Prediction
 from laplace.tuning.settings import Setting
 from laplace.tuning.subject import CandidateSet, Subject
-from laplace.tuning.validation import Validation, entropy_of
+from laplace.tuning.validation import Validation, at_rows, checked_rows, entropy_of, rows_that_count
 
 _RANGES = {"prior_precision": (-4, 4), "sigma_noise": (-2, 2), "temperature": (-2, 2)}
 """Exponents of 10 between which a grid lies that the caller does not give."""
@@ -154,10 +154,10 @@ class Losses:
 
     def update(self, x: Inputs, y: Tensor | None) -> None:
         """Takes in one batch; without targets, one of foreign inputs."""
-        predict, f = self.candidates.prepare(x)
-        likelihood = self.candidates.la.likelihood_object
-        y = torch.zeros(len(f), dtype=torch.long, device=f.device) if y is None else likelihood.check_targets(f, y)
-        self.n_data += len(y)
+        predict, f, positions = self.candidates.prepare(x)
+        y = checked_rows(self.candidates.la, f, y, positions)
+        kept = rows_that_count(self.candidates.la.likelihood_object, y, positions)
+        self.n_data += len(y) if kept is None else len(kept)
         if not self._groups:
             self._groups = self.candidates.groups(len(f))
             parts = self._groups if self._together else [slice(i, i + 1) for i in range(len(self.candidates.settings))]
@@ -167,7 +167,8 @@ class Losses:
             if prediction is None:
                 self._failed.add(part.start)
             else:
-                running.update(prediction, y, self.candidates.settings[part.start].sigma_noise)
+                sigma = self.candidates.settings[part.start].sigma_noise
+                running.update(at_rows(prediction, kept), y if kept is None else y[kept], sigma)
 
     def _predicted(self, predict: Predict, group: slice) -> list[Prediction | None]:
         """The predictions of a group, as one or candidate by candidate; None where a posterior does not exist."""

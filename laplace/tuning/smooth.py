@@ -31,7 +31,7 @@ from laplace.tuning.objectives import Objective
 from laplace.tuning.scores import Prediction
 from laplace.tuning.settings import Coordinates, Setting
 from laplace.tuning.subject import Subject
-from laplace.tuning.validation import Validation, entropy_of
+from laplace.tuning.validation import Validation, at_rows, checked_rows, entropy_of, rows_that_count
 
 if TYPE_CHECKING:
     from laplace.parametric import ParametricLaplace
@@ -45,11 +45,18 @@ class Batch:
         jacobians: Of consecutive parts.
         mean: Outputs, `[B, C]`.
         y: Checked targets; zeros `[B]` of foreign inputs.
+        kept: Rows that count, of outputs with positions; None for all.
     """
 
     jacobians: list[Jacobian]
     mean: Tensor
     y: Tensor
+    kept: Tensor | None = None
+
+    @property
+    def n_data(self) -> int:
+        """Data that count."""
+        return len(self.y) if self.kept is None else len(self.kept)
 
 
 class SmoothLoss:
@@ -153,7 +160,7 @@ class SmoothLoss:
             return loss
         outside = variances[len(self.data) :]
         entropy = self._mean_of(self.entropy, self.foreign, outside, setting.sigma_noise, weights)
-        ratio = sum(len(batch[0].y) for batch in self.foreign) / sum(len(batch[0].y) for batch in self.data)
+        ratio = sum(batch[0].n_data for batch in self.foreign) / sum(batch[0].n_data for batch in self.data)
         return loss - self.validation.ood_weight * ratio * entropy
 
     def _mean_of(
@@ -167,7 +174,8 @@ class SmoothLoss:
         running = objective.fresh()
         for batch, found in zip(data, variances, strict=True):
             predictions = [self._predicted(part, variance) for part, variance in zip(batch, found, strict=True)]
-            running.update(mixed(predictions, weights), batch[0].y, sigma)
+            y, kept = batch[0].y, batch[0].kept
+            running.update(at_rows(mixed(predictions, weights), kept), y if kept is None else y[kept], sigma)
         return running.result()
 
     def _predicted(self, batch: Batch, variance: Tensor) -> Prediction:
@@ -195,9 +203,9 @@ def _passed(la: ParametricLaplace, x: Inputs, y: Tensor | None) -> Batch:
     with closing(latent.shifted(la.engine.jacobian(x), la.refined_step)) as pieces:
         parts = list(pieces)
     mean = torch.cat([f for _, f in parts]).to(la.prior_precision.dtype)
-    none = torch.zeros(len(mean), dtype=torch.long, device=mean.device)
-    y = none if y is None else la.likelihood_object.check_targets(mean, y)
-    return Batch([jacobian for jacobian, _ in parts], mean, y)
+    positions = parts[0][0].positions
+    y = checked_rows(la, mean, y, positions)
+    return Batch([jacobian for jacobian, _ in parts], mean, y, rows_that_count(la.likelihood_object, y, positions))
 
 
 def _pieces(jacobians: list[Jacobian]) -> Iterator[Tensor]:

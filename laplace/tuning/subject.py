@@ -39,8 +39,8 @@ class CandidateSet(Protocol):
         """Consecutive candidates that are predicted together."""
         ...
 
-    def prepare(self, x: Inputs) -> tuple[Predict, Tensor]:
-        """Runs the networks on a batch: predictions of consecutive candidates, and outputs `[B, C]`."""
+    def prepare(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
+        """Runs the networks on a batch: predictions of consecutive candidates, outputs `[B, C]`, their positions."""
         ...
 
 
@@ -132,16 +132,16 @@ class MixedCandidates:
         """Consecutive candidates that are predicted together: as many as the largest component allows."""
         return min((part.groups(n_data) for part in self.parts), key=lambda groups: groups[0].stop)
 
-    def prepare(self, x: Inputs) -> tuple[Predict, Tensor]:
-        """Runs every network on a batch: mixed predictions of consecutive candidates, and outputs `[B, C]`."""
+    def prepare(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
+        """Runs every network on a batch: mixed predictions of consecutive candidates, outputs `[B, C]`, positions."""
         prepared = [part.prepare(x) for part in self.parts]
 
         def predict(group: slice) -> Prediction:
             weights = self.weights[:, group]
             one = group.stop - group.start == 1
-            return mixed([predict_one(group) for predict_one, _ in prepared], weights[:, 0] if one else weights)
+            return mixed([predict_one(group) for predict_one, *_ in prepared], weights[:, 0] if one else weights)
 
-        return predict, prepared[0][1]
+        return predict, *prepared[0][1:]
 
 
 def log_mean_exp(values: Tensor) -> Tensor:
