@@ -235,7 +235,9 @@ def check_claims(scores: Scores) -> list[str]:
         a, b = average(scores[small][measure]), average(scores[large][measure])
         lines.append(f"{'holds' if a < b else 'FAILS'}  {text}: {measure}, {small} < {large}: {a:.4g}, {b:.4g}")
     a, b = average(scores["GLM"]["epistemic near"]), average(scores["GLM"]["epistemic far"])
-    lines.append(f"{'holds' if a < b else 'FAILS'}  GLM: epistemic uncertainty grows away from the data: {a:.4g}, {b:.4g}")
+    lines.append(
+        f"{'holds' if a < b else 'FAILS'}  GLM: epistemic uncertainty grows away from the data: {a:.4g}, {b:.4g}"
+    )
     return lines
 
 

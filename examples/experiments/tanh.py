@@ -187,9 +187,7 @@ def run(seed: int, x: Tensor, n_grid: int, n_samples: int) -> dict[str, Outcome]
     generator = torch.Generator().manual_seed(seed)
     model = find_map(seed)
     exact = truth(x, n_grid, n_samples, generator)
-    found = {
-        name: approximate(method, model, x, exact.mean, n_samples, generator) for name, method in METHODS.items()
-    }
+    found = {name: approximate(method, model, x, exact.mean, n_samples, generator) for name, method in METHODS.items()}
     return {**found, "truth": exact}
 
 
