@@ -150,7 +150,7 @@ def posterior(method: Method, model: nn.Module, data: Points, prior_precision: f
 
 
 def maps(la: ParametricLaplace, method: Method, x: Tensor, n_samples: int, seed: int) -> Maps:
-    """The predictive at x. The mean is over samples of f; for "glm" the parts are by quadrature, and nothing is drawn."""
+    """The predictive at x. The mean is over samples of f, the parts of "glm" are by quadrature."""
     generator = torch.Generator().manual_seed(seed)
     prediction = la.predict(x, method.pred_type, n_samples=n_samples, link_approx="mc", generator=generator)
     parts = prediction.decomposition

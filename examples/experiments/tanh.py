@@ -1,12 +1,12 @@
 """Why predictions of sampled weights underfit and those of the linearised network do not: six points, two weights.
 
-Appendix B.1 of Immer et al. (2021), figures B.1 and B.2: inputs −6, −4, −2 of class 0 and 2, 4, 6 of class 1, the network
-f = 5 tanh(wx + b) and the prior N(0, 1) of w and b. Gaussian posteriors put mass on slopes w < 0, which the data rule
-out. Networks with such weights predict the other class, and a mean over sampled weights underfits ("nn"); the linearised
-network of the same posterior does not ("glm"). The truth is had by quadrature over (w, b) on a grid. The damping of Ritter
-et al. (2018), (Q + √δ) ⊗ (W + √δ), is taken twice: of the exact GGN, which with one row of weights is Q ⊗ W with Q = 1,
-so that with δ = 1 the precision is 2 GGN + 2; and of the Kronecker factors that `hessian_structure="kron"` sums over the
-data, whose product is larger than the GGN.
+Appendix B.1 of Immer et al. (2021), figures B.1 and B.2: inputs −6, −4, −2 of class 0 and 2, 4, 6 of class 1, the
+network f = 5 tanh(wx + b) and the prior N(0, 1) of w and b. Gaussian posteriors put mass on slopes w < 0, which the data
+rule out. Networks with such weights predict the other class, and a mean over sampled weights underfits ("nn"); the
+linearised network of the same posterior does not ("glm"). The truth is had by quadrature over (w, b) on a grid. The
+damping of Ritter et al. (2018), (Q + √δ) ⊗ (W + √δ), is taken twice: of the exact GGN, which with one row of weights is
+Q ⊗ W with Q = 1, so that with δ = 1 the precision is 2 GGN + 2; and of the Kronecker factors that
+`hessian_structure="kron"` sums over the data, whose product is larger than the GGN.
 
     python examples/experiments/tanh.py            # 3 seeds
     python examples/experiments/tanh.py --small    # a coarse grid and few samples, to try it out
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +122,7 @@ def true_posterior(n: int) -> tuple[Tensor, Tensor]:
 
 
 def logits_at(weights: Tensor, x: Tensor) -> Tensor:
-    """f at B inputs for S pairs (w, b), `[S, B]`."""
+    """Outputs at B inputs for S pairs (w, b), `[S, B]`."""
     return 5 * torch.tanh(weights[:, :1] * x + weights[:, 1:])
 
 
@@ -209,7 +210,7 @@ def check_claims(scores: Scores) -> list[str]:
     def ordered(text: str, key: str, *names: str) -> None:
         """The numbers of these methods rise from one to the next."""
         values = [number[name][key] for name in names]
-        claim(text, all(a < b for a, b in zip(values, values[1:], strict=False)), *values)
+        claim(text, all(a < b for a, b in pairwise(values)), *values)
 
     mass = number["truth"]["p(w<0)"]
     claim("the truth puts no mass on w < 0 (below 0.001)", mass < 1e-3, mass)
@@ -258,7 +259,7 @@ def bands(axes: Axes, x: Tensor, samples: Tensor, mean: Tensor | None = None) ->
 
 
 def draw(outcomes: dict[str, Outcome], x: Tensor, output: Path) -> None:
-    """Saves figure B.2, with a row of the right part of figure B.1: weights, logits, probabilities, p(y = 1 | x = 3)."""
+    """Saves figure B.2, and the right part of figure B.1 as its last row."""
     figure, axes = new_figure(n_columns=len(outcomes), n_rows=4, width=2.6, height=2.2)
     rows = [axes[i : i + len(outcomes)] for i in range(0, len(axes), len(outcomes))]
     at_query = int((x - X_QUERY).abs().argmin())

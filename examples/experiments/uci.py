@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from sklearn.datasets import load_breast_cancer, load_digits
 from sklearn.model_selection import train_test_split
@@ -127,7 +128,7 @@ def make_split(task: Task, size: Size, seed: int) -> Split:
     x, y = x[: size.n_data], y[: size.n_data]
     x, x_rest, y, y_rest = train_test_split(x, y, train_size=0.7, stratify=y, random_state=seed)
     x_one, x_two, y_one, y_two = train_test_split(x_rest, y_rest, train_size=0.5, stratify=y_rest, random_state=seed)
-    mean, spread = x.mean(0), x.std(0)
+    mean, spread = np.mean(x, axis=0), np.std(x, axis=0)
     spread[spread == 0] = 1
     parts = ((x, y), (x_one, y_one), (x_two, y_two))
     scaled = [Part(torch.tensor((a - mean) / spread, dtype=torch.float64), torch.tensor(b)) for a, b in parts]

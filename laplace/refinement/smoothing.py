@@ -16,7 +16,7 @@ from laplace.noise import standard_normal
 
 _HERMITE = 32
 _WIDE = 2.0
-"""Standard deviation of an output up to which `_HERMITE` points are as exact as needed: their distance is half of it."""
+"""Standard deviation of an output up to which `_HERMITE` points, about half of one apart, are as exact as needed."""
 _REACH = 8.0
 _MOST = 513
 
@@ -25,9 +25,9 @@ _MOST = 513
 class Smoothing:
     """Points of a standard normal with weights: the same for all data, so that results depend on no order.
 
-    Where the likelihood acts on every output alone one dimension is enough: Gauss–Hermite points, or, for outputs with a
-    large standard deviation s, those of the trapezoidal rule, one unit of f apart. With the poles of a sigmoid at ±iπ the
-    error of that is about exp(−2π²) (Trefethen and Weideman, 2014). Else pairs ε, −ε of random numbers.
+    Where the likelihood acts on every output alone one dimension is enough: Gauss–Hermite points, or, for outputs with
+    a large standard deviation, those of the trapezoidal rule, one unit of f apart. With the poles of a sigmoid at ±iπ
+    its error is about exp(−2π²) (Trefethen and Weideman, 2014). Else pairs ε, −ε of random numbers.
 
     Attributes:
         points: `[S, 1]` (shared by the outputs) or `[S, C]`.
