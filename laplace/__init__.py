@@ -22,6 +22,8 @@ from laplace.function_space import (  # noqa: E402
     BaseFunctionalLaplace,
     FunctionalLaplace,
     FunctionalLLLaplace,
+    LLVaLLA,
+    VaLLA,
 )
 from laplace.named import (  # noqa: E402
     BlockLaplace,
@@ -76,6 +78,7 @@ __all__ = [
     "KronLaplace",
     "KronSubnetLaplace",
     "LLLaplace",
+    "LLVaLLA",
     "Laplace",
     "Likelihood",
     "LinkApprox",
@@ -92,5 +95,6 @@ __all__ = [
     "SubnetLaplace",
     "SubsetOfWeights",
     "TuningMethod",
+    "VaLLA",
     "marglik_training",
 ]

@@ -166,3 +166,15 @@ def latent(output: Any) -> Tensor:
         f"the model returned {type(output).__name__}; it must return a tensor [B, C] or an object with `.logits`. "
         "Pass forward_fn=lambda model, x: ... to say which tensor is meant."
     )
+
+
+def plain(x: Inputs) -> Any:
+    """Inputs as a state may hold them: a tensor, a dict, or a list for a tuple."""
+    if isinstance(x, Tensor):
+        return x
+    return dict(x) if isinstance(x, Mapping) else list(x)
+
+
+def from_plain(state: Any) -> Inputs:
+    """The inputs of a state."""
+    return tuple(state) if isinstance(state, list) else state

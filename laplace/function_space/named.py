@@ -82,7 +82,7 @@ class FunctionalLaplace(BaseFunctionalLaplace):
         forward_fn: ForwardFn | None = None,
     ) -> None:
         options = _options(n_subset, seed, selection, independent_outputs, prior_factor)
-        _require_ggn(backend, backend_kwargs)
+        require_ggn(backend, backend_kwargs)
         BaseFunctionalLaplace.__init__(
             self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
             dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=options,
@@ -121,7 +121,7 @@ class FunctionalLLLaplace(FunctionalLaplace):
         forward_fn: ForwardFn | None = None,
     ) -> None:
         options = _options(n_subset, seed, selection, independent_outputs, prior_factor)
-        _require_ggn(backend, backend_kwargs)
+        require_ggn(backend, backend_kwargs)
         BaseFunctionalLaplace.__init__(
             self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
             dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=options,
@@ -190,7 +190,7 @@ class ELLA(BaseFunctionalLaplace):
         *,
         forward_fn: ForwardFn | None = None,
     ) -> None:
-        _require_ggn(backend, backend_kwargs)
+        require_ggn(backend, backend_kwargs)
         BaseFunctionalLaplace.__init__(
             self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
             dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn,
@@ -226,7 +226,7 @@ class LLELLA(ELLA):
         *,
         forward_fn: ForwardFn | None = None,
     ) -> None:
-        _require_ggn(backend, backend_kwargs)
+        require_ggn(backend, backend_kwargs)
         BaseFunctionalLaplace.__init__(
             self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
             dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn,
@@ -242,7 +242,7 @@ def _options(
     return dict(vars(options))
 
 
-def _require_ggn(backend: Backend, backend_kwargs: Options) -> None:
+def require_ggn(backend: Backend, backend_kwargs: Options) -> None:
     """Raises for curvature that is no Σ J Λ J with the exact Λ.
 
     Raises:

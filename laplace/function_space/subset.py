@@ -96,19 +96,19 @@ class Pool:
         if self.seen < self.size:
             raise InvalidData(
                 f"{self.size} data are to be kept, but the loader gave only {self.seen} that count; give a smaller "
-                "n_subset (or subsample_size)."
+                "n_subset (subsample_size, num_inducing)."
             )
         pending: Rows | None = None
         for rows in self._rows:
-            joined = None if pending is None else _joined(pending, rows, self._longest)
-            if joined is None and pending is not None:
+            both = None if pending is None else joined(pending, rows, self._longest)
+            if both is None and pending is not None:
                 yield pending
-            pending = joined or rows
+            pending = both or rows
         if pending is not None:
             yield pending
 
 
-def _joined(first: Rows, second: Rows, longest: int) -> Rows | None:
+def joined(first: Rows, second: Rows, longest: int) -> Rows | None:
     """Both, or None where their inputs have other shapes or parts that are no rows, or they are too many."""
     if len(first) + len(second) > longest or type(first.x) is not type(second.x):
         return None

@@ -35,6 +35,10 @@ class Precision(ABC):
     def logdet_ratio(self) -> Tensor:
         """Log det P − log det P₀, 0-dim: with a scalar prior Σ log(1 + sλ/δ), which cancels nothing."""
 
+    def slack(self) -> Tensor | float:
+        """tr(P₀ P⁻¹) + tr(s·H P⁻¹) − P, 0-dim, which is 0 for P = s·H + P₀: twice what an evidence lower bound lacks."""
+        return 0.0
+
     @abstractmethod
     def quad(self, vectors: Tensor) -> Tensor:
         """vᵀ P v of vectors `[..., P]`, `[...]`."""
