@@ -93,8 +93,11 @@ DEFAULTS = {
     "Sweep": {"counted"},
     # Posteriors over functions have another default predictive, and its name.
     "ParametricLaplace": {"functional_samples", "predictive_samples", "optimize_prior_precision"},
-    # The gradient of a quadratic form is right for every precision; most have a cheaper product.
-    "Precision": {"product"},
+    # The gradient of a quadratic form is right for every precision; most have a cheaper product. The evidence of a
+    # posterior that is no Laplace approximation of all data is a lower bound, which lacks something.
+    "Precision": {"product", "slack"},
+    # Most posteriors are sums over data; one that is trained takes the options of its training.
+    "WeightFit": {"fit"},
 }
 
 

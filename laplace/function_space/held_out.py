@@ -1,17 +1,26 @@
-"""How well a posterior predicts data that it has not seen, while it is being fitted."""
+"""How well a posterior predicts data that it has not seen: while it is fitted, and at given hyper-parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from laplace import tuning
 from laplace.curvature.engine import CurvatureEngine
-from laplace.enums import LinkApprox
+from laplace.enums import LinkApprox, PredType
+from laplace.errors import InvalidArgument
+from laplace.hyperparameters import as_tensor, positive
 from laplace.parametric import ParametricLaplace
 from laplace.predictive import latent
 from laplace.structures.base import Precision
+from laplace.tuning.candidates import Candidates
+from laplace.tuning.grid import Losses
+from laplace.tuning.objectives import make_objective
+from laplace.tuning.settings import Setting
 from laplace.tuning.validation import Validation
 
 
@@ -36,3 +45,53 @@ def held_out_nll(
         total += likelihood.predictive_nll(prediction, variance, targets, sigma_noise).sum().item()
         count += len(targets)
     return total / count
+
+
+def best_candidate(
+    la: ParametricLaplace, loader: Iterable[Any], candidates: Sequence[float | Sequence[float]]
+) -> tuning.TuningResult:
+    """The prior precision δ, or pair (δ, σ), of the smallest mean negative log predictive density.
+
+    Args:
+        la: A fitted posterior; not changed.
+        loader: Validation data.
+        candidates: Numbers δ, or pairs (δ, σ), or both.
+
+    Raises:
+        InvalidArgument: No candidate, one that is not accepted, or none with a finite density.
+        InvalidData: No validation data.
+    """
+    now = Setting.of(la)
+    settings = [_setting(now, candidate, has_noise=la.likelihood_object.has_noise) for candidate in candidates]
+    if not settings:
+        raise InvalidArgument("grid holds no candidate; give prior precisions, or pairs of one and a noise.")
+    with torch.inference_mode(False), torch.no_grad():
+        objective = make_objective(None, la.likelihood_object)
+        predictive = tuning.Predictive(str(PredType.GLM), str(LinkApprox.PROBIT), 1, None)
+        losses = Losses(Candidates(la, settings, predictive, whole_covariance=objective.whole_covariance), objective)
+        for x, y in Validation(loader).batches(la):
+            losses.update(x, y)
+        values = losses.results()
+    finite = values.isfinite()
+    if not finite.any():
+        raise InvalidArgument("no candidate of the grid has a finite loss; the hyper-parameters are left as they were.")
+    best = int(torch.where(finite, values, torch.inf).argmin())
+    chosen = settings[best]
+    return tuning.TuningResult(
+        chosen.prior_precision, chosen.sigma_noise, chosen.temperature, values[best].item(), values, {}, True, ()
+    )
+
+
+def _setting(now: Setting, candidate: float | Sequence[float], *, has_noise: bool) -> Setting:
+    """The present setting with a candidate in it.
+
+    Raises:
+        InvalidArgument: Neither δ nor (δ, σ), or a noise without a noisy likelihood.
+    """
+    values = list(candidate) if isinstance(candidate, Sequence) else [candidate]
+    if not 1 <= len(values) <= 2 or (len(values) == 2 and not has_noise):
+        accepted = "a prior precision or a pair (prior_precision, sigma_noise)" if has_noise else "a prior precision"
+        raise InvalidArgument(f"grid holds {candidate!r}; a candidate is {accepted}.")
+    tensors = [positive("grid", as_tensor("grid", value, like=now.prior_precision)) for value in values]
+    setting = replace(now, prior_precision=tensors[0].reshape(1))
+    return setting if len(tensors) == 1 else replace(setting, sigma_noise=tensors[1].reshape(()))

@@ -55,11 +55,13 @@ class Pool:
     Args:
         size: M.
         score: The scores of a batch.
+        balanced: Whether class labels take turns: first the best datum of every class, then the second.
     """
 
-    def __init__(self, size: int, score: Score) -> None:
+    def __init__(self, size: int, score: Score, *, balanced: bool = False) -> None:
         self.size = size
         self.score = score
+        self.balanced = balanced
         self.seen = 0
         self._read = 0
         self._rows: list[Rows] = []
@@ -82,6 +84,8 @@ class Pool:
             return
         # A stable order: of equal scores the earlier datum stays.
         order = torch.cat([rows.scores for rows in self._rows]).sort(descending=True, stable=True).indices
+        if self.balanced:
+            order = order[_turns(torch.cat([rows.y for rows in self._rows])[order]).sort(stable=True).indices]
         keep = torch.zeros(len(order), dtype=torch.bool, device=order.device)
         keep[order[: self.size]] = True
         kept = [rows.where(mask) for rows, mask in zip(self._rows, keep.split(counts), strict=True)]
@@ -106,6 +110,18 @@ class Pool:
             pending = both or rows
         if pending is not None:
             yield pending
+
+
+def _turns(labels: Tensor) -> Tensor:
+    """How many of the same class come before each label, `[n]`.
+
+    A datum that is left out once stays so: whatever comes later never leaves fewer in front of it.
+    """
+    turns = torch.zeros_like(labels)
+    for label in labels.unique():
+        same = labels == label
+        turns[same] = torch.arange(int(same.sum()), device=labels.device)
+    return turns
 
 
 def joined(first: Rows, second: Rows, longest: int) -> Rows | None:

@@ -8,7 +8,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.engine import CurvatureEngine
 from laplace.curvature.jacobian import Jacobian

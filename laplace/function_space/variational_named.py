@@ -7,7 +7,6 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from laplace.batch import ForwardFn, Inputs
@@ -18,7 +17,7 @@ from laplace.function_space.base import BaseFunctionalLaplace
 from laplace.function_space.held_out import held_out_nll
 from laplace.function_space.named import require_ggn
 from laplace.function_space.subset_precision import SubsetPrecision
-from laplace.function_space.variational import VariationalCurvature, VariationalOptions
+from laplace.function_space.variational import VariationalCurvature
 from laplace.function_space.variational_energy import Energy
 from laplace.function_space.variational_inducing import Inducing
 from laplace.function_space.variational_training import LEARNT, Training
@@ -38,8 +37,8 @@ class VaLLA(BaseFunctionalLaplace):
     Args:
         model: The trained network.
         likelihood: Name or object.
-        inducing_locations: Inputs of M data; a tensor of real numbers is trained, other inputs stay. Or `"random"`, data
-            by `seed`; or `"kmeans"`, centres of the data.
+        inducing_locations: Inputs of M data; a tensor of real numbers is trained, other inputs stay. Or `"random"`,
+            data by `seed`; or `"kmeans"`, centres of the data.
         num_inducing: M, of a strategy.
         inducing_classes: Which output of every location, `[M]`. None is the first; of a strategy that of the label, or
             all in turn where the targets are no labels.

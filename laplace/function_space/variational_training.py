@@ -269,4 +269,3 @@ class TrainingSweep(Sweep):
         if self.steps and self.variables.log_noise.requires_grad:
             training.learnt["sigma_noise"] = self.variables.sigma_noise.detach()
         return self.last(*self.variables.settled())
-

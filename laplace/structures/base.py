@@ -36,7 +36,7 @@ class Precision(ABC):
         """Log det P − log det P₀, 0-dim: with a scalar prior Σ log(1 + sλ/δ), which cancels nothing."""
 
     def slack(self) -> Tensor | float:
-        """tr(P₀ P⁻¹) + tr(s·H P⁻¹) − P, 0-dim, which is 0 for P = s·H + P₀: twice what an evidence lower bound lacks."""
+        """tr(P₀ P⁻¹) + tr(s·H P⁻¹) − dim θ, 0 for P = s·H + P₀: half of it a lower bound of the evidence lacks."""
         return 0.0
 
     @abstractmethod
