@@ -25,6 +25,7 @@ from laplace.function_space import (  # noqa: E402
     LLVaLLA,
     VaLLA,
 )
+from laplace.mixture import MixtureLaplace  # noqa: E402
 from laplace.named import (  # noqa: E402
     BlockLaplace,
     BlockLLLaplace,
@@ -51,6 +52,7 @@ from laplace.named import (  # noqa: E402
     SubnetLaplace,
 )
 from laplace.parametric import ParametricLaplace  # noqa: E402
+from laplace.predictive.prediction import Prediction  # noqa: E402
 from laplace.training import OnlineLaplace, marglik_training  # noqa: E402
 
 __all__ = [
@@ -89,8 +91,10 @@ __all__ = [
     "LowRankLLLaplace",
     "LowRankLaplace",
     "LowRankSubnetLaplace",
+    "MixtureLaplace",
     "ParametricLaplace",
     "PredType",
+    "Prediction",
     "PriorStructure",
     "SubnetLaplace",
     "SubsetOfWeights",

@@ -7,13 +7,13 @@ mapping (dict, `BatchEncoding`). Everything else in the library passes them alon
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from laplace.errors import InvalidData
+from laplace.errors import InvalidArgument, InvalidData
 
 Inputs = Any
 """A tensor, a tuple of tensors or a mapping of tensors."""
@@ -178,3 +178,20 @@ def plain(x: Inputs) -> Any:
 def from_plain(state: Any) -> Inputs:
     """The inputs of a state."""
     return tuple(state) if isinstance(state, list) else state
+
+
+def require_rereadable(loader: Iterable[Any], reader: str) -> None:
+    """Refuses an iterator where data are read more than once, before a first batch is taken from it.
+
+    Args:
+        loader: Batches.
+        reader: Who reads them how often, for the message.
+
+    Raises:
+        InvalidArgument: The loader can be read only once.
+    """
+    if isinstance(loader, Iterator):
+        raise InvalidArgument(
+            f"{reader}, but the loader, a {type(loader).__name__}, can be read only once; give a DataLoader or a list "
+            "of batches."
+        )

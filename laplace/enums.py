@@ -65,6 +65,7 @@ class LinkApprox(_Name):
     PROBIT = "probit"
     BRIDGE = "bridge"
     BRIDGE_NORM = "bridge_norm"
+    DELTA = "delta"
 
 
 class TuningMethod(_Name):

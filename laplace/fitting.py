@@ -156,11 +156,9 @@ def require_rereadable(loader: Iterable[Any], structure: type[Curvature]) -> Non
     Raises:
         InvalidArgument: The loader can be read only once.
     """
-    if structure.readings > 1 and isinstance(loader, Iterator):
-        raise InvalidArgument(
-            f"hessian_structure={structure.name!r} reads the data {structure.readings} times or more, but the loader, "
-            f"a {type(loader).__name__}, can be read only once; give a DataLoader or a list of batches."
-        )
+    if structure.readings > 1:
+        reader = f"hessian_structure={structure.name!r} reads the data {structure.readings} times or more"
+        batches.require_rereadable(loader, reader)
 
 
 def _read_up(structure: type[Curvature], number: int) -> str:
@@ -209,10 +207,13 @@ def _report(engine: CurvatureEngine, curvature: Curvature) -> dict[str, str]:
 
 
 def without_ignored(x: Inputs, y: Tensor, likelihood: Likelihood) -> tuple[Inputs, Tensor] | None:
-    """The data whose labels are not the ignored one: those count nowhere. None if there are none."""
-    if likelihood.ignore_index is None or y.ndim != 1:
+    """The data whose labels are not the ignored one: those count nowhere. None if there are none.
+
+    Of data with a label per position those stay of which some position counts.
+    """
+    if likelihood.ignore_index is None or y.is_floating_point() or y.ndim == 0:
         return x, y
-    keep = y != likelihood.ignore_index
+    keep = (y != likelihood.ignore_index).flatten(1).any(1) if y.ndim > 1 else y != likelihood.ignore_index
     if keep.all():
         return x, y
     return (batches.select(x, keep, len(y)), y[keep]) if keep.any() else None

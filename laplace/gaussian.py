@@ -22,6 +22,7 @@ class Gaussian:
     Attributes:
         mean: `[B, C]`.
         covariance: `[B, C, C]`, `[B, C]` or `[B·C, B·C]`, in squared units of the outputs.
+        positions: Of outputs with positions, their dimensions: B is then the number of data × positions.
 
     Raises:
         InvalidArgument: The shapes do not belong together.
@@ -29,6 +30,7 @@ class Gaussian:
 
     mean: Tensor
     covariance: Tensor
+    positions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.mean.ndim != 2:

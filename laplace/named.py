@@ -63,10 +63,12 @@ class FullLaplace(ParametricLaplace):
         *,
         forward_fn: ForwardFn | None = None,
         structure_kwargs: Options = None,
+        channel_dim: int = -1,
     ) -> None:
         ParametricLaplace.__init__(
             self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
             dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=structure_kwargs,
+            channel_dim=channel_dim,
         )  # fmt: skip
 
 
@@ -95,11 +97,12 @@ class KronLaplace(ParametricLaplace):
         asdl_fisher_kwargs: Options = None,
         *,
         forward_fn: ForwardFn | None = None,
+        channel_dim: int = -1,
     ) -> None:
         ParametricLaplace.__init__(
             self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
             dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kwargs, forward_fn=forward_fn,
-            precision_options={"damping": damping},
+            channel_dim=channel_dim, precision_options={"damping": damping},
         )  # fmt: skip
 
 
@@ -143,6 +146,7 @@ class LowRankLaplace(ParametricLaplace):
         *,
         forward_fn: ForwardFn | None = None,
         structure_kwargs: Options = None,
+        channel_dim: int = -1,
     ) -> None:
         backend_kwargs = dict(backend_kwargs or {})
         if "low_rank" in backend_kwargs:
@@ -150,6 +154,7 @@ class LowRankLaplace(ParametricLaplace):
         ParametricLaplace.__init__(
             self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
             dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=structure_kwargs,
+            channel_dim=channel_dim,
         )  # fmt: skip
 
 
@@ -193,11 +198,13 @@ class LLLaplace(ParametricLaplace):
         *,
         forward_fn: ForwardFn | None = None,
         structure_kwargs: Options = None,
+        channel_dim: int = -1,
     ) -> None:
         _refuse_asdl_kwargs(asdl_fisher_kwargs)
         ParametricLaplace.__init__(
             self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
             dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=structure_kwargs,
+            channel_dim=channel_dim,
             weights_options={"name": last_layer_name, "reduction": feature_reduction},
         )  # fmt: skip
 
@@ -233,12 +240,13 @@ class KronLLLaplace(LLLaplace, KronLaplace):
         asdl_fisher_kwargs: Options = None,
         *,
         forward_fn: ForwardFn | None = None,
+        channel_dim: int = -1,
     ) -> None:
         _refuse_asdl_kwargs(asdl_fisher_kwargs)
         ParametricLaplace.__init__(
             self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
             dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn,
-            weights_options={"name": last_layer_name, "reduction": feature_reduction},
+            channel_dim=channel_dim, weights_options={"name": last_layer_name, "reduction": feature_reduction},
             precision_options={"damping": damping},
         )  # fmt: skip
 
@@ -309,6 +317,7 @@ class SubnetLaplace(ParametricLaplace):
         damping: bool = False,
         forward_fn: ForwardFn | None = None,
         structure_kwargs: Options = None,
+        channel_dim: int = -1,
     ) -> None:
         _refuse_asdl_kwargs(asdl_fisher_kwargs)
         if damping and self.structure is not KronCurvature:
@@ -318,6 +327,7 @@ class SubnetLaplace(ParametricLaplace):
         ParametricLaplace.__init__(
             self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
             dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=structure_kwargs,
+            channel_dim=channel_dim,
             weights_options={"indices": subnetwork_indices}, precision_options={"damping": damping},
         )  # fmt: skip
 

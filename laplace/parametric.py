@@ -13,27 +13,21 @@ from laplace.batch import Inputs
 from laplace.curvature.jacobian import Jacobian
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
 from laplace.errors import InvalidArgument
-from laplace.gaussian import Gaussian
 from laplace.lending import same_random_state
-from laplace.noise import standard_normal
-from laplace.posterior import WeightPosterior
+from laplace.positions import in_users_layout, unrolled
+from laplace.predicting import WeightPredictor
 from laplace.predictive import latent
+from laplace.predictive.prediction import laid_out
+from laplace.predictive.quantities import PredictionOptions
 
 
-class ParametricLaplace(WeightPosterior):
+class ParametricLaplace(WeightPredictor):
     """Base of all weight-space posteriors; a concrete class binds `structure` and `weights_type`.
 
     The arguments are those of `WeightFit`.
     """
 
     # Predictions.
-
-    def _latent(self, x: Inputs, form: str, *, observation_noise: bool = False) -> Gaussian:
-        """Gaussian of the linearised network's outputs; `form` is `"full"`, `"diagonal"` or `"joint"`."""
-        precision = self.posterior()
-        self.check_unchanged()
-        gaussian = latent.linearised(self.engine, precision, x, form, create_graph=self.enable_backprop)
-        return latent.with_noise(gaussian, self.sigma_noise.detach()) if observation_noise else gaussian
 
     def __call__(
         self,
@@ -55,11 +49,14 @@ class ParametricLaplace(WeightPosterior):
         `[B, C]` (`diagonal_output`), or `[B·C]` with `[B·C, B·C]` (`joint`); the variance is that of f, plus σ² with
         `observation_noise`. Classification returns probabilities `[B, C]`.
 
+        Of a network with outputs `[B, T, C]` (or `[B, C, H, W]` with `channel_dim=1`) means, variances and
+        probabilities have that shape; covariances, one per position, are `[B, T, C, C]` (`[B, H, W, C, C]`).
+
         Args:
             x: Inputs, a tensor, tuple or mapping.
             pred_type: `"glm"`, the linearised network (Immer et al., 2021), or `"nn"`, sampled weights.
             joint: Covariance over all inputs; with classification, samples of `link_approx="mc"` are joint.
-            link_approx: `"probit"`, `"mc"`, `"bridge"` or `"bridge_norm"`; `"nn"` always samples.
+            link_approx: `"probit"`, `"mc"`, `"bridge"`, `"bridge_norm"` or `"delta"`; `"nn"` always samples.
             n_samples: Monte-Carlo samples.
             diagonal_output: Only variances of the outputs.
             generator: Source of randomness; equal seeds give equal bits.
@@ -78,52 +75,17 @@ class ParametricLaplace(WeightPosterior):
                 f"observation_noise=True, but likelihood={self.likelihood_object.name!r} has no noise."
             )
         likelihood = self.likelihood_object
-        as_latent = likelihood.latent_prediction and (likelihood.has_noise or not fitting)
-        with torch.inference_mode(False), torch.set_grad_enabled(self.enable_backprop):
-            if kind == PredType.NN:
-                samples = self._nn_samples(x, n_samples, generator, model_kwargs)
-                if not as_latent:
-                    return likelihood.inverse_link(samples).mean(0)
-                mean, variance = latent.moments(samples)
-                return mean, variance + (self.sigma_noise.detach() ** 2 if observation_noise else 0)
-            latent.refuse_model_kwargs(model_kwargs)
-            if as_latent:
-                form = "joint" if joint else "diagonal" if diagonal_output else "full"
-                gaussian = self._latent(x, form, observation_noise=observation_noise)
-                return (gaussian.mean.flatten() if joint else gaussian.mean), gaussian.covariance
-            return self._class_probabilities(x, joint, str(link_approx), n_samples, diagonal_output, generator)
-
-    def _class_probabilities(
-        self,
-        x: Inputs,
-        joint: bool,
-        link: str,
-        n_samples: int,
-        diagonal_output: bool,
-        generator: torch.Generator | None,
-    ) -> Tensor:
-        likelihood = self.likelihood_object
-        if joint and link == LinkApprox.MC:
-            samples = self._latent(x, "joint").sample(n_samples, generator)
-            return likelihood.inverse_link(samples).mean(0)
-        diagonal = latent.needs_variances_only(link) or (diagonal_output and link == LinkApprox.MC)
-        gaussian = self._latent(x, "diagonal" if diagonal else "full")
-        return likelihood.predict(gaussian.mean, gaussian.covariance, link, n_samples, generator)
-
-    def _nn_samples(
-        self, x: Inputs, n_samples: int, generator: torch.Generator | None, model_kwargs: dict[str, Any]
-    ) -> Tensor:
-        """Outputs of the network under sampled weights, `[S, B, C]`."""
-        thetas = self._theta_samples(n_samples, generator)
-        self.check_unchanged()
-        run = latent.sampler(self.engine, self.mean, x, model_kwargs, create_graph=self.enable_backprop)
-        return run(thetas)
-
-    def _theta_samples(self, n_samples: int, generator: torch.Generator | None) -> Tensor:
-        """Samples of the treated parameters, `[S, P]`."""
-        precision = self.posterior()
-        noise = standard_normal((n_samples, len(self.mean)), self.mean, generator)
-        return self.mean + precision.sample(noise)
+        if kind == PredType.NN:
+            joint, diagonal_output = False, True
+        form = "joint" if joint else "diagonal" if diagonal_output else "full"
+        options = PredictionOptions(str(link_approx), n_samples, form)
+        prediction = self._prediction(x, kind, options, lambda: generator, model_kwargs)
+        if not likelihood.latent_prediction or (fitting and not likelihood.has_noise):
+            return prediction.mean
+        gaussian = prediction.latent
+        if observation_noise:
+            gaussian = latent.with_noise(gaussian, prediction.sigma_noise)
+        return laid_out(gaussian, self.channel_dim)
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Samples of the weights, `[S, P]`; of a subnetwork `[S, all trainable parameters]`.
@@ -149,14 +111,32 @@ class ParametricLaplace(WeightPosterior):
         joint: bool = False,
         **model_kwargs: Any,
     ) -> Tensor:
-        """Samples of the latent outputs, `[S, B, C]`: per input, or of all inputs together with `joint`."""
+        """Samples of the latent outputs, `[S, B, C]`: per input, or of all inputs together with `joint`.
+
+        Of outputs with positions `[S, *shape of the network's outputs]`, positions being inputs in this sense.
+        """
+        samples = self._latent_samples(x, pred_type, n_samples, diagonal_output, generator, joint, model_kwargs)
+        return in_users_layout(samples, self.channel_dim, 1)
+
+    def _latent_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str,
+        n_samples: int,
+        diagonal_output: bool,
+        generator: torch.Generator | None,
+        joint: bool,
+        model_kwargs: dict[str, Any],
+    ) -> Tensor:
+        """`[S, B, *positions, C]`."""
         kind = latent.check_options(pred_type, None, n_samples, generator)
         with torch.inference_mode(False), torch.set_grad_enabled(self.enable_backprop):
             if kind == PredType.NN:
-                return self._nn_samples(x, n_samples, generator, model_kwargs)
+                rows = self._sampled(x, model_kwargs).samples(n_samples, generator)
+                return unrolled(rows.values, rows.positions, 1)
             latent.refuse_model_kwargs(model_kwargs)
-            form = "joint" if joint else "diagonal" if diagonal_output else "full"
-            return self._latent(x, form).sample(n_samples, generator)
+            gaussian = self._latent(x, "joint" if joint else "diagonal" if diagonal_output else "full")
+            return unrolled(gaussian.sample(n_samples, generator), gaussian.positions, 1)
 
     def predictive_samples(
         self,
@@ -172,8 +152,8 @@ class ParametricLaplace(WeightPosterior):
 
         Reward modelling gives preference probabilities for pairs (C = 2) and latent rewards for single items.
         """
-        samples = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint, **model_kwargs)
-        return self.likelihood_object.inverse_link(samples)
+        samples = self._latent_samples(x, pred_type, n_samples, diagonal_output, generator, joint, model_kwargs)
+        return in_users_layout(self.likelihood_object.inverse_link(samples), self.channel_dim, 1)
 
     def functional_variance(self, Js: Tensor | Jacobian) -> Tensor:
         """J_b P⁻¹ J_bᵀ of Jacobians `[B, C, P]`, `[B, C, C]`."""
@@ -186,8 +166,7 @@ class ParametricLaplace(WeightPosterior):
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Mean and variances of the latent outputs at X, `[B, C]` each, without covariances between outputs."""
         with torch.inference_mode(False), torch.set_grad_enabled(self.enable_backprop):
-            gaussian = self._latent(X, "diagonal")
-            return gaussian.mean, gaussian.covariance
+            return laid_out(self._latent(X, "diagonal"), self.channel_dim)
 
     def _jacobian(self, Js: Tensor | Jacobian) -> Jacobian:
         if isinstance(Js, Jacobian):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,11 +181,7 @@ def length(loader: Iterable[Any]) -> int | None:
     Raises:
         InvalidArgument: A loader that can be read only once: the batch that a plan reads would be missing in the fit.
     """
-    if isinstance(loader, Iterator):
-        raise InvalidArgument(
-            f"plan reads the first batch, but the loader, a {type(loader).__name__}, can be read only once, so that "
-            "the batch would be missing in a fit; give a DataLoader or a list of batches."
-        )
+    batches.require_rereadable(loader, "plan reads the first batch, which would be missing in a fit")
     try:
         return len(loader)  # pyright: ignore[reportArgumentType]
     except TypeError:  # of an iterable data set

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,11 +11,14 @@ import torch
 from torch import Tensor
 
 from laplace import fitting, planning
-from laplace.errors import UnsupportedError
+from laplace.errors import ApproximationWarning, UnsupportedError
 from laplace.evidence import Evidence
 from laplace.lending import same_random_state
 from laplace.planning import FitPlan
 from laplace.prior import GaussianPrior
+from laplace.refinement.refine import refine
+from laplace.refinement.refiner import RefineOptions
+from laplace.refinement.result import Refinement
 from laplace.structures.base import Precision
 from laplace.weight_fit import WeightFit
 
@@ -67,7 +71,7 @@ class WeightPosterior(WeightFit):
             UnsupportedError: The structure is no sum over data, or its curvature is a random sample. After every error
                 the former posterior is kept.
         """
-        former = self.fitted()
+        former = self.unrefined()
         fitting.check_weight(weight)
         if self.backend_kwargs.get("stochastic"):
             raise UnsupportedError(
@@ -77,22 +81,96 @@ class WeightPosterior(WeightFit):
         self.check_unchanged()
         removed, _ = self.measured(loader, go_on=True, progress_bar=progress_bar)
         with torch.inference_mode(False), torch.no_grad():
-            self._fit, self._posterior = (
-                former.minus(removed.scaled(weight), signed=self.backend_cls.kind == "hessian"),
-                None,
-            )
+            left = former.minus(removed.scaled(weight), signed=self.backend_cls.kind == "hessian")
+            self._fit, self._posterior, self._refinement = left, None, None
 
     # What was found.
 
     @property
     def mean(self) -> Tensor:
-        """θ*, `[P]`; the prior's mean before `fit`."""
+        """θ*, `[P]`; the prior's mean before `fit`, θ̂ after `refine`."""
+        if self._refinement is not None:
+            return self._refinement.mean
         return self._prior_mean if self._mean is None else self._mean
+
+    @property
+    def expansion_point(self) -> Tensor:
+        """θ*, the network's weights at `fit`, around which predictions are linearised, `[P]`.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        self.unrefined()
+        return self.mean if self._mean is None else self._mean
+
+    @property
+    def refined_step(self) -> Tensor | None:
+        """θ̂ − θ*, `[P]`, of a refined posterior; None of others."""
+        return None if self._refinement is None else self._refinement.mean - self.expansion_point
+
+    @property
+    def refinement(self) -> Refinement | None:
+        """How `refine` ended; None without one, and after a fit that followed."""
+        return self._refinement
+
+    def refine(
+        self,
+        loader: Iterable[Any],
+        method: str = "map",
+        *,
+        max_steps: int = 100,
+        tolerance: float | None = None,
+        n_samples: int = 200,
+        generator: torch.Generator | None = None,
+        progress_bar: bool = False,
+    ) -> Refinement:
+        """Inference in the linearised model f(x, θ*) + J (θ − θ*), at the present hyper-parameters, and takes it over.
+
+        The network's weights are its mode only where training converged; `"map"` finds the mode (a convex problem) and
+        the curvature there, in the posterior's structure. `"variational"` finds the Gaussian that maximises the
+        evidence lower bound, with a full or a diagonal covariance (Immer et al., 2021, appendices A.3.2 and B.3).
+        Afterwards predictions of `pred_type="glm"` have the mean f(x, θ*) + J (θ̂ − θ*); the evidence is
+        log p(D | f_lin(θ̂)) − ½ (log det P − log det P₀ + (θ̂ − μ₀)ᵀ P₀ (θ̂ − μ₀)). A fit that follows removes it.
+
+        Args:
+            loader: All data of the fit; they are read once and held.
+            method: `"map"` or `"variational"`.
+            max_steps: Newton steps, or updates of the variational covariance.
+            tolerance: Distance from the mode in posterior standard deviations, or relative change of the bound; None
+                for what the precision of the numbers allows.
+            n_samples: Points of the expectations of softmax likelihoods (others take quadrature).
+            generator: Source of those points; None for seed 0.
+            progress_bar: Show one.
+
+        Returns:
+            How it ended, `la.refinement`.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidArgument: An unknown method, or options that are not accepted.
+            InvalidData: Other data than those of the fit.
+            UnsupportedError: A backend other than the GGN of this library, or a structure without a variational form.
+                After every error the former posterior is kept.
+
+        Warns:
+            ApproximationWarning: It did not converge.
+        """
+        options = RefineOptions(max_steps, tolerance, n_samples, generator, progress_bar)
+        with torch.inference_mode(False), torch.no_grad(), same_random_state(self.weights.model):
+            found = refine(self, loader, method, options)
+        if not found.converged:
+            warnings.warn(
+                f"{found!r}: give more max_steps, or a larger tolerance than this precision of numbers allows.",
+                ApproximationWarning,
+                stacklevel=2,
+            )
+        self._refinement, self._posterior = found, None
+        return found
 
     @property
     def loss(self) -> float | Tensor:
         """Summed unit negative log likelihood of the data, 0-dim; the number 0 before `fit`."""
-        return 0.0 if self._fit is None else self._fit.loss_terms.sum()
+        return 0.0 if self._fit is None else self.fitted().loss_terms.sum()
 
     @property
     def n_data(self) -> float:

@@ -12,6 +12,7 @@ from laplace.errors import StateError, StateWarning
 from laplace.fingerprint import Fingerprint, checksums, same_sums
 from laplace.fitting import Fit
 from laplace.lending import undisturbed
+from laplace.refinement.result import Refinement
 from laplace.structures.base import move as moved
 
 if TYPE_CHECKING:
@@ -29,13 +30,13 @@ _REQUIRED = (
 
 def save(la: ParametricLaplace) -> dict[str, Any]:
     """The state: tensors, numbers, strings, lists and dicts of them, and nothing of the training data."""
-    fit = la.fitted()
+    fit = la.unrefined()
     layout = la.problem.layout
     return {
         "version": VERSION,
         "cls_name": type(la).__name__,
         "likelihood": la.likelihood_object.name,
-        "mean": la.mean.detach().clone(),
+        "mean": la.expansion_point.detach().clone(),
         "H": fit.curvature.state(),
         "loss": fit.loss_terms.clone(),
         "n_data": fit.n_data,
@@ -52,9 +53,11 @@ def save(la: ParametricLaplace) -> dict[str, Any]:
         "model_sums": checksums(la.weights.model),
         "precision_options": dict(la.precision_options),
         "backend": la.backend_cls.__name__,
+        "channel_dim": la.channel_dim,
         "curvature_kind": la.backend_cls.kind,
         "coverage": la.coverage(),
         "draws": fit.draws,
+        "refinement": None if la.refinement is None else la.refinement.state(),
     }
 
 
@@ -71,6 +74,7 @@ def load(la: ParametricLaplace, state: dict[str, Any]) -> None:
     _expect("class", state["cls_name"], type(la).__name__)
     _expect("likelihood", state["likelihood"], la.likelihood_object.name)
     _expect("kind of curvature", state["curvature_kind"], la.backend_cls.kind)
+    _expect("channel_dim", state.get("channel_dim", -1), la.channel_dim)
     for key, value in la.weights.state().items():
         if value is not None and not _same(value, state["weights"].get(key)):
             raise StateError(f"the state has another {key} than this object; construct it with that of the state.")
@@ -113,7 +117,9 @@ def take_over(la: ParametricLaplace, state: dict[str, Any]) -> None:
     for key in ("sigma_noise", "temperature", "prior_precision", "prior_mean"):
         # A 0-dim tensor is a number here: given as a tensor it would come back with one dimension.
         setattr(la, key, state[key] if state[key].ndim else state[key].item())
-    la.adopt(fit, state["mean"].to(to), Fingerprint.of(la.weights.model))
+    refined = state.get("refinement")
+    refinement = None if refined is None else Refinement.from_state(refined, fit, la.structure, to)
+    la.adopt(fit, state["mean"].to(to), Fingerprint.of(la.weights.model), refinement=refinement)
 
 
 def _expect(what: str, found: Any, expected: Any) -> None:
@@ -151,7 +157,7 @@ def describe(la: ParametricLaplace) -> str:
         + (f", sigma_noise={_values(la.sigma_noise)}" if la.likelihood_object.has_noise else ""),
         f"fitted to {la.n_data:,.10g} data with {la.n_outputs} outputs" if fitted else "not fitted",
     ]
-    notes = (la.fitted().curvature.note, prior_note(la)) if fitted else ()
+    notes = (la.fitted().curvature.note, prior_note(la), refined_note(la)) if fitted else ()
     lines += [note for note in notes if note]
     return f"{type(la).__name__}(\n  " + ",\n  ".join(lines) + "\n)"
 
@@ -163,6 +169,18 @@ def prior_note(la: ParametricLaplace) -> str | None:
     if not la.structure.exact_prior and not la.prior.is_constant_per_tensor:
         return "the prior varies within Kronecker blocks: its diagonal in their eigenbasis is used"
     return None
+
+
+def refined_note(la: ParametricLaplace) -> str | None:
+    """How a refined posterior came about."""
+    found = la.refinement
+    if found is None:
+        return None
+    end = "converged" if found.converged else "not converged"
+    return f"refined to the {_REFINED[found.method]} of the linearised network, {end} in {found.steps} steps"
+
+
+_REFINED = {"map": "mode", "variational": "variational Gaussian"}
 
 
 def _values(tensor: Tensor) -> str:

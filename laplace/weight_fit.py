@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace import fitting
+from laplace import fitting, subsampling
 from laplace import hyperparameters as hyper
 from laplace.base import BaseLaplace
 from laplace.batch import ForwardFn
@@ -21,8 +21,11 @@ from laplace.fingerprint import Fingerprint
 from laplace.fitting import Fit
 from laplace.lending import same_random_state, undisturbed
 from laplace.likelihoods.base import Likelihood
+from laplace.positions import channels_last
+from laplace.refinement.result import Refinement
 from laplace.structures.base import Curvature, Precision, move
 from laplace.structures.indefinite import SignedOptions
+from laplace.subsampling import Subset
 from laplace.weights.all_weights import AllWeights
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem
@@ -45,6 +48,8 @@ class WeightFit(BaseLaplace):
         backend_kwargs: Its constructor's options; never written to.
         asdl_fisher_kwargs: Options for the ASDL backends.
         forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
+        channel_dim: Dimension of the network's outputs that holds the classes (or the outputs of a position), the last
+            one by default: `[B, C]`, `[B, T, C]`; 1 for pixels `[B, C, H, W]`.
         structure_kwargs: Options of the structure (low rank: `rank`, …).
         weights_options: Options of the choice of weights.
         precision_options: Options of the structure's precision.
@@ -70,15 +75,19 @@ class WeightFit(BaseLaplace):
         *,
         forward_fn: ForwardFn | None = None,
         structure_kwargs: dict[str, Any] | None = None,
+        channel_dim: int = -1,
         weights_options: dict[str, Any] | None = None,
         precision_options: dict[str, Any] | None = None,
     ) -> None:
-        self.weights = self.weights_type(model, forward_fn=forward_fn, **(weights_options or {}))
+        call = channels_last(forward_fn, channel_dim)
+        self.weights = self.weights_type(model, forward_fn=call, **(weights_options or {}))
         self.forward_fn = forward_fn
+        self.channel_dim = channel_dim
         self.structure_kwargs = dict(structure_kwargs or {})
         self.structure_options = _options_of(self.structure, self.structure_kwargs)
         self.precision_options = dict(precision_options or {})
         self._fit: Fit | None = None
+        self._refinement: Refinement | None = None
         self._mean: Tensor | None = None
         self._backend: CurvatureInterface | None = None
         self._engine: CurvatureEngine | None = None
@@ -186,6 +195,8 @@ class WeightFit(BaseLaplace):
         progress_bar: bool = False,
         *,
         decay: float = 1.0,
+        subset: int | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         """Fits the Gaussian to the curvature of the data at the model's present weights.
 
@@ -196,22 +207,31 @@ class WeightFit(BaseLaplace):
             decay: With `override=False`, how often every datum of the former fit counts from now on, in (0, 1]: it
                 multiplies the former curvature, loss and number of data, so that old data fade exponentially. The
                 prior does not fade.
+            subset: M: take the curvature of M data drawn at random, times N/M, which is unbiased (Immer et al., 2021,
+                appendix A.3.1); loss and number are those of all N. The data are read once more.
+            generator: Source of that choice; None for the global one.
 
         Raises:
             InvalidData: A batch cannot be used; the former posterior is kept.
             InvalidArgument: A hyper-parameter's length does not fit the treated parameters or the outputs, or a decay
-                that is not accepted.
+                or a subset that is not accepted.
             UnsupportedError: The structure is no sum over data, and the former fit cannot fade.
         """
         fitting.check_decay(decay, override=override)
-        new, engine = self.measured(train_loader, go_on=not override, progress_bar=progress_bar)
+        part = None if subset is None else Subset(subset, generator)
+        new, engine = self.measured(train_loader, go_on=not override, progress_bar=progress_bar, subset=part)
         with torch.inference_mode(False), torch.no_grad():
             fit = new if override or self._fit is None else self._fit.scaled(decay) + new
             mean = self.problem.mean().to(self._like.dtype)
             self.adopt(fit, mean, Fingerprint.of(self.weights.model), engine)
 
     def measured(
-        self, train_loader: Iterable[Any], *, go_on: bool = True, progress_bar: bool = False
+        self,
+        train_loader: Iterable[Any],
+        *,
+        go_on: bool = True,
+        progress_bar: bool = False,
+        subset: Subset | None = None,
     ) -> tuple[Fit, CurvatureEngine]:
         """What data say at the model's present weights, and the engine that found it; the posterior stays as it is.
 
@@ -219,6 +239,7 @@ class WeightFit(BaseLaplace):
             train_loader: Batches, as of `fit`.
             go_on: Whether to use the former fit's engine, whose random draws go on.
             progress_bar: Show one.
+            subset: Of how many data the curvature is; None for all.
 
         Raises:
             InvalidData: A batch cannot be used.
@@ -238,21 +259,25 @@ class WeightFit(BaseLaplace):
             engine = self._fitting_engine(problem, go_on=go_on)
             # A noise that this kind of curvature cannot take is refused before the data are read, not after.
             self.likelihood_object.curvature_scale(self.backend_cls.kind, self.sigma_noise, self.temperature)
-            new = fitting.accumulate(
-                train_loader,
-                engine,
-                self.structure,
-                self.structure_options,
-                dict_key_y=self.dict_key_y,
-                progress_bar=progress_bar,
-            )
+            what = (train_loader, engine, self.structure, self.structure_options)
+            if subset is None:
+                new = fitting.accumulate(*what, dict_key_y=self.dict_key_y, progress_bar=progress_bar)
+            else:
+                new = subsampling.accumulate(*what, subset, dict_key_y=self.dict_key_y, progress_bar=progress_bar)
             hyper.check_length("sigma_noise", self.sigma_noise, {"one": 1, "outputs": new.n_outputs})
             return new, engine
 
-    def adopt(self, fit: Fit, mean: Tensor, fingerprint: Fingerprint, engine: CurvatureEngine | None = None) -> None:
+    def adopt(
+        self,
+        fit: Fit,
+        mean: Tensor,
+        fingerprint: Fingerprint,
+        engine: CurvatureEngine | None = None,
+        refinement: Refinement | None = None,
+    ) -> None:
         """Takes over a posterior as a whole, so that a failure before this point leaves the former one."""
         self._fit, self._mean, self._fingerprint = fit, mean, fingerprint
-        self._engine, self._posterior = engine, None
+        self._engine, self._posterior, self._refinement = engine, None, refinement
 
     def rebase(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
         """Moves everything that the posterior holds to where the model is now."""
@@ -264,7 +289,9 @@ class WeightFit(BaseLaplace):
             return
         curvature = self.structure.from_state(move(self._fit.curvature.state(), device, dtype))
         fit = replace(self._fit, curvature=curvature, loss_terms=self._fit.loss_terms.to(self._like))
-        self.adopt(fit, self._mean.to(self._like), Fingerprint.of(self.weights.model))
+        refined = self._refinement
+        refined = None if refined is None else refined.moved(self.structure, self._like.device, self._like.dtype)
+        self.adopt(fit, self._mean.to(self._like), Fingerprint.of(self.weights.model), refinement=refined)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: nothing derived, and hyper-parameters without their graph."""
@@ -278,7 +305,16 @@ class WeightFit(BaseLaplace):
         return self._fit is not None
 
     def fitted(self) -> Fit:
-        """What the data say.
+        """What the data say; after `refine`, at the outputs of the linearised network.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        fit = self.unrefined()
+        return fit if self._refinement is None else self._refinement.fit
+
+    def unrefined(self) -> Fit:
+        """What the data say at the network's own outputs.
 
         Raises:
             NotFittedError: Before `fit`.

@@ -28,14 +28,14 @@ LONG_CLASSES = {"BaseLaplace", "ParametricLaplace"}
 RANKS = {
     0: [
         "errors", "enums", "registry", "layout", "batch", "gaussian", "noise", "lending", "prior", "metrics",
-        "hyperparameters", "fingerprint", "gram", "kronecker",
+        "hyperparameters", "fingerprint", "gram", "kronecker", "positions",
     ],
     1: ["structures", "weights", "likelihoods", "curvature", "predictive"],
-    2: ["fitting", "evidence", "state", "tuning", "planning"],
-    3: ["base", "weight_fit", "posterior", "parametric"],
+    2: ["fitting", "evidence", "state", "tuning", "planning", "refinement", "subsampling"],
+    3: ["base", "weight_fit", "posterior", "predicting", "parametric"],
     4: ["named", "function_space"],
     5: ["factory"],
-    6: ["compat", "plotting", "training"],
+    6: ["compat", "mixture", "plotting", "training"],
     7: ["integrations"],
 }  # fmt: skip
 RANK = {name: rank for rank, names in RANKS.items() for name in names}
@@ -71,15 +71,26 @@ DEFAULTS = {
     },
     # A backend that lacks a primitive refuses by an error that names it; none is required of all backends.
     # A sketch follows from whole factors.
-    "CurvatureEngine": {"full", "kron", "diag", "sketch", "blocks", "matmul", "jacobian", "coverage", "survey"},
+    "CurvatureEngine": {
+        "full",
+        "kron",
+        "diag",
+        "sketch",
+        "blocks",
+        "matmul",
+        "jacobian",
+        "head_jacobian",
+        "coverage",
+        "survey",
+    },
     # An interface of no curvature has Jacobians; each backend says which engine is behind it.
     "CurvatureInterface": {"_engine"},
     "GGNInterface": {"_engine"},
     "EFInterface": {"_engine"},
     # None, "only cotangents are known", is right for every kind; the exact GGN saves a root by saying more.
     "OuterEngine": {"output_hessian"},
-    # Curvature that is no sum of outer products has no columns.
-    "NativeEngine": {"n_columns"},
+    # Curvature that is no sum of outer products has no columns; positions share a pass if they are random draws.
+    "NativeEngine": {"n_columns", "apart"},
     # Most rules hold for every module of their class.
     "LayerRule": {"accepts"},
     # PyTorch has a loss module for some likelihoods only, and users' backends know some names only.

@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.blocks import Block, DenseBlock
-from laplace.curvature.engine import Bases, BatchSummary, CurvatureEngine, Groups, detached
+from laplace.curvature.engine import Bases, BatchSummary, CurvatureEngine, Groups, detached, require_no_positions
 from laplace.curvature.jacobian import Jacobian
 from laplace.curvature.kron_parts import KronBlock, KronParts
 from laplace.curvature.native.accumulate import BlockSum, DiagSum, FullSum
@@ -150,6 +150,7 @@ class AdaptedEngine(CurvatureEngine):
             method = getattr(self.interface, name)
             J, f = method(x, enable_backprop=True) if create_graph else method(x)
         J, f = (J, f) if create_graph else (J.detach(), f.detach())
+        require_no_positions(f.shape[1:-1], self.name)
         yield Jacobian.from_dense(self._shaped(name, J, 3), self.problem.layout.sizes), f
 
     def coverage(self) -> dict[str, str]:
@@ -203,6 +204,7 @@ class AdaptedEngine(CurvatureEngine):
         """The user's loss, with the number of data and outputs that one forward pass tells."""
         with torch.no_grad(), lent(self.problem.module):
             f = self.problem.run(self.problem.detached(), detached(x)).to(self.dtype)
+        require_no_positions(f.shape[1:-1], self.name)
         y = self.likelihood.check_targets(f, y)
         terms = torch.as_tensor(loss, dtype=self.dtype, device=f.device).detach().reshape(1)
         return BatchSummary(terms, self.likelihood.count(f, y), f.shape[1])

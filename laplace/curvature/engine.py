@@ -112,9 +112,16 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
     def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
         """Jacobians and outputs `[b, C]` of consecutive parts of a batch, each within the memory budget.
 
+        Of outputs with positions, b are rows, data × positions, and `Jacobian.positions` says their dimensions.
+
         The network is lent as long as the generator is open: read it to its end, or close it.
         """
         raise self._refusal("jacobian")
+
+    def head_jacobian(self, x: Inputs, *, create_graph: bool = False) -> list[tuple[Jacobian, Tensor]] | None:
+        """What `jacobian` gives, where all treated tensors belong to a head, of which it is cheap; else None."""
+        parts = list(self.jacobian(x, create_graph=create_graph))
+        return parts if parts and all(jacobian.is_head for jacobian, _ in parts) else None
 
     def survey(self, x: Inputs, y: Tensor) -> Survey:
         """Shapes, memory and seconds of a batch, without its curvature; no random numbers are drawn."""
@@ -140,6 +147,19 @@ Groups = tuple[tuple[int, ...], ...]
 _NEEDED_BY = {"blocks": "block", "matmul": "lowrank", "diag in a basis": "ekfac", "jacobian": "any"} | {
     name: name for name in ("diag", "kron", "full")
 }
+
+
+def require_no_positions(positions: Sequence[int], name: str) -> None:
+    """Raises where outputs have positions, which only the library's own engines know.
+
+    Raises:
+        UnsupportedError: They have.
+    """
+    if positions:
+        raise UnsupportedError(
+            f"the network's outputs have positions, {list(positions)} besides data and channels, which backend={name} "
+            "does not know; use backend=NativeGGN, the default, or NativeEF."
+        )
 
 
 def detached(x: Inputs) -> Any:

@@ -18,9 +18,11 @@ class Jacobian:
 
     Attributes:
         blocks: One per treated tensor.
+        positions: Of outputs with positions, their dimensions: the data here are rows, data × positions.
     """
 
     blocks: tuple[Block, ...]
+    positions: tuple[int, ...] = ()
 
     @property
     def n_data(self) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from laplace.curvature.engine import CurvatureEngine
 from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
-from laplace.curvature.native.engine import MEMORY_BUDGET
+from laplace.curvature.native.engine import MAX_PASSES, MEMORY_BUDGET
 from laplace.curvature.native.hessian import HessianEngine
 from laplace.curvature.native.kinds import EFEngine, GGNEngine
 from laplace.likelihoods.base import Likelihood
@@ -29,6 +29,7 @@ class NativeGGN(GGNInterface):
         generator: Source of those draws; the default is a new one with the seed of `torch.manual_seed`.
         kfac_approx: `"expand"` or `"reduce"` (Eschenhagen et al., 2023).
         memory_budget: Bytes of output gradients held at once; results do not depend on it but by rounding.
+        max_passes: Backward passes that a batch of outputs with positions may take, one per position and output.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class NativeGGN(GGNInterface):
         generator: torch.Generator | None = None,
         kfac_approx: str = "expand",
         memory_budget: int = MEMORY_BUDGET,
+        max_passes: int = MAX_PASSES,
     ) -> None:
         super().__init__(
             model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, stochastic, num_samples
@@ -52,11 +54,13 @@ class NativeGGN(GGNInterface):
         self.generator = generator
         self.kfac_approx = kfac_approx
         self.memory_budget = memory_budget
+        self.max_passes = max_passes
 
     def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
         return GGNEngine(
             problem, likelihood, stochastic=self.stochastic, num_samples=self.num_samples, generator=self.generator,
             kfac_approx=self.kfac_approx, memory_budget=self.memory_budget, split_outputs=split_outputs,
+            max_passes=self.max_passes,
         )  # fmt: skip
 
 
@@ -72,6 +76,7 @@ class NativeEF(EFInterface):
         dict_key_y: Key of the targets in mappings.
         kfac_approx: `"expand"` or `"reduce"`.
         memory_budget: Bytes of output gradients held at once.
+        max_passes: Backward passes that a batch of outputs with positions may take, one per position.
     """
 
     def __init__(
@@ -85,15 +90,17 @@ class NativeEF(EFInterface):
         *,
         kfac_approx: str = "expand",
         memory_budget: int = MEMORY_BUDGET,
+        max_passes: int = MAX_PASSES,
     ) -> None:
         super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
         self.kfac_approx = kfac_approx
         self.memory_budget = memory_budget
+        self.max_passes = max_passes
 
     def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
         return EFEngine(
             problem, likelihood, kfac_approx=self.kfac_approx, memory_budget=self.memory_budget,
-            split_outputs=split_outputs,
+            split_outputs=split_outputs, max_passes=self.max_passes,
         )  # fmt: skip
 
 
@@ -111,6 +118,7 @@ class NativeHessian(CurvatureInterface):
         dict_key_x: Key of the inputs in mappings.
         dict_key_y: Key of the targets in mappings.
         memory_budget: Bytes of activations that vectorised products may hold.
+        max_passes: Backward passes that a linearised prediction of outputs with positions may take.
     """
 
     kind = "hessian"
@@ -125,9 +133,14 @@ class NativeHessian(CurvatureInterface):
         dict_key_y: str = "labels",
         *,
         memory_budget: int = MEMORY_BUDGET,
+        max_passes: int = MAX_PASSES,
     ) -> None:
         super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
         self.memory_budget = memory_budget
+        self.max_passes = max_passes
 
     def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
-        return HessianEngine(problem, likelihood, memory_budget=self.memory_budget, split_outputs=split_outputs)
+        return HessianEngine(
+            problem, likelihood, memory_budget=self.memory_budget, split_outputs=split_outputs,
+            max_passes=self.max_passes,
+        )  # fmt: skip

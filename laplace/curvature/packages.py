@@ -158,6 +158,9 @@ class PackageEngine(CurvatureEngine):
             yield from self.native.jacobian(x, create_graph=create_graph)
             return
         watched = self.native.forward(x)
+        if watched.positions:
+            yield from self.native.jacobian(x)
+            return
         n_data, outputs = watched.f.shape
         per_datum = outputs * self.problem.layout.n_params * self.native.dtype.itemsize
         step = max(1, self.native.memory_budget // per_datum)
@@ -222,7 +225,7 @@ class PackageEngine(CurvatureEngine):
         with torch.inference_mode(False), lent(self.problem.module):
             taken = capture(self.problem, x, loop=False)
         watched = ForwardPass(self.problem, x, taken, (), self.native.memory_budget)
-        return watched, self.likelihood.check_targets(watched.f.to(self.native.dtype), y)
+        return watched, self.native.targets(watched.f, y, watched.positions)
 
     def _checked(self, primitive: str, watched: ForwardPass, y: Tensor | None) -> Reasons:
         """Why tensors are not the package's, in the order of their positions."""
@@ -238,6 +241,8 @@ class PackageEngine(CurvatureEngine):
 
     def _common_obstacle(self, watched: ForwardPass, y: Tensor | None) -> str | None:
         """What no package does."""
+        if watched.positions:
+            return "outputs with positions"
         ignored = self.likelihood.ignore_index
         tensors = [self.problem.tensor(slot.name) for slot in self.problem.slots]
         if y is not None and self.split_outputs and watched.f.shape[1] > 1:

@@ -47,6 +47,24 @@ def held_out_nll(
     return total / count
 
 
+def asked_for_candidates(
+    tune: Any, objective: Any, val_loader: Iterable[Any] | None, grid: Any
+) -> tuple[Iterable[Any], Sequence[Any]] | None:
+    """Validation data and a sequence of candidates, where arguments stand for these; None for names and tables.
+
+    Args:
+        tune: Names, or the validation data.
+        objective: The candidates where `tune` is data.
+        val_loader: Validation data by name.
+        grid: A sequence of candidates, or a table.
+    """
+    if not isinstance(tune, str) and not (isinstance(tune, Sequence) and all(isinstance(one, str) for one in tune)):
+        return tune, (objective if grid is None else grid)
+    if isinstance(grid, Sequence | Tensor) and val_loader is not None:
+        return val_loader, grid
+    return None
+
+
 def best_candidate(
     la: ParametricLaplace, loader: Iterable[Any], candidates: Sequence[float | Sequence[float]]
 ) -> tuning.TuningResult:

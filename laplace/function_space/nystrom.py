@@ -22,7 +22,7 @@ from laplace.errors import CurvatureError, InvalidArgument, InvalidData, Unsuppo
 from laplace.function_space.held import held, picked
 from laplace.function_space.kernels import kernel
 from laplace.function_space.nystrom_precision import NystromPrecision, NystromScan, features
-from laplace.function_space.subset import Pool, make_score
+from laplace.function_space.subset import Pool, jacobians, make_score
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
@@ -174,7 +174,7 @@ class DirectionSweep(Sweep):
         """A row of the Jacobian per datum, of an output at random."""
         generator = torch.Generator().manual_seed(self.options.seed + 1)
         for rows in self.pool.chunks():
-            for jacobian, f in self.engine.jacobian(rows.x):
+            for jacobian, f in jacobians(self.engine, rows.x):
                 outputs = torch.randint(f.shape[1], (len(f),), generator=generator).to(f.device)
                 yield held(picked(jacobian, outputs))
 
@@ -230,7 +230,7 @@ class GramSweep(Sweep):
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
         likelihood, start = self.engine.likelihood, 0
         batch: list[Tensor] = []
-        for jacobian, f in self.engine.jacobian(x):
+        for jacobian, f in jacobians(self.engine, x):
             f = f.detach().to(torch.promote_types(f.dtype, torch.float32))
             targets = likelihood.check_targets(f, y[start : start + len(f)])
             start += len(f)

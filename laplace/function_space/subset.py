@@ -10,11 +10,13 @@ from torch import Tensor
 
 from laplace import batch as batches
 from laplace.batch import Inputs
-from laplace.curvature.engine import CurvatureEngine, detached
+from laplace.curvature.engine import CurvatureEngine
+from laplace.curvature.jacobian import Jacobian
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.function_space.kernels import kernel_at
-from laplace.lending import lent
 from laplace.noise import uniform
+from laplace.positions import require_none
+from laplace.predictive import latent
 
 SELECTIONS = ("random", "top", "leverage")
 """Names of the scores."""
@@ -168,16 +170,21 @@ def make_score(selection: str, engine: CurvatureEngine, generator: torch.Generat
     raise InvalidArgument(f"selection={selection!r}; accepted are {list(SELECTIONS)}.")
 
 
-def outputs(engine: CurvatureEngine, x: Inputs) -> Tensor:
-    """Outputs of the network, `[B, C]`, in at least float32."""
-    problem = engine.problem
-    with lent(problem.module), torch.no_grad():
-        f = problem.run(problem.detached(), detached(x))
-    return f.to(torch.promote_types(f.dtype, torch.float32))
+def jacobians(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -> Iterator[tuple[Jacobian, Tensor]]:
+    """Jacobians and outputs `[b, C]` of consecutive parts of a batch, differentiable in x with `create_graph`.
+
+    Raises:
+        UnsupportedError: Outputs with positions.
+    """
+    for jacobian, f in engine.jacobian(x, create_graph=create_graph):
+        require_none(jacobian.positions, "an approximation in function space")
+        yield jacobian, f
 
 
 def _trace(engine: CurvatureEngine, x: Inputs, y: Tensor) -> Tensor:
-    f = outputs(engine, x)
+    rows = latent.outputs(engine, x)
+    require_none(rows.positions, "an approximation in function space")
+    f = rows.values
     y = engine.likelihood.check_targets(f, y)
     return engine.likelihood.hessian(f, y).diagonal().sum(1)
 
@@ -185,7 +192,7 @@ def _trace(engine: CurvatureEngine, x: Inputs, y: Tensor) -> Tensor:
 def _leverage(engine: CurvatureEngine, x: Inputs, y: Tensor) -> Tensor:
     found: list[Tensor] = []
     start = 0
-    for jacobian, f in engine.jacobian(x):
+    for jacobian, f in jacobians(engine, x):
         f = f.to(torch.promote_types(f.dtype, torch.float32))
         part = engine.likelihood.check_targets(f, y[start : start + len(f)])
         start += len(f)

@@ -17,7 +17,7 @@ from laplace.curvature.jacobian import Jacobian
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
 from laplace.function_space.dual import Dual
 from laplace.function_space.held import from_state, held, state_of
-from laplace.function_space.subset import SELECTIONS, Pool, Rows, make_score
+from laplace.function_space.subset import SELECTIONS, Pool, Rows, jacobians, make_score
 from laplace.function_space.subset_precision import DualPrecision, DualScan, IndependentPrecision, SubsetPrecision
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
@@ -214,7 +214,7 @@ class SubsetSweep(Sweep):
 
     def _parts(self, rows: Rows) -> Iterator[tuple[Jacobian, Tensor]]:
         likelihood, start = self.engine.likelihood, 0
-        for jacobian, f in self.engine.jacobian(rows.x):
+        for jacobian, f in jacobians(self.engine, rows.x):
             f = f.detach().to(torch.promote_types(f.dtype, torch.float32))
             y = likelihood.check_targets(f, rows.y[start : start + len(f)])
             start += len(f)

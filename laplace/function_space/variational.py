@@ -24,6 +24,7 @@ from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
 from laplace.function_space.held import from_state, state_of
 from laplace.function_space.kernels import kernel_at
+from laplace.function_space.subset import jacobians
 from laplace.function_space.subset_precision import DualScan, SubsetPrecision
 from laplace.function_space.variational_energy import Energy
 from laplace.function_space.variational_inducing import STRATEGIES, Inducing, Places, chosen, make_pool
@@ -95,6 +96,7 @@ class VariationalCurvature(Curvature):
     name = "gp"
     options = VariationalOptions
     readings = 2
+    weighed = False
 
     @property
     def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -212,7 +214,10 @@ class InducingSweep(Sweep):
     def finish(self) -> Sweep:
         training = self.options.training
         if training is None:
-            raise InvalidArgument("a variational approximation is fitted by VaLLA.fit, which knows how to train it.")
+            raise UnsupportedError(
+                "a variational posterior is found by its training alone, la.fit(...): it can neither be refined nor "
+                "forget data. Use hessian_structure='full', or functional_approximation='sod'."
+            )
         places, root = self._start(training)
         engine = self.engine
         return TrainingSweep(
@@ -250,7 +255,7 @@ class BoundSweep(Sweep):
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
         likelihood, first = self.engine.likelihood, 0
-        for jacobian, f in self.engine.jacobian(x):
+        for jacobian, f in jacobians(self.engine, x):
             f = f.detach().to(torch.promote_types(f.dtype, torch.float32))
             targets = likelihood.check_targets(f, y[first : first + len(f)])
             first += len(f)

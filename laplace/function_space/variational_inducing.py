@@ -15,7 +15,7 @@ from laplace.errors import InvalidArgument, InvalidData
 from laplace.function_space.dual import Span
 from laplace.function_space.held import held, picked
 from laplace.function_space.kernels import Scales, kernel
-from laplace.function_space.subset import Pool, joined
+from laplace.function_space.subset import Pool, jacobians, joined
 from laplace.noise import uniform
 
 STRATEGIES = ("random", "kmeans")
@@ -104,11 +104,11 @@ class Places:
         return Places(self.x, classes)
 
 
-def jacobians(engine: CurvatureEngine, places: Places, *, create_graph: bool = False) -> tuple[Jacobian, ...]:
+def inducing_jacobians(engine: CurvatureEngine, places: Places, *, create_graph: bool = False) -> tuple[Jacobian, ...]:
     """J_Z, one cotangent; with `create_graph` it can be differentiated with respect to the locations."""
     parts: list[Jacobian] = []
     start = 0
-    for jacobian, f in engine.jacobian(places.x, create_graph=create_graph):
+    for jacobian, f in jacobians(engine, places.x, create_graph=create_graph):
         stop = start + len(f)
         rows = picked(jacobian, _classes(places)[start:stop])
         parts.append(rows if create_graph else held(rows))

@@ -13,8 +13,9 @@ from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.function_space.kernels import kernel_at, kernel_diagonal
+from laplace.function_space.subset import jacobians
 from laplace.function_space.variational_energy import Energy, divergence
-from laplace.function_space.variational_inducing import Inducing, Places, jacobians
+from laplace.function_space.variational_inducing import Inducing, Places, inducing_jacobians
 from laplace.gaussian import Gaussian
 from laplace.structures.base import Sweep, require_finite
 from laplace.weights.problem import Problem
@@ -129,16 +130,16 @@ class Variables:
         """The inducing outputs at the present values, with their graph."""
         moving = isinstance(self.places.x, Tensor) and self.places.x.requires_grad
         if moving:
-            return Inducing(jacobians(self.engine, self.places, create_graph=True), self.root.tril())
+            return Inducing(inducing_jacobians(self.engine, self.places, create_graph=True), self.root.tril())
         if self.parts is None:
-            self.parts = jacobians(self.engine, self.places)
+            self.parts = inducing_jacobians(self.engine, self.places)
         return Inducing(self.parts, self.root.tril())
 
     def settled(self) -> tuple[Places, Inducing]:
         """The places and inducing outputs as constants."""
         x = self.places.x.detach() if isinstance(self.places.x, Tensor) else self.places.x
         places = replace(self.places, x=x)
-        return places, Inducing(jacobians(self.engine, places), self.root.detach().tril())
+        return places, Inducing(inducing_jacobians(self.engine, places), self.root.detach().tril())
 
 
 def start(engine: CurvatureEngine, places: Places, n_data: int, training: Training) -> tuple[Places, Tensor]:
@@ -150,7 +151,7 @@ def start(engine: CurvatureEngine, places: Places, n_data: int, training: Traini
         n_data: N.
         training: Noise and temperature.
     """
-    f = torch.cat([f.detach() for _, f in engine.jacobian(places.x)]).double()
+    f = torch.cat([f.detach() for _, f in jacobians(engine, places.x)]).double()
     places = places.settled(f)
     curvature = engine.likelihood.hessian(f).diagonal()
     scale = engine.likelihood.curvature_scale("ggn", training.sigma_noise.double(), training.temperature.double())
@@ -173,7 +174,7 @@ def objective(
     root = torch.linalg.cholesky(gram + delta * torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
     terms: list[Tensor] = []
     first = 0
-    for jacobian, f in variables.engine.jacobian(x):
+    for jacobian, f in jacobians(variables.engine, x):
         f = f.detach().double()
         targets = likelihood.check_targets(f, y[first : first + len(f)])
         first += len(f)

@@ -31,6 +31,7 @@ class Likelihood(ABC):
         target_kind: What a prediction says of the target: `"class"` (probabilities `[B, C]` of one label), `"binary"`
             (a probability per output), `"real"` (mean and variance), or `"other"`, of which tuning knows no score
             but `predictive_nll`.
+        independent_outputs: Whether loss and inverse link act on every output alone.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Likelihood(ABC):
     latent_prediction: bool = False
     ignore_index: int | None = None
     target_kind: str = "other"
+    independent_outputs: bool = False
 
     @abstractmethod
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
@@ -195,4 +197,5 @@ def apply_link(
         raise UnsupportedError(
             f"link_approx={str(link)!r} has no meaning for likelihood={likelihood.name!r}; accepted are {accepted}."
         )
-    return LINKS[link].apply(mean, covariance, likelihood.inverse_link, n_samples, generator)
+    apply, _ = LINKS[link].serving(independent=likelihood.independent_outputs)
+    return apply(mean, covariance, likelihood.inverse_link, n_samples, generator)

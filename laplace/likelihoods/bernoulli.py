@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from laplace.enums import LinkApprox
 from laplace.errors import InvalidData
 from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian, apply_link
 from laplace.likelihoods.checks import check_outputs, check_tensor, check_values
 from laplace.noise import uniform
+from laplace.predictive.links import probabilities_within
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,9 @@ class Bernoulli(NoiseFreeLikelihood):
     """p(y | f) = Π_c σ(f_c)^{y_c} (1 − σ(f_c))^{1 − y_c}; targets in [0, 1], soft ones included."""
 
     name = "bernoulli"
-    links = ("probit", "mc")
+    links = ("probit", "mc", "delta")
     target_kind = "binary"
+    independent_outputs = True
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
         """Targets in [0, 1], `[B, C]` (or `[B]` for a single logit), in the dtype of f.
@@ -75,12 +78,13 @@ class Bernoulli(NoiseFreeLikelihood):
         n_samples: int = 100,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Probabilities of 1, `[B, C]`; probit: σ(μ / √(1 + π/8 · v)) (MacKay, 1992).
+        """Probabilities of 1, `[B, C]`; probit: σ(μ / √(1 + π/8 · v)) (MacKay, 1992); delta: σ(μ) + ½ σ″(μ) v.
 
         Raises:
             UnsupportedError: A bridge, which is a matter of softmax, or an unknown link.
         """
-        return apply_link(self, mean, covariance, link, n_samples, generator)
+        found = apply_link(self, mean, covariance, link, n_samples, generator)
+        return probabilities_within(found) if link == LinkApprox.DELTA else found
 
     def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:
         """Σ_c binary cross-entropy of the predicted probabilities, `[B]`; zeros count as machine precision."""

@@ -22,6 +22,7 @@ class Gaussian(Likelihood):
     has_noise = True
     latent_prediction = True
     target_kind = "real"
+    independent_outputs = True
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
         """Finite targets of the shape of f, `[B, C]`, in its dtype.

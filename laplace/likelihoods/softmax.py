@@ -9,7 +9,7 @@ from torch.nn import functional
 from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian
 from laplace.noise import uniform
 
-SOFTMAX_LINKS = ("probit", "mc", "bridge", "bridge_norm")
+SOFTMAX_LINKS = ("probit", "mc", "bridge", "bridge_norm", "delta")
 
 # cross_entropy insists on an ignored label; checked labels without ignore_index are never negative.
 _NEVER = -100

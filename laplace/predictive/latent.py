@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -15,43 +15,97 @@ from laplace.batch import Inputs
 from laplace.curvature.engine import CurvatureEngine, detached
 from laplace.curvature.jacobian import Jacobian
 from laplace.enums import PredType
-from laplace.errors import InvalidArgument, InvalidData, InvalidType
+from laplace.errors import InvalidArgument, InvalidData, InvalidType, UnsupportedError
 from laplace.gaussian import Gaussian
 from laplace.lending import lent
+from laplace.positions import OutputRows, unrolled
 from laplace.predictive.links import LINKS
 from laplace.structures.base import Precision
 from laplace.weights.problem import Problem
 
 
 def linearised(
-    engine: CurvatureEngine, precision: Precision, x: Inputs, form: str, *, create_graph: bool = False
+    engine: CurvatureEngine,
+    precision: Precision,
+    x: Inputs,
+    form: str,
+    *,
+    step: Tensor | None = None,
+    create_graph: bool = False,
 ) -> Gaussian:
-    """N(f(x, θ*), J P⁻¹ Jᵀ), the GLM predictive's latent (Immer et al., 2021).
+    """N(f(x, θ*) + J (θ̂ − θ*), J P⁻¹ Jᵀ), the GLM predictive's latent (Immer et al., 2021).
 
     Args:
         engine: Gives Jacobians.
         precision: P.
         x: Inputs of B data.
-        form: `"full"` (covariance `[B, C, C]`), `"diagonal"` (`[B, C]`) or `"joint"` (`[B·C, B·C]`).
+        form: `"full"` (covariance `[B, C, C]`), `"diagonal"` (`[B, C]`) or `"joint"` (`[B·C, B·C]`); of outputs with
+            positions, B are rows, data × positions.
+        step: θ̂ − θ*, `[P]`; None where it is zero.
         create_graph: Whether mean and covariance can be differentiated with respect to x.
 
     Raises:
         InvalidData: No data, or outputs that are not finite.
     """
     x = batches.to_device(x, engine.problem.device)
-    parts = list(engine.jacobian(x, create_graph=create_graph)) if form == "joint" else None
-    if parts is not None:
+    pieces = shifted(engine.jacobian(x, create_graph=create_graph), step)
+    if form == "joint":
+        parts = list(pieces)
         jacobian = parts[0][0] if len(parts) == 1 else _joined(parts)
         mean = torch.cat([f for _, f in parts])
-        return _checked(Gaussian(mean.to(_dtype(mean)), precision.functional_covariance(jacobian)))
+        return _checked(Gaussian(mean, precision.functional_covariance(jacobian), parts[0][0].positions))
     contract: Callable[[Jacobian], Tensor] = (
         precision.functional_diagonal if form == "diagonal" else precision.functional_variance
     )
-    with closing(engine.jacobian(x, create_graph=create_graph)) as pieces:
-        found = [(f.to(_dtype(f)), contract(jacobian)) for jacobian, f in pieces]
+    with closing(pieces):
+        found = [(f, contract(jacobian), jacobian.positions) for jacobian, f in pieces]
     if not found:
         raise InvalidData("the inputs hold no data to predict.")
-    return _checked(Gaussian(torch.cat([f for f, _ in found]), torch.cat([variance for _, variance in found])))
+    means, variances, positions = zip(*found, strict=True)
+    return _checked(Gaussian(torch.cat(means), torch.cat(variances), positions[0]))
+
+
+def shifted(pieces: Generator[tuple[Jacobian, Tensor]], step: Tensor | None) -> Generator[tuple[Jacobian, Tensor]]:
+    """Jacobians with f + J step, `[b, C]`, in at least float32, in place of f.
+
+    Args:
+        pieces: Jacobians and outputs f at θ*.
+        step: `[P]`, or None for zero.
+    """
+    with closing(pieces):
+        for jacobian, f in pieces:
+            mean = f.to(_dtype(f))
+            yield jacobian, mean if step is None else mean + moved_by(jacobian, step.unsqueeze(0))[0]
+
+
+def moved_by(jacobian: Jacobian, steps: Tensor) -> Tensor:
+    """J v of steps v `[S, P]`, `[S, B, C]`."""
+    parts = steps.split([block.size for block in jacobian.blocks], 1)
+    return jacobian.sum_over_blocks(lambda i, block: block.apply(parts[i]))
+
+
+def linearised_mean(engine: CurvatureEngine, x: Inputs, step: Tensor, *, create_graph: bool = False) -> OutputRows:
+    """f(x, θ*) + J step, `[B, C]`, without a covariance."""
+    x = batches.to_device(x, engine.problem.device)
+    parts = [
+        (mean, jacobian.positions) for jacobian, mean in shifted(engine.jacobian(x, create_graph=create_graph), step)
+    ]
+    return OutputRows(torch.cat([mean for mean, _ in parts]), parts[0][1])
+
+
+def outputs(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -> OutputRows:
+    """f(x, θ*), `[B, C]`, by one forward pass.
+
+    Raises:
+        InvalidData: Outputs that are not finite.
+    """
+    problem = engine.problem
+    x = batches.to_device(x, problem.device)
+    with lent(problem.module):
+        f = problem.run(problem.detached(), x if create_graph else detached(x))
+    rows = OutputRows.of(f.to(_dtype(f)))
+    _checked(Gaussian(rows.values, torch.zeros_like(rows.values)))
+    return rows
 
 
 def _checked(gaussian: Gaussian) -> Gaussian:
@@ -76,14 +130,14 @@ def with_noise(gaussian: Gaussian, sigma: Tensor) -> Gaussian:
     """The Gaussian of noisy targets: σ² added to every variance."""
     noise = sigma.square().expand(gaussian.mean.shape[1])
     if gaussian.is_diagonal:
-        return Gaussian(gaussian.mean, gaussian.covariance + noise)
+        return replace(gaussian, covariance=gaussian.covariance + noise)
     if gaussian.is_joint:
-        return Gaussian(gaussian.mean, gaussian.covariance + torch.diag(noise.repeat(len(gaussian.mean))))
-    return Gaussian(gaussian.mean, gaussian.covariance + torch.diag(noise))
+        return replace(gaussian, covariance=gaussian.covariance + torch.diag(noise.repeat(len(gaussian.mean))))
+    return replace(gaussian, covariance=gaussian.covariance + torch.diag(noise))
 
 
 Sampler = Callable[[Tensor], Tensor]
-"""Maps weights `[S, P]` to outputs `[S, B, C]`."""
+"""Maps weights `[S, P]` to outputs `[S, B, C]`, or `[S, B, *positions, C]`."""
 
 
 def sampler(
@@ -103,10 +157,13 @@ def sampler(
     problem = engine.problem
     x = batches.to_device(x, problem.device)
     if problem.head is not None and not model_kwargs:
-        parts = list(engine.jacobian(x, create_graph=create_graph))
-        if parts and all(jacobian.is_head for jacobian, _ in parts):
-            return lambda thetas: torch.cat([_at_samples(jacobian, f, thetas - mean) for jacobian, f in parts], 1)
-    problem = _with_arguments(problem, model_kwargs)
+        parts = engine.head_jacobian(x, create_graph=create_graph)
+        if parts is not None:
+            positions = parts[0][0].positions
+            return lambda thetas: unrolled(
+                torch.cat([_at_samples(jacobian, f, thetas - mean) for jacobian, f in parts], 1), positions, 1
+            )
+    problem = with_arguments(problem, model_kwargs)
     x = x if create_graph else detached(x)
 
     def run(thetas: Tensor) -> Tensor:
@@ -118,7 +175,7 @@ def sampler(
 
 
 def moments(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance `[B, C]` of samples `[S, B, C]`.
+    """Mean and unbiased variance `[B, …]` of samples `[S, B, …]`.
 
     Raises:
         InvalidArgument: One sample, which has no variance.
@@ -130,12 +187,11 @@ def moments(samples: Tensor) -> tuple[Tensor, Tensor]:
 
 def _at_samples(jacobian: Jacobian, f: Tensor, steps: Tensor) -> Tensor:
     """F + J (θ_s − θ*), `[S, B, C]`."""
-    sizes = [block.size for block in jacobian.blocks]
-    steps_of = steps.split(sizes, 1)
-    return f.to(_dtype(f)) + jacobian.sum_over_blocks(lambda i, block: block.apply(steps_of[i]))
+    return f.to(_dtype(f)) + moved_by(jacobian, steps)
 
 
-def _with_arguments(problem: Problem, model_kwargs: dict[str, Any]) -> Problem:
+def with_arguments(problem: Problem, model_kwargs: dict[str, Any]) -> Problem:
+    """The problem whose network is called with further arguments."""
     if not model_kwargs:
         return problem
     call = problem.forward_fn or batches.call
@@ -158,9 +214,14 @@ class _Partial(torch.nn.Module):
         return self.model(*args, **kwargs, **self.arguments)
 
 
-def needs_variances_only(link: str) -> bool:
-    """Whether a link reads no covariance between outputs."""
-    return LINKS[link].diagonal
+def needs_variances_only(link: str, *, independent: bool) -> bool:
+    """Whether a link reads no covariance between outputs.
+
+    Args:
+        link: A name in `LINKS`.
+        independent: Whether the likelihood's inverse link acts on every output alone.
+    """
+    return LINKS[link].serving(independent=independent)[1]
 
 
 def refuse_model_kwargs(model_kwargs: dict[str, Any]) -> None:
@@ -173,6 +234,23 @@ def refuse_model_kwargs(model_kwargs: dict[str, Any]) -> None:
         raise InvalidArgument(
             f"unexpected arguments {sorted(model_kwargs)}: pred_type='glm' passes none to the model; use "
             "pred_type='nn', or bind them with forward_fn=."
+        )
+
+
+def refuse_refined(step: Tensor | None, problem: Problem) -> None:
+    """Raises where weights of a refined posterior would be put into the network.
+
+    Args:
+        step: θ̂ − θ*, or None without a refinement.
+        problem: The network; one that is linear in its treated weights, a last layer, is its own linearisation.
+
+    Raises:
+        UnsupportedError: The network is not linear in them.
+    """
+    if step is not None and problem.head is None:
+        raise UnsupportedError(
+            "pred_type='nn' after refine(): the refined posterior is that of the linearised network, not of the "
+            "network itself; use pred_type='glm', or fit anew."
         )
 
 

@@ -7,17 +7,20 @@ diagonal one, `[B, C]`. Softmax links return rows that sum to 1 for every finite
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from laplace.errors import InvalidArgument
+from laplace.errors import ApproximationWarning, InvalidArgument
 from laplace.gaussian import Gaussian
 from laplace.registry import Registry
 
 InverseLink = Callable[[Tensor], Tensor]
+
+Apply = Callable[[Tensor, Tensor, InverseLink, int, torch.Generator | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,23 @@ class Link:
     Attributes:
         apply: `(mean, covariance, inverse_link, n_samples, generator) -> [B, C]`.
         diagonal: Whether only the variances are read, so that the caller may compute those alone.
+        elementwise: The same for an inverse link that acts on every output alone, which reads variances only; None
+            where `apply` serves every inverse link.
     """
 
-    apply: Callable[[Tensor, Tensor, InverseLink, int, torch.Generator | None], Tensor]
+    apply: Apply
     diagonal: bool = False
+    elementwise: Apply | None = None
+
+    def serving(self, *, independent: bool) -> tuple[Apply, bool]:
+        """The function for inverse links that act on outputs alone, or together, and whether it reads variances only.
+
+        Args:
+            independent: Whether the inverse link acts on every output alone.
+        """
+        if independent and self.elementwise is not None:
+            return self.elementwise, True
+        return self.apply, self.diagonal
 
 
 LINKS: Registry[Link] = Registry("link_approx")
@@ -71,6 +87,82 @@ def monte_carlo(
     samples = Gaussian(mean, covariance).sample(n_samples, generator)
     largest = torch.finfo(samples.dtype).max
     return inverse_link(samples.clamp(-largest, largest)).mean(0)
+
+
+def delta(mean: Tensor, covariance: Tensor) -> Tensor:
+    """Delta method: softmax(μ) + ½ tr(B Σ), B the Hessian of the softmax at μ, `[B, C]`.
+
+    (Daxberger et al., 2021, appendix B.4.6.) With p = softmax(μ) and v_k = (e_k − p)ᵀ Σ (e_k − p) it is
+
+        p_k (1 + ½ (v_k − Σ_l p_l v_l)),
+
+    which sums to 1. Where the variance is too large for an expansion at the mean, entries become negative: the
+    correction is then scaled down, by one factor per row, to the last point at which none is, and a warning says so.
+
+    Args:
+        mean: `[B, C]`.
+        covariance: `[B, C, C]` or variances `[B, C]` (the diagonal matrix).
+
+    Warns:
+        ApproximationWarning: Some rows were scaled down.
+    """
+    p = torch.softmax(mean.double(), 1)
+    gaussian = Gaussian(mean, covariance)
+    # In units of the largest variance nothing overflows.
+    unit = gaussian.variance.detach().abs().amax(1, keepdim=True).double().clamp(min=1e-300)
+    variance = gaussian.variance.double() / unit
+    if gaussian.is_diagonal:
+        mixed = variance * p
+    else:
+        mixed = ((covariance.double() / unit.unsqueeze(2)) @ p.unsqueeze(2)).squeeze(2)
+    spread = variance - 2 * mixed  # v_k up to a constant
+    spread = 0.5 * (spread - (p * spread).sum(1, keepdim=True))
+    lowest = -spread.amin(1, keepdim=True)
+    limited = unit * lowest > 1
+    _warn_of(limited, "probabilities would be negative")
+    factor = torch.where(limited, 1 / torch.where(limited, lowest, 1.0), unit)
+    return (p * (1 + factor * spread).clamp(min=0)).to(mean)
+
+
+def delta_elementwise(mean: Tensor, covariance: Tensor, inverse_link: InverseLink) -> Tensor:
+    """Delta method for a link g that acts on every output alone: g(μ) + ½ g″(μ) diag Σ, `[B, C]`.
+
+    Args:
+        mean: `[B, C]`.
+        covariance: `[B, C, C]` or variances `[B, C]`; only the variances are read.
+        inverse_link: g, twice differentiable.
+    """
+    keeps_graph = torch.is_grad_enabled() and mean.requires_grad
+    with torch.enable_grad():
+        leaf = mean if keeps_graph else mean.detach().requires_grad_()
+        (first,) = torch.autograd.grad(inverse_link(leaf).sum(), leaf, create_graph=True)
+        second = torch.zeros_like(leaf)
+        if first.requires_grad:
+            (second,) = torch.autograd.grad(first.sum(), leaf, create_graph=keeps_graph)
+    return inverse_link(mean) + 0.5 * second * Gaussian(mean, covariance).variance
+
+
+def probabilities_within(values: Tensor) -> Tensor:
+    """Probabilities of an expansion, cut to [0, 1].
+
+    Warns:
+        ApproximationWarning: Some were outside: the variance is too large for an expansion at the mean.
+    """
+    # Not finite: an infinite variance times a vanishing derivative.
+    values = values.nan_to_num(nan=0.5)
+    _warn_of(((values < 0) | (values > 1)).any(1), "probabilities would be outside of [0, 1]")
+    return values.clamp(0, 1)
+
+
+def _warn_of(rows: Tensor, what: str) -> None:
+    count = int(rows.sum())
+    if count:
+        warnings.warn(
+            f"link_approx='delta': the variances of {count} of {len(rows)} data are too large for a second-order "
+            f"expansion at the mean, {what}; they were cut. Use link_approx='probit' or 'mc'.",
+            ApproximationWarning,
+            stacklevel=3,
+        )
 
 
 def bridge(mean: Tensor, covariance: Tensor) -> Tensor:
@@ -177,7 +269,16 @@ def _probit_link(mean: Tensor, covariance: Tensor, inverse_link: InverseLink, *_
     return probit(mean, covariance, inverse_link)
 
 
+def _delta_link(mean: Tensor, covariance: Tensor, *_: object) -> Tensor:
+    return delta(mean, covariance)
+
+
+def _delta_elementwise_link(mean: Tensor, covariance: Tensor, inverse_link: InverseLink, *_: object) -> Tensor:
+    return delta_elementwise(mean, covariance, inverse_link)
+
+
 LINKS.register("probit")(Link(_probit_link, diagonal=True))
 LINKS.register("mc")(Link(monte_carlo))
 LINKS.register("bridge")(Link(_bridge_link))
 LINKS.register("bridge_norm")(Link(_bridge_norm_link))
+LINKS.register("delta")(Link(_delta_link, elementwise=_delta_elementwise_link))

@@ -49,6 +49,14 @@ class Precision(ABC):
             leaf = vectors.detach().requires_grad_()
             return torch.autograd.grad(0.5 * self.quad(leaf).sum(), leaf)[0]
 
+    def solve(self, vectors: Tensor) -> Tensor:
+        """P⁻¹ v of vectors `[R, P]`, by the root that samples are drawn with; a constant."""
+        with torch.enable_grad():
+            noise = torch.zeros_like(vectors).requires_grad_()
+            (coloured,) = torch.autograd.grad(self.sample(noise), noise, vectors)
+        with torch.no_grad():
+            return self.sample(coloured)
+
     @abstractmethod
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         """J_b P⁻¹ J_bᵀ, `[B, C, C]`."""
@@ -125,6 +133,7 @@ class Curvature(ABC):
         note: What `repr` of a posterior says of it, or None.
         share: Of the data seen, how many the likelihood of the evidence counts: less than 1 for a subset.
         prior_factor: What its precisions multiply the prior precision with.
+        weighed: Whether noise and temperature scale it in the precision; else they do in the bound of the evidence alone.
         n_terms: E: curvature terms kept apart, one per output under a vector noise, else 1.
     """
 
@@ -135,6 +144,7 @@ class Curvature(ABC):
     note: str | None = None
     share: float = 1.0
     prior_factor: float = 1.0
+    weighed: bool = True
     n_terms: int
 
     @classmethod

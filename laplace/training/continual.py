@@ -23,14 +23,15 @@ from torch import Tensor, nn
 from tqdm.auto import trange
 
 from laplace import batch as batches
-from laplace.batch import Inputs
+from laplace.batch import Inputs, require_rereadable
 from laplace.curvature.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.evidence import Evidence
 from laplace.fingerprint import Fingerprint
 from laplace.fitting import Fit, without_ignored
+from laplace.positions import as_rows
 from laplace.structures.base import Precision
-from laplace.training.online import check_counts, check_step_size, rereadable
+from laplace.training.online import check_counts, check_step_size
 from laplace.tuning.ascent import minimise
 
 if TYPE_CHECKING:
@@ -261,7 +262,8 @@ def train_task(
     """
     check_counts(n_epochs=n_epochs, marglik_frequency=marglik_frequency, n_hypersteps=n_hypersteps)
     check_step_size(lr_hyp)
-    descent = _Descent(la, rereadable(train_loader), optimizer_cls, optimizer_kwargs, scheduler_cls, scheduler_kwargs)
+    require_rereadable(train_loader, "training reads train_loader once per epoch")
+    descent = _Descent(la, train_loader, optimizer_cls, optimizer_kwargs, scheduler_cls, scheduler_kwargs)
     losses: list[float] = []
     former_prior = la.prior_precision
     try:
@@ -360,8 +362,12 @@ def _negative_log_likelihood(la: ParametricLaplace, x: Inputs, y: Tensor) -> Ten
     """−log p(y | f(x)) of a batch at the model's present weights, 0-dim, at the posterior's noise and temperature."""
     likelihood = la.likelihood_object
     f = batches.latent((la.forward_fn or batches.call)(la.weights.model, x))
-    terms = likelihood.loss_terms(f, likelihood.check_targets(f, y))
-    return -likelihood.log_likelihood(terms, len(y), f.shape[1], la.sigma_noise.detach(), la.temperature.detach())
+    f, y = as_rows(f, y, la.channel_dim)
+    y = likelihood.check_targets(f, y)
+    terms = likelihood.loss_terms(f, y)
+    return -likelihood.log_likelihood(
+        terms, likelihood.count(f, y), f.shape[1], la.sigma_noise.detach(), la.temperature.detach()
+    )
 
 
 def _random_weights(la: ParametricLaplace) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from laplace import batch as batches
-from laplace.batch import ForwardFn, Inputs
+from laplace.batch import ForwardFn, Inputs, require_rereadable
 from laplace.curvature import CurvatureInterface
 from laplace.enums import HessianStructure, Likelihood, PriorStructure, SubsetOfWeights
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
@@ -27,6 +27,7 @@ from laplace.layout import flatten
 from laplace.lending import same_random_state
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.parametric import ParametricLaplace
+from laplace.positions import as_rows
 from laplace.tuning.settings import spread
 
 
@@ -133,7 +134,8 @@ class OnlineLaplace:
             dict_key_y=dict_key_y, forward_fn=forward_fn, **(laplace_kwargs or {}),
         )  # fmt: skip
         self.model = model
-        self.train_loader = rereadable(train_loader)
+        require_rereadable(train_loader, "training reads train_loader once per epoch")
+        self.train_loader = train_loader
         self.forward_fn = forward_fn or batches.call
         self.n_hypersteps, self.marglik_frequency = n_hypersteps, marglik_frequency
         self.n_epochs_burnin = n_epochs_burnin
@@ -189,7 +191,8 @@ class OnlineLaplace:
         """
         likelihood = self.la.likelihood_object
         f = f.to(torch.promote_types(f.dtype, self.prior_precision.dtype))
-        y = likelihood.check_targets(f, y.to(f.device))
+        f, y = as_rows(f, y.to(f.device), self.la.channel_dim)
+        y = likelihood.check_targets(f, y)
         w = likelihood.curvature_scale("ggn", self.sigma_noise, self.la.temperature).detach()
         data = (w / w.mean() * likelihood.loss_terms(f, y)).sum() / max(1, likelihood.count(f, y))
         return data + self.la.prior.quad(self._theta()) / (2 * self.n_data * w.mean())
@@ -281,26 +284,15 @@ def check_step_size(lr_hyp: float) -> None:
         raise InvalidArgument(f"lr_hyp={lr_hyp}; it must be positive and finite.")
 
 
-def rereadable(loader: Iterable[Any]) -> Iterable[Any]:
-    """The loader, if every epoch can read it anew.
-
-    Raises:
-        InvalidArgument: It is an iterator.
-    """
-    if isinstance(loader, Iterator):
-        raise InvalidArgument(
-            f"train_loader is a {type(loader).__name__}, which can be read only once; training reads it once per "
-            "epoch: give a DataLoader, or a list of batches."
-        )
-    return loader
-
-
 def _count(loader: Iterable[Any], la: ParametricLaplace) -> int:
-    """Data whose labels are not the ignored one."""
+    """Data whose labels are not the ignored one; of outputs with positions, these."""
     ignored, total = la.likelihood_object.ignore_index, 0
     for batch in loader:
         _, y = batches.split(batch, la.dict_key_y)
-        total += len(y) if ignored is None else int((y != ignored).sum())
+        if ignored is not None:
+            total += int((y != ignored).sum())
+        else:  # values have the shape of the outputs
+            total += len(y) if y.ndim <= 2 else y.numel() // y.shape[la.channel_dim]
     if total == 0:
         raise InvalidData("train_loader gave no data that count; training needs at least one datum.")
     return total

@@ -10,10 +10,12 @@ from laplace.tuning.choose import (
     report,
 )
 from laplace.tuning.objectives import Thresholds
+from laplace.tuning.subject import Subject
 
 __all__ = [
     "Predictive",
     "SearchOptions",
+    "Subject",
     "Thresholds",
     "TuningOptions",
     "TuningResult",

@@ -76,11 +76,13 @@ class Candidates:
         self.predictive = predictive
         likelihood = la.likelihood_object
         self.as_latent = likelihood.latent_prediction and likelihood.has_noise
-        self.diagonal = not whole_covariance if self.as_latent else latent.needs_variances_only(predictive.link_approx)
+        independent = likelihood.independent_outputs
+        reads_variances = latent.needs_variances_only(predictive.link_approx, independent=independent)
+        self.diagonal = not whole_covariance if self.as_latent else reads_variances
         first = settings[0].evidence(la)
         weights = torch.stack([setting.evidence(la).weights.mean() for setting in settings])
         self.priors = torch.cat([setting.prior_precision[:1] for setting in settings])
-        self.factors = weights / weights[0]
+        self.factors = weights / weights[0] if first.fit.curvature.weighed else torch.ones_like(weights)
         self.scan = first.fit.curvature.scan(first.weights, la.problem.layout, **first.options)
         self.seed = shared_seed(predictive.generator, self.priors.device)
         self._steps: dict[int, Tensor] = {}
@@ -100,20 +102,23 @@ class Candidates:
         link, likelihood = self.predictive.link_approx, self.la.likelihood_object
         return self.as_latent or (link in likelihood.links and link != LinkApprox.MC)
 
-    def prepare(self, x: Inputs) -> tuple[Predict, Tensor]:
+    def prepare(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
         """Runs the network on a batch.
 
         Returns:
-            The predictions of consecutive candidates, and the outputs `[B, C]`.
+            The predictions of consecutive candidates, the outputs `[B, C]`, and the dimensions of their positions: with
+            some, B are rows, data × positions.
         """
         if self.predictive.pred_type == PredType.NN:
             return self._sampled(x)
         x = batches.to_device(x, self.la.problem.device)
-        with closing(self.la.engine.jacobian(x)) as pieces:
-            parts = [(self.scan.variances(jacobian, diagonal=self.diagonal), f) for jacobian, f in pieces]
-        mean = torch.cat([f for _, f in parts]).to(self.priors.dtype)
-        variances = [function for function, _ in parts]
-        return lambda group: self._linearised(mean, variances, group), mean
+        with closing(latent.shifted(self.la.engine.jacobian(x), self.la.refined_step)) as pieces:
+            parts = [
+                (self.scan.variances(jacobian, diagonal=self.diagonal), f, jacobian.positions) for jacobian, f in pieces
+            ]
+        mean = torch.cat([f for _, f, _ in parts]).to(self.priors.dtype)
+        variances = [function for function, _, _ in parts]
+        return lambda group: self._linearised(mean, variances, group), mean, parts[0][2]
 
     def _linearised(self, mean: Tensor, functions: list[VarianceAt], group: slice) -> Prediction:
         variance = self._variances(functions, group)
@@ -151,17 +156,19 @@ class Candidates:
     def _draws(self) -> torch.Generator:
         return torch.Generator(device=self.priors.device).manual_seed(self.seed)
 
-    def _sampled(self, x: Inputs) -> tuple[Predict, Tensor]:
+    def _sampled(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
         la = self.la
-        run = latent.sampler(la.engine, la.mean, x, {})
+        latent.refuse_refined(la.refined_step, la.engine.problem)
+        run = latent.sampler(la.engine, la.expansion_point, x, {})
 
         def predict(group: slice) -> Prediction:
-            samples = run(la.mean + self._step(group.start))
+            samples = run(la.mean + self._step(group.start)).flatten(1, -2)
             if self.as_latent:
                 return latent.moments(samples)
             return la.likelihood_object.inverse_link(samples).mean(0)
 
-        return predict, run(la.mean.unsqueeze(0))[0]
+        outputs = run(la.mean.unsqueeze(0))[0]
+        return predict, outputs.flatten(0, -2), tuple(outputs.shape[1:-1])
 
     def _step(self, i: int) -> Tensor:
         """Samples of θ − θ* of one candidate `[S, P]`, kept for the next batch where all of them together are small."""

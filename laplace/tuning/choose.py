@@ -20,6 +20,7 @@ from laplace.tuning.grid import Grid, make_axes, search_grid
 from laplace.tuning.objectives import make_objective
 from laplace.tuning.settings import Coordinates, Setting, checked_names, restructured, spread
 from laplace.tuning.smooth import SmoothLoss
+from laplace.tuning.subject import Subject
 from laplace.tuning.validation import Validation
 
 if TYPE_CHECKING:
@@ -98,19 +99,20 @@ class TuningResult:
         return Setting(self.prior_precision, self.sigma_noise, self.temperature)
 
 
-def choose_prior_precision(la: ParametricLaplace, options: TuningOptions) -> TuningResult:
+def choose_prior_precision(la: ParametricLaplace | Subject, options: TuningOptions) -> TuningResult:
     """The best prior precision by the chosen method; the posterior is not changed.
 
     Raises:
         InvalidArgument: Unknown method or structure, or missing validation data.
     """
-    layout, like = la.problem.layout, la.prior_mean
-    now = Setting.of(la)
+    subject = Subject.of(la)
+    layout, like = subject.layout, subject.first.prior_mean
+    now = subject.setting(("prior_precision",))
     if options.method == TuningMethod.MARGLIK:
         start = replace(now, prior_precision=spread(options.init_prior_prec, options.prior_structure, layout, like))
         coordinates = Coordinates(("prior_precision",), start)
         search = minimise(
-            negative_evidence(la, coordinates), coordinates.vector(), method="adam", n_steps=options.n_steps,
+            negative_evidence(subject, coordinates), coordinates.vector(), method="adam", n_steps=options.n_steps,
             lr=options.lr, tolerance=0.0, label=EVIDENCE, progress_bar=options.progress_bar,
         )  # fmt: skip
         unused = "val_loader is not used by method='marglik'; use method='gridsearch' to tune on validation data"
@@ -122,7 +124,7 @@ def choose_prior_precision(la: ParametricLaplace, options: TuningOptions) -> Tun
         # One value is searched, whatever the structure it is then written in: the posterior is the same.
         structured = spread(1.0, options.prior_structure, layout, like)
         return _on_grid(
-            la, {"prior_precision": _powers(options, like)}, options.loss, Validation(options.val_loader),
+            subject, {"prior_precision": _powers(options, like)}, options.loss, Validation(options.val_loader),
             options.predictive, structured, progress_bar=options.progress_bar,
         )  # fmt: skip
     raise InvalidArgument(f"method={options.method!r}; accepted are 'marglik', 'gridsearch' and 'CV'.")
@@ -143,18 +145,18 @@ def _powers(options: TuningOptions, like: Tensor) -> Tensor:
     return positive(name, torch.logspace(low, high, n, base, dtype=like.dtype, device=like.device))
 
 
-def choose_hyperparameters(la: ParametricLaplace, options: SearchOptions) -> TuningResult:
+def choose_hyperparameters(la: ParametricLaplace | Subject, options: SearchOptions) -> TuningResult:
     """The best hyper-parameters by the chosen objective; the posterior is not changed.
 
     Raises:
         InvalidArgument: Arguments that do not belong together, or no finite objective.
     """
     by_evidence = isinstance(options.objective, str) and options.objective == EVIDENCE
-    has_noise = la.likelihood_object.has_noise
+    subject = Subject.of(la)
+    has_noise = subject.likelihood.has_noise
     names = checked_names(options.tune, has_noise=has_noise, by_evidence=by_evidence)
-    la.fitted()
-    now = Setting.of(la)
-    prior = restructured(now.prior_precision, options.prior_structure, la.problem.layout)
+    now = subject.setting(names)
+    prior = restructured(now.prior_precision, options.prior_structure, subject.layout)
     start = replace(now, prior_precision=prior) if "prior_precision" in names else now
     method = options.method or ("lbfgs" if by_evidence else "grid")
     if method != "grid" and options.grid is not None:
@@ -162,17 +164,19 @@ def choose_hyperparameters(la: ParametricLaplace, options: SearchOptions) -> Tun
     coordinates = Coordinates(names, start)
     if by_evidence:
         _refuse_data(options, method)
-        return _climbed(negative_evidence(la, coordinates), coordinates, options, method, sign=-1)
+        return _climbed(negative_evidence(subject, coordinates), coordinates, options, method, sign=-1)
     if options.val_loader is None:
         raise InvalidArgument(f"objective={options.objective!r} needs val_loader=, the validation data.")
     validation = Validation(options.val_loader, options.ood_loader, options.ood_weight)
     if method == "grid":
-        axes = make_axes(names, options.grid, la.prior_precision.detach())
+        axes = make_axes(names, options.grid, now.prior_precision)
         return _on_grid(
-            la, axes, options.objective, validation, options.predictive, prior, progress_bar=options.progress_bar
+            subject, axes, options.objective, validation, options.predictive, prior, progress_bar=options.progress_bar
         )
-    objective = make_objective(options.objective, la.likelihood_object)
-    loss = SmoothLoss(la, coordinates, objective, validation, options.predictive, progress_bar=options.progress_bar)
+    objective = make_objective(options.objective, subject.likelihood)
+    loss = SmoothLoss(
+        subject, coordinates, objective, validation, options.predictive, progress_bar=options.progress_bar
+    )
     return _climbed(loss, coordinates, options, method, sign=1)
 
 
@@ -232,7 +236,7 @@ def _moved(coordinates: Coordinates, search: Search, *, sign: int) -> TuningResu
 
 
 def _on_grid(
-    la: ParametricLaplace,
+    subject: Subject,
     axes: dict[str, Tensor],
     loss: Any,
     validation: Validation,
@@ -242,7 +246,7 @@ def _on_grid(
     progress_bar: bool,
 ) -> TuningResult:
     """The best candidate of a grid; a tuned prior precision is written in the structure of `prior`."""
-    objective = make_objective(loss, la.likelihood_object)
+    objective = make_objective(loss, subject.likelihood)
     if objective.thresholds:
         if tuple(axes) != ("prior_precision",):
             raise InvalidArgument("Thresholds choose a prior precision; give tune='prior_precision'.")
@@ -252,14 +256,14 @@ def _on_grid(
                 "objective, such as 'nll'."
             )
         axes = {"prior_precision": axes["prior_precision"].sort().values}
-    now = Setting.of(la)
+    now = subject.setting(tuple(axes))
     if "prior_precision" not in axes and now.prior_precision.numel() > 1:
         raise InvalidArgument(
             "a grid of noises or temperatures needs one prior precision for all parameters, or one that is tuned too; "
             "tune='prior_precision' as well, or use method='lbfgs'."
         )
     grid = Grid.over(axes, now)
-    found = search_grid(la, grid, objective, validation, predictive, progress_bar=progress_bar)
+    found = search_grid(subject, grid, objective, validation, predictive, progress_bar=progress_bar)
     best = grid.settings[found.place]
     chosen = best.prior_precision
     chosen = chosen.expand_as(prior).clone() if "prior_precision" in axes else chosen

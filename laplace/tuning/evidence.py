@@ -9,23 +9,25 @@ from torch import Tensor
 
 from laplace.tuning.ascent import Evaluate
 from laplace.tuning.settings import Coordinates
+from laplace.tuning.subject import Subject
 
 if TYPE_CHECKING:
     from laplace.parametric import ParametricLaplace
 
 
-def negative_evidence(la: ParametricLaplace, coordinates: Coordinates) -> Evaluate:
+def negative_evidence(la: ParametricLaplace | Subject, coordinates: Coordinates) -> Evaluate:
     """−log p(D) and its gradient.
 
     Args:
-        la: A fitted posterior; not changed.
+        la: A fitted posterior, or several; not changed.
         coordinates: What is tuned.
     """
+    subject = Subject.of(la)
 
     def evaluate(logs: Tensor) -> tuple[float, Tensor]:
         with torch.inference_mode(False), torch.enable_grad():
             leaf = logs.clone().requires_grad_()
-            value = -coordinates.setting(leaf).evidence(la).log_marginal_likelihood
+            value = -subject.log_evidence(coordinates.setting(leaf))
             (gradient,) = torch.autograd.grad(value, leaf)
             return value.item(), gradient
 

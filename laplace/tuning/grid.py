@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,14 +13,12 @@ from torch import Tensor
 from laplace.batch import Inputs
 from laplace.errors import CurvatureError, InvalidArgument
 from laplace.hyperparameters import positive
-from laplace.tuning.candidates import Candidates, Predict, Predictive
+from laplace.tuning.candidates import Predict, Predictive
 from laplace.tuning.objectives import Objective, Running
 from laplace.tuning.scores import Prediction
 from laplace.tuning.settings import Setting
-from laplace.tuning.validation import Validation, entropy_of
-
-if TYPE_CHECKING:
-    from laplace.parametric import ParametricLaplace
+from laplace.tuning.subject import CandidateSet, Subject
+from laplace.tuning.validation import Validation, at_rows, checked_rows, entropy_of, rows_that_count
 
 _RANGES = {"prior_precision": (-4, 4), "sigma_noise": (-2, 2), "temperature": (-2, 2)}
 """Exponents of 10 between which a grid lies that the caller does not give."""
@@ -103,7 +100,7 @@ class Found:
 
 
 def search_grid(
-    la: ParametricLaplace,
+    subject: Subject,
     grid: Grid,
     objective: Objective,
     validation: Validation,
@@ -117,8 +114,9 @@ def search_grid(
         InvalidData: No validation data.
         InvalidArgument: No candidate with a finite loss, or none that meets the thresholds.
     """
+    la = subject.first
     with torch.inference_mode(False), torch.no_grad():
-        candidates = Candidates(la, grid.settings, predictive, whole_covariance=objective.whole_covariance)
+        candidates = subject.candidates(grid.settings, predictive, whole_covariance=objective.whole_covariance)
         losses = Losses(candidates, objective)
         for x, y in validation.batches(la, label="grid search", progress_bar=progress_bar):
             losses.update(x, y)
@@ -144,7 +142,7 @@ class Losses:
         n_data: Data seen.
     """
 
-    def __init__(self, candidates: Candidates, objective: Objective) -> None:
+    def __init__(self, candidates: CandidateSet, objective: Objective) -> None:
         self.candidates = candidates
         self.objective = objective
         self.n_data = 0
@@ -156,10 +154,10 @@ class Losses:
 
     def update(self, x: Inputs, y: Tensor | None) -> None:
         """Takes in one batch; without targets, one of foreign inputs."""
-        predict, f = self.candidates.prepare(x)
-        likelihood = self.candidates.la.likelihood_object
-        y = torch.zeros(len(f), dtype=torch.long, device=f.device) if y is None else likelihood.check_targets(f, y)
-        self.n_data += len(y)
+        predict, f, positions = self.candidates.prepare(x)
+        y = checked_rows(self.candidates.la, f, y, positions)
+        kept = rows_that_count(self.candidates.la.likelihood_object, y, positions)
+        self.n_data += len(y) if kept is None else len(kept)
         if not self._groups:
             self._groups = self.candidates.groups(len(f))
             parts = self._groups if self._together else [slice(i, i + 1) for i in range(len(self.candidates.settings))]
@@ -169,7 +167,8 @@ class Losses:
             if prediction is None:
                 self._failed.add(part.start)
             else:
-                running.update(prediction, y, self.candidates.settings[part.start].sigma_noise)
+                sigma = self.candidates.settings[part.start].sigma_noise
+                running.update(at_rows(prediction, kept), y if kept is None else y[kept], sigma)
 
     def _predicted(self, predict: Predict, group: slice) -> list[Prediction | None]:
         """The predictions of a group, as one or candidate by candidate; None where a posterior does not exist."""

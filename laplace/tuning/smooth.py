@@ -24,11 +24,14 @@ from laplace.curvature.jacobian import Jacobian
 from laplace.enums import PredType
 from laplace.errors import InvalidArgument
 from laplace.predictive import latent
+from laplace.predictive.mixing import mixed
 from laplace.structures.base import Precision
 from laplace.tuning.candidates import Predictive, shared_seed
 from laplace.tuning.objectives import Objective
-from laplace.tuning.settings import Coordinates
-from laplace.tuning.validation import Validation, entropy_of
+from laplace.tuning.scores import Prediction
+from laplace.tuning.settings import Coordinates, Setting
+from laplace.tuning.subject import Subject
+from laplace.tuning.validation import Validation, at_rows, checked_rows, entropy_of, rows_that_count
 
 if TYPE_CHECKING:
     from laplace.parametric import ParametricLaplace
@@ -42,18 +45,25 @@ class Batch:
         jacobians: Of consecutive parts.
         mean: Outputs, `[B, C]`.
         y: Checked targets; zeros `[B]` of foreign inputs.
+        kept: Rows that count, of outputs with positions; None for all.
     """
 
     jacobians: list[Jacobian]
     mean: Tensor
     y: Tensor
+    kept: Tensor | None = None
+
+    @property
+    def n_data(self) -> int:
+        """Data that count."""
+        return len(self.y) if self.kept is None else len(self.kept)
 
 
 class SmoothLoss:
     """A validation loss of linearised predictions; the network runs once, when it is made.
 
     Args:
-        la: A fitted posterior; not changed.
+        la: A fitted posterior, or several that predict as a mixture; not changed.
         coordinates: What is tuned.
         objective: The loss.
         validation: The data.
@@ -67,7 +77,7 @@ class SmoothLoss:
 
     def __init__(
         self,
-        la: ParametricLaplace,
+        la: ParametricLaplace | Subject,
         coordinates: Coordinates,
         objective: Objective,
         validation: Validation,
@@ -79,57 +89,63 @@ class SmoothLoss:
         if kind == PredType.NN or objective.thresholds:
             what = "pred_type='nn'" if kind == PredType.NN else "Thresholds"
             raise InvalidArgument(f"{what} has no gradient in the hyper-parameters; use method='grid'.")
-        la.check_unchanged()
-        self.la = la
+        self.subject = Subject.of(la)
+        for posterior in self.subject.posteriors:
+            posterior.check_unchanged()
         self.coordinates = coordinates
         self.objective = objective
         self.validation = validation
         self.predictive = predictive
-        likelihood = la.likelihood_object
+        likelihood = self.subject.likelihood
         self.as_latent = likelihood.latent_prediction and likelihood.has_noise
-        self.diagonal = (
-            not objective.whole_covariance if self.as_latent else latent.needs_variances_only(predictive.link_approx)
-        )
+        independent = likelihood.independent_outputs
+        reads_variances = latent.needs_variances_only(predictive.link_approx, independent=independent)
+        self.diagonal = not objective.whole_covariance if self.as_latent else reads_variances
         with torch.inference_mode(False), torch.no_grad():
-            data = validation.batches(la, progress_bar=progress_bar)
+            first = self.subject.first
+            data = validation.batches(first, progress_bar=progress_bar)
             self.data = [self._run(x, y) for x, y in data]
-            self.foreign: list[Batch] = []
+            self.foreign: list[list[Batch]] = []
             if validation.ood_loader is not None:
                 self.entropy = entropy_of(likelihood)
-                self.foreign = [self._run(x, None) for x in validation.foreign(la, progress_bar=progress_bar)]
-        self.seed = shared_seed(predictive.generator, la.prior_precision.device)
+                self.foreign = [self._run(x, None) for x in validation.foreign(first, progress_bar=progress_bar)]
+        self.seed = shared_seed(predictive.generator, first.prior_precision.device)
 
     def __call__(self, logs: Tensor) -> tuple[float, Tensor]:
         """The loss and its gradient at logarithms `[n]`."""
         with torch.inference_mode(False), torch.enable_grad():
             leaf = logs.clone().requires_grad_()
             setting = self.coordinates.setting(leaf)
-            precision = setting.evidence(self.la).precision
+            precisions = [setting.evidence(la).precision for la in self.subject.posteriors]
             # What a precision keeps must not depend on who asks first: with a graph, or without.
-            constant = self.coordinates.setting(logs.detach()).evidence(self.la).precision
+            still = self.coordinates.setting(logs.detach())
+            constants = [still.evidence(la).precision for la in self.subject.posteriors]
+            pairs = list(zip(precisions, constants, strict=True))
             every = [*self.data, *self.foreign]
-            variances = [self._variance(constant, batch).requires_grad_() for batch in every]
-            loss = self._loss(variances, setting.sigma_noise)
+            variances = [
+                [
+                    self._variance(constant, part).requires_grad_()
+                    for constant, part in zip(constants, batch, strict=True)
+                ]
+                for batch in every
+            ]
+            loss = self._loss(variances, setting)
             if not loss.requires_grad:
                 raise InvalidArgument(
                     f"{self.objective.name} cannot be differentiated; use method='grid', or compute it with torch."
                 )
-            direct, *slopes = torch.autograd.grad(loss, [leaf, *variances], allow_unused=True, retain_graph=True)
+            leaves = [variance for batch in variances for variance in batch]
+            direct, *slopes = torch.autograd.grad(loss, [leaf, *leaves], allow_unused=True, retain_graph=True)
             gradient = torch.zeros_like(leaf) if direct is None else direct
-            for batch, slope in zip(every, slopes, strict=True):
+            parts = [(part, pair) for batch in every for part, pair in zip(batch, pairs, strict=True)]
+            for (part, (precision, constant)), slope in zip(parts, slopes, strict=True):
                 if slope is not None:
-                    gradient = gradient + self._through(precision, constant, batch, slope, leaf)
+                    gradient = gradient + self._through(precision, constant, part, slope, leaf)
             return loss.item(), gradient
 
-    def _run(self, x: Inputs, y: Tensor | None) -> Batch:
-        """One pass of the network over a batch."""
-        x = batches.to_device(x, self.la.problem.device)
-        with closing(self.la.engine.jacobian(x)) as pieces:
-            parts = list(pieces)
-        mean = torch.cat([f for _, f in parts]).to(self.la.prior_precision.dtype)
-        none = torch.zeros(len(mean), dtype=torch.long, device=mean.device)
-        y = none if y is None else self.la.likelihood_object.check_targets(mean, y)
-        return Batch([jacobian for jacobian, _ in parts], mean, y)
+    def _run(self, x: Inputs, y: Tensor | None) -> list[Batch]:
+        """One pass of every network over a batch."""
+        return [_passed(la, x, y) for la in self.subject.posteriors]
 
     def _variance(self, precision: Precision, batch: Batch) -> Tensor:
         """`[B, C]` or `[B, C, C]`, without gradient."""
@@ -137,25 +153,37 @@ class SmoothLoss:
         with torch.no_grad():
             return torch.cat([contract(jacobian) for jacobian in batch.jacobians])
 
-    def _loss(self, variances: list[Tensor], sigma: Tensor) -> Tensor:
-        loss = self._mean_of(self.objective, self.data, variances[: len(self.data)], sigma)
+    def _loss(self, variances: list[list[Tensor]], setting: Setting) -> Tensor:
+        weights = self.subject.weights(setting)
+        loss = self._mean_of(self.objective, self.data, variances[: len(self.data)], setting.sigma_noise, weights)
         if not self.foreign:
             return loss
-        entropy = self._mean_of(self.entropy, self.foreign, variances[len(self.data) :], sigma)
-        ratio = sum(len(batch.y) for batch in self.foreign) / sum(len(batch.y) for batch in self.data)
+        outside = variances[len(self.data) :]
+        entropy = self._mean_of(self.entropy, self.foreign, outside, setting.sigma_noise, weights)
+        ratio = sum(batch[0].n_data for batch in self.foreign) / sum(batch[0].n_data for batch in self.data)
         return loss - self.validation.ood_weight * ratio * entropy
 
-    def _mean_of(self, objective: Objective, data: list[Batch], variances: list[Tensor], sigma: Tensor) -> Tensor:
+    def _mean_of(
+        self,
+        objective: Objective,
+        data: list[list[Batch]],
+        variances: list[list[Tensor]],
+        sigma: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
         running = objective.fresh()
-        options, likelihood = self.predictive, self.la.likelihood_object
-        for batch, variance in zip(data, variances, strict=True):
-            if self.as_latent:
-                running.update((batch.mean, variance), batch.y, sigma)
-                continue
-            draws = torch.Generator(device=variance.device).manual_seed(self.seed)
-            predicted = likelihood.predict(batch.mean, variance, options.link_approx, options.n_samples, draws)
-            running.update(predicted, batch.y, sigma)
+        for batch, found in zip(data, variances, strict=True):
+            predictions = [self._predicted(part, variance) for part, variance in zip(batch, found, strict=True)]
+            y, kept = batch[0].y, batch[0].kept
+            running.update(at_rows(mixed(predictions, weights), kept), y if kept is None else y[kept], sigma)
         return running.result()
+
+    def _predicted(self, batch: Batch, variance: Tensor) -> Prediction:
+        if self.as_latent:
+            return batch.mean, variance
+        options = self.predictive
+        draws = torch.Generator(device=variance.device).manual_seed(self.seed)
+        return self.subject.likelihood.predict(batch.mean, variance, options.link_approx, options.n_samples, draws)
 
     def _through(self, precision: Precision, constant: Precision, batch: Batch, slope: Tensor, leaf: Tensor) -> Tensor:
         """Σ (∂L/∂v) dv/d(log h), `[n]`, of one batch."""
@@ -163,10 +191,21 @@ class SmoothLoss:
         for piece in _pieces(batch.jacobians):
             rows, slopes = _directions(piece, slope[start : start + len(piece)])
             start += len(piece)
-            quadratic = precision.quad(solved(constant, rows))
+            quadratic = precision.quad(constant.solve(rows))
             (gradient,) = torch.autograd.grad(-(slopes * quadratic).sum(), leaf, retain_graph=True)
             total = total + gradient
         return total
+
+
+def _passed(la: ParametricLaplace, x: Inputs, y: Tensor | None) -> Batch:
+    """One pass of a network over a batch."""
+    x = batches.to_device(x, la.problem.device)
+    with closing(latent.shifted(la.engine.jacobian(x), la.refined_step)) as pieces:
+        parts = list(pieces)
+    mean = torch.cat([f for _, f in parts]).to(la.prior_precision.dtype)
+    positions = parts[0][0].positions
+    y = checked_rows(la, mean, y, positions)
+    return Batch([jacobian for jacobian, _ in parts], mean, y, rows_that_count(la.likelihood_object, y, positions))
 
 
 def _pieces(jacobians: list[Jacobian]) -> Iterator[Tensor]:
@@ -184,12 +223,3 @@ def _directions(piece: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
         return piece.flatten(0, 1), slope.flatten()
     values, vectors = torch.linalg.eigh(0.5 * (slope + slope.transpose(1, 2)))
     return (vectors.transpose(1, 2) @ piece).flatten(0, 1), values.flatten()
-
-
-def solved(precision: Precision, rows: Tensor) -> Tensor:
-    """P⁻¹ j of rows j `[m, P]`, by the root that samples are drawn with; a constant."""
-    with torch.enable_grad():
-        noise = torch.zeros_like(rows).requires_grad_()
-        (coloured,) = torch.autograd.grad(precision.sample(noise), noise, rows)
-    with torch.no_grad():
-        return precision.sample(coloured)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -16,8 +17,9 @@ from laplace.batch import Inputs
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.fitting import without_ignored
 from laplace.likelihoods.base import Likelihood
+from laplace.positions import target_rows
 from laplace.tuning.objectives import MeanScore, Objective
-from laplace.tuning.scores import find_score
+from laplace.tuning.scores import Prediction, find_score
 
 if TYPE_CHECKING:
     from laplace.parametric import ParametricLaplace
@@ -81,6 +83,39 @@ class Validation:
             yield batches.to_device(batches.inputs(batch), la.prior_precision.device)
         if empty:
             raise InvalidData("ood_loader gave no inputs; the hyper-parameters are as they were.")
+
+
+def checked_rows(la: ParametricLaplace, f: Tensor, y: Tensor | None, positions: tuple[int, ...]) -> Tensor:
+    """Checked targets of outputs f `[B, C]`; zeros `[B]` of foreign inputs, which have none.
+
+    Args:
+        la: The posterior.
+        f: Outputs; with positions, B are rows, data × positions.
+        y: Targets as the loader gives them, or None.
+        positions: Their dimensions.
+    """
+    if y is None:
+        return torch.zeros(len(f), dtype=torch.long, device=f.device)
+    return la.likelihood_object.check_targets(f, target_rows(y, f, positions, la.channel_dim))
+
+
+def rows_that_count(likelihood: Likelihood, y: Tensor, positions: tuple[int, ...]) -> Tensor | None:
+    """Rows of outputs with positions whose labels are not the ignored one, `[n]`; None for all."""
+    if not positions or likelihood.ignore_index is None or y.ndim != 1:
+        return None
+    kept = y != likelihood.ignore_index
+    return None if bool(kept.all()) else kept.nonzero().flatten()
+
+
+def at_rows(prediction: Prediction, rows: Tensor | None) -> Prediction:
+    """Some rows of the predictions of one candidate or of several; None for all."""
+    if rows is None:
+        return prediction
+    if isinstance(prediction, tuple):
+        mean, variance = prediction
+        dim = mean.ndim - 2
+        return mean.index_select(dim, rows), variance.index_select(dim, rows)
+    return prediction.index_select(prediction.ndim - 2, rows)
 
 
 def entropy_of(likelihood: Likelihood) -> Objective:

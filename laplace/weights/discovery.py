@@ -15,6 +15,9 @@ from laplace.batch import ForwardFn, Inputs
 from laplace.errors import InvalidArgument
 from laplace.lending import lent, unwrap
 
+LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Modules that can be a last layer."""
+
 
 def find_last_layer(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None) -> str:
     """Name of the last module with parameters that runs on `x`, past a trailing Flatten, Softmax, Dropout or Identity.
@@ -34,7 +37,7 @@ def find_last_layer(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = 
         Name for `unwrap(model).get_submodule`; `""` if the model itself is a linear layer.
 
     Raises:
-        InvalidArgument: No such module ran, or the last one is not `nn.Linear`.
+        InvalidArgument: No such module ran, or the last one is neither `nn.Linear` nor a convolution.
     """
     inner = unwrap(model)
     watched = {name: module for name, module in inner.named_modules() if _has_parameters(name, module)}
@@ -49,21 +52,21 @@ def find_last_layer(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = 
 
 
 def require_linear(model: nn.Module, name: str) -> str:
-    """`name`, if it is the name of an `nn.Linear` of the model.
+    """`name`, if it is the name of an `nn.Linear` of the model, or of a convolution: a linear layer on patches.
 
     Raises:
         InvalidArgument: There is no module of this name, or it is of another type.
     """
     modules = dict(unwrap(model).named_modules())
     found = modules.get(name)
-    if isinstance(found, nn.Linear):
+    if isinstance(found, LINEAR):
         return name
-    linear = [key for key, module in modules.items() if isinstance(module, nn.Linear)]
+    linear = [key for key, module in modules.items() if isinstance(module, LINEAR)]
     what = "not a module of this model" if found is None else f"of type {type(found).__name__}"
     mend = f"Pass last_layer_name= with the name of one that the model calls last; it has {linear[-5:]}."
     if not linear:
         mend = "The model has none: use subset_of_weights='all' or 'subnetwork'."
-    raise InvalidArgument(f"the last layer {name!r} is {what}; it must be an nn.Linear. {mend}")
+    raise InvalidArgument(f"the last layer {name!r} is {what}; it must be an nn.Linear or a convolution. {mend}")
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class LastLayer(Weights):
             time: without it the positions that the model picks or averages are found by differentiation.
 
     Raises:
-        InvalidArgument: Unknown reduction, or the named module is not an `nn.Linear`.
+        InvalidArgument: Unknown reduction, or the named module is neither an `nn.Linear` nor a convolution.
     """
 
     def __init__(
@@ -72,6 +72,11 @@ class LastLayer(Weights):
 
     def _problem_of(self, name: str) -> Problem:
         head = self.model.get_submodule(name)
+        if self.reduction is not None and not isinstance(head, nn.Linear):
+            raise InvalidArgument(
+                f"feature_reduction={self.reduction!r} reduces features [B, T, D]; the last layer {name!r} is of type "
+                f"{type(head).__name__}: leave feature_reduction at None."
+            )
         prefix = f"{name}." if name else ""
         tensors = {f"{prefix}{key}": tensor for key, tensor in head.named_parameters()}
         # A head that is frozen altogether is still random; one with a frozen part keeps that part fixed.

@@ -15,6 +15,7 @@ from laplace.batch import ForwardFn, Inputs
 from laplace.errors import InvalidData
 from laplace.layout import Layout
 from laplace.lending import undisturbed
+from laplace.positions import ChannelsLast
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,11 @@ class Problem:
         object.__setattr__(self, "layout", layout)
 
     @property
+    def channel_dim(self) -> int:
+        """Where the outputs have their channels as users see them; `run` returns them last."""
+        return self.forward_fn.channel_dim if isinstance(self.forward_fn, ChannelsLast) else -1
+
+    @property
     def device(self) -> torch.device:
         """Device of the treated tensors."""
         return self.tensor(self.slots[0].name).device
@@ -153,18 +159,18 @@ class Problem:
         return tensors
 
     def run(self, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor:
-        """Outputs `[B, C]` of the module on x with these tensors in place of its own.
+        """Outputs of the module on x with these tensors in place of its own: `[B, C]`, or `[B, *positions, C]`.
 
         Raises:
-            InvalidData: The output is not `[B, C]`.
+            InvalidData: The output has fewer dimensions.
         """
         caller = Caller(self.module, self.forward_fn)
         f = functional_call(caller, {f"module.{name}": t for name, t in tensors.items()}, (x,),
                             tie_weights=self.head is None)  # fmt: skip
-        if f.ndim != 2:
+        if f.ndim < 2:
             raise InvalidData(
-                f"the network's output has shape {tuple(f.shape)}; a Laplace approximation needs [B, C]. "
-                "Reshape the output in the model or by forward_fn=."
+                f"the network's output has shape {tuple(f.shape)}; a Laplace approximation needs [B, C], or "
+                "[B, *positions, C]. Reshape the output in the model or by forward_fn=."
             )
         return f
 
@@ -175,7 +181,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 class Caller(nn.Module):
-    """Gives every way of calling a model one signature, inputs to `[B, C]`."""
+    """Gives every way of calling a model one signature, inputs to outputs."""
 
     def __init__(self, module: nn.Module, forward_fn: ForwardFn | None) -> None:
         super().__init__()

@@ -42,8 +42,7 @@ class DiagSum:
         for slot, block in blocks.items():
             target = self.values[:, self.slices[slot]]
             squares = self.in_basis(slot, block).sum_of_squares(apart=len(target) > 1)
-            first = first if len(target) > 1 else 0
-            target[first : first + len(squares)] += squares
+            _add_terms(target, squares, first)
 
     def add_head(self, blocks: Mapping[int, OuterBlock], hessian: OutputHessian) -> None:
         """Adds (uᵀ Λ u) φ_i² of a head, without a root of Λ; the blocks are in their bases, u the rows of g."""
@@ -94,7 +93,7 @@ class FullSum:
                 add_gram(self.values[0], piece.flatten(0, 1))
                 continue
             for k in range(piece.shape[1]):
-                add_gram(self.values[first + k], piece[:, k])
+                add_gram(self.values[(first + k) % len(self.values)], piece[:, k])
 
     def add_head(self, blocks: Mapping[int, OuterBlock], hessian: OutputHessian) -> None:
         """Adds Σ_b Λ_b ⊗ φ_b φ_bᵀ of a head that is the whole sum, φ = [features, 1].
@@ -175,6 +174,20 @@ class BlockSum:
     def result(self) -> tuple[Tensor, ...]:
         """`[E, p, p]` of every group, of which the upper block triangle counts."""
         return tuple(part.values for part in self.sums)
+
+
+def _add_terms(total: Tensor, values: Tensor, first: int) -> None:
+    """Adds values `[k, …]` of the cotangents from `first` on to their terms `[E, …]`.
+
+    A term is an output. Of outputs with positions the cotangents of one position follow each other, E at a time.
+    """
+    if len(total) == 1:
+        total += values
+    elif first + len(values) <= len(total):
+        total[first : first + len(values)] += values
+    else:
+        terms = torch.arange(first, first + len(values), device=total.device) % len(total)
+        total.index_add_(0, terms, values.to(total))
 
 
 def _features(block: OuterBlock) -> Tensor:
@@ -325,7 +338,7 @@ class KronSum:
         if self.n_terms == 1:
             values, first = values.sum(0, keepdim=True), 0
         total = self.factors.setdefault(key, values.new_zeros(self.n_terms, *values.shape[1:]))
-        total[first : first + len(values)] += values
+        _add_terms(total, values, first)
 
     def result(self) -> KronParts:
         """All factors."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from laplace.batch import Inputs
 from laplace.curvature.native.backward import pull
 from laplace.curvature.native.differentiable import differentiable
 from laplace.curvature.native.layers import rule_for
+from laplace.errors import InvalidArgument
 from laplace.weights.problem import Problem
 
 
@@ -57,12 +59,13 @@ class Capture:
     """Outputs of one forward pass with the uses of every hooked module.
 
     Attributes:
-        f: Outputs `[B, C]`, with a graph that reaches the treated tensors.
+        f: Outputs `[B, M]`, with a graph that reaches the treated tensors: all M = T·C of a datum, C per position.
         uses: Calls of the modules that own treated tensors and have a layer rule.
         stand_ins: The tensors that were differentiated, by name.
         loop: Whether backward passes run one by one.
         create_graph: Whether gradients are to be differentiated again, with respect to x.
         reduced: Whether the features of a head with positions are reduced to `[B, D]`, so that f = head(reduced).
+        positions: The dimensions between that of the data and that of the channels, whose product is T.
     """
 
     f: Tensor
@@ -71,17 +74,35 @@ class Capture:
     loop: bool
     create_graph: bool = False
     reduced: bool = False
+    positions: tuple[int, ...] = ()
+
+    @property
+    def n_positions(self) -> int:
+        """T."""
+        return prod(self.positions)
+
+    @property
+    def rows(self) -> Tensor:
+        """Outputs `[B·T, C]`, data major."""
+        return self.f.reshape(len(self.f) * self.n_positions, -1) if self.positions else self.f
 
     def is_head(self, use: Use) -> bool:
-        """Whether the use's output *is* f, so that its gradients are the cotangents themselves."""
+        """Whether the use's output *is* f, so that its gradients are the cotangents themselves.
+
+        With positions it may be rearranged on the way; whether its rows are those of f is for a probe to say.
+        """
         f = self.f
         if self.reduced and use.x.ndim > 2:
             return True
-        return use.shape == f.shape and f.grad_fn is not None and use.edge == get_gradient_edge(f)
+        if f.grad_fn is None or use.shape.numel() != f.numel():
+            return False
+        if self.positions:
+            return use.edge.node in _behind_views(f)
+        return use.shape == f.shape and use.edge == get_gradient_edge(f)
 
     def gradients(self, cotangents: Tensor, uses: list[Use]) -> list[Tensor]:
         """Gradients `[K, *output shape]` of the uses' outputs for cotangents `[K, B, C]`."""
-        heads = [self.is_head(use) for use in uses]
+        heads = [not self.positions and self.is_head(use) for use in uses]
         edges = [use.edge for use, head in zip(uses, heads, strict=True) if not head]
         found = iter(pull(self.f, edges, cotangents, loop=self.loop, create_graph=self.create_graph))
         result: list[Tensor] = []
@@ -105,10 +126,32 @@ def capture(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fal
         _hooked(modules, uses, keep_graph=create_graph),
         differentiable(problem.module, twice=create_graph),
     ):
-        f = problem.run(stand_ins, x)
+        last = problem.run(stand_ins, x)
+        f = last.flatten(1)
+    if problem.reduction is not None and last.ndim > 2:
+        raise InvalidArgument(
+            f"feature_reduction={problem.reduction!r}, but the network's outputs have positions, shape "
+            f"{list(last.shape)}: nothing is reduced. Leave feature_reduction at None."
+        )
     treated = {slot.name: stand_ins[slot.name] for slot in problem.slots}
     return Capture(f=f, uses=tuple(uses), stand_ins=treated, loop=loop, create_graph=create_graph,
-                   reduced=problem.reduction is not None)  # fmt: skip
+                   reduced=problem.reduction is not None, positions=tuple(last.shape[1:-1]))  # fmt: skip
+
+
+_VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Permute", "Transpose", "Clone", "TBackward", "Squeeze", "Unsqueeze")
+"""Beginnings of the names of autograd's nodes that only rearrange."""
+
+
+def _behind_views(f: Tensor) -> set[object]:
+    """The nodes that f is a rearrangement of, itself included."""
+    found: set[object] = set()
+    node = f.grad_fn
+    while node is not None:
+        found.add(node)
+        if not node.name().startswith(_VIEWS) or len(node.next_functions) != 1:
+            break
+        node = node.next_functions[0][0]
+    return found
 
 
 @contextmanager

@@ -15,15 +15,20 @@ from laplace.curvature.native.backward import prefers_loop
 from laplace.curvature.native.capture import Capture, capture
 from laplace.curvature.native.passes import ForwardPass
 from laplace.curvature.native.plan import Plan, make_plan, unused_still
+from laplace.curvature.native.products import Linearised
 from laplace.curvature.native.surveying import surveyed
 from laplace.curvature.survey import Survey
-from laplace.errors import InvalidArgument, InvalidData
+from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.lending import lent
 from laplace.likelihoods.base import Likelihood
+from laplace.positions import target_rows
 from laplace.weights.problem import Problem
 
 MEMORY_BUDGET = 2**30
 """Bytes of output gradients held at once: fixed, so that results do not depend on the machine."""
+
+MAX_PASSES = 4096
+"""Backward passes that one batch of outputs with positions may take, one per position and output."""
 
 _MAX_PLANS = 64
 
@@ -42,9 +47,10 @@ class NativeEngine(CurvatureEngine):
         likelihood: Loss and output Hessian.
         memory_budget: Bytes of output gradients held at once.
         split_outputs: Keep one curvature term per output.
+        max_passes: Backward passes that a batch of outputs with positions may take.
 
     Raises:
-        InvalidArgument: A memory budget that is not positive.
+        InvalidArgument: A memory budget or a number of passes that is not positive.
     """
 
     def __init__(
@@ -54,8 +60,12 @@ class NativeEngine(CurvatureEngine):
         *,
         memory_budget: int = MEMORY_BUDGET,
         split_outputs: bool = False,
+        max_passes: int = MAX_PASSES,
     ) -> None:
         super().__init__(problem, likelihood, split_outputs=split_outputs)
+        if max_passes <= 0:
+            raise InvalidArgument(f"max_passes={max_passes} backward passes; it must be positive.")
+        self.max_passes = max_passes
         if memory_budget <= 0:
             raise InvalidArgument(f"memory_budget={memory_budget} bytes; it must be positive.")
         self.memory_budget = memory_budget
@@ -69,26 +79,72 @@ class NativeEngine(CurvatureEngine):
 
     def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
         taken = self.forward(x, create_graph=create_graph)
-        n_data, outputs = taken.f.shape
+        n_data, outputs = taken.n_data, taken.f.shape[1]
+        if taken.mixes:
+            outputs *= taken.taken.n_positions
+            self.check_passes(outputs, "a linearised prediction")
         parts = min(n_data, -(-taken.bytes_per_cotangent() * outputs // self.memory_budget))
         if parts <= 1:
-            yield taken.jacobian(), taken.taken.f if create_graph else taken.f
+            yield from self._parts(taken)
             return
         del taken
         step = -(-n_data // parts)
         for start in range(0, n_data, step):
             part = batches.select(x, slice(start, start + step), n_data)
-            taken = self.forward(part, create_graph=create_graph)
-            yield taken.jacobian(), taken.taken.f if create_graph else taken.f
+            yield from self._parts(self.forward(part, create_graph=create_graph))
+
+    def _parts(self, taken: ForwardPass) -> Generator[tuple[Jacobian, Tensor]]:
+        """The Jacobian of a part of a batch; of one datum in several parts, where its positions exceed the budget."""
+        rows = taken.taken.rows if taken.taken.create_graph else taken.f
+        step = max(1, self.memory_budget // max(1, taken.bytes_per_cotangent() * rows.shape[1]))
+        if not taken.mixes or taken.n_data > 1 or step >= len(rows):
+            yield taken.jacobian(), rows
+            return
+        for start in range(0, len(rows), step):
+            part = slice(start, min(start + step, len(rows)))
+            yield taken.jacobian(part), rows[part]
+
+    def head_jacobian(self, x: Inputs, *, create_graph: bool = False) -> list[tuple[Jacobian, Tensor]] | None:
+        taken = self.forward(x, create_graph=create_graph)
+        if len(taken.heads()) < len(taken.plan):
+            return None
+        return [(taken.jacobian(), taken.taken.rows if create_graph else taken.f)]
+
+    def check_passes(self, count: int, what: str) -> None:
+        """Refuses work that takes a backward pass per position and output where that is too much.
+
+        Raises:
+            UnsupportedError: More than `max_passes`.
+        """
+        if count <= self.max_passes:
+            return
+        mend = (
+            "use pred_type='nn'"
+            if what != "a fit"
+            else "use backend_kwargs={'stochastic': True} (a pass per sample), hessian_structure='lowrank' (products "
+            "alone), or fewer data, the subsampled GGN, with a higher budget"
+        )
+        raise UnsupportedError(
+            f"{what} of outputs with positions takes {count:,} backward passes for every batch here, one per position "
+            f"and output; the budget is max_passes={self.max_passes:,}. {mend[0].upper()}{mend[1:]}; or "
+            "subset_of_weights='last_layer', which takes none; or raise it by "
+            f"backend_kwargs={{'max_passes': {count}}}."
+        )
 
     def survey(self, x: Inputs, y: Tensor) -> Survey:
         taken, y = self.observe(x, y)
         columns, terms = self.n_columns(taken.f), self._n_terms(taken.f)
+        columns *= taken.taken.n_positions if taken.mixes and self.apart else 1
         return surveyed(taken, n_columns=columns, n_terms=terms, loop=self._loop, product_budget=self._product_budget)
 
     def n_columns(self, f: Tensor) -> int:
         """Cotangents that the curvature of outputs f `[B, C]` takes; 0 where it is known by its products alone."""
         return 0
+
+    @property
+    def apart(self) -> bool:
+        """Whether positions of a datum need cotangents of their own: not those of independent random draws."""
+        return True
 
     def coverage(self) -> dict[str, str]:
         return dict(self._rules)
@@ -108,7 +164,7 @@ class NativeEngine(CurvatureEngine):
             if n_data == 0:
                 raise InvalidData("the batch holds no data.")
             calls = tuple((id(use.module), use.x.shape) for use in taken.uses)
-            key = (batches.signature(x), taken.f.shape, calls)
+            key = (batches.signature(x), taken.f.shape, taken.positions, calls)
             plan = self._plans.get(key)
             if plan is None or not unused_still(plan, self.problem, taken):
                 plan = self._prove(taken, x, n_data)
@@ -140,7 +196,11 @@ class NativeEngine(CurvatureEngine):
     def observe(self, x: Inputs, y: Tensor) -> tuple[ForwardPass, Tensor]:
         """A forward pass with a proven plan, and checked targets."""
         taken = self.forward(x)
-        return taken, self.likelihood.check_targets(taken.f.to(self.dtype), y)
+        return taken, self.targets(taken.f, y, taken.positions)
+
+    def targets(self, f: Tensor, y: Tensor, positions: tuple[int, ...]) -> Tensor:
+        """Checked targets of outputs f, `[B·T, C]`."""
+        return self.likelihood.check_targets(f.to(self.dtype), target_rows(y, f, positions, self.problem.channel_dim))
 
     def _differentiable(self, x: Inputs) -> Capture:
         """A captured forward pass whose gradients can be differentiated again; no rule need hold.
@@ -154,6 +214,11 @@ class NativeEngine(CurvatureEngine):
         for slot in self.problem.slots:
             self._rules.setdefault(slot.name, "products with vectors")
         return taken
+
+    def linear(self, x: Inputs) -> Linearised:
+        """The outputs of a batch as a linear function of the treated entries, which outlives the call."""
+        with torch.inference_mode(False), lent(self.problem.module):
+            return Linearised(self.problem, self._differentiable(x))
 
     def per_call(self, taken: Capture, count: int) -> int:
         """Of `count` vectors, how many go through one vectorised pass within the memory budget."""

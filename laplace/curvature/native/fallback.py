@@ -37,7 +37,7 @@ def per_sample(
     Args:
         problem: The network and its treated tensors.
         x: Inputs of B data.
-        cotangents: `[K, B, C]`.
+        cotangents: `[K, B, M]`, M = T·C for outputs with T positions.
         slots: Positions of the wanted tensors in `problem.slots`.
         rung: How.
         create_graph: Whether the result is to be differentiated with respect to x.
@@ -66,8 +66,10 @@ def _vmapped(problem: Problem, x: Inputs, cotangents: Tensor, names: list[str]) 
     def one(u: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         rows = iter([leaf if d is None else leaf.unsqueeze(0) for leaf, d in zip(inputs, dims, strict=True)])
         datum = batches.transform(x, lambda _: next(rows))
-        transposed = vjp(lambda *values: problem.run(fixed | dict(zip(names, values, strict=True)), datum)[0],
-                         *[fixed[name] for name in names])[1]  # fmt: skip
+        transposed = vjp(
+            lambda *values: problem.run(fixed | dict(zip(names, values, strict=True)), datum)[0].flatten(),
+            *[fixed[name] for name in names],
+        )[1]
         return vmap(transposed)(u)
 
     found = vmap(one, in_dims=(1, *dims), out_dims=1)(cotangents, *leaves)
@@ -81,7 +83,7 @@ def _looped(
     rows: list[list[Tensor]] = []
     for b in range(n_data):
         stand_ins = problem.stand_ins()
-        f = problem.run(stand_ins, batches.select(x, slice(b, b + 1), n_data))
+        f = problem.run(stand_ins, batches.select(x, slice(b, b + 1), n_data)).flatten(1)
         wanted = [stand_ins[name] for name in names]
         gradients = pull(f, wanted, cotangents[:, b : b + 1], loop=loop, create_graph=create_graph)
         zeros = [w.new_zeros(len(cotangents), *w.shape) for w in wanted]

@@ -35,8 +35,8 @@ class HessianEngine(NativeEngine):
         with torch.inference_mode(False), lent(self.problem.module):
             taken = self._differentiable(x)
             with torch.enable_grad():
-                f = taken.f.to(self.dtype)
-                y = self.likelihood.check_targets(f.detach(), y)
+                f = taken.rows.to(self.dtype)
+                y = self.targets(f.detach(), y, taken.positions)
                 losses = self.likelihood.loss_terms(f, y)
                 losses = losses if self.split_outputs else losses.sum().unsqueeze(0)
             step = self.per_call(taken, vectors.shape[1])
@@ -47,7 +47,7 @@ class HessianEngine(NativeEngine):
                 self._require_symmetric(product)
                 for part, target in zip(rows.split(step), sums.split(step), strict=True):
                     product.add(part, target)
-        return self.summary(taken.f.detach(), y), total
+        return self.summary(taken.rows.detach(), y), total
 
     def _require_symmetric(self, product: HessianProduct) -> None:
         """Asks for one number twice, vᵀ H w = wᵀ H v: second derivatives of some operations of PyTorch are wrong.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from laplace.curvature.native.engine import MEMORY_BUDGET
+from laplace.curvature.native.engine import MAX_PASSES, MEMORY_BUDGET
 from laplace.curvature.native.outer import OuterEngine
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.likelihoods.base import Likelihood, OutputHessian
@@ -25,6 +25,7 @@ class GGNEngine(OuterEngine):
         kfac_approx: `"expand"` or `"reduce"`.
         memory_budget: Bytes of output gradients held at once.
         split_outputs: Keep one curvature term per output.
+        max_passes: Backward passes that a batch of outputs with positions may take.
 
     Raises:
         InvalidArgument: `num_samples` is not positive.
@@ -45,10 +46,12 @@ class GGNEngine(OuterEngine):
         kfac_approx: str = "expand",
         memory_budget: int = MEMORY_BUDGET,
         split_outputs: bool = False,
+        max_passes: int = MAX_PASSES,
     ) -> None:
         super().__init__(
-            problem, likelihood, kfac_approx=kfac_approx, memory_budget=memory_budget, split_outputs=split_outputs
-        )
+            problem, likelihood, kfac_approx=kfac_approx, memory_budget=memory_budget, split_outputs=split_outputs,
+            max_passes=max_passes,
+        )  # fmt: skip
         if num_samples < 1:
             raise InvalidArgument(f"num_samples={num_samples}; it must be at least 1.")
         if stochastic and split_outputs:
@@ -69,12 +72,19 @@ class GGNEngine(OuterEngine):
     def n_columns(self, f: Tensor) -> int:
         return self.num_samples if self.stochastic else f.shape[1]
 
+    @property
+    def apart(self) -> bool:
+        return not self.stochastic
+
     def output_hessian(self, f: Tensor, y: Tensor) -> OutputHessian | None:
         return None if self.stochastic else self.likelihood.hessian(f.to(self.dtype), y)
 
 
 class EFEngine(OuterEngine):
-    """Empirical Fisher Σ_b g_b g_bᵀ, g_b the gradient of the unit negative log likelihood of datum b."""
+    """Empirical Fisher Σ_b g_b g_bᵀ, g_b the gradient of the unit negative log likelihood of datum b.
+
+    Of outputs with positions every one that counts is an observation: Σ_bt g_bt g_btᵀ.
+    """
 
     kind = "ef"
     name = "NativeEF"

@@ -15,10 +15,11 @@ from laplace.curvature.engine import Bases, BatchSummary, Groups
 from laplace.curvature.factors import OuterBlock
 from laplace.curvature.kron_parts import KronParts, KronSketch, Probe
 from laplace.curvature.native.accumulate import BlockSum, DiagSum, FullSum, KronSum, Origin
-from laplace.curvature.native.engine import MEMORY_BUDGET, NativeEngine
+from laplace.curvature.native.engine import MAX_PASSES, MEMORY_BUDGET, NativeEngine
 from laplace.curvature.native.passes import ForwardPass
 from laplace.curvature.native.plan import Plan
 from laplace.curvature.native.products import Linearised
+from laplace.curvature.native.rows import RowColumns, counted, counted_head
 from laplace.errors import InvalidArgument
 from laplace.gram import mirror
 from laplace.lending import lent
@@ -44,6 +45,7 @@ class OuterEngine(NativeEngine):
             (Eschenhagen et al., 2023).
         memory_budget: Bytes of output gradients held at once.
         split_outputs: Keep one curvature term per output.
+        max_passes: Backward passes that a batch of outputs with positions may take.
 
     Raises:
         InvalidArgument: Unknown `kfac_approx` or a memory budget that is not positive.
@@ -57,8 +59,11 @@ class OuterEngine(NativeEngine):
         kfac_approx: str = "expand",
         memory_budget: int = MEMORY_BUDGET,
         split_outputs: bool = False,
+        max_passes: int = MAX_PASSES,
     ) -> None:
-        super().__init__(problem, likelihood, memory_budget=memory_budget, split_outputs=split_outputs)
+        super().__init__(
+            problem, likelihood, memory_budget=memory_budget, split_outputs=split_outputs, max_passes=max_passes
+        )
         if kfac_approx not in ("expand", "reduce"):
             raise InvalidArgument(f"kfac_approx={kfac_approx!r}; accepted are 'expand' and 'reduce'.")
         self.kfac_approx = kfac_approx
@@ -87,7 +92,7 @@ class OuterEngine(NativeEngine):
         slots = range(len(taken.plan))
         total = FullSum(slots, self.problem, self._n_terms(taken.f), self.dtype, running)
         heads = taken.head_blocks(taken.heads())
-        self._accumulate(taken, y, total, heads=heads if len(heads) == len(slots) else {})
+        self._accumulate(taken, y, total, heads=heads if len(heads) == len(slots) else {}, groups=(tuple(slots),))
         return self.summary(taken.f, y), total.values if running is not None else mirror(total.values)
 
     def blocks(
@@ -97,7 +102,7 @@ class OuterEngine(NativeEngine):
         total = BlockSum(groups, self.problem, self._n_terms(taken.f), self.dtype, running)
         heads = set(taken.heads())
         whole = [i for group in groups if heads.issuperset(group) for i in group]
-        self._accumulate(taken, y, total, heads=taken.head_blocks(whole))
+        self._accumulate(taken, y, total, heads=taken.head_blocks(whole), groups=groups)
         found = total.result()
         return self.summary(taken.f, y), found if running is not None else tuple(mirror(block) for block in found)
 
@@ -123,31 +128,56 @@ class OuterEngine(NativeEngine):
     ) -> tuple[BatchSummary, Tensor]:
         with torch.inference_mode(False), lent(self.problem.module):
             taken = self._differentiable(x)
-            f = taken.f.detach()
-            y = self.likelihood.check_targets(f.to(self.dtype), y)
+            f = taken.rows.detach()
+            y = self.targets(f, y, taken.positions)
             linear, inner = Linearised(self.problem, taken), _Inner.of(self, f, y)
             step = self.per_call(taken, vectors.shape[1])
             vectors = vectors.expand(self._n_terms(f), -1, -1)
             total = torch.zeros_like(vectors, memory_format=torch.contiguous_format) if running is None else running
             for term, rows, sums in zip(inner.terms(len(vectors)), vectors, total, strict=True):
                 for part, target in zip(rows.split(step), sums.split(step), strict=True):
-                    linear.add_pull(inner.times(linear.push(part), term), target)
+                    pushed = linear.push(part)
+                    weighted = inner.times(pushed.reshape(len(part), *f.shape), term)
+                    linear.add_pull(weighted.view_as(pushed), target)
         return self.summary(f, y), total
 
-    def _accumulate(self, taken: ForwardPass, y: Tensor, total: _Sum, heads: Mapping[int, OuterBlock]) -> None:
-        """Adds the curvature of a batch: of heads without a root of Λ, of the rest by chunks of cotangents."""
-        hessian = self.output_hessian(taken.f, y)
+    def _accumulate(
+        self, taken: ForwardPass, y: Tensor, total: _Sum, heads: Mapping[int, OuterBlock], groups: Groups = ()
+    ) -> None:
+        """Adds the curvature of a batch: of heads without a root of Λ, of the rest by chunks of cotangents.
+
+        Of outputs with positions, rows are the data of tensors that allow it (`Explanation.by_row`), and ignored ones
+        are left out; other tensors get cotangents of their own for every position.
+
+        Args:
+            taken: The batch.
+            y: Checked targets.
+            total: What to add to.
+            heads: Blocks of heads.
+            groups: Tensors that `total` needs in one form.
+        """
+        kept = taken.counted(y, self.likelihood.ignore_index)
+        hessian = self.output_hessian(*(rows if kept is None else rows[kept] for rows in (taken.f, y)))
         if hessian is None:
             heads = {}
         elif heads:
-            total.add_head(heads, hessian)
+            total.add_head(heads if kept is None else {i: counted_head(b, kept) for i, b in heads.items()}, hessian)
         rest = [i for i in range(len(taken.plan)) if i not in heads]
         if not rest:
             return
         columns = self.cotangents(taken.f, y).to(taken.f.dtype)
         step = max(1, self.memory_budget // max(1, taken.bytes_per_cotangent()))
-        for first in range(0, len(columns), step):
-            total.add(taken.blocks(columns[first : first + step], only=rest), first)
+        mixed = {i for i in rest if not taken.by_row(i)}
+        mixed |= {i for group in groups if mixed & set(group) for i in group}
+        if simple := [i for i in rest if i not in mixed]:
+            for first in range(0, len(columns), step):
+                blocks = taken.row_blocks(columns[first : first + step], only=simple)
+                total.add(blocks if kept is None else {i: counted(b, kept) for i, b in blocks.items()}, first)
+        if mixed:
+            apart = RowColumns(columns, taken.n_data, apart=self.apart)
+            self.check_passes(len(apart), "a fit")
+            for first in range(0, len(apart), step):
+                total.add(taken.blocks(apart[first : first + step], only=[i for i in rest if i in mixed]), first)
 
 
 class _Both:

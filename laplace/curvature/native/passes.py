@@ -16,6 +16,7 @@ from laplace.curvature.native.capture import Capture
 from laplace.curvature.native.fallback import Rung, per_sample
 from laplace.curvature.native.pieces import block_of
 from laplace.curvature.native.plan import Plan
+from laplace.curvature.native.rows import as_rows, spread
 from laplace.lending import lent
 from laplace.weights.problem import Problem
 
@@ -34,7 +35,7 @@ class ForwardPass:
         memory_budget: Bytes of dense fallback blocks held at once.
 
     Attributes:
-        f: Outputs `[B, C]`, detached.
+        f: Outputs `[B·T, C]`, detached; T = 1 where a datum has one position.
     """
 
     def __init__(self, problem: Problem, x: Inputs, taken: Capture, plan: Plan, memory_budget: int) -> None:
@@ -43,17 +44,39 @@ class ForwardPass:
         self.taken = taken
         self.plan = plan
         self.memory_budget = memory_budget
-        self.f = taken.f.detach()
+        self.f = taken.rows.detach()
         self.dtype = torch.promote_types(self.f.dtype, torch.float32)
 
     @property
     def n_data(self) -> int:
         """B."""
-        return self.f.shape[0]
+        return self.taken.f.shape[0]
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The dimensions whose product is T; empty for outputs `[B, C]`."""
+        return self.taken.positions
+
+    def by_row(self, slot: int) -> bool:
+        """Whether the data of a tensor's block are rows: always without positions."""
+        return not self.positions or self.plan[slot].by_row
+
+    @property
+    def mixes(self) -> bool:
+        """Whether some tensor needs cotangents of its own for every position."""
+        return not all(self.by_row(i) or self.plan[i].rule == "unused" for i in range(len(self.plan)))
+
+    def counted(self, y: Tensor, ignore_index: int | None) -> Tensor | None:
+        """Rows whose labels are not the ignored one, `[n]`, of outputs with positions; None for all."""
+        if not self.positions or ignore_index is None or y.ndim != 1:
+            return None
+        kept = y != ignore_index
+        return None if bool(kept.all()) else kept.nonzero().flatten()
 
     def bytes_per_cotangent(self) -> int:
         """Bytes of output gradients that one cotangent holds; a head's are the cotangents themselves."""
         held = sum(use.shape.numel() for use in self.taken.uses if not self.taken.is_head(use))
+        held += self.taken.f.numel() if self.positions and self.mixes else 0
         return 2 * held * self.f.element_size()
 
     def heads(self) -> list[int]:
@@ -63,6 +86,7 @@ class ForwardPass:
             for i, explanation in enumerate(self.plan)
             if len(explanation.terms) == 1
             and self.problem.slots[i].entries is None
+            and (explanation.is_head or not self.positions)
             and self.taken.is_head(self.taken.uses[explanation.terms[0].use])
         ]
 
@@ -70,22 +94,45 @@ class ForwardPass:
         """Identity blocks of heads: g is one `[C, C]` identity, whatever the batch."""
         outputs = self.f.shape[1]
         eye = torch.eye(outputs, device=self.f.device, dtype=self.dtype)
-        blocks = self.blocks(self.f.new_zeros(1, *self.f.shape), only=slots)
+        blocks = self.row_blocks(self.f.new_zeros(1, *self.f.shape), only=slots)
         g = eye[:, None, None, None, :]
         return {i: replace(b, g=g, identity=True) for i, b in blocks.items() if isinstance(b, OuterBlock)}
 
-    def jacobian(self) -> Jacobian:
-        """The Jacobian of the network: one-hot cotangents, none for a head."""
+    def jacobian(self, part: slice | None = None) -> Jacobian:
+        """The Jacobian of the network's rows: one-hot cotangents, none for a head.
+
+        Args:
+            part: Positions of the only datum; None for all rows.
+        """
         heads = self.heads()
         rest = [i for i in range(len(self.plan)) if i not in heads]
         blocks: dict[int, Block] = dict(self.head_blocks(heads)) if heads else {}
-        if rest:
-            eye = torch.eye(self.f.shape[1], device=self.f.device, dtype=self.f.dtype)
-            blocks |= self.blocks(eye.unsqueeze(1).expand(-1, self.n_data, -1), only=rest)
-        return Jacobian(tuple(blocks[i] for i in range(len(self.plan))))
+        eye = torch.eye(self.f.shape[1], device=self.f.device, dtype=self.f.dtype)
+        if simple := [i for i in rest if self.by_row(i)]:
+            blocks |= self.row_blocks(eye.unsqueeze(1).expand(-1, len(self.f), -1), only=simple)
+        if part is not None:
+            blocks = {i: block.rows(part) for i, block in blocks.items()}
+        if mixed := [i for i in rest if not self.by_row(i)]:
+            blocks |= self._at_positions(eye, torch.arange(self.taken.n_positions)[part or slice(None)], mixed)
+        return Jacobian(tuple(blocks[i] for i in range(len(self.plan))), self.positions)
+
+    def _at_positions(self, eye: Tensor, at: Tensor, only: list[int]) -> dict[int, Block]:
+        """Blocks `[C, B·S, p]` of the rows of S positions, by S·C cotangents of the whole outputs."""
+        whole = eye.new_zeros(len(at), self.taken.n_positions, len(eye), len(eye))
+        whole[torch.arange(len(at)), at] = eye
+        cotangents = whole.transpose(1, 2).flatten(2).flatten(0, 1).unsqueeze(1).expand(-1, self.n_data, -1)
+        return {i: spread(block, len(at)) for i, block in self.blocks(cotangents, only).items()}
+
+    def row_blocks(self, cotangents: Tensor, only: list[int]) -> dict[int, Block]:
+        """Weighted blocks of slots whose data are rows, for cotangents `[K, B·T, C]`."""
+        if not self.positions:
+            return self.blocks(cotangents, only)
+        blocks = self.blocks(cotangents.reshape(len(cotangents), self.n_data, -1), only)
+        found = {i: as_rows(block, self.taken.n_positions) for i, block in blocks.items()}
+        return {i: block for i, block in found.items() if block is not None}
 
     def blocks(self, cotangents: Tensor, only: list[int]) -> dict[int, Block]:
-        """Weighted blocks of the slots in `only` for cotangents `[K, B, C]`."""
+        """Weighted blocks of the slots in `only` for cotangents `[K, B, T·C]`."""
         with torch.inference_mode(False):
             return self._captured(cotangents, only) | self._fallbacks(
                 cotangents, [i for i in only if self.plan[i].rung is not None]
@@ -147,6 +194,6 @@ class ForwardPass:
 
     def _fallback_step(self, n_cotangents: int, slots: list[int]) -> int:
         """Data per call of the fallback, so that activations and gradients of all cotangents fit the budget."""
-        entries = sum(self.problem.slots[i].shape.numel() for i in slots) + self.f.shape[1]
+        entries = sum(self.problem.slots[i].shape.numel() for i in slots) + self.taken.f.shape[1]
         per_datum = n_cotangents * (4 * self.bytes_per_cotangent() // self.n_data + entries * self.dtype.itemsize)
         return max(1, self.memory_budget // per_datum)

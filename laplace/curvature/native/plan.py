@@ -20,10 +20,13 @@ import torch
 from torch import Tensor
 
 from laplace.batch import Inputs
+from laplace.curvature.blocks import Block
+from laplace.curvature.factors import OuterBlock
 from laplace.curvature.native.capture import Capture, Owner, owners
 from laplace.curvature.native.fallback import Rung, per_sample
 from laplace.curvature.native.layers import Reading, rule_for
 from laplace.curvature.native.pieces import Term, block_of
+from laplace.curvature.native.rows import as_rows
 from laplace.errors import CurvatureError, InvalidData
 from laplace.weights.problem import Problem
 
@@ -39,6 +42,9 @@ class Explanation:
         terms: Uses whose contributions add up; empty if the tensor does not influence the outputs.
         rung: The rung of the fallback, or None.
         rule: Words for the coverage report.
+        by_row: Whether, of outputs with positions, every row depends on one position of the layer's input, its own, so
+            that rows are data like any other and their cost does not grow with the square of the positions.
+        is_head: Whether, besides, the layer's outputs are the network's.
         proven: Whether the explanation holds for the next batch of this form too. It does not where the batch could
             not tell it from another (zeros, equal data) or where the place of the data may depend on them.
     """
@@ -47,6 +53,8 @@ class Explanation:
     rung: Rung | None = None
     rule: str = "unused"
     proven: bool = True
+    by_row: bool = False
+    is_head: bool = False
 
 
 Plan = tuple[Explanation, ...]
@@ -59,7 +67,7 @@ class _Probe:
 
     Attributes:
         r: Weights of the data, `[B]`.
-        unweighted: u, a multiple of v for every datum, `[1, B, C]`.
+        unweighted: u, a multiple of v for every datum, `[1, B, M]`.
         truths: autograd.grad(f, tensor, r u) per slot, or None where f does not depend on the tensor.
         gradients: Output gradients of every captured use for the unweighted cotangents.
     """
@@ -100,7 +108,59 @@ def make_plan(problem: Problem, taken: Capture, x: Inputs, n_data: int, *, repea
             plan.append(replace(passed[0], proven=told and _anchored(passed[0], taken, n_data)))
         else:
             plan.append(_prove_fallback(problem, i, x, probe, expected))
-    return tuple(plan)
+    return _with_rows(problem, tuple(plan), taken, probe)
+
+
+def _with_rows(problem: Problem, plan: Plan, taken: Capture, probe: _Probe) -> Plan:
+    """Marks the heads, and of outputs with positions the tensors whose rows are data like any other.
+
+    That is proved like everything else, with weights r of the rows instead of the data; tensors of one use go together,
+    since they share their output gradients.
+    """
+    if not taken.positions:
+        return plan
+    rows = [_row_block(problem, i, explanation, taken, probe) for i, explanation in enumerate(plan)]
+    r = torch.randn(len(taken.rows), generator=torch.Generator().manual_seed(1)).to(taken.f)
+    used = [i for i, block in enumerate(rows) if block is not None]
+    stand_ins = [taken.stand_ins[problem.slots[i].name] for i in used]
+    weighted = (r[:, None] * probe.unweighted.view_as(taken.rows)).view_as(taken.f)
+    truths = torch.autograd.grad(taken.f, stand_ins, weighted, retain_graph=True, allow_unused=True) if used else ()
+    held: dict[int, Block] = {}
+    for i, truth in zip(used, truths, strict=True):
+        block, expected = rows[i], problem.slots[i].take(truth.to_dense()) if truth is not None else None
+        if block is None or expected is None:
+            continue
+        actual = block.pull(r.unsqueeze(0).to(block_dtype(expected.dtype)))
+        if close(actual, expected, block.bound() * r.abs().max()):
+            held[i] = block
+    broken = {t.use for i, e in enumerate(plan) if i not in held for t in e.terms}
+    return tuple(
+        replace(e, by_row=True, is_head=_ends(e, taken) and _is_identity(held[i], probe.unweighted))
+        if i in held and e.terms[0].use not in broken
+        else e
+        for i, e in enumerate(plan)
+    )
+
+
+def _row_block(problem: Problem, slot: int, explanation: Explanation, taken: Capture, probe: _Probe) -> Block | None:
+    """The block of a tensor with rows for data, if it has a position for every one."""
+    if len(explanation.terms) != 1 or explanation.terms[0].reading is not Reading.LEADING:
+        return None
+    block = block_of(problem, slot, explanation.terms, taken.uses, probe.gradients, len(taken.f))
+    return as_rows(block, taken.n_positions)
+
+
+def _ends(explanation: Explanation, taken: Capture) -> bool:
+    """Whether the outputs of a tensor's one use are the network's."""
+    return len(explanation.terms) == 1 and taken.is_head(taken.uses[explanation.terms[0].use])
+
+
+def _is_identity(block: Block, unweighted: Tensor) -> bool:
+    """Whether output gradients are the cotangents, row by row: the rows of the layer are those of the network."""
+    if not isinstance(block, OuterBlock) or block.groups != 1:
+        return False
+    g = block.g[0, :, 0, 0]
+    return g.numel() == unweighted.numel() and bool(torch.equal(g.flatten(), unweighted.to(g).flatten()))
 
 
 def _anchored(explanation: Explanation, taken: Capture, n_data: int) -> bool:

@@ -15,6 +15,9 @@ from laplace.curvature.native.backward import pull, slow_batching_accepted, stac
 from laplace.curvature.native.capture import Capture
 from laplace.weights.problem import Problem
 
+_COPIES = 4
+"""Activations that a graph holds which can be differentiated twice, per output of a layer."""
+
 
 class Linearised:
     """The outputs of one batch as a linear function of the treated entries, and its transpose.
@@ -22,12 +25,17 @@ class Linearised:
     Args:
         problem: The network and its treated tensors.
         taken: A forward pass that was captured with `create_graph`.
+
+    Attributes:
+        f: Outputs `[B, C]`.
+        n_bytes: About how much the graph holds.
     """
 
     def __init__(self, problem: Problem, taken: Capture) -> None:
         self.problem = problem
         self.f = taken.f
         self.loop = taken.loop
+        self.n_bytes = _COPIES * self.f.element_size() * (self.f.numel() + sum(u.shape.numel() for u in taken.uses))
         self.tensors = [taken.stand_ins[slot.name] for slot in problem.slots]
         with torch.enable_grad():
             self._cotangent = torch.zeros_like(self.f, requires_grad=True)

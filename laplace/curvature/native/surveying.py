@@ -47,16 +47,19 @@ def surveyed(taken: ForwardPass, *, n_columns: int, n_terms: int, loop: bool, pr
     heads, n_outputs = taken.heads(), taken.f.shape[1]
     rest = [i for i in range(len(taken.plan)) if i not in heads]
     count = max(1, min(_TIMED, n_columns or n_outputs, taken.memory_budget // max(1, taken.bytes_per_cotangent())))
-    eye = torch.eye(n_outputs, device=taken.f.device, dtype=taken.f.dtype)[:count]
+    outputs = taken.taken.f if taken.mixes else taken.f  # of a datum, or of a row
+    eye = torch.eye(count, outputs.shape[1], device=taken.f.device, dtype=taken.f.dtype)
+    cotangents = eye.unsqueeze(1).expand(-1, len(outputs), -1)
     start = _now(taken.f)
-    blocks = taken.blocks(eye.unsqueeze(1).expand(-1, taken.n_data, -1), only=rest) if rest else {}
+    run = taken.blocks if taken.mixes else taken.row_blocks
+    blocks = run(cotangents, only=rest) if rest else {}
     backward = (_now(taken.f) - start) / len(eye)
     shapes = {i: _shape(block, held) for i, block in blocks.items()}
     shapes |= {i: _shape(block, held, is_head=True) for i, block in taken.head_blocks(heads).items()}
     return Survey(
         layout=taken.problem.layout,
         tensors=tuple(shapes[i] for i in range(len(taken.plan))),
-        n_data=taken.n_data,
+        n_data=len(outputs),
         n_outputs=n_outputs,
         n_columns=n_columns,
         n_terms=n_terms,

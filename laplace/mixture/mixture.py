@@ -1,0 +1,319 @@
+"""Mixtures of Laplace approximations: one posterior out of several networks (Eschenhagen et al., 2021).
+
+    p(θ | D) ≈ Σ_k π_k N(θ; θ_k*, P_k⁻¹)    (equation 7)
+
+The networks are modes of one posterior, or models of any kind that predict the same targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace import tuning
+from laplace.batch import Inputs
+from laplace.enums import HessianStructure, LinkApprox, PredType, PriorStructure, SubsetOfWeights, TuningMethod
+from laplace.errors import InvalidArgument
+from laplace.factory import Laplace
+from laplace.lending import same_random_state
+from laplace.likelihoods.base import Likelihood
+from laplace.mixture import mimo, state
+from laplace.mixture.components import all_or_none
+from laplace.mixture.posterior import MixturePosterior
+from laplace.mixture.sampling import choose, in_order
+from laplace.mixture.weighting import check_same_data, weights_at
+from laplace.parametric import ParametricLaplace
+from laplace.predictive import latent
+from laplace.predictive.mixing import mixed
+
+
+class MixtureLaplace(MixturePosterior):
+    """A mixture of Laplace approximations of several networks (MoLA; Eschenhagen et al., 2021).
+
+    The arguments are those of `MixturePosterior`.
+    """
+
+    @classmethod
+    def from_mimo(
+        cls,
+        model: nn.Module,
+        n_heads: int,
+        likelihood: Likelihood | str = "classification",
+        subset_of_weights: SubsetOfWeights | str = SubsetOfWeights.LAST_LAYER,
+        hessian_structure: HessianStructure | str = HessianStructure.FULL,
+        *,
+        last_layer_name: str | None = None,
+        example: Tensor | None = None,
+        weights: str | Tensor | Sequence[float] = "uniform",
+        **options: Any,
+    ) -> MixtureLaplace:
+        """One network with M inputs and M heads as a mixture of M (Havasi et al., 2021; appendix F.5).
+
+        Component m is the network x ↦ f_m(x, …, x) with the rows of the last layer that make head m random, or all
+        weights. Loaders give one x per target, `[B, D, …]`, which every head sees M times, as in prediction. To fit a
+        head at the inputs that it was trained with, fit its component with batches `(x_1, …, x_M, y_m)`.
+
+        Args:
+            model: Takes M inputs concatenated along dimension 1, returns `[B, M·C]`, head after head, or `[B, M, C]`.
+            n_heads: M.
+            likelihood: As of `Laplace`.
+            subset_of_weights: `"last_layer"` or `"all"`.
+            hessian_structure: Any; full per head, as in the paper, by default.
+            last_layer_name: The layer with the heads, an `nn.Linear`; or
+            example: inputs `[B, D, …]` by which it is found.
+            weights: π, as of the class.
+            **options: Further arguments of `Laplace`; no `forward_fn`.
+
+        Raises:
+            InvalidArgument: No such layer, a number of outputs that M does not divide, or another subset of weights.
+        """
+        mimo.check_heads(n_heads)
+        calls = [mimo.HeadCall(head, n_heads) for head in range(n_heads)]
+        subset = str(subset_of_weights)
+        if subset not in (SubsetOfWeights.LAST_LAYER, SubsetOfWeights.ALL):
+            raise InvalidArgument(f"subset_of_weights={subset!r}; accepted for heads are 'last_layer' and 'all'.")
+        each: list[dict[str, Any]] = [options | {"forward_fn": call} for call in calls]
+        if subset == SubsetOfWeights.LAST_LAYER:
+            subset, name = SubsetOfWeights.SUBNETWORK, mimo.last_layer_of(model, n_heads, last_layer_name, example)
+            for own, call in zip(each, calls, strict=True):
+                own["subnetwork_indices"] = mimo.head_indices(model, name, call)
+        parts = [Laplace(model, likelihood, subset, hessian_structure, **own) for own in each]
+        return cls(parts, weights=weights)
+
+    # Predictions.
+
+    def __call__(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        joint: bool = False,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> Any:
+        """Predictive distribution of the mixture at x: Σ_k π_k p_k(y | x) (equation 9).
+
+        With samples (`link_approx="mc"`, `pred_type="nn"`) each p_k is the mean of as many of them, which is equation 4
+        stratified by the component. Regression returns mean and variance of the mixture of the components' Gaussians,
+        by the law of total variance, in the shapes of `ParametricLaplace.__call__`.
+
+        Args:
+            x: Inputs, a tensor, tuple or mapping.
+            pred_type: `"glm"` or `"nn"`.
+            joint: Covariance over all inputs.
+            link_approx: `"probit"`, `"mc"`, `"bridge"` or `"bridge_norm"`.
+            n_samples: Monte-Carlo samples of every component.
+            diagonal_output: Only variances of the outputs.
+            generator: Source of randomness; equal seeds give equal bits.
+            **options: Further arguments of the components' predictions: `observation_noise`, `fitting`.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidArgument: An option is not accepted.
+            ModelChangedError: A network was trained further after `fit`.
+        """
+        predictions = [
+            la(x, pred_type, joint, link_approx, n_samples, diagonal_output, generator, **options)
+            for la in self.components
+        ]
+        return mixed(predictions, self.weights)
+
+    def predictive(
+        self, x: Inputs, pred_type: PredType | str, link_approx: LinkApprox | str, n_samples: int
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`self(x, ...)` with positional options."""
+        return self(x, pred_type=pred_type, link_approx=link_approx, n_samples=n_samples)
+
+    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> tuple[Tensor, list[Tensor]]:
+        """Samples of the weights: a component with probability π_k, then a sample of its Gaussian (equation 7).
+
+        Returns:
+            The component of every sample, `[S]`, and the samples of every component, `[S_k, P_k]` with Σ S_k = S, in
+            the order in which the component was chosen.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidArgument: No samples.
+        """
+        latent.check_options(PredType.NN, None, n_samples, generator)
+        chosen = choose(self.weights, n_samples, generator)
+        counts = torch.bincount(chosen, minlength=self.n_components).tolist()
+        return chosen, [la.sample(n, generator) for la, n in zip(self.components, counts, strict=True)]
+
+    def functional_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """Samples of the latent outputs, `[S, B, C]` (equation 8): a component per sample, then a sample of it."""
+        latent.check_options(pred_type, None, n_samples, generator)
+        chosen = choose(self.weights, n_samples, generator)
+
+        def draws(la: ParametricLaplace, n: int) -> Tensor:
+            return la.functional_samples(x, pred_type, n, diagonal_output, generator, joint, **model_kwargs)
+
+        return in_order([partial(draws, la) for la in self.components], chosen)
+
+    def predictive_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """Samples of the target's mean, `[S, B, C]`: probabilities, or the latents of a regression or of rewards."""
+        samples = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint, **model_kwargs)
+        return self.likelihood_object.inverse_link(samples)
+
+    # Tuning and state.
+
+    def optimize_prior_precision(
+        self,
+        pred_type: PredType | str = PredType.GLM,
+        method: TuningMethod | str = TuningMethod.MARGLIK,
+        n_steps: int = 100,
+        lr: float = 1e-1,
+        init_prior_prec: float | Tensor = 1.0,
+        prior_structure: PriorStructure | str = PriorStructure.SCALAR,
+        val_loader: Iterable[Any] | None = None,
+        loss: Any = None,
+        log_prior_prec_min: float = -4,
+        log_prior_prec_max: float = 4,
+        grid_size: int = 100,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        verbose: bool = False,
+        progress_bar: bool = False,
+        log_prior_prec_base: float = 10.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Chooses one prior precision for all components and assigns it (appendix B.2 of Eschenhagen et al., 2021).
+
+        The arguments are those of `ParametricLaplace.optimize_prior_precision`; the evidence is that of the mixture, a
+        validation loss that of its predictions. `loss=laplace.tuning.Thresholds(...)` is the search of appendix F.4.
+
+        Raises:
+            InvalidArgument: As there, or a prior per tensor or per parameter of components with different ones.
+        """
+        self._check_structure(prior_structure)
+        options = tuning.TuningOptions(
+            method=str(method), n_steps=n_steps, lr=lr, init_prior_prec=init_prior_prec,
+            prior_structure=str(prior_structure), val_loader=val_loader, loss=loss,
+            log_prior_prec_min=log_prior_prec_min, log_prior_prec_max=log_prior_prec_max, grid_size=grid_size,
+            log_prior_prec_base=log_prior_prec_base, progress_bar=progress_bar,
+            predictive=tuning.Predictive(str(pred_type), str(link_approx), n_samples, generator),
+        )  # fmt: skip
+        with self._same_random_states():
+            result = tuning.choose_prior_precision(self._subject, options)
+        tuning.report(result)
+        self.prior_precision = result.prior_precision
+        if verbose:
+            print(f"Optimized prior precision is {self.prior_precision}.")  # noqa: T201
+
+    def optimize_hyperparameters(
+        self,
+        tune: str | Sequence[str] = "prior_precision",
+        objective: Any = "evidence",
+        method: str | None = None,
+        *,
+        prior_structure: PriorStructure | str | None = None,
+        val_loader: Iterable[Any] | None = None,
+        ood_loader: Iterable[Any] | None = None,
+        ood_weight: float = 1.0,
+        grid: Mapping[str, Tensor | Sequence[float]] | None = None,
+        n_steps: int = 100,
+        lr: float = 1e-1,
+        tolerance: float = 1e-4,
+        pred_type: PredType | str = PredType.GLM,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        progress_bar: bool = False,
+    ) -> tuning.TuningResult:
+        """Chooses hyper-parameters that all components share, and assigns them; the search starts where they are.
+
+        The arguments are those of `ParametricLaplace.optimize_hyperparameters`. Where tuned values differ between the
+        components the search starts at their geometric mean.
+
+        Raises:
+            InvalidArgument: As there, or components that differ in what is not tuned.
+        """
+        self._check_structure(prior_structure)
+        options = tuning.SearchOptions(
+            tune=tune, objective=objective, method=method,
+            prior_structure=None if prior_structure is None else str(prior_structure), val_loader=val_loader,
+            ood_loader=ood_loader, ood_weight=ood_weight, grid=grid, n_steps=n_steps, lr=lr, tolerance=tolerance,
+            progress_bar=progress_bar,
+            predictive=tuning.Predictive(str(pred_type), str(link_approx), n_samples, generator),
+        )  # fmt: skip
+        with self._same_random_states():
+            result = tuning.choose_hyperparameters(self._subject, options)
+        tuning.report(result)
+        with all_or_none(self.components):
+            for la in self.components:
+                result.setting.assign(la)
+        return result
+
+    @property
+    def _subject(self) -> tuning.Subject:
+        if self._rule == "evidence":
+            check_same_data(self.components)
+        plain = tuning.Subject(self.components)
+        return tuning.Subject(self.components, partial(weights_at, self._rule, plain))
+
+    def _check_structure(self, prior_structure: PriorStructure | str | None) -> None:
+        """Raises where components of different shapes are to share more than one prior precision."""
+        if prior_structure is None or str(prior_structure) == PriorStructure.SCALAR:
+            return
+        if len({la.problem.layout.sizes for la in self.components}) > 1:
+            raise InvalidArgument(
+                f"prior_structure={str(prior_structure)!r}, but the components have different parameters, which can "
+                "only share one prior precision; use prior_structure='scalar'."
+            )
+
+    @contextmanager
+    def _same_random_states(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for la in self.components:
+                stack.enter_context(same_random_state(la.weights.model))
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all components and the weights' rule: tensors, numbers and strings only.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        return state.save(self.components, self._rule)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a saved mixture of the same networks.
+
+        Raises:
+            StateError: It belongs to other components; nothing is changed then.
+        """
+        self._rule = state.load(self.components, state_dict)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> MixtureLaplace:
+        """Moves every component (and its model, as `nn.Module.to` does) to a device or dtype; returns itself."""
+        for la in self.components:
+            la.to(device, dtype)
+        return self
+
+    def __repr__(self) -> str:
+        return state.describe(self.components, self._rule)

@@ -1,0 +1,177 @@
+"""The posterior of a mixture: components, weights, fit and evidence (Eschenhagen et al., 2021).
+
+    p(θ | D) ≈ Σ_k π_k N(θ; θ_k*, P_k⁻¹)    (equation 7)
+
+The networks are modes of one posterior, or models of any kind that predict the same targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from laplace.enums import HessianStructure, SubsetOfWeights
+from laplace.likelihoods.base import Likelihood
+from laplace.mixture.components import all_or_none, check_repeatable, make_components, shared
+from laplace.mixture.weighting import Rule, check_same_data, checked_rule, weights_now
+from laplace.parametric import ParametricLaplace
+from laplace.tuning.subject import log_mean_exp
+
+
+class MixturePosterior:
+    """What is known of the weights of several networks; `MixtureLaplace` adds predictions, tuning and state.
+
+    Args:
+        components: K trained networks, whose Laplace approximations are made by the next arguments, or Laplace objects
+            over weights, fitted or not; architectures, weights and structures may differ. They are lent, not copied.
+        likelihood: As of `Laplace`; needed for networks.
+        subset_of_weights: Random weights of the networks.
+        hessian_structure: Structure of their curvature.
+        weights: π: `"uniform"`, `"evidence"` (equation 10, at the present hyper-parameters) or numbers `[K]`.
+        **options: Further arguments of `Laplace` for the networks.
+
+    Attributes:
+        components: The K Laplace objects.
+
+    Raises:
+        InvalidArgument: No component, one twice, likelihoods that differ, or weights that are no distribution.
+        InvalidType: Components of another type.
+    """
+
+    def __init__(
+        self,
+        components: Sequence[ParametricLaplace | nn.Module],
+        likelihood: Likelihood | str | None = None,
+        subset_of_weights: SubsetOfWeights | str = SubsetOfWeights.LAST_LAYER,
+        hessian_structure: HessianStructure | str = HessianStructure.KRON,
+        *,
+        weights: str | Tensor | Sequence[float] = "uniform",
+        **options: Any,
+    ) -> None:
+        self.components = make_components(
+            components, likelihood, str(subset_of_weights), str(hessian_structure), options
+        )
+        self._rule: Rule = checked_rule(weights, len(self.components))
+
+    # What was chosen, and what is shared.
+
+    @property
+    def n_components(self) -> int:
+        """K."""
+        return len(self.components)
+
+    @property
+    def weights(self) -> Tensor:
+        """Mixture weights π, `[K]`, float64; by the evidence, at the present hyper-parameters.
+
+        Raises:
+            NotFittedError: By the evidence before `fit`.
+            InvalidArgument: By the evidence of components that were fitted to different numbers of data.
+        """
+        return weights_now(self._rule, self.components)
+
+    @weights.setter
+    def weights(self, value: str | Tensor | Sequence[float]) -> None:
+        self._rule = checked_rule(value, self.n_components)
+
+    @property
+    def likelihood_object(self) -> Likelihood:
+        """What the data are distributed by."""
+        return self.components[0].likelihood_object
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether every component is."""
+        return all(la.is_fitted for la in self.components)
+
+    @property
+    def prior_precision(self) -> Tensor:
+        """δ of all components.
+
+        Raises:
+            InvalidArgument: They differ.
+        """
+        return shared(self.components, "prior_precision")
+
+    @prior_precision.setter
+    def prior_precision(self, value: float | Tensor) -> None:
+        self._assign("prior_precision", value)
+
+    @property
+    def sigma_noise(self) -> Tensor:
+        """σ of all components.
+
+        Raises:
+            InvalidArgument: They differ.
+        """
+        return shared(self.components, "sigma_noise")
+
+    @sigma_noise.setter
+    def sigma_noise(self, value: float | Tensor) -> None:
+        self._assign("sigma_noise", value)
+
+    @property
+    def temperature(self) -> Tensor:
+        """T of all components.
+
+        Raises:
+            InvalidArgument: They differ.
+        """
+        return shared(self.components, "temperature")
+
+    @temperature.setter
+    def temperature(self, value: float | Tensor) -> None:
+        self._assign("temperature", value)
+
+    def _assign(self, name: str, value: Any) -> None:
+        with all_or_none(self.components):
+            for la in self.components:
+                setattr(la, name, value)
+
+    # Fit and evidence.
+
+    def fit(
+        self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False, *, decay: float = 1.0
+    ) -> None:
+        """Fits every component to the same data, as `ParametricLaplace.fit` does.
+
+        Args:
+            train_loader: Batches; read once, or more often, by every component.
+            override: Start anew; False adds the data to those of the former fits.
+            progress_bar: Show one, for the components and for each of them.
+            decay: With `override=False`, how often former data count from now on.
+
+        Raises:
+            InvalidData: A batch cannot be used.
+            InvalidArgument: A stream that can be read only once. After every error all former posteriors are kept.
+        """
+        check_repeatable(train_loader, self.n_components)
+        with all_or_none(self.components):
+            for la in tqdm(self.components, desc="components", disable=not progress_bar):
+                la.fit(train_loader, override, progress_bar, decay=decay)
+
+    def log_marginal_likelihood(
+        self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
+    ) -> Tensor:
+        """Log evidence under a uniform prior over the K models, log p(D) = log (1/K) Σ_k p(D | M_k), 0-dim.
+
+        The sum is the denominator of equation 10 (derived in appendix E.1 of Eschenhagen et al., 2021), with
+        each p(D | M_k) by the Laplace approximation. The mixture weights do not enter it.
+
+        Args:
+            prior_precision: δ of all components to evaluate at; it is also assigned, without its graph.
+            sigma_noise: σ, likewise (regression only).
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidArgument: A value is not accepted, or the components were fitted to different numbers of data.
+        """
+        check_same_data(self.components)
+        with all_or_none(self.components):
+            values = [la.log_marginal_likelihood(prior_precision, sigma_noise) for la in self.components]
+        like = values[0]
+        return log_mean_exp(torch.stack([value.to(like.device, torch.float64) for value in values])).to(like.dtype)

@@ -1,0 +1,57 @@
+"""Saving, loading and describing a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from laplace.errors import StateError
+from laplace.mixture.components import all_or_none
+from laplace.mixture.weighting import Rule, checked_rule
+from laplace.parametric import ParametricLaplace
+
+VERSION = 1
+"""Version of the format of state dicts."""
+
+CLASS = "MixtureLaplace"
+
+
+def save(posteriors: Sequence[ParametricLaplace], rule: Rule) -> dict[str, Any]:
+    """The states of all components, and how they are weighed."""
+    return {
+        "version": VERSION,
+        "cls_name": CLASS,
+        "weights": rule.clone() if isinstance(rule, Tensor) else rule,
+        "components": [la.state_dict() for la in posteriors],
+    }
+
+
+def load(posteriors: Sequence[ParametricLaplace], state: dict[str, Any]) -> Rule:
+    """Takes over the states of all components, all or none; returns how they are weighed.
+
+    Raises:
+        StateError: It is no state of a mixture of as many such components.
+    """
+    try:
+        version, name, weights, states = (state[key] for key in ("version", "cls_name", "weights", "components"))
+    except (TypeError, KeyError) as error:
+        raise StateError("the state lacks an entry; it is truncated, or no state of a mixture.") from error
+    if (version, name) != (VERSION, CLASS):
+        raise StateError(f"the state is of {name!r}, version {version!r}; this is {CLASS!r}, version {VERSION}.")
+    if len(states) != len(posteriors):
+        raise StateError(f"the state has {len(states)} components, this mixture {len(posteriors)}.")
+    rule = checked_rule(weights, len(posteriors))
+    with all_or_none(posteriors):
+        for la, part in zip(posteriors, states, strict=True):
+            la.load_state_dict(part)
+    return rule
+
+
+def describe(posteriors: Sequence[ParametricLaplace], rule: Rule) -> str:
+    """How the components are weighed, and what each of them is."""
+    weights = rule if isinstance(rule, str) else "[" + ", ".join(f"{value:.4g}" for value in rule.tolist()) + "]"
+    parts = [f"({k}): {la!r}".replace("\n", "\n  ") for k, la in enumerate(posteriors)]
+    lines = [f"{len(posteriors)} components, weights={weights}", *parts]
+    return f"{CLASS}(\n  " + ",\n  ".join(lines) + "\n)"

@@ -1,0 +1,148 @@
+"""Predictions of a posterior over weights: one object for every quantity, which computes what is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.batch import Inputs
+from laplace.enums import LinkApprox, PredType
+from laplace.errors import UnsupportedError
+from laplace.gaussian import Gaussian
+from laplace.noise import standard_normal
+from laplace.posterior import WeightPosterior
+from laplace.predictive import latent
+from laplace.predictive.prediction import Prediction
+from laplace.predictive.quantities import Draws, GaussianSource, PredictionOptions, Quantities, SampleSource
+from laplace.predictive.reparameterised import ReparameterisedOutputs
+from laplace.predictive.sources import LinearisedOutputs, SampledOutputs
+
+
+class WeightPredictor(WeightPosterior):
+    """What a posterior says of new inputs; `ParametricLaplace` adds the older interface, tuning and state.
+
+    The arguments are those of `WeightFit`.
+    """
+
+    def predict(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        joint: bool = False,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        *,
+        local_reparameterization: bool = False,
+        **model_kwargs: Any,
+    ) -> Prediction:
+        """The predictive distribution at x as one object; each of its quantities is computed when it is first read.
+
+        Args:
+            x: Inputs, a tensor, tuple or mapping.
+            pred_type: `"glm"`, the linearised network (Immer et al., 2021), or `"nn"`, sampled weights.
+            joint: Covariance over all inputs.
+            link_approx: `"probit"`, `"mc"`, `"bridge"`, `"bridge_norm"` or `"delta"`; `"nn"` always samples.
+            n_samples: Monte-Carlo samples, of whatever is sampled.
+            diagonal_output: Only variances of the outputs.
+            generator: Source of randomness; its state is copied, so that what is drawn does not depend on the order of
+                reading, and it is advanced once.
+            local_reparameterization: With `pred_type="nn"` and a diagonal posterior: draw noise on the pre-activations
+                of linear and convolutional layers instead of weights, for every datum anew (Kingma et al., 2015).
+            **model_kwargs: For the model, with `pred_type="nn"`.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidArgument: An option is not accepted.
+            ModelChangedError: The network was trained further after `fit`; also when a quantity is read.
+            UnsupportedError: Local reparameterisation without a diagonal posterior over sampled weights.
+        """
+        kind = latent.check_options(pred_type, link_approx, n_samples, generator)
+        form = "joint" if joint else "diagonal" if diagonal_output else "full"
+        options = PredictionOptions(str(link_approx), n_samples, form)
+        self.check_unchanged()
+        draws = _replayed(generator, self._like.device)
+        if not local_reparameterization:
+            return self._prediction(x, kind, options, draws, model_kwargs)
+        if kind != PredType.NN or self.structure.name != "diag":
+            raise UnsupportedError(
+                f"local_reparameterization=True with pred_type={str(kind)!r} and "
+                f"hessian_structure={self.structure.name!r}: it draws from a diagonal posterior through the network; "
+                "use pred_type='nn' and hessian_structure='diag'."
+            )
+        source = self._reparameterised(x, model_kwargs)
+        return self._of(source, options, draws)
+
+    def _prediction(
+        self, x: Inputs, kind: PredType, options: PredictionOptions, draws: Draws, model_kwargs: dict[str, Any]
+    ) -> Prediction:
+        if kind == PredType.NN:
+            source = self._sampled(x, model_kwargs)
+        else:
+            latent.refuse_model_kwargs(model_kwargs)
+            source = self._linearised(x)
+        return self._of(source, options, draws)
+
+    def _of(self, source: GaussianSource | SampleSource, options: PredictionOptions, draws: Draws) -> Prediction:
+        rows = Quantities(source, self.likelihood_object, self.sigma_noise.detach(), options, draws)
+        return Prediction(rows, self.channel_dim)
+
+    def _linearised(self, x: Inputs) -> LinearisedOutputs:
+        precision = self.posterior()
+        return LinearisedOutputs(
+            self.engine, precision, x, self.refined_step, self.enable_backprop, self.check_unchanged
+        )
+
+    def _sampled(self, x: Inputs, model_kwargs: dict[str, Any]) -> SampledOutputs:
+        precision, mean = self.posterior(), self.mean
+        latent.refuse_refined(self.refined_step, self.engine.problem)
+
+        def thetas(n: int, generator: torch.Generator | None) -> Tensor:
+            return mean + precision.sample(standard_normal((n, len(mean)), mean, generator))
+
+        return SampledOutputs(
+            self.engine, thetas, self.expansion_point, x, model_kwargs, self.enable_backprop, self.check_unchanged
+        )
+
+    def _reparameterised(self, x: Inputs, model_kwargs: dict[str, Any]) -> ReparameterisedOutputs:
+        latent.refuse_refined(self.refined_step, self.problem)
+        variances = self.posterior().diagonal_of_inverse()
+        return ReparameterisedOutputs(
+            self.problem, self.mean, variances, self.coverage(), x, model_kwargs, self.enable_backprop,
+            self.check_unchanged,
+        )  # fmt: skip
+
+    def _latent(self, x: Inputs, form: str) -> Gaussian:
+        """Gaussian of the linearised network's outputs; `form` is `"full"`, `"diagonal"` or `"joint"`."""
+        return self._linearised(x).latent(form)
+
+    def _theta_samples(self, n_samples: int, generator: torch.Generator | None) -> Tensor:
+        """Samples of the treated parameters, `[S, P]`."""
+        precision = self.posterior()
+        noise = standard_normal((n_samples, len(self.mean)), self.mean, generator)
+        return self.mean + precision.sample(noise)
+
+
+def _replayed(generator: torch.Generator | None, device: torch.device) -> Draws:
+    """Generators that all start where the given one is now, or, without one, where the global seed leads at first."""
+    if generator is not None:
+        state = generator.get_state()
+        torch.randint(2, (1,), generator=generator, device=generator.device)  # the next prediction draws others
+
+        def same() -> torch.Generator:
+            copy = torch.Generator(device=generator.device)
+            copy.set_state(state)
+            return copy
+
+        return same
+    seeds: list[int] = []
+
+    def seeded() -> torch.Generator:
+        if not seeds:
+            seeds.append(int(torch.randint(2**62, (1,))))
+        return torch.Generator(device=device).manual_seed(seeds[0])
+
+    return seeded

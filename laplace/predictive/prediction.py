@@ -1,0 +1,186 @@
+"""What `la.predict` returns: one object that computes what is asked of it, once, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+from torch.distributions import Distribution
+
+from laplace.gaussian import Gaussian
+from laplace.positions import in_users_layout, unrolled
+from laplace.predictive.decomposition import Decomposition
+from laplace.predictive.quantities import Quantities
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """The predictive distribution at B inputs; every quantity is computed when it is first read, and kept.
+
+    The posterior is that of the call: hyper-parameters that are set afterwards change nothing here. Quantities that
+    are drawn start from the same state of the generator, whichever is read first.
+
+    Of a network with positions, what is `[B, C]` below has the shape of its outputs (`[B, T, C]`, or `[B, C, H, W]`
+    with `channel_dim=1`), what is `[B]` has one number per position, and covariances, one per position, come last.
+
+    Attributes:
+        rows: What computes, for every row (an input, or a position of one).
+        channel_dim: Where the network's outputs have their channels.
+    """
+
+    rows: Quantities
+    channel_dim: int = -1
+
+    # Latents.
+
+    @property
+    def latent(self) -> Gaussian:
+        """Gaussian of the network's outputs in the form that was asked for; of positions, one per row."""
+        return self.rows.latent
+
+    @property
+    def latent_mean(self) -> Tensor:
+        """Mean of the network's outputs, `[B, C]`; alone it costs one forward pass (refined: one Jacobian more)."""
+        return self._outputs(self.rows.latent_mean)
+
+    @property
+    def latent_covariance(self) -> Tensor:
+        """Covariance of the outputs: `[B, C, C]`, `[B, C]` (`diagonal_output`) or `[B·C, B·C]` (`joint`)."""
+        return laid_out(self.rows.latent, self.channel_dim)[1]
+
+    @property
+    def latent_variance(self) -> Tensor:
+        """Variances of the outputs, without observation noise, `[B, C]`."""
+        return self._outputs(self.rows.latent_variance)
+
+    @property
+    def latent_samples(self) -> Tensor:
+        """Samples of the outputs, `[S, B, C]`."""
+        return self._outputs(self.rows.latent_samples, 1)
+
+    # Targets.
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of the target, `[B, C]`: that of a regression, or probabilities."""
+        return self._outputs(self.rows.mean)
+
+    @property
+    def sigma_noise(self) -> Tensor:
+        """σ at the time of the call, 0-dim or `[C]`."""
+        return self.rows.sigma_noise
+
+    @property
+    def probabilities(self) -> Tensor:
+        """Probabilities of the classes or labels by the link, `[B, C]`.
+
+        Raises:
+            UnsupportedError: The target has none (a regression, single rewards).
+        """
+        return self._outputs(self.rows.probabilities)
+
+    @property
+    def probability_samples(self) -> Tensor:
+        """Samples of the probabilities, `[S, B, C]`: p(y | f) at `latent_samples`.
+
+        Raises:
+            UnsupportedError: The target has none.
+        """
+        return self._outputs(self.rows.probability_samples, 1)
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance of the target, `[B, C]`: with observation noise, or p (1 − p) of an indicator.
+
+        Raises:
+            UnsupportedError: The likelihood does not say what a prediction means for the target.
+        """
+        return self._outputs(self.rows.variance)
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy of the predictive distribution of the target in nats, `[B]`: of `probabilities`, or differential.
+
+        Raises:
+            UnsupportedError: The likelihood does not say what a prediction means for the target.
+        """
+        return self._inputs(self.rows.entropy)
+
+    @property
+    def decomposition(self) -> Decomposition:
+        """Aleatoric and epistemic parts, in variances and entropies.
+
+        Regression: exact for the Gaussian of the latents. Bernoulli: by quadrature over it. Classification: of the
+        Dirichlet with `link_approx="bridge"` and `"bridge_norm"`, else over samples of the latents. With
+        `pred_type="nn"`: over the samples (regression: their Gaussian).
+
+        Raises:
+            UnsupportedError: The likelihood does not say what a prediction means for the target.
+        """
+        found = self.rows.decomposition
+        values = (getattr(found, field.name) for field in fields(found))
+        return Decomposition(*(self._outputs(value) if value.ndim == 2 else self._inputs(value) for value in values))
+
+    def interval(self, level: float = 0.95, *, observation_noise: bool = True) -> tuple[Tensor, Tensor]:
+        """Central credible interval of every output, `[B, C]` each: lower and upper ends.
+
+        Of a real target, or of f without `observation_noise`; of the *probability* of a class or label otherwise.
+        Gaussian quantiles where the latents are Gaussian (a sigmoid carries them over), else those of the samples.
+
+        Args:
+            level: Probability that the interval holds, in (0, 1).
+            observation_noise: Of the target y, not of f (regression).
+
+        Raises:
+            InvalidArgument: A level that is no probability.
+            UnsupportedError: The likelihood does not say what a prediction means for the target.
+        """
+        lower, upper = self.rows.interval(level, observation_noise=observation_noise)
+        return self._outputs(lower), self._outputs(upper)
+
+    def distribution(self, of: str = "target") -> Distribution:
+        """The predictive as a distribution of PyTorch.
+
+        | of | regression | classification | Bernoulli |
+        |---|---|---|---|
+        | `"target"` | `MultivariateNormal` (`Normal` with `diagonal_output`) with noise | `Categorical` | `Bernoulli` |
+        | `"latent"` | `MultivariateNormal` (`Normal`) of f | the same | the same |
+        | `"probabilities"` | – | `Dirichlet`, with the bridge links | – |
+
+        Batch shape `[B]` (`Normal` and `Bernoulli`: `[B, C]`; with `joint` none, and events `[B·C]`), with positions
+        `[B, *positions]`, wherever the channels of the network are. Of sampled latents the Gaussians are those with
+        their moments.
+
+        Args:
+            of: `"target"`, `"latent"` or `"probabilities"`.
+
+        Raises:
+            InvalidArgument: Another name.
+            UnsupportedError: There is no such distribution for this likelihood, link or predictive.
+            CurvatureError: The covariance is singular.
+        """
+        return self.rows.distribution(of)
+
+    # Shapes.
+
+    def _outputs(self, rows: Tensor, lead: int = 0) -> Tensor:
+        """Rows `[*lead, B, C]` in the shape of the network's outputs."""
+        return in_users_layout(unrolled(rows, self.rows.positions, lead), self.channel_dim, lead)
+
+    def _inputs(self, rows: Tensor) -> Tensor:
+        return unrolled(rows, self.rows.positions)
+
+
+def laid_out(gaussian: Gaussian, channel_dim: int) -> tuple[Tensor, Tensor]:
+    """Mean and covariance of a Gaussian over rows, in the shape of the network's outputs.
+
+    Returns:
+        `[B, *positions, C]` with the channels where the network has them, and variances of that shape or covariances
+        `[B, *positions, C, C]`; of a joint Gaussian `[B·C]` and `[B·C, B·C]`.
+    """
+    if gaussian.is_joint:
+        return gaussian.mean.flatten(), gaussian.covariance
+    mean, covariance = (unrolled(part, gaussian.positions) for part in (gaussian.mean, gaussian.covariance))
+    if gaussian.is_diagonal:
+        covariance = in_users_layout(covariance, channel_dim)
+    return in_users_layout(mean, channel_dim), covariance

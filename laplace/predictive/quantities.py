@@ -1,0 +1,374 @@
+"""Everything that a prediction can be asked for, computed when it is first read, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributions import Bernoulli, Categorical, Dirichlet, Distribution, MultivariateNormal, Normal
+
+from laplace.enums import LinkApprox
+from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
+from laplace.gaussian import Gaussian
+from laplace.likelihoods.base import Likelihood
+from laplace.noise import standard_normal
+from laplace.positions import OutputRows, unrolled
+from laplace.predictive import decomposition as parts
+from laplace.predictive.decomposition import Decomposition
+from laplace.predictive.latent import moments, needs_variances_only, with_noise
+from laplace.predictive.links import log_concentrations
+
+Draws = Callable[[], "torch.Generator | None"]
+"""The source of randomness of one quantity; None for the global one."""
+
+_BRIDGES = {str(LinkApprox.BRIDGE): False, str(LinkApprox.BRIDGE_NORM): True}
+"""Links with a Dirichlet, and whether the latents are rescaled first."""
+
+_T = TypeVar("_T")
+
+
+class GaussianSource(ABC):
+    """Latent outputs at some inputs that are Gaussian under the posterior.
+
+    Attributes:
+        create_graph: Whether results can be differentiated with respect to the inputs.
+    """
+
+    create_graph: bool
+
+    @abstractmethod
+    def mean(self) -> OutputRows:
+        """Mean of the latents, `[B, C]`, without their covariance."""
+
+    @abstractmethod
+    def latent(self, form: str) -> Gaussian:
+        """Gaussian of the latents; `form` is `"full"`, `"diagonal"` or `"joint"`."""
+
+
+class SampleSource(ABC):
+    """Latent outputs at some inputs that are known by samples alone, so that their moments are those of the samples.
+
+    Attributes:
+        create_graph: Whether results can be differentiated with respect to the inputs.
+    """
+
+    create_graph: bool
+
+    @abstractmethod
+    def samples(self, n: int, generator: torch.Generator | None) -> OutputRows:
+        """Samples of the latents, `[n, B, C]`."""
+
+
+@dataclass(frozen=True)
+class PredictionOptions:
+    """What a prediction was asked for.
+
+    Attributes:
+        link: How latents become probabilities.
+        n_samples: Monte-Carlo samples.
+        form: `"full"`, `"diagonal"` or `"joint"`: the covariance of the latents.
+    """
+
+    link: str = "probit"
+    n_samples: int = 100
+    form: str = "full"
+
+
+def _lazy(compute: Callable[[Quantities], _T]) -> cached_property[_T]:
+    """A quantity that is computed when it is first read, whatever grad mode the reader is in."""
+
+    @functools.wraps(compute)
+    def run(self: Quantities) -> _T:
+        with torch.inference_mode(False), torch.set_grad_enabled(self.source.create_graph):
+            return compute(self)
+
+    return cached_property(run)
+
+
+@dataclass(frozen=True, eq=False)
+class Quantities:
+    """The predictive distribution at B rows (inputs, or inputs × positions); what was computed is kept.
+
+    The posterior is that of the call: hyper-parameters that are set afterwards change nothing here. Quantities that
+    are drawn start from the same state of the generator, whichever is read first.
+
+    Attributes:
+        source: The latent outputs.
+        likelihood: p(y | f).
+        sigma_noise: 0-dim or `[C]`.
+        options: Link, samples and form.
+        draws: Source of randomness.
+    """
+
+    source: GaussianSource | SampleSource
+    likelihood: Likelihood
+    sigma_noise: Tensor
+    options: PredictionOptions
+    draws: Draws
+
+    # Latents.
+
+    @_lazy
+    def _mean(self) -> OutputRows:
+        if isinstance(self.source, SampleSource):
+            return OutputRows(self._drawn.values.mean(0), self._drawn.positions)
+        known = next((self.__dict__[name] for name in ("latent", "_variances") if name in self.__dict__), None)
+        return self.source.mean() if known is None else OutputRows(known.mean, known.positions)
+
+    @property
+    def latent_mean(self) -> Tensor:
+        """`[B, C]`; alone it costs one forward pass (refined: one Jacobian more)."""
+        return self._mean.values
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Of what was computed already: the dimensions of the positions, empty for outputs `[B, C]`."""
+        known = next((name for name in ("latent", "_variances", "_whole", "_drawn") if name in self.__dict__), "_mean")
+        return getattr(self, known).positions
+
+    @_lazy
+    def latent(self) -> Gaussian:
+        """Gaussian of the network's outputs, in the form that was asked for."""
+        return self._gaussian(self.options.form)
+
+    @_lazy
+    def _variances(self) -> Gaussian:
+        return self._gaussian("diagonal")
+
+    def _gaussian(self, form: str) -> Gaussian:
+        if isinstance(self.source, SampleSource):
+            return moments_of(self._drawn, form)
+        return self.source.latent(form)
+
+    @property
+    def _sampled(self) -> bool:
+        return isinstance(self.source, SampleSource)
+
+    @property
+    def latent_covariance(self) -> Tensor:
+        """Covariance of the outputs: `[B, C, C]`, `[B, C]` (`diagonal_output`) or `[B·C, B·C]` (`joint`)."""
+        return self.latent.covariance
+
+    @_lazy
+    def latent_variance(self) -> Tensor:
+        """Variances of the outputs, without observation noise, `[B, C]`."""
+        return self.latent.variance if "latent" in self.__dict__ else self._variances.variance
+
+    @_lazy
+    def _drawn(self) -> OutputRows:
+        if isinstance(self.source, SampleSource):
+            return self.source.samples(self.options.n_samples, self.draws())
+        return OutputRows(self.latent.sample(self.options.n_samples, self.draws()), self.latent.positions)
+
+    @property
+    def latent_samples(self) -> Tensor:
+        """`[S, B, C]`."""
+        return self._drawn.values
+
+    # Targets.
+
+    @_lazy
+    def mean(self) -> Tensor:
+        """Mean of the target, `[B, C]`: that of a regression, or probabilities."""
+        likelihood, options = self.likelihood, self.options
+        if likelihood.latent_prediction and likelihood.has_noise:
+            return self.latent_mean
+        joint = options.form == "joint" and options.link == LinkApprox.MC
+        if self._sampled or joint:
+            return likelihood.inverse_link(self.latent_samples).mean(0)
+        gaussian = self._read_by_link
+        return likelihood.predict(gaussian.mean, gaussian.covariance, options.link, options.n_samples, self.draws())
+
+    @property
+    def _read_by_link(self) -> Gaussian:
+        """The Gaussian in the form that the link reads."""
+        options, independent = self.options, self.likelihood.independent_outputs
+        if needs_variances_only(options.link, independent=independent):
+            return self._variances
+        if options.form == "joint":
+            return self._gaussian("full")
+        return self._variances if options.form == "diagonal" and options.link == LinkApprox.MC else self._whole
+
+    @_lazy
+    def _whole(self) -> Gaussian:
+        return self.latent if self.options.form == "full" else self._gaussian("full")
+
+    @property
+    def probabilities(self) -> Tensor:
+        """Probabilities of the classes or labels by the link, `[B, C]`.
+
+        Raises:
+            UnsupportedError: The target has none (a regression, single rewards).
+        """
+        self._require("probabilities", "class", "binary")
+        return self.mean
+
+    @_lazy
+    def probability_samples(self) -> Tensor:
+        """Samples of the probabilities, `[S, B, C]`: p(y | f) at `latent_samples`.
+
+        Raises:
+            UnsupportedError: The target has none.
+        """
+        self._require("probability_samples", "class", "binary")
+        return self.likelihood.inverse_link(self.latent_samples)
+
+    @_lazy
+    def variance(self) -> Tensor:
+        """Variance of the target, `[B, C]`: with observation noise, or p (1 − p) of an indicator.
+
+        Raises:
+            UnsupportedError: The likelihood does not say what a prediction means for the target.
+        """
+        kind = self._require("variance", "real", "class", "binary")
+        if kind == "real":
+            return self.latent_variance + self.sigma_noise.square()
+        return self.mean * (1 - self.mean)
+
+    @_lazy
+    def entropy(self) -> Tensor:
+        """Entropy of the predictive distribution of the target in nats, `[B]`: of `probabilities`, or differential.
+
+        Raises:
+            UnsupportedError: The likelihood does not say what a prediction means for the target.
+        """
+        kind = self._require("entropy", "real", "class", "binary")
+        if kind == "real":
+            return self.decomposition.predictive_entropy
+        terms = torch.special.entr(self.mean)
+        return (terms if kind == "class" else terms + torch.special.entr(1 - self.mean)).sum(1)
+
+    @_lazy
+    def decomposition(self) -> Decomposition:
+        """See `Prediction.decomposition`."""
+        kind = self._require("decomposition", "real", "class", "binary")
+        if kind == "real":
+            form = "diagonal" if self.options.form == "diagonal" else "full"
+            return parts.of_gaussian(self._variances if form == "diagonal" else self._whole, self.sigma_noise)
+        if kind == "binary":
+            if self._sampled:
+                return parts.of_binary_samples(self.probability_samples)
+            return parts.of_binary_gaussian(
+                self._variances.mean, self._variances.covariance, self.likelihood.inverse_link
+            )
+        if self.options.link in _BRIDGES and not self._sampled:
+            return parts.of_dirichlet(self._log_concentrations, self._whole.mean.dtype)
+        return parts.of_class_samples(self.probability_samples)
+
+    @property
+    def _log_concentrations(self) -> Tensor:
+        gaussian = self._whole
+        return log_concentrations(gaussian.mean, gaussian.covariance, normalise=_BRIDGES[self.options.link])
+
+    def interval(self, level: float = 0.95, *, observation_noise: bool = True) -> tuple[Tensor, Tensor]:
+        """Lower and upper ends `[B, C]`; see `Prediction.interval`."""
+        if not 0 < level < 1:
+            raise InvalidArgument(f"level={level}; it must lie in (0, 1), e.g. 0.95.")
+        kind = self._require("interval", "real", "class", "binary")
+        with torch.inference_mode(False), torch.set_grad_enabled(self.source.create_graph):
+            if kind == "class" or self._sampled:
+                values = self._noisy_samples(observation_noise) if kind == "real" else self.probability_samples
+                ends = values.new_tensor([0.5 - 0.5 * level, 0.5 + 0.5 * level])
+                lower, upper = torch.quantile(values, ends, dim=0).unbind(0)
+                return lower, upper
+            variance = self.variance if kind == "real" and observation_noise else self.latent_variance
+            half = variance.clamp(min=0).sqrt() * torch.erfinv(variance.new_tensor(level)) * 2**0.5
+            lower, upper = self.latent_mean - half, self.latent_mean + half
+            if kind == "real":
+                return lower, upper
+            return self.likelihood.inverse_link(lower), self.likelihood.inverse_link(upper)
+
+    def _noisy_samples(self, observation_noise: bool) -> Tensor:
+        samples = self.latent_samples
+        if not observation_noise:
+            return samples
+        noise = standard_normal(tuple(samples.shape), samples, _another(self.draws()))
+        return samples + self.sigma_noise * noise
+
+    def distribution(self, of: str = "target") -> Distribution:
+        """See `Prediction.distribution`."""
+        if of == "latent":
+            return _normal(self.latent)
+        if of == "probabilities":
+            return self._dirichlet()
+        if of != "target":
+            raise InvalidArgument(f"of={of!r}; accepted are 'target', 'latent' and 'probabilities'.")
+        kind = self._require("distribution", "real", "class", "binary")
+        if kind == "real":
+            return _normal(with_noise(self.latent, self.sigma_noise))
+        probabilities = unrolled(self.mean, self.positions)
+        return Categorical(probs=probabilities) if kind == "class" else Bernoulli(probs=probabilities.clamp(0, 1))
+
+    def _dirichlet(self) -> Dirichlet:
+        kind = self._require("distribution('probabilities')", "class", "binary")
+        if kind != "class" or self.options.link not in _BRIDGES or self._sampled:
+            raise UnsupportedError(
+                f"there is no distribution of the probabilities for likelihood={self.likelihood.name!r} with "
+                f"link_approx={self.options.link!r}; classification with pred_type='glm' has a Dirichlet with "
+                "link_approx='bridge' or 'bridge_norm', and probability_samples otherwise."
+            )
+        with torch.inference_mode(False), torch.set_grad_enabled(self.source.create_graph):
+            return Dirichlet(unrolled(parts.bounded(self._log_concentrations), self.positions))
+
+    def _require(self, what: str, *kinds: str) -> str:
+        """The kind of target, if it is one of these.
+
+        Raises:
+            UnsupportedError: It is not.
+        """
+        kind = self.likelihood.target_kind
+        rewards = kind == "class" and self.latent_mean.shape[1] == 1
+        if kind not in kinds or rewards:
+            given = "single rewards" if rewards else f"likelihood={self.likelihood.name!r} (target_kind={kind!r})"
+            raise UnsupportedError(
+                f"{what} has no meaning for {given}; it is defined for targets of the kinds {list(kinds)}. mean, "
+                "latent_mean, latent_covariance and latent_samples always are."
+            )
+        return kind
+
+
+def moments_of(drawn: OutputRows, form: str) -> Gaussian:
+    """The Gaussian with the moments of samples `[S, B, C]`; covariances are unbiased.
+
+    Raises:
+        InvalidArgument: One sample, which has no variance.
+    """
+    samples, positions = drawn.values, drawn.positions
+    mean, variance = moments(samples)
+    if form == "diagonal":
+        return Gaussian(mean, variance, positions)
+    centred = samples - mean
+    if form == "joint":
+        rows = centred.flatten(1)
+        return Gaussian(mean, rows.T @ rows / (len(samples) - 1), positions)
+    return Gaussian(mean, torch.einsum("sbc,sbd->bcd", centred, centred) / (len(samples) - 1), positions)
+
+
+def _normal(gaussian: Gaussian) -> Normal | MultivariateNormal:
+    positions = gaussian.positions
+    if gaussian.is_diagonal:
+        scale = gaussian.covariance.clamp(min=torch.finfo(gaussian.mean.dtype).tiny).sqrt()
+        return Normal(unrolled(gaussian.mean, positions), unrolled(scale, positions))
+    root, info = torch.linalg.cholesky_ex(gaussian.covariance)
+    if bool((info != 0).any()):
+        raise CurvatureError(
+            "the covariance of the outputs is singular, so that they have no density; ask for diagonal_output=True, or "
+            "draw samples (latent_samples), which always exist."
+        )
+    if gaussian.is_joint:
+        return MultivariateNormal(gaussian.mean.flatten(), scale_tril=root)
+    return MultivariateNormal(unrolled(gaussian.mean, positions), scale_tril=unrolled(root, positions))
+
+
+def _another(generator: torch.Generator | None) -> torch.Generator | None:
+    """A generator of numbers other than those that this one gives."""
+    if generator is None:
+        return None
+    seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
+    return torch.Generator(device=generator.device).manual_seed(seed)

@@ -1,0 +1,80 @@
+"""Latent outputs under a posterior over weights, as predictions read them: linearised, or by sampled weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.batch import Inputs
+from laplace.curvature.engine import CurvatureEngine
+from laplace.gaussian import Gaussian
+from laplace.positions import OutputRows
+from laplace.predictive import latent
+from laplace.predictive.quantities import GaussianSource, SampleSource
+from laplace.structures.base import Precision
+
+
+@dataclass(frozen=True, eq=False)
+class LinearisedOutputs(GaussianSource):
+    """f(x, θ*) + J (θ − θ*), θ ~ N(θ̂, P⁻¹): the GLM predictive (Immer et al., 2021, equation 10).
+
+    Attributes:
+        engine: Gives Jacobians at θ*.
+        precision: P.
+        x: Inputs of B data.
+        step: θ̂ − θ*, `[P]`; None where it is zero, as before a refinement.
+        create_graph: Whether results can be differentiated with respect to x.
+        check: Raises where the network is not that of the posterior any more.
+    """
+
+    engine: CurvatureEngine
+    precision: Precision
+    x: Inputs
+    step: Tensor | None
+    create_graph: bool
+    check: Callable[[], None]
+
+    def mean(self) -> OutputRows:
+        self.check()
+        if self.step is not None:
+            return latent.linearised_mean(self.engine, self.x, self.step, create_graph=self.create_graph)
+        return latent.outputs(self.engine, self.x, create_graph=self.create_graph)
+
+    def latent(self, form: str) -> Gaussian:
+        self.check()
+        return latent.linearised(
+            self.engine, self.precision, self.x, form, step=self.step, create_graph=self.create_graph
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SampledOutputs(SampleSource):
+    """Outputs of the network at weights drawn from the posterior.
+
+    Attributes:
+        engine: Knows the problem.
+        thetas: Draws weights, `[S, P]`.
+        centre: θ*, the network's weights, `[P]`.
+        x: Inputs of B data.
+        model_kwargs: Further arguments of the model.
+        create_graph: Whether results can be differentiated with respect to x.
+        check: Raises where the network is not that of the posterior any more.
+    """
+
+    engine: CurvatureEngine
+    thetas: Callable[[int, torch.Generator | None], Tensor]
+    centre: Tensor
+    x: Inputs
+    model_kwargs: dict[str, Any]
+    create_graph: bool
+    check: Callable[[], None]
+
+    def samples(self, n: int, generator: torch.Generator | None) -> OutputRows:
+        thetas = self.thetas(n, generator)
+        self.check()
+        run = latent.sampler(self.engine, self.centre, self.x, self.model_kwargs, create_graph=self.create_graph)
+        return OutputRows.of(run(thetas), 1)

@@ -1,0 +1,168 @@
+"""The data as the linearised network sees them: outputs at θ*, products with the Jacobian, targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace import batch as batches
+from laplace.batch import Inputs
+from laplace.curvature.native.engine import NativeEngine
+from laplace.curvature.native.products import Linearised
+from laplace.errors import InvalidData
+from laplace.fitting import without_ignored
+from laplace.positions import require_none
+
+KEPT_BYTES = 2**28
+"""Bytes of graphs or features that are kept from one product to the next: fixed, as results must not depend on it."""
+
+
+@dataclass(frozen=True)
+class HeadMap:
+    """J = I ⊗ [φ, 1] of a last layer, held as its features.
+
+    Attributes:
+        features: φ, `[B, D]`.
+        places: Place of every (output, feature) in the vector of weights, `[C, D]`.
+    """
+
+    features: Tensor
+    places: Tensor
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the features."""
+        return self.features.numel() * self.features.element_size()
+
+    def push(self, vector: Tensor) -> Tensor:
+        """J v, `[B, C]`, of v `[P]`."""
+        return self.features @ vector[self.places].T
+
+    def pull(self, cotangents: Tensor) -> Tensor:
+        """Jᵀ u, `[P]`, of u `[B, C]`."""
+        pulled = cotangents.new_zeros(self.places.numel())
+        return pulled.index_copy(0, self.places.flatten(), (cotangents.T @ self.features).flatten())
+
+
+@dataclass(frozen=True)
+class GraphMap:
+    """J of any network, as a graph that is differentiated in both directions.
+
+    Attributes:
+        linear: The graph.
+    """
+
+    linear: Linearised
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the graph, about."""
+        return self.linear.n_bytes
+
+    def push(self, vector: Tensor) -> Tensor:
+        """J v, `[B, C]`, of v `[P]`."""
+        return self.linear.push(vector.unsqueeze(0))[0].to(vector)
+
+    def pull(self, cotangents: Tensor) -> Tensor:
+        """Jᵀ u, `[P]`, of u `[B, C]`."""
+        rows = self.linear.f.new_zeros(1, self.linear.problem.layout.n_params)
+        self.linear.add_pull(cotangents.unsqueeze(0), rows)
+        return rows[0].to(cotangents)
+
+
+class LinearBatch:
+    """One batch.
+
+    Args:
+        engine: Gives outputs and Jacobians at θ*.
+        x: Inputs.
+        y: Targets as the loader gives them, without ignored ones.
+
+    Attributes:
+        f: Outputs at θ*, `[B, C]`, float64.
+        y: Checked targets.
+    """
+
+    def __init__(self, engine: NativeEngine, x: Inputs, y: Tensor) -> None:
+        self.engine = engine
+        self.x = x
+        self.kept: HeadMap | GraphMap | None = self._map()
+        self.f = self._outputs.detach().double()
+        self.y = engine.likelihood.check_targets(self.f, y)
+
+    def _map(self) -> HeadMap | GraphMap:
+        if self.engine.problem.head is not None:
+            parts = list(self.engine.jacobian(self.x))
+            if parts and all(jacobian.is_head for jacobian, _ in parts):
+                require_none(parts[0][0].positions, "a refinement")
+                self._outputs = torch.cat([f for _, f in parts])
+                found = [jacobian.head_features() for jacobian, _ in parts]
+                return HeadMap(torch.cat([phi for phi, _ in found]).double(), found[0][1])
+        linear = self.engine.linear(self.x)
+        require_none(tuple(linear.f.shape[1:-1]), "a refinement")
+        self._outputs = linear.f
+        return GraphMap(linear)
+
+    @property
+    def linear(self) -> HeadMap | GraphMap:
+        """Products with the Jacobian: those that are kept, or from a new forward pass."""
+        return self._map() if self.kept is None else self.kept
+
+
+class LinearData:
+    """All data, read once and held: every product reads the same batches in the same order.
+
+    Args:
+        engine: Gives outputs and Jacobians at θ*.
+        loader: Batches.
+        dict_key_y: Key of the targets, for mappings.
+
+    Raises:
+        InvalidData: No data that count, or a batch that cannot be used.
+    """
+
+    def __init__(self, engine: NativeEngine, loader: Iterable[Any], dict_key_y: str) -> None:
+        self.engine = engine
+        self.batches: list[LinearBatch] = []
+        kept, device = 0, engine.problem.device
+        for number, item in enumerate(loader):
+            try:
+                x, y = batches.split(item, dict_key_y)
+                counted = without_ignored(batches.to_device(x, device), y.to(device), engine.likelihood)
+                if counted is None:
+                    continue
+                batch = LinearBatch(engine, *counted)
+            except InvalidData as error:
+                raise InvalidData(f"batch {number}: {error}") from error
+            kept += batch.linear.n_bytes
+            if kept > KEPT_BYTES:
+                batch.kept = None
+            self.batches.append(batch)
+        if not self.batches:
+            raise InvalidData("the loader gave no data that count; a refinement needs those of the fit.")
+
+    @property
+    def n_data(self) -> int:
+        """Data that count."""
+        return sum(len(batch.f) for batch in self.batches)
+
+    def push(self, vector: Tensor) -> list[Tensor]:
+        """J v of every batch, `[B, C]` each."""
+        return [batch.linear.push(vector) for batch in self.batches]
+
+    def pull(self, cotangents: Sequence[Tensor]) -> Tensor:
+        """Σ Jᵀ u over batches, `[P]`."""
+        parts = [batch.linear.pull(u) for batch, u in zip(self.batches, cotangents, strict=True)]
+        return torch.stack(parts).sum(0)
+
+    def curvature_product(self, inner: Sequence[Any], scale: Tensor, vector: Tensor) -> Tensor:
+        """Σ Jᵀ (scale · Λ) J v, `[P]`, with an output Hessian per batch; one map per batch serves both directions."""
+        total = torch.zeros_like(vector)
+        for batch, hessian in zip(self.batches, inner, strict=True):
+            linear = batch.linear
+            total = total + linear.pull(scale * hessian.times(linear.push(vector)))
+        return total

@@ -1,0 +1,143 @@
+"""Minimisation of smooth convex functions by Newton steps, each found by preconditioned conjugate gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+from tqdm.auto import tqdm
+
+_MAX_PRODUCTS = 500
+_ARMIJO = 1e-4
+_MAX_HALVINGS = 40
+
+
+class Convex(Protocol):
+    """A function of vectors `[P]` with a positive definite Hessian."""
+
+    def value(self, at: Tensor) -> float:
+        """Its value."""
+        ...
+
+    def gradient(self, at: Tensor) -> Tensor:
+        """Its gradient, `[P]`."""
+        ...
+
+    def hessian_at(self, at: Tensor) -> Callable[[Tensor], Tensor]:
+        """Products of its Hessian with vectors."""
+        ...
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """Where a minimisation ended.
+
+    Attributes:
+        at: `[P]`.
+        values: The function at the start and after every step.
+        distance: √(gᵀ M g), g the gradient there and M the preconditioner: about how far the minimum is, in units of
+            its own scale.
+        converged: Whether that is within the tolerance.
+    """
+
+    at: Tensor
+    values: tuple[float, ...]
+    distance: float
+    converged: bool
+
+
+def minimise(
+    function: Convex,
+    start: Tensor,
+    precondition: Callable[[Tensor], Tensor],
+    *,
+    tolerance: float,
+    max_steps: int,
+    progress_bar: bool = False,
+) -> Minimum:
+    """Newton's method with a line search; every step is solved to a residual that shrinks with the distance.
+
+    Args:
+        function: What is made small.
+        start: `[P]`.
+        precondition: An approximate inverse of the Hessian, symmetric and positive definite.
+        tolerance: Largest `Minimum.distance` that counts as converged.
+        max_steps: Newton steps.
+        progress_bar: Show one.
+    """
+    at, values = start, [function.value(start)]
+    gradient = function.gradient(at)
+    distance = _norm(gradient, precondition(gradient))
+    with tqdm(total=max_steps, desc="refine", disable=not progress_bar) as bar:
+        for _ in range(max_steps):
+            if distance <= tolerance:
+                break
+            direction = conjugate_gradients(
+                function.hessian_at(at), -gradient, precondition, relative=min(1e-2, max(0.1 * tolerance, distance))
+            )
+            slope = float(gradient @ direction)
+            found = _searched(function, at, direction, values[-1], slope)
+            bar.update()
+            if found is None:  # nothing is gained any more but rounding
+                break
+            at, value = found
+            values.append(value)
+            gradient = function.gradient(at)
+            distance = _norm(gradient, precondition(gradient))
+    return Minimum(at, tuple(values), distance, distance <= tolerance)
+
+
+def _norm(vector: Tensor, image: Tensor) -> float:
+    return math.sqrt(max(0.0, float(vector @ image)))
+
+
+def _searched(
+    function: Convex, at: Tensor, direction: Tensor, value: float, slope: float
+) -> tuple[Tensor, float] | None:
+    """The first of the steps 1, ½, ¼, … that makes the function smaller, up to its rounding."""
+    rounding = 1e-14 * abs(value)
+    step = 1.0
+    for _ in range(_MAX_HALVINGS):
+        new = at + step * direction
+        reached = function.value(new)
+        if reached <= value + _ARMIJO * step * slope + rounding:
+            return new, reached
+        step /= 2
+    return None
+
+
+def conjugate_gradients(
+    product: Callable[[Tensor], Tensor],
+    right: Tensor,
+    precondition: Callable[[Tensor], Tensor],
+    *,
+    relative: float,
+    max_products: int = _MAX_PRODUCTS,
+) -> Tensor:
+    """Solves H d = r for positive definite H, `[P]` (Hestenes and Stiefel, 1952).
+
+    Args:
+        product: H v.
+        right: r.
+        precondition: M v, M close to H⁻¹.
+        relative: It ends where √(rᵀ M r) of the residual is this share of that of r.
+        max_products: Products with H.
+    """
+    solution, residual = right.new_zeros(right.shape), right
+    image = precondition(residual)
+    direction, size = image, float(residual @ image)
+    goal = relative**2 * size
+    for _ in range(min(max_products, 2 * len(right) + 10)):
+        if size <= goal or size == 0:
+            break
+        curved = product(direction)
+        step = size / float(direction @ curved)
+        solution = solution + step * direction
+        residual = residual - step * curved
+        image = precondition(residual)
+        former, size = size, float(residual @ image)
+        direction = image + size / former * direction
+    return solution

@@ -1,0 +1,81 @@
+"""What a refinement found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.fitting import Fit
+from laplace.structures.base import Curvature, move
+
+
+@dataclass(frozen=True, eq=False)
+class Refinement:
+    """A refined posterior N(θ̂, (s H + δ)⁻¹) of the linearised network, and how it was found.
+
+    Attributes:
+        method: `"map"` or `"variational"`.
+        mean: θ̂, `[P]`.
+        fit: H and the loss, both at f_lin(x, θ̂); of a variational Gaussian H is in expectation over it.
+        steps: Newton steps for the mode, updates of the covariance for a variational Gaussian.
+        converged: Whether the tolerance was reached.
+        distance: About how far the minimum is, in posterior standard deviations (`"map"`); the last change of the
+            bound relative to its size (`"variational"`).
+        values: −log joint density up to a constant (`"map"`), or the evidence lower bound (`"variational"`), in order.
+    """
+
+    method: str
+    mean: Tensor
+    fit: Fit
+    steps: int
+    converged: bool
+    distance: float
+    values: tuple[float, ...]
+
+    @property
+    def elbo(self) -> float | None:
+        """The evidence lower bound of the linearised model, in nats, at the end; None for a mode."""
+        return self.values[-1] if self.method == "variational" and self.values else None
+
+    def __repr__(self) -> str:
+        end = "converged" if self.converged else "NOT converged"
+        bound = "" if self.elbo is None else f", elbo={self.elbo:.6g}"
+        return f"Refinement({self.method!r}, {end} in {self.steps} steps, distance={self.distance:.2g}{bound})"
+
+    def moved(self, structure: type[Curvature], device: torch.device | None, dtype: torch.dtype | None) -> Refinement:
+        """The same elsewhere."""
+        curvature = structure.from_state(move(self.fit.curvature.state(), device, dtype))
+        fit = replace(self.fit, curvature=curvature, loss_terms=self.fit.loss_terms.to(device=device, dtype=dtype))
+        return replace(self, mean=self.mean.to(device=device, dtype=dtype), fit=fit)
+
+    def state(self) -> dict[str, Any]:
+        """Tensors, numbers and strings, from which it is made again with the unrefined fit."""
+        return {
+            "method": self.method,
+            "mean": self.mean.clone(),
+            "H": self.fit.curvature.state(),
+            "loss": self.fit.loss_terms.clone(),
+            "steps": self.steps,
+            "converged": self.converged,
+            "distance": self.distance,
+            "values": list(self.values),
+        }
+
+    @classmethod
+    def from_state(
+        cls, state: dict[str, Any], fit: Fit, structure: type[Curvature], device: torch.device
+    ) -> Refinement:
+        """What `state` gave, on a device, with the data's number and coverage of the unrefined fit."""
+        curvature = structure.from_state(move(state["H"], device, None))
+        return cls(
+            state["method"],
+            state["mean"].to(device),
+            replace(fit, curvature=curvature, loss_terms=state["loss"].to(device)),
+            state["steps"],
+            state["converged"],
+            state["distance"],
+            tuple(state["values"]),
+        )

@@ -1,0 +1,93 @@
+"""Expectations of loss, gradient and output Hessian under a Gaussian over the outputs of every datum."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from laplace.gaussian import covariance_root
+from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.output_hessian import OutputHessian
+from laplace.noise import standard_normal
+
+_HERMITE = 32
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """Points of a standard normal with weights: the same for all data, so that results depend on no order.
+
+    Gauss–Hermite points where the likelihood acts on every output alone, so that one dimension is enough; else pairs
+    ε, −ε of random numbers.
+
+    Attributes:
+        points: `[S, 1]` (shared by the outputs) or `[S, C]`.
+        weights: `[S]`, sum 1.
+        independent: Whether the likelihood acts on every output alone: roots are standard deviations then.
+    """
+
+    points: Tensor
+    weights: Tensor
+    independent: bool
+
+    @classmethod
+    def of(
+        cls, likelihood: Likelihood, n_outputs: int, n_samples: int, generator: torch.Generator | None, like: Tensor
+    ) -> Smoothing:
+        """Points for a likelihood.
+
+        Args:
+            likelihood: p(y | f).
+            n_outputs: C.
+            n_samples: Random points, where they are random.
+            generator: Their source; None for seed 0.
+            like: A tensor of the device.
+        """
+        if likelihood.independent_outputs:
+            nodes, weights = np.polynomial.hermite_e.hermegauss(_HERMITE)
+            points = torch.as_tensor(nodes, dtype=torch.float64, device=like.device).unsqueeze(1)
+            masses = torch.as_tensor(weights, dtype=torch.float64, device=like.device)
+            return cls(points, masses / math.sqrt(2 * math.pi), independent=True)
+        source = generator or torch.Generator(device=like.device).manual_seed(0)
+        half = standard_normal((-(-n_samples // 2), n_outputs), like.double(), source)
+        points = torch.cat([half, -half])
+        return cls(points, points.new_full((len(points),), 1 / len(points)), independent=False)
+
+    def root(self, covariance: Tensor) -> Tensor:
+        """What colours the points: `[B, C]` standard deviations of `[B, C]` variances, else roots `[B, C, C]`."""
+        return covariance.double().clamp(min=0).sqrt() if self.independent else covariance_root(covariance.double())
+
+    def around(self, f: Tensor, root: Tensor | None) -> list[tuple[float, Tensor]]:
+        """Weighted outputs `[B, C]` around f; f alone without a root."""
+        if root is None:
+            return [(1.0, f)]
+        moved = self.points.unsqueeze(1) * root if self.independent else torch.einsum("bcd,sd->sbc", root, self.points)
+        return list(zip(self.weights.tolist(), f + moved, strict=True))
+
+    def loss_terms(self, likelihood: Likelihood, f: Tensor, root: Tensor | None, y: Tensor) -> Tensor:
+        """E of `Likelihood.loss_terms`, `[1]` or `[C]`."""
+        return torch.stack([w * likelihood.loss_terms(h, y) for w, h in self.around(f, root)]).sum(0)
+
+    def gradient(self, likelihood: Likelihood, f: Tensor, root: Tensor | None, y: Tensor) -> Tensor:
+        """E of `Likelihood.gradient`, `[B, C]`."""
+        return torch.stack([w * likelihood.gradient(h, y) for w, h in self.around(f, root)]).sum(0)
+
+    def hessian(self, likelihood: Likelihood, f: Tensor, root: Tensor | None, y: Tensor) -> OutputHessian:
+        """E of `Likelihood.hessian`."""
+        if root is None:
+            return likelihood.hessian(f, y)
+        if self.independent:
+            parts = [w * likelihood.hessian(h, y).diagonal() for w, h in self.around(f, root)]
+            return OutputHessian(torch.stack(parts).sum(0))
+        dense = torch.zeros_like(root)
+        for weight, h in self.around(f, root):
+            dense = dense + weight * likelihood.hessian(h, y).matrix()
+        return OutputHessian(diag=dense.diagonal(dim1=1, dim2=2), dense=dense)
+
+
+NOWHERE = Smoothing(torch.zeros(1, 1), torch.ones(1), independent=True)
+"""Of no Gaussian: the functions themselves."""

@@ -1,0 +1,131 @@
+"""Curvature of a random subset of the data, scaled up: unbiased, at a share of the cost (Immer et al., 2021, A.3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from laplace import batch as batches
+from laplace import fitting
+from laplace.batch import Inputs
+from laplace.curvature.engine import BatchSummary, CurvatureEngine
+from laplace.errors import InvalidArgument, InvalidData
+from laplace.fitting import Fit
+from laplace.positions import target_rows
+from laplace.predictive import latent
+from laplace.structures.base import Curvature
+
+
+@dataclass(frozen=True)
+class Subset:
+    """How many data the curvature is of.
+
+    Attributes:
+        size: M.
+        generator: Source of the choice; None for the global one.
+    """
+
+    size: int
+    generator: torch.Generator | None = None
+
+
+def accumulate(
+    loader: Iterable[Any],
+    engine: CurvatureEngine,
+    structure: type[Curvature],
+    options: Any,
+    subset: Subset,
+    *,
+    dict_key_y: str,
+    progress_bar: bool = False,
+) -> Fit:
+    """N/M times the curvature of M data that are drawn without replacement, with loss and number of all N.
+
+    The expectation over the choice is the curvature of all data, exactly for structures that are linear in it (full,
+    block, diagonal). The loader is read once for the loss, by forward passes alone, and then as a fit reads it.
+
+    Args:
+        loader: Batches; in whatever order, also in another one each time.
+        engine: Computes the numbers of a batch.
+        structure: The shape of the curvature.
+        options: Its options.
+        subset: How many data.
+        dict_key_y: Key of the targets, for mappings.
+        progress_bar: Show one.
+
+    Raises:
+        InvalidArgument: A subset that is not in 1 … N, or a loader that can be read only once.
+        InvalidData: A batch that cannot be used.
+    """
+    batches.require_rereadable(loader, f"subset={subset.size} reads the data twice")
+    whole = tqdm(loader, desc="fit, loss", disable=not progress_bar)
+    summary, n_inputs = _losses(_counted(whole, engine, dict_key_y), engine)
+    if isinstance(subset.size, bool) or not isinstance(subset.size, int) or not 1 <= subset.size <= n_inputs:
+        raise InvalidArgument(f"subset={subset.size}; it must be an integer from 1 to {n_inputs}, the number of data.")
+    source = subset.generator
+    device = "cpu" if source is None else source.device
+    chosen = torch.randperm(n_inputs, generator=source, device=device)[: subset.size].sort().values.cpu()
+    part = _Chosen(loader, engine, dict_key_y, chosen)
+    fit = fitting.accumulate(part, engine, structure, options, dict_key_y=dict_key_y, progress_bar=progress_bar)
+    curvature = fit.curvature if subset.size == n_inputs else fit.curvature.scaled(n_inputs / subset.size)
+    facts = {"loss_terms": summary.loss_terms, "n_data": summary.n_data, "n_outputs": summary.n_outputs}
+    return replace(fit, curvature=curvature, **facts)
+
+
+def _losses(data: Iterable[tuple[Inputs, Tensor]], engine: CurvatureEngine) -> tuple[BatchSummary, int]:
+    """What the data contribute besides curvature, and the number of inputs (each with all of its positions)."""
+    likelihood = engine.likelihood
+    total: Tensor | None = None
+    n_data = n_inputs = n_outputs = 0
+    for x, y in data:
+        rows = latent.outputs(engine, x)
+        f = rows.values
+        targets = likelihood.check_targets(f, target_rows(y, f, rows.positions, engine.problem.channel_dim))
+        terms = likelihood.loss_terms(f, targets)
+        total = terms if total is None else total + terms
+        n_data, n_inputs, n_outputs = n_data + likelihood.count(f, targets), n_inputs + len(y), f.shape[1]
+    if total is None:
+        raise InvalidData("the loader gave no data that count; a Laplace approximation needs at least one datum.")
+    return BatchSummary(total.detach(), n_data, n_outputs), n_inputs
+
+
+def _counted(loader: Iterable[Any], engine: CurvatureEngine, dict_key_y: str) -> Iterator[tuple[Inputs, Tensor]]:
+    """The data that count, batch by batch."""
+    device = engine.problem.device
+    for item in loader:
+        x, y = batches.split(item, dict_key_y)
+        kept = fitting.without_ignored(batches.to_device(x, device), y.to(device), engine.likelihood)
+        if kept is not None:
+            yield kept
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The batches of a loader, less what was not chosen.
+
+    Attributes:
+        loader: All data.
+        engine: Knows which data count.
+        dict_key_y: Key of the targets.
+        chosen: Sorted places among the data that count, `[M]`.
+    """
+
+    loader: Iterable[Any]
+    engine: CurvatureEngine
+    dict_key_y: str
+    chosen: Tensor
+
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+        start = 0
+        for x, y in _counted(self.loader, self.engine, self.dict_key_y):
+            n_data = len(y)
+            first, last = torch.searchsorted(self.chosen, torch.tensor([start, start + n_data])).tolist()
+            if last > first:
+                places = (self.chosen[first:last] - start).to(y.device)
+                yield batches.select(x, places, n_data), y[places]
+            start += n_data

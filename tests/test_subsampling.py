@@ -1,0 +1,63 @@
+"""The subsampled GGN: unbiased, with loss and number of all data."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+
+from laplace import Laplace, ParametricLaplace
+from laplace.errors import InvalidArgument
+from tests import grid
+from tests.conformance.cases import Case, few, own_dense
+from tests.reference.compare import assert_close
+
+
+@pytest.mark.parametrize("case", few("all", "last_layer", structures=["full", "diag"], names=["mlp_classification"]))
+def test_the_mean_over_all_subsets_is_the_whole(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, n = case.fit(), len(case.problem.y)
+    pairs = list(combinations(range(n), 2))
+    total = torch.zeros_like(own_dense(whole))
+    for pair in pairs:
+        rest = [i for i in range(n) if i not in pair]
+        monkeypatch.setattr(torch, "randperm", lambda *_, order=(*pair, *rest), **__: torch.tensor(order))
+        la = case.build()
+        la.fit(case.problem.batches(4), subset=2)
+        total += own_dense(la)
+        assert la.n_data == n
+        assert_close(la.loss, whole.loss, "backend", label="loss")
+    assert_close(total / len(pairs), own_dense(whole), "backend")
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag", "ekfac", "lowrank", "block", "lowrank_kron"])
+def test_all_of_the_data_is_the_usual_fit_and_seeds_count(structure: str) -> None:
+    def fitted(seed: int, subset: int | None) -> ParametricLaplace:
+        la = Laplace(grid.network(), "classification", "all", structure)
+        la.fit(grid.batches(), subset=subset, generator=torch.Generator().manual_seed(seed))
+        return la
+
+    x = grid.data()[0]
+    assert_close(fitted(0, 12)(x), fitted(0, None)(x), "float32_solve")
+    first, again, other = fitted(1, 5)(x), fitted(1, 5)(x), fitted(2, 5)(x)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_ignored_labels_and_refusals() -> None:
+    data = grid.batches()
+    data[0] = (data[0][0], data[0][1].clone())
+    data[0][1][:3] = -100
+    la = Laplace(grid.network(), "classification", "all", "diag")
+    la.fit(data, subset=9, generator=torch.Generator().manual_seed(0))
+    assert la.n_data == 9
+    expected = Laplace(grid.network(), "classification", "all", "diag")
+    expected.fit(data)
+    assert_close(la.H, expected.H, "float32")
+    assert_close(la.log_marginal_likelihood(), expected.log_marginal_likelihood(), "float32")
+    for subset in (0, 10, 2.5, True):
+        with pytest.raises(InvalidArgument, match="from 1 to 9"):
+            la.fit(data, subset=subset)
+    with pytest.raises(InvalidArgument, match="once"):
+        la.fit(iter(data), subset=3)
+    assert_close(la.H, expected.H, "float32")
