@@ -49,7 +49,7 @@ def held_out_nll(
 
 def asked_for_candidates(
     tune: Any, objective: Any, val_loader: Iterable[Any] | None, grid: Any
-) -> tuple[Iterable[Any], Sequence[Any]] | None:
+) -> tuple[Iterable[Any], Iterable[Any]] | None:
     """Validation data and a sequence of candidates, where arguments stand for these; None for names and tables.
 
     Args:
@@ -66,7 +66,7 @@ def asked_for_candidates(
 
 
 def best_candidate(
-    la: ParametricLaplace, loader: Iterable[Any], candidates: Sequence[float | Sequence[float]]
+    la: ParametricLaplace, loader: Iterable[Any], candidates: Iterable[float | Sequence[float]]
 ) -> tuning.TuningResult:
     """The prior precision δ, or pair (δ, σ), of the smallest mean negative log predictive density.
 

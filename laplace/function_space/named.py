@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -214,7 +214,7 @@ class ELLA(BaseFunctionalLaplace):
         val_loader: Iterable[Any] | None = None,
         val_steps: int | None = None,
         balanced: bool = False,
-        decay: float = 1.0,
+        **options: Any,
     ) -> None:
         """Finds the directions and the curvature in their span, in two readings of the loader.
 
@@ -226,7 +226,7 @@ class ELLA(BaseFunctionalLaplace):
                 number of data seen so far in `"processed_examples"`.
             val_steps: Batches between records; None for one at the end.
             balanced: Whether the classes take turns in the choice of data.
-            decay: 1; former data cannot fade.
+            **options: As of `WeightFit.fit`; former data cannot fade.
 
         Raises:
             InvalidData: A batch cannot be used; the former posterior is kept, as after every error.
@@ -247,19 +247,19 @@ class ELLA(BaseFunctionalLaplace):
         recorder = None if val_loader is None else watch
         self.structure_options = replace(given, balanced=balanced, watch=recorder, watch_batches=val_steps)
         try:
-            super().fit(train_loader, override, progress_bar, decay=decay)
+            super().fit(train_loader, override, progress_bar, **options)
         finally:
             self.structure_options = given
         self.fit_history_ = history
 
     def optimize_hyperparameters(
         self,
-        tune: str | Sequence[str] | Iterable[Any] = "prior_precision",
+        tune: Any = "prior_precision",
         objective: Any = "evidence",
         method: str | None = None,
         *,
         val_loader: Iterable[Any] | None = None,
-        grid: Mapping[str, Tensor | Sequence[float]] | Sequence[Any] | None = None,
+        grid: Any = None,
         **options: Any,
     ) -> tuning.TuningResult:
         """Chooses hyper-parameters as `ParametricLaplace` does, or among listed candidates.

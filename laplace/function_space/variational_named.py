@@ -116,7 +116,7 @@ class VaLLA(BaseFunctionalLaplace):
         val_loader: Iterable[Any] | None = None,
         val_steps: int | None = None,
         learn: Sequence[str] = LEARNT,
-        decay: float = 1.0,
+        **options: Any,
     ) -> None:
         """Trains the posterior, and assigns the prior precision and the noise that were learnt.
 
@@ -134,7 +134,7 @@ class VaLLA(BaseFunctionalLaplace):
             val_loader: Data whose negative log predictive density is recorded in `fit_history_["val_nll"]`.
             val_steps: Steps between records; None for one at the end.
             learn: Which of `"prior_precision"`, `"sigma_noise"` and `"inducing_locations"` are learnt besides L.
-            decay: 1; former data cannot fade.
+            **options: As of `WeightFit.fit`; former data cannot fade.
 
         Raises:
             InvalidData: A batch cannot be used; the former posterior is kept, as after every error.
@@ -152,7 +152,7 @@ class VaLLA(BaseFunctionalLaplace):
         given = self.structure_options
         self.structure_options = replace(given, training=training, former=former)
         try:
-            super().fit(train_loader, True, progress_bar, decay=decay)
+            super().fit(train_loader, True, progress_bar, **options)
         finally:
             self.structure_options = given
         for name, value in training.learnt.items():

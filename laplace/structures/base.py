@@ -133,7 +133,7 @@ class Curvature(ABC):
         note: What `repr` of a posterior says of it, or None.
         share: Of the data seen, how many the likelihood of the evidence counts: less than 1 for a subset.
         prior_factor: What its precisions multiply the prior precision with.
-        weighed: Whether noise and temperature scale it in the precision; else they do in the bound of the evidence alone.
+        weighed: Whether noise and temperature scale it in the precision, and not in the bound of the evidence alone.
         n_terms: E: curvature terms kept apart, one per output under a vector noise, else 1.
     """
 

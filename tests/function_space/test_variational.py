@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from laplace import Laplace, LLVaLLA, VaLLA
 from laplace.curvature import NativeEF
-from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData, TuningWarning, UnsupportedError
 from laplace.function_space.variational_energy import Energy
 from laplace.function_space.variational_inducing import k_means
 from laplace.function_space.variational_training import Training, Variables, objective
@@ -284,6 +284,29 @@ def test_gradients_and_tuning_of_the_bound() -> None:
     assert smooth.value <= coarse.value + 1e-12
 
 
+def test_candidates_of_other_noises_and_temperatures() -> None:
+    """The posterior does not depend on them: only its prior precision changes a variance."""
+    problem = catalogue.get("mlp_regression")
+    la = made(problem, problem.x[:4])
+    la.fit(problem.batches(4), iterations=2, lr=0.05)
+    former = la.prior_precision.item(), la.sigma_noise.item()
+    axes = {"prior_precision": [0.1, 0.7, 2.0], "sigma_noise": [0.4, 1.1, 3.0]}
+    with pytest.warns(TuningWarning, match="edge"):
+        result = la.optimize_hyperparameters(
+            ("prior_precision", "sigma_noise"), "nll", "grid", val_loader=problem.batches(4), grid=axes
+        )
+    for i, delta in enumerate(axes["prior_precision"]):
+        for j, sigma in enumerate(axes["sigma_noise"]):
+            la.prior_precision, la.sigma_noise = delta, sigma
+            mean, variance = la.functional_variance_fast(problem.x)
+            density = torch.distributions.Normal(mean, (variance + sigma**2).sqrt()).log_prob(problem.y)
+            assert_close(result.values[i, j], -density.sum(1).mean(), "algebra")
+    la.prior_precision, la.sigma_noise = former
+    before = la(problem.x)[1]
+    la.temperature = 7.0
+    assert torch.equal(la(problem.x)[1], before)
+
+
 def test_what_is_learnt_and_what_starts_anew() -> None:
     problem = catalogue.get("mlp_regression")
     given = problem.x[:3].clone()
@@ -442,5 +465,9 @@ def test_what_is_refused() -> None:
     la.prior_precision = torch.ones(2)
     with pytest.raises(UnsupportedError, match="one prior precision"):
         la(x)
+    la.prior_precision = 1.0
+    for action in (la.refine, la.forget):
+        with pytest.raises(UnsupportedError, match="training"):
+            action([(x, y)])
     with pytest.raises(CurvatureError, match="added"):
         la.fitted().curvature + la.fitted().curvature
