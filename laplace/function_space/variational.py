@@ -31,6 +31,7 @@ from laplace.function_space.variational_inducing import STRATEGIES, Inducing, Pl
 from laplace.function_space.variational_training import Training, TrainingSweep, start
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
+from laplace.structures import algebra
 from laplace.structures.base import Curvature, Sweep, require_finite
 
 
@@ -109,8 +110,9 @@ class VariationalCurvature(Curvature):
     @cached_property
     def shares(self) -> Tensor:
         """Diagonals of Uᵀ Lᵀ S L U in the eigenvectors U of Lᵀ K L, `[E, r]`."""
-        mixed = self.inducing.root @ self.inducing.unit.vectors
-        return torch.einsum("mr,emn,nr->er", mixed, self.second, mixed)
+        with algebra.kept_for_later():
+            mixed = self.inducing.root @ self.inducing.unit.vectors
+            return torch.einsum("mr,emn,nr->er", mixed, self.second, mixed)
 
     @classmethod
     def sweep(cls, engine: CurvatureEngine, options: Any) -> Sweep:

@@ -238,7 +238,8 @@ class TrainingSweep(Sweep):
             return BatchSummary(torch.zeros(1), len(y), 0)
         with torch.enable_grad():
             loss = objective(self.variables, self.energy, x, y, self.n_data, self.generator)
-            gradients = torch.autograd.grad(loss, self.variables.leaves)
+            # Locations that no Jacobian depends on, as those of a lone bias, stay where they are.
+            gradients = torch.autograd.grad(loss, self.variables.leaves, materialize_grads=True)
         require_finite(bool(loss.detach().isfinite()))
         for leaf, gradient in zip(self.variables.leaves, gradients, strict=True):
             leaf.grad = gradient

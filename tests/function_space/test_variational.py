@@ -154,20 +154,21 @@ def settings(problem: catalogue.Problem, **options: Any) -> Training:
 
 
 @pytest.mark.parametrize(
-    ("name", "alpha", "samples"),
+    ("name", "alpha", "samples", "weights"),
     [
-        ("mlp_regression", 0.0, 0),
-        ("mlp_regression", 0.5, 0),
-        ("mlp_classification", 1.0, 0),
-        ("mlp_classification", 0.0, 5),
-        ("mlp_classification", 0.7, 5),
-        ("mlp_bernoulli_multi", 1.0, 0),
+        ("mlp_regression", 0.0, 0, "all"),
+        ("mlp_regression", 0.5, 0, "all"),
+        ("mlp_classification", 1.0, 0, "all"),
+        ("mlp_classification", 0.0, 5, "all"),
+        ("mlp_classification", 0.7, 5, "all"),
+        ("mlp_bernoulli_multi", 1.0, 0, "all"),
+        ("mlp_regression", 0.5, 0, "last_layer"),
     ],
 )
-def test_gradients_of_the_objective(name: str, alpha: float, samples: int) -> None:
+def test_gradients_of_the_objective(name: str, alpha: float, samples: int, weights: str) -> None:
     """In L, δ, σ and the locations, by central differences along random directions."""
     problem = catalogue.get(name)
-    la = made(problem, some(problem.x, 3), inducing_classes=torch.tensor([0, 1, 1]))
+    la = made(problem, some(problem.x, 3), inducing_classes=torch.tensor([0, 1, 1]), weights=weights)
     la.fit(problem.batches(), iterations=2, lr=0.05, learn=())
     places, root = la.fitted().curvature.places, la.L
     energy = Energy(la.likelihood_object, alpha, samples)
@@ -410,6 +411,45 @@ def test_the_model_is_lent_and_a_failure_changes_nothing() -> None:
     with pytest.raises(InvalidData, match="finite"):
         la.fit(broken, iterations=9)
     assert torch.equal(la(problem.x), former) and torch.equal(la.prior_precision, delta)
+
+
+def test_a_lone_bias_and_inference_mode() -> None:
+    """Its Jacobian knows no locations, which stay; what is computed in inference mode is differentiated later."""
+    x = torch.linspace(-1, 1, 6).unsqueeze(1)
+    model = nn.Linear(1, 1)
+    model.weight.requires_grad_(False)
+    la = VaLLA(model, "regression", x[:2])
+    with torch.inference_mode():
+        la.fit([(x, x.square())], iterations=2, lr=0.1)
+        inside = la.elbo
+    assert torch.equal(la.inducing_locations, x[:2])
+    delta = torch.ones(1, requires_grad=True)
+    value = la.log_marginal_likelihood(delta, la.sigma_noise)
+    (gradient,) = torch.autograd.grad(value, delta)
+    assert gradient.isfinite().all() and inside.isfinite()
+
+
+def test_rewards() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    class Rewards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x).squeeze(2) if x.ndim == 3 else self.body(x)
+
+    model, x = Rewards().double(), torch.randn(8, 2, 2, dtype=torch.float64, generator=generator)
+    y = torch.randint(2, (8,), generator=generator)
+    full = Laplace(model, "reward_modeling", "all", "full")
+    full.fit([(x, y)])
+    la = VaLLA(model, "reward_modeling", "random", 4)
+    la.fit([(x, y)], iterations=2)
+    mean, variance = la(x[:, 0])
+    assert_close(mean, full(x[:, 0])[0], "algebra")
+    assert variance.shape == (8, 1, 1) and (variance > 0).all()
+    assert la.elbo < full.log_marginal_likelihood(la.prior_precision)
 
 
 def test_float32_models() -> None:
