@@ -18,7 +18,7 @@ from laplace.tuning.candidates import Predictive
 from laplace.tuning.evidence import negative_evidence
 from laplace.tuning.objectives import make_objective
 from laplace.tuning.settings import Coordinates, Setting
-from laplace.tuning.smooth import SmoothLoss, solved
+from laplace.tuning.smooth import SmoothLoss
 from laplace.tuning.validation import Validation
 from tests import grid
 from tests.reference.compare import assert_close
@@ -163,7 +163,7 @@ def test_solving_by_the_root_of_samples(weights: str, structure: str) -> None:
         la.prior_precision = prior
         precision = la.posterior()
         rows = torch.randn(5, la.n_params or 0, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        assert_close(solved(precision, rows) @ precision.to_dense(), rows, "backend")
+        assert_close(precision.solve(rows) @ precision.to_dense(), rows, "backend")
 
 
 # Where they lead.
