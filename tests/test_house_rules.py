@@ -104,6 +104,7 @@ DEFAULTS = {
     "Sweep": {"counted"},
     # Posteriors over functions have another default predictive, and its name.
     "ParametricLaplace": {"functional_samples", "predictive_samples", "optimize_prior_precision"},
+    "WeightPredictor": {"predict"},
     # The gradient of a quadratic form is right for every precision; most have a cheaper product.
     "Precision": {"product"},
 }
