@@ -120,7 +120,7 @@ class MixtureLaplace(MixturePosterior):
             ModelChangedError: A network was trained further after `fit`.
         """
         predictions = [
-            la(x, pred_type, joint, link_approx, n_samples, diagonal_output, generator, **options)
+            la(x, _known_as(la, pred_type), joint, link_approx, n_samples, diagonal_output, generator, **options)
             for la in self.components
         ]
         return mixed(predictions, self.weights, self.components[0].channel_dim)
@@ -330,3 +330,8 @@ class MixtureLaplace(MixturePosterior):
 
     def __repr__(self) -> str:
         return state.describe(self.components, self._rule)
+
+
+def _known_as(la: ParametricLaplace, pred_type: PredType | str) -> PredType | str:
+    """What a component calls the linearised predictive: a posterior over functions has its own name for it."""
+    return PredType.GP if la.structure.name == PredType.GP and str(pred_type) == PredType.GLM else pred_type
