@@ -30,6 +30,7 @@ from benchmarks import (
     memory,
     subnetwork,
     timing,
+    truncated,
     tuning,
     wide_layers,
 )
@@ -88,7 +89,7 @@ HEADER = (
 def all_cases() -> list[Case]:
     """Every line of the table, in order."""
     files = (
-        last_layer, full_last_layer, all_layers, subnetwork, evidence, tuning, backends, wide_layers, memory,
+        last_layer, full_last_layer, all_layers, subnetwork, evidence, tuning, backends, wide_layers, truncated, memory,
     )  # fmt: skip
     return [case for file in files for case in file.cases()]
 

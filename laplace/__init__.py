@@ -22,6 +22,8 @@ from laplace.function_space import (  # noqa: E402
     BaseFunctionalLaplace,
     FunctionalLaplace,
     FunctionalLLLaplace,
+    LLVaLLA,
+    VaLLA,
 )
 from laplace.mixture import MixtureLaplace  # noqa: E402
 from laplace.named import (  # noqa: E402
@@ -78,6 +80,7 @@ __all__ = [
     "KronLaplace",
     "KronSubnetLaplace",
     "LLLaplace",
+    "LLVaLLA",
     "Laplace",
     "Likelihood",
     "LinkApprox",
@@ -96,5 +99,6 @@ __all__ = [
     "SubnetLaplace",
     "SubsetOfWeights",
     "TuningMethod",
+    "VaLLA",
     "marglik_training",
 ]

@@ -168,6 +168,18 @@ def latent(output: Any) -> Tensor:
     )
 
 
+def plain(x: Inputs) -> Any:
+    """Inputs as a state may hold them: a tensor, a dict, or a list for a tuple."""
+    if isinstance(x, Tensor):
+        return x
+    return dict(x) if isinstance(x, Mapping) else list(x)
+
+
+def from_plain(state: Any) -> Inputs:
+    """The inputs of a state."""
+    return tuple(state) if isinstance(state, list) else state
+
+
 def require_rereadable(loader: Iterable[Any], reader: str) -> None:
     """Refuses an iterator where data are read more than once, before a first batch is taken from it.
 

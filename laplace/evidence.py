@@ -102,6 +102,6 @@ class Evidence:
 
     @property
     def log_marginal_likelihood(self) -> Tensor:
-        """Log p(D), 0-dim, in the dtype of the prior."""
-        value = self.log_likelihood - 0.5 * (self.log_det_ratio + self.scatter)
+        """Log p(D), 0-dim, in the dtype of the prior; of a variational posterior its lower bound."""
+        value = self.log_likelihood - 0.5 * (self.log_det_ratio + self.scatter + self.precision.slack())
         return value.to(self.prior.precision.dtype)

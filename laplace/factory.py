@@ -18,6 +18,8 @@ __all__ = ["Laplace", "function_space", "named"]
 _APPROXIMATED: dict[tuple[str, str], type[BaseLaplace]] = {
     ("all", "nystrom"): function_space.ELLA,
     ("last_layer", "nystrom"): function_space.LLELLA,
+    ("all", "variational"): function_space.VaLLA,
+    ("last_layer", "variational"): function_space.LLVaLLA,
 }
 """Classes of other functional approximations than the default one, which `_key` names."""
 

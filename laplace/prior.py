@@ -31,7 +31,9 @@ class GaussianPrior:
     @property
     def is_constant_per_tensor(self) -> bool:
         """One precision for all entries of each tensor."""
-        return self.is_scalar or self.precision.numel() == self.layout.n_tensors != self.layout.n_params
+        sizes, count = self.layout.sizes, self.precision.numel()
+        per_tensor = count == len(sizes) and (count != sum(sizes) or all(size == 1 for size in sizes))
+        return self.is_scalar or per_tensor
 
     def diagonal(self) -> Tensor:
         """δ of every parameter, `[P]`."""

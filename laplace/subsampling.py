@@ -72,7 +72,9 @@ def accumulate(
     chosen = torch.randperm(n_inputs, generator=source, device=device)[: subset.size].sort().values.cpu()
     part = _Chosen(loader, engine, dict_key_y, chosen)
     fit = fitting.accumulate(part, engine, structure, options, dict_key_y=dict_key_y, progress_bar=progress_bar)
-    curvature = fit.curvature if subset.size == n_inputs else fit.curvature.scaled(n_inputs / subset.size)
+    if subset.size == n_inputs:
+        return fit
+    curvature = fit.curvature.scaled(n_inputs / subset.size)
     facts = {"loss_terms": summary.loss_terms, "n_data": summary.n_data, "n_outputs": summary.n_outputs}
     return replace(fit, curvature=curvature, **facts)
 

@@ -35,6 +35,7 @@ from laplace import (
     KronSubnetLaplace,
     Laplace,
     LLLaplace,
+    LLVaLLA,
     LowRankKronLaplace,
     LowRankKronLLLaplace,
     LowRankKronSubnetLaplace,
@@ -44,6 +45,7 @@ from laplace import (
     ParametricLaplace,
     SubnetLaplace,
     SubsetOfWeights,
+    VaLLA,
 )
 from laplace.curvature import NativeEF, NativeGGN
 from laplace.enums import FeatureReduction, Likelihood, LinkApprox, PredType, PriorStructure, TuningMethod
@@ -55,6 +57,7 @@ HYPER = "sigma_noise prior_precision prior_mean temperature"
 KEYS = "dict_key_x dict_key_y"
 COMMON = f"{HYPER} enable_backprop {KEYS} backend"
 LAST = f"{HYPER} enable_backprop feature_reduction {KEYS} backend last_layer_name"
+PLACES = "inducing_locations num_inducing inducing_classes"
 LAST_GP = f"{HYPER} enable_backprop feature_reduction {KEYS} last_layer_name backend"
 SUBNET = f"subnetwork_indices {HYPER} backend backend_kwargs asdl_fisher_kwargs"
 TAIL = "backend_kwargs asdl_fisher_kwargs"
@@ -90,6 +93,8 @@ CONSTRUCTORS = {
         "selection prior_factor forward_fn",
     ),
     ELLA: (f"subsample_size n_eigenvalues {COMMON} backend_kwargs seed", "forward_fn"),
+    VaLLA: (f"{PLACES} {COMMON} backend_kwargs seed alpha mc_softmax_samples", "forward_fn weights_options"),
+    LLVaLLA: (f"{PLACES} {LAST_GP} backend_kwargs seed alpha mc_softmax_samples", "forward_fn"),
     LLELLA: (f"subsample_size n_eigenvalues {LAST_GP} backend_kwargs seed", "forward_fn"),
     SubnetLaplace: (SUBNET, "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs channel_dim"),
     FullSubnetLaplace: (

@@ -102,11 +102,19 @@ DEFAULTS = {
     "Curvature": {"check", "footprint", "scaled", "minus"},
     # Whoever reads every batch's loss has it summed; a subset knows its own at the end.
     "Sweep": {"counted"},
-    # Posteriors over functions have another default predictive, and its name.
-    "ParametricLaplace": {"functional_samples", "predictive_samples", "optimize_prior_precision"},
+    # Posteriors over functions have another default predictive, and its name; one takes a list of candidates.
+    "ParametricLaplace": {
+        "functional_samples",
+        "predictive_samples",
+        "optimize_prior_precision",
+        "optimize_hyperparameters",
+    },
     "WeightPredictor": {"predict"},
-    # The gradient of a quadratic form is right for every precision; most have a cheaper product.
-    "Precision": {"product"},
+    # The gradient of a quadratic form is right for every precision; most have a cheaper product. The evidence of a
+    # posterior that is no Laplace approximation of all data is a lower bound, which lacks something.
+    "Precision": {"product", "slack"},
+    # Most posteriors are sums over data; one that is trained takes the options of its training.
+    "WeightFit": {"fit"},
 }
 
 

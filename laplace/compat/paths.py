@@ -59,7 +59,7 @@ TABLE: dict[str, Mapping[str, str]] = {
         **_at("laplace.base", "BaseLaplace"),
         **_at("laplace.parametric", "ParametricLaplace"),
         **_at("laplace.named", "FullLaplace KronLaplace DiagLaplace LowRankLaplace"),
-        **_at("laplace.function_space", "BaseFunctionalLaplace FunctionalLaplace ELLA"),
+        **_at("laplace.function_space", "BaseFunctionalLaplace FunctionalLaplace ELLA VaLLA"),
     },
     "laplace.lllaplace": {
         **_at("laplace.named", "LLLaplace FullLLLaplace KronLLLaplace DiagLLLaplace"),

@@ -3,5 +3,15 @@
 from laplace.function_space.base import BaseFunctionalLaplace
 from laplace.function_space.kernels import kernel
 from laplace.function_space.named import ELLA, LLELLA, FunctionalLaplace, FunctionalLLLaplace
+from laplace.function_space.variational_named import LLVaLLA, VaLLA
 
-__all__ = ["ELLA", "LLELLA", "BaseFunctionalLaplace", "FunctionalLLLaplace", "FunctionalLaplace", "kernel"]
+__all__ = [
+    "ELLA",
+    "LLELLA",
+    "BaseFunctionalLaplace",
+    "FunctionalLLLaplace",
+    "FunctionalLaplace",
+    "LLVaLLA",
+    "VaLLA",
+    "kernel",
+]

@@ -11,6 +11,7 @@ coordinates of J* in the space that the data span; outside of it the prior stays
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,8 +28,50 @@ from laplace.structures import algebra
 _DOUBLE = 8
 
 
+class Span(ABC):
+    """R rows A = Sᵀ J of kept Jacobians: what they span is where the posterior differs from the prior.
+
+    Attributes:
+        parts: Jacobians of consecutive data.
+    """
+
+    parts: tuple[Jacobian, ...]
+
+    @abstractmethod
+    def gram(self, weights: Tensor | None, scales: Scales) -> Tensor:
+        """G = A D⁻¹ Aᵀ, `[R, R]`, float64, differentiable in both arguments.
+
+        Args:
+            weights: w of every output, `[C]`, or of all, `[1]`.
+            scales: Prior variance of every tensor.
+        """
+
+    @abstractmethod
+    def lift(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        """S u of columns `[R, n]`, `[M·C, n]`, in their dtype."""
+
+    @abstractmethod
+    def lower(self, outputs: Tensor, weights: Tensor | None) -> Tensor:
+        """Sᵀ f of outputs `[n, M, C]`, `[n, R]`, in their dtype."""
+
+    @cached_property
+    def unit(self) -> Basis:
+        """The basis at w = 1 and D = 1, of which every other scalar w and D is a rescaling."""
+        return self.basis(None, None)
+
+    def basis(self, weights: Tensor | None, scales: Scales) -> Basis:
+        """Eigenvectors of G, without those of eigenvalues that are zero but for rounding."""
+        with torch.no_grad(), algebra.kept_for_later():
+            gram = self.gram(weights, scales)
+            values, vectors = algebra.eigh(0.5 * (gram + gram.T))
+            floor = len(values) * torch.finfo(values.dtype).eps * values.amax() if len(values) else 0.0
+            kept = values > floor
+            values, vectors = values[kept], vectors[:, kept]
+            return Basis(self.parts, values, vectors, self.lift(vectors / values.sqrt(), weights), scales)
+
+
 @dataclass(frozen=True)
-class Dual:
+class Dual(Span):
     """Kept Jacobians and roots of the output Hessians of M data.
 
     Attributes:
@@ -56,18 +99,7 @@ class Dual:
         count = len(self.parts[0].blocks)
         return tuple(_symmetric([Jacobian((part.blocks[i],)) for part in self.parts]) for i in range(count))
 
-    @cached_property
-    def unit(self) -> Basis:
-        """The basis at w = 1 and D = 1, of which every other scalar w and D is a rescaling."""
-        return self.basis(None, None)
-
     def gram(self, weights: Tensor | None, scales: Scales) -> Tensor:
-        """G = √w Sᵀ K S √w, `[R, R]` with R = M·K, float64, differentiable in both arguments.
-
-        Args:
-            weights: w of every output, `[C]`, or of all, `[1]`.
-            scales: Prior variance of every tensor.
-        """
         with algebra.kept_for_later():
             values = self.kernel if scales is None else sum(
                 (s.double().reshape(()) * k for s, k in zip(scales, self.kernels, strict=True)),
@@ -81,18 +113,13 @@ class Dual:
         roots = self.roots.double()
         return roots if weights is None else weights.double().sqrt().view(1, -1, 1) * roots
 
-    def basis(self, weights: Tensor | None, scales: Scales) -> Basis:
-        """Eigenvectors of G, without those of eigenvalues that are zero but for rounding."""
-        with torch.no_grad(), algebra.kept_for_later():
-            gram = self.gram(weights, scales)
-            values, vectors = algebra.eigh(0.5 * (gram + gram.T))
-            floor = len(values) * torch.finfo(values.dtype).eps * values.amax() if len(values) else 0.0
-            kept = values > floor
-            values, vectors = values[kept], vectors[:, kept]
-            roots = self._weighted(weights)
-            inner = (vectors / values.sqrt()).view(roots.shape[0], roots.shape[2], -1)
-            dual = torch.einsum("mck,mkr->mcr", roots, inner).flatten(0, 1)
-            return Basis(self.parts, values, vectors, dual, scales)
+    def lift(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        roots = self._weighted(weights).to(rows)
+        inner = rows.view(roots.shape[0], roots.shape[2], -1)
+        return torch.einsum("mck,mkr->mcr", roots, inner).flatten(0, 1)
+
+    def lower(self, outputs: Tensor, weights: Tensor | None) -> Tensor:
+        return torch.einsum("smc,mck->smk", outputs, self._weighted(weights).to(outputs)).flatten(1)
 
 
 @dataclass(frozen=True)

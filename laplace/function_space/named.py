@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from laplace import tuning
 from laplace.batch import ForwardFn
+from laplace.curvature.engine import CurvatureEngine
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument
 from laplace.function_space.base import BaseFunctionalLaplace
+from laplace.function_space.held_out import asked_for_candidates, best_candidate, held_out_nll
 from laplace.function_space.nystrom import NystromCurvature
 from laplace.function_space.subset_of_data import SubsetCurvature, SubsetOptions
 from laplace.likelihoods.base import Likelihood
 from laplace.named import Backend, Options
+from laplace.prior import GaussianPrior
 from laplace.weights.last_layer import LastLayer
 
 
@@ -82,7 +89,7 @@ class FunctionalLaplace(BaseFunctionalLaplace):
         forward_fn: ForwardFn | None = None,
     ) -> None:
         options = _options(n_subset, seed, selection, independent_outputs, prior_factor)
-        _require_ggn(backend, backend_kwargs)
+        require_ggn(backend, backend_kwargs)
         BaseFunctionalLaplace.__init__(
             self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
             dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=options,
@@ -121,7 +128,7 @@ class FunctionalLLLaplace(FunctionalLaplace):
         forward_fn: ForwardFn | None = None,
     ) -> None:
         options = _options(n_subset, seed, selection, independent_outputs, prior_factor)
-        _require_ggn(backend, backend_kwargs)
+        require_ggn(backend, backend_kwargs)
         BaseFunctionalLaplace.__init__(
             self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
             dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=options,
@@ -190,12 +197,99 @@ class ELLA(BaseFunctionalLaplace):
         *,
         forward_fn: ForwardFn | None = None,
     ) -> None:
-        _require_ggn(backend, backend_kwargs)
+        require_ggn(backend, backend_kwargs)
         BaseFunctionalLaplace.__init__(
             self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
             dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn,
             structure_kwargs={"subsample_size": subsample_size, "n_eigenvalues": n_eigenvalues, "seed": seed},
         )  # fmt: skip
+        self.fit_history_: dict[str, list[Any]] = {}
+
+    def fit(
+        self,
+        train_loader: Iterable[Any],
+        override: bool = True,
+        progress_bar: bool = False,
+        *,
+        val_loader: Iterable[Any] | None = None,
+        val_steps: int | None = None,
+        balanced: bool = False,
+        **options: Any,
+    ) -> None:
+        """Finds the directions and the curvature in their span, in two readings of the loader.
+
+        Args:
+            train_loader: Batches, which can be read several times.
+            override: True; the directions of other data cannot be added to.
+            progress_bar: Show one for every reading.
+            val_loader: Data whose negative log predictive density is recorded in `fit_history_["val_nll"]`, with the
+                number of data seen so far in `"processed_examples"`.
+            val_steps: Batches between records; None for one at the end.
+            balanced: Whether the classes take turns in the choice of data.
+            **options: As of `WeightFit.fit`; former data cannot fade.
+
+        Raises:
+            InvalidData: A batch cannot be used; the former posterior is kept, as after every error.
+            InvalidArgument: A value that is not accepted, or a loader that can be read only once.
+            CurvatureError: `override=False`.
+        """
+        history: dict[str, list[Any]] = {"processed_examples": [], "val_nll": [], "tuning": []}
+
+        def watch(engine: CurvatureEngine, curvature: NystromCurvature, seen: int) -> None:
+            scale = self.likelihood_object.curvature_scale("ggn", self.sigma_noise, self.temperature).detach()
+            prior = GaussianPrior(self.prior_precision.detach(), self.prior_mean.detach(), engine.problem.layout)
+            precision = curvature.precision(scale.expand(curvature.n_terms), prior)
+            history["processed_examples"].append(seen)
+            loss = held_out_nll(self, engine, precision, self.sigma_noise.detach(), val_loader or ())
+            history["val_nll"].append(loss)
+
+        given = self.structure_options
+        recorder = None if val_loader is None else watch
+        self.structure_options = replace(given, balanced=balanced, watch=recorder, watch_batches=val_steps)
+        try:
+            super().fit(train_loader, override, progress_bar, **options)
+        finally:
+            self.structure_options = given
+        self.fit_history_ = history
+
+    def optimize_hyperparameters(
+        self,
+        tune: Any = "prior_precision",
+        objective: Any = "evidence",
+        method: str | None = None,
+        *,
+        val_loader: Iterable[Any] | None = None,
+        grid: Any = None,
+        **options: Any,
+    ) -> tuning.TuningResult:
+        """Chooses hyper-parameters as `ParametricLaplace` does, or among listed candidates.
+
+        `optimize_hyperparameters(val_loader, grid)`, by position or by name, with a sequence of prior precisions δ or
+        pairs (δ, σ), assigns the one of the smallest mean negative log predictive density. Every search is recorded in
+        `fit_history_["tuning"]`.
+
+        Args:
+            tune: What is tuned, by names; or the validation data.
+            objective: What is to be best; or the candidates.
+            method: As of `ParametricLaplace.optimize_hyperparameters`.
+            val_loader: Validation data.
+            grid: Values of every tuned hyper-parameter, by names; or the candidates.
+            **options: As of `ParametricLaplace.optimize_hyperparameters`.
+
+        Raises:
+            InvalidArgument: Arguments that are not accepted, or no candidate with a finite loss; the hyper-parameters
+                are left as they were.
+        """
+        listed = asked_for_candidates(tune, objective, val_loader, grid)
+        if listed is None:
+            result = super().optimize_hyperparameters(
+                tune, objective, method, val_loader=val_loader, grid=grid, **options
+            )
+        else:
+            result = best_candidate(self, *listed)
+            result.setting.assign(self)
+        self.fit_history_.setdefault("tuning", []).append(result)
+        return result
 
 
 class LLELLA(ELLA):
@@ -226,7 +320,7 @@ class LLELLA(ELLA):
         *,
         forward_fn: ForwardFn | None = None,
     ) -> None:
-        _require_ggn(backend, backend_kwargs)
+        require_ggn(backend, backend_kwargs)
         BaseFunctionalLaplace.__init__(
             self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
             dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn,
@@ -242,7 +336,7 @@ def _options(
     return dict(vars(options))
 
 
-def _require_ggn(backend: Backend, backend_kwargs: Options) -> None:
+def require_ggn(backend: Backend, backend_kwargs: Options) -> None:
     """Raises for curvature that is no Σ J Λ J with the exact Λ.
 
     Raises:

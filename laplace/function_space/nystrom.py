@@ -7,7 +7,7 @@ data are seen through them: G = Σ_n φ_nᵀ Λ_n φ_n.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,6 +37,10 @@ class NystromOptions:
         subsample_size: M, data whose Jacobians span them.
         n_eigenvalues: K, how many are kept.
         seed: Of the choice of data, and (plus 1) of their outputs.
+        balanced: Whether the classes take turns in the choice.
+        watch: Called with the curvature and the number of data so far every `watch_batches` batches of the second
+            reading, and at its end.
+        watch_batches: Batches between these calls, or None for the end alone.
 
     Raises:
         InvalidArgument: Not 0 < k ≤ M.
@@ -45,6 +49,9 @@ class NystromOptions:
     subsample_size: int
     n_eigenvalues: int
     seed: int = 1234
+    balanced: bool = False
+    watch: Callable[[CurvatureEngine, NystromCurvature, int], None] | None = None
+    watch_batches: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("subsample_size", "n_eigenvalues"):
@@ -56,6 +63,9 @@ class NystromOptions:
                 f"n_eigenvalues={self.n_eigenvalues} exceeds subsample_size={self.subsample_size}: M data span at most "
                 "M directions."
             )
+        count = self.watch_batches
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise InvalidArgument(f"val_steps={count!r}; it must be a positive integer, or None.")
 
 
 @dataclass(frozen=True)
@@ -144,16 +154,21 @@ class DirectionSweep(Sweep):
     def __init__(self, engine: CurvatureEngine, options: NystromOptions) -> None:
         self.engine = engine
         self.options = options
-        self.pool = Pool(
-            options.subsample_size, make_score("random", engine, torch.Generator().manual_seed(options.seed))
-        )
+        score = make_score("random", engine, torch.Generator().manual_seed(options.seed))
+        self.pool = Pool(options.subsample_size, score, balanced=options.balanced)
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
+        if self.options.balanced and (y.ndim != 1 or y.is_floating_point()):
+            raise InvalidArgument(
+                f"balanced=True takes class labels, [B] integers; the targets have shape {list(y.shape)} and dtype "
+                f"{y.dtype}. Leave it out."
+            )
         self.pool.add(x, y)
         return BatchSummary(torch.zeros(1), len(y), 0)
 
     def finish(self) -> GramSweep:
-        return GramSweep(self.engine, _directions(list(self._rows()), self.options.n_eigenvalues))
+        directions = _directions(list(self._rows()), self.options.n_eigenvalues)
+        return GramSweep(self.engine, directions, self.options)
 
     def _rows(self) -> Iterator[Jacobian]:
         """A row of the Jacobian per datum, of an output at random."""
@@ -200,11 +215,14 @@ class GramSweep(Sweep):
     Args:
         engine: Computes Jacobians.
         directions: Vᵀ, `[k, P]`.
+        options: Who watches.
     """
 
-    def __init__(self, engine: CurvatureEngine, directions: Tensor) -> None:
+    def __init__(self, engine: CurvatureEngine, directions: Tensor, options: NystromOptions) -> None:
         self.engine = engine
         self.directions = directions
+        self.options = options
+        self.batches = self.seen = 0
         self.gram: Tensor | None = None
         self.losses: Tensor | None = None
         self.n_outputs = 0
@@ -226,9 +244,23 @@ class GramSweep(Sweep):
             self.losses = losses if self.losses is None else self.losses + losses
             self.n_outputs = f.shape[1]
             batch.append(losses)
+        self.batches, self.seen = self.batches + 1, self.seen + len(y)
+        every = self.options.watch_batches
+        if every and self.batches % every == 0:
+            self._watch()
         return BatchSummary(torch.stack(batch).sum(0), len(y), self.n_outputs)
 
+    def _watch(self) -> NystromCurvature:
+        curvature = self._curvature()
+        if self.options.watch is not None:
+            self.options.watch(self.engine, curvature, self.seen)
+        return curvature
+
     def finish(self) -> NystromCurvature:
+        every = self.options.watch_batches
+        return self._curvature() if every and self.batches % every == 0 else self._watch()
+
+    def _curvature(self) -> NystromCurvature:
         if self.gram is None:
             raise InvalidData("no batch was read.")
         gram = self.gram if self.gram.ndim == 3 else self.gram.unsqueeze(0)

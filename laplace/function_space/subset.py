@@ -57,11 +57,13 @@ class Pool:
     Args:
         size: M.
         score: The scores of a batch.
+        balanced: Whether class labels take turns: first the best datum of every class, then the second.
     """
 
-    def __init__(self, size: int, score: Score) -> None:
+    def __init__(self, size: int, score: Score, *, balanced: bool = False) -> None:
         self.size = size
         self.score = score
+        self.balanced = balanced
         self.seen = 0
         self._read = 0
         self._rows: list[Rows] = []
@@ -84,6 +86,8 @@ class Pool:
             return
         # A stable order: of equal scores the earlier datum stays.
         order = torch.cat([rows.scores for rows in self._rows]).sort(descending=True, stable=True).indices
+        if self.balanced:
+            order = order[_turns(torch.cat([rows.y for rows in self._rows])[order]).sort(stable=True).indices]
         keep = torch.zeros(len(order), dtype=torch.bool, device=order.device)
         keep[order[: self.size]] = True
         kept = [rows.where(mask) for rows, mask in zip(self._rows, keep.split(counts), strict=True)]
@@ -98,19 +102,31 @@ class Pool:
         if self.seen < self.size:
             raise InvalidData(
                 f"{self.size} data are to be kept, but the loader gave only {self.seen} that count; give a smaller "
-                "n_subset (or subsample_size)."
+                "n_subset (subsample_size, num_inducing)."
             )
         pending: Rows | None = None
         for rows in self._rows:
-            joined = None if pending is None else _joined(pending, rows, self._longest)
-            if joined is None and pending is not None:
+            both = None if pending is None else joined(pending, rows, self._longest)
+            if both is None and pending is not None:
                 yield pending
-            pending = joined or rows
+            pending = both or rows
         if pending is not None:
             yield pending
 
 
-def _joined(first: Rows, second: Rows, longest: int) -> Rows | None:
+def _turns(labels: Tensor) -> Tensor:
+    """How many of the same class come before each label, `[n]`.
+
+    A datum that is left out once stays so: whatever comes later never leaves fewer in front of it.
+    """
+    turns = torch.zeros_like(labels)
+    for label in labels.unique():
+        same = labels == label
+        turns[same] = torch.arange(int(same.sum()), device=labels.device)
+    return turns
+
+
+def joined(first: Rows, second: Rows, longest: int) -> Rows | None:
     """Both, or None where their inputs have other shapes or parts that are no rows, or they are too many."""
     if len(first) + len(second) > longest or type(first.x) is not type(second.x):
         return None
@@ -154,13 +170,13 @@ def make_score(selection: str, engine: CurvatureEngine, generator: torch.Generat
     raise InvalidArgument(f"selection={selection!r}; accepted are {list(SELECTIONS)}.")
 
 
-def jacobians(engine: CurvatureEngine, x: Inputs) -> Iterator[tuple[Jacobian, Tensor]]:
-    """Jacobians and outputs `[b, C]` of consecutive parts of a batch.
+def jacobians(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -> Iterator[tuple[Jacobian, Tensor]]:
+    """Jacobians and outputs `[b, C]` of consecutive parts of a batch, differentiable in x with `create_graph`.
 
     Raises:
         UnsupportedError: Outputs with positions.
     """
-    for jacobian, f in engine.jacobian(x):
+    for jacobian, f in engine.jacobian(x, create_graph=create_graph):
         require_none(jacobian.positions, "an approximation in function space")
         yield jacobian, f
 

@@ -135,13 +135,13 @@ class SubsetCurvature(Curvature):
         return kind(self.duals, weights, scaled, self.dual.roots.dtype)
 
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> DualScan:
-        dtype = self.dual.roots.dtype
+        dtype, together = self.dual.roots.dtype, not self.independent
         if weights.numel() == 1:
-            return DualScan(tuple(dual.unit for dual in self.duals), weights[0], self.prior_factor, dtype)
+            return DualScan(tuple(dual.unit for dual in self.duals), weights[0], self.prior_factor, dtype, together)
         one = torch.ones((), dtype=torch.float64, device=weights.device)
         parts = weights.split(1) if self.independent else (weights,)
         bases = tuple(dual.basis(part, None) for dual, part in zip(self.duals, parts, strict=True))
-        return DualScan(bases, one, self.prior_factor, dtype)
+        return DualScan(bases, one, self.prior_factor, dtype, together)
 
     def state(self) -> dict[str, Any]:
         return {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laplace.curvature.jacobian import Jacobian
 from laplace.errors import UnsupportedError
-from laplace.function_space.dual import Basis, Dual, Projected, one_output
+from laplace.function_space.dual import Basis, Projected, Span, one_output
 from laplace.function_space.held import picked
 from laplace.prior import GaussianPrior
 from laplace.structures.base import Precision
@@ -30,7 +30,7 @@ class DualPrecision(Precision):
         dtype: Of what is returned.
     """
 
-    duals: tuple[Dual, ...]
+    duals: tuple[Span, ...]
     weights: Tensor
     prior: GaussianPrior
     dtype: torch.dtype
@@ -103,20 +103,17 @@ class SubsetPrecision(DualPrecision):
     # Weights: products with A = √w Sᵀ J and its transpose, block by block.
 
     def _push(self, vectors: Tensor) -> Tensor:
-        """Sᵀ J v of `[S, P]`, `[S, R]`."""
+        """A v of `[S, P]`, `[S, R]`."""
         dual, steps = self.duals[0], self.prior.layout.split(vectors)
         applied = [part.sum_over_blocks(lambda i, block: block.apply(steps[i])) for part in dual.parts]
-        outputs = torch.cat(applied, 1) * self.weights.sqrt().to(vectors)
-        return torch.einsum("smc,mck->smk", outputs, dual.roots.to(vectors)).flatten(1)
+        return dual.lower(torch.cat(applied, 1), self.weights)
 
     def _pull(self, rows: Tensor) -> Tensor:
-        """Jᵀ S u of `[S, R]`, `[S, P]`."""
+        """Aᵀ u of `[S, R]`, `[S, P]`."""
         dual = self.duals[0]
-        roots = dual.roots.to(rows)
-        weighted = torch.einsum("mck,smk->smc", roots, rows.view(len(rows), len(roots), -1))
-        weighted = weighted * self.weights.sqrt().to(rows)
         counts = [part.n_data for part in dual.parts]
-        pulled = [_pulled(dual.parts, row.split(counts)) for row in weighted]
+        outputs = dual.lift(rows.T, self.weights).T.unflatten(1, (sum(counts), -1))
+        pulled = [_pulled(dual.parts, row.split(counts)) for row in outputs]
         return torch.stack(pulled)
 
     def quad(self, vectors: Tensor) -> Tensor:
@@ -148,9 +145,7 @@ class SubsetPrecision(DualPrecision):
         return variance - variance.square() * removed
 
     def to_dense(self) -> Tensor:
-        dual = self.duals[0]
-        rows = torch.cat([part.dense() for part in dual.parts])
-        rows = torch.einsum("mck,mcp->mkp", dual.roots, rows * self.weights.sqrt().view(1, -1, 1)).flatten(0, 1)
+        rows = self._push(torch.eye(self.prior.layout.n_params, dtype=self.dtype, device=self.weights.device)).T
         return rows.T @ rows + torch.diag(self.prior.diagonal())
 
     @property
@@ -230,15 +225,17 @@ class DualScan(Scan):
         weight: W, 0-dim, in the units of the bases.
         factor: What the prior precision is multiplied with.
         dtype: Of what is returned.
+        together: Whether there is one basis, of all outputs.
     """
 
     bases: tuple[Basis, ...]
     weight: Tensor
     factor: float
     dtype: torch.dtype
+    together: bool
 
     def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
-        if len(self.bases) == 1 and self.bases[0].parts[0].n_cotangents == jacobian.n_cotangents:
+        if self.together:
             basis = self.bases[0]
             projected = basis.diagonal(jacobian) if diagonal else basis.variance(jacobian)
             return lambda deltas: torch.stack([self._at(projected, delta) for delta in deltas]).to(self.dtype)

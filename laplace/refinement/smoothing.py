@@ -15,14 +15,19 @@ from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.noise import standard_normal
 
 _HERMITE = 32
+_WIDE = 2.0
+"""Standard deviation of an output up to which `_HERMITE` points, about half of one apart, are as exact as needed."""
+_REACH = 8.0
+_MOST = 513
 
 
 @dataclass(frozen=True)
 class Smoothing:
     """Points of a standard normal with weights: the same for all data, so that results depend on no order.
 
-    Gauss–Hermite points where the likelihood acts on every output alone, so that one dimension is enough; else pairs
-    ε, −ε of random numbers.
+    Where the likelihood acts on every output alone one dimension is enough: Gauss–Hermite points, or, for outputs with
+    a large standard deviation, those of the trapezoidal rule, one unit of f apart. With the poles of a sigmoid at ±iπ
+    its error is about exp(−2π²) (Trefethen and Weideman, 2014). Else pairs ε, −ε of random numbers.
 
     Attributes:
         points: `[S, 1]` (shared by the outputs) or `[S, C]`.
@@ -36,7 +41,13 @@ class Smoothing:
 
     @classmethod
     def of(
-        cls, likelihood: Likelihood, n_outputs: int, n_samples: int, generator: torch.Generator | None, like: Tensor
+        cls,
+        likelihood: Likelihood,
+        n_outputs: int,
+        n_samples: int,
+        generator: torch.Generator | None,
+        like: Tensor,
+        widest: float = 1.0,
     ) -> Smoothing:
         """Points for a likelihood.
 
@@ -46,12 +57,10 @@ class Smoothing:
             n_samples: Random points, where they are random.
             generator: Their source; None for seed 0.
             like: A tensor of the device.
+            widest: The largest standard deviation of an output that is to be expected.
         """
         if likelihood.independent_outputs:
-            nodes, weights = np.polynomial.hermite_e.hermegauss(_HERMITE)
-            points = torch.as_tensor(nodes, dtype=torch.float64, device=like.device).unsqueeze(1)
-            masses = torch.as_tensor(weights, dtype=torch.float64, device=like.device)
-            return cls(points, masses / math.sqrt(2 * math.pi), independent=True)
+            return cls(*_quadrature(widest, like.device), independent=True)
         source = generator or torch.Generator(device=like.device).manual_seed(0)
         half = standard_normal((-(-n_samples // 2), n_outputs), like.double(), source)
         points = torch.cat([half, -half])
@@ -87,6 +96,23 @@ class Smoothing:
         for weight, h in self.around(f, root):
             dense = dense + weight * likelihood.hessian(h, y).matrix()
         return OutputHessian(diag=dense.diagonal(dim1=1, dim2=2), dense=dense)
+
+
+def _quadrature(widest: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Points `[S, 1]` and weights `[S]` of a standard normal, for functions of f with a standard deviation up to this.
+
+    Beyond a standard deviation of 32 the points are further apart than one unit of f, by their ratio.
+    """
+    if widest <= _WIDE:
+        nodes, masses = np.polynomial.hermite_e.hermegauss(_HERMITE)
+        masses = masses / math.sqrt(2 * math.pi)
+    else:
+        count = min(_MOST, math.ceil(2 * _REACH * max(widest, 2 * _WIDE))) | 1
+        nodes = np.linspace(-_REACH, _REACH, count)
+        masses = np.exp(-(nodes**2) / 2)
+        masses = masses / masses.sum()
+    points = torch.as_tensor(nodes, dtype=torch.float64, device=device).unsqueeze(1)
+    return points, torch.as_tensor(masses, dtype=torch.float64, device=device)
 
 
 NOWHERE = Smoothing(torch.zeros(1, 1), torch.ones(1), independent=True)

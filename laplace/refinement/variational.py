@@ -57,7 +57,9 @@ def variational(refiner: Refiner, start: Tensor, precision: Precision) -> Refine
         precision: S⁻¹ to begin at.
     """
     options, like = refiner.options, refiner.data.batches[0].f
-    smoothing = Smoothing.of(refiner.la.likelihood_object, like.shape[1], options.n_samples, options.generator, like)
+    likelihood = refiner.la.likelihood_object
+    widest = _widest(refiner, precision) if likelihood.independent_outputs else 1.0
+    smoothing = Smoothing.of(likelihood, like.shape[1], options.n_samples, options.generator, like, widest)
     tolerance = options.tolerance or BOUND_TOLERANCE[refiner.dtype]
     fit = refiner.la.fitted()
     state = _at(refiner, smoothing, fit, precision, start)
@@ -80,6 +82,16 @@ def variational(refiner: Refiner, start: Tensor, precision: Precision) -> Refine
     final = replace(refiner.fit_at(state.step), curvature=state.curvature)
     end = Minimum(state.step, tuple(values), change, change <= tolerance)
     return refiner.result("variational", state.step, final, end)
+
+
+def _widest(refiner: Refiner, precision: Precision) -> float:
+    """The largest standard deviation of an output, with room for one that grows."""
+    largest = 0.0
+    for batch in refiner.data.batches:
+        with torch.no_grad():
+            parts = [precision.functional_diagonal(jacobian) for jacobian, _ in refiner.engine.jacobian(batch.x)]
+        largest = max(largest, *(float(part.max()) for part in parts))
+    return 1.5 * largest**0.5
 
 
 def _towards(refiner: Refiner, smoothing: Smoothing, fit: Fit, state: _State, target: Fit, rate: float) -> _State:

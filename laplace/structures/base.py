@@ -35,6 +35,10 @@ class Precision(ABC):
     def logdet_ratio(self) -> Tensor:
         """Log det P − log det P₀, 0-dim: with a scalar prior Σ log(1 + sλ/δ), which cancels nothing."""
 
+    def slack(self) -> Tensor | float:
+        """tr(P₀ P⁻¹) + tr(s·H P⁻¹) − dim θ, 0 for P = s·H + P₀: half of it a lower bound of the evidence lacks."""
+        return 0.0
+
     @abstractmethod
     def quad(self, vectors: Tensor) -> Tensor:
         """vᵀ P v of vectors `[..., P]`, `[...]`."""
@@ -129,6 +133,7 @@ class Curvature(ABC):
         note: What `repr` of a posterior says of it, or None.
         share: Of the data seen, how many the likelihood of the evidence counts: less than 1 for a subset.
         prior_factor: What its precisions multiply the prior precision with.
+        weighed: Whether noise and temperature scale it in the precision, and not in the bound of the evidence alone.
         n_terms: E: curvature terms kept apart, one per output under a vector noise, else 1.
     """
 
@@ -139,6 +144,7 @@ class Curvature(ABC):
     note: str | None = None
     share: float = 1.0
     prior_factor: float = 1.0
+    weighed: bool = True
     n_terms: int
 
     @classmethod

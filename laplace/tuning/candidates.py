@@ -82,7 +82,7 @@ class Candidates:
         first = settings[0].evidence(la)
         weights = torch.stack([setting.evidence(la).weights.mean() for setting in settings])
         self.priors = torch.cat([setting.prior_precision[:1] for setting in settings])
-        self.factors = weights / weights[0]
+        self.factors = weights / weights[0] if first.fit.curvature.weighed else torch.ones_like(weights)
         self.scan = first.fit.curvature.scan(first.weights, la.problem.layout, **first.options)
         self.seed = shared_seed(predictive.generator, self.priors.device)
         self._steps: dict[int, Tensor] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from laplace.parametric import ParametricLaplace
 
 EVIDENCE = "evidence"
+
+_LIBRARY = __name__.split(".")[0]
 
 
 @dataclass(frozen=True)
@@ -181,10 +184,18 @@ def choose_hyperparameters(la: ParametricLaplace | Subject, options: SearchOptio
 
 
 def report(result: TuningResult) -> None:
-    """Warns the caller of the caller, once, of all that there is to note."""
+    """Warns whoever called the library, once, of all that there is to note."""
     if result.notes:
         what = "grid search" if result.grid else "tuning"
-        warnings.warn(f"{what}: {'; '.join(result.notes)}.", TuningWarning, stacklevel=3)
+        warnings.warn(f"{what}: {'; '.join(result.notes)}.", TuningWarning, stacklevel=1 + _frames_of_the_library())
+
+
+def _frames_of_the_library() -> int:
+    """How many frames lie between the caller of this function, which counts, and the user's code."""
+    frame, count = inspect.currentframe(), -1
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == _LIBRARY:
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 def _refuse_data(options: SearchOptions, method: str) -> None:

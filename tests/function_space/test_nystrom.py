@@ -11,6 +11,7 @@ from torch import nn
 from laplace import ELLA, LLELLA, Laplace
 from laplace.curvature import NativeEF
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
+from laplace.function_space.nystrom import DirectionSweep, NystromOptions
 from tests import problems as catalogue
 from tests.reference import curvature as reference
 from tests.reference import evidence
@@ -169,3 +170,72 @@ def test_what_is_refused() -> None:
     la.prior_precision = torch.ones(2)
     with pytest.raises(UnsupportedError, match="one prior precision"):
         la(x)
+
+
+@pytest.mark.parametrize("size", [2, 5, 30])
+def test_balanced_choices_take_turns(size: int) -> None:
+    """Two data of the rarest class, three of each other, all of a class alike, however the loader cuts them."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.tensor([0] * 20 + [1] * 8 + [2] * 2)[torch.randperm(30, generator=generator)]
+    x = torch.arange(30.0).unsqueeze(1)
+    counts = torch.zeros(30)
+    for seed in range(100):
+        la = ELLA(nn.Linear(1, 3), "classification", 8, 1, seed=seed)
+        engine = la._make_engine(la.problem, split_outputs=False)
+        sweep = DirectionSweep(engine, NystromOptions(8, 1, seed, balanced=True))
+        for start in range(0, 30, size):
+            sweep.add(x[start : start + size], y[start : start + size])
+        kept = torch.cat([rows.x for rows in sweep.pool.chunks()])[:, 0].long()
+        assert torch.bincount(y[kept]).tolist() == [3, 3, 2]
+        counts[kept] += 1
+    # Of 100 draws of 3 of 20 (or 8): np, with a standard deviation of √(np(1 − p)).
+    for label, p in ((0, 3 / 20), (1, 3 / 8)):
+        assert (counts[y == label] - 100 * p).abs().max() < 5 * (100 * p * (1 - p)) ** 0.5
+
+
+def test_validation_data_are_recorded() -> None:
+    problem = catalogue.get("mlp_classification")
+    la = fitted(problem, 5, 3)
+    plain = la(problem.x)
+    la.fit(problem.batches(2), balanced=True, val_loader=problem.batches(4), val_steps=2)
+    assert la.fit_history_["processed_examples"] == [4, 6]
+    expected = nn.functional.nll_loss(la(problem.x).log(), problem.y)
+    assert_close(la.fit_history_["val_nll"][-1], expected, "algebra")
+    la.fit(problem.batches(4))
+    assert torch.equal(la(problem.x), plain)
+    assert la.fit_history_["val_nll"] == []
+    with pytest.raises(InvalidArgument, match="val_steps"):
+        la.fit(problem.batches(4), val_steps=0)
+    regression = fitted(catalogue.get("mlp_regression"), 5, 3)
+    with pytest.raises(InvalidArgument, match="class labels"):
+        regression.fit(catalogue.get("mlp_regression").batches(4), balanced=True)
+
+
+def test_listed_candidates() -> None:
+    """The contract's `optimize_hyperparameters(val_loader, grid)`: each is scored as predictions at it are."""
+    problem = catalogue.get("mlp_regression")
+    la = fitted(problem, 6, 4)
+    loader = problem.batches(4)
+    pairs = [(0.1, 0.4), (3.0, 0.9), (30.0, 2.5), 7.0]
+    losses = []
+    for pair in pairs:
+        la.prior_precision, la.sigma_noise = pair if isinstance(pair, tuple) else (pair, 1.0)
+        mean, variance = la.functional_variance_fast(problem.x)
+        spread = (variance + la.sigma_noise**2).sqrt()
+        losses.append(-torch.distributions.Normal(mean, spread).log_prob(problem.y).sum(1).mean())
+    la.sigma_noise = 1.0
+    result = la.optimize_hyperparameters(loader, pairs)
+    assert_close(result.values, torch.stack(losses), "algebra")
+    best = pairs[int(torch.stack(losses).argmin())]
+    assert_close(torch.stack([la.prior_precision[0], la.sigma_noise]), best if best != 7.0 else (7.0, 1.0), "exact")
+    assert la.fit_history_["tuning"] == [result]
+    la.sigma_noise = 1.0
+    assert la.optimize_hyperparameters(val_loader=loader, grid=[2.0, 3.0]).value > 0
+    before = la.prior_precision
+    for grid, match in (([], "no candidate"), ([(1.0, 2.0, 3.0)], "pair"), ([-1.0], "positive")):
+        with pytest.raises(InvalidArgument, match=match):
+            la.optimize_hyperparameters(loader, grid)
+    assert torch.equal(la.prior_precision, before)
+    classes = fitted(catalogue.get("mlp_classification"), 5, 3)
+    with pytest.raises(InvalidArgument, match="prior precision"):
+        classes.optimize_hyperparameters(catalogue.get("mlp_classification").batches(4), [(1.0, 1.0)])

@@ -15,6 +15,7 @@ from laplace.curvature.blocks import Block
 from laplace.curvature.factors import OuterBlock
 from laplace.errors import InvalidArgument, InvalidData, NotFittedError, TuningWarning, UnsupportedError
 from laplace.function_space import dual, kernels
+from laplace.refinement.function_space import mode
 from tests import problems as catalogue
 from tests.reference import curvature as reference
 from tests.reference import evidence, gaussian_process
@@ -484,3 +485,48 @@ def test_what_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="constant"):
         FunctionalLaplace(model, "regression", 2, selection="top").fit([(x, x)])
     assert replace(la.structure_options, seed=1).seed == 1
+
+
+def test_a_refined_process_is_the_refined_full_posterior() -> None:
+    """And its mean the mode of the Gaussian process itself, found from kernels alone."""
+    problem = catalogue.get("mlp_classification")
+    options = {"prior_precision": 0.3, "prior_mean": 0.1}
+    full = Laplace(problem.make_model(), "classification", "all", "full", **options)
+    la = Laplace(problem.make_model(), "classification", "all", "gp", len(problem.y), **options)
+    for posterior in (full, la):
+        posterior.fit(problem.batches(4))
+        posterior.refine(problem.batches(4))
+    mean, covariance = la.predictive_moments(problem.x, joint=True)
+    expected = full._latent(problem.x, "joint")
+    assert_close(mean, expected.mean.flatten(), "backend")
+    assert_close(covariance, expected.covariance, "backend")
+    assert_close(la.log_marginal_likelihood(), full.log_marginal_likelihood(), "backend")
+    model = problem.make_model()
+    names = reference.trainable_names(model)
+    jacobian, f = reference.flat_jacobian(model, problem.x, names)
+    prior_mean = f + jacobian @ (0.1 - reference.flat_parameters(model, names))
+    rows = jacobian.flatten(0, 1)
+    found = mode(rows @ rows.T / 0.3, prior_mean, la.likelihood_object, problem.y, torch.ones(()))
+    assert_close(mean, found.f.flatten(), "backend")
+
+
+def test_a_warning_of_a_tuning_points_at_the_caller() -> None:
+    problem = catalogue.get("mlp_regression")
+    la = fitted(problem, "all", "gp", n_subset=4)
+    with pytest.warns(TuningWarning) as caught:
+        la.optimize_prior_precision(
+            val_loader=problem.batches(4), grid_size=3, log_prior_prec_min=8, log_prior_prec_max=9
+        )
+    assert [w.filename for w in caught] == [__file__]
+
+
+def test_a_prior_per_tensor_of_single_weights() -> None:
+    """Two tensors of one entry each: a prior per tensor is one per weight, and both are known to the kernel."""
+    model = nn.Linear(1, 1).double()
+    x = torch.linspace(-1, 1, 5, dtype=torch.float64).unsqueeze(1)
+    prior = torch.tensor([0.5, 3.0], dtype=torch.float64)
+    full, la = (Laplace(model, "regression", "all", *rest, prior_precision=prior) for rest in (("full",), ("gp", 5)))
+    for posterior in (full, la):
+        posterior.fit([(x, x.square())])
+    assert_close(la(x)[1], full(x)[1], "backend")
+    assert_close(la.log_marginal_likelihood(), full.log_marginal_likelihood(), "backend")

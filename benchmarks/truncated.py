@@ -1,0 +1,90 @@
+"""Low-rank Kronecker factors with the exact diagonal, against the whole Kronecker factors: space and cost of each step.
+
+A fit of Kronecker factors leaves its eigendecompositions to the first prediction, a truncated one makes them in the
+fit: both together are compared as well.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import models, work
+from benchmarks.timing import Case, Job
+from laplace import ParametricLaplace
+
+_WIDTHS = (784, 1024, 1024, 10)
+
+
+def _setup(device: torch.device) -> tuple[nn.Module, models.Batches]:
+    return models.mlp(*_WIDTHS).to(device), models.data(_WIDTHS[:1], _WIDTHS[-1], 1024, 256, device)
+
+
+def _both(device: torch.device, batches: models.Batches, model: nn.Module) -> tuple[ParametricLaplace, ...]:
+    return tuple(work.fitted(model, batches, "all", name) for name in ("lowrank_kron", "kron"))
+
+
+def _held(value: Any, seen: set[int]) -> int:
+    """Bytes of all tensors that can be reached, each storage once."""
+    if isinstance(value, Tensor):
+        pointer = value.untyped_storage().data_ptr()
+        known = pointer in seen
+        seen.add(pointer)
+        return 0 if known else value.untyped_storage().nbytes()
+    if isinstance(value, dict):
+        return sum(_held(part, seen) for part in value.values())
+    if isinstance(value, list | tuple):
+        return sum(_held(part, seen) for part in value)
+    inner = getattr(value, "__dict__", None)
+    return 0 if inner is None or isinstance(value, type) else _held(inner, seen)
+
+
+def _space(device: torch.device) -> Job:
+    """Not a time: what a posterior holds after a prediction, as a note; the times are those of fit and prediction."""
+    model, batches = _setup(device)
+    sizes: list[float] = []
+    for la in _both(device, batches, model):
+        work.factorised(la, batches[0][0])
+        sizes.append(_held((la.fitted().curvature, la.posterior()), set()) / 2**20)
+    x = batches[0][0]
+
+    def run(structure: str) -> None:
+        work.fitted(model, batches, "all", structure)(x)
+
+    note = f"held: {sizes[0]:.0f} MiB, Kron's {sizes[1]:.0f} MiB, {sizes[0] / sizes[1]:.2f} of it"
+    return Job(lambda _: run("lowrank_kron"), lambda: run("kron"), note=note)
+
+
+def _fit(device: torch.device) -> Job:
+    model, batches = _setup(device)
+    run = partial(work.fitted, model, batches, "all")
+    return Job(lambda _: run("lowrank_kron"), lambda: run("kron"))
+
+
+def _predict(device: torch.device) -> Job:
+    model, batches = _setup(device)
+    low, whole = _both(device, batches, model)
+    notes = [work.factorised(la, batches[0][0]) for la in (low, whole)]
+    return Job(lambda _: work.predict(low, batches), lambda: work.predict(whole, batches), note=notes[0])
+
+
+def _evidence(device: torch.device) -> Job:
+    model, batches = _setup(device)
+    low, whole = _both(device, batches, model)
+
+    def step(la: ParametricLaplace) -> None:
+        log_prior = torch.zeros(1, device=device, requires_grad=True)
+        torch.autograd.grad(la.log_marginal_likelihood(log_prior.exp()), log_prior)
+
+    for la in (low, whole):  # what a fit computes once is not part of a step
+        step(la)
+    return Job(lambda _: step(low), lambda: step(whole))
+
+
+def cases() -> list[Case]:
+    """The lines of the table."""
+    lines = {"fit": _fit, "fit and first probit": _space, "probit": _predict, "evidence step": _evidence}
+    return [Case(f"lowrank_kron, MLP 784-1024-1024-10, {name}", 1.0, "× kron", job) for name, job in lines.items()]

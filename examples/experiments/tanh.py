@@ -1,0 +1,317 @@
+"""Why predictions of sampled weights underfit and those of the linearised network do not: six points, two weights.
+
+Appendix B.1 of Immer et al. (2021), figures B.1 and B.2: inputs −6, −4, −2 of class 0 and 2, 4, 6 of class 1, the
+network f = 5 tanh(wx + b) and the prior N(0, 1) of w and b. Gaussian posteriors put mass on slopes w < 0, which the data
+rule out. Networks with such weights predict the other class, and a mean over sampled weights underfits ("nn"); the
+linearised network of the same posterior does not ("glm"). The truth is had by quadrature over (w, b) on a grid. The
+damping of Ritter et al. (2018), (Q + √δ) ⊗ (W + √δ), is taken twice: of the exact GGN, which with one row of weights is
+Q ⊗ W with Q = 1, so that with δ = 1 the precision is 2 GGN + 2; and of the Kronecker factors that
+`hessian_structure="kron"` sums over the data, whose product is larger than the GGN.
+
+    python examples/experiments/tanh.py            # 3 seeds
+    python examples/experiments/tanh.py --small    # a coarse grid and few samples, to try it out
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace import KronLaplace, Laplace, ParametricLaplace
+from laplace.curvature import NativeHessian
+from laplace.plotting import COLOURS, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+X = torch.tensor([-6.0, -4.0, -2.0, 2.0, 4.0, 6.0], dtype=torch.float64).unsqueeze(1)
+Y = (X > 0).double()
+X_QUERY = 3.0
+REACH = 7.0  # the posterior is below exp(-18) of its mode outside
+N_DECILES = 10
+Scores = dict[str, dict[str, list[float]]]
+
+
+class Feature(nn.Module):
+    """f = 5 tanh(wx + b); both weights form one row, so that damping acts on both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits `[B, 1]` of inputs `[B, 1]`."""
+        return 5 * torch.tanh(self.linear(torch.cat([x, torch.ones_like(x)], 1)))
+
+
+@dataclass(frozen=True)
+class Method:
+    """A posterior and how it predicts.
+
+    Attributes:
+        structure: Of the curvature.
+        pred_type: "nn" or "glm".
+        options: Of the posterior.
+    """
+
+    structure: str
+    pred_type: str
+    options: dict[str, Any]
+
+
+METHODS = {
+    "Laplace, nn": Method("full", "nn", {"backend": NativeHessian}),
+    "GGN, nn": Method("full", "nn", {}),
+    "GGN, glm": Method("full", "glm", {}),
+    "damped GGN, nn": Method("full", "nn", {"prior_precision": 2.0, "temperature": 0.5}),
+    "damped Kron, nn": Method("kron", "nn", {"damping": True}),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is known of one predictive distribution.
+
+    Attributes:
+        weights: Samples of (w, b), `[S, 2]`.
+        logits: Samples of f at the inputs of the plot, `[S, B]`.
+        mean: p(y = 1 | x) there, `[B]`.
+        numbers: By name.
+    """
+
+    weights: Tensor
+    logits: Tensor
+    mean: Tensor
+    numbers: dict[str, float]
+
+
+def find_map(seed: int) -> Feature:
+    """The network at the mode of its posterior, from a random start with w > 0."""
+    model = Feature().double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        model.linear.weight.copy_(torch.rand(1, 2, generator=generator))
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), max_iter=500, tolerance_grad=1e-12, tolerance_change=1e-14, line_search_fn="strong_wolfe"
+    )
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        misfit = nn.functional.binary_cross_entropy_with_logits(model(X), Y, reduction="sum")
+        value = misfit + 0.5 * model.linear.weight.square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    return model
+
+
+def true_posterior(n: int) -> tuple[Tensor, Tensor]:
+    """A grid of (w, b), `[n², 2]`, and the posterior's weight of every node, `[n²]`."""
+    line = torch.linspace(-REACH, REACH, n, dtype=torch.float64)
+    grid = torch.cartesian_prod(line, line)
+    f = logits_at(grid, X.flatten())
+    log_joint = -nn.functional.softplus(torch.where(Y.flatten() > 0, -f, f)).sum(1) - 0.5 * grid.square().sum(1)
+    return grid, torch.softmax(log_joint, 0)
+
+
+def logits_at(weights: Tensor, x: Tensor) -> Tensor:
+    """Outputs at B inputs for S pairs (w, b), `[S, B]`."""
+    return 5 * torch.tanh(weights[:, :1] * x + weights[:, 1:])
+
+
+def summary(p: Tensor, weight: Tensor | None = None) -> dict[str, float]:
+    """Mean and density in tenths of samples `[S]` of p(y = 1 | x), with a weight each."""
+    share = torch.full_like(p, 1 / len(p)) if weight is None else weight
+    tenths = torch.zeros(N_DECILES, dtype=p.dtype).index_add_(0, (p * N_DECILES).long().clamp(max=N_DECILES - 1), share)
+    return {
+        "p(y=1|x=3)": float(share @ p),
+        "p in [0, 0.1]": float(tenths[0]),
+        "p in [0.4, 0.5]": float(tenths[4]),
+        "p in [0.9, 1]": float(tenths[-1]),
+    }
+
+
+def truth(x: Tensor, n_grid: int, n_samples: int, generator: torch.Generator) -> Outcome:
+    """By quadrature; samples are drawn from the nodes for the plot alone."""
+    grid, weight = true_posterior(n_grid)
+    mean = torch.cat([weight @ logits_at(grid, part).sigmoid() for part in x.split(4)])
+    drawn = grid[torch.multinomial(weight, n_samples, replacement=True, generator=generator)]
+    drawn = drawn + (torch.rand(drawn.shape, generator=generator, dtype=drawn.dtype) - 0.5) * (grid[1] - grid[0]).sum()
+    at_query = logits_at(grid, torch.tensor([X_QUERY], dtype=torch.float64)).sigmoid().flatten()
+    centred = grid - weight @ grid
+    numbers = {
+        "p(w<0)": float(weight[grid[:, 0] < 0].sum()),
+        "log det": float(torch.logdet(centred.T @ (centred * weight.unsqueeze(1)))),
+        "distance": 0.0,
+        **summary(at_query, weight),
+    }
+    return Outcome(drawn, logits_at(drawn, x), mean, numbers)
+
+
+def covariance(la: ParametricLaplace) -> Tensor:
+    """Of w and b, `[2, 2]`."""
+    if isinstance(la, KronLaplace):
+        return torch.linalg.inv(la.posterior_precision.to_matrix())
+    return la.posterior_covariance
+
+
+def approximate(
+    method: Method, model: Feature, x: Tensor, exact: Tensor, n_samples: int, generator: torch.Generator
+) -> Outcome:
+    """Fits a posterior and predicts; `exact` is the true p(y = 1 | x), `[B]`."""
+    la = Laplace(model, "bernoulli", "all", method.structure, **method.options)
+    la.fit([(X, Y)])
+    inputs = torch.cat([x, x.new_tensor([X_QUERY])]).unsqueeze(1)
+    prediction = la.predict(inputs, method.pred_type, n_samples=n_samples, link_approx="mc", generator=generator)
+    probabilities = prediction.probability_samples.squeeze(2)
+    cov = covariance(la)
+    mean = probabilities.mean(0)[:-1]
+    numbers = {
+        "p(w<0)": float(torch.special.ndtr(-la.mean[0] / cov[0, 0].sqrt())),
+        "log det": float(torch.logdet(cov)),
+        "distance": float((mean - exact).abs().mean()),
+        **summary(probabilities[:, -1]),
+    }
+    weights = la.sample(n_samples, generator=generator)
+    return Outcome(weights, prediction.latent_samples.squeeze(2)[:, :-1], mean, numbers)
+
+
+def run(seed: int, x: Tensor, n_grid: int, n_samples: int) -> dict[str, Outcome]:
+    """All methods with one seed, of the start of the training and of the samples."""
+    generator = torch.Generator().manual_seed(seed)
+    model = find_map(seed)
+    exact = truth(x, n_grid, n_samples, generator)
+    found = {name: approximate(method, model, x, exact.mean, n_samples, generator) for name, method in METHODS.items()}
+    return {**found, "truth": exact}
+
+
+# What the paper claims.
+
+
+DAMPED = ("damped GGN, nn", "damped Kron, nn")
+SAMPLED = ("Laplace, nn", "GGN, nn", *DAMPED)
+
+
+def check_claims(scores: Scores) -> list[str]:
+    """One line per claim of appendix B.1: whether the means over seeds agree."""
+    number = {name: {key: sum(v) / len(v) for key, v in found.items()} for name, found in scores.items()}
+    lines: list[str] = []
+
+    def claim(text: str, holds: bool, *values: float) -> None:
+        lines.append(f"{'holds' if holds else 'FAILS'}  {text}: " + ", ".join(f"{value:.4g}" for value in values))
+
+    def ordered(text: str, key: str, *names: str) -> None:
+        """The numbers of these methods rise from one to the next."""
+        values = [number[name][key] for name in names]
+        claim(text, all(a < b for a, b in pairwise(values)), *values)
+
+    mass = number["truth"]["p(w<0)"]
+    claim("the truth puts no mass on w < 0 (below 0.001)", mass < 1e-3, mass)
+    for name in SAMPLED:
+        mass = number[name]["p(w<0)"]
+        claim(f"{name.split(',')[0]} puts mass on w < 0 (above 0.001)", mass > 1e-3, mass)
+    for name in DAMPED:
+        ordered(f"log det: {name.split(',')[0]} < Laplace < GGN", "log det", name, "Laplace, nn", "GGN, nn")
+    for key, what in (("distance", "mean |p - truth| over x"), ("gap at 3", "|p - truth| at x = 3")):
+        for name in SAMPLED:
+            ordered(f"{what}: GGN, glm < {name}", key, "GGN, glm", name)
+        for name in DAMPED:
+            ordered(f"{what}: {name} < Laplace, nn < GGN, nn", key, name, "Laplace, nn", "GGN, nn")
+    low, middle = "p in [0, 0.1]", "p in [0.4, 0.5]"
+    for name, second in (("GGN, nn", True), ("GGN, glm", False), ("truth", False)):
+        values = number[name][low], number[name][middle]
+        text = "a" if second else "no"
+        claim(f"{name}: {text} second mode of p(y=1|x=3), at 0", (values[0] > values[1]) == second, *values)
+    return lines
+
+
+COLUMNS = ("p(y=1|x=3)", "distance", "p(w<0)", "log det", "p in [0, 0.1]", "p in [0.4, 0.5]", "p in [0.9, 1]")
+
+
+def print_table(scores: Scores) -> None:
+    """Means over seeds and standard deviations, which are those of the samples."""
+    print(f"\n{'':<16}" + "".join(f"{column:>18}" for column in COLUMNS))
+    for name, found in scores.items():
+        cells = []
+        for column in COLUMNS:
+            values = torch.tensor(found[column], dtype=torch.float64)
+            spread = f" ± {values.std():.4f}" if len(values) > 1 else ""
+            cells.append(f"{values.mean():.4f}{spread}")
+        print(f"{name:<16}" + "".join(f"{cell:>18}" for cell in cells))
+
+
+def bands(axes: Axes, x: Tensor, samples: Tensor, mean: Tensor | None = None) -> None:
+    """The innermost 50 % and 66 % of samples `[S, B]`, their median and a mean."""
+    for share, alpha in ((0.66, 0.2), (0.5, 0.35)):
+        ends = samples.new_tensor([0.5 - share / 2, 0.5 + share / 2])
+        low, high = torch.quantile(samples, ends, dim=0).tolist()
+        axes.fill_between(x.tolist(), low, high, color=COLOURS[1], alpha=alpha, linewidth=0)
+    axes.plot(x.tolist(), samples.median(0).values.tolist(), color=COLOURS[1])
+    if mean is not None:
+        axes.plot(x.tolist(), mean.tolist(), color=COLOURS[0], linestyle="--")
+
+
+def draw(outcomes: dict[str, Outcome], x: Tensor, output: Path) -> None:
+    """Saves figure B.2, and the right part of figure B.1 as its last row."""
+    figure, axes = new_figure(n_columns=len(outcomes), n_rows=4, width=2.6, height=2.2)
+    rows = [axes[i : i + len(outcomes)] for i in range(0, len(axes), len(outcomes))]
+    at_query = int((x - X_QUERY).abs().argmin())
+    for panels, (name, outcome) in zip(zip(*rows, strict=True), outcomes.items(), strict=True):
+        extent = [[-2, 4], [-3, 3]]
+        panels[0].hist2d(*outcome.weights.T.tolist(), bins=60, range=extent, cmap="Blues")
+        panels[0].axvline(0, color="0.6", linewidth=0.8)
+        panels[0].set(title=name, xlabel="w", ylabel="b")
+        bands(panels[1], x, outcome.logits)
+        panels[1].set(ylabel="f", ylim=(-16, 16))
+        bands(panels[2], x, outcome.logits.sigmoid(), outcome.mean)
+        panels[2].plot(X.flatten().tolist(), Y.flatten().tolist(), ".", color="0.2")
+        panels[2].set(xlabel="x", ylabel="p(y = 1)")
+        panels[3].hist(outcome.logits[:, at_query].sigmoid().tolist(), bins=30, range=(0, 1), density=True)
+        panels[3].set(xlabel=f"p(y = 1 | x = {X_QUERY:g})", ylabel="density", yscale="log")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=90)
+
+
+def main(
+    small: bool = False, seeds: tuple[int, ...] = (0, 1, 2), output: Path = Path("outputs/tanh.png")
+) -> tuple[Scores, list[str]]:
+    """Runs everything; returns the numbers by method and name, one per seed, and the lines of the checks.
+
+    Args:
+        small: A coarse grid, few samples and the first seed only, to try the script out.
+        seeds: Of the start of the training and of the samples.
+        output: Where the plot goes.
+    """
+    torch.set_num_threads(1)  # the matrices are small: threads would only wait for each other
+    x = torch.linspace(-8, 8, 17 if small else 161, dtype=torch.float64)
+    scores: Scores = {}
+    outcomes: dict[str, Outcome] = {}
+    for seed in seeds[:1] if small else seeds:
+        outcomes = run(seed, x, *((241, 1_000) if small else (561, 20_000)))
+        exact = outcomes["truth"].numbers["p(y=1|x=3)"]
+        for name, outcome in outcomes.items():
+            gap = abs(outcome.numbers["p(y=1|x=3)"] - exact)
+            for key, value in {**outcome.numbers, "gap at 3": gap}.items():
+                scores.setdefault(name, {}).setdefault(key, []).append(value)
+    print_table(scores)
+    checks = check_claims(scores)
+    print("\nWhat the paper claims:", *checks, sep="\n")
+    draw(outcomes, x, output)
+    print(f"\nplot: {output}")
+    return scores, checks
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="coarse grid, few samples, one seed")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--output", type=Path, default=Path("outputs/tanh.png"), help="where the plot goes")
+    arguments = parser.parse_args()
+    main(arguments.small, tuple(arguments.seeds), arguments.output)

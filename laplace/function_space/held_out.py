@@ -1,0 +1,115 @@
+"""How well a posterior predicts data that it has not seen: while it is fitted, and at given hyper-parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace import tuning
+from laplace.curvature.engine import CurvatureEngine
+from laplace.enums import LinkApprox, PredType
+from laplace.errors import InvalidArgument
+from laplace.hyperparameters import as_tensor, positive
+from laplace.parametric import ParametricLaplace
+from laplace.predictive import latent
+from laplace.structures.base import Precision
+from laplace.tuning.candidates import Candidates
+from laplace.tuning.grid import Losses
+from laplace.tuning.objectives import make_objective
+from laplace.tuning.settings import Setting
+from laplace.tuning.validation import Validation
+
+
+def held_out_nll(
+    la: ParametricLaplace, engine: CurvatureEngine, precision: Precision, sigma_noise: Tensor, loader: Iterable[Any]
+) -> float:
+    """Mean negative log predictive density, of a regression with its noise, else by the probit approximation.
+
+    Args:
+        la: Knows keys, device and likelihood; its own posterior is not read.
+        engine: Gives Jacobians.
+        precision: The posterior.
+        sigma_noise: σ, 0-dim or `[C]`.
+        loader: The data.
+    """
+    likelihood, total, count = la.likelihood_object, 0.0, 0
+    for x, y in Validation(loader).batches(la):
+        found = latent.linearised(engine, precision, x, "diagonal")
+        targets = likelihood.check_targets(found.mean, y)
+        variance = found.covariance if likelihood.has_noise else None
+        prediction = likelihood.predict(found.mean, found.covariance, LinkApprox.PROBIT)
+        total += likelihood.predictive_nll(prediction, variance, targets, sigma_noise).sum().item()
+        count += len(targets)
+    return total / count
+
+
+def asked_for_candidates(
+    tune: Any, objective: Any, val_loader: Iterable[Any] | None, grid: Any
+) -> tuple[Iterable[Any], Iterable[Any]] | None:
+    """Validation data and a sequence of candidates, where arguments stand for these; None for names and tables.
+
+    Args:
+        tune: Names, or the validation data.
+        objective: The candidates where `tune` is data.
+        val_loader: Validation data by name.
+        grid: A sequence of candidates, or a table.
+    """
+    if not isinstance(tune, str) and not (isinstance(tune, Sequence) and all(isinstance(one, str) for one in tune)):
+        return tune, (objective if grid is None else grid)
+    if isinstance(grid, Sequence | Tensor) and val_loader is not None:
+        return val_loader, grid
+    return None
+
+
+def best_candidate(
+    la: ParametricLaplace, loader: Iterable[Any], candidates: Iterable[float | Sequence[float]]
+) -> tuning.TuningResult:
+    """The prior precision δ, or pair (δ, σ), of the smallest mean negative log predictive density.
+
+    Args:
+        la: A fitted posterior; not changed.
+        loader: Validation data.
+        candidates: Numbers δ, or pairs (δ, σ), or both.
+
+    Raises:
+        InvalidArgument: No candidate, one that is not accepted, or none with a finite density.
+        InvalidData: No validation data.
+    """
+    now = Setting.of(la)
+    settings = [_setting(now, candidate, has_noise=la.likelihood_object.has_noise) for candidate in candidates]
+    if not settings:
+        raise InvalidArgument("grid holds no candidate; give prior precisions, or pairs of one and a noise.")
+    with torch.inference_mode(False), torch.no_grad():
+        objective = make_objective(None, la.likelihood_object)
+        predictive = tuning.Predictive(str(PredType.GLM), str(LinkApprox.PROBIT), 1, None)
+        losses = Losses(Candidates(la, settings, predictive, whole_covariance=objective.whole_covariance), objective)
+        for x, y in Validation(loader).batches(la):
+            losses.update(x, y)
+        values = losses.results()
+    finite = values.isfinite()
+    if not finite.any():
+        raise InvalidArgument("no candidate of the grid has a finite loss; the hyper-parameters are left as they were.")
+    best = int(torch.where(finite, values, torch.inf).argmin())
+    chosen = settings[best]
+    return tuning.TuningResult(
+        chosen.prior_precision, chosen.sigma_noise, chosen.temperature, values[best].item(), values, {}, True, ()
+    )
+
+
+def _setting(now: Setting, candidate: float | Sequence[float], *, has_noise: bool) -> Setting:
+    """The present setting with a candidate in it.
+
+    Raises:
+        InvalidArgument: Neither δ nor (δ, σ), or a noise without a noisy likelihood.
+    """
+    values = list(candidate) if isinstance(candidate, Sequence) else [candidate]
+    if not 1 <= len(values) <= 2 or (len(values) == 2 and not has_noise):
+        accepted = "a prior precision or a pair (prior_precision, sigma_noise)" if has_noise else "a prior precision"
+        raise InvalidArgument(f"grid holds {candidate!r}; a candidate is {accepted}.")
+    tensors = [positive("grid", as_tensor("grid", value, like=now.prior_precision)) for value in values]
+    setting = replace(now, prior_precision=tensors[0].reshape(1))
+    return setting if len(tensors) == 1 else replace(setting, sigma_noise=tensors[1].reshape(()))

@@ -1,0 +1,290 @@
+"""Variational posteriors carried by inducing outputs (after Ortega et al., 2024, "Variational linearized Laplace").
+
+q(θ) = N(θ*, (δ + J_Zᵀ L Lᵀ J_Z)⁻¹), where J_Z are the Jacobians of M outputs at M locations. Its evidence lower bound,
+with the log likelihood to second order around the network's outputs (exact for a regression), is
+
+    log p(D | θ*) − ½ (log det(P/δ) + δ|θ* − μ₀|² + tr(H P⁻¹) + δ tr(P⁻¹) − P),    H = Σ_n J_nᵀ Λ_n J_n,
+
+at most the evidence of the full Laplace approximation, and equal to it where P = H + δ. For given locations the best L
+has L Lᵀ = K⁻¹ S K⁻¹, S = Σ_n K_Zn Λ_n K_nZ: the posterior of all data in the span of J_Z.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace import batch as batches
+from laplace.batch import Inputs
+from laplace.curvature.engine import BatchSummary, CurvatureEngine
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
+from laplace.function_space.held import from_state, state_of
+from laplace.function_space.kernels import kernel_at
+from laplace.function_space.subset import jacobians
+from laplace.function_space.subset_precision import DualScan, SubsetPrecision
+from laplace.function_space.variational_energy import Energy
+from laplace.function_space.variational_inducing import STRATEGIES, Inducing, Places, chosen, make_pool
+from laplace.function_space.variational_training import Training, TrainingSweep, start
+from laplace.layout import Layout
+from laplace.prior import GaussianPrior
+from laplace.structures import algebra
+from laplace.structures.base import Curvature, Sweep, require_finite
+
+
+@dataclass(frozen=True)
+class VariationalOptions:
+    """Where the inducing outputs are, and what is minimised.
+
+    Attributes:
+        inducing_locations: Inputs, or `"random"` or `"kmeans"`.
+        num_inducing: M, of a strategy.
+        inducing_classes: The output of every location, `[M]`.
+        seed: Of the choice and of samples.
+        alpha: α.
+        mc_softmax_samples: Samples of the energy, or 0 for the probit approximation.
+        training: How it is trained; None takes L as it starts.
+        former: A posterior to go on from.
+
+    Raises:
+        InvalidArgument: A value that is not accepted.
+    """
+
+    inducing_locations: Inputs | str
+    num_inducing: int | None = None
+    inducing_classes: Tensor | None = None
+    seed: int = 0
+    alpha: float = 1.0
+    mc_softmax_samples: int = 0
+    training: Training | None = None
+    former: VariationalCurvature | None = None
+
+    def __post_init__(self) -> None:
+        given, count = self.inducing_locations, self.num_inducing
+        if isinstance(given, str) and given not in STRATEGIES:
+            raise InvalidArgument(f"inducing_locations={given!r}; accepted are inputs, or one of {list(STRATEGIES)}.")
+        if count is None and isinstance(given, str):
+            raise InvalidArgument(f"inducing_locations={given!r} needs num_inducing=, how many.")
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise InvalidArgument(f"num_inducing={count!r}; it must be a positive integer.")
+        if isinstance(given, torch.Tensor) and count not in (None, len(given) if given.ndim else None):
+            raise InvalidArgument(f"num_inducing={count}, but inducing_locations has shape {list(given.shape)}.")
+        classes = self.inducing_classes
+        if classes is not None and (classes.ndim != 1 or classes.is_floating_point()):
+            raise InvalidArgument(
+                f"inducing_classes has shape {list(classes.shape)} and dtype {classes.dtype}; it must be [M] integers."
+            )
+
+
+@dataclass(frozen=True)
+class VariationalCurvature(Curvature):
+    """J_Zᵀ L Lᵀ J_Z, and what the evidence lower bound needs to know of all data.
+
+    Attributes:
+        inducing: J_Z and L.
+        places: The inducing outputs.
+        second: Σ_n K_Zn Λ_n K_nZ, `[E, M, M]`, float64.
+        total: Σ_n tr(Λ_n K_nn), `[E]`, float64.
+    """
+
+    inducing: Inducing
+    places: Places
+    second: Tensor
+    total: Tensor
+    name = "gp"
+    options = VariationalOptions
+    readings = 2
+    weighed = False
+
+    @property
+    def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return len(self.total)
+
+    @property
+    def note(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return f"variational approximation with {len(self.inducing.root)} inducing outputs"
+
+    @cached_property
+    def shares(self) -> Tensor:
+        """Diagonals of Uᵀ Lᵀ S L U in the eigenvectors U of Lᵀ K L, `[E, r]`."""
+        with algebra.kept_for_later():
+            mixed = self.inducing.root @ self.inducing.unit.vectors
+            return torch.einsum("mr,emn,nr->er", mixed, self.second, mixed)
+
+    @classmethod
+    def sweep(cls, engine: CurvatureEngine, options: Any) -> Sweep:
+        return InducingSweep(engine, options)
+
+    @classmethod
+    def zeros(cls, prior: GaussianPrior) -> Curvature:
+        raise UnsupportedError(
+            "a variational approximation has no density over weights before fit; call fit(train_loader)."
+        )
+
+    def __add__(self, other: Curvature) -> VariationalCurvature:
+        raise CurvatureError("variational posteriors cannot be added; train one with all data.")
+
+    def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> VariationalPrecision:
+        """The variational posterior; noise and temperature enter its bound alone.
+
+        Raises:
+            UnsupportedError: More than one prior precision.
+        """
+        if not prior.is_scalar:
+            raise UnsupportedError(
+                "the variational approximation takes one prior precision. Use functional_approximation='sod' for one "
+                "per tensor, or hessian_structure='full' or 'lowrank'."
+            )
+        one = torch.ones(1, dtype=torch.float64, device=self.total.device)
+        return VariationalPrecision((self.inducing,), one, prior, weights.dtype, self, weights)
+
+    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> DualScan:
+        one = torch.ones((), dtype=torch.float64, device=weights.device)
+        return DualScan((self.inducing.unit,), one, 1.0, weights.dtype, True)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "parts": [state_of(part) for part in self.inducing.parts],
+            "root": self.inducing.root,
+            "locations": batches.plain(self.places.x),
+            "classes": self.places.classes,
+            "second": self.second,
+            "total": self.total,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> VariationalCurvature:
+        inducing = Inducing(tuple(from_state(part) for part in state["parts"]), state["root"].double())
+        places = Places(batches.from_plain(state["locations"]), state["classes"])
+        return cls(inducing, places, state["second"].double(), state["total"].double())
+
+    def forms(self) -> tuple[str, ...]:
+        return ()
+
+    def public(self) -> Tensor:
+        """L Lᵀ, `[M, M]`, float64: the curvature of the inducing outputs."""
+        return self.inducing.root @ self.inducing.root.T
+
+
+@dataclass(frozen=True)
+class VariationalPrecision(SubsetPrecision):
+    """P = J_Zᵀ L Lᵀ J_Z + δ.
+
+    Attributes:
+        curvature: What the data say.
+        scale_of_data: 1/(σ²T) of every term, `[E]`.
+    """
+
+    curvature: VariationalCurvature
+    scale_of_data: Tensor
+
+    def slack(self) -> Tensor:
+        """tr(H P⁻¹) + δ tr(P⁻¹) − P, 0-dim, differentiable in noise, temperature and prior."""
+        values, delta = self.curvature.inducing.unit.values, self.prior.precision[0].double()
+        inverse = 1 / (delta + values)
+        data = (self.curvature.total - self.curvature.shares @ inverse) / delta
+        return (self.scale_of_data.double() * data).sum() - (values * inverse).sum()
+
+
+class InducingSweep(Sweep):
+    """First reading: counts the data, and picks locations among them where none were given.
+
+    Args:
+        engine: Computes Jacobians.
+        options: Where the inducing outputs are.
+    """
+
+    def __init__(self, engine: CurvatureEngine, options: VariationalOptions) -> None:
+        self.engine = engine
+        self.options = options
+        self.energy = Energy(engine.likelihood, options.alpha, options.mc_softmax_samples)
+        self.generator = torch.Generator().manual_seed(options.seed)
+        self.n_data = 0
+        self.pool = None
+        if isinstance(options.inducing_locations, str) and options.former is None:
+            self.pool = make_pool(options.inducing_locations, options.num_inducing or 1, self.generator)
+
+    def add(self, x: Inputs, y: Tensor) -> BatchSummary:
+        self.n_data += len(y)
+        if self.pool is not None:
+            self.pool.add(x, y)
+        return BatchSummary(torch.zeros(1), len(y), 0)
+
+    def finish(self) -> Sweep:
+        training = self.options.training
+        if training is None:
+            raise UnsupportedError(
+                "a variational posterior is found by its training alone, la.fit(...): it can neither be refined nor "
+                "forget data. Use hessian_structure='full', or functional_approximation='sod'."
+            )
+        places, root = self._start(training)
+        engine = self.engine
+        return TrainingSweep(
+            engine, self.energy, places, root, self.n_data, training, lambda *found: BoundSweep(engine, *found)
+        )
+
+    def _start(self, training: Training) -> tuple[Places, Tensor]:
+        options = self.options
+        if options.former is not None:
+            return options.former.places, options.former.inducing.root
+        if self.pool is None:
+            x = batches.to_device(options.inducing_locations, self.engine.problem.device)
+            places = Places(x, options.inducing_classes)
+        else:
+            found = chosen(str(options.inducing_locations), options.num_inducing or 1, self.pool, self.generator)
+            places = Places(found.x, options.inducing_classes, found.labels)
+        return start(self.engine, places, self.n_data, training)
+
+
+class BoundSweep(Sweep):
+    """Last reading: what the evidence lower bound needs to know of all data.
+
+    Args:
+        engine: Computes Jacobians.
+        places: The inducing outputs.
+        inducing: J_Z and L.
+    """
+
+    def __init__(self, engine: CurvatureEngine, places: Places, inducing: Inducing) -> None:
+        self.engine, self.places, self.inducing = engine, places, inducing
+        self.second: Tensor | None = None
+        self.total: Tensor | None = None
+        self.losses: Tensor | None = None
+        self.n_outputs = 0
+
+    def add(self, x: Inputs, y: Tensor) -> BatchSummary:
+        likelihood, first = self.engine.likelihood, 0
+        for jacobian, f in jacobians(self.engine, x):
+            f = f.detach().to(torch.promote_types(f.dtype, torch.float32))
+            targets = likelihood.check_targets(f, y[first : first + len(f)])
+            first += len(f)
+            losses = likelihood.loss_terms(f, targets).detach()
+            hessian = likelihood.hessian(f.double(), targets)
+            cross = self.inducing.cross(jacobian).permute(2, 0, 1)
+            within = hessian.matrix() * kernel_at(jacobian)
+            # With a noise for every output Λ is diagonal: each output has a term of its own.
+            terms = "c" if self.engine.split_outputs else ""
+            second = torch.einsum(f"mbc,nbc->{terms}mn", cross, hessian.times(cross))
+            total = torch.einsum(f"bcd->{terms}", within)
+            require_finite(bool(second.isfinite().all()) and bool(total.isfinite().all()))
+            self.second = second if self.second is None else self.second + second
+            self.total = total if self.total is None else self.total + total
+            self.losses = losses if self.losses is None else self.losses + losses
+            self.n_outputs = f.shape[1]
+        return BatchSummary(torch.zeros(1), len(y), 0)
+
+    def finish(self) -> VariationalCurvature:
+        if self.second is None or self.total is None:
+            raise InvalidData("no batch was read.")
+        size = len(self.inducing.root)
+        return VariationalCurvature(
+            self.inducing, self.places, self.second.reshape(-1, size, size), self.total.reshape(-1)
+        )
+
+    def counted(self, read: BatchSummary) -> BatchSummary:
+        if self.losses is None:
+            raise InvalidData("no batch was read.")
+        return BatchSummary(self.losses, read.n_data, self.n_outputs)
