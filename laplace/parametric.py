@@ -85,7 +85,7 @@ class ParametricLaplace(WeightPredictor):
         gaussian = prediction.latent
         if observation_noise:
             gaussian = latent.with_noise(gaussian, prediction.sigma_noise)
-        return laid_out(gaussian, self.channel_dim)
+        return laid_out(gaussian, self.channel_dim, joint=joint)
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Samples of the weights, `[S, P]`; of a subnetwork `[S, all trainable parameters]`.

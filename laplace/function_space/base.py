@@ -12,6 +12,7 @@ from laplace.batch import Inputs
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
 from laplace.errors import InvalidArgument
 from laplace.parametric import ParametricLaplace
+from laplace.predictive.prediction import Prediction
 
 
 class BaseFunctionalLaplace(ParametricLaplace):
@@ -59,6 +60,22 @@ class BaseFunctionalLaplace(ParametricLaplace):
             x, PredType.GLM, joint, link_approx, n_samples, diagonal_output, generator, fitting, **options
         )
 
+    def predict(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GP,
+        joint: bool = False,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> Prediction:
+        """The predictive distribution at x as one object, as of `ParametricLaplace.predict`; `pred_type` is `"gp"`."""
+        return super().predict(
+            x, _linearised(pred_type), joint, link_approx, n_samples, diagonal_output, generator, **options
+        )
+
     def functional_samples(
         self,
         x: Inputs,
@@ -85,7 +102,9 @@ class BaseFunctionalLaplace(ParametricLaplace):
         **model_kwargs: Any,
     ) -> Tensor:
         """Samples of the target's mean, `[S, B, C]`: probabilities, or the latents of a regression or of rewards."""
-        return super().predictive_samples(x, pred_type, n_samples, diagonal_output, generator, joint, **model_kwargs)
+        return super().predictive_samples(
+            x, _linearised(pred_type), n_samples, diagonal_output, generator, joint, **model_kwargs
+        )
 
     def predictive_moments(self, x: Inputs, *, joint: bool = False) -> tuple[Tensor, Tensor]:
         """Mean and covariance of the latent outputs without noise.

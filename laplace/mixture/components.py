@@ -26,7 +26,7 @@ def make_components(
 
     Raises:
         InvalidArgument: None, a posterior twice, networks without a likelihood, options that nothing takes, or
-            likelihoods that differ.
+            likelihoods or channel dimensions that differ.
         InvalidType: Neither a posterior over weights nor a network.
     """
     if isinstance(components, nn.Module | ParametricLaplace) or not isinstance(components, Iterable):
@@ -58,6 +58,7 @@ def make_components(
     if len({id(part) for part in made}) < len(made):
         raise InvalidArgument("components holds the same Laplace object more than once; give weights= instead.")
     _check_likelihoods(made, likelihood)
+    _check_layouts(made)
     return made
 
 
@@ -68,6 +69,15 @@ def _check_likelihoods(posteriors: Sequence[ParametricLaplace], likelihood: Any)
     wanted = likelihood if isinstance(likelihood, str | None) else likelihood.name
     if wanted is not None and str(wanted) != names[0]:
         raise InvalidArgument(f"likelihood={str(wanted)!r}, but the components have {names[0]!r}.")
+
+
+def _check_layouts(posteriors: Sequence[ParametricLaplace]) -> None:
+    dims = [la.channel_dim for la in posteriors]
+    if any(dim != dims[0] for dim in dims):
+        raise InvalidArgument(
+            f"the components have channel_dim={dims}; the predictions of a mixture are averaged entry by entry: give "
+            "networks whose outputs have one layout, or bring them to one by forward_fn=."
+        )
 
 
 def check_repeatable(loader: Iterable[Any], n_components: int) -> None:

@@ -7,7 +7,7 @@ The networks are modes of one posterior, or models of any kind that predict the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -120,10 +120,10 @@ class MixtureLaplace(MixturePosterior):
             ModelChangedError: A network was trained further after `fit`.
         """
         predictions = [
-            la(x, pred_type, joint, link_approx, n_samples, diagonal_output, generator, **options)
+            la(x, _known_as(la, pred_type), joint, link_approx, n_samples, diagonal_output, generator, **options)
             for la in self.components
         ]
-        return mixed(predictions, self.weights)
+        return mixed(predictions, self.weights, self.components[0].channel_dim)
 
     def predictive(
         self, x: Inputs, pred_type: PredType | str, link_approx: LinkApprox | str, n_samples: int
@@ -158,13 +158,11 @@ class MixtureLaplace(MixturePosterior):
         **model_kwargs: Any,
     ) -> Tensor:
         """Samples of the latent outputs, `[S, B, C]` (equation 8): a component per sample, then a sample of it."""
-        latent.check_options(pred_type, None, n_samples, generator)
-        chosen = choose(self.weights, n_samples, generator)
 
-        def draws(la: ParametricLaplace, n: int) -> Tensor:
+        def draw(la: ParametricLaplace, n: int) -> Tensor:
             return la.functional_samples(x, pred_type, n, diagonal_output, generator, joint, **model_kwargs)
 
-        return in_order([partial(draws, la) for la in self.components], chosen)
+        return self._drawn(draw, pred_type, n_samples, generator)
 
     def predictive_samples(
         self,
@@ -177,8 +175,23 @@ class MixtureLaplace(MixturePosterior):
         **model_kwargs: Any,
     ) -> Tensor:
         """Samples of the target's mean, `[S, B, C]`: probabilities, or the latents of a regression or of rewards."""
-        samples = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint, **model_kwargs)
-        return self.likelihood_object.inverse_link(samples)
+
+        def draw(la: ParametricLaplace, n: int) -> Tensor:
+            return la.predictive_samples(x, pred_type, n, diagonal_output, generator, joint, **model_kwargs)
+
+        return self._drawn(draw, pred_type, n_samples, generator)
+
+    def _drawn(
+        self,
+        draw: Callable[[ParametricLaplace, int], Tensor],
+        pred_type: PredType | str,
+        n_samples: int,
+        generator: torch.Generator | None,
+    ) -> Tensor:
+        """Samples `[S, …]`, each of a component by its weight."""
+        latent.check_options(pred_type, None, n_samples, generator)
+        chosen = choose(self.weights, n_samples, generator)
+        return in_order([partial(draw, la) for la in self.components], chosen)
 
     # Tuning and state.
 
@@ -317,3 +330,8 @@ class MixtureLaplace(MixturePosterior):
 
     def __repr__(self) -> str:
         return state.describe(self.components, self._rule)
+
+
+def _known_as(la: ParametricLaplace, pred_type: PredType | str) -> PredType | str:
+    """What a component calls the linearised predictive: a posterior over functions has its own name for it."""
+    return PredType.GP if la.structure.name == PredType.GP and str(pred_type) == PredType.GLM else pred_type

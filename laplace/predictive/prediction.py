@@ -46,7 +46,7 @@ class Prediction:
     @property
     def latent_covariance(self) -> Tensor:
         """Covariance of the outputs: `[B, C, C]`, `[B, C]` (`diagonal_output`) or `[B·C, B·C]` (`joint`)."""
-        return laid_out(self.rows.latent, self.channel_dim)[1]
+        return laid_out(self.rows.latent, self.channel_dim, joint=self.rows.options.form == "joint")[1]
 
     @property
     def latent_variance(self) -> Tensor:
@@ -171,14 +171,19 @@ class Prediction:
         return unrolled(rows, self.rows.positions)
 
 
-def laid_out(gaussian: Gaussian, channel_dim: int) -> tuple[Tensor, Tensor]:
+def laid_out(gaussian: Gaussian, channel_dim: int, *, joint: bool = False) -> tuple[Tensor, Tensor]:
     """Mean and covariance of a Gaussian over rows, in the shape of the network's outputs.
+
+    Args:
+        gaussian: Over rows.
+        channel_dim: Where the network's outputs have their channels.
+        joint: Whether it is of all rows together, which the shapes of a single output do not say.
 
     Returns:
         `[B, *positions, C]` with the channels where the network has them, and variances of that shape or covariances
         `[B, *positions, C, C]`; of a joint Gaussian `[B·C]` and `[B·C, B·C]`.
     """
-    if gaussian.is_joint:
+    if joint:
         return gaussian.mean.flatten(), gaussian.covariance
     mean, covariance = (unrolled(part, gaussian.positions) for part in (gaussian.mean, gaussian.covariance))
     if gaussian.is_diagonal:

@@ -191,8 +191,6 @@ class Quantities:
         options, independent = self.options, self.likelihood.independent_outputs
         if needs_variances_only(options.link, independent=independent):
             return self._variances
-        if options.form == "joint":
-            return self._gaussian("full")
         return self._variances if options.form == "diagonal" and options.link == LinkApprox.MC else self._whole
 
     @_lazy

@@ -52,15 +52,15 @@ def find_last_layer(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = 
 
 
 def require_linear(model: nn.Module, name: str) -> str:
-    """`name`, if it is the name of an `nn.Linear` of the model, or of a convolution: a linear layer on patches.
+    """The first name of the `nn.Linear` of the model, or convolution (a linear layer on patches), that has this one.
 
     Raises:
         InvalidArgument: There is no module of this name, or it is of another type.
     """
     modules = dict(unwrap(model).named_modules())
-    found = modules.get(name)
+    found = dict(unwrap(model).named_modules(remove_duplicate=False)).get(name)
     if isinstance(found, LINEAR):
-        return name
+        return next(first for first, module in modules.items() if module is found)
     linear = [key for key, module in modules.items() if isinstance(module, LINEAR)]
     what = "not a module of this model" if found is None else f"of type {type(found).__name__}"
     mend = f"Pass last_layer_name= with the name of one that the model calls last; it has {linear[-5:]}."

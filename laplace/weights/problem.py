@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -139,8 +139,27 @@ class Problem:
 
     def detached(self) -> dict[str, Tensor]:
         """Every parameter by name, detached; of a head also tied ones apart, since its features are fixed."""
-        named = self.module.named_parameters(remove_duplicate=self.head is None)
-        return {name: tensor.detach() for name, tensor in named}
+        if self.head is None:
+            return {name: tensor.detach() for name, tensor in self.module.named_parameters()}
+        return {name: tensor.detach() for name, tensor in self._places()}
+
+    def _places(self) -> Iterator[tuple[str, Tensor]]:
+        """Every place of a parameter: tied ones have several, but one module with several names has only the first.
+
+        PyTorch puts its own substitutes back for the module's parameters where a place is substituted twice.
+        """
+        for prefix, module in self.module.named_modules():
+            for name, tensor in module._parameters.items():
+                if tensor is not None:
+                    yield (f"{prefix}.{name}" if prefix else name), tensor
+
+    def _everywhere(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Substitutes by name, for all places of tied parameters; of a head for its own place."""
+        if self.head is not None:
+            return tensors
+        places = list(self._places())
+        given = {id(tensor): tensors[name] for name, tensor in places if name in tensors}
+        return {name: given[id(tensor)] for name, tensor in places if id(tensor) in given}
 
     def stand_ins(self) -> dict[str, Tensor]:
         """Detached tensors for every parameter: those of the slots require gradients, the others do not."""
@@ -165,8 +184,8 @@ class Problem:
             InvalidData: The output has fewer dimensions.
         """
         caller = Caller(self.module, self.forward_fn)
-        f = functional_call(caller, {f"module.{name}": t for name, t in tensors.items()}, (x,),
-                            tie_weights=self.head is None)  # fmt: skip
+        substitutes = {f"module.{name}": tensor for name, tensor in self._everywhere(tensors).items()}
+        f = functional_call(caller, substitutes, (x,), tie_weights=False)
         if f.ndim < 2:
             raise InvalidData(
                 f"the network's output has shape {tuple(f.shape)}; a Laplace approximation needs [B, C], or "

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from laplace import Laplace
 from laplace.curvature import CurvatureInterface, NativeEF, NativeGGN, NativeHessian
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, TuningWarning, UnsupportedError
+from laplace.mixture import MixtureLaplace
 from laplace.structures import STRUCTURES
 from laplace.training import OnlineLaplace
 from tests.reference import curvature as reference
+from tests.reference import decomposition as reference_parts
 from tests.reference import predictive
 from tests.reference.compare import assert_close
 from tests.reference.positions import Rows, target_rows
@@ -435,6 +437,160 @@ def test_a_head_is_told_from_what_follows_it(clip: bool) -> None:
     variance = predictive.functional_variance(jacobian, la.posterior_covariance)
     assert_close(la(x), predictive.probit(f, variance).view(2, 2, 3, 2).movedim(-1, 1), "backend")
     assert all(e.is_head is not clip for e in la.engine.forward(x).plan)
+
+
+# Predictions as one object.
+
+
+FORMS = ({}, {"joint": True}, {"diagonal_output": True})
+
+
+def per_position(case: Net, rows: Tensor) -> Tensor:
+    """Rows `[B·T]` as `[B, *positions]`."""
+    return rows.view(case.model(case.x).movedim(case.channel_dim, -1).shape[:-1])
+
+
+def draws() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+@pytest.mark.parametrize("name", NETS)
+def test_latents_of_a_prediction(name: str, weights: str) -> None:
+    """Each is read first of a fresh prediction, for what was computed before says what the positions are."""
+    case = net(name)
+    jacobian, f, inverse = covariance(name, weights)
+    blocks = predictive.functional_variance(jacobian, inverse)
+    variance = shaped(case, blocks.diagonal(dim1=1, dim2=2))
+    lead = per_position(case, f[:, 0]).shape
+    la = case.make(weights, "full")
+    for form in FORMS:
+        assert_close(la.predict(case.x, **form).latent_mean, case.model(case.x), "algebra")
+        assert_close(la.predict(case.x, **form).latent_variance, variance, "backend")
+        found = la.predict(case.x, **form).latent_covariance
+        if "joint" in form:
+            assert_close(found, predictive.functional_covariance(jacobian, inverse), "backend")
+        else:
+            assert_close(found, variance if form else blocks.view(*lead, *blocks.shape[1:]), "backend")
+        samples = la.predict(case.x, n_samples=3, generator=draws(), **form).latent_samples
+        assert torch.equal(samples, la.functional_samples(case.x, n_samples=3, generator=draws(), **form))
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+@pytest.mark.parametrize("name", ["tokens", "pixels_3x3", "tokens_bernoulli"])
+def test_probabilities_of_a_prediction(name: str, weights: str) -> None:
+    case = net(name)
+    jacobian, f, inverse = covariance(name, weights)
+    variance = predictive.functional_variance(jacobian, inverse)
+    la, binary = case.make(weights, "full"), case.likelihood == "bernoulli"
+    dim = case.channel_dim if case.channel_dim < 0 else case.channel_dim + 1
+    for form in FORMS:
+        for link in ("probit",) if binary else ("probit", "bridge", "bridge_norm"):
+            expected = getattr(predictive, "bernoulli_probit" if binary else link)(f, variance)
+            options = {"link_approx": link, "n_samples": 20, **form}
+            assert_close(la.predict(case.x, **options).probabilities, shaped(case, expected), "backend", label=link)
+            found = la.predict(case.x, generator=draws(), **options)
+            assert_close(found.variance, shaped(case, expected * (1 - expected)), "backend")
+            entropy = reference_parts.entropy(expected)
+            if binary:
+                entropy = entropy + reference_parts.entropy(1 - expected)
+            assert_close(la.predict(case.x, **options).entropy, per_position(case, entropy), "backend")
+            samples = la.predictive_samples(case.x, n_samples=20, generator=draws(), **form)
+            assert_close(found.probability_samples, samples, "algebra")
+            parts = reference_parts.parts(samples.movedim(dim, -1).flatten(1, -2))
+            if binary:
+                parts = reference_parts.binary_parts(f, variance.diagonal(dim1=1, dim2=2))
+            if link == "probit":
+                decomposition = found.decomposition
+                for part, values in parts.items():
+                    where = shaped if values.ndim == 2 else per_position
+                    assert_close(getattr(decomposition, part), where(case, values), "backend", label=part)
+            else:
+                dirichlet = la.predict(case.x, **options).distribution("probabilities")
+                assert_close(dirichlet.mean.movedim(-1, case.channel_dim), shaped(case, expected), "backend")
+                assert_close(found.decomposition.total, found.variance, "backend")
+            lower, upper = la.predict(case.x, **options).interval(0.9)
+            assert lower.shape == upper.shape == case.model(case.x).shape
+            probs = la.predict(case.x, **options).distribution().probs.movedim(-1, case.channel_dim)
+            assert_close(probs, shaped(case, expected), "backend")
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+@pytest.mark.parametrize("name", ["tokens_regression", "pixels_regression"])
+def test_targets_of_a_regression(name: str, weights: str) -> None:
+    """With one noise per output."""
+    case, sigma = net(name), torch.tensor([0.5, 2.0]).double()
+    la = case.make(weights, "full", sigma_noise=sigma)
+    part = truth(name)[0][:, :, columns(case, weights)]
+    precision = torch.einsum("bcp,c,bcq->pq", part, sigma**-2, part) + DELTA * torch.eye(part.shape[2]).double()
+    latent = predictive.functional_variance(part, torch.linalg.inv(precision))
+    for form in FORMS:
+        noisy = latent + torch.diag(sigma**2)
+        variance = shaped(case, noisy.diagonal(dim1=1, dim2=2))
+        if form == {"diagonal_output": True}:
+            noisy = torch.diag_embed(noisy.diagonal(dim1=1, dim2=2))
+        assert_close(la.predict(case.x, **form).variance, variance, "backend")
+        lower, upper = la.predict(case.x, **form).interval(0.95)
+        assert_close(0.5 * (upper - lower), 1.959963984540054 * variance.sqrt(), "backend")
+        found = la.predict(case.x, **form).decomposition
+        assert_close(found.total, variance, "backend")
+        assert_close(found.aleatoric, shaped(case, (sigma**2).expand(len(latent), 2)), "algebra")
+        entropy = 0.5 * torch.logdet(2 * torch.pi * torch.e * noisy)
+        assert_close(found.predictive_entropy, per_position(case, entropy), "backend")
+        if "joint" not in form:
+            target = la.predict(case.x, **form).distribution()
+            assert_close(target.variance.movedim(-1, case.channel_dim), variance, "backend")
+            assert target.log_prob(case.y.movedim(case.channel_dim, -1)).shape[:3] == target.batch_shape[:3]
+
+
+@pytest.mark.parametrize("name", ["tokens", "pixels_3x3", "pixels_regression"])
+def test_sampled_predictions_have_the_moments_of_their_samples(name: str) -> None:
+    case = net(name)
+    for local in (False, True):
+        la = case.make("last_layer", "diag")
+        options = {"pred_type": "nn", "n_samples": 6, "generator": draws(), "local_reparameterization": local}
+        found = la.predict(case.x, **options)
+        samples = found.latent_samples
+        assert samples.shape == (6, *case.model(case.x).shape)
+        assert_close(found.latent_mean, samples.mean(0), "algebra")
+        assert_close(found.latent_variance, samples.var(0), "algebra")
+        diagonal = found.latent_covariance.diagonal(dim1=-2, dim2=-1)
+        assert_close(diagonal.movedim(-1, case.channel_dim), samples.var(0), "algebra")
+        assert found.entropy.shape == per_position(case, truth(name)[1][:, 0]).shape
+
+
+# Mixtures.
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_mixtures_of_networks_with_positions(weights: str) -> None:
+    """Images with as many rows, columns and channels, of which no dimension may pass for another one."""
+    torch.manual_seed(0)
+    networks = [pixels(1, 2).double() for _ in range(2)]
+    x = torch.randn(3, 2, 2, 2).double()
+    shares = torch.tensor([0.3, 0.7]).double()
+    y = torch.randint(0, 2, (3, 2, 2))
+    y[0, 0] = -100
+    mixture = MixtureLaplace(networks, "classification", weights, "full", weights=shares, channel_dim=1)
+    mixture.fit([(x, y)])
+    assert_close(mixture(x), sum(w * la(x) for w, la in zip(shares, mixture.components, strict=True)), "algebra")
+    found = mixture.predictive_samples(x, n_samples=3, generator=draws())
+    assert_close(found, mixture.functional_samples(x, n_samples=3, generator=draws()).softmax(2), "algebra")
+    mixture = MixtureLaplace(networks, "regression", weights, "full", weights=shares, channel_dim=1)
+    mixture.fit([(x, torch.randn(3, 2, 2, 2).double())])
+    means, within = zip(*(la(x) for la in mixture.components), strict=True)
+    mean = sum(w * m for w, m in zip(shares, means, strict=True))
+    expected = sum(w * c for w, c in zip(shares, within, strict=True))
+    for w, m in zip(shares, means, strict=True):
+        expected = expected + w * torch.einsum("bchw,bdhw->bhwcd", m - mean, m - mean)
+    assert_close(mixture(x)[0], mean, "algebra")
+    assert_close(mixture(x)[1], expected, "algebra")
+    diagonal = expected.diagonal(dim1=-2, dim2=-1).movedim(-1, 1)
+    assert_close(mixture(x, diagonal_output=True)[1], diagonal, "algebra")
+    assert mixture(x, joint=True)[1].shape == (24, 24)
+    other = Laplace(copy.deepcopy(networks[0]), "regression", weights, "full", channel_dim=2)
+    with pytest.raises(InvalidArgument, match=r"channel_dim=\[1, 1, 2\]"):
+        MixtureLaplace([*mixture.components, other])
 
 
 # Tuning.

@@ -344,6 +344,22 @@ def test_samples_are_joint_and_follow_the_generator() -> None:
     assert_close(centred.T @ centred / 4000, expected, "mc", standard_error=error)
 
 
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_every_way_of_predicting_knows_its_name(weights: str) -> None:
+    problem = catalogue.get("mlp_classification")
+    la = fitted(problem, weights, "gp", n_subset=5)
+    probabilities = la(problem.x)
+    for pred_type in ({}, {"pred_type": "gp"}, {"pred_type": "glm"}):
+        seed = {"n_samples": 3, "generator": torch.Generator().manual_seed(3)}
+        assert torch.equal(la.predict(problem.x, **pred_type).probabilities, probabilities)
+        latents = la.functional_samples(problem.x, **pred_type, **seed)
+        seed["generator"] = torch.Generator().manual_seed(3)
+        assert torch.equal(la.predictive_samples(problem.x, **pred_type, **seed), latents.softmax(-1))
+    for method in (la.predict, la.functional_samples, la.predictive_samples):
+        with pytest.raises(InvalidArgument, match="the predictive 'gp'"):
+            method(problem.x, pred_type="nn")
+
+
 def test_a_prediction_is_one_pass_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pass over the subset, and no Jacobian `[M, C, P]` or `[B, C, P]`."""
     problem = catalogue.get("mlp_classification")

@@ -406,3 +406,17 @@ def test_refusals_of_a_mixture() -> None:
     mixture.fit(batches("classification"))
     with pytest.raises(InvalidArgument, match="n_samples"):
         mixture.sample(0)
+
+
+def test_gaussian_processes_are_components_like_any_other() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 2), torch.randint(0, 3, (8,))
+    parts = [
+        Laplace(nn.Linear(2, 3), "classification", "all", "gp", n_subset=6),
+        Laplace(nn.Linear(2, 3), "classification", "all", "full"),
+    ]
+    mixture = MixtureLaplace(parts)
+    mixture.fit([(x, y)])
+    expected = 0.5 * (parts[0](x) + parts[1](x))
+    assert_close(mixture(x), expected, "float32")
+    assert mixture.predictive_samples(x, n_samples=4).shape == (4, 8, 3)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Bernoulli, Categorical, Dirichlet, MultivariateNormal, Normal
 
 from laplace import Laplace, ParametricLaplace, Prediction
@@ -269,3 +269,15 @@ def test_likelihoods_that_say_less(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("variance", "entropy", "decomposition", "probabilities"):
         with pytest.raises(UnsupportedError, match="poisson"):
             getattr(found, name)
+
+
+def test_a_joint_prediction_of_one_output_has_the_shape_of_a_joint_one() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 2)
+    la = Laplace(nn.Linear(2, 1), "regression", "all", "full")
+    la.fit([(x, torch.randn(5, 1))])
+    for n in (1, 2):
+        mean, covariance = la(x[:n], joint=True)
+        assert mean.shape == (n,)
+        assert covariance.shape == (n, n)
+        assert torch.equal(la.predict(x[:n], joint=True).latent_covariance, covariance)
