@@ -1,8 +1,8 @@
 """Why predictions of sampled weights underfit and those of the linearised network do not: six points, two weights.
 
 Appendix B.1 of Immer et al. (2021), figures B.1 and B.2: inputs −6, −4, −2 of class 0 and 2, 4, 6 of class 1, the
-network f = 5 tanh(wx + b) and the prior N(0, 1) of w and b. Gaussian posteriors put mass on slopes w < 0, which the
-data rule out. Networks with such weights predict the other class, and a mean over sampled weights underfits ("nn"); the
+network f = 5 tanh(wx + b), the prior N(0, 1) of w and b. Gaussian posteriors put mass on slopes w < 0, which the data
+rule out. Networks with such weights predict the other class, and a mean over sampled weights underfits ("nn"); the
 linearised network of the same posterior does not ("glm"). The truth is had by quadrature over (w, b) on a grid. The
 damping of Ritter et al. (2018), (Q + √δ) ⊗ (W + √δ), is taken twice: of the exact GGN, which with one row of weights is
 Q ⊗ W with Q = 1, so that with δ = 1 the precision is 2 GGN + 2; and of the Kronecker factors that
