@@ -26,7 +26,7 @@ def make_components(
 
     Raises:
         InvalidArgument: None, a posterior twice, networks without a likelihood, options that nothing takes, or
-            likelihoods that differ.
+            likelihoods or layouts of the outputs that differ.
         InvalidType: Neither a posterior over weights nor a network.
     """
     if isinstance(components, nn.Module | ParametricLaplace) or not isinstance(components, Iterable):
@@ -58,6 +58,9 @@ def make_components(
     if len({id(part) for part in made}) < len(made):
         raise InvalidArgument("components holds the same Laplace object more than once; give weights= instead.")
     _check_likelihoods(made, likelihood)
+    dims = [la.channel_dim for la in made]
+    if len(set(dims)) > 1:
+        raise InvalidArgument(f"the components have channel_dim {dims}; outputs of a mixture have the same layout.")
     return made
 
 

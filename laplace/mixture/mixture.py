@@ -7,7 +7,7 @@ The networks are modes of one posterior, or models of any kind that predict the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -123,7 +123,7 @@ class MixtureLaplace(MixturePosterior):
             la(x, pred_type, joint, link_approx, n_samples, diagonal_output, generator, **options)
             for la in self.components
         ]
-        return mixed(predictions, self.weights)
+        return mixed(predictions, self.weights, self.components[0].channel_dim)
 
     def predictive(
         self, x: Inputs, pred_type: PredType | str, link_approx: LinkApprox | str, n_samples: int
@@ -158,13 +158,8 @@ class MixtureLaplace(MixturePosterior):
         **model_kwargs: Any,
     ) -> Tensor:
         """Samples of the latent outputs, `[S, B, C]` (equation 8): a component per sample, then a sample of it."""
-        latent.check_options(pred_type, None, n_samples, generator)
-        chosen = choose(self.weights, n_samples, generator)
-
-        def draws(la: ParametricLaplace, n: int) -> Tensor:
-            return la.functional_samples(x, pred_type, n, diagonal_output, generator, joint, **model_kwargs)
-
-        return in_order([partial(draws, la) for la in self.components], chosen)
+        draw = ParametricLaplace.functional_samples
+        return self._of_chosen(draw, x, pred_type, n_samples, diagonal_output, generator, joint, model_kwargs)
 
     def predictive_samples(
         self,
@@ -177,8 +172,28 @@ class MixtureLaplace(MixturePosterior):
         **model_kwargs: Any,
     ) -> Tensor:
         """Samples of the target's mean, `[S, B, C]`: probabilities, or the latents of a regression or of rewards."""
-        samples = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint, **model_kwargs)
-        return self.likelihood_object.inverse_link(samples)
+        draw = ParametricLaplace.predictive_samples
+        return self._of_chosen(draw, x, pred_type, n_samples, diagonal_output, generator, joint, model_kwargs)
+
+    def _of_chosen(
+        self,
+        draw: Callable[..., Tensor],
+        x: Inputs,
+        pred_type: PredType | str,
+        n_samples: int,
+        diagonal_output: bool,
+        generator: torch.Generator | None,
+        joint: bool,
+        model_kwargs: dict[str, Any],
+    ) -> Tensor:
+        """`[S, B, C]`: a component per sample, then a sample of it by one of its methods."""
+        latent.check_options(pred_type, None, n_samples, generator)
+        chosen = choose(self.weights, n_samples, generator)
+
+        def draws(la: ParametricLaplace, n: int) -> Tensor:
+            return draw(la, x, pred_type, n, diagonal_output, generator, joint, **model_kwargs)
+
+        return in_order([partial(draws, la) for la in self.components], chosen)
 
     # Tuning and state.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 Prediction = Tensor | tuple[Tensor, Tensor]
 
 
-def mixed(predictions: Sequence[Prediction], weights: Tensor) -> Prediction:
+def mixed(predictions: Sequence[Prediction], weights: Tensor, channel_dim: int = -1) -> Prediction:
     """The mixture Σ_k π_k p_k (Eschenhagen et al., 2021, equation 9), or its first two moments.
 
     Probabilities are averaged. Of Gaussians N(m_k, C_k) the mixture has, by the law of total variance,
@@ -21,6 +21,7 @@ def mixed(predictions: Sequence[Prediction], weights: Tensor) -> Prediction:
         predictions: Of each component: probabilities `[..., B, C]`; or means and (co)variances: `[..., B, C]` with
             `[..., B, C]` or `[..., B, C, C]`, or those of all data together, `[B·C]` with `[B·C, B·C]`.
         weights: π, `[K]`; or of each of n candidates whose predictions are `[n, B, C]`, `[K, n]`.
+        channel_dim: Where means with positions have their outputs; covariances have them last.
 
     Returns:
         What each prediction is: a tensor, or means and (co)variances. One prediction is returned as it is.
@@ -35,7 +36,8 @@ def mixed(predictions: Sequence[Prediction], weights: Tensor) -> Prediction:
     steps = [m - mean for m, _ in moments]
     if within.ndim == mean.ndim:
         return mean, within + _average([step.square() for step in steps], weights)
-    return mean, within + _average([step.unsqueeze(-1) * step.unsqueeze(-2) for step in steps], weights)
+    last = [step if step.ndim < 3 else step.movedim(channel_dim, -1) for step in steps]
+    return mean, within + _average([step.unsqueeze(-1) * step.unsqueeze(-2) for step in last], weights)
 
 
 def _average(values: Sequence[Tensor], weights: Tensor) -> Tensor:
