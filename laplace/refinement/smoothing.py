@@ -22,7 +22,7 @@ class Smoothing:
     """Points of a standard normal with weights: the same for all data, so that results depend on no order.
 
     Gauss–Hermite points where the likelihood acts on every output alone, so that one dimension is enough; else pairs
-    ε, −ε of random numbers.
+    ε, −ε of random numbers, scaled to second moments of 1.
 
     Attributes:
         points: `[S, 1]` (shared by the outputs) or `[S, C]`.
@@ -54,6 +54,9 @@ class Smoothing:
             return cls(points, masses / math.sqrt(2 * math.pi), independent=True)
         source = generator or torch.Generator(device=like.device).manual_seed(0)
         half = standard_normal((-(-n_samples // 2), n_outputs), like.double(), source)
+        if len(half) > n_outputs:  # unit second moments: expectations of quadratic functions are exact
+            root = torch.linalg.cholesky(half.mT @ half / len(half))
+            half = torch.linalg.solve_triangular(root, half.mT, upper=False).mT
         points = torch.cat([half, -half])
         return cls(points, points.new_full((len(points),), 1 / len(points)), independent=False)
 
