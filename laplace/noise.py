@@ -5,6 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from laplace.errors import InvalidType
+
+
+def check_generator(generator: torch.Generator | None) -> None:
+    """Checks a source of randomness.
+
+    Raises:
+        InvalidType: It is no `torch.Generator`.
+    """
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise InvalidType(f"generator must be a torch.Generator; {type(generator).__name__} was given.")
+
 
 def standard_normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Independent N(0, 1) numbers of a shape, on the device and in the dtype of `like`.

@@ -16,6 +16,7 @@ from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.fitting import Fit
+from laplace.noise import check_generator
 from laplace.positions import target_rows
 from laplace.predictive import latent
 from laplace.structures.base import Curvature
@@ -47,7 +48,8 @@ def accumulate(
     """N/M times the curvature of M data that are drawn without replacement, with loss and number of all N.
 
     The expectation over the choice is the curvature of all data, exactly for structures that are linear in it (full,
-    block, diagonal). The loader is read once for the loss, by forward passes alone, and then as a fit reads it.
+    block, diagonal). The loader is read once for the loss, by forward passes alone, and once for the curvature; the M
+    data are held where a structure reads them several times.
 
     Args:
         loader: Batches; in whatever order, also in another one each time.
@@ -60,8 +62,10 @@ def accumulate(
 
     Raises:
         InvalidArgument: A subset that is not in 1 … N, or a loader that can be read only once.
+        InvalidType: The generator is no `torch.Generator`.
         InvalidData: A batch that cannot be used.
     """
+    check_generator(subset.generator)
     batches.require_rereadable(loader, f"subset={subset.size} reads the data twice")
     whole = tqdm(loader, desc="fit, loss", disable=not progress_bar)
     summary, n_inputs = _losses(_counted(whole, engine, dict_key_y), engine)
@@ -70,7 +74,9 @@ def accumulate(
     source = subset.generator
     device = "cpu" if source is None else source.device
     chosen = torch.randperm(n_inputs, generator=source, device=device)[: subset.size].sort().values.cpu()
-    part = _Chosen(loader, engine, dict_key_y, chosen)
+    part: Iterable[Any] = _Chosen(loader, engine, dict_key_y, chosen)
+    if structure.readings > 1:  # a loader that shuffles would give other data in every reading
+        part = list(part)
     fit = fitting.accumulate(part, engine, structure, options, dict_key_y=dict_key_y, progress_bar=progress_bar)
     if subset.size == n_inputs:
         return fit

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace import Laplace
+from laplace import Laplace, MixtureLaplace
 from laplace.curvature import NativeEF
-from laplace.errors import CurvatureError, ModelChangedError, TuningWarning
+from laplace.errors import ApproximationWarning, CurvatureError, ModelChangedError, TuningWarning
 from laplace.structures.kron_precision import KronPrecision
 from tests import grid
 
@@ -115,6 +115,19 @@ def tuned(la: Any, **options: Any) -> None:
         la.optimize_prior_precision(n_steps=3, grid_size=3, n_samples=3, **options)
 
 
+def refined(la: Any, **options: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ApproximationWarning)
+        la.refine(loader(), max_steps=2, **options)
+    la.fit(grid.batches())  # what follows is of the network again
+
+
+def read(la: Any, *args: Any, **options: Any) -> None:
+    prediction = la.predict(X, *args, n_samples=3, generator=seed(), **options)
+    _ = prediction.mean, prediction.latent_covariance, prediction.decomposition, prediction.interval()
+    prediction.distribution()
+
+
 X = grid.data()[0]
 CALLS: dict[str, Callable[[Any], Any]] = {
     "fit": lambda la: la.fit(loader()),
@@ -136,6 +149,11 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "state": lambda la: la.load_state_dict(la.state_dict()),
     "moments": lambda la: (la.posterior_precision, la.posterior_variance, la.posterior_scale, la.posterior_covariance),
     "words": lambda la: (repr(la), la.coverage()),
+    "predict": read,
+    "predict nn": lambda la: read(la, "nn"),
+    "predict delta": lambda la: read(la, link_approx="delta"),
+    "fit of a subset": lambda la: la.fit(loader(), subset=7, generator=seed()),
+    "refine": refined,
 }
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": grid.network, "nasty": Nasty, "recurrent": Recurrent}
 
@@ -154,6 +172,42 @@ def test_the_model_is_left_as_it_was(weights: str, structure: str, name: str) ->
             result = run(la)
             assert not differences(before, picture(model)), call
             del result
+
+
+@pytest.mark.parametrize("make", [grid.network, Nasty])
+def test_noise_on_pre_activations_and_variational_refinement(make: Callable[[], nn.Module]) -> None:
+    for weights in grid.WEIGHTS:
+        model = prepared(make)
+        before = picture(model)
+        la = grid.make(weights, "diag", "bernoulli", model=model)
+        la.fit(grid.batches("bernoulli"))
+        la.predict(X, "nn", n_samples=3, local_reparameterization=True, generator=seed()).probability_samples.sum()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ApproximationWarning)
+            la.refine(grid.batches("bernoulli"), method="variational", max_steps=1)
+        assert not differences(before, picture(model)), weights
+
+
+MIXTURES: dict[str, Callable[[list[nn.Module]], MixtureLaplace]] = {
+    "last layers": lambda models: MixtureLaplace(models, "classification", weights="evidence"),
+    "all weights": lambda models: MixtureLaplace(models, "classification", "all", "diag"),
+}
+
+
+@pytest.mark.parametrize("make", MIXTURES.values(), ids=MIXTURES)
+def test_the_networks_of_a_mixture_are_left_as_they_were(make: Callable[[list[nn.Module]], MixtureLaplace]) -> None:
+    models = [prepared(grid.network), prepared(Nasty)]
+    before = [picture(model) for model in models]
+    mixture: Any = make(models)
+    for call in ("fit", "probit", "mc", "nn", "glm samples", "weights", "evidence", "marglik", "grid", "state"):
+        CALLS[call](mixture)
+        assert not any(differences(a, picture(model)) for a, model in zip(before, models, strict=True)), call
+    reference, random = mixture(X), torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="this batch is bad"):
+        mixture.fit(Fresh(lambda: bad_batches(1)))
+    torch.set_rng_state(random)  # numbers that the call drew before it failed
+    assert not any(differences(a, picture(model)) for a, model in zip(before, models, strict=True))
+    assert torch.equal(mixture(X), reference)
 
 
 @pytest.mark.parametrize("backend", [NativeEF])
@@ -189,6 +243,9 @@ FAILING: dict[str, Callable[[Any, int], Any]] = {
     "glm": lambda la, k: la(next(x for x, _ in bad_batches(0))),
     "nn": lambda la, k: la(next(x for x, _ in bad_batches(0)), "nn", n_samples=3),
     "samples": lambda la, k: la.functional_samples(next(x for x, _ in bad_batches(0)), "nn", n_samples=3),
+    "predict": lambda la, k: la.predict(next(x for x, _ in bad_batches(0))).probabilities,
+    "fit of a subset": lambda la, k: la.fit(Fresh(lambda: bad_batches(k)), subset=7, generator=seed()),
+    "refine": lambda la, k: la.refine(bad_batches(k)),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from laplace import Laplace, ParametricLaplace
-from laplace.errors import InvalidArgument
+from laplace.errors import InvalidArgument, InvalidType
 from tests import grid
 from tests.conformance.cases import Case, few, own_dense
 from tests.reference.compare import assert_close
@@ -61,3 +61,35 @@ def test_ignored_labels_and_refusals() -> None:
     with pytest.raises(InvalidArgument, match="once"):
         la.fit(iter(data), subset=3)
     assert_close(la.H, expected.H, "float32")
+
+
+@pytest.mark.parametrize("structure", grid.REREAD)
+def test_every_reading_of_a_shuffled_loader_is_of_the_same_subset(structure: str) -> None:
+    x, y = (tensor.double() if tensor.is_floating_point() else tensor for tensor in grid.data())
+    orders: list[torch.Tensor] = []
+
+    class Shuffled:
+        """Another order in every reading."""
+
+        def __iter__(self):
+            orders.append(torch.randperm(len(x), generator=torch.Generator().manual_seed(len(orders))))
+            return ((x[places], y[places]) for places in orders[-1].split(5))
+
+    la = Laplace(grid.network().double(), "classification", "all", structure)
+    la.fit(Shuffled(), subset=7, generator=torch.Generator().manual_seed(4))
+    places = torch.randperm(len(x), generator=torch.Generator().manual_seed(4))[:7].sort().values
+    chosen = orders[-1][places]
+    expected = Laplace(grid.network().double(), "classification", "all", structure)
+    expected.fit([(x[chosen], y[chosen])])
+    eye = torch.eye(la.posterior_covariance.shape[0], dtype=torch.float64)
+    curvature = (expected.posterior_covariance.inverse() - eye) * len(x) / 7
+    assert_close(la.posterior_covariance.inverse() - eye, curvature, "algebra")
+
+
+def test_a_seed_is_no_generator() -> None:
+    la = Laplace(grid.network(), "classification", "all", "diag")
+    with pytest.raises(InvalidType, match="generator must be"):
+        la.fit(grid.batches(), subset=3, generator=3)  # type: ignore[arg-type]
+    la.fit(grid.batches())
+    with pytest.raises(InvalidType, match="generator must be"):
+        la.refine(grid.batches(), method="variational", generator=3)  # type: ignore[arg-type]

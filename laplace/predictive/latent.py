@@ -15,9 +15,10 @@ from laplace.batch import Inputs
 from laplace.curvature.engine import CurvatureEngine, detached
 from laplace.curvature.jacobian import Jacobian
 from laplace.enums import PredType
-from laplace.errors import InvalidArgument, InvalidData, InvalidType, UnsupportedError
+from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.gaussian import Gaussian
 from laplace.lending import lent
+from laplace.noise import check_generator
 from laplace.positions import OutputRows, unrolled
 from laplace.predictive.links import LINKS
 from laplace.structures.base import Precision
@@ -273,8 +274,7 @@ def check_options(
         )
     if link_approx is not None and str(link_approx) not in LINKS:
         raise InvalidArgument(f"link_approx={str(link_approx)!r}; accepted are {list(LINKS)}.")
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise InvalidType(f"generator must be a torch.Generator; {type(generator).__name__} was given.")
+    check_generator(generator)
     if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 1:
         raise InvalidArgument(f"n_samples={n_samples}; it must be a positive integer.")
     return PredType(pred_type)

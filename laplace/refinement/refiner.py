@@ -13,6 +13,7 @@ from laplace import fitting
 from laplace.curvature.native.kinds import GGNEngine
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.fitting import Fit
+from laplace.noise import check_generator
 from laplace.refinement.glm import LinearModel
 from laplace.refinement.linear import LinearData
 from laplace.refinement.newton import Minimum, minimise
@@ -62,6 +63,7 @@ class Refiner:
         UnsupportedError: The curvature is not the library's GGN.
         InvalidData: Other data than those of the fit.
         InvalidArgument: Options that are not accepted.
+        InvalidType: The generator is no `torch.Generator`.
     """
 
     def __init__(self, la: WeightPosterior, loader: Iterable[Any], options: RefineOptions) -> None:
@@ -77,6 +79,7 @@ class Refiner:
             )
         if options.tolerance is not None and not 0 < options.tolerance < 1:
             raise InvalidArgument(f"tolerance={options.tolerance}; it must lie in (0, 1).")
+        check_generator(options.generator)
         self.la = la
         self.engine = engine
         self.options = options

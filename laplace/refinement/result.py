@@ -24,7 +24,8 @@ class Refinement:
         converged: Whether the tolerance was reached.
         distance: About how far the minimum is, in posterior standard deviations (`"map"`); the last change of the
             bound relative to its size (`"variational"`).
-        values: −log joint density up to a constant (`"map"`), or the evidence lower bound (`"variational"`), in order.
+        values: −log joint density up to a constant (`"map"`), or the evidence lower bound (`"variational"`), in order;
+            the latter may sink within its sampling error where expectations are over random points.
     """
 
     method: str

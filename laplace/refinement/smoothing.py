@@ -27,7 +27,8 @@ class Smoothing:
 
     Where the likelihood acts on every output alone one dimension is enough: Gauss–Hermite points, or, for outputs with
     a large standard deviation, those of the trapezoidal rule, one unit of f apart. With the poles of a sigmoid at ±iπ
-    its error is about exp(−2π²) (Trefethen and Weideman, 2014). Else pairs ε, −ε of random numbers.
+    its error is about exp(−2π²) (Trefethen and Weideman, 2014). Else pairs ε, −ε of random numbers, scaled to second
+    moments of 1.
 
     Attributes:
         points: `[S, 1]` (shared by the outputs) or `[S, C]`.
@@ -63,6 +64,9 @@ class Smoothing:
             return cls(*_quadrature(widest, like.device), independent=True)
         source = generator or torch.Generator(device=like.device).manual_seed(0)
         half = standard_normal((-(-n_samples // 2), n_outputs), like.double(), source)
+        if len(half) > n_outputs:  # unit second moments: expectations of quadratic functions are exact
+            root = torch.linalg.cholesky(half.mT @ half / len(half))
+            half = torch.linalg.solve_triangular(root, half.mT, upper=False).mT
         points = torch.cat([half, -half])
         return cls(points, points.new_full((len(points),), 1 / len(points)), independent=False)
 

@@ -61,6 +61,8 @@ def variational(refiner: Refiner, start: Tensor, precision: Precision) -> Refine
     widest = _widest(refiner, precision) if likelihood.independent_outputs else 1.0
     smoothing = Smoothing.of(likelihood, like.shape[1], options.n_samples, options.generator, like, widest)
     tolerance = options.tolerance or BOUND_TOLERANCE[refiner.dtype]
+    # Steps are natural gradients of the bound itself; among random points their end is not the sampled bound's maximum.
+    slack = tolerance if smoothing.independent else max(tolerance, 1 / len(smoothing.points))
     fit = refiner.la.fitted()
     state = _at(refiner, smoothing, fit, precision, start)
     values, rate, change = [state.elbo], 1.0, float("inf")
@@ -69,7 +71,7 @@ def variational(refiner: Refiner, start: Tensor, precision: Precision) -> Refine
             bar.update()
             target = refiner.fit_at(state.step, smoothing, state.model.roots)
             new = _towards(refiner, smoothing, fit, state, target, rate)
-            if new.elbo < state.elbo - tolerance * max(1.0, abs(state.elbo)):
+            if new.elbo < state.elbo - slack * max(1.0, abs(state.elbo)):
                 rate /= 2  # too long a step
                 if rate < _SMALLEST_RATE:
                     break

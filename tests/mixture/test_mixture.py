@@ -420,3 +420,36 @@ def test_gaussian_processes_are_components_like_any_other() -> None:
     expected = 0.5 * (parts[0](x) + parts[1](x))
     assert_close(mixture(x), expected, "float32")
     assert mixture.predictive_samples(x, n_samples=4).shape == (4, 8, 3)
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_pixels_are_mixed_along_their_channels(likelihood: str) -> None:
+    """As many channels as columns: a wrong dimension would not fail by itself."""
+    torch.manual_seed(0)
+    networks = [nn.Conv2d(2, 3, 1).double() for _ in range(2)]
+    x, classes = torch.randn(4, 2, 3, 3, dtype=torch.float64), likelihood == "classification"
+    y = torch.randint(0, 3, (4, 3, 3)) if classes else torch.randn(4, 3, 3, 3, dtype=torch.float64)
+    mixture = MixtureLaplace(networks, likelihood, "all", "full", channel_dim=1)
+    mixture.fit([(x, y)])
+    rows = [la.predict(x).rows for la in mixture.components]
+    if classes:
+        expected = (rows[0].mean + rows[1].mean) / 2
+        assert_close(mixture(x).movedim(1, -1).flatten(0, 2), expected, "algebra")
+    else:
+        mean, covariance = mixture(x)
+        expected = (rows[0].latent_mean + rows[1].latent_mean) / 2
+        apart = (rows[0].latent_mean - rows[1].latent_mean) / 2
+        within = (rows[0].latent_covariance + rows[1].latent_covariance) / 2
+        assert_close(mean.movedim(1, -1).flatten(0, 2), expected, "algebra")
+        assert_close(covariance.flatten(0, 2), within + apart[:, :, None] * apart[:, None, :], "algebra")
+    latents, samples = (
+        draw(x, n_samples=5, generator=torch.Generator().manual_seed(0))
+        for draw in (mixture.functional_samples, mixture.predictive_samples)
+    )
+    assert_close(samples, latents.softmax(2) if classes else latents, "algebra")
+
+
+def test_layouts_that_differ_are_refused() -> None:
+    parts = [Laplace(nn.Conv2d(2, 3, 1), "classification", "all", "diag", channel_dim=dim) for dim in (1, -1)]
+    with pytest.raises(InvalidArgument, match=r"channel_dim \[1, -1\]"):
+        MixtureLaplace(parts)

@@ -67,6 +67,17 @@ def test_softmax_is_a_fixed_point(structure: str) -> None:
     assert torch.equal(twin.mean, mean)
 
 
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_softmax_converges_in_double_precision(structure: str) -> None:
+    """Few random points: their bound is largest elsewhere than where the natural gradient vanishes."""
+    la = Laplace(grid.network().double(), "classification", "last_layer", structure)
+    data = [(x.double(), y) for x, y in grid.batches()]
+    la.fit(data)
+    found = la.refine(data, method="variational", n_samples=60)
+    assert found.converged
+    assert found.steps > 2
+
+
 def _classifier(structure: str) -> ParametricLaplace:
     la = Laplace(grid.network(), "classification", "last_layer", structure, prior_precision=1.5)
     la.fit(grid.batches())
