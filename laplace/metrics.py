@@ -146,6 +146,35 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
     return (below.mean() / (2 * ranked.numel())).to(scores_in.dtype)
 
 
+def mean_calibration_error(probs: Tensor, y: Tensor, n_bins: int = 15, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Mean of |accuracy − confidence| over the bins that hold data, each counted once (Daxberger et al., 2021, C.3).
+
+    Args:
+        probs: Class probabilities `[..., C]`.
+        y: Integer labels `[...]`.
+        n_bins: Number of bins of equal width over the confidence.
+        ignore_index: Label of the rows that do not count.
+
+    Raises:
+        InvalidArgument: `n_bins` is not positive.
+        InvalidData: As for `nll`.
+    """
+    return _gaps(probs, y, n_bins, ignore_index).mean()
+
+
+def maximum_calibration_error(probs: Tensor, y: Tensor, n_bins: int = 15, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """The largest |accuracy − confidence| of a bin (Guo et al., 2017, eq. 5; Eschenhagen et al., 2021, H).
+
+    Arguments and errors are those of `mean_calibration_error`.
+    """
+    return _gaps(probs, y, n_bins, ignore_index).max()
+
+
+def _gaps(probs: Tensor, y: Tensor, n_bins: int, ignore_index: int) -> Tensor:
+    count, confidence, correct = calibration_bins(probs, y, n_bins, ignore_index)
+    return (correct - confidence).abs()[count > 0]
+
+
 def gaussian_nll(mean: Tensor, var: Tensor, y: Tensor) -> Tensor:
     """Mean negative log density −(1/N) Σ_n log N(y_n | m_n, V_n) of vector targets, in nats per datum.
 
@@ -186,12 +215,41 @@ def gaussian_crps(mean: Tensor, var: Tensor, y: Tensor) -> Tensor:
     Raises:
         InvalidData: Shapes do not match, there is no datum, or a variance is not positive.
     """
+    _check_gaussian(mean, var, y)
+    return crps_terms(mean, var, y).sum(1).mean()
+
+
+def regression_calibration_error(mean: Tensor, var: Tensor, y: Tensor, n_levels: int = 20) -> Tensor:
+    """How far quantiles are from holding the share of targets that they claim (Kuleshov et al., 2018, eq. 9).
+
+    Mean over levels p_j = j / (m + 1), j = 1 … m, of (p_j − p̂_j)², p̂_j the share of all entries whose target lies
+    below the predictive p_j-quantile: 0 where predictions are calibrated, less than 1.
+
+    Args:
+        mean: Predictive means `[B, C]`.
+        var: Predictive variances of the target `[B, C]`, the observation noise included.
+        y: Targets `[B, C]`.
+        n_levels: Number of levels m.
+
+    Raises:
+        InvalidArgument: `n_levels` is not positive.
+        InvalidData: Shapes do not match, there is no datum, or a variance is not positive.
+    """
+    if n_levels < 1:
+        raise InvalidArgument(f"n_levels={n_levels!r} is not accepted; give a positive number of levels.")
+    _check_gaussian(mean, var, y)
+    reached = torch.special.ndtr((y - mean) / var.sqrt()).flatten()
+    levels = torch.arange(1, n_levels + 1, dtype=reached.dtype, device=reached.device) / (n_levels + 1)
+    shares = (reached <= levels.unsqueeze(1)).to(reached.dtype).mean(1)
+    return (levels - shares).square().mean()
+
+
+def _check_gaussian(mean: Tensor, var: Tensor, y: Tensor) -> None:
     if mean.ndim != 2 or y.shape != mean.shape or var.shape != mean.shape or not mean.numel():
         shapes = f"mean {tuple(mean.shape)}, var {tuple(var.shape)}, y {tuple(y.shape)}"
         raise InvalidData(f"got {shapes}; accepted are three tensors of [B, C] with B > 0.")
     if not bool((var > 0).all()):
         raise InvalidData("var is not positive for some rows; add the observation noise to a latent variance.")
-    return crps_terms(mean, var, y).sum(1).mean()
 
 
 def crps_terms(mean: Tensor, var: Tensor, y: Tensor) -> Tensor:

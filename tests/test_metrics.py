@@ -22,8 +22,11 @@ from laplace.metrics import (
     calibration_bins,
     expected_calibration_error,
     gaussian_nll,
+    maximum_calibration_error,
+    mean_calibration_error,
     mean_confidence,
     nll,
+    regression_calibration_error,
 )
 
 SCORES = [nll, brier, accuracy, expected_calibration_error]
@@ -180,3 +183,32 @@ def test_scores_keep_dtype_and_device(device: torch.device) -> None:
         result = score(probs.to(device), y.to(device))
         assert result.dtype == torch.float32
         assert result.device.type == device.type
+
+
+def test_calibration_errors_of_bins_by_hand() -> None:
+    """Two bins with data: confidences 0.6 and 0.9, accuracies 0.5 and 1; the third bin is empty."""
+    probs = torch.tensor([[0.6, 0.4], [0.6, 0.4], [0.9, 0.1]], dtype=torch.float64)
+    y = torch.tensor([0, 1, 0])
+    assert mean_calibration_error(probs, y, n_bins=10).item() == pytest.approx(0.1)
+    assert maximum_calibration_error(probs, y, n_bins=10).item() == pytest.approx(0.1)
+    assert maximum_calibration_error(probs[:2], y[:2], n_bins=4).item() == pytest.approx(0.1)
+    assert mean_calibration_error(probs, torch.tensor([1, 1, 0]), n_bins=10).item() == pytest.approx(0.35)
+
+
+def test_calibration_of_quantiles() -> None:
+    """Gaussian targets: right variances are calibrated; targets that always lie below miss every level by 1 − p."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randn(20_000, 2, generator=generator, dtype=torch.float64)
+    one = torch.ones_like(y)
+    right, narrow = (regression_calibration_error(0 * y, v * one, y) for v in (1.0, 0.01))
+    assert right < 1e-4 < 0.03 < narrow
+    levels = torch.arange(1, 10, dtype=torch.float64) / 10
+    found = regression_calibration_error(y + 50, one, y, n_levels=9)
+    assert found.item() == pytest.approx((1 - levels).square().mean().item())
+
+
+@pytest.mark.parametrize("bad", [{"var": torch.zeros(3, 1)}, {"y": torch.zeros(3, 2)}, {"n_levels": 0}])
+def test_calibration_of_quantiles_is_checked(bad: dict[str, object]) -> None:
+    arguments = {"mean": torch.zeros(3, 1), "var": torch.ones(3, 1), "y": torch.zeros(3, 1)} | bad
+    with pytest.raises((InvalidArgument, InvalidData)):
+        regression_calibration_error(**arguments)

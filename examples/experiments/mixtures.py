@@ -35,8 +35,8 @@ from laplace.metrics import (
     accuracy,
     auroc,
     brier,
-    calibration_bins,
     expected_calibration_error,
+    mean_calibration_error,
     mean_confidence,
     nll,
 )
@@ -247,13 +247,6 @@ def make_methods(data: Data, seed: int, n_epochs: int, n_components: int) -> tup
 # Measures.
 
 
-def mean_calibration_error(probs: Tensor, y: Tensor) -> float:
-    """Mean over the bins that hold data of |accuracy − confidence|, each bin once."""
-    count, confidence, correct = calibration_bins(probs, y)
-    gaps = (correct - confidence).abs()[count > 0]
-    return float(gaps.mean())
-
-
 def measures(predict: Predict, data: Data) -> dict[str, float]:
     """All numbers of one method but its times."""
     x, y = data.test
@@ -265,7 +258,7 @@ def measures(predict: Predict, data: Data) -> dict[str, float]:
         found[f"ECE {angle}"] = float(expected_calibration_error(p, y))
         if angle == 0:
             found |= {"accuracy": float(accuracy(p, y)), "Brier": float(brier(p, y)), "MMC": float(mean_confidence(p))}
-            found["mean CE"] = mean_calibration_error(p, y)
+            found["mean CE"] = float(mean_calibration_error(p, y))
     for name, foreign in data.foreign.items():
         p = predict(foreign)
         found[f"MMC {name}"] = float(mean_confidence(p))
