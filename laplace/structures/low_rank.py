@@ -372,7 +372,10 @@ class _Reading(Sweep):
         depended on the batches; it falls to those that fixed random vectors point to.
         """
         last, sizes = max(0, count - 1), pairs.values.abs()
-        near = _CLUSTER * len(sizes) * torch.finfo(pairs.vectors.dtype).eps * sizes.max(0, keepdim=True).values
+        eps = torch.finfo(pairs.vectors.dtype).eps
+        near = _CLUSTER * len(sizes) * eps * sizes.max(0, keepdim=True).values
+        # Small eigenvalues are known better than to rounding of the largest: those that differ stay apart.
+        near = torch.minimum(near, math.sqrt(eps) * sizes[last : last + 1])
         group = ((pairs.values - pairs.values[last : last + 1]).abs() <= near).nonzero().flatten()
         inside = int((group < count).sum())
         if inside == len(group):

@@ -451,5 +451,5 @@ def test_pixels_are_mixed_along_their_channels(likelihood: str) -> None:
 
 def test_layouts_that_differ_are_refused() -> None:
     parts = [Laplace(nn.Conv2d(2, 3, 1), "classification", "all", "diag", channel_dim=dim) for dim in (1, -1)]
-    with pytest.raises(InvalidArgument, match=r"channel_dim \[1, -1\]"):
+    with pytest.raises(InvalidArgument, match=r"channel_dim=\[1, -1\]"):
         MixtureLaplace(parts)
