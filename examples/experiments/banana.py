@@ -1,10 +1,10 @@
 """What uncertainty looks like in the plane: predictives of a network on two interleaved bananas.
 
-Appendix B.2 of Immer et al. (2021), figures 4 and B.3: 265 points in the plane, a network with two hidden layers of 50
-tanh units, its prior precision chosen on 265 others. For the full and the diagonal Laplace-GGN posterior, sampled
-weights ("nn"), the linearised network ("glm") and its variational refinement: mean, standard deviation, aleatoric and
-epistemic part (equation B.1) on a grid over [−4, 4]². The paper's data set, "banana", is not one that comes with
-scikit-learn; here `make_moons` gives two bananas that overlap.
+Appendix B.2 of Immer et al. (2021), figures 4 and B.3: 265 points in the plane, a network with two hidden layers of 20
+tanh units (the paper: 50), its prior precision chosen on 265 others. For the full and the diagonal Laplace-GGN posterior,
+sampled weights ("nn"), the linearised network ("glm") and its variational refinement: mean, standard deviation,
+aleatoric and epistemic part (equation B.1) on a grid over [−4, 4]². The paper's data set, "banana", is not one that
+comes with scikit-learn; here `make_moons` gives two bananas that overlap.
 
     python examples/experiments/banana.py            # 3 seeds
     python examples/experiments/banana.py --small    # a small network and few points, to try it out
@@ -43,9 +43,9 @@ class Size:
         n_data: Of the training set, and of the validation and test sets each.
     """
 
-    n_hidden: int = 50
+    n_hidden: int = 20
     n_epochs: int = 3000
-    n_precisions: int = 10
+    n_precisions: int = 5
     n_grid: int = 50
     n_samples: int = 1000
     n_data: int = 265
