@@ -1,7 +1,7 @@
 """What uncertainty looks like in the plane: predictives of a network on two interleaved bananas.
 
 Appendix B.2 of Immer et al. (2021), figures 4 and B.3: 265 points in the plane, a network with two hidden layers of 20
-tanh units (the paper: 50), its prior precision chosen on 265 others. For the full and the diagonal Laplace-GGN posterior,
+tanh units (the paper: 50), its prior precision chosen on 265 others. For the full and diagonal Laplace-GGN posteriors,
 sampled weights ("nn"), the linearised network ("glm") and its variational refinement: mean, standard deviation,
 aleatoric and epistemic part (equation B.1) on a grid over [−4, 4]². The paper's data set, "banana", is not one that
 comes with scikit-learn; here `make_moons` gives two bananas that overlap.
