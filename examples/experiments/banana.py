@@ -265,10 +265,17 @@ def draw(found: dict[str, Maps], data: Points, n_grid: int, output: Path) -> Non
             image = maps_of.map(what).view(n_grid, n_grid).T.tolist()
             style = {"cmap": "RdBu_r" if what == "mean" else "viridis", "vmin": 0, "vmax": largest[what]}
             panel.imshow(image, origin="lower", extent=extent, **style)
-            panel.set(xticks=[], yticks=[], ylabel=what if column == 0 else "", title=name if row == 0 else "")
             for label, colour in ((0, COLOURS[2]), (1, COLOURS[0])):
                 x = data.x[data.y.squeeze(1) == label]
                 panel.plot(*x.T.tolist(), ".", markersize=1, color=colour)
+            panel.set(
+                xlim=extent[:2],
+                ylim=extent[2:],
+                xticks=[],
+                yticks=[],
+                ylabel=what if column == 0 else "",
+                title=name if row == 0 else "",
+            )
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=90)
 
