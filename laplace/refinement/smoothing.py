@@ -98,7 +98,9 @@ class Smoothing:
             return OutputHessian(torch.stack(parts).sum(0))
         dense = torch.zeros_like(root)
         for weight, h in self.around(f, root):
-            dense = dense + weight * likelihood.hessian(h, y).matrix()
+            # As squares: diag(p) − p pᵀ of a p close to 1 is rounding, and not even positive semi-definite.
+            columns = likelihood.hessian(h, y).root()
+            dense = dense + weight * torch.einsum("kbc,kbd->bcd", columns, columns)
         return OutputHessian(diag=dense.diagonal(dim1=1, dim2=2), dense=dense)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laplace.likelihoods import Bernoulli
+from laplace.likelihoods import Bernoulli, Categorical
 from laplace.refinement.smoothing import Smoothing
 
 MEANS = torch.tensor([[-3.0], [0.0], [0.4], [2.0]], dtype=torch.float64)
@@ -32,3 +32,16 @@ def test_sigmoid_expectations(deviation: float) -> None:
     )
     found = smoothing.hessian(likelihood, MEANS, root, Y).diagonal().squeeze(1)
     torch.testing.assert_close(found, curvature, rtol=1e-5, atol=0)
+
+
+def test_saturated_softmax_has_a_root() -> None:
+    """With p₀ = 1 − 8.5e-18 the entry p₀ − p₀² is lost to rounding, and the matrix has a negative eigenvalue."""
+    f = torch.tensor([[40.0, 0.0, 0.0]], dtype=torch.float64)
+    y = torch.tensor([0])
+    smoothing = Smoothing.of(Categorical(), 3, 4, None, f)
+    found = smoothing.hessian(Categorical(), f, 1e-6 * torch.eye(3, dtype=torch.float64).unsqueeze(0), y)
+    columns = found.root()
+    a = torch.exp(torch.tensor(-40.0, dtype=torch.float64))
+    expected = a * torch.tensor([[2.0, -1.0, -1.0], [-1.0, 1.0, 0.0], [-1.0, 0.0, 1.0]], dtype=torch.float64)
+    again = torch.einsum("kbc,kbd->bcd", columns, columns)[0]
+    torch.testing.assert_close(again[1:], expected[1:], rtol=1e-3, atol=1e-3 * float(a))
