@@ -19,6 +19,11 @@ endif
 # hence without their dependencies, of which the extra `test` brings those that are imported.
 BACKENDS ?= backpack-for-pytorch==1.7.1 unfoldNd==0.2.3 curvlinops-for-pytorch==3.0.1 einconv==0.1.0 asdfghjkl==0.1a4
 
+# What `make parity` compares with, in an environment of its own.
+PEER := .venv-parity
+PEER_PACKAGES ?= laplace-torch==0.3 $(BACKENDS)
+PEER_IMPORTS := einops linear-operator numpy opt-einsum scipy torchmetrics tqdm
+
 # Two workers share two cores: threads inside torch would only fight.
 export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= Agg
@@ -26,7 +31,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
 SOURCES := $(wildcard laplace tests examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format types unit test quickstart benchmark clean
+.PHONY: help setup lint format types unit test quickstart benchmark parity clean
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -61,6 +66,17 @@ quickstart: $(READY)  ## Train, fit, tune and plot on the digits data, in under 
 benchmark: $(READY)  ## Measure speed and memory as ratios
 	PYTHONPATH=. $(PY) -m benchmarks
 
+parity: $(READY) $(PEER)/.stamp  ## Run one script under laplace-torch and under this library, and compare
+	LAPLACE_TORCH=$(PEER)/bin/python PYTHONPATH=. $(PY) -m tests.parity.run
+
+# torch first, in the version of the tests; then laplace-torch, whose import name is ours, without what it asks for.
+$(PEER)/.stamp: constraints.txt
+	$(BASE_PYTHON) -m venv $(PEER)
+	$(PEER)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt torch
+	$(PEER)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt $(PEER_IMPORTS)
+	$(PEER)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps $(PEER_PACKAGES)
+	touch $@
+
 clean:  ## Remove the environment and everything generated
-	rm -rf $(VENV) build dist *.egg-info outputs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER) build dist *.egg-info outputs .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
