@@ -28,6 +28,12 @@ def standard_normal(shape: tuple[int, ...], like: Tensor, generator: torch.Gener
     return torch.randn(shape, generator=generator, device=device, dtype=like.dtype).to(like.device)
 
 
+def drawn_seed(generator: torch.Generator | None = None) -> int:
+    """A seed from a source of randomness, which it advances; None is the global one."""
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(2**62, (1,), generator=generator, device=device))
+
+
 def uniform(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Independent uniform numbers in [0, 1), float64 (fine enough for rare classes), on the device of `like`."""
     device = like.device if generator is None else generator.device

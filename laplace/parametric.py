@@ -17,7 +17,7 @@ from laplace.lending import same_random_state
 from laplace.positions import in_users_layout, unrolled
 from laplace.predicting import WeightPredictor
 from laplace.predictive import latent
-from laplace.predictive.prediction import laid_out
+from laplace.predictive.prediction import Prediction, laid_out
 from laplace.predictive.quantities import PredictionOptions
 
 
@@ -79,7 +79,8 @@ class ParametricLaplace(WeightPredictor):
             joint, diagonal_output = False, True
         form = "joint" if joint else "diagonal" if diagonal_output else "full"
         options = PredictionOptions(str(link_approx), n_samples, form)
-        prediction = self._prediction(x, kind, options, lambda: generator, model_kwargs)
+        rows = self._quantities(x, kind, options, lambda: generator, model_kwargs)
+        prediction = Prediction(rows, self.channel_dim)
         if not likelihood.latent_prediction or (fitting and not likelihood.has_noise):
             return prediction.mean
         gaussian = prediction.latent
@@ -130,13 +131,10 @@ class ParametricLaplace(WeightPredictor):
     ) -> Tensor:
         """`[S, B, *positions, C]`."""
         kind = latent.check_options(pred_type, None, n_samples, generator)
-        with torch.inference_mode(False), torch.set_grad_enabled(self.enable_backprop):
-            if kind == PredType.NN:
-                rows = self._sampled(x, model_kwargs).samples(n_samples, generator)
-                return unrolled(rows.values, rows.positions, 1)
-            latent.refuse_model_kwargs(model_kwargs)
-            gaussian = self._latent(x, "joint" if joint else "diagonal" if diagonal_output else "full")
-            return unrolled(gaussian.sample(n_samples, generator), gaussian.positions, 1)
+        form = "joint" if joint else "diagonal" if diagonal_output else "full"
+        options = PredictionOptions(n_samples=n_samples, form=form)
+        rows = self._quantities(x, kind, options, lambda: generator, model_kwargs)
+        return unrolled(rows.latent_samples, rows.positions, 1)
 
     def predictive_samples(
         self,

@@ -11,7 +11,7 @@ from laplace.batch import Inputs
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import UnsupportedError
 from laplace.gaussian import Gaussian
-from laplace.noise import standard_normal
+from laplace.noise import drawn_seed, standard_normal
 from laplace.posterior import WeightPosterior
 from laplace.predictive import latent
 from laplace.predictive.prediction import Prediction
@@ -64,31 +64,27 @@ class WeightPredictor(WeightPosterior):
         form = "joint" if joint else "diagonal" if diagonal_output else "full"
         options = PredictionOptions(str(link_approx), n_samples, form)
         self.check_unchanged()
-        draws = _replayed(generator, self._like.device)
+        draws = replayed(generator, self._like.device)
         if not local_reparameterization:
-            return self._prediction(x, kind, options, draws, model_kwargs)
+            return Prediction(self._quantities(x, kind, options, draws, model_kwargs), self.channel_dim)
         if kind != PredType.NN or self.structure.name != "diag":
             raise UnsupportedError(
                 f"local_reparameterization=True with pred_type={str(kind)!r} and "
                 f"hessian_structure={self.structure.name!r}: it draws from a diagonal posterior through the network; "
                 "use pred_type='nn' and hessian_structure='diag'."
             )
-        source = self._reparameterised(x, model_kwargs)
-        return self._of(source, options, draws)
+        return Prediction(self._of(self._reparameterised(x, model_kwargs), options, draws), self.channel_dim)
 
-    def _prediction(
+    def _quantities(
         self, x: Inputs, kind: PredType, options: PredictionOptions, draws: Draws, model_kwargs: dict[str, Any]
-    ) -> Prediction:
+    ) -> Quantities:
         if kind == PredType.NN:
-            source = self._sampled(x, model_kwargs)
-        else:
-            latent.refuse_model_kwargs(model_kwargs)
-            source = self._linearised(x)
-        return self._of(source, options, draws)
+            return self._of(self._sampled(x, model_kwargs), options, draws)
+        latent.refuse_model_kwargs(model_kwargs)
+        return self._of(self._linearised(x), options, draws)
 
-    def _of(self, source: GaussianSource | SampleSource, options: PredictionOptions, draws: Draws) -> Prediction:
-        rows = Quantities(source, self.likelihood_object, self.sigma_noise.detach(), options, draws)
-        return Prediction(rows, self.channel_dim)
+    def _of(self, source: GaussianSource | SampleSource, options: PredictionOptions, draws: Draws) -> Quantities:
+        return Quantities(source, self.likelihood_object, self.sigma_noise.detach(), options, draws)
 
     def _linearised(self, x: Inputs) -> LinearisedOutputs:
         precision = self.posterior()
@@ -126,7 +122,7 @@ class WeightPredictor(WeightPosterior):
         return self.mean + precision.sample(noise)
 
 
-def _replayed(generator: torch.Generator | None, device: torch.device) -> Draws:
+def replayed(generator: torch.Generator | None, device: torch.device) -> Draws:
     """Generators that all start where the given one is now, or, without one, where the global seed leads at first."""
     if generator is not None:
         state = generator.get_state()
@@ -142,7 +138,7 @@ def _replayed(generator: torch.Generator | None, device: torch.device) -> Draws:
 
     def seeded() -> torch.Generator:
         if not seeds:
-            seeds.append(int(torch.randint(2**62, (1,))))
+            seeds.append(drawn_seed())
         return torch.Generator(device=device).manual_seed(seeds[0])
 
     return seeded

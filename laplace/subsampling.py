@@ -16,7 +16,7 @@ from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.fitting import Fit
-from laplace.noise import check_generator
+from laplace.noise import check_generator, drawn_seed
 from laplace.positions import target_rows
 from laplace.predictive import latent
 from laplace.structures.base import Curvature
@@ -28,11 +28,23 @@ class Subset:
 
     Attributes:
         size: M.
-        generator: Source of the choice; None for the global one.
+        generator: Source of the choice.
     """
 
     size: int
-    generator: torch.Generator | None = None
+    generator: torch.Generator
+
+    @classmethod
+    def drawn(cls, size: int, generator: torch.Generator | None) -> Subset:
+        """Without a generator another choice each time, as the global seed leads.
+
+        The seed is drawn here, since a fit puts the global source back where it was.
+
+        Raises:
+            InvalidType: The generator is no `torch.Generator`.
+        """
+        check_generator(generator)
+        return cls(size, torch.Generator().manual_seed(drawn_seed()) if generator is None else generator)
 
 
 def accumulate(
@@ -62,18 +74,15 @@ def accumulate(
 
     Raises:
         InvalidArgument: A subset that is not in 1 … N, or a loader that can be read only once.
-        InvalidType: The generator is no `torch.Generator`.
         InvalidData: A batch that cannot be used.
     """
-    check_generator(subset.generator)
     batches.require_rereadable(loader, f"subset={subset.size} reads the data twice")
     whole = tqdm(loader, desc="fit, loss", disable=not progress_bar)
     summary, n_inputs = _losses(_counted(whole, engine, dict_key_y), engine)
     if isinstance(subset.size, bool) or not isinstance(subset.size, int) or not 1 <= subset.size <= n_inputs:
         raise InvalidArgument(f"subset={subset.size}; it must be an integer from 1 to {n_inputs}, the number of data.")
     source = subset.generator
-    device = "cpu" if source is None else source.device
-    chosen = torch.randperm(n_inputs, generator=source, device=device)[: subset.size].sort().values.cpu()
+    chosen = torch.randperm(n_inputs, generator=source, device=source.device)[: subset.size].sort().values.cpu()
     part: Iterable[Any] = _Chosen(loader, engine, dict_key_y, chosen)
     if structure.readings > 1:  # a loader that shuffles would give other data in every reading
         part = list(part)

@@ -209,7 +209,7 @@ class WeightFit(BaseLaplace):
                 prior does not fade.
             subset: M: take the curvature of M data drawn at random, times N/M, which is unbiased (Immer et al., 2021,
                 appendix A.3.1); loss and number are those of all N. The data are read once more.
-            generator: Source of that choice; None for the global one.
+            generator: Source of that choice; None for the global one, which leads to another choice each time.
 
         Raises:
             InvalidData: A batch cannot be used; the former posterior is kept.
@@ -218,7 +218,7 @@ class WeightFit(BaseLaplace):
             UnsupportedError: The structure is no sum over data, and the former fit cannot fade.
         """
         fitting.check_decay(decay, override=override)
-        part = None if subset is None else Subset(subset, generator)
+        part = None if subset is None else Subset.drawn(subset, generator)
         new, engine = self.measured(train_loader, go_on=not override, progress_bar=progress_bar, subset=part)
         with torch.inference_mode(False), torch.no_grad():
             fit = new if override or self._fit is None else self._fit.scaled(decay) + new

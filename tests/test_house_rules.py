@@ -109,6 +109,7 @@ DEFAULTS = {
         "optimize_prior_precision",
         "optimize_hyperparameters",
     },
+    "BaseFunctionalLaplace": {"optimize_hyperparameters"},
     "WeightPredictor": {"predict"},
     # The gradient of a quadratic form is right for every precision; most have a cheaper product. The evidence of a
     # posterior that is no Laplace approximation of all data is a lower bound, which lacks something.

@@ -93,3 +93,16 @@ def test_a_seed_is_no_generator() -> None:
     la.fit(grid.batches())
     with pytest.raises(InvalidType, match="generator must be"):
         la.refine(grid.batches(), method="variational", generator=3)  # type: ignore[arg-type]
+
+
+def test_without_a_generator_the_global_seed_leads_to_another_subset_each_time() -> None:
+    def fitted() -> torch.Tensor:
+        la.fit(grid.batches(), subset=3)
+        return la.posterior_variance
+
+    la = Laplace(grid.network(), "classification", "all", "diag")
+    torch.manual_seed(0)
+    first, second = fitted(), fitted()
+    torch.manual_seed(0)
+    assert torch.equal(first, fitted())
+    assert not torch.equal(first, second)

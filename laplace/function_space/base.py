@@ -13,6 +13,7 @@ from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
 from laplace.errors import InvalidArgument
 from laplace.parametric import ParametricLaplace
 from laplace.predictive.prediction import Prediction
+from laplace.tuning import TuningResult
 
 
 class BaseFunctionalLaplace(ParametricLaplace):
@@ -156,6 +157,18 @@ class BaseFunctionalLaplace(ParametricLaplace):
             log_prior_prec_min, log_prior_prec_max, grid_size, link_approx, n_samples, verbose, progress_bar,
             log_prior_prec_base, generator,
         )  # fmt: skip
+
+    def optimize_hyperparameters(
+        self,
+        tune: Any = "prior_precision",
+        objective: Any = "evidence",
+        method: str | None = None,
+        *,
+        pred_type: PredType | str = PredType.GP,
+        **options: Any,
+    ) -> TuningResult:
+        """Chooses hyper-parameters and assigns them, as `ParametricLaplace` does; `pred_type` is `"gp"`."""
+        return super().optimize_hyperparameters(tune, objective, method, pred_type=_linearised(pred_type), **options)
 
 
 def _linearised(pred_type: PredType | str) -> PredType:

@@ -28,8 +28,12 @@ from laplace.mixture.posterior import MixturePosterior
 from laplace.mixture.sampling import choose, in_order
 from laplace.mixture.weighting import check_same_data, weights_at
 from laplace.parametric import ParametricLaplace
+from laplace.predicting import replayed
 from laplace.predictive import latent
+from laplace.predictive.mixed_quantities import MixedQuantities
 from laplace.predictive.mixing import mixed
+from laplace.predictive.prediction import Prediction
+from laplace.predictive.quantities import Quantities
 
 
 class MixtureLaplace(MixturePosterior):
@@ -124,6 +128,37 @@ class MixtureLaplace(MixturePosterior):
             for la in self.components
         ]
         return mixed(predictions, self.weights, self.components[0].channel_dim)
+
+    def predict(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        joint: bool = False,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> Prediction:
+        """The predictive distribution of the mixture as one object, like that of a single posterior.
+
+        The arguments, and what they raise, are those of `ParametricLaplace.predict`; of what is sampled every
+        component has `n_samples`. The weights π are those of the call.
+        """
+        predictions = [
+            la.predict(
+                x, _known_as(la, pred_type), joint, link_approx, n_samples, diagonal_output, generator, **options
+            )
+            for la in self.components
+        ]
+        rows = tuple(found.rows for found in predictions if isinstance(found.rows, Quantities))
+        weights = self.weights
+        draws = replayed(generator, weights.device)
+
+        def choice() -> Tensor:
+            return choose(weights, n_samples, draws())
+
+        return Prediction(MixedQuantities(rows, weights, choice), self.components[0].channel_dim)
 
     def predictive(
         self, x: Inputs, pred_type: PredType | str, link_approx: LinkApprox | str, n_samples: int

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from laplace.errors import StateError
+from laplace.errors import InvalidArgument, InvalidType, StateError
 from laplace.mixture.components import all_or_none
 from laplace.mixture.weighting import Rule, checked_rule
 from laplace.parametric import ParametricLaplace
@@ -40,9 +40,14 @@ def load(posteriors: Sequence[ParametricLaplace], state: dict[str, Any]) -> Rule
         raise StateError("the state lacks an entry; it is truncated, or no state of a mixture.") from error
     if (version, name) != (VERSION, CLASS):
         raise StateError(f"the state is of {name!r}, version {version!r}; this is {CLASS!r}, version {VERSION}.")
+    if not isinstance(states, list):
+        raise StateError(f"the state's components are of type {type(states).__name__}, not a list; it is damaged.")
     if len(states) != len(posteriors):
         raise StateError(f"the state has {len(states)} components, this mixture {len(posteriors)}.")
-    rule = checked_rule(weights, len(posteriors))
+    try:
+        rule = checked_rule(weights, len(posteriors))
+    except (InvalidArgument, InvalidType) as error:
+        raise StateError(f"the state's weights are not accepted: {error}") from error
     with all_or_none(posteriors):
         for la, part in zip(posteriors, states, strict=True):
             la.load_state_dict(part)

@@ -31,12 +31,14 @@ class Decomposition:
         predictive_entropy: Entropy of the predictive distribution p(y), `[B]`; of real targets the differential
             entropy, of labels that are independent given f the sum of their entropies.
         expected_entropy: Mean of the entropy of p(y | f), `[B]`: the aleatoric part of the former.
+        mean: E[y], `[B, C]`, by the same expectation.
     """
 
     aleatoric: Tensor
     epistemic: Tensor
     predictive_entropy: Tensor
     expected_entropy: Tensor
+    mean: Tensor
 
     @property
     def total(self) -> Tensor:
@@ -55,8 +57,9 @@ def of_class_samples(probabilities: Tensor) -> Decomposition:
     return Decomposition(
         (probabilities * (1 - probabilities)).mean(0),
         (probabilities - mean).square().mean(0),
-        entr(mean).sum(1),
+        entropy_of(mean, "class"),
         entr(probabilities).sum(2).mean(0),
+        mean,
     )
 
 
@@ -66,8 +69,9 @@ def of_binary_samples(probabilities: Tensor) -> Decomposition:
     return Decomposition(
         (probabilities * (1 - probabilities)).mean(0),
         (probabilities - mean).square().mean(0),
-        _binary_entropy(mean).sum(1),
+        entropy_of(mean, "binary"),
         _binary_entropy(probabilities).sum(2).mean(0),
+        mean,
     )
 
 
@@ -87,8 +91,9 @@ def of_binary_gaussian(mean: Tensor, variance: Tensor, inverse_link: Callable[[T
     return Decomposition(
         gaussian_expectation(lambda f: inverse_link(f) * (1 - inverse_link(f)), mean, variance),
         gaussian_expectation(residual, mean, variance),
-        _binary_entropy(probability).sum(1),
+        entropy_of(probability, "binary"),
         gaussian_expectation(lambda f: _binary_entropy(inverse_link(f)), mean, variance).sum(1),
+        probability,
     )
 
 
@@ -103,7 +108,7 @@ def of_dirichlet(log_concentrations: Tensor, dtype: torch.dtype) -> Decompositio
     mean = torch.softmax(log_concentrations.double(), 1)
     variance = mean * (1 - mean)
     expected = (mean * (digamma(total + 1) - digamma(alpha + 1))).sum(1)
-    parts = (variance * total / (total + 1), variance / (total + 1), entr(mean).sum(1), expected)
+    parts = (variance * total / (total + 1), variance / (total + 1), entropy_of(mean, "class"), expected, mean)
     return Decomposition(*(part.to(dtype) for part in parts))
 
 
@@ -127,7 +132,12 @@ def of_gaussian(latent: Gaussian, sigma_noise: Tensor) -> Decomposition:
             raise CurvatureError("the predictive covariance is not positive definite: look at the prior precision.")
         logdet = 2 * root.diagonal(dim1=1, dim2=2).log().sum(1)
     expected = 0.5 * (constant + noise.log().sum()).expand(len(latent.mean))
-    return Decomposition(noise.expand_as(epistemic), epistemic, 0.5 * (constant + logdet), expected)
+    return Decomposition(noise.expand_as(epistemic), epistemic, 0.5 * (constant + logdet), expected, latent.mean)
+
+
+def entropy_of(probabilities: Tensor, kind: str) -> Tensor:
+    """Entropy `[B]` of one label with probabilities `[B, C]` (`"class"`), or of C independent ones (`"binary"`)."""
+    return (entr(probabilities) if kind == "class" else _binary_entropy(probabilities)).sum(1)
 
 
 def gaussian_expectation(function: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor) -> Tensor:

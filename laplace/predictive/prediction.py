@@ -10,6 +10,7 @@ from torch.distributions import Distribution
 from laplace.gaussian import Gaussian
 from laplace.positions import in_users_layout, unrolled
 from laplace.predictive.decomposition import Decomposition
+from laplace.predictive.mixed_quantities import MixedQuantities
 from laplace.predictive.quantities import Quantities
 
 
@@ -20,6 +21,9 @@ class Prediction:
     The posterior is that of the call: hyper-parameters that are set afterwards change nothing here. Quantities that
     are drawn start from the same state of the generator, whichever is read first.
 
+    Of a mixture, moments are those of the mixture by the law of total variance; intervals, entropies and distributions
+    are of the mixture itself, whose components disagree by what counts as epistemic.
+
     Of a network with positions, what is `[B, C]` below has the shape of its outputs (`[B, T, C]`, or `[B, C, H, W]`
     with `channel_dim=1`), what is `[B]` has one number per position, and covariances, one per position, come last.
 
@@ -28,7 +32,7 @@ class Prediction:
         channel_dim: Where the network's outputs have their channels.
     """
 
-    rows: Quantities
+    rows: Quantities | MixedQuantities
     channel_dim: int = -1
 
     # Latents.
@@ -149,7 +153,8 @@ class Prediction:
 
         Batch shape `[B]` (`Normal` and `Bernoulli`: `[B, C]`; with `joint` none, and events `[B·C]`), with positions
         `[B, *positions]`, wherever the channels of the network are. Of sampled latents the Gaussians are those with
-        their moments.
+        their moments. Of a mixture a `MixtureSameFamily` of what the components have, where that is no `Categorical` or
+        `Bernoulli`; of `Normal`, every output is a mixture of its own.
 
         Args:
             of: `"target"`, `"latent"` or `"probabilities"`.

@@ -7,20 +7,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributions import Bernoulli, Categorical, Dirichlet, Distribution, MultivariateNormal, Normal
+from torch.distributions import Bernoulli, Categorical, Dirichlet, Distribution
 
 from laplace.enums import LinkApprox
-from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
+from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.gaussian import Gaussian
 from laplace.likelihoods.base import Likelihood
-from laplace.noise import standard_normal
+from laplace.noise import drawn_seed, standard_normal
 from laplace.positions import OutputRows, unrolled
 from laplace.predictive import decomposition as parts
 from laplace.predictive.decomposition import Decomposition
+from laplace.predictive.distributions import normal_of
 from laplace.predictive.latent import moments, needs_variances_only, with_noise
 from laplace.predictive.links import log_concentrations
 
@@ -80,12 +81,15 @@ class PredictionOptions:
     form: str = "full"
 
 
-def _lazy(compute: Callable[[Quantities], _T]) -> cached_property[_T]:
-    """A quantity that is computed when it is first read, whatever grad mode the reader is in."""
+def lazy(compute: Callable[[Any], _T]) -> cached_property[_T]:
+    """A quantity that is computed when it is first read, whatever grad mode the reader is in.
+
+    Its owner says by `create_graph` whether it can be differentiated.
+    """
 
     @functools.wraps(compute)
-    def run(self: Quantities) -> _T:
-        with torch.inference_mode(False), torch.set_grad_enabled(self.source.create_graph):
+    def run(self: Any) -> _T:
+        with torch.inference_mode(False), torch.set_grad_enabled(self.create_graph):
             return compute(self)
 
     return cached_property(run)
@@ -114,7 +118,7 @@ class Quantities:
 
     # Latents.
 
-    @_lazy
+    @lazy
     def _mean(self) -> OutputRows:
         if isinstance(self.source, SampleSource):
             return OutputRows(self._drawn.values.mean(0), self._drawn.positions)
@@ -132,12 +136,12 @@ class Quantities:
         known = next((name for name in ("latent", "_variances", "_whole", "_drawn") if name in self.__dict__), "_mean")
         return getattr(self, known).positions
 
-    @_lazy
+    @lazy
     def latent(self) -> Gaussian:
         """Gaussian of the network's outputs, in the form that was asked for."""
         return self._gaussian(self.options.form)
 
-    @_lazy
+    @lazy
     def _variances(self) -> Gaussian:
         return self._gaussian("diagonal")
 
@@ -147,7 +151,18 @@ class Quantities:
         return self.source.latent(form)
 
     @property
-    def _sampled(self) -> bool:
+    def of_each(self) -> Gaussian:
+        """Gaussian of the outputs of every row alone: with `diagonal_output` variances, else covariances."""
+        return self._variances if self.options.form == "diagonal" else self._whole
+
+    @property
+    def create_graph(self) -> bool:
+        """Whether results can be differentiated with respect to the inputs."""
+        return self.source.create_graph
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the latents are known by samples alone."""
         return isinstance(self.source, SampleSource)
 
     @property
@@ -155,12 +170,12 @@ class Quantities:
         """Covariance of the outputs: `[B, C, C]`, `[B, C]` (`diagonal_output`) or `[B·C, B·C]` (`joint`)."""
         return self.latent.covariance
 
-    @_lazy
+    @lazy
     def latent_variance(self) -> Tensor:
         """Variances of the outputs, without observation noise, `[B, C]`."""
         return self.latent.variance if "latent" in self.__dict__ else self._variances.variance
 
-    @_lazy
+    @lazy
     def _drawn(self) -> OutputRows:
         if isinstance(self.source, SampleSource):
             return self.source.samples(self.options.n_samples, self.draws())
@@ -173,14 +188,14 @@ class Quantities:
 
     # Targets.
 
-    @_lazy
+    @lazy
     def mean(self) -> Tensor:
         """Mean of the target, `[B, C]`: that of a regression, or probabilities."""
         likelihood, options = self.likelihood, self.options
         if likelihood.latent_prediction and likelihood.has_noise:
             return self.latent_mean
         joint = options.form == "joint" and options.link == LinkApprox.MC
-        if self._sampled or joint:
+        if self.sampled or joint:
             return likelihood.inverse_link(self.latent_samples).mean(0)
         gaussian = self._read_by_link
         return likelihood.predict(gaussian.mean, gaussian.covariance, options.link, options.n_samples, self.draws())
@@ -193,7 +208,7 @@ class Quantities:
             return self._variances
         return self._variances if options.form == "diagonal" and options.link == LinkApprox.MC else self._whole
 
-    @_lazy
+    @lazy
     def _whole(self) -> Gaussian:
         return self.latent if self.options.form == "full" else self._gaussian("full")
 
@@ -204,58 +219,56 @@ class Quantities:
         Raises:
             UnsupportedError: The target has none (a regression, single rewards).
         """
-        self._require("probabilities", "class", "binary")
+        self.require("probabilities", "class", "binary")
         return self.mean
 
-    @_lazy
+    @lazy
     def probability_samples(self) -> Tensor:
         """Samples of the probabilities, `[S, B, C]`: p(y | f) at `latent_samples`.
 
         Raises:
             UnsupportedError: The target has none.
         """
-        self._require("probability_samples", "class", "binary")
+        self.require("probability_samples", "class", "binary")
         return self.likelihood.inverse_link(self.latent_samples)
 
-    @_lazy
+    @lazy
     def variance(self) -> Tensor:
         """Variance of the target, `[B, C]`: with observation noise, or p (1 − p) of an indicator.
 
         Raises:
             UnsupportedError: The likelihood does not say what a prediction means for the target.
         """
-        kind = self._require("variance", "real", "class", "binary")
+        kind = self.require("variance", "real", "class", "binary")
         if kind == "real":
             return self.latent_variance + self.sigma_noise.square()
         return self.mean * (1 - self.mean)
 
-    @_lazy
+    @lazy
     def entropy(self) -> Tensor:
         """Entropy of the predictive distribution of the target in nats, `[B]`: of `probabilities`, or differential.
 
         Raises:
             UnsupportedError: The likelihood does not say what a prediction means for the target.
         """
-        kind = self._require("entropy", "real", "class", "binary")
+        kind = self.require("entropy", "real", "class", "binary")
         if kind == "real":
             return self.decomposition.predictive_entropy
-        terms = torch.special.entr(self.mean)
-        return (terms if kind == "class" else terms + torch.special.entr(1 - self.mean)).sum(1)
+        return parts.entropy_of(self.mean, kind)
 
-    @_lazy
+    @lazy
     def decomposition(self) -> Decomposition:
         """See `Prediction.decomposition`."""
-        kind = self._require("decomposition", "real", "class", "binary")
+        kind = self.require("decomposition", "real", "class", "binary")
         if kind == "real":
-            form = "diagonal" if self.options.form == "diagonal" else "full"
-            return parts.of_gaussian(self._variances if form == "diagonal" else self._whole, self.sigma_noise)
+            return parts.of_gaussian(self.of_each, self.sigma_noise)
         if kind == "binary":
-            if self._sampled:
+            if self.sampled:
                 return parts.of_binary_samples(self.probability_samples)
             return parts.of_binary_gaussian(
                 self._variances.mean, self._variances.covariance, self.likelihood.inverse_link
             )
-        if self.options.link in _BRIDGES and not self._sampled:
+        if self.options.link in _BRIDGES and not self.sampled:
             return parts.of_dirichlet(self._log_concentrations, self._whole.mean.dtype)
         return parts.of_class_samples(self.probability_samples)
 
@@ -266,12 +279,11 @@ class Quantities:
 
     def interval(self, level: float = 0.95, *, observation_noise: bool = True) -> tuple[Tensor, Tensor]:
         """Lower and upper ends `[B, C]`; see `Prediction.interval`."""
-        if not 0 < level < 1:
-            raise InvalidArgument(f"level={level}; it must lie in (0, 1), e.g. 0.95.")
-        kind = self._require("interval", "real", "class", "binary")
-        with torch.inference_mode(False), torch.set_grad_enabled(self.source.create_graph):
-            if kind == "class" or self._sampled:
-                values = self._noisy_samples(observation_noise) if kind == "real" else self.probability_samples
+        checked_level(level)
+        kind = self.require("interval", "real", "class", "binary")
+        with torch.inference_mode(False), torch.set_grad_enabled(self.create_graph):
+            if kind == "class" or self.sampled:
+                values = self.target_samples(observation_noise) if kind == "real" else self.probability_samples
                 ends = values.new_tensor([0.5 - 0.5 * level, 0.5 + 0.5 * level])
                 lower, upper = torch.quantile(values, ends, dim=0).unbind(0)
                 return lower, upper
@@ -282,7 +294,8 @@ class Quantities:
                 return lower, upper
             return self.likelihood.inverse_link(lower), self.likelihood.inverse_link(upper)
 
-    def _noisy_samples(self, observation_noise: bool) -> Tensor:
+    def target_samples(self, observation_noise: bool = True) -> Tensor:
+        """Samples of a real target, `[S, B, C]`, or of f without observation noise."""
         samples = self.latent_samples
         if not observation_noise:
             return samples
@@ -292,29 +305,29 @@ class Quantities:
     def distribution(self, of: str = "target") -> Distribution:
         """See `Prediction.distribution`."""
         if of == "latent":
-            return _normal(self.latent)
+            return normal_of(self.latent)
         if of == "probabilities":
             return self._dirichlet()
         if of != "target":
             raise InvalidArgument(f"of={of!r}; accepted are 'target', 'latent' and 'probabilities'.")
-        kind = self._require("distribution", "real", "class", "binary")
+        kind = self.require("distribution", "real", "class", "binary")
         if kind == "real":
-            return _normal(with_noise(self.latent, self.sigma_noise))
+            return normal_of(with_noise(self.latent, self.sigma_noise))
         probabilities = unrolled(self.mean, self.positions)
         return Categorical(probs=probabilities) if kind == "class" else Bernoulli(probs=probabilities.clamp(0, 1))
 
     def _dirichlet(self) -> Dirichlet:
-        kind = self._require("distribution('probabilities')", "class", "binary")
-        if kind != "class" or self.options.link not in _BRIDGES or self._sampled:
+        kind = self.require("distribution('probabilities')", "class", "binary")
+        if kind != "class" or self.options.link not in _BRIDGES or self.sampled:
             raise UnsupportedError(
                 f"there is no distribution of the probabilities for likelihood={self.likelihood.name!r} with "
                 f"link_approx={self.options.link!r}; classification with pred_type='glm' has a Dirichlet with "
                 "link_approx='bridge' or 'bridge_norm', and probability_samples otherwise."
             )
-        with torch.inference_mode(False), torch.set_grad_enabled(self.source.create_graph):
+        with torch.inference_mode(False), torch.set_grad_enabled(self.create_graph):
             return Dirichlet(unrolled(parts.bounded(self._log_concentrations), self.positions))
 
-    def _require(self, what: str, *kinds: str) -> str:
+    def require(self, what: str, *kinds: str) -> str:
         """The kind of target, if it is one of these.
 
         Raises:
@@ -329,6 +342,16 @@ class Quantities:
                 "latent_mean, latent_covariance and latent_samples always are."
             )
         return kind
+
+
+def checked_level(level: float) -> None:
+    """Raises where the level of an interval is no probability.
+
+    Raises:
+        InvalidArgument: It does not lie in (0, 1).
+    """
+    if not 0 < level < 1:
+        raise InvalidArgument(f"level={level}; it must lie in (0, 1), e.g. 0.95.")
 
 
 def moments_of(drawn: OutputRows, form: str) -> Gaussian:
@@ -348,25 +371,8 @@ def moments_of(drawn: OutputRows, form: str) -> Gaussian:
     return Gaussian(mean, torch.einsum("sbc,sbd->bcd", centred, centred) / (len(samples) - 1), positions)
 
 
-def _normal(gaussian: Gaussian) -> Normal | MultivariateNormal:
-    positions = gaussian.positions
-    if gaussian.is_diagonal:
-        scale = gaussian.covariance.clamp(min=torch.finfo(gaussian.mean.dtype).tiny).sqrt()
-        return Normal(unrolled(gaussian.mean, positions), unrolled(scale, positions))
-    root, info = torch.linalg.cholesky_ex(gaussian.covariance)
-    if bool((info != 0).any()):
-        raise CurvatureError(
-            "the covariance of the outputs is singular, so that they have no density; ask for diagonal_output=True, or "
-            "draw samples (latent_samples), which always exist."
-        )
-    if gaussian.is_joint:
-        return MultivariateNormal(gaussian.mean.flatten(), scale_tril=root)
-    return MultivariateNormal(unrolled(gaussian.mean, positions), scale_tril=unrolled(root, positions))
-
-
 def _another(generator: torch.Generator | None) -> torch.Generator | None:
     """A generator of numbers other than those that this one gives."""
     if generator is None:
         return None
-    seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
-    return torch.Generator(device=generator.device).manual_seed(seed)
+    return torch.Generator(device=generator.device).manual_seed(drawn_seed(generator))

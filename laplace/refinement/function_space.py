@@ -6,17 +6,15 @@ outputs, a prior mean m, and no inverse of K, which may be singular.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
-
-_ARMIJO = 1e-4
-_MAX_HALVINGS = 40
+from laplace.refinement.newton import backtracked
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +115,10 @@ def mode(
         loss = float((scale * likelihood.loss_terms(m + shift, y)).sum())
         return m + shift, -loss - 0.5 * float((a * shift).sum())
 
+    def lowered(a: Tensor, along: Tensor, step: float) -> tuple[tuple[Tensor, Tensor], float]:
+        reached, found = evaluated(a + step * along)
+        return (a + step * along, reached), -found
+
     f, value = evaluated(dual)
     steps, distance = 0, float("inf")
     root, factor = _curved(K, likelihood, f, y, scale)
@@ -128,10 +130,10 @@ def mode(
         distance = max(0.0, -decrease) ** 0.5
         if distance <= tolerance or steps == max_steps:
             break
-        found = _searched(evaluated, dual, direction, value, -decrease)
+        found = backtracked(partial(lowered, dual, direction), -value, decrease)
         if found is None:
             break
-        dual, f, value = found
+        (dual, f), value = found[0], -found[1]
         root, factor = _curved(K, likelihood, f, y, scale)
     return FunctionMode(f, dual, root, factor, value, steps, distance, distance <= tolerance)
 
@@ -152,17 +154,3 @@ def _woodbury(kernel: Tensor, root: Tensor, factor: Tensor, vector: Tensor) -> T
     """(I + Λ K)⁻¹ v = v − S (I + Sᵀ K S)⁻¹ Sᵀ K v."""
     inner = torch.cholesky_solve((root.mT @ (kernel @ vector)).unsqueeze(1), factor).squeeze(1)
     return vector - root @ inner
-
-
-def _searched(
-    evaluated: Callable[[Tensor], tuple[Tensor, float]], dual: Tensor, direction: Tensor, value: float, slope: float
-) -> tuple[Tensor, Tensor, float] | None:
-    """The first of the steps 1, ½, ¼, … that makes Ψ larger, up to its rounding."""
-    step = 1.0
-    for _ in range(_MAX_HALVINGS):
-        a = dual + step * direction
-        f, reached = evaluated(a)
-        if reached >= value + _ARMIJO * step * slope - 1e-14 * abs(value):
-            return a, f, reached
-        step /= 2
-    return None

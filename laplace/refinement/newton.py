@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 from tqdm.auto import tqdm
+
+_T = TypeVar("_T")
 
 _MAX_PRODUCTS = 500
 _ARMIJO = 1e-4
@@ -79,7 +82,7 @@ def minimise(
                 function.hessian_at(at), -gradient, precondition, relative=min(1e-2, max(0.1 * tolerance, distance))
             )
             slope = float(gradient @ direction)
-            found = _searched(function, at, direction, values[-1], slope)
+            found = backtracked(partial(_stepped, function, at, direction), values[-1], slope)
             bar.update()
             if found is None:  # nothing is gained any more but rounding
                 break
@@ -90,21 +93,29 @@ def minimise(
     return Minimum(at, tuple(values), distance, distance <= tolerance)
 
 
+def _stepped(function: Convex, at: Tensor, direction: Tensor, step: float) -> tuple[Tensor, float]:
+    new = at + step * direction
+    return new, function.value(new)
+
+
 def _norm(vector: Tensor, image: Tensor) -> float:
     return math.sqrt(max(0.0, float(vector @ image)))
 
 
-def _searched(
-    function: Convex, at: Tensor, direction: Tensor, value: float, slope: float
-) -> tuple[Tensor, float] | None:
-    """The first of the steps 1, ½, ¼, … that makes the function smaller, up to its rounding."""
+def backtracked(attempt: Callable[[float], tuple[_T, float]], value: float, slope: float) -> tuple[_T, float] | None:
+    """The first of the steps 1, ½, ¼, … that makes a function smaller, up to its rounding (Armijo, 1966).
+
+    Args:
+        attempt: What a step leads to, and the function there.
+        value: The function where the steps begin.
+        slope: Its derivative along them, negative.
+    """
     rounding = 1e-14 * abs(value)
     step = 1.0
     for _ in range(_MAX_HALVINGS):
-        new = at + step * direction
-        reached = function.value(new)
-        if reached <= value + _ARMIJO * step * slope + rounding:
-            return new, reached
+        reached = attempt(step)
+        if reached[1] <= value + _ARMIJO * step * slope + rounding:
+            return reached
         step /= 2
     return None
 

@@ -15,7 +15,7 @@ from laplace.batch import Inputs
 from laplace.curvature.blocks import CHUNK_BYTES
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import CurvatureError
-from laplace.noise import standard_normal
+from laplace.noise import drawn_seed, standard_normal
 from laplace.predictive import latent
 from laplace.tuning.scores import Prediction
 from laplace.tuning.settings import Setting
@@ -186,4 +186,4 @@ def shared_seed(generator: torch.Generator | None, device: torch.device) -> int:
     """A seed for the numbers that all candidates share: drawn from the generator, or always the same."""
     if generator is None:
         generator = torch.Generator(device=device).manual_seed(0)
-    return int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
+    return drawn_seed(generator)

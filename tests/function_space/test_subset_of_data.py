@@ -294,9 +294,9 @@ def test_tuning_is_that_of_the_full_posterior() -> None:
          "grid": {"prior_precision": [0.1, 1.0, 10.0, 100.0]}},
     ):  # fmt: skip
         found = []
-        for model in (full, la):
+        for model, name in ((full, "glm"), (la, "gp")):
             with pytest.warns(TuningWarning):
-                found.append(model.optimize_hyperparameters(**options))
+                found.append(model.optimize_hyperparameters(pred_type=name, **options))
         assert_close(found[1].values, found[0].values, "backend")
 
 
@@ -310,6 +310,8 @@ def test_independent_outputs_are_tuned_on_a_grid() -> None:
         la.prior_precision = delta
         expected = nn.functional.nll_loss(la(problem.x).log(), problem.y)
         assert_close(value, expected, "algebra")
+    with pytest.raises(InvalidArgument, match="pred_type"):
+        la.optimize_hyperparameters(pred_type="nn", **options)
     with pytest.raises(UnsupportedError, match="grid"):
         la.optimize_hyperparameters(objective="nll", val_loader=problem.batches(4), method="adam")
 

@@ -301,7 +301,8 @@ def test_a_refused_state_changes_nothing() -> None:
     good = mixture.state_dict()
     before, x = mixture(data()), data()
     bad = good | {"components": [good["components"][0], good["components"][1], good["components"][1]]}
-    for state in (bad, good | {"version": 0}, good | {"components": good["components"][:2]}, {"version": 1}, 3):
+    for state in (bad, good | {"version": 0}, good | {"components": good["components"][:2]}, {"version": 1}, 3,
+                  good | {"weights": [2.0, 1.0, 0.0]}, good | {"weights": None}, good | {"components": 3}):  # fmt: skip
         fresh = fitted()
         fresh.components[0].prior_precision = 9.0
         former = fresh(x)
