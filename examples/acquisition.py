@@ -29,15 +29,18 @@ NOISE, N_FUNCTIONS = 0.1, 8
 Acquisition = Callable[[Tensor], Tensor]
 """Inputs `[B, 1]` to the values of S functions there, `[B, S]`."""
 
-torch.set_default_dtype(torch.float64)
+
+def points(low: float, high: float, n: int) -> Tensor:
+    """Points `[n, 1]` at equal distances, in double precision as all of the script."""
+    return torch.linspace(low, high, n, dtype=torch.float64).unsqueeze(1)
 
 
 def fit(n_steps: int) -> tuple[ParametricLaplace, Tensor, Tensor]:
     """A network trained on a few noisy measurements of a function on [0, 1], and its posterior."""
     torch.manual_seed(0)
-    x = torch.tensor([0.03, 0.1, 0.22, 0.28, 0.5, 0.56, 0.83, 0.9, 0.97]).unsqueeze(1)
-    y = (9 * x).sin() * x + NOISE * torch.randn(x.shape)
-    model = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1))
+    x = torch.tensor([0.03, 0.1, 0.22, 0.28, 0.5, 0.56, 0.83, 0.9, 0.97], dtype=torch.float64).unsqueeze(1)
+    y = (9 * x).sin() * x + NOISE * torch.randn(x.shape, dtype=x.dtype)
+    model = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1)).double()
     nn.init.normal_(model[0].weight, std=6.0)  # features that vary within [0, 1]
     nn.init.uniform_(model[0].bias, -6.0, 6.0)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=1e-3)
@@ -51,7 +54,7 @@ def fit(n_steps: int) -> tuple[ParametricLaplace, Tensor, Tensor]:
     return la, x, y
 
 
-def expected_improvement(la: ParametricLaplace, best: Tensor, n_samples: int = 5000) -> Acquisition:
+def expected_improvement(la: ParametricLaplace, best: Tensor, n_samples: int) -> Acquisition:
     """E[max(f(x) − best, 0)] by samples, `[B, 1]`."""
 
     def value(x: Tensor) -> Tensor:
@@ -80,8 +83,8 @@ def thompson(la: ParametricLaplace) -> Acquisition:
 
 def climb(acquisition: Acquisition, n_steps: int) -> tuple[Tensor, Tensor]:
     """The largest value of every function on [0, 1] and where it is, `[S]` each: Adam from twenty starts."""
-    n_functions = acquisition(torch.zeros(1, 1)).shape[1]
-    logit = torch.linspace(-4, 4, 20).repeat_interleave(n_functions).unsqueeze(1).requires_grad_()
+    n_functions = acquisition(points(0, 1, 1)).shape[1]
+    logit = points(-4, 4, 20).repeat_interleave(n_functions, 0).requires_grad_()
     which = torch.arange(n_functions).repeat(20).unsqueeze(1)  # the function that a start climbs
     optimizer = torch.optim.Adam([logit], lr=0.05)
     for _ in range(n_steps):
@@ -95,7 +98,7 @@ def climb(acquisition: Acquisition, n_steps: int) -> tuple[Tensor, Tensor]:
 
 def gradient_error(acquisition: Acquisition, step: float = 1e-6) -> float:
     """Largest difference between autograd and central differences, relative to the largest derivative."""
-    x = torch.linspace(0.05, 0.95, 40).unsqueeze(1).requires_grad_()
+    x = points(0.05, 0.95, 40).requires_grad_()
     (exact,) = torch.autograd.grad(acquisition(x).sum(), x)
     numeric = (acquisition(x + step) - acquisition(x - step)).sum(1, keepdim=True) / (2 * step)
     return ((exact - numeric).abs().max() / numeric.abs().max()).item()
@@ -109,12 +112,15 @@ def main(small: bool = False, output: Path = Path("outputs/acquisition.png")) ->
         output: Where the plot goes.
     """
     la, x, y = fit(n_steps=50 if small else 2000)
-    line, best = torch.linspace(0, 1, 400).unsqueeze(1), la(x)[0].max().detach()
+    line, best = points(0, 1, 400), la(x)[0].max().detach()
     figure, axes = new_figure(n_columns=3, width=4, height=3.2)
     mean, variance = la(line, diagonal_output=True)
     regression_band(axes[0], line, mean, variance, NOISE**2, (x, y)).set_title("Posterior")
     found: dict[str, Tensor] = {}
-    functions = {"expected improvement": expected_improvement(la, best), "Thompson sampling": thompson(la)}
+    functions = {
+        "expected improvement": expected_improvement(la, best, 100 if small else 5000),
+        "Thompson sampling": thompson(la),
+    }
     for axis, (name, function) in zip(axes[1:], functions.items(), strict=True):
         curves = function(line).detach()
         value, found[name] = climb(function, n_steps=5 if small else 150)

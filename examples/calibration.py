@@ -98,11 +98,11 @@ def main(small: bool = False, output: Path = Path("outputs/calibration.png")) ->
     """Runs everything and returns the scores by model, in the order of the printed table.
 
     Args:
-        small: Train for two epochs only, to try the script out.
+        small: Train for half of the epochs, to try the script out.
         output: Where the plot goes.
     """
     data = load_data()
-    model = train_network(*data.train, n_epochs=2 if small else 60)
+    model = train_network(*data.train, n_epochs=30 if small else 60)
     models = {
         "network": network(model),
         "temperature": temperature_scaled(model, *data.validation),
@@ -134,7 +134,7 @@ def main(small: bool = False, output: Path = Path("outputs/calibration.png")) ->
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="train for two epochs only")
+    parser.add_argument("--small", action="store_true", help="train for half of the epochs")
     parser.add_argument("--output", type=Path, default=Path("outputs/calibration.png"), help="where the plot goes")
     arguments = parser.parse_args()
     main(arguments.small, arguments.output)

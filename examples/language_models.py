@@ -121,7 +121,8 @@ def main(small: bool = False, output: Path = Path("outputs/language_models.png")
     """
     seen, others = range(1, 21), range(21, N_WORDS)
     data = sentences(60 if small else 600, 0, seen)
-    test, unseen = default_collate(sentences(500, 1, seen)), default_collate(sentences(500, 2, others))
+    n_test = 50 if small else 500
+    test, unseen = default_collate(sentences(n_test, 1, seen)), default_collate(sentences(n_test, 2, others))
     figure, axes = new_figure(n_columns=4, width=3.4, height=3.3)
     rows: dict[str, list[float]] = {}
     print(f"{'':<26}{'weights':>8}{'NLL':>8}{'ECE':>8}{'accuracy':>10}   unseen words: confidence, AUROC")
