@@ -13,8 +13,9 @@ from tqdm.auto import tqdm
 from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
-from laplace.errors import InvalidArgument, InvalidData
+from laplace.errors import InvalidArgument, InvalidData, OutOfMemory
 from laplace.likelihoods.base import Likelihood
+from laplace.memory import COTANGENT, ran_out
 from laplace.structures.base import Curvature, Sweep, require_finite
 
 _NOTHING = 1e-9
@@ -185,7 +186,15 @@ def _read(loader: Iterable[Any], engine: CurvatureEngine, sweep: Sweep, dict_key
             total = _extended(total, summary)
         except InvalidData as error:
             raise InvalidData(f"batch {number}: {error}") from error
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):
+                raise
+            raise OutOfMemory(f"batch {number}: {_out_of_memory(error)}") from error
     return total
+
+
+def _out_of_memory(error: BaseException) -> str:
+    return str(error) if isinstance(error, OutOfMemory) else f"memory ran out. {COTANGENT.mend} {error}"
 
 
 def _extended(total: BatchSummary | None, new: BatchSummary) -> BatchSummary:
