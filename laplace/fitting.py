@@ -177,15 +177,14 @@ def _read(loader: Iterable[Any], engine: CurvatureEngine, sweep: Sweep, dict_key
     device = engine.problem.device
     for number, batch in enumerate(loader):
         try:
-            x, y = batches.split(batch, dict_key_y)
-            kept = without_ignored(batches.to_device(x, device), y.to(device), engine.likelihood)
-            if kept is None:
-                continue
-            summary = sweep.add(*kept)
-            require_finite(bool(summary.loss_terms.isfinite().all()))
-            total = _extended(total, summary)
-        except InvalidData as error:
-            raise InvalidData(f"batch {number}: {error}") from error
+            with batches.named(f"batch {number}"):
+                x, y = batches.split(batch, dict_key_y)
+                kept = without_ignored(batches.to_device(x, device), y.to(device), engine.likelihood)
+                if kept is None:
+                    continue
+                summary = sweep.add(*kept)
+                require_finite(bool(summary.loss_terms.isfinite().all()))
+                total = _extended(total, summary)
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
                 raise

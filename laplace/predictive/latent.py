@@ -187,6 +187,21 @@ def sampler(
     return run
 
 
+def finite(samples: Tensor) -> Tensor:
+    """Outputs `[S, B, …]` at sampled weights.
+
+    Raises:
+        InvalidData: NaN or infinite ones.
+    """
+    if not bool(samples.detach().isfinite().all()):
+        raise InvalidData(
+            "outputs of the network at sampled weights are NaN or infinite: look at the inputs and at the network's "
+            "weights. Where those are right the posterior is too wide for sampled weights; raise prior_precision, or "
+            "use pred_type='glm'."
+        )
+    return samples
+
+
 def moments(samples: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance `[B, …]` of samples `[S, B, …]`.
 

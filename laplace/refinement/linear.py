@@ -130,14 +130,12 @@ class LinearData:
         self.batches: list[LinearBatch] = []
         kept, device = 0, engine.problem.device
         for number, item in enumerate(loader):
-            try:
+            with batches.named(f"batch {number}"):
                 x, y = batches.split(item, dict_key_y)
                 counted = without_ignored(batches.to_device(x, device), y.to(device), engine.likelihood)
                 if counted is None:
                     continue
                 batch = LinearBatch(engine, *counted)
-            except InvalidData as error:
-                raise InvalidData(f"batch {number}: {error}") from error
             kept += batch.linear.n_bytes
             if kept > KEPT_BYTES:
                 batch.kept = None

@@ -140,9 +140,9 @@ def test_a_fit_that_memory_cannot_hold(structure: str) -> None:
     before = posterior_bits(la)
     batches = [(x[:3], y[:3]) for x, y in grid.batches()[:1]] + grid.batches()
     for override in (True, False):
-        with nothing_changes(model), memory.of(3):
-            with pytest.raises(OutOfMemory, match=r"(?s)batch 1: memory ran out.*batch_size.*la\.plan.*2\.00 GiB"):
-                la.fit(batches, override=override)
+        message = r"(?s)batch 1: memory ran out.*batch_size.*la\.plan.*2\.00 GiB"
+        with nothing_changes(model), memory.of(3), pytest.raises(OutOfMemory, match=message):
+            la.fit(batches, override=override)
         assert same_bits(before, posterior_bits(la))
 
 
@@ -159,10 +159,10 @@ def test_not_one_backward_pass(structure: str, monkeypatch: pytest.MonkeyPatch) 
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return real(*args, **options)
 
-    with nothing_changes(model):
-        with monkeypatch.context() as patched, pytest.raises(OutOfMemory, match=r"batch 0: memory ran out.*batch"):
-            patched.setattr(torch.autograd, "grad", grad)
-            la.fit(grid.batches())
+    refused = pytest.raises(OutOfMemory, match=r"batch 0: memory ran out.*batch")
+    with nothing_changes(model), monkeypatch.context() as patched, refused:
+        patched.setattr(torch.autograd, "grad", grad)
+        la.fit(grid.batches())
     assert same_bits(before, posterior_bits(la))
 
 
@@ -205,9 +205,9 @@ def test_a_prediction_of_too_many_data(weights: str, structure: str, options: di
         return la(X, **options, generator=torch.Generator().manual_seed(0))
 
     expected = predict()
-    with nothing_changes(la.model), memory.of(5):
-        with pytest.warns(MemoryWarning, match="12 data at once; the work goes on with 6"):
-            found = predict()
+    warned = pytest.warns(MemoryWarning, match="12 data at once; the work goes on with 6")
+    with nothing_changes(la.model), memory.of(5), warned:
+        found = predict()
     assert_close(found, expected, "float32_solve" if options.get("joint") else "float32")
 
 
