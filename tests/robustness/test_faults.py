@@ -76,11 +76,12 @@ POSTERIORS: dict[str, Callable[[nn.Module], Any]] = {
     "gp": lambda model: FunctionalLaplace(model, "classification", 7, prior_precision=2.0),
     "ella": lambda model: ELLA(model, "classification", 7, 4, prior_precision=2.0),
 }
-# Every call with three posteriors, and the fit of every posterior.
-TABLE = [(f"{w}-{s}", call) for w, s in grid.DIAGONAL for call in CALLS if "variational" not in call]
+# Every call with one posterior or another, and the fit of every posterior.
+ROWS = [f"{weights}-{structure}" for weights, structure in grid.DIAGONAL]
+TABLE = [(ROWS[i % 3], call) for i, call in enumerate(CALLS) if "variational" not in call]
 TABLE += [("last_layer-diag", "refine, variational")]  # a full or a diagonal covariance
-TABLE += [(name, call) for name in POSTERIORS for call in ("fit", "glm") if (name, call) not in TABLE]
-TABLE += [("gp", "grid"), ("all-lowrank_kron", "fit more")]
+TABLE += [(name, "fit") for name in POSTERIORS if name != ROWS[0]]
+TABLE += [("gp", "glm"), ("gp", "grid"), ("ella", "glm"), ("all-lowrank_kron", "fit more")]
 
 
 class Injected:
@@ -123,13 +124,12 @@ def test_a_failing_pass_changes_nothing(name: str, call: str) -> None:
                 quietly(lambda: CALLS[call](injected.la))
             injected.fault.disarm()
         assert same_bits(injected.before, posterior_bits(injected.la)), at
+    if call not in ("plan", "nn grid"):  # of which one reads no numbers, the other drops the candidate
+        nan_is_refused(injected, call)
 
 
-# A survey reads no numbers, and a candidate whose samples are NaN is out of the running.
-@pytest.mark.parametrize(("name", "call"), [row for row in TABLE if row[1] not in ("plan", "nn grid")], ids=str)
-def test_nan_from_the_network_is_refused(name: str, call: str) -> None:
+def nan_is_refused(injected: Injected, call: str) -> None:
     """In a pass whose outputs are read; of one whose outputs are not, nothing is seen."""
-    injected = Injected(name, call)
     for at in injected.places:
         with nothing_changes(injected.model):
             injected.fault.arm(at, nan)
@@ -139,8 +139,8 @@ def test_nan_from_the_network_is_refused(name: str, call: str) -> None:
             except LaplaceError as error:
                 refused = "NaN" in str(error)
             injected.fault.disarm()
-        left = posterior_bits(injected.la)
-        assert same_bits(left, injected.before) if refused else same_bits(left, injected.after), at
+        expected = injected.before if refused else injected.after
+        assert same_bits(expected, posterior_bits(injected.la)), at
         assert refused or at > 0
         if not refused:
             break
