@@ -132,6 +132,7 @@ class Dense:
     mean: Tensor
     hessian: Tensor
     columns: Tensor
+    tensor_of: Tensor
     sizes: list[int]
 
     @classmethod
@@ -146,12 +147,13 @@ class Dense:
             generator = torch.Generator().manual_seed(example.seed)
             columns = torch.randperm(total, generator=generator)[: max(2, total // 2)].sort().values
         bounds = torch.tensor([dict(model.named_parameters())[n].numel() for n in names]).cumsum(0)
-        counts = torch.bincount(torch.bucketize(columns, bounds, right=True), minlength=len(names))
+        tensor_of = torch.bucketize(columns, bounds, right=True)
+        counts = torch.bincount(tensor_of, minlength=len(names))
         inner = reference.output_hessian(f, example.likelihood, y)
         jacobian = jacobian[:, :, columns]
         hessian = torch.einsum("bcp,bcd,bdq->pq", jacobian, inner, jacobian)
         mean = reference.flat_parameters(model, names)[columns]
-        return cls(names, jacobian, f, mean, hessian, columns, [int(c) for c in counts if c])
+        return cls(names, jacobian, f, mean, hessian, columns, tensor_of, [int(c) for c in counts if c])
 
 
 def _in_head(name: str, model: nn.Sequential) -> bool:
@@ -236,6 +238,10 @@ def test_what_every_structure_keeps(example: Example, structure: str) -> None:
     loose = "backend" if example.double else "float32_ill_blocks"
     if structure in ("ekfac", "lowrank_kron"):
         assert_close(held.diag().sum(), unit.diag().sum(), loose, label="trace")
+    if structure == "block":  # a block per layer, of its weight and bias
+        owners = [name.rpartition(".")[0] for name in dense.names]
+        layer = torch.tensor([owners.index(owner) for owner in owners])[dense.tensor_of]
+        assert_close(held, unit * (layer[:, None] == layer), loose, label="blocks")
     if structure == "lowrank":
         assert_close(precision, unit + prior[0] * torch.eye(len(unit), dtype=torch.float64), loose, label="precision")
     assert_close(la.posterior_variance, covariance.diag(), loose, label="variances")
