@@ -109,7 +109,7 @@ def _checked(la: ParametricLaplace, state: dict[str, Any]) -> Problem:
     _expect("sizes of the treated parameters", tuple(state["layout"]["sizes"]), problem.layout.sizes)
     _expect("length of the mean", len(state["mean"]), problem.layout.n_params)
     if state.get("shapes", _shapes(state["H"])) != _shapes(state["H"]):
-        raise StateError("the state is truncated: H is not what was saved (other shapes, or entries that are missing).")
+        raise StateError("the state is truncated or malformed: H has other shapes or entries than what was saved.")
     if not same_sums(state["model_sums"], checksums(la.weights.model)):
         raise StateError(
             "the state was saved for other weights of the model; load the weights at which the posterior was fitted "
