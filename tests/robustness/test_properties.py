@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -59,7 +59,7 @@ PIECES = {
     "no bias": lambda: nn.Sequential(nn.Linear(4, 4, bias=False), nn.Softplus()),
     "convolution": lambda: nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 2, (2, 1)), nn.Tanh(), nn.Flatten()),
     "layer norm": lambda: nn.LayerNorm(4),
-    "group norm": lambda: nn.GroupNorm(2, 4),
+    "group norm": lambda: nn.GroupNorm(1, 4),  # of a pair the output is ±1: its slope is rounding alone
     "batch norm": lambda: nn.BatchNorm1d(4),
     "prelu": lambda: nn.PReLU(4),
     "embedding": Embedded,
@@ -119,6 +119,8 @@ PARTS = {
     "sigma": st.floats(0.3, 3),
     "temperature": st.floats(0.3, 3),
 }
+# An example that fails is shown as it is: to look for a smaller one would take minutes.
+QUICK: dict[str, Any] = {"deadline": None, "derandomize": True, "phases": (Phase.explicit, Phase.generate)}
 EXAMPLES = st.builds(Example, **PARTS)
 
 
@@ -185,7 +187,7 @@ def fitted(example: Example, structure: str, dense: Dense, prior: Tensor, **more
     return la
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, **QUICK)
 @given(EXAMPLES)
 def test_full_and_block_and_diagonal(example: Example) -> None:
     """Curvature, evidence, variances and probabilities; block and diagonal are parts of the same matrix."""
@@ -219,7 +221,7 @@ def test_full_and_block_and_diagonal(example: Example) -> None:
             assert_close(la(x), link(dense.f, variance), kind, label=f"{structure}, probabilities")
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15, **QUICK)
 @given(EXAMPLES, st.sampled_from(["block", "kron", "ekfac", "lowrank_kron", "lowrank"]))
 def test_what_every_structure_keeps(example: Example, structure: str) -> None:
     """Batches do not matter; evidence and predictions are those of its own P; what it keeps of GGN it keeps exactly."""
