@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,6 +70,19 @@ def _targets(y: Any) -> Tensor:
             "in torch.utils.data.DataLoader(dataset, batch_size=...)."
         )
     return y
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Errors about data say of which batch they are.
+
+    Raises:
+        InvalidData: One was raised inside; its message begins with `what`.
+    """
+    try:
+        yield
+    except InvalidData as error:
+        raise InvalidData(f"{what}: {error}") from error
 
 
 def tensors(x: Inputs) -> list[Tensor]:

@@ -7,6 +7,8 @@ argument, says what was given, what is accepted and how to mend it.
 
 from __future__ import annotations
 
+import torch
+
 
 class LaplaceError(Exception):
     """Root of every error raised on purpose by this library."""
@@ -48,6 +50,10 @@ class MissingDependency(LaplaceError, ImportError):
     """An optional package is needed; the message holds the install line."""
 
 
+class OutOfMemory(LaplaceError, torch.OutOfMemoryError):
+    """Memory does not hold the smallest piece of work; the message says which, and what takes less."""
+
+
 class LaplaceWarning(UserWarning):
     """Root of every warning of this library."""
 
@@ -62,3 +68,7 @@ class ApproximationWarning(LaplaceWarning):
 
 class StateWarning(LaplaceWarning):
     """A loaded state replaces settings of the object it is loaded into."""
+
+
+class MemoryWarning(LaplaceWarning):
+    """Memory ran out; the work went on in smaller pieces, slower and with the same numbers."""

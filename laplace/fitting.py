@@ -13,8 +13,9 @@ from tqdm.auto import tqdm
 from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
-from laplace.errors import InvalidArgument, InvalidData
+from laplace.errors import InvalidArgument, InvalidData, OutOfMemory
 from laplace.likelihoods.base import Likelihood
+from laplace.memory import COTANGENT, ran_out
 from laplace.structures.base import Curvature, Sweep, require_finite
 
 _NOTHING = 1e-9
@@ -176,16 +177,23 @@ def _read(loader: Iterable[Any], engine: CurvatureEngine, sweep: Sweep, dict_key
     device = engine.problem.device
     for number, batch in enumerate(loader):
         try:
-            x, y = batches.split(batch, dict_key_y)
-            kept = without_ignored(batches.to_device(x, device), y.to(device), engine.likelihood)
-            if kept is None:
-                continue
-            summary = sweep.add(*kept)
-            require_finite(bool(summary.loss_terms.isfinite().all()))
-            total = _extended(total, summary)
-        except InvalidData as error:
-            raise InvalidData(f"batch {number}: {error}") from error
+            with batches.named(f"batch {number}"):
+                x, y = batches.split(batch, dict_key_y)
+                kept = without_ignored(batches.to_device(x, device), y.to(device), engine.likelihood)
+                if kept is None:
+                    continue
+                summary = sweep.add(*kept)
+                require_finite(bool(summary.loss_terms.isfinite().all()))
+                total = _extended(total, summary)
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):
+                raise
+            raise OutOfMemory(f"batch {number}: {_out_of_memory(error)}") from error
     return total
+
+
+def _out_of_memory(error: BaseException) -> str:
+    return str(error) if isinstance(error, OutOfMemory) else f"memory ran out. {COTANGENT.mend} {error}"
 
 
 def _extended(total: BatchSummary | None, new: BatchSummary) -> BatchSummary:

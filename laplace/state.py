@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from laplace.errors import StateError, StateWarning
+from laplace.errors import LaplaceError, StateError, StateWarning
 from laplace.fingerprint import Fingerprint, checksums, same_sums
 from laplace.fitting import Fit
 from laplace.lending import undisturbed
+from laplace.memory import ran_out
 from laplace.refinement.result import Refinement
 from laplace.structures.base import move as moved
+from laplace.weights.problem import Problem
 
 if TYPE_CHECKING:
     from laplace.parametric import ParametricLaplace
@@ -32,12 +35,14 @@ def save(la: ParametricLaplace) -> dict[str, Any]:
     """The state: tensors, numbers, strings, lists and dicts of them, and nothing of the training data."""
     fit = la.unrefined()
     layout = la.problem.layout
+    held = fit.curvature.state()
     return {
         "version": VERSION,
         "cls_name": type(la).__name__,
         "likelihood": la.likelihood_object.name,
         "mean": la.expansion_point.detach().clone(),
-        "H": fit.curvature.state(),
+        "H": held,
+        "shapes": _shapes(held),
         "loss": fit.loss_terms.clone(),
         "n_data": fit.n_data,
         "n_outputs": fit.n_outputs,
@@ -65,8 +70,26 @@ def load(la: ParametricLaplace, state: dict[str, Any]) -> None:
     """Checks a state against the object, then takes it over; a refused state changes nothing.
 
     Raises:
-        StateError: It belongs to another version, class, model, likelihood or choice of weights.
+        StateError: It belongs to another version, class, model, likelihood or choice of weights, or is malformed.
     """
+    former, former_problem = dict(vars(la)), la.weights.problem
+    try:
+        problem = _checked(la, state)
+        for key in ("temperature", "enable_backprop", "precision_options"):
+            if state[key] != getattr(la, key):
+                warnings.warn(f"{key} changes from {getattr(la, key)} to {state[key]}.", StateWarning, stacklevel=3)
+        la.weights.problem = problem
+        take_over(la, state)
+    except BaseException as error:
+        vars(la).update(former)
+        la.weights.problem = former_problem
+        if isinstance(error, LaplaceError | Warning) or not isinstance(error, Exception) or ran_out(error):
+            raise
+        raise StateError(f"the state is malformed: {error!r}; save it anew from the posterior.") from error
+
+
+def _checked(la: ParametricLaplace, state: dict[str, Any]) -> Problem:
+    """The problem that a state is of, if it is one of this object."""
     missing = [key for key in _REQUIRED if not isinstance(state, dict) or key not in state]
     if missing:
         raise StateError(f"the state lacks {missing}; it is truncated, or no state of this library.")
@@ -85,24 +108,14 @@ def load(la: ParametricLaplace, state: dict[str, Any]) -> None:
     _expect("treated parameters", tuple(state["layout"]["names"]), problem.layout.names)
     _expect("sizes of the treated parameters", tuple(state["layout"]["sizes"]), problem.layout.sizes)
     _expect("length of the mean", len(state["mean"]), problem.layout.n_params)
+    if state.get("shapes", _shapes(state["H"])) != _shapes(state["H"]):
+        raise StateError("the state is truncated or malformed: H has other shapes or entries than what was saved.")
     if not same_sums(state["model_sums"], checksums(la.weights.model)):
         raise StateError(
             "the state was saved for other weights of the model; load the weights at which the posterior was fitted "
             "into the model first."
         )
-    for key in ("temperature", "enable_backprop", "precision_options"):
-        if state[key] != getattr(la, key):
-            warnings.warn(f"{key} changes from {getattr(la, key)} to {state[key]}.", StateWarning, stacklevel=3)
-    former, former_problem = dict(vars(la)), la.weights.problem
-    try:
-        la.weights.problem = problem
-        take_over(la, state)
-    except BaseException as error:
-        vars(la).update(former)
-        la.weights.problem = former_problem
-        if isinstance(error, KeyError | TypeError | AttributeError):
-            raise StateError(f"the state is malformed: {error!r}.") from error
-        raise
+    return problem
 
 
 def take_over(la: ParametricLaplace, state: dict[str, Any]) -> None:
@@ -125,6 +138,17 @@ def take_over(la: ParametricLaplace, state: dict[str, Any]) -> None:
 def _expect(what: str, found: Any, expected: Any) -> None:
     if found != expected:
         raise StateError(f"the state's {what} is {found!r}, this object's {expected!r}; load it into a matching one.")
+
+
+def _shapes(held: Any, name: str = "H") -> dict[str, list[int]]:
+    """Shapes of all entries of a curvature's state, by their place in it; none of what is no tensor."""
+    if isinstance(held, Mapping):
+        parts: Any = held.items()
+    elif isinstance(held, list | tuple):
+        parts = enumerate(held)
+    else:
+        return {name: list(held.shape) if isinstance(held, Tensor) else []}
+    return {key: shape for part, value in parts for key, shape in _shapes(value, f"{name}.{part}").items()}
 
 
 def _same(mine: Any, theirs: Any) -> bool:

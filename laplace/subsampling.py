@@ -94,15 +94,16 @@ def accumulate(
     return replace(fit, curvature=curvature, **facts)
 
 
-def _losses(data: Iterable[tuple[Inputs, Tensor]], engine: CurvatureEngine) -> tuple[BatchSummary, int]:
+def _losses(data: Iterable[tuple[int, Inputs, Tensor]], engine: CurvatureEngine) -> tuple[BatchSummary, int]:
     """What the data contribute besides curvature, and the number of inputs (each with all of its positions)."""
     likelihood = engine.likelihood
     total: Tensor | None = None
     n_data = n_inputs = n_outputs = 0
-    for x, y in data:
-        rows = latent.outputs(engine, x)
-        f = rows.values
-        targets = likelihood.check_targets(f, target_rows(y, f, rows.positions, engine.problem.channel_dim))
+    for number, x, y in data:
+        with batches.named(f"batch {number}"):
+            rows = latent.outputs(engine, x)
+            f = rows.values
+            targets = likelihood.check_targets(f, target_rows(y, f, rows.positions, engine.problem.channel_dim))
         terms = likelihood.loss_terms(f, targets)
         total = terms if total is None else total + terms
         n_data, n_inputs, n_outputs = n_data + likelihood.count(f, targets), n_inputs + len(y), f.shape[1]
@@ -111,14 +112,15 @@ def _losses(data: Iterable[tuple[Inputs, Tensor]], engine: CurvatureEngine) -> t
     return BatchSummary(total.detach(), n_data, n_outputs), n_inputs
 
 
-def _counted(loader: Iterable[Any], engine: CurvatureEngine, dict_key_y: str) -> Iterator[tuple[Inputs, Tensor]]:
-    """The data that count, batch by batch."""
+def _counted(loader: Iterable[Any], engine: CurvatureEngine, dict_key_y: str) -> Iterator[tuple[int, Inputs, Tensor]]:
+    """The data that count, batch by batch, with the number of the batch."""
     device = engine.problem.device
-    for item in loader:
-        x, y = batches.split(item, dict_key_y)
-        kept = fitting.without_ignored(batches.to_device(x, device), y.to(device), engine.likelihood)
+    for number, item in enumerate(loader):
+        with batches.named(f"batch {number}"):
+            x, y = batches.split(item, dict_key_y)
+            kept = fitting.without_ignored(batches.to_device(x, device), y.to(device), engine.likelihood)
         if kept is not None:
-            yield kept
+            yield number, *kept
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class _Chosen:
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         start = 0
-        for x, y in _counted(self.loader, self.engine, self.dict_key_y):
+        for _, x, y in _counted(self.loader, self.engine, self.dict_key_y):
             n_data = len(y)
             first, last = torch.searchsorted(self.chosen, torch.tensor([start, start + n_data])).tolist()
             if last > first:

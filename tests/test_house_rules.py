@@ -27,8 +27,8 @@ LONG_CLASSES = {"BaseLaplace", "ParametricLaplace"}
 # Who may import whom: a module imports from its own rank and from lower ones.
 RANKS = {
     0: [
-        "errors", "enums", "registry", "layout", "batch", "gaussian", "noise", "lending", "prior", "metrics",
-        "hyperparameters", "fingerprint", "gram", "kronecker", "positions",
+        "errors", "enums", "registry", "layout", "batch", "gaussian", "noise", "lending", "memory", "prior",
+        "metrics", "hyperparameters", "fingerprint", "gram", "kronecker", "positions",
     ],
     1: ["structures", "weights", "likelihoods", "curvature", "predictive"],
     2: ["fitting", "evidence", "state", "tuning", "planning", "refinement", "subsampling"],

@@ -28,6 +28,7 @@ from laplace.curvature.native.passes import ForwardPass
 from laplace.curvature.private import private_batch
 from laplace.errors import CurvatureError, MissingDependency
 from laplace.lending import lent
+from laplace.memory import DATUM, in_slices, ran_out
 from laplace.weights.problem import Problem
 
 Reasons = dict[int, str]
@@ -164,15 +165,18 @@ class PackageEngine(CurvatureEngine):
         n_data, outputs = watched.f.shape
         per_datum = outputs * self.problem.layout.n_params * self.native.dtype.itemsize
         step = max(1, self.native.memory_budget // per_datum)
-        for start in range(0, n_data, step):
-            whole = step >= n_data
-            part = x if whole else batches.select(x, slice(start, start + step), n_data)
-            watched = watched if whole else self.native.forward(part)
-            values, _ = self._computed("jacobian", watched, None)
+
+        def computed(part: slice) -> tuple[Inputs, Tensor, Tensor | None]:
+            whole = part == slice(0, n_data)
+            some = x if whole else batches.select(x, part, n_data)
+            seen = watched if whole else self.native.forward(some)
+            return some, seen.f, self._computed("jacobian", seen, None)[0]
+
+        for _, (some, f, values) in in_slices(n_data, step, computed, DATUM):
             if values is None:
-                yield from self.native.jacobian(part)
+                yield from self.native.jacobian(some)
             else:
-                yield Jacobian.from_dense(values.to(self.native.dtype), self.problem.layout.sizes), watched.f
+                yield Jacobian.from_dense(values.to(self.native.dtype), self.problem.layout.sizes), f
 
     def coverage(self) -> dict[str, str]:
         if not self._reasons:
@@ -211,9 +215,9 @@ class PackageEngine(CurvatureEngine):
                 batch = private_batch(watched, watched.f if y is None else y)
                 extra = (own,) if primitive not in _WHOLE else arguments
                 values = self.computes()[primitive](batch, *extra)
-        except torch.OutOfMemoryError:
-            raise
         except _FAILURES as error:
+            if ran_out(error):
+                raise
             return None, dict.fromkeys(everything, _first_line(error))
         return values, dict(sorted((reasons | dict.fromkeys(own, "")).items()))
 

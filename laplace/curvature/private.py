@@ -22,6 +22,7 @@ from laplace.curvature.native.passes import ForwardPass
 from laplace.curvature.native.pieces import reduce_features
 from laplace.curvature.native.plan import close
 from laplace.errors import CurvatureError
+from laplace.memory import ran_out
 from laplace.weights.problem import Caller, Problem
 
 
@@ -126,6 +127,8 @@ def _copied(
     try:
         copied = copy.deepcopy(source, memo)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        if ran_out(error):
+            raise
         raise CurvatureError(f"the network cannot be copied: {error}") from error
     copies: dict[nn.Module, nn.Module] = {m: memo[id(m)] for m in source.modules() if id(m) in memo}
     tensors = tuple(parameters[id(tensor)] for tensor in originals)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace import batch as batches
 from laplace import tuning
 from laplace.curvature.engine import CurvatureEngine
 from laplace.enums import LinkApprox, PredType
@@ -37,9 +38,10 @@ def held_out_nll(
         loader: The data.
     """
     likelihood, total, count = la.likelihood_object, 0.0, 0
-    for x, y in Validation(loader).batches(la):
-        found = latent.linearised(engine, precision, x, "diagonal")
-        targets = likelihood.check_targets(found.mean, y)
+    for name, x, y in Validation(loader).batches(la):
+        with batches.named(name):
+            found = latent.linearised(engine, precision, x, "diagonal")
+            targets = likelihood.check_targets(found.mean, y)
         variance = found.covariance if likelihood.has_noise else None
         prediction = likelihood.predict(found.mean, found.covariance, LinkApprox.PROBIT)
         total += likelihood.predictive_nll(prediction, variance, targets, sigma_noise).sum().item()
@@ -87,8 +89,9 @@ def best_candidate(
         objective = make_objective(None, la.likelihood_object)
         predictive = tuning.Predictive(str(PredType.GLM), str(LinkApprox.PROBIT), 1, None)
         losses = Losses(Candidates(la, settings, predictive, whole_covariance=objective.whole_covariance), objective)
-        for x, y in Validation(loader).batches(la):
-            losses.update(x, y)
+        for name, x, y in Validation(loader).batches(la):
+            with batches.named(name):
+                losses.update(x, y)
         values = losses.results()
     finite = values.isfinite()
     if not finite.any():

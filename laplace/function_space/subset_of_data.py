@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
@@ -207,10 +208,8 @@ class SubsetSweep(Sweep):
         Raises:
             InvalidData: A target or an output cannot be used.
         """
-        try:
+        with batches.named(f"the subset, of batches {sorted(set(rows.batches))}"):
             yield from self._parts(rows)
-        except InvalidData as error:
-            raise InvalidData(f"the subset, of batches {sorted(set(rows.batches))}: {error}") from error
 
     def _parts(self, rows: Rows) -> Iterator[tuple[Jacobian, Tensor]]:
         likelihood, start = self.engine.likelihood, 0

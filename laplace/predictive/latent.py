@@ -18,6 +18,7 @@ from laplace.enums import PredType
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.gaussian import Gaussian
 from laplace.lending import lent
+from laplace.memory import DATUM, in_slices
 from laplace.noise import check_generator
 from laplace.positions import OutputRows, unrolled
 from laplace.predictive.links import LINKS
@@ -59,11 +60,22 @@ def linearised(
         precision.functional_diagonal if form == "diagonal" else precision.functional_variance
     )
     with closing(pieces):
-        found = [(f, contract(jacobian), jacobian.positions) for jacobian, f in pieces]
+        found = [(f, contracted(contract, jacobian), jacobian.positions) for jacobian, f in pieces]
     if not found:
         raise InvalidData("the inputs hold no data to predict.")
     means, variances, positions = zip(*found, strict=True)
     return _checked(Gaussian(torch.cat(means), torch.cat(variances), positions[0]))
+
+
+def contracted(contract: Callable[[Jacobian], Tensor], jacobian: Jacobian) -> Tensor:
+    """What is contracted from the Jacobian of every datum, `[B, …]`; of fewer data at once where memory runs out."""
+    n_data = jacobian.n_data
+
+    def computed(part: slice) -> Tensor:
+        return contract(jacobian if part == slice(0, n_data) else jacobian.rows(part))
+
+    parts = [values for _, values in in_slices(n_data, n_data, computed, DATUM)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def shifted(pieces: Generator[tuple[Jacobian, Tensor]], step: Tensor | None) -> Generator[tuple[Jacobian, Tensor]]:
@@ -173,6 +185,21 @@ def sampler(
         return stacked.to(_dtype(stacked))
 
     return run
+
+
+def finite(samples: Tensor) -> Tensor:
+    """Outputs `[S, B, …]` at sampled weights.
+
+    Raises:
+        InvalidData: NaN or infinite ones.
+    """
+    if not bool(samples.detach().isfinite().all()):
+        raise InvalidData(
+            "outputs of the network at sampled weights are NaN or infinite: look at the inputs and at the network's "
+            "weights. Where those are right the posterior is too wide for sampled weights; raise prior_precision, or "
+            "use pred_type='glm'."
+        )
+    return samples
 
 
 def moments(samples: Tensor) -> tuple[Tensor, Tensor]:

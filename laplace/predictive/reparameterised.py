@@ -28,7 +28,7 @@ from laplace.errors import UnsupportedError
 from laplace.lending import lent
 from laplace.noise import standard_normal
 from laplace.positions import OutputRows
-from laplace.predictive.latent import with_arguments
+from laplace.predictive.latent import finite, with_arguments
 from laplace.predictive.quantities import SampleSource
 from laplace.weights.problem import Problem
 
@@ -76,7 +76,7 @@ class ReparameterisedOutputs(SampleSource):
                 fired.clear()
                 drawn.append(problem.run(problem.substituted(theta), x))
                 self._require_once(layers, fired)
-        samples = torch.stack(drawn)
+        samples = finite(torch.stack(drawn))
         return OutputRows.of(samples.to(torch.promote_types(samples.dtype, torch.float32)), 1)
 
     def layers(self) -> dict[nn.Module, dict[str, Tensor]]:

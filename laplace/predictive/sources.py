@@ -77,4 +77,4 @@ class SampledOutputs(SampleSource):
         thetas = self.thetas(n, generator)
         self.check()
         run = latent.sampler(self.engine, self.centre, self.x, self.model_kwargs, create_graph=self.create_graph)
-        return OutputRows.of(run(thetas), 1)
+        return OutputRows.of(latent.finite(run(thetas)), 1)

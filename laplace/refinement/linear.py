@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.native.engine import NativeEngine
-from laplace.curvature.native.products import Linearised
+from laplace.curvature.native.products import Linearised, add_rows
 from laplace.errors import InvalidData
 from laplace.fitting import without_ignored
 from laplace.positions import require_none
@@ -70,7 +70,7 @@ class GraphMap:
     def pull(self, cotangents: Tensor) -> Tensor:
         """Jᵀ u, `[P]`, of u `[B, C]`."""
         rows = self.linear.f.new_zeros(1, self.linear.problem.layout.n_params)
-        self.linear.add_pull(cotangents.unsqueeze(0), rows)
+        add_rows(self.linear.problem, self.linear.pull(cotangents.unsqueeze(0)), rows)
         return rows[0].to(cotangents)
 
 
@@ -130,14 +130,12 @@ class LinearData:
         self.batches: list[LinearBatch] = []
         kept, device = 0, engine.problem.device
         for number, item in enumerate(loader):
-            try:
+            with batches.named(f"batch {number}"):
                 x, y = batches.split(item, dict_key_y)
                 counted = without_ignored(batches.to_device(x, device), y.to(device), engine.likelihood)
                 if counted is None:
                     continue
                 batch = LinearBatch(engine, *counted)
-            except InvalidData as error:
-                raise InvalidData(f"batch {number}: {error}") from error
             kept += batch.linear.n_bytes
             if kept > KEPT_BYTES:
                 batch.kept = None

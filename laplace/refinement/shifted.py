@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.checks import check_outputs
 from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.refinement.smoothing import Smoothing
 
@@ -49,6 +50,7 @@ class Shifted(Likelihood):
         return shift, root if self.smoothing.independent else root.view(-1, c, c), y
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        check_outputs(f)
         return y
 
     def count(self, f: Tensor, y: Tensor) -> int:

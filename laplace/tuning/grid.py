@@ -10,6 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.errors import CurvatureError, InvalidArgument
 from laplace.hyperparameters import positive
@@ -118,13 +119,15 @@ def search_grid(
     with torch.inference_mode(False), torch.no_grad():
         candidates = subject.candidates(grid.settings, predictive, whole_covariance=objective.whole_covariance)
         losses = Losses(candidates, objective)
-        for x, y in validation.batches(la, label="grid search", progress_bar=progress_bar):
-            losses.update(x, y)
+        for name, x, y in validation.batches(la, label="grid search", progress_bar=progress_bar):
+            with batches.named(name):
+                losses.update(x, y)
         values = losses.results()
         if validation.ood_loader is not None:
             entropies = Losses(candidates, entropy_of(la.likelihood_object))
-            for x in validation.foreign(la, progress_bar=progress_bar):
-                entropies.update(x, None)
+            for name, x in validation.foreign(la, progress_bar=progress_bar):
+                with batches.named(name):
+                    entropies.update(x, None)
             # Both are sums in equation 12: over N_val data that count, and over N_out foreign inputs.
             values = values - validation.ood_weight * entropies.n_data / losses.n_data * entropies.results()
     place = _best(values, objective)

@@ -104,11 +104,12 @@ class SmoothLoss:
         with torch.inference_mode(False), torch.no_grad():
             first = self.subject.first
             data = validation.batches(first, progress_bar=progress_bar)
-            self.data = [self._run(x, y) for x, y in data]
+            self.data = [self._run(*batch) for batch in data]
             self.foreign: list[list[Batch]] = []
             if validation.ood_loader is not None:
                 self.entropy = entropy_of(likelihood)
-                self.foreign = [self._run(x, None) for x in validation.foreign(first, progress_bar=progress_bar)]
+                foreign = validation.foreign(first, progress_bar=progress_bar)
+                self.foreign = [self._run(*batch) for batch in foreign]
         self.seed = shared_seed(predictive.generator, first.prior_precision.device)
 
     def __call__(self, logs: Tensor) -> tuple[float, Tensor]:
@@ -143,9 +144,10 @@ class SmoothLoss:
                     gradient = gradient + self._through(precision, constant, part, slope, leaf)
             return loss.item(), gradient
 
-    def _run(self, x: Inputs, y: Tensor | None) -> list[Batch]:
+    def _run(self, name: str, x: Inputs, y: Tensor | None = None) -> list[Batch]:
         """One pass of every network over a batch."""
-        return [_passed(la, x, y) for la in self.subject.posteriors]
+        with batches.named(name):
+            return [_passed(la, x, y) for la in self.subject.posteriors]
 
     def _variance(self, precision: Precision, batch: Batch) -> Tensor:
         """`[B, C]` or `[B, C, C]`, without gradient."""

@@ -17,6 +17,7 @@ from laplace.batch import Inputs
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.fitting import without_ignored
 from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.checks import check_outputs
 from laplace.positions import target_rows
 from laplace.tuning.objectives import MeanScore, Objective
 from laplace.tuning.scores import Prediction, find_score
@@ -50,8 +51,8 @@ class Validation:
 
     def batches(
         self, la: ParametricLaplace, *, label: str = "validation", progress_bar: bool = False
-    ) -> Iterator[tuple[Inputs, Tensor]]:
-        """Inputs and targets of the validation data that count, on the posterior's device.
+    ) -> Iterator[tuple[str, Inputs, Tensor]]:
+        """Name of a batch, inputs and targets of the validation data that count, on the posterior's device.
 
         Args:
             la: The posterior.
@@ -62,25 +63,27 @@ class Validation:
             InvalidData: There are none.
         """
         device, empty = la.prior_precision.device, True
-        for batch in tqdm(self.loader, desc=label, disable=not progress_bar):
-            x, y = batches.split(batch, la.dict_key_y)
-            kept = without_ignored(batches.to_device(x, device), y.to(device), la.likelihood_object)
+        for number, batch in enumerate(tqdm(self.loader, desc=label, disable=not progress_bar)):
+            name = f"validation batch {number}"
+            with batches.named(name):
+                x, y = batches.split(batch, la.dict_key_y)
+                kept = without_ignored(batches.to_device(x, device), y.to(device), la.likelihood_object)
             if kept is not None:
                 empty = False
-                yield kept
+                yield name, *kept
         if empty:
             raise InvalidData("the validation loader gave no data that count; the hyper-parameters are as they were.")
 
-    def foreign(self, la: ParametricLaplace, *, progress_bar: bool = False) -> Iterator[Inputs]:
-        """Inputs from elsewhere, on the posterior's device.
+    def foreign(self, la: ParametricLaplace, *, progress_bar: bool = False) -> Iterator[tuple[str, Inputs]]:
+        """Name of a batch and inputs from elsewhere, on the posterior's device.
 
         Raises:
             InvalidData: There are none.
         """
         empty = True
-        for batch in tqdm(self.ood_loader or (), desc="foreign inputs", disable=not progress_bar):
+        for number, batch in enumerate(tqdm(self.ood_loader or (), desc="foreign inputs", disable=not progress_bar)):
             empty = False
-            yield batches.to_device(batches.inputs(batch), la.prior_precision.device)
+            yield f"batch {number} of ood_loader", batches.to_device(batches.inputs(batch), la.prior_precision.device)
         if empty:
             raise InvalidData("ood_loader gave no inputs; the hyper-parameters are as they were.")
 
@@ -95,6 +98,7 @@ def checked_rows(la: ParametricLaplace, f: Tensor, y: Tensor | None, positions: 
         positions: Their dimensions.
     """
     if y is None:
+        check_outputs(f)
         return torch.zeros(len(f), dtype=torch.long, device=f.device)
     return la.likelihood_object.check_targets(f, target_rows(y, f, positions, la.channel_dim))
 

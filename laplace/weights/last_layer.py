@@ -11,6 +11,7 @@ from laplace.batch import ForwardFn, Inputs
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument
 from laplace.lending import undisturbed
+from laplace.memory import ran_out
 from laplace.weights.base import Weights
 from laplace.weights.discovery import find_last_layer, require_linear
 from laplace.weights.feature_extractor import FeatureExtractor
@@ -60,7 +61,9 @@ class LastLayer(Weights):
         n_data = rows[0].shape[0] if rows and rows[0].ndim else 1
         try:
             return find_last_layer(self.model, batches.select(x, slice(0, 1), n_data), self.forward_fn)
-        except (RuntimeError, ValueError, TypeError, IndexError):
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            if ran_out(error):
+                raise
             return find_last_layer(self.model, x, self.forward_fn)
 
     def named(self, name: str) -> Problem:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from laplace.memory import ran_out
+
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _RECURRENT = (nn.RNNBase,)
 
@@ -56,8 +58,9 @@ def pull(
         try:
             with slow_batching_accepted():
                 return list(_grad(f, edges, cotangents, create_graph, batched=True))
-        except RuntimeError:  # an operation on the way has no batching rule
-            pass
+        except RuntimeError as error:  # an operation on the way has no batching rule
+            if ran_out(error):
+                raise
     passes = [_grad(f, edges, u, create_graph, batched=False) for u in cotangents]
     return [stack(gradients) for gradients in zip(*passes, strict=True)]
 

@@ -18,9 +18,10 @@ from laplace.curvature.native.plan import Plan, make_plan, unused_still
 from laplace.curvature.native.products import Linearised
 from laplace.curvature.native.surveying import surveyed
 from laplace.curvature.survey import Survey
-from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
+from laplace.errors import InvalidArgument, InvalidData, OutOfMemory, UnsupportedError
 from laplace.lending import lent
 from laplace.likelihoods.base import Likelihood
+from laplace.memory import DATUM, POSITION, in_slices, ran_out
 from laplace.positions import target_rows
 from laplace.weights.problem import Problem
 
@@ -78,37 +79,55 @@ class NativeEngine(CurvatureEngine):
     # Primitives of every kind.
 
     def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
-        taken = self.forward(x, create_graph=create_graph)
-        n_data, outputs = taken.n_data, taken.f.shape[1]
+        n_data, step, held = self._first_pass(x, create_graph=create_graph)
+
+        def computed(part: slice) -> ForwardPass | tuple[Jacobian, Tensor]:
+            some = x if part == slice(0, n_data) else batches.select(x, part, n_data)
+            taken = held.pop() if held else self.forward(some, create_graph=create_graph)
+            if taken.n_data != part.stop - part.start:
+                raise OutOfMemory(
+                    f"memory ran out, and the inputs cannot be split: {part.stop - part.start} rows of their first "
+                    f"tensor give the outputs of {taken.n_data} data. Give fewer data at once."
+                )
+            return taken if taken.mixes and taken.n_data == 1 else (taken.jacobian(), taken.own_rows)
+
+        for _, found in in_slices(n_data, step, computed, DATUM):
+            if isinstance(found, ForwardPass):
+                yield from self._positions(found)
+            else:
+                yield found
+
+    def _first_pass(self, x: Inputs, *, create_graph: bool) -> tuple[int, int, list[ForwardPass]]:
+        """Number of data, how many of them fit the memory budget at once, and the pass that serves all if they do."""
+        try:
+            taken = self.forward(x, create_graph=create_graph)
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):
+                raise
+            count = batches.size(x, "")
+            return count, count, []
+        outputs = taken.f.shape[1]
         if taken.mixes:
             outputs *= taken.taken.n_positions
             self.check_passes(outputs, "a linearised prediction")
-        parts = min(n_data, -(-taken.bytes_per_cotangent() * outputs // self.memory_budget))
-        if parts <= 1:
-            yield from self._parts(taken)
-            return
-        del taken
-        step = -(-n_data // parts)
-        for start in range(0, n_data, step):
-            part = batches.select(x, slice(start, start + step), n_data)
-            yield from self._parts(self.forward(part, create_graph=create_graph))
+        parts = max(1, min(taken.n_data, -(-taken.bytes_per_cotangent() * outputs // self.memory_budget)))
+        return taken.n_data, -(-taken.n_data // parts), [taken] if parts == 1 else []
 
-    def _parts(self, taken: ForwardPass) -> Generator[tuple[Jacobian, Tensor]]:
-        """The Jacobian of a part of a batch; of one datum in several parts, where its positions exceed the budget."""
-        rows = taken.taken.rows if taken.taken.create_graph else taken.f
-        step = max(1, self.memory_budget // max(1, taken.bytes_per_cotangent() * rows.shape[1]))
-        if not taken.mixes or taken.n_data > 1 or step >= len(rows):
-            yield taken.jacobian(), rows
-            return
-        for start in range(0, len(rows), step):
-            part = slice(start, min(start + step, len(rows)))
-            yield taken.jacobian(part), rows[part]
+    def _positions(self, taken: ForwardPass) -> Generator[tuple[Jacobian, Tensor]]:
+        """The Jacobian of one datum, by as many of its positions at once as the memory budget allows."""
+        step = max(1, self.memory_budget // max(1, taken.bytes_per_cotangent() * taken.f.shape[1]))
+
+        def computed(part: slice) -> tuple[Jacobian, Tensor]:
+            return taken.jacobian(part), taken.own_rows[part]
+
+        for _, found in in_slices(len(taken.f), step, computed, POSITION):
+            yield found
 
     def head_jacobian(self, x: Inputs, *, create_graph: bool = False) -> list[tuple[Jacobian, Tensor]] | None:
         taken = self.forward(x, create_graph=create_graph)
         if len(taken.heads()) < len(taken.plan):
             return None
-        return [(taken.jacobian(), taken.taken.rows if create_graph else taken.f)]
+        return [(taken.jacobian(), taken.own_rows)]
 
     def check_passes(self, count: int, what: str) -> None:
         """Refuses work that takes a backward pass per position and output where that is too much.
@@ -178,7 +197,9 @@ class NativeEngine(CurvatureEngine):
         try:
             twice = batches.select(x, torch.zeros(2, dtype=torch.int64, device=taken.f.device), 1)
             pair = capture(self.problem, twice, loop=self._loop)
-        except (RuntimeError, ValueError, TypeError, IndexError):  # a network that takes one datum only
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # a network that takes one datum only
+            if ran_out(error):
+                raise
             return make_plan(self.problem, taken, x, n_data)
         if len(pair.f) != 2 or len(pair.uses) != len(taken.uses):
             return make_plan(self.problem, taken, x, n_data)

@@ -11,9 +11,10 @@ from laplace.batch import Inputs
 from laplace.curvature.engine import Bases, BatchSummary, Groups
 from laplace.curvature.native.engine import NativeEngine
 from laplace.curvature.native.plan import TOLERANCE
-from laplace.curvature.native.products import HessianProduct
+from laplace.curvature.native.products import HessianProduct, add_rows
 from laplace.errors import CurvatureError, UnsupportedError
 from laplace.lending import lent
+from laplace.memory import VECTOR, in_slices
 from laplace.noise import standard_normal
 
 _ROWS = 64
@@ -45,8 +46,11 @@ class HessianEngine(NativeEngine):
             for loss, rows, sums in zip(losses, vectors, total, strict=True):
                 product = HessianProduct(self.problem, taken, loss)
                 self._require_symmetric(product)
-                for part, target in zip(rows.split(step), sums.split(step), strict=True):
-                    product.add(part, target)
+                products = in_slices(
+                    len(rows), step, lambda part, rows=rows, product=product: product.times(rows[part]), VECTOR
+                )
+                for part, found in products:
+                    add_rows(self.problem, found, sums[part])
         return self.summary(taken.rows.detach(), y), total
 
     def _require_symmetric(self, product: HessianProduct) -> None:
@@ -59,7 +63,7 @@ class HessianEngine(NativeEngine):
         generator = torch.Generator(device=like.device).manual_seed(0)
         pair = standard_normal((2, self.problem.layout.n_params), like, generator)
         found = torch.zeros_like(pair)
-        product.add(pair, found)
+        add_rows(self.problem, product.times(pair), found)
         difference = (pair[0] @ found[1] - pair[1] @ found[0]).abs()
         scale = pair.norm(dim=1).flip(0) @ found.norm(dim=1)
         if bool(difference > TOLERANCE[self.problem.dtype] * scale):

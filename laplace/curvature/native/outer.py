@@ -18,12 +18,13 @@ from laplace.curvature.native.accumulate import BlockSum, DiagSum, FullSum, Kron
 from laplace.curvature.native.engine import MAX_PASSES, MEMORY_BUDGET, NativeEngine
 from laplace.curvature.native.passes import ForwardPass
 from laplace.curvature.native.plan import Plan
-from laplace.curvature.native.products import Linearised
+from laplace.curvature.native.products import Linearised, add_rows
 from laplace.curvature.native.rows import RowColumns, counted, counted_head
 from laplace.errors import InvalidArgument
 from laplace.gram import mirror
 from laplace.lending import lent
 from laplace.likelihoods.base import Likelihood, OutputHessian
+from laplace.memory import COTANGENT, VECTOR, in_slices
 from laplace.weights.problem import Problem
 
 
@@ -135,10 +136,14 @@ class OuterEngine(NativeEngine):
             vectors = vectors.expand(self._n_terms(f), -1, -1)
             total = torch.zeros_like(vectors, memory_format=torch.contiguous_format) if running is None else running
             for term, rows, sums in zip(inner.terms(len(vectors)), vectors, total, strict=True):
-                for part, target in zip(rows.split(step), sums.split(step), strict=True):
-                    pushed = linear.push(part)
-                    weighted = inner.times(pushed.reshape(len(part), *f.shape), term)
-                    linear.add_pull(weighted.view_as(pushed), target)
+
+                def product(part: slice, rows: Tensor = rows, term: int | None = term) -> list[Tensor | None]:
+                    pushed = linear.push(rows[part])
+                    weighted = inner.times(pushed.reshape(len(pushed), *f.shape), term)
+                    return linear.pull(weighted.view_as(pushed))
+
+                for part, found in in_slices(len(rows), step, product, VECTOR):
+                    add_rows(self.problem, found, sums[part])
         return self.summary(f, y), total
 
     def _accumulate(
@@ -170,14 +175,15 @@ class OuterEngine(NativeEngine):
         mixed = {i for i in rest if not taken.by_row(i)}
         mixed |= {i for group in groups if mixed & set(group) for i in group}
         if simple := [i for i in rest if i not in mixed]:
-            for first in range(0, len(columns), step):
-                blocks = taken.row_blocks(columns[first : first + step], only=simple)
-                total.add(blocks if kept is None else {i: counted(b, kept) for i, b in blocks.items()}, first)
+            chunks = in_slices(len(columns), step, lambda part: taken.row_blocks(columns[part], only=simple), COTANGENT)
+            for part, blocks in chunks:
+                total.add(blocks if kept is None else {i: counted(b, kept) for i, b in blocks.items()}, part.start)
         if mixed:
             apart = RowColumns(columns, taken.n_data, apart=self.apart)
             self.check_passes(len(apart), "a fit")
-            for first in range(0, len(apart), step):
-                total.add(taken.blocks(apart[first : first + step], only=[i for i in rest if i in mixed]), first)
+            only = [i for i in rest if i in mixed]
+            for part, blocks in in_slices(len(apart), step, lambda part: taken.blocks(apart[part], only), COTANGENT):
+                total.add(blocks, part.start)
 
 
 class _Both:

@@ -18,6 +18,7 @@ from laplace.curvature.native.pieces import block_of
 from laplace.curvature.native.plan import Plan
 from laplace.curvature.native.rows import as_rows, spread
 from laplace.lending import lent
+from laplace.memory import DATUM, in_slices
 from laplace.weights.problem import Problem
 
 _LAZY_SHARE = 4
@@ -56,6 +57,11 @@ class ForwardPass:
     def positions(self) -> tuple[int, ...]:
         """The dimensions whose product is T; empty for outputs `[B, C]`."""
         return self.taken.positions
+
+    @property
+    def own_rows(self) -> Tensor:
+        """Outputs `[B·T, C]`, with their graph if one was asked for."""
+        return self.taken.rows if self.taken.create_graph else self.f
 
     def by_row(self, slot: int) -> bool:
         """Whether the data of a tensor's block are rows: always without positions."""
@@ -181,15 +187,17 @@ class ForwardPass:
         if not slots:
             return []
         start, stop, _ = rows.indices(self.n_data)
-        step = self._fallback_step(cotangents.shape[0], slots)
-        found: list[list[Tensor]] = []
+        graph = self.taken.create_graph
+
+        def computed(some: slice) -> list[Tensor]:
+            part = slice(start + some.start, start + some.stop)
+            whole = part == slice(0, self.n_data)
+            x = self.x if whole else batches.select(self.x, part, self.n_data)
+            return per_sample(self.problem, x, cotangents[:, part], slots, rung, create_graph=graph)
+
         with lent(self.problem.module), torch.inference_mode(False):
-            for first in range(start, stop, step):
-                part = slice(first, min(first + step, stop))
-                whole = part == slice(0, self.n_data)
-                x = self.x if whole else batches.select(self.x, part, self.n_data)
-                graph = self.taken.create_graph
-                found.append(per_sample(self.problem, x, cotangents[:, part], slots, rung, create_graph=graph))
+            step = self._fallback_step(cotangents.shape[0], slots)
+            found = [values for _, values in in_slices(stop - start, step, computed, DATUM)]
         return [torch.cat(values, 1).to(self.dtype) for values in zip(*found, strict=True)]
 
     def _fallback_step(self, n_cotangents: int, slots: list[int]) -> int:

@@ -28,6 +28,7 @@ from laplace.curvature.native.layers import Reading, rule_for
 from laplace.curvature.native.pieces import Term, block_of
 from laplace.curvature.native.rows import as_rows
 from laplace.errors import CurvatureError, InvalidData
+from laplace.memory import ran_out
 from laplace.weights.problem import Problem
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
@@ -255,7 +256,9 @@ def _holds(
     try:
         block = block_of(problem, slot, candidate.terms, taken.uses, probe.gradients, len(probe.r))
         actual = block.pull(probe.r.unsqueeze(0).to(block_dtype(expected.dtype)))
-    except (RuntimeError, IndexError):  # shapes that this reading cannot have
+    except (RuntimeError, IndexError) as error:  # shapes that this reading cannot have
+        if ran_out(error):
+            raise  # a reading that is refused for want of memory would be another curvature
         return False
     return close(actual, expected, block.bound() * probe.r.abs().max())
 
@@ -283,7 +286,9 @@ def _prove_fallback(problem: Problem, slot: int, x: Inputs, probe: _Probe, expec
     for rung in Rung:
         try:
             (values,) = per_sample(problem, x, probe.unweighted, [slot], rung)
-        except (RuntimeError, ValueError, TypeError):  # the rung does not work for this network
+        except (RuntimeError, ValueError, TypeError) as error:  # the rung does not work for this network
+            if ran_out(error) and rung is Rung.LOOP:  # the others take more
+                raise
             continue
         actual = torch.einsum("bp,b->p", values[0].to(dtype), probe.r.to(dtype))
         if close(actual, expected, values.norm() * probe.r.abs().max()):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from laplace.curvature.native.backward import pull, slow_batching_accepted, stack
 from laplace.curvature.native.capture import Capture
+from laplace.memory import ran_out
 from laplace.weights.problem import Problem
 
 _COPIES = 4
@@ -53,10 +54,9 @@ class Linearised:
                 return pushed
         return self.f.new_zeros(len(vectors), *self.f.shape)
 
-    def add_pull(self, cotangents: Tensor, total: Tensor) -> None:
-        """Adds Jᵀ u of cotangents `[R, B, C]` to rows `[R, P]`."""
-        found = pull(self.f, self.tensors, cotangents.to(self.f.dtype), loop=self.loop)
-        _add_rows(self.problem, found, total)
+    def pull(self, cotangents: Tensor) -> list[Tensor | None]:
+        """Jᵀ u of cotangents `[R, B, C]`, `[R, *shape]` per tensor, for `add_rows`."""
+        return pull(self.f, self.tensors, cotangents.to(self.f.dtype), loop=self.loop)
 
 
 class HessianProduct:
@@ -76,13 +76,13 @@ class HessianProduct:
         with torch.enable_grad():
             self._gradients = torch.autograd.grad(loss, self.tensors, create_graph=True, allow_unused=True)
 
-    def add(self, vectors: Tensor, total: Tensor) -> None:
-        """Adds ∇² loss · v of vectors `[R, P]` to rows `[R, P]`."""
+    def times(self, vectors: Tensor) -> list[Tensor | None]:
+        """∇² loss · v of vectors `[R, P]`, `[R, *shape]` per tensor, for `add_rows`."""
         parts = self.problem.layout.split(vectors.to(self.dtype))
         pairs = _used(self.problem, self._gradients, parts)
-        if pairs:
-            found = _products([g for g, _ in pairs], self.tensors, [v for _, v in pairs], loop=self.loop)
-            _add_rows(self.problem, found, total)
+        if not pairs:
+            return [None] * len(self.tensors)
+        return _products([g for g, _ in pairs], self.tensors, [v for _, v in pairs], loop=self.loop)
 
 
 def _used(problem: Problem, gradients: Sequence[Tensor | None], parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -94,7 +94,7 @@ def _used(problem: Problem, gradients: Sequence[Tensor | None], parts: Sequence[
     ]
 
 
-def _add_rows(problem: Problem, gradients: Sequence[Tensor | None], total: Tensor) -> None:
+def add_rows(problem: Problem, gradients: Sequence[Tensor | None], total: Tensor) -> None:
     """Adds gradients `[R, *shape]` per slot to rows of treated entries, `[R, P]`."""
     for gradient, slot, part in zip(gradients, problem.slots, problem.layout.split(total), strict=True):
         if gradient is not None:
@@ -109,8 +109,9 @@ def _products(
         try:
             with slow_batching_accepted():
                 return list(_derivatives(outputs, inputs, vectors, batched=True))
-        except RuntimeError:  # an operation on the way has no batching rule
-            pass
+        except RuntimeError as error:  # an operation on the way has no batching rule
+            if ran_out(error):
+                raise
     rows = [_derivatives(outputs, inputs, row, batched=False) for row in zip(*vectors, strict=True)]
     return [stack(found) for found in zip(*rows, strict=True)]
 
