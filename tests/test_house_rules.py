@@ -103,12 +103,8 @@ DEFAULTS = {
     # Whoever reads every batch's loss has it summed; a subset knows its own at the end.
     "Sweep": {"counted"},
     # Posteriors over functions have another default predictive, and its name; one takes a list of candidates.
-    "ParametricLaplace": {
-        "functional_samples",
-        "predictive_samples",
-        "optimize_prior_precision",
-        "optimize_hyperparameters",
-    },
+    "ParametricLaplace": {"functional_samples", "predictive_samples"},
+    "Tunable": {"optimize_prior_precision", "optimize_hyperparameters"},
     "BaseFunctionalLaplace": {"optimize_hyperparameters"},
     "WeightPredictor": {"predict"},
     # The gradient of a quadratic form is right for every precision; most have a cheaper product. The evidence of a
