@@ -24,7 +24,7 @@ from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
 from laplace.function_space.held import from_state, state_of
 from laplace.function_space.kernels import kernel_at
-from laplace.function_space.subset import jacobians
+from laplace.function_space.observed import ObservingSweep, uncounted
 from laplace.function_space.subset_precision import DualScan, SubsetPrecision
 from laplace.function_space.variational_energy import Energy
 from laplace.function_space.variational_inducing import STRATEGIES, Inducing, Places, chosen, make_pool
@@ -211,7 +211,7 @@ class InducingSweep(Sweep):
         self.n_data += len(y)
         if self.pool is not None:
             self.pool.add(x, y)
-        return BatchSummary(torch.zeros(1), len(y), 0)
+        return uncounted(y)
 
     def finish(self) -> Sweep:
         training = self.options.training
@@ -239,7 +239,7 @@ class InducingSweep(Sweep):
         return start(self.engine, places, self.n_data, training)
 
 
-class BoundSweep(Sweep):
+class BoundSweep(ObservingSweep):
     """Last reading: what the evidence lower bound needs to know of all data.
 
     Args:
@@ -249,20 +249,14 @@ class BoundSweep(Sweep):
     """
 
     def __init__(self, engine: CurvatureEngine, places: Places, inducing: Inducing) -> None:
-        self.engine, self.places, self.inducing = engine, places, inducing
+        super().__init__(engine)
+        self.places, self.inducing = places, inducing
         self.second: Tensor | None = None
         self.total: Tensor | None = None
-        self.losses: Tensor | None = None
-        self.n_outputs = 0
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
-        likelihood, first = self.engine.likelihood, 0
-        for jacobian, f in jacobians(self.engine, x):
-            f = f.detach().to(torch.promote_types(f.dtype, torch.float32))
-            targets = likelihood.check_targets(f, y[first : first + len(f)])
-            first += len(f)
-            losses = likelihood.loss_terms(f, targets).detach()
-            hessian = likelihood.hessian(f.double(), targets)
+        for jacobian, f, targets in self.observed(x, y):
+            hessian = self.engine.likelihood.hessian(f.double(), targets)
             cross = self.inducing.cross(jacobian).permute(2, 0, 1)
             within = hessian.matrix() * kernel_at(jacobian)
             # With a noise for every output Λ is diagonal: each output has a term of its own.
@@ -272,9 +266,7 @@ class BoundSweep(Sweep):
             require_finite(bool(second.isfinite().all()) and bool(total.isfinite().all()))
             self.second = second if self.second is None else self.second + second
             self.total = total if self.total is None else self.total + total
-            self.losses = losses if self.losses is None else self.losses + losses
-            self.n_outputs = f.shape[1]
-        return BatchSummary(torch.zeros(1), len(y), 0)
+        return uncounted(y)
 
     def finish(self) -> VariationalCurvature:
         if self.second is None or self.total is None:
@@ -283,8 +275,3 @@ class BoundSweep(Sweep):
         return VariationalCurvature(
             self.inducing, self.places, self.second.reshape(-1, size, size), self.total.reshape(-1)
         )
-
-    def counted(self, read: BatchSummary) -> BatchSummary:
-        if self.losses is None:
-            raise InvalidData("no batch was read.")
-        return BatchSummary(self.losses, read.n_data, self.n_outputs)

@@ -13,7 +13,7 @@ from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.function_space.kernels import kernel_at, kernel_diagonal
-from laplace.function_space.subset import jacobians
+from laplace.function_space.observed import jacobians, observed, uncounted
 from laplace.function_space.variational_energy import Energy, divergence
 from laplace.function_space.variational_inducing import Inducing, Places, inducing_jacobians
 from laplace.gaussian import Gaussian
@@ -168,16 +168,12 @@ def objective(
 
     At α = 0 and with all data as one batch it is the negative evidence lower bound.
     """
-    training, likelihood = variables.training, variables.engine.likelihood
+    training = variables.training
     delta, inducing = variables.prior_precision, variables.inducing()
     gram = inducing.gram(None, None)
     root = torch.linalg.cholesky(gram + delta * torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
     terms: list[Tensor] = []
-    first = 0
-    for jacobian, f in jacobians(variables.engine, x):
-        f = f.detach().double()
-        targets = likelihood.check_targets(f, y[first : first + len(f)])
-        first += len(f)
+    for jacobian, f, targets in observed(variables.engine, x, y, torch.float64):
         latent = Gaussian(f, marginals(inducing, root, delta, jacobian, energy.form))
         temperature = training.temperature.double()
         terms.append(energy.log_terms(latent, targets, variables.sigma_noise, temperature, generator))
@@ -235,7 +231,7 @@ class TrainingSweep(Sweep):
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
         if self.steps >= self.training.steps:
-            return BatchSummary(torch.zeros(1), len(y), 0)
+            return uncounted(y)
         with torch.enable_grad():
             loss = objective(self.variables, self.energy, x, y, self.n_data, self.generator)
             # Locations that no Jacobian depends on, as those of a lone bias, stay where they are.
@@ -248,7 +244,7 @@ class TrainingSweep(Sweep):
         self.steps += 1
         if self.training.watch_steps and self.steps % self.training.watch_steps == 0:
             self._watch()
-        return BatchSummary(torch.zeros(1), len(y), 0)
+        return uncounted(y)
 
     def _watch(self) -> None:
         if self.training.watch is not None:
