@@ -115,8 +115,7 @@ def _counted(loader: Iterable[Any], engine: CurvatureEngine, dict_key_y: str) ->
     """The data that count, batch by batch."""
     device = engine.problem.device
     for item in loader:
-        x, y = batches.split(item, dict_key_y)
-        kept = fitting.without_ignored(batches.to_device(x, device), y.to(device), engine.likelihood)
+        kept = batches.counted(item, dict_key_y, device, engine.likelihood.ignore_index)
         if kept is not None:
             yield kept
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from laplace.lending import same_random_state, undisturbed
 from laplace.likelihoods.base import Likelihood
 from laplace.positions import channels_last
 from laplace.refinement.result import Refinement
-from laplace.structures.base import Curvature, Precision, move
+from laplace.structures.base import Curvature, Precision
 from laplace.structures.indefinite import SignedOptions
 from laplace.subsampling import Subset
 from laplace.weights.all_weights import AllWeights
@@ -287,11 +287,9 @@ class WeightFit(BaseLaplace):
         if self._fit is None or self._mean is None:
             self._engine = None
             return
-        curvature = self.structure.from_state(move(self._fit.curvature.state(), device, dtype))
-        fit = replace(self._fit, curvature=curvature, loss_terms=self._fit.loss_terms.to(self._like))
-        refined = self._refinement
-        refined = None if refined is None else refined.moved(self.structure, self._like.device, self._like.dtype)
-        self.adopt(fit, self._mean.to(self._like), Fingerprint.of(self.weights.model), refinement=refined)
+        fit, mean = self._fit.moved(device, dtype), self._mean.to(self._like)
+        refined = None if self._refinement is None else self._refinement.moved(device, dtype)
+        self.adopt(fit, mean, Fingerprint.of(self.weights.model), refinement=refined)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: nothing derived, and hyper-parameters without their graph."""

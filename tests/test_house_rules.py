@@ -95,6 +95,8 @@ DEFAULTS = {
     "LayerRule": {"accepts"},
     # PyTorch has a loss module for some likelihoods only, and users' backends know some names only.
     "Likelihood": {"count", "loss", "torch_loss", "peer_name"},
+    # A single reward is its own mean; an expansion of a sigmoid may leave [0, 1].
+    "NoiseFreeLikelihood": {"predict"},
     # Only a last layer has a name, and a choice of all weights nothing to remember.
     "Weights": {"named", "state", "for_backend"},
     # Most structures have no limit of size; one that does not say what it takes cannot be planned for; one that is no

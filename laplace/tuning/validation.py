@@ -15,7 +15,6 @@ from tqdm.auto import tqdm
 from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.fitting import without_ignored
 from laplace.likelihoods.base import Likelihood
 from laplace.positions import target_rows
 from laplace.tuning.objectives import MeanScore, Objective
@@ -63,8 +62,7 @@ class Validation:
         """
         device, empty = la.prior_precision.device, True
         for batch in tqdm(self.loader, desc=label, disable=not progress_bar):
-            x, y = batches.split(batch, la.dict_key_y)
-            kept = without_ignored(batches.to_device(x, device), y.to(device), la.likelihood_object)
+            kept = batches.counted(batch, la.dict_key_y, device, la.likelihood_object.ignore_index)
             if kept is not None:
                 empty = False
                 yield kept
@@ -97,14 +95,6 @@ def checked_rows(la: ParametricLaplace, f: Tensor, y: Tensor | None, positions: 
     if y is None:
         return torch.zeros(len(f), dtype=torch.long, device=f.device)
     return la.likelihood_object.check_targets(f, target_rows(y, f, positions, la.channel_dim))
-
-
-def rows_that_count(likelihood: Likelihood, y: Tensor, positions: tuple[int, ...]) -> Tensor | None:
-    """Rows of outputs with positions whose labels are not the ignored one, `[n]`; None for all."""
-    if not positions or likelihood.ignore_index is None or y.ndim != 1:
-        return None
-    kept = y != likelihood.ignore_index
-    return None if bool(kept.all()) else kept.nonzero().flatten()
 
 
 def at_rows(prediction: Prediction, rows: Tensor | None) -> Prediction:
