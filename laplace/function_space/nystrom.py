@@ -24,6 +24,7 @@ from laplace.function_space.kernels import kernel
 from laplace.function_space.nystrom_precision import NystromPrecision, NystromScan, features
 from laplace.function_space.observed import ObservingSweep, jacobians, uncounted
 from laplace.function_space.subset import Pool, make_score
+from laplace.hyperparameters import check_counts
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
@@ -55,18 +56,14 @@ class NystromOptions:
     watch_batches: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("subsample_size", "n_eigenvalues"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidArgument(f"{name}={value!r}; it must be a positive integer.")
+        check_counts(subsample_size=self.subsample_size, n_eigenvalues=self.n_eigenvalues)
         if self.n_eigenvalues > self.subsample_size:
             raise InvalidArgument(
                 f"n_eigenvalues={self.n_eigenvalues} exceeds subsample_size={self.subsample_size}: M data span at most "
                 "M directions."
             )
-        count = self.watch_batches
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise InvalidArgument(f"val_steps={count!r}; it must be a positive integer, or None.")
+        if self.watch_batches is not None:
+            check_counts(val_steps=self.watch_batches)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from laplace.function_space.held import from_state, held, state_of
 from laplace.function_space.observed import ObservingSweep, uncounted
 from laplace.function_space.subset import SELECTIONS, Pool, Rows, make_score
 from laplace.function_space.subset_precision import DualPrecision, DualScan, IndependentPrecision, SubsetPrecision
+from laplace.hyperparameters import check_counts
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures.base import Curvature, Sweep, require_finite
@@ -47,8 +48,7 @@ class SubsetOptions:
     prior_factor: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.n_subset, bool) or not isinstance(self.n_subset, int) or self.n_subset < 1:
-            raise InvalidArgument(f"n_subset={self.n_subset!r}; it must be a positive integer.")
+        check_counts(n_subset=self.n_subset)
         if self.selection not in SELECTIONS:
             raise InvalidArgument(f"selection={self.selection!r}; accepted are {list(SELECTIONS)}.")
         if self.prior_factor is not None and not 0 < self.prior_factor < math.inf:

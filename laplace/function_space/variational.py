@@ -29,6 +29,7 @@ from laplace.function_space.subset_precision import DualScan, SubsetPrecision
 from laplace.function_space.variational_energy import Energy
 from laplace.function_space.variational_inducing import STRATEGIES, Inducing, Places, chosen, make_pool
 from laplace.function_space.variational_training import Training, TrainingSweep, start
+from laplace.hyperparameters import check_counts
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
@@ -68,8 +69,8 @@ class VariationalOptions:
             raise InvalidArgument(f"inducing_locations={given!r}; accepted are inputs, or one of {list(STRATEGIES)}.")
         if count is None and isinstance(given, str):
             raise InvalidArgument(f"inducing_locations={given!r} needs num_inducing=, how many.")
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise InvalidArgument(f"num_inducing={count!r}; it must be a positive integer.")
+        if count is not None:
+            check_counts(num_inducing=count)
         if isinstance(given, torch.Tensor) and count not in (None, len(given) if given.ndim else None):
             raise InvalidArgument(f"num_inducing={count}, but inducing_locations has shape {list(given.shape)}.")
         classes = self.inducing_classes

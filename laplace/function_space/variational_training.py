@@ -17,6 +17,7 @@ from laplace.function_space.observed import jacobians, observed, uncounted
 from laplace.function_space.variational_energy import Energy, divergence
 from laplace.function_space.variational_inducing import Inducing, Places, inducing_jacobians
 from laplace.gaussian import Gaussian
+from laplace.hyperparameters import check_counts
 from laplace.structures.base import Sweep, require_finite
 from laplace.weights.problem import Problem
 
@@ -65,13 +66,9 @@ class Training:
     learnt: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, least in (("iterations", 0), ("n_epochs", 1), ("watch_steps", 1)):
-            value = getattr(self, name)
-            if value is None and name != "iterations":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                shown = "val_steps" if name == "watch_steps" else name
-                raise InvalidArgument(f"{shown}={value!r}; it must be an integer of at least {least}.")
+        check_counts(0, iterations=self.iterations)
+        given = {"n_epochs": self.n_epochs, "val_steps": self.watch_steps}
+        check_counts(**{name: count for name, count in given.items() if count is not None})
         if not 0 < self.lr < float("inf"):
             raise InvalidArgument(f"lr={self.lr}; it must be positive and finite.")
         unknown = sorted({self.learn} if isinstance(self.learn, str) else set(self.learn) - set(LEARNT))

@@ -18,6 +18,7 @@ from laplace.batch import Inputs
 from laplace.enums import HessianStructure, LinkApprox, PredType, SubsetOfWeights
 from laplace.errors import InvalidArgument
 from laplace.factory import Laplace
+from laplace.hyperparameters import check_counts
 from laplace.likelihoods.base import Likelihood
 from laplace.mixture import mimo, state
 from laplace.mixture.posterior import MixturePosterior
@@ -73,7 +74,7 @@ class MixtureLaplace(MixturePosterior, Tunable):
         Raises:
             InvalidArgument: No such layer, a number of outputs that M does not divide, or another subset of weights.
         """
-        mimo.check_heads(n_heads)
+        check_counts(n_heads=n_heads)
         calls = [mimo.HeadCall(head, n_heads) for head in range(n_heads)]
         subset = str(subset_of_weights)
         if subset not in (SubsetOfWeights.LAST_LAYER, SubsetOfWeights.ALL):

@@ -29,10 +29,11 @@ from laplace.errors import InvalidArgument, InvalidData
 from laplace.evidence import Evidence
 from laplace.fingerprint import Fingerprint
 from laplace.fitting import Fit
+from laplace.hyperparameters import check_counts
 from laplace.lending import flags_put_back
 from laplace.positions import as_rows
 from laplace.structures.base import Precision
-from laplace.training.online import check_counts, check_step_size
+from laplace.training.online import check_step_size
 from laplace.tuning.ascent import minimise
 
 if TYPE_CHECKING:

@@ -17,10 +17,11 @@ from laplace.batch import ForwardFn, Inputs
 from laplace.curvature import CurvatureInterface
 from laplace.enums import HessianStructure, Likelihood, PriorStructure
 from laplace.errors import TuningWarning
+from laplace.hyperparameters import check_counts
 from laplace.lending import flags_put_back
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.parametric import ParametricLaplace
-from laplace.training.online import OnlineLaplace, check_counts
+from laplace.training.online import OnlineLaplace
 
 
 def marglik_training(

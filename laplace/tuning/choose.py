@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laplace.enums import TuningMethod
 from laplace.errors import InvalidArgument, TuningWarning
-from laplace.hyperparameters import positive
+from laplace.hyperparameters import check_counts, positive
 from laplace.tuning.ascent import Evaluate, Search, minimise
 from laplace.tuning.candidates import Predictive
 from laplace.tuning.evidence import negative_evidence
@@ -139,8 +139,7 @@ def _powers(options: TuningOptions, like: Tensor) -> Tensor:
     low, high, base, n = (
         options.log_prior_prec_min, options.log_prior_prec_max, options.log_prior_prec_base, options.grid_size,
     )  # fmt: skip
-    if not isinstance(n, int) or n < 1:
-        raise InvalidArgument(f"grid_size={n}; it must be an integer of at least 1.")
+    check_counts(grid_size=n)
     name = f"log_prior_prec_base={base} to the powers from log_prior_prec_min={low} to log_prior_prec_max={high}"
     return positive(name, torch.logspace(low, high, n, base, dtype=like.dtype, device=like.device))
 
