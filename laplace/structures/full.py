@@ -63,7 +63,11 @@ class FullCurvature(AdditiveCurvature):
         square, columns = survey.n_params**2, survey.n_data * max(1, survey.n_columns)
         kept = survey.n_terms * square * survey.itemsize
         products = survey.n_columns == 0  # rows of the matrix, their transposes, and the sum
-        head = 2 * square * survey.itemsize // survey.n_outputs if survey.is_head else 0
+        head = 0
+        if survey.is_head:  # Grams of the features, and rows of u ⊗ φ with what they are joined from
+            rows = survey.n_data * max(tensor.positions for tensor in survey.tensors)
+            head = 2 * square * survey.itemsize // survey.n_outputs
+            head += 2 * min(CHUNK_BYTES, rows * survey.n_params * survey.itemsize)
         return Footprint(
             kept=kept,
             running=3 * kept if products else kept,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from laplace.curvature.blocks import Block, PickedBlock
+from laplace.curvature.blocks import CHUNK_BYTES, Block, PickedBlock
 from laplace.curvature.engine import Bases, Groups
 from laplace.curvature.factors import IndexBlock, OuterBlock
 from laplace.curvature.jacobian import Jacobian
@@ -109,9 +109,17 @@ class FullSum:
                 else:
                     self._add_products(i, j, left, right, hessian.dense.to(dtype))
         if hessian.dense is None and hessian.vec is not None:
-            vec = hessian.vec.to(dtype).unsqueeze(2)
-            stacked = torch.cat([(vec * part.unsqueeze(1)).flatten(1) for part in features.values()], 1)
-            add_gram(self.values[0], stacked, sign=-1.0)
+            step = self._rows_at_once(self.values.shape[1])
+            for rows, *parts in zip(
+                hessian.vec.split(step), *(part.split(step) for part in features.values()), strict=True
+            ):
+                vec = rows.to(dtype).unsqueeze(2)
+                stacked = torch.cat([(vec * part.unsqueeze(1)).flatten(1) for part in parts], 1)
+                add_gram(self.values[0], stacked, sign=-1.0)
+
+    def _rows_at_once(self, width: int) -> int:
+        """How many rows of so many numbers fit into a piece."""
+        return max(1, CHUNK_BYTES // (self.values.element_size() * width))
 
     def _view(self, i: int, j: int, shape: tuple[int, int, int]) -> Tensor:
         """Entries of two tensors as `[E, C, D_i, C, D_j]`."""
@@ -127,10 +135,12 @@ class FullSum:
 
     def _add_products(self, i: int, j: int, left: Tensor, right: Tensor, dense: Tensor) -> None:
         """Σ_b Λ_bcd φ φᵀ for a Λ without structure."""
-        c = dense.shape[1]
-        weighted = dense.flatten(1).unsqueeze(2) * right.unsqueeze(1)
-        products = (left.T @ weighted.flatten(1)).view(left.shape[1], c, c, right.shape[1])
-        self._view(i, j, (c, left.shape[1], right.shape[1]))[0].add_(products.transpose(0, 1))
+        c, n_left, n_right = dense.shape[1], left.shape[1], right.shape[1]
+        products = left.new_zeros(n_left, c * c * n_right)
+        step = self._rows_at_once(c * c * n_right)
+        for a, middle, b in zip(left.split(step), dense.flatten(1).split(step), right.split(step), strict=True):
+            products += a.T @ (middle.unsqueeze(2) * b.unsqueeze(1)).flatten(1)
+        self._view(i, j, (c, n_left, n_right))[0].add_(products.view(n_left, c, c, n_right).transpose(0, 1))
 
     def result(self) -> Tensor:
         """`[E, P, P]`, of which the upper block triangle counts."""
