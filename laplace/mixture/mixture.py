@@ -24,8 +24,8 @@ from laplace.mixture import mimo, state
 from laplace.mixture.posterior import MixturePosterior
 from laplace.mixture.sampling import choose, in_order
 from laplace.mixture.weighting import check_same_data, weights_at
-from laplace.parametric import ParametricLaplace
-from laplace.predicting import replayed
+from laplace.posterior.parametric import ParametricLaplace
+from laplace.posterior.weight_predictor import replayed
 from laplace.predictive import latent
 from laplace.predictive.mixed_quantities import MixedQuantities
 from laplace.predictive.mixing import mixed

@@ -37,7 +37,7 @@ from laplace.training.online import check_step_size
 from laplace.tuning.ascent import minimise
 
 if TYPE_CHECKING:
-    from laplace.parametric import ParametricLaplace
+    from laplace.posterior.parametric import ParametricLaplace
 
 
 # The pieces.

@@ -20,7 +20,7 @@ from laplace.errors import TuningWarning
 from laplace.hyperparameters import check_counts
 from laplace.lending import flags_put_back
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
-from laplace.parametric import ParametricLaplace
+from laplace.posterior.parametric import ParametricLaplace
 from laplace.training.online import OnlineLaplace
 
 

@@ -27,8 +27,8 @@ from laplace.hyperparameters import check_counts
 from laplace.layout import flatten
 from laplace.lending import same_random_state
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
-from laplace.parametric import ParametricLaplace
 from laplace.positions import as_rows
+from laplace.posterior.parametric import ParametricLaplace
 from laplace.tuning.settings import spread
 
 

@@ -16,7 +16,7 @@ from laplace.hyperparameters import as_tensor, check_length, positive
 from laplace.layout import Layout
 
 if TYPE_CHECKING:
-    from laplace.parametric import ParametricLaplace
+    from laplace.posterior.parametric import ParametricLaplace
 
 NAMES = ("prior_precision", "sigma_noise", "temperature")
 """What can be tuned."""

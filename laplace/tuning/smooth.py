@@ -35,7 +35,7 @@ from laplace.tuning.subject import Subject
 from laplace.tuning.validation import Validation, at_rows, checked_rows, entropy_of
 
 if TYPE_CHECKING:
-    from laplace.parametric import ParametricLaplace
+    from laplace.posterior.parametric import ParametricLaplace
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from laplace.tuning.scores import Prediction
 from laplace.tuning.settings import NAMES, Setting
 
 if TYPE_CHECKING:
-    from laplace.parametric import ParametricLaplace
+    from laplace.posterior.parametric import ParametricLaplace
 
 
 class CandidateSet(Protocol):

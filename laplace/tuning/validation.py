@@ -21,7 +21,7 @@ from laplace.tuning.objectives import MeanScore, Objective
 from laplace.tuning.scores import Prediction, find_score
 
 if TYPE_CHECKING:
-    from laplace.parametric import ParametricLaplace
+    from laplace.posterior.parametric import ParametricLaplace
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace import state
 from laplace.batch import Inputs
 from laplace.curvature.jacobian import Jacobian
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument
 from laplace.positions import in_users_layout, unrolled
-from laplace.predicting import WeightPredictor
+from laplace.posterior import state
+from laplace.posterior.weight_predictor import WeightPredictor
 from laplace.predictive import latent
 from laplace.predictive.prediction import Prediction, laid_out
 from laplace.predictive.quantities import PredictionOptions

@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace import fitting, subsampling
+from laplace import fitting
 from laplace import hyperparameters as hyper
-from laplace.base import BaseLaplace
 from laplace.batch import ForwardFn
 from laplace.curvature import CurvatureInterface
 from laplace.curvature.engine import CurvatureEngine
 from laplace.curvature.making import make_backend
 from laplace.errors import InvalidArgument, NotFittedError
 from laplace.fingerprint import Fingerprint
-from laplace.fitting import Fit
+from laplace.fitting import Fit, subsampling
+from laplace.fitting.subsampling import Subset
 from laplace.lending import same_random_state, undisturbed
 from laplace.likelihoods.base import Likelihood
 from laplace.positions import channels_last
+from laplace.posterior.base import BaseLaplace
 from laplace.refinement.result import Refinement
 from laplace.structures.base import Curvature, Precision
 from laplace.structures.indefinite import SignedOptions
-from laplace.subsampling import Subset
 from laplace.weights.all_weights import AllWeights
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem

@@ -16,7 +16,7 @@ from laplace.refinement.result import Refinement
 from laplace.structures.base import move as moved
 
 if TYPE_CHECKING:
-    from laplace.parametric import ParametricLaplace
+    from laplace.posterior.parametric import ParametricLaplace
 
 VERSION = 1
 """Version of the format of state dicts."""
