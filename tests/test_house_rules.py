@@ -53,7 +53,7 @@ ALWAYS_THERE = {"torch", "numpy", "tqdm"}
 # Where the names of likelihoods are compared, and where mappings are told from pairs.
 LIKELIHOOD_HOMES = ("likelihoods/", "enums.py", "compat/")
 # The last four hold named tensors, state dicts and tables of hooks, not batches.
-MAPPING_HOMES = ("batch.py", "compat/", "layout.py", "structures/base.py", "state.py", "lending.py")
+MAPPING_HOMES = ("batch.py", "compat/", "layout.py", "structures/base.py", "posterior/state.py", "lending.py")
 
 # Concrete methods that may be overridden: defaults that are right for every subclass, replaced where one has a
 # cheaper or a more special way. All else is abstract or final.
