@@ -13,8 +13,8 @@ from laplace import fitting
 from laplace import hyperparameters as hyper
 from laplace.batch import ForwardFn
 from laplace.curvature import CurvatureInterface
+from laplace.curvature.adapted import is_ours
 from laplace.curvature.engine import CurvatureEngine
-from laplace.curvature.making import make_backend
 from laplace.errors import InvalidArgument, NotFittedError
 from laplace.fingerprint import Fingerprint
 from laplace.fitting import Fit, subsampling
@@ -130,10 +130,24 @@ class WeightFit(BaseLaplace):
         return self._engine
 
     def _make_backend(self, problem: Problem) -> CurvatureInterface:
-        return make_backend(
-            self.backend_cls, self.weights, problem, self.likelihood, self.dict_key_x, self.dict_key_y,
-            self.backend_kwargs, self.asdl_fisher_kwargs,
-        )  # fmt: skip
+        """An object of the backend's class.
+
+        A class of the user's sees the names "regression" and "classification" only, and is called with
+        `asdl_fisher_kwargs`, which the library's take in the constructor.
+
+        Raises:
+            InvalidArgument: The constructor does not know an option.
+        """
+        backend, ours = self.backend_cls, is_ours(self.backend_cls)
+        model, choice = self.weights.for_backend(problem)
+        options = {**choice, **self.backend_kwargs, **(self.asdl_fisher_kwargs if ours else {})}
+        name = self.likelihood if ours else self.likelihood_object.peer_name
+        try:
+            return backend(model, name, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y, **options)
+        except TypeError as error:
+            raise InvalidArgument(
+                f"backend={backend.__name__} could not be made with backend_kwargs={sorted(options)}: {error}"
+            ) from error
 
     def _make_engine(self, problem: Problem, *, split_outputs: bool) -> CurvatureEngine:
         backend = self._make_backend(problem)
