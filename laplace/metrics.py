@@ -204,8 +204,8 @@ def gaussian_nll(mean: Tensor, var: Tensor, y: Tensor) -> Tensor:
 def gaussian_crps(mean: Tensor, var: Tensor, y: Tensor) -> Tensor:
     """Mean continuous ranked probability score of Gaussian predictions, summed over outputs, in units of the target.
 
-    CRPS(N(m, s²), y) = s (z (2Φ(z) − 1) + 2φ(z) − 1/√π) with z = (y − m)/s   (Gneiting and Raftery, 2007, eq. 21, with
-    the sign that makes small values good). As s goes to 0 it becomes the absolute error.
+    CRPS(N(m, s²), y) = s (z (2Φ(z) − 1) + 2φ(z) − 1/√π) with z = (y − m)/s   (Gneiting and Raftery, 2007, section 4.2,
+    with the sign that makes small values good). As s goes to 0 it becomes the absolute error.
 
     Args:
         mean: Predictive means `[B, C]`.

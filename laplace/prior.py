@@ -52,10 +52,11 @@ class GaussianPrior:
         return self.layout.split(self.precision)
 
     def logdet(self) -> Tensor:
-        """Σ log δ over all parameters, 0-dim."""
-        if self.is_scalar:
-            return self.layout.n_params * self.precision.log().sum()
-        return self.diagonal().log().sum()
+        """Σ log δ over all parameters, 0-dim, float64: log det P − log det P₀ is a small difference of large sums."""
+        logs = self.precision.double().log()
+        if self.is_constant_per_tensor and not self.is_scalar:
+            return logs @ logs.new_tensor(self.layout.sizes)
+        return logs.sum() * (self.layout.n_params // logs.numel())
 
     def quad(self, theta: Tensor) -> Tensor:
         """(θ − μ0)ᵀ diag(δ) (θ − μ0), 0-dim."""

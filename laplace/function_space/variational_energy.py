@@ -61,7 +61,8 @@ class Energy:
             latent: q(f) of the data, its covariance as `form` says.
             y: Checked targets.
             sigma_noise: σ, 0-dim or `[C]`.
-            temperature: T: p(y | f)^(1/T), without the normaliser of a noise, as in the evidence.
+            temperature: T, which divides the terms but not the normaliser of a noise, as in the evidence: energies of
+                order αT of p(y | f)^(1/T).
             generator: Source of the samples.
         """
         if self.likelihood.has_noise:

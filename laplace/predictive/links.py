@@ -225,6 +225,7 @@ def log_concentrations(mean: Tensor, covariance: Tensor, normalise: bool = False
     centred, conditional = _condition_on_zero_sum(mean.double().clamp(-1e100, 1e100), variance, row_sums, eps)
     if normalise:
         centred = centred / _excess(conditional, unit, n_classes).sqrt()
+        unit = math.sqrt(n_classes / 2) / conditional.mean(1, keepdim=True)  # that of Σ/c, whatever the first one was
     log_constant = math.log(1 - 2 / n_classes) if n_classes > 2 else -math.inf
     peak = centred + torch.logsumexp(-centred, 1, keepdim=True) - 2 * math.log(n_classes)
     return torch.logaddexp(peak, peak.new_tensor(log_constant)) - conditional.log() - unit.log()

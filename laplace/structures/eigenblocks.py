@@ -111,8 +111,8 @@ class BlockSpectrum:
         """
         if precision.numel() == 1 or self.shape is None:
             return precision
-        squares = replace(self, left=_square(self.left), right=_square(self.right))
-        return squares.rotate(precision.double())
+        shares = replace(self, left=_shares(self.left), right=_shares(self.right))
+        return shares.rotate(precision.double())
 
     def diagonal(self, values: Tensor) -> Tensor:
         """Diagonal of U diag(values) Uᵀ, `[p]`."""
@@ -184,6 +184,12 @@ def _times(folded: Tensor, basis: Tensor) -> Tensor:
 
 def _square(basis: Tensor | None) -> Tensor | None:
     return None if basis is None else basis.square()
+
+
+def _shares(basis: Tensor | None) -> Tensor | None:
+    """Squares of eigenvectors that sum to 1 also where a basis was kept in float32: one prior stays one."""
+    squares = _square(basis)
+    return None if squares is None else squares / squares.sum(-2, keepdim=True)
 
 
 def diag_spectrum(values: Tensor) -> BlockSpectrum:

@@ -30,7 +30,8 @@ class KronPrecision(Precision):
         spectra: The eigendecomposition of every block.
         weights: Scale of every curvature term, `[E]`.
         prior: δ.
-        damping: Whether (√s A + √δ) ⊗ (√s B + √δ) replaces s A ⊗ B + δ (Ritter et al., 2018).
+        damping: Whether (√s A + √δ) ⊗ (√s B + √δ) replaces s A ⊗ B + δ (Ritter et al., 2018, whose factors are both √N
+            times a mean; here, as in laplace-torch, the output side is a sum and the input side a mean).
     """
 
     spectra: Spectra
@@ -80,7 +81,7 @@ class KronPrecision(Precision):
         left, right = spectrum.left_values, spectrum.right_values
         if not self.damping or left is None or right is None or spectrum.matrix is not None:
             return self._scale * spectrum.values + prior
-        root, scale = prior.sqrt().view(-1, *_folded(spectrum, prior)), self._scale.sqrt()
+        root, scale = prior.double().sqrt().view(-1, *_folded(spectrum, prior)), self._scale.double().sqrt()
         damped = (scale * left.unsqueeze(2) + root) * (scale * right.unsqueeze(1) + root)
         return damped.flatten()
 

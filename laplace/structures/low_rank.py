@@ -1,7 +1,7 @@
 """Low-rank curvature: the dominant eigenpairs of the unit curvature, found by products with vectors alone.
 
 H ≈ U diag(λ) Uᵀ comes from a seeded randomised subspace iteration (Halko et al., 2011, algorithm 4.4 with the
-Rayleigh–Ritz step of §5.1), which reads the data several times and never holds a matrix of P rows and columns.
+Rayleigh–Ritz step of algorithm 5.3), which reads the data several times and never holds a matrix of P rows and columns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Dominant eigenpairs of a symmetric operator that is known by its products alone (Halko et al., 2011, §4.5 and §5.1).
+"""Dominant eigenpairs of a symmetric operator that is known by its products alone (Halko et al., 2011, §4.5, §5.3).
 
 Blocks of vectors are rows `[l, P]`, long and few. They are rotated in place, by chunks, with small matrices in float64,
 so that a block is never copied.

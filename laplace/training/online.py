@@ -29,6 +29,7 @@ from laplace.lending import same_random_state
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.positions import as_rows
 from laplace.posterior.parametric import ParametricLaplace
+from laplace.predictive import latent
 from laplace.tuning.settings import spread
 
 
@@ -170,7 +171,8 @@ class OnlineLaplace:
         if self.la.is_fitted:
             return round(self.la.n_data)
         if self._n_counted is None:
-            with same_random_state(self.model):  # a loader draws its shuffling from the global random state
+            # A loader draws its shuffling from the global random state.
+            with torch.inference_mode(False), torch.no_grad(), same_random_state(self.model):
                 self._n_counted = _count(self.train_loader, self.la)
         return self._n_counted
 
@@ -277,12 +279,16 @@ def check_step_size(lr_hyp: float) -> None:
 def _count(loader: Iterable[Any], la: ParametricLaplace) -> int:
     """Data whose labels are not the ignored one; of outputs with positions, these."""
     ignored, total = la.likelihood_object.ignore_index, 0
+    per_row: int | None = None  # numbers in the target of one datum or position
     for batch in loader:
-        _, y = batches.split(batch, la.dict_key_y)
+        x, y = batches.split(batch, la.dict_key_y)
         if ignored is not None:
             total += int((y != ignored).sum())
-        else:  # values have the shape of the outputs
-            total += len(y) if y.ndim <= 2 else y.numel() // y.shape[la.channel_dim]
+        elif y.ndim == 1:
+            total += len(y)
+        elif len(y):  # of targets [B, n] only the network knows whether n are outputs or positions
+            per_row = per_row or max(1, y.numel() // len(latent.outputs(la.engine, x).values))
+            total += y.numel() // per_row
     if total == 0:
         raise InvalidData("train_loader gave no data that count; training needs at least one datum.")
     return total

@@ -134,3 +134,25 @@ def test_rank_deficient_curvature_down_to_tiny_priors(structure: str) -> None:
     for delta in (1e-4, 1.0):
         la.prior_precision = delta
         assert la(torch.randn(5, 10))[1].isfinite().all()
+
+
+@pytest.mark.parametrize("structure", ["kron", "damped", "ekfac", "diag", "block"])
+def test_a_small_difference_of_large_determinants(structure: str) -> None:
+    """Log det P − log det P₀ of many weights that the data say little of: float32 sums would lose it."""
+    options = {"damping": True} if structure == "damped" else {}
+    structure = "kron" if structure == "damped" else structure
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20_000, 4), nn.Flatten(), nn.Linear(8, 3))
+    x, y = torch.arange(8).view(4, 2), torch.tensor([0, 1, 2, 0])
+    if structure == "block":
+        model.get_parameter("0.weight").requires_grad_(False)
+    ratios: dict[torch.dtype, list[Tensor]] = {}
+    for dtype in (torch.float32, torch.float64):
+        la = Laplace(copy.deepcopy(model).to(dtype), "classification", "all", structure, **options)  # pyright: ignore
+        la.fit([(x, y)])
+        ratios[dtype] = []
+        for length in (1, la.n_layers, la.n_params):
+            la.prior_precision = torch.full((length or 1,), 300.0)
+            ratios[dtype].append(la.log_det_ratio)
+    assert_close(torch.stack(ratios[torch.float32]), torch.stack(ratios[torch.float64]), "float32")
+    assert_close(torch.stack(ratios[torch.float64])[1:], ratios[torch.float64][0].expand(2), "backend")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -54,6 +56,20 @@ def test_bridge_inverts_the_dirichlet_map() -> None:
     covariance = torch.diag_embed(inverse) - (inverse[:, :, None] + inverse[:, None]) / n
     covariance = covariance + inverse.sum(1)[:, None, None] / n**2
     assert_close(log_concentrations(mean, covariance).exp(), alpha, "algebra")
+
+
+@pytest.mark.parametrize("c", [2, 4])
+def test_concentrations_of_rescaled_latents(c) -> None:
+    """μ/√c and Σ/c make a Dirichlet of their own: it has the concentrations of both, not of the mean alone."""
+    given = mean, covariance = latents(c)
+    sums = covariance.sum(-1)
+    total = sums.sum(-1, keepdim=True)
+    mean = mean - sums * mean.sum(-1, keepdim=True) / total
+    variance = covariance.diagonal(dim1=1, dim2=2) - sums.square() / total
+    excess = variance.mean(1, keepdim=True) / math.sqrt(c / 2)
+    mean, variance = mean / excess.sqrt(), variance / excess
+    alpha = (1 - 2 / c + mean.exp() * (-mean).exp().sum(1, keepdim=True) / c**2) / variance
+    assert_close(log_concentrations(*given, normalise=True).exp(), alpha, "algebra")
 
 
 @pytest.mark.parametrize("c", [2, 4])

@@ -90,6 +90,23 @@ def test_ignored_labels_count_nowhere() -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("single", [True, False])
+def test_positions_of_binary_targets_are_data(single: bool) -> None:
+    """Targets `[B, T]` of outputs `[B, T, 1]` are B·T data, not B of T labels each, before and after an estimate."""
+    model, x = nn.Linear(3, 1), torch.randn(4, 5, 3)
+    y = (x[..., 0] > 0).float() if single else (x[..., :1] > 0).float()
+    online = OnlineLaplace(model, [(x[:3], y[:3]), (x[3:], y[3:])], "bernoulli", "diag", prior_prec_init=2.0)
+    assert online.n_data == 20
+    before = online.loss(model(x), y).detach()
+    rows = model(x).flatten(0, 1), y.reshape(-1, 1)
+    prior = 2.0 * sum(p.detach().square().sum() for p in model.parameters())
+    expected = functional.binary_cross_entropy_with_logits(*rows) + prior / 40
+    assert_close(before, expected.detach(), "float32")
+    online.la.fit(online.train_loader)
+    assert online.n_data == 20
+    assert_close(online.loss(model(x), y).detach(), before, "float32")
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.4])
 def test_training_ends_at_the_posterior_mean_of_a_linear_model(temperature: float) -> None:
     model, x, y = line()
