@@ -15,7 +15,7 @@ from laplace.curvature.engine import CurvatureEngine
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument
 from laplace.hyperparameters import as_tensor, positive
-from laplace.parametric import ParametricLaplace
+from laplace.posterior.parametric import ParametricLaplace
 from laplace.predictive import latent
 from laplace.structures.base import Precision
 from laplace.tuning.candidates import Candidates
