@@ -71,13 +71,12 @@ class Workload:
     size: int = 0
 
 
-LENET28 = Setting("LeNet 28×28", 256, 64)
-LENET8 = Setting("LeNet 8×8", 256, 64)
-MLP = Setting("MLP", 256, 64, (784, 256, 128, 64, 10))
-SMALL = Setting("MLP", 512, 128, (16, 32, 32, 10))
-HEAD = Setting("MLP", 512, 128, (64, 128, 128, 10))
-RESIDUAL, RESNET = Setting("residual", 64, 16), Setting("ResNet, BatchNorm", 64, 16)
-LINEAR, PACKED = Setting("encoder, linear", 128, 32), Setting("encoder, nn", 128, 32)
+LENET28, LENET8 = Setting("LeNet 28×28", 64, 32), Setting("LeNet 8×8", 128, 64)
+MLP = Setting("MLP", 64, 32, (784, 256, 128, 64, 10))
+SMALL = Setting("MLP", 256, 128, (16, 32, 32, 10))
+HEAD = Setting("MLP", 256, 128, (64, 128, 128, 10))
+RESIDUAL, RESNET = Setting("residual", 32, 16), Setting("ResNet, BatchNorm", 32, 16)
+LINEAR, PACKED = Setting("encoder, linear", 64, 32), Setting("encoder, nn", 64, 32)
 
 
 def _name(s: Setting) -> str:
@@ -115,7 +114,7 @@ def _processes() -> Iterator[Workload]:
 
 def _samples_and_tuning() -> Iterator[Workload]:
     wrn = Setting("WRN-16-4", 16, 16, (10,))
-    for setting, structure in ((LENET8, "kron"), (LENET8, "diag"), (MLP, "kron")):
+    for setting, structure in ((LENET8, "kron"), (LENET8, "diag"), (MLP, "kron"), (SMALL, "diag")):
         yield Workload(f"nn, 50 samples, {_name(setting)}, {structure}", setting, "all", structure, "nn", amount=50)
     yield Workload("nn, 10 samples, last layer, WRN-16-4, kron", wrn, "last_layer", "kron", "nn", amount=10)
     for setting, subset, structure in (
@@ -134,17 +133,17 @@ def _grown(axis: str, size: int) -> tuple[Setting, str, str]:
     """Setting, weights and structure of one point of a series."""
     match axis:
         case "N: LeNet 8×8, kron":
-            return Setting("LeNet 8×8", size, 64), "all", "kron"
+            return Setting("LeNet 8×8", size, 32), "all", "kron"
         case "C: last layer, 256 features, kron":
-            return Setting("MLP", 64, 16, (64, 256, size)), "last_layer", "kron"
+            return Setting("MLP", 32, 16, (64, 256, size)), "last_layer", "kron"
         case "P: MLP 64-w-w-10, kron":
-            return Setting("MLP", 64, 16, (64, size, size, 10)), "all", "kron"
+            return Setting("MLP", 32, 16, (64, size, size, 10)), "all", "kron"
         case _:
             return Setting("MLP", 64, 32, (16, size, 10)), "all", "full"
 
 
 GROWTH = {
-    "N: LeNet 8×8, kron": (64, 128, 256, 512),
+    "N: LeNet 8×8, kron": (32, 64, 128, 256),
     "C: last layer, 256 features, kron": (10, 20, 40, 80, 160, 320),
     "P: MLP 64-w-w-10, kron": (32, 64, 128, 256, 512),
     "P: MLP 16-w-10, full": (9, 18, 37, 74, 148),
