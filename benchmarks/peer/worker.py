@@ -6,6 +6,7 @@ be killed.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import resource
@@ -120,4 +121,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the comparing end is gone
+        main()
