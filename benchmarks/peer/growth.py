@@ -87,6 +87,7 @@ def plot(found: list[Series], path: Path) -> None:
     if not found:
         return
     from matplotlib import pyplot as plt
+    from matplotlib import ticker
 
     axes = list(dict.fromkeys(one.axis for one in found))
     figure, grid = plt.subplots(2, len(axes), figsize=(3.0 * len(axes), 5.0), squeeze=False, layout="constrained")
@@ -101,6 +102,10 @@ def plot(found: list[Series], path: Path) -> None:
     for column, axis in enumerate(axes):
         grid[0, column].set_title(axis.partition(": ")[2], fontsize=8)
         grid[1, column].set_xlabel(axis[0])
+        sizes = [size for one in found if one.axis == axis for points in one.seconds for size, _ in points] or [1.0]
+        for panel in grid[:, column]:
+            panel.xaxis.set_minor_formatter(ticker.NullFormatter())
+            panel.set_xticks([min(sizes), max(sizes)], [f"{size:.0f}" for size in (min(sizes), max(sizes))])
     grid[0, 0].set_ylabel("seconds")
     grid[1, 0].set_ylabel("peak MiB")
     grid[0, 0].legend(fontsize=7)
