@@ -6,7 +6,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
 
 import torch
@@ -87,6 +87,19 @@ def hooks_put_back(model: nn.Module) -> Iterator[None]:
         for table, content in kept:
             table.clear()
             table.update(content)
+
+
+@contextmanager
+def own_precision(model: nn.Module) -> Iterator[None]:
+    """Turns the caller's `torch.autocast` off: sums of a curvature in half precision are not even positive.
+
+    A network that enters autocast in its own forward pass still does.
+    """
+    with ExitStack() as stack:
+        for kind in {parameter.device.type for parameter in model.parameters()}:
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 @contextmanager

@@ -1,0 +1,65 @@
+"""`torch.autocast`, the caller's and the network's own: weights in float32, a forward pass in bfloat16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from laplace import Laplace
+
+X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+Y = X[:, :3].argmax(1)
+LOADER = [(X[:15], Y[:15]), (X[15:], Y[15:])]
+
+
+class ByItself(nn.Module):
+    """Enters autocast in its forward pass, as a wrapper for mixed precision does."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.net(x)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag", "ekfac"])
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_a_fit_within_autocast_is_that_without(weights: str, structure: str) -> None:
+    model = network()
+    plain, within = (Laplace(model, "classification", weights, structure) for _ in range(2))
+    plain.fit(LOADER)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        within.fit(LOADER)
+        assert torch.is_autocast_enabled("cpu")
+    assert within.log_marginal_likelihood() == plain.log_marginal_likelihood()
+    assert torch.equal(within(X), plain(X))
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag", "ekfac"])
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_a_network_with_autocast_of_its_own(weights: str, structure: str) -> None:
+    """Its layers are explained by their rules, and the results are those of float32 to the digits of bfloat16."""
+    plain = Laplace(network(), "classification", weights, structure)
+    own = Laplace(ByItself(network()), "classification", weights, structure)
+    plain.fit(LOADER)
+    own.fit(LOADER)
+    assert list(own.coverage().values()) == list(plain.coverage().values())
+    torch.testing.assert_close(own(X), plain(X), rtol=0, atol=0.02)
+    torch.testing.assert_close(own.log_marginal_likelihood(), plain.log_marginal_likelihood(), rtol=0.02, atol=0)
+
+
+def test_a_prediction_within_autocast() -> None:
+    """Of batches of any size, whether the fit has seen such a one or not."""
+    la = Laplace(network(), "classification", "all", "kron")
+    la.fit(LOADER)
+    expected = la(X)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(la(X), expected, rtol=0, atol=0.02)
