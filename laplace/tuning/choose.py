@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,8 +91,8 @@ class TuningResult:
     sigma_noise: Tensor
     temperature: Tensor
     value: float
-    values: Tensor
-    grid: dict[str, Tensor]
+    values: Tensor = field(repr=False)
+    grid: dict[str, Tensor] = field(repr=False)
     converged: bool
     notes: tuple[str, ...]
 
