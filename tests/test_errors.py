@@ -39,7 +39,7 @@ BAD_DATA: dict[str, tuple[str, Any, str]] = {
     "float labels": ("classification", (X, Y.float()), r"y\.long\(\)"),
     "one-hot labels": ("classification", (X, nn.functional.one_hot(Y, 3)), "argmax"),
     "labels [B, 1]": ("classification", (X, Y.unsqueeze(1)), "squeeze"),
-    "too few labels": ("classification", (X, Y[:7]), "shape"),
+    "too few labels": ("classification", (X, Y[:7]), "give a label for every datum"),
     "wide targets": ("regression", (XR, torch.randn(12, 4)), "must be equal"),
     "narrow targets": ("regression", (XR, torch.randn(12, 1)), "nothing is broadcast"),
     "flat targets": ("regression", (XR, torch.randn(12)), "must be equal"),
@@ -353,6 +353,13 @@ def test_one_sample_has_no_variance() -> None:
     assert grid.fitted("all", "diag")(X, "nn", n_samples=1).shape == (12, 3)
 
 
+@pytest.mark.parametrize("n_samples", [0, -1, 2.0])
+@pytest.mark.parametrize("weights", ["all", "subnetwork"])
+def test_samples_of_weights_have_a_number(weights: str, n_samples: Any) -> None:
+    with pytest.raises(InvalidArgument, match=f"n_samples={n_samples}; it must be a positive integer"):
+        grid.fitted(weights, "diag").sample(n_samples)
+
+
 def test_a_link_without_meaning() -> None:
     la = grid.fitted("all", "diag", "bernoulli")
     with pytest.raises(UnsupportedError, match="accepted are 'probit', 'mc'"):
@@ -455,7 +462,7 @@ def test_bad_last_layers(options: dict[str, Any], message: str) -> None:
         (NativeGGN, {"kfac_approx": "sum"}, "'expand' and 'reduce'"),
         (NativeGGN, {"memory_budget": 0}, "memory_budget"),
         (NativeGGN, {"stochastic": True, "num_samples": 0}, "num_samples"),
-        (NativeGGN, {"samples": 3}, "samples"),
+        (NativeGGN, {"samples": 3}, r"backend_kwargs=\['samples'\]"),
         (NativeEF, {"stochastic": True}, "stochastic"),
     ],
 )

@@ -46,5 +46,5 @@ def make_backend(
         return backend(model, name, dict_key_x=dict_key_x, dict_key_y=dict_key_y, **options)
     except TypeError as error:
         raise InvalidArgument(
-            f"backend={backend.__name__} could not be made with backend_kwargs={sorted(options)}: {error}"
+            f"backend={backend.__name__} could not be made with backend_kwargs={sorted(backend_kwargs)}: {error}"
         ) from error
