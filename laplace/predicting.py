@@ -117,7 +117,6 @@ class WeightPredictor(WeightPosterior):
 
     def _theta_samples(self, n_samples: int, generator: torch.Generator | None) -> Tensor:
         """Samples of the treated parameters, `[S, P]`."""
-        latent.check_n_samples(n_samples)
         precision = self.posterior()
         noise = standard_normal((n_samples, len(self.mean)), self.mean, generator)
         return self.mean + precision.sample(noise)

@@ -353,13 +353,6 @@ def test_one_sample_has_no_variance() -> None:
     assert grid.fitted("all", "diag")(X, "nn", n_samples=1).shape == (12, 3)
 
 
-@pytest.mark.parametrize("n_samples", [0, -1, 2.0])
-@pytest.mark.parametrize("weights", ["all", "subnetwork"])
-def test_samples_of_weights_have_a_number(weights: str, n_samples: Any) -> None:
-    with pytest.raises(InvalidArgument, match=f"n_samples={n_samples}; it must be a positive integer"):
-        grid.fitted(weights, "diag").sample(n_samples)
-
-
 def test_a_link_without_meaning() -> None:
     la = grid.fitted("all", "diag", "bernoulli")
     with pytest.raises(UnsupportedError, match="accepted are 'probit', 'mc'"):
@@ -491,8 +484,15 @@ def test_a_backend_that_lacks_a_primitive() -> None:
 
 def test_a_batch_that_mixes_its_data() -> None:
     la = Laplace(nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 3)), "classification", "all")
-    with pytest.raises(LaplaceError, match="BatchNorm without running statistics"):
+    with pytest.raises(LaplaceError, match=r"BatchNorm without running statistics.*positions of one datum"):
         la.fit(grid.batches())
+
+
+def test_pairs_with_a_dimension_too_many() -> None:
+    """A network of one reward per item, on the pairs as they are: outputs `[B, 2, 1]`."""
+    la = Laplace(nn.Linear(3, 1), "reward_modeling", "all")
+    with pytest.raises(InvalidData, match=r"where \[6, 2\] are the outputs.*without the last dimension"):
+        la.fit([(torch.randn(6, 2, 3), torch.randint(2, (6,)))])
 
 
 def test_errors_have_their_roots() -> None:

@@ -302,11 +302,6 @@ def check_options(
     if link_approx is not None and str(link_approx) not in LINKS:
         raise InvalidArgument(f"link_approx={str(link_approx)!r}; accepted are {list(LINKS)}.")
     check_generator(generator)
-    check_n_samples(n_samples)
-    return PredType(pred_type)
-
-
-def check_n_samples(n_samples: int) -> None:
-    """Raises `InvalidArgument` if this is no number of samples."""
     if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 1:
         raise InvalidArgument(f"n_samples={n_samples}; it must be a positive integer.")
+    return PredType(pred_type)
