@@ -303,6 +303,6 @@ def _prove_fallback(problem: Problem, slot: int, x: Inputs, probe: _Probe, expec
         f"the Jacobian with respect to {problem.slots[slot].name!r} cannot be split over the data: the output of one "
         "datum depends on the others. A BatchNorm without running statistics does that in evaluation mode, and so "
         "does a model whose inputs do not carry the data in their first dimension, or one that rounds its numbers to "
-        "fewer digits than its weights and outputs have. Data that depend on each other by design, as nodes of a graph, "
-        "go in as positions of one datum: inputs [1, N, ...], outputs [1, N, C]."
+        "fewer digits than its weights and outputs have. Data that are meant to depend on each other, as nodes of a "
+        "graph do, go in as positions of one datum: inputs [1, N, ...], outputs [1, N, C]."
     )
