@@ -90,15 +90,22 @@ def hooks_put_back(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def own_precision(model: nn.Module) -> Iterator[None]:
+def own_precision() -> Iterator[None]:
     """Turns the caller's `torch.autocast` off: sums of a curvature in half precision are not even positive.
 
     A network that enters autocast in its own forward pass still does.
     """
     with ExitStack() as stack:
-        for kind in {parameter.device.type for parameter in model.parameters()}:
-            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        for kind in ("cpu", "cuda", "mps", "xpu"):
+            if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextmanager
+def own_mode() -> Iterator[None]:
+    """Outside of the caller's inference mode, in which autograd does not work, and of the caller's autocast."""
+    with torch.inference_mode(False), own_precision():
         yield
 
 

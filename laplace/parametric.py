@@ -13,7 +13,7 @@ from laplace.batch import Inputs
 from laplace.curvature.jacobian import Jacobian
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
 from laplace.errors import InvalidArgument
-from laplace.lending import same_random_state
+from laplace.lending import own_mode, own_precision, same_random_state
 from laplace.positions import in_users_layout, unrolled
 from laplace.predicting import WeightPredictor
 from laplace.predictive import latent
@@ -95,7 +95,7 @@ class ParametricLaplace(WeightPredictor):
             NotFittedError: Before `fit`.
             ModelChangedError: The fixed weights around a subnetwork are not those of `fit` any more.
         """
-        with torch.no_grad():
+        with torch.no_grad(), own_precision():
             samples = self._theta_samples(n_samples, generator)
             embedded = self.weights.embed(samples)
             if embedded is not samples:
@@ -163,7 +163,7 @@ class ParametricLaplace(WeightPredictor):
 
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Mean and variances of the latent outputs at X, `[B, C]` each, without covariances between outputs."""
-        with torch.inference_mode(False), torch.set_grad_enabled(self.enable_backprop):
+        with own_mode(), torch.set_grad_enabled(self.enable_backprop):
             return laid_out(self._latent(X, "diagonal"), self.channel_dim)
 
     def _jacobian(self, Js: Tensor | Jacobian) -> Jacobian:

@@ -13,7 +13,7 @@ from torch import Tensor
 from laplace import fitting, planning
 from laplace.errors import ApproximationWarning, UnsupportedError
 from laplace.evidence import Evidence
-from laplace.lending import same_random_state
+from laplace.lending import own_mode, own_precision, same_random_state
 from laplace.planning import FitPlan
 from laplace.prior import GaussianPrior
 from laplace.refinement.refine import refine
@@ -44,7 +44,7 @@ class WeightPosterior(WeightFit):
             InvalidData: No data that count.
             UnsupportedError: A user's own backend or structure, which does not say what it takes.
         """
-        with torch.inference_mode(False), torch.no_grad(), same_random_state(self.weights.model):
+        with own_mode(), torch.no_grad(), same_random_state(self.weights.model):
             n_batches = planning.length(train_loader)
             device = self.prior_precision.device
             x, y = planning.first_counted(train_loader, self.dict_key_y, device, self.likelihood_object)
@@ -80,7 +80,7 @@ class WeightPosterior(WeightFit):
             )
         self.check_unchanged()
         removed, _ = self.measured(loader, go_on=True, progress_bar=progress_bar)
-        with torch.inference_mode(False), torch.no_grad():
+        with own_mode(), torch.no_grad():
             left = former.minus(removed.scaled(weight), signed=self.backend_cls.kind == "hessian")
             self._fit, self._posterior, self._refinement = left, None, None
 
@@ -156,7 +156,7 @@ class WeightPosterior(WeightFit):
             ApproximationWarning: It did not converge.
         """
         options = RefineOptions(max_steps, tolerance, n_samples, generator, progress_bar)
-        with torch.inference_mode(False), torch.no_grad(), same_random_state(self.weights.model):
+        with own_mode(), torch.no_grad(), same_random_state(self.weights.model):
             found = refine(self, loader, method, options)
         if not found.converged:
             warnings.warn(
@@ -219,7 +219,7 @@ class WeightPosterior(WeightFit):
         hypers = (self._prior_precision, self._sigma_noise, self._temperature)
         key = (self.fitted(), *((t, t._version) for t in hypers))
         if self._posterior is None or not _same(self._posterior[0], key):
-            with torch.no_grad():
+            with torch.no_grad(), own_precision():
                 self._posterior = (key, self.evidence().precision)
         return self._posterior[1]
 

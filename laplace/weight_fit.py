@@ -19,7 +19,7 @@ from laplace.curvature.making import make_backend
 from laplace.errors import InvalidArgument, NotFittedError
 from laplace.fingerprint import Fingerprint
 from laplace.fitting import Fit
-from laplace.lending import own_precision, same_random_state, undisturbed
+from laplace.lending import own_mode, same_random_state, undisturbed
 from laplace.likelihoods.base import Likelihood
 from laplace.positions import channels_last
 from laplace.refinement.result import Refinement
@@ -200,8 +200,6 @@ class WeightFit(BaseLaplace):
     ) -> None:
         """Fits the Gaussian to the curvature of the data at the model's present weights.
 
-        The caller's `torch.autocast` is off meanwhile; a network may enter one in its own forward pass.
-
         Args:
             train_loader: Batches `(x, y)`, tuples `(x1, …, y)` or mappings with `dict_key_y`.
             override: Start anew; False adds the data to those of the former fit.
@@ -249,8 +247,7 @@ class WeightFit(BaseLaplace):
                 structure reads the data several times and the loader can be read only once.
         """
         fitting.require_rereadable(train_loader, self.structure)
-        model = self.weights.model
-        with torch.inference_mode(False), torch.no_grad(), same_random_state(model), own_precision(model):
+        with own_mode(), torch.no_grad(), same_random_state(self.weights.model):
             if self.weights.problem is None:
                 x, train_loader = fitting.first_inputs(train_loader, self.dict_key_y, self._like.device)
                 problem = self.weights.discover(x)

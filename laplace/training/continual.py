@@ -29,6 +29,7 @@ from laplace.errors import InvalidArgument, InvalidData
 from laplace.evidence import Evidence
 from laplace.fingerprint import Fingerprint
 from laplace.fitting import Fit, without_ignored
+from laplace.lending import own_mode
 from laplace.positions import as_rows
 from laplace.structures.base import Precision
 from laplace.training.online import check_counts, check_step_size
@@ -155,7 +156,7 @@ class TaskFit:
         start = self.former.prior_precision.detach()
 
         def evaluate(logs: Tensor) -> tuple[float, Tensor]:
-            with torch.inference_mode(False), torch.enable_grad():
+            with own_mode(), torch.enable_grad():
                 leaf = logs.clone().requires_grad_()
                 value = -self.log_marginal_likelihood(leaf.exp())
                 (gradient,) = torch.autograd.grad(value, leaf)
