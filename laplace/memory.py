@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
-from laplace.errors import MemoryWarning, OutOfMemory
+from laplace.errors import MemoryWarning, OutOfMemory, warn
 
 _T = TypeVar("_T")
 
@@ -84,9 +83,8 @@ def in_slices(count: int, at_once: int, compute: Callable[[slice], _T], unit: Un
         at_once = size // 2
         if not warned:
             warned = True
-            warnings.warn(
+            warn(
                 f"memory ran out at {size} {unit.plural} at once; the work goes on with {at_once}, with the same "
                 "numbers. Smaller batches, or a smaller backend_kwargs={'memory_budget': bytes}, save the attempts.",
                 MemoryWarning,
-                stacklevel=3,
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace import fitting, planning
-from laplace.errors import ApproximationWarning, UnsupportedError
+from laplace.errors import ApproximationWarning, UnsupportedError, warn
 from laplace.evidence import Evidence
 from laplace.lending import own_mode, own_precision, same_random_state
 from laplace.planning import FitPlan
@@ -159,10 +158,9 @@ class WeightPosterior(WeightFit):
         with own_mode(), torch.no_grad(), same_random_state(self.weights.model):
             found = refine(self, loader, method, options)
         if not found.converged:
-            warnings.warn(
+            warn(
                 f"{found!r}: give more max_steps, or a larger tolerance than this precision of numbers allows.",
                 ApproximationWarning,
-                stacklevel=2,
             )
         self._refinement, self._posterior = found, None
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,15 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace import Laplace
+from laplace import Laplace, marglik_training
 from laplace.curvature import CurvatureInterface, NativeEF, NativeGGN
 from laplace.errors import (
+    ApproximationWarning,
     InvalidArgument,
     InvalidData,
     InvalidType,
     LaplaceError,
     LaplaceWarning,
     NotFittedError,
+    TuningWarning,
     UnsupportedError,
 )
 from tests import grid
@@ -493,6 +496,20 @@ def test_pairs_with_a_dimension_too_many() -> None:
     la = Laplace(nn.Linear(3, 1), "reward_modeling", "all")
     with pytest.raises(InvalidData, match=r"where \[6, 2\] are the outputs.*without the last dimension"):
         la.fit([(torch.randn(6, 2, 3), torch.randint(2, (6,)))])
+
+
+def test_warnings_point_at_the_user_s_line() -> None:
+    """However many calls of the library, and of packages between them, there are on the way."""
+    la = grid.make("all", "diag", prior_precision=1e-3)
+    la.fit(grid.batches())
+    prediction = la.predict(X, link_approx="delta")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        la(X, link_approx="delta")
+        assert prediction.mean.shape == (12, 3)
+        marglik_training(grid.network(), grid.batches(), n_epochs=1, optimizer_kwargs={"weight_decay": 0.1})
+    assert [warning.category for warning in caught] == [ApproximationWarning, ApproximationWarning, TuningWarning]
+    assert [warning.filename for warning in caught] == [__file__] * 3
 
 
 def test_errors_have_their_roots() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace.enums import TuningMethod
-from laplace.errors import InvalidArgument, TuningWarning
+from laplace.errors import InvalidArgument, TuningWarning, warn
 from laplace.hyperparameters import positive
 from laplace.tuning.ascent import Evaluate, Search, minimise
 from laplace.tuning.candidates import Predictive
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
     from laplace.parametric import ParametricLaplace
 
 EVIDENCE = "evidence"
-
-_LIBRARY = __name__.split(".")[0]
 
 
 @dataclass(frozen=True)
@@ -187,15 +183,7 @@ def report(result: TuningResult) -> None:
     """Warns whoever called the library, once, of all that there is to note."""
     if result.notes:
         what = "grid search" if result.grid else "tuning"
-        warnings.warn(f"{what}: {'; '.join(result.notes)}.", TuningWarning, stacklevel=1 + _frames_of_the_library())
-
-
-def _frames_of_the_library() -> int:
-    """How many frames lie between the caller of this function, which counts, and the user's code."""
-    frame, count = inspect.currentframe(), -1
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == _LIBRARY:
-        frame, count = frame.f_back, count + 1
-    return count
+        warn(f"{what}: {'; '.join(result.notes)}.", TuningWarning)
 
 
 def _refuse_data(options: SearchOptions, method: str) -> None:
