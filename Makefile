@@ -31,10 +31,10 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
 SOURCES := $(wildcard laplace tests examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format types unit test quickstart benchmark parity clean
+.PHONY: help setup lint format types unit test quickstart benchmark benchmark-peer parity clean
 
 help:  ## Show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
 
 setup: $(READY)  ## Make .venv with everything the tests and examples need
 
@@ -63,8 +63,12 @@ test: lint types unit  ## Check style, types and behaviour
 quickstart: $(READY)  ## Train, fit, tune and plot on the digits data, in under a minute
 	PYTHONPATH=. $(PY) examples/quickstart.py
 
-benchmark: $(READY)  ## Measure speed and memory as ratios
-	PYTHONPATH=. $(PY) -m benchmarks
+benchmark: $(READY)  ## Measure speed and memory as ratios (ARGS= e.g. --quick), beside laplace-torch where it is
+	PYTHONPATH=. $(PY) -m benchmarks $(ARGS)
+	$(if $(wildcard $(PEER)/.stamp),PYTHONPATH=. $(PY) -m benchmarks --peer $(PEER)/bin/python $(ARGS))
+
+benchmark-peer: $(READY) $(PEER)/.stamp  ## The same work by laplace-torch and by this library in turn (ARGS= e.g. --quick)
+	PYTHONPATH=. $(PY) -m benchmarks --peer $(PEER)/bin/python $(ARGS)
 
 parity: $(READY) $(PEER)/.stamp  ## Run one script under laplace-torch and under this library, and compare
 	LAPLACE_TORCH=$(PEER)/bin/python PYTHONPATH=. $(PY) -m tests.parity.run

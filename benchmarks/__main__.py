@@ -1,6 +1,6 @@
 """Measures every workload and prints it beside its target.
 
-    python -m benchmarks [--quick] [--only NAME] [--json PATH] [--shared]
+    python -m benchmarks [--quick] [--only NAME] [--json PATH] [--shared] [--peer PYTHON]
 
 Candidate and reference run in turn, on the same data, with two threads in float32; one run of each comes first and is
 not counted. A ratio is the median over the pairs, with the smallest and the largest beside it. Peak memory is that of
@@ -8,6 +8,8 @@ one first run in a process of its own, beyond what held interpreter, model and d
 
 Two threads need a quiet machine: each waits for the other. Where other work runs, `--shared` takes one thread and
 counts its processor time.
+
+With `--peer`, the workloads of `benchmarks.peer` run by laplace-torch and by this library in turn instead.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from benchmarks import (
     tuning,
     wide_layers,
 )
+from benchmarks.peer import run as peer
 from benchmarks.timing import Case, Memory, Timing
 
 THREADS = 2
@@ -131,6 +134,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write all numbers to this file")
     parser.add_argument("--shared", action="store_true", help="one thread and processor time, on a machine in use")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--peer", type=Path, help="Python of an environment that has laplace-torch, to compare with")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -138,6 +142,16 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Runs the chosen cases and prints the table."""
     arguments = _arguments()
+    if arguments.peer:
+        peer.main(
+            arguments.peer.absolute(),
+            quick=arguments.quick,
+            only=arguments.only,
+            device=arguments.device,
+            shared=arguments.shared,
+            results=arguments.json,
+        )
+        return
     torch.set_num_threads(1 if arguments.shared else THREADS)
     device = torch.device(arguments.device)
     if arguments.memory_of:

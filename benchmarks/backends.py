@@ -28,7 +28,7 @@ WORK: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("curvlinops", "CurvlinopsGGN", "NativeGGN", "lowrank", tuple(NETWORKS)),
     ("curvlinops", "CurvlinopsEF", "NativeEF", "full", ("MLP 50-100-10",)),
     ("curvlinops", "CurvlinopsEF", "NativeEF", "kron", tuple(NETWORKS)),
-    ("curvlinops", "CurvlinopsHessian", "NativeHessian", "full", ("MLP 50-100-10",)),
+    ("curvlinops", "CurvlinopsHessian", "NativeHessian", "full", ("MLP 20-10-3",)),
     ("backpack", "BackPackGGN", "NativeGGN", "diag", tuple(NETWORKS)),
     ("backpack", "BackPackGGN", "NativeGGN", "full", ("MLP 50-100-10",)),
     ("backpack", "BackPackGGN", "NativeGGN", "kron", ("MLP 50-100-10", "MLP 784-…-10")),

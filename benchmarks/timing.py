@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import resource
@@ -95,7 +96,8 @@ class Memory:
 Clock = Callable[[], float]
 
 
-def _seconds(function: Callable[[], object], device: torch.device, clock: Clock) -> float:
+def seconds(function: Callable[[], object], device: torch.device, clock: Clock) -> float:
+    """Seconds that a call takes, by a clock; on CUDA until its work is done."""
     _synchronise(device)
     start = clock()
     function()
@@ -123,9 +125,9 @@ def time_job(
     pairs: list[tuple[float, float]] = []
     start = time.perf_counter()
     while len(pairs) <= 3 or (len(pairs) <= repeats and time.perf_counter() - start < max_seconds):
-        reference = _seconds(job.reference, device, clock) if job.reference is not None else 1.0
+        reference = seconds(job.reference, device, clock) if job.reference is not None else 1.0
         prepared = job.prepare()
-        pairs.append((_seconds(lambda made=prepared: job.run(made), device, clock), reference))
+        pairs.append((seconds(lambda made=prepared: job.run(made), device, clock), reference))
     candidates, references = zip(*pairs[1:], strict=True)
     ratios = [candidate / reference for candidate, reference in pairs[1:]]
     return Timing(
@@ -165,7 +167,7 @@ def memory_in_subprocess(name: str, device: torch.device) -> Memory:
     return Memory(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def _status(field: str) -> int | None:
+def status(field: str) -> int | None:
     """A field of Linux's /proc/self/status in bytes; None elsewhere."""
     path = Path("/proc/self/status")
     if not path.exists():
@@ -175,7 +177,7 @@ def _status(field: str) -> int | None:
 
 def _peak_resident() -> int:
     """Peak resident bytes of this process, without the parent's before exec, which `getrusage` counts on Linux."""
-    peak = _status("VmHWM:")
+    peak = status("VmHWM:")
     if peak is not None:
         return peak
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -183,7 +185,9 @@ def _peak_resident() -> int:
 
 
 def _forget_peak() -> int:
-    """Resident bytes now; on Linux the peak starts anew from here."""
+    """Resident bytes now; on Linux the peak starts anew from here, and what was freed is given back (glibc)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS:") or _peak_resident()
+    return status("VmRSS:") or _peak_resident()

@@ -29,8 +29,8 @@ from laplace.plotting import new_figure
 from laplace.structures import STRUCTURES
 
 NOISE = 0.4
-OPTIONS: dict[str, dict[str, Any]] = {"lowrank": {"rank": 0.95}}
-"""Options of some structures: low rank keeps 95 % of the trace."""
+OPTIONS: dict[str, dict[str, Any]] = {"lowrank": {"structure_kwargs": {"rank": 0.95}}}
+"""Arguments of some structures: low rank keeps 95 % of the trace."""
 
 
 class Row(NamedTuple):
@@ -92,8 +92,7 @@ def tensors(state: Any) -> Iterator[Tensor]:
 def measure(structure: str, model: nn.Module, data: TensorDataset, x: Tensor, y: Tensor) -> Row:
     """Fits, tunes and scores one structure."""
     start = time.perf_counter()
-    la = Laplace(model, "classification", subset_of_weights="all", hessian_structure=structure,
-                 structure_kwargs=OPTIONS.get(structure))  # fmt: skip
+    la = Laplace(model, "classification", "all", structure, **OPTIONS.get(structure, {}))
     la.fit(DataLoader(data, batch_size=250))
     la.optimize_prior_precision(n_steps=50)
     probs = la(x)

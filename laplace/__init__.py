@@ -4,7 +4,6 @@ from laplace.compat import finder as _finder
 
 _finder.install()
 
-from laplace.base import BaseLaplace  # noqa: E402
 from laplace.enums import (  # noqa: E402
     FunctionalApproximation,
     HessianStructure,
@@ -51,7 +50,8 @@ from laplace.named import (  # noqa: E402
     LowRankSubnetLaplace,
     SubnetLaplace,
 )
-from laplace.parametric import ParametricLaplace  # noqa: E402
+from laplace.posterior.base import BaseLaplace  # noqa: E402
+from laplace.posterior.parametric import ParametricLaplace  # noqa: E402
 from laplace.predictive.prediction import Prediction  # noqa: E402
 from laplace.training import OnlineLaplace, marglik_training  # noqa: E402
 

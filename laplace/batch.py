@@ -44,6 +44,31 @@ def split(batch: Any, dict_key_y: str) -> tuple[Inputs, Tensor]:
     )
 
 
+def without_ignored(x: Inputs, y: Tensor, ignore_index: int | None) -> tuple[Inputs, Tensor] | None:
+    """The data whose labels are not the ignored one: those count nowhere. None if there are none.
+
+    Of data with a label per position those stay of which some position counts.
+    """
+    if ignore_index is None or y.is_floating_point() or y.ndim == 0:
+        return x, y
+    keep = (y != ignore_index).flatten(1).any(1) if y.ndim > 1 else y != ignore_index
+    if keep.all():
+        return x, y
+    return (select(x, keep, len(y)), y[keep]) if keep.any() else None
+
+
+def counted(
+    batch: Any, dict_key_y: str, device: torch.device, ignore_index: int | None
+) -> tuple[Inputs, Tensor] | None:
+    """Inputs and targets of the data of a batch that count, on a device; None if there are none.
+
+    Raises:
+        InvalidData: A batch of another form, or a mapping without the targets' key.
+    """
+    x, y = split(batch, dict_key_y)
+    return without_ignored(to_device(x, device), y.to(device), ignore_index)
+
+
 def inputs(batch: Any) -> Inputs:
     """Inputs of a batch with or without targets: a tensor, a mapping, `(x,)`, or all but the last part of a tuple.
 

@@ -1,4 +1,4 @@
-"""Hyper-parameters: checked on the way in, whoever sets them, and kept with the caller's graph."""
+"""Hyper-parameters, and other numbers: checked on the way in; the former are kept with the caller's graph."""
 
 from __future__ import annotations
 
@@ -62,3 +62,19 @@ def check_length(name: str, value: Tensor, accepted: dict[str, int]) -> None:
     if value.numel() not in accepted.values():
         lengths = ", ".join(f"{length} ({what})" for what, length in accepted.items())
         raise InvalidArgument(f"{name} has length {value.numel()}; accepted are {lengths}.")
+
+
+def check_counts(least: int = 1, /, **counts: Any) -> None:
+    """Refuses numbers of samples, steps or data that are none.
+
+    Args:
+        least: The smallest that is accepted.
+        **counts: The numbers, by the names of the caller's arguments.
+
+    Raises:
+        InvalidArgument: One is no integer, or too small.
+    """
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            accepted = "a positive integer" if least == 1 else f"an integer of at least {least}"
+            raise InvalidArgument(f"{name}={value!r}; it must be {accepted}.")

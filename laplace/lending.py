@@ -77,6 +77,17 @@ def gradients_set_aside(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def flags_put_back(model: nn.Module) -> Iterator[None]:
+    """Train and eval flags of every module are afterwards what they were; for training, which may change all else."""
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training
+
+
+@contextmanager
 def hooks_put_back(model: nn.Module) -> Iterator[None]:
     """Takes off the hooks that foreign code registers, and puts back those that it removes."""
     tables = [value for module in model.modules() for name, value in vars(module).items() if name.endswith("_hooks")]

@@ -15,7 +15,7 @@ from laplace.curvature import CurvatureInterface
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
-from laplace.parametric import ParametricLaplace
+from laplace.posterior.parametric import ParametricLaplace
 from laplace.structures import (
     BlockCurvature,
     DiagCurvature,
@@ -172,12 +172,16 @@ class LowRankKronLaplace(ParametricLaplace):
     structure = LowRankKronCurvature
 
 
-class LLLaplace(ParametricLaplace):
-    """The last layer, which is found at `fit` unless `last_layer_name` is given."""
+class OfLastLayer:
+    """The attributes of every posterior over a last layer."""
 
     weights_type = LastLayer
     last_layer_name = property(attrgetter("weights.name"), doc="Name of the layer, None before it is found.")
     feature_reduction = property(attrgetter("weights.reduction"), doc="How positions are reduced, or None.")
+
+
+class LLLaplace(OfLastLayer, ParametricLaplace):
+    """The last layer, which is found at `fit` unless `last_layer_name` is given."""
 
     def __init__(
         self,

@@ -111,6 +111,14 @@ def in_users_layout(values: Tensor, channel_dim: int, lead: int = 0) -> Tensor:
     return values.movedim(-1, channel_dim + lead if channel_dim > 0 else channel_dim)
 
 
+def rows_that_count(y: Tensor, positions: tuple[int, ...], ignore_index: int | None) -> Tensor | None:
+    """Rows of outputs with positions whose labels are not the ignored one, `[n]`; None for all."""
+    if not positions or ignore_index is None or y.ndim != 1:
+        return None
+    kept = y != ignore_index
+    return None if bool(kept.all()) else kept.nonzero().flatten()
+
+
 def target_rows(y: Tensor, f: Tensor, positions: tuple[int, ...], channel_dim: int) -> Tensor:
     """Targets of outputs with positions as rows: labels `[B·T]` or values `[B·T, C]`; others as they are.
 

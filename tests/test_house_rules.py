@@ -31,8 +31,8 @@ RANKS = {
         "metrics", "hyperparameters", "fingerprint", "gram", "kronecker", "positions",
     ],
     1: ["structures", "weights", "likelihoods", "curvature", "predictive"],
-    2: ["fitting", "evidence", "state", "tuning", "planning", "refinement", "subsampling"],
-    3: ["base", "weight_fit", "posterior", "predicting", "parametric"],
+    2: ["fitting", "evidence", "tuning", "refinement"],
+    3: ["posterior"],
     4: ["named", "function_space"],
     5: ["factory"],
     6: ["compat", "mixture", "plotting", "training"],
@@ -53,7 +53,7 @@ ALWAYS_THERE = {"torch", "numpy", "tqdm"}
 # Where the names of likelihoods are compared, and where mappings are told from pairs.
 LIKELIHOOD_HOMES = ("likelihoods/", "enums.py", "compat/")
 # The last four hold named tensors, state dicts and tables of hooks, not batches.
-MAPPING_HOMES = ("batch.py", "compat/", "layout.py", "structures/base.py", "state.py", "lending.py")
+MAPPING_HOMES = ("batch.py", "compat/", "layout.py", "structures/base.py", "posterior/state.py", "lending.py")
 
 # Concrete methods that may be overridden: defaults that are right for every subclass, replaced where one has a
 # cheaper or a more special way. All else is abstract or final.
@@ -95,6 +95,8 @@ DEFAULTS = {
     "LayerRule": {"accepts"},
     # PyTorch has a loss module for some likelihoods only, and users' backends know some names only.
     "Likelihood": {"count", "loss", "torch_loss", "peer_name"},
+    # A single reward is its own mean; an expansion of a sigmoid may leave [0, 1].
+    "NoiseFreeLikelihood": {"predict"},
     # Only a last layer has a name, and a choice of all weights nothing to remember.
     "Weights": {"named", "state", "for_backend"},
     # Most structures have no limit of size; one that does not say what it takes cannot be planned for; one that is no
@@ -103,12 +105,8 @@ DEFAULTS = {
     # Whoever reads every batch's loss has it summed; a subset knows its own at the end.
     "Sweep": {"counted"},
     # Posteriors over functions have another default predictive, and its name; one takes a list of candidates.
-    "ParametricLaplace": {
-        "functional_samples",
-        "predictive_samples",
-        "optimize_prior_precision",
-        "optimize_hyperparameters",
-    },
+    "ParametricLaplace": {"functional_samples", "predictive_samples"},
+    "Tunable": {"optimize_prior_precision", "optimize_hyperparameters"},
     "BaseFunctionalLaplace": {"optimize_hyperparameters"},
     "WeightPredictor": {"predict"},
     # The gradient of a quadratic form is right for every precision; most have a cheaper product. The evidence of a

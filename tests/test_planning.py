@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from laplace import KronLaplace, Laplace
 from laplace.curvature import GGNInterface, NativeEF, NativeHessian
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
-from laplace.planning import FitPlan
+from laplace.fitting.planning import FitPlan
 from laplace.structures import STRUCTURES
 from tests.conformance.cases import Case, few
 

@@ -16,17 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from laplace.curvature.engine import CurvatureEngine
-from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
+from laplace.curvature.interface import CurvatureInterface
 from laplace.curvature.native.differentiable import differentiable
-from laplace.curvature.native.engine import MEMORY_BUDGET, NativeEngine
-from laplace.curvature.native.hessian import HessianEngine
-from laplace.curvature.native.kinds import EFEngine, GGNEngine
 from laplace.curvature.native.passes import ForwardPass
+from laplace.curvature.package_backends import PackageEF, PackageGGN, PackageHessian
 from laplace.curvature.package_faults import asdl_fault, obstacles_of
-from laplace.curvature.packages import LayerFactors, PackageEngine, Reasons, missing
+from laplace.curvature.packages import LayerFactors, MakeNative, PackageEngine, Reasons, missing
 from laplace.curvature.private import PrivateBatch
 from laplace.errors import CurvatureError
-from laplace.likelihoods.base import Likelihood
+from laplace.noise import drawn_seed
 from laplace.weights.problem import Problem
 
 INSTALL = "pip install --no-deps asdfghjkl, which brings the module asdl, leaves an installed PyTorch as it is"
@@ -63,7 +61,7 @@ class AsdlEngine(PackageEngine):
 
     def __init__(
         self,
-        make_native: Callable[[Problem], NativeEngine],
+        make_native: MakeNative,
         problem: Problem,
         fisher_type: str,
         *,
@@ -133,7 +131,7 @@ class AsdlEngine(PackageEngine):
         its square.
         """
         if self.draws is not None:
-            torch.manual_seed(int(torch.randint(2**62, (), generator=self.draws, device=self.draws.device)))
+            torch.manual_seed(drawn_seed(self.draws))
         total: list[Tensor] = []
         for _ in range(self.num_samples):
             self._pass(batch, shape)
@@ -199,7 +197,7 @@ class AsdlHessianEngine(PackageEngine):
     name = "AsdlHessian"
     needs_plan = False
 
-    def __init__(self, make_native: Callable[[Problem], NativeEngine], problem: Problem) -> None:
+    def __init__(self, make_native: MakeNative, problem: Problem) -> None:
         super().__init__(make_native, problem)
         with _importing():
             import asdl.hessian
@@ -258,130 +256,39 @@ class AsdlInterface(CurvatureInterface):
     """
 
 
-class AsdlGGN(AsdlInterface, GGNInterface):
+class AsdlGGN(AsdlInterface, PackageGGN):
     """GGN by ASDL, exact or sampled: structures `full`, `diag` and `kron`, and Jacobians; the rest is native.
 
-    Args:
-        model: The network.
-        likelihood: Its likelihood.
-        last_layer: The last layer only.
-        subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
-        stochastic: The Monte-Carlo Fisher instead of the exact GGN.
-        num_samples: Targets drawn per datum.
-        generator: Source of the draws; the default is a new one with the seed of `torch.manual_seed`.
-        memory_budget: Bytes of Jacobians held at once.
-
-    Raises:
-        MissingDependency: By the first batch, if ASDL is not installed.
+    The arguments are those of `PackageGGN`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood | str,
-        last_layer: bool = False,
-        subnetwork_indices: Tensor | None = None,
-        dict_key_x: str = "input_ids",
-        dict_key_y: str = "labels",
-        stochastic: bool = False,
-        *,
-        num_samples: int = 1,
-        generator: torch.Generator | None = None,
-        memory_budget: int = MEMORY_BUDGET,
-    ) -> None:
-        GGNInterface.__init__(
-            self, model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, stochastic, num_samples
-        )
-        self.generator = generator
-        self.memory_budget = memory_budget
-
-    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
-        generator = self.generator or torch.Generator(device=problem.device).manual_seed(torch.initial_seed())
-
-        def native(some: Problem) -> NativeEngine:
-            return GGNEngine(
-                some, likelihood, stochastic=self.stochastic, num_samples=self.num_samples, generator=generator,
-                memory_budget=self.memory_budget, split_outputs=split_outputs,
-            )  # fmt: skip
-
-        if not self.stochastic:
-            return AsdlEngine(native, problem, "fisher_exact")
-        return AsdlEngine(native, problem, "fisher_mc", num_samples=self.num_samples, generator=generator)
+    def _by_package(
+        self, make_native: MakeNative, problem: Problem, generator: torch.Generator | None
+    ) -> CurvatureEngine:
+        if generator is None:
+            return AsdlEngine(make_native, problem, "fisher_exact")
+        return AsdlEngine(make_native, problem, "fisher_mc", num_samples=self.num_samples, generator=generator)
 
 
-class AsdlEF(AsdlInterface, EFInterface):
+class AsdlEF(AsdlInterface, PackageEF):
     """Empirical Fisher by ASDL: structures `full`, `diag` and `kron`, and Jacobians; the rest is native.
 
-    Args:
-        model: The network.
-        likelihood: Its likelihood.
-        last_layer: The last layer only.
-        subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
-        memory_budget: Bytes of Jacobians held at once.
-
-    Raises:
-        MissingDependency: By the first batch, if ASDL is not installed.
+    The arguments are those of `PackageBackend`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood | str,
-        last_layer: bool = False,
-        subnetwork_indices: Tensor | None = None,
-        dict_key_x: str = "input_ids",
-        dict_key_y: str = "labels",
-        *,
-        memory_budget: int = MEMORY_BUDGET,
-    ) -> None:
-        super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
-        self.memory_budget = memory_budget
-
-    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
-        def native(some: Problem) -> NativeEngine:
-            return EFEngine(some, likelihood, memory_budget=self.memory_budget, split_outputs=split_outputs)
-
-        return AsdlEngine(native, problem, "fisher_emp")
+    def _by_package(
+        self, make_native: MakeNative, problem: Problem, generator: torch.Generator | None
+    ) -> CurvatureEngine:
+        return AsdlEngine(make_native, problem, "fisher_emp")
 
 
-class AsdlHessian(AsdlInterface):
+class AsdlHessian(AsdlInterface, PackageHessian):
     """Exact Hessian by ASDL, which may be indefinite: structure `full`; the rest is native.
 
-    Args:
-        model: The network.
-        likelihood: Its likelihood.
-        last_layer: The last layer only.
-        subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
-        memory_budget: Bytes of activations that the native engine's vectorised products may hold.
-
-    Raises:
-        MissingDependency: By the first batch, if ASDL is not installed.
+    The arguments are those of `PackageBackend`.
     """
 
-    kind = "hessian"
-
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood | str,
-        last_layer: bool = False,
-        subnetwork_indices: Tensor | None = None,
-        dict_key_x: str = "input_ids",
-        dict_key_y: str = "labels",
-        *,
-        memory_budget: int = MEMORY_BUDGET,
-    ) -> None:
-        super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
-        self.memory_budget = memory_budget
-
-    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
-        def native(some: Problem) -> NativeEngine:
-            return HessianEngine(some, likelihood, memory_budget=self.memory_budget, split_outputs=split_outputs)
-
-        return AsdlHessianEngine(native, problem)
+    def _by_package(
+        self, make_native: MakeNative, problem: Problem, generator: torch.Generator | None
+    ) -> CurvatureEngine:
+        return AsdlHessianEngine(make_native, problem)

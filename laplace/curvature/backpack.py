@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from laplace.curvature.chain import chain_from
 from laplace.curvature.engine import CurvatureEngine, Groups
-from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
-from laplace.curvature.native.engine import MEMORY_BUDGET, NativeEngine
-from laplace.curvature.native.kinds import EFEngine, GGNEngine
+from laplace.curvature.interface import CurvatureInterface
 from laplace.curvature.native.passes import ForwardPass
+from laplace.curvature.package_backends import PackageEF, PackageGGN
 from laplace.curvature.package_faults import (
     CHAIN,
     FACTORED,
@@ -33,10 +32,10 @@ from laplace.curvature.package_faults import (
     hessian_known,
     obstacles_of,
 )
-from laplace.curvature.packages import LayerFactors, PackageEngine, Reasons, missing
+from laplace.curvature.packages import LayerFactors, MakeNative, PackageEngine, Reasons, missing
 from laplace.curvature.private import PrivateBatch
 from laplace.gram import gram
-from laplace.likelihoods.base import Likelihood
+from laplace.noise import drawn_seed
 from laplace.weights.problem import Problem
 
 INSTALL = (
@@ -68,7 +67,7 @@ class BackPackEngine(PackageEngine):
 
     package = "backpack"
 
-    def __init__(self, make_native: Callable[[Problem], NativeEngine], problem: Problem) -> None:
+    def __init__(self, make_native: MakeNative, problem: Problem) -> None:
         super().__init__(make_native, problem)
         self.backpack = _package()
         self.name = f"BackPack{self.native.name.removeprefix('Native')}"
@@ -78,6 +77,13 @@ class BackPackEngine(PackageEngine):
 
     def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
         return obstacles_of(watched, lambda use: backpack_fault(use, factored=primitive == "kron"))
+
+    @abstractmethod
+    def _blocks(self, batch: PrivateBatch, groups: Groups) -> list[Tensor]:
+        """Blocks of the unit curvature of groups of tensors."""
+
+    def _full(self, batch: PrivateBatch) -> Tensor:
+        return self._blocks(batch, (tuple(range(len(batch.tensors))),))[0]
 
     def _jacobian(self, batch: PrivateBatch) -> Tensor:
         """Jacobians `[B, C, P]`: one backward pass per output."""
@@ -124,7 +130,7 @@ class BackPackGGNEngine(BackPackEngine):
 
     def __init__(
         self,
-        make_native: Callable[[Problem], NativeEngine],
+        make_native: MakeNative,
         problem: Problem,
         *,
         num_samples: int | None = None,
@@ -139,9 +145,6 @@ class BackPackGGNEngine(BackPackEngine):
             "full": self._full, "blocks": self._blocks, "diag": self._diag, "kron": self._kron,
             "jacobian": self._jacobian,
         }  # fmt: skip
-
-    def _full(self, batch: PrivateBatch) -> Tensor:
-        return self._blocks(batch, (tuple(range(len(batch.tensors))),))[0]
 
     def _blocks(self, batch: PrivateBatch, groups: Groups) -> list[Tensor]:
         """Grams of the propagated root V, `[K, B, p]` of every tensor."""
@@ -179,7 +182,7 @@ class BackPackGGNEngine(BackPackEngine):
         """An extension, its draws (from the global state, which is put back) begun at a seed of their own."""
         extensions = self.backpack.extensions
         if self.generator is not None:
-            torch.manual_seed(int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device)))
+            torch.manual_seed(drawn_seed(self.generator))
         if self.num_samples is None:
             return getattr(extensions, quantity if quantity == "KFLR" else f"{quantity}Exact")()
         return getattr(extensions, quantity if quantity == "KFAC" else f"{quantity}MC")(mc_samples=self.num_samples)
@@ -190,9 +193,6 @@ class BackPackEFEngine(BackPackEngine):
 
     def computes(self) -> Mapping[str, Callable[..., Any]]:
         return {"full": self._full, "blocks": self._blocks, "diag": self._diag, "jacobian": self._jacobian}
-
-    def _full(self, batch: PrivateBatch) -> Tensor:
-        return self._blocks(batch, (tuple(range(len(batch.tensors))),))[0]
 
     def _blocks(self, batch: PrivateBatch, groups: Groups) -> list[Tensor]:
         self._backward(batch, self.backpack.extensions.BatchGrad())
@@ -248,91 +248,26 @@ class BackPackInterface(CurvatureInterface):
     """
 
 
-class BackPackGGN(BackPackInterface, GGNInterface):
+class BackPackGGN(BackPackInterface, PackageGGN):
     """GGN by BackPACK, exact or sampled: `full`, `diag` and `kron`, blocks and Jacobians; the rest is native.
 
-    Args:
-        model: The network.
-        likelihood: Its likelihood.
-        last_layer: The last layer only.
-        subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
-        stochastic: The Monte-Carlo Fisher instead of the exact GGN.
-        num_samples: Targets drawn per datum.
-        generator: Source of the draws; the default is a new one with the seed of `torch.manual_seed`.
-        memory_budget: Bytes of Jacobians held at once.
-
-    Raises:
-        MissingDependency: By the first batch, if BackPACK is not installed.
+    The arguments are those of `PackageGGN`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood | str,
-        last_layer: bool = False,
-        subnetwork_indices: Tensor | None = None,
-        dict_key_x: str = "input_ids",
-        dict_key_y: str = "labels",
-        stochastic: bool = False,
-        *,
-        num_samples: int = 1,
-        generator: torch.Generator | None = None,
-        memory_budget: int = MEMORY_BUDGET,
-    ) -> None:
-        GGNInterface.__init__(
-            self, model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, stochastic, num_samples
-        )
-        self.generator = generator
-        self.memory_budget = memory_budget
-
-    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
-        generator = self.generator or torch.Generator(device=problem.device).manual_seed(torch.initial_seed())
-
-        def native(some: Problem) -> NativeEngine:
-            return GGNEngine(
-                some, likelihood, stochastic=self.stochastic, num_samples=self.num_samples, generator=generator,
-                memory_budget=self.memory_budget, split_outputs=split_outputs,
-            )  # fmt: skip
-
-        if not self.stochastic:
-            return BackPackGGNEngine(native, problem)
-        return BackPackGGNEngine(native, problem, num_samples=self.num_samples, generator=generator)
+    def _by_package(
+        self, make_native: MakeNative, problem: Problem, generator: torch.Generator | None
+    ) -> CurvatureEngine:
+        samples = None if generator is None else self.num_samples
+        return BackPackGGNEngine(make_native, problem, num_samples=samples, generator=generator)
 
 
-class BackPackEF(BackPackInterface, EFInterface):
+class BackPackEF(BackPackInterface, PackageEF):
     """Empirical Fisher by BackPACK: structures `full` and `diag`, blocks and Jacobians; the rest is native.
 
-    Args:
-        model: The network.
-        likelihood: Its likelihood.
-        last_layer: The last layer only.
-        subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
-        memory_budget: Bytes of Jacobians held at once.
-
-    Raises:
-        MissingDependency: By the first batch, if BackPACK is not installed.
+    The arguments are those of `PackageBackend`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood | str,
-        last_layer: bool = False,
-        subnetwork_indices: Tensor | None = None,
-        dict_key_x: str = "input_ids",
-        dict_key_y: str = "labels",
-        *,
-        memory_budget: int = MEMORY_BUDGET,
-    ) -> None:
-        super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
-        self.memory_budget = memory_budget
-
-    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
-        def native(some: Problem) -> NativeEngine:
-            return EFEngine(some, likelihood, memory_budget=self.memory_budget, split_outputs=split_outputs)
-
-        return BackPackEFEngine(native, problem)
+    def _by_package(
+        self, make_native: MakeNative, problem: Problem, generator: torch.Generator | None
+    ) -> CurvatureEngine:
+        return BackPackEFEngine(make_native, problem)

@@ -17,16 +17,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace.curvature.curvlinops_layers import fault
 from laplace.curvature.engine import CurvatureEngine, Groups
-from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
-from laplace.curvature.native.engine import MEMORY_BUDGET, NativeEngine
-from laplace.curvature.native.hessian import HessianEngine
-from laplace.curvature.native.kinds import EFEngine, GGNEngine
+from laplace.curvature.interface import CurvatureInterface
+from laplace.curvature.native.engine import MEMORY_BUDGET
 from laplace.curvature.native.passes import ForwardPass
 from laplace.curvature.native.plan import close
-from laplace.curvature.packages import LayerFactors, PackageEngine, Reasons, missing, reuse
+from laplace.curvature.package_backends import PackageEF, PackageGGN, PackageHessian
+from laplace.curvature.packages import LayerFactors, MakeNative, PackageEngine, Reasons, missing, reuse
 from laplace.curvature.private import PrivateBatch
 from laplace.errors import CurvatureError
 from laplace.likelihoods.base import Likelihood
+from laplace.noise import drawn_seed
 from laplace.weights.problem import Problem
 
 INSTALL = (
@@ -61,7 +61,7 @@ class CurvlinopsEngine(PackageEngine):
 
     def __init__(
         self,
-        make_native: Callable[[Problem], NativeEngine],
+        make_native: MakeNative,
         problem: Problem,
         operator: str,
         *,
@@ -175,8 +175,7 @@ class CurvlinopsEngine(PackageEngine):
         """Options of a sampled operator: a seed of its own for every batch."""
         if self.generator is None:
             return {}
-        seed = torch.randint(2**62, (), generator=self.generator, device=self.generator.device)
-        return {"mc_samples": self.num_samples, "seed": int(seed)}
+        return {"mc_samples": self.num_samples, "seed": drawn_seed(self.generator)}
 
     # Kronecker factors.
 
@@ -230,7 +229,7 @@ class CurvlinopsInterface(CurvatureInterface):
     """
 
 
-class CurvlinopsGGN(CurvlinopsInterface, GGNInterface):
+class CurvlinopsGGN(CurvlinopsInterface, PackageGGN):
     """GGN by curvlinops, exact or sampled: structures `full` and `kron`, blocks and products; the rest is native.
 
     Args:
@@ -267,34 +266,24 @@ class CurvlinopsGGN(CurvlinopsInterface, GGNInterface):
         kfac_approx: str = "expand",
         memory_budget: int = MEMORY_BUDGET,
     ) -> None:
-        samples = num_samples if mc_samples is None else mc_samples
-        GGNInterface.__init__(
-            self, model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, stochastic, samples
-        )
-        self.generator = generator
+        super().__init__(
+            model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, stochastic,
+            num_samples=num_samples if mc_samples is None else mc_samples, generator=generator,
+            memory_budget=memory_budget,
+        )  # fmt: skip
         self.kfac_approx = kfac_approx
-        self.memory_budget = memory_budget
 
-    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
-        generator = self.generator or torch.Generator(device=problem.device).manual_seed(torch.initial_seed())
-
-        def native(some: Problem) -> NativeEngine:
-            return GGNEngine(
-                some, likelihood, stochastic=self.stochastic, num_samples=self.num_samples, generator=generator,
-                kfac_approx=self.kfac_approx, memory_budget=self.memory_budget, split_outputs=split_outputs,
-            )  # fmt: skip
-
-        if not self.stochastic:
-            return CurvlinopsEngine(
-                native, problem, "GGNLinearOperator", fisher_type="type-2", kfac_approx=self.kfac_approx
-            )
+    def _by_package(
+        self, make_native: MakeNative, problem: Problem, generator: torch.Generator | None
+    ) -> CurvatureEngine:
+        operator, kind = ("GGN", "type-2") if generator is None else ("FisherMC", "mc")
         return CurvlinopsEngine(
-            native, problem, "FisherMCLinearOperator", fisher_type="mc", kfac_approx=self.kfac_approx,
+            make_native, problem, f"{operator}LinearOperator", fisher_type=kind, kfac_approx=self.kfac_approx,
             num_samples=self.num_samples, generator=generator,
         )  # fmt: skip
 
 
-class CurvlinopsEF(CurvlinopsInterface, EFInterface):
+class CurvlinopsEF(CurvlinopsInterface, PackageEF):
     """Empirical Fisher by curvlinops: structures `full` and `kron`, blocks and products; the rest is native.
 
     Args:
@@ -323,56 +312,27 @@ class CurvlinopsEF(CurvlinopsInterface, EFInterface):
         kfac_approx: str = "expand",
         memory_budget: int = MEMORY_BUDGET,
     ) -> None:
-        super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
-        self.kfac_approx = kfac_approx
-        self.memory_budget = memory_budget
-
-    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
-        def native(some: Problem) -> NativeEngine:
-            return EFEngine(
-                some, likelihood, kfac_approx=self.kfac_approx, memory_budget=self.memory_budget,
-                split_outputs=split_outputs,
-            )  # fmt: skip
-
-        return CurvlinopsEngine(
-            native, problem, "EFLinearOperator", fisher_type="empirical", squared=True, kfac_approx=self.kfac_approx
+        super().__init__(
+            model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, memory_budget=memory_budget
         )
+        self.kfac_approx = kfac_approx
+
+    def _by_package(
+        self, make_native: MakeNative, problem: Problem, generator: torch.Generator | None
+    ) -> CurvatureEngine:
+        return CurvlinopsEngine(
+            make_native, problem, "EFLinearOperator", fisher_type="empirical", squared=True,
+            kfac_approx=self.kfac_approx,
+        )  # fmt: skip
 
 
-class CurvlinopsHessian(CurvlinopsInterface):
+class CurvlinopsHessian(CurvlinopsInterface, PackageHessian):
     """Exact Hessian by curvlinops, which may be indefinite: structure `full`, blocks and products; the rest is native.
 
-    Args:
-        model: The network.
-        likelihood: Its likelihood.
-        last_layer: The last layer only.
-        subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
-        memory_budget: Bytes of activations that vectorised passes may hold.
-
-    Raises:
-        MissingDependency: By the first batch, if curvlinops is not installed.
+    The arguments are those of `PackageBackend`.
     """
 
-    kind = "hessian"
-
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood | str,
-        last_layer: bool = False,
-        subnetwork_indices: Tensor | None = None,
-        dict_key_x: str = "input_ids",
-        dict_key_y: str = "labels",
-        *,
-        memory_budget: int = MEMORY_BUDGET,
-    ) -> None:
-        super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
-        self.memory_budget = memory_budget
-
-    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
-        def native(some: Problem) -> NativeEngine:
-            return HessianEngine(some, likelihood, memory_budget=self.memory_budget, split_outputs=split_outputs)
-
-        return CurvlinopsEngine(native, problem, "HessianLinearOperator")
+    def _by_package(
+        self, make_native: MakeNative, problem: Problem, generator: torch.Generator | None
+    ) -> CurvatureEngine:
+        return CurvlinopsEngine(make_native, problem, "HessianLinearOperator")

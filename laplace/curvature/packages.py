@@ -34,6 +34,9 @@ from laplace.weights.problem import Problem
 Reasons = dict[int, str]
 """Why tensors, by position, are not the package's."""
 
+MakeNative = Callable[[Problem], NativeEngine]
+"""Makes the native engine of the same kind, of all treated tensors or of some."""
+
 _WHOLE = ("full", "blocks", "matmul", "jacobian")
 """Quantities of all tensors together: one of them that is routed takes the others along."""
 
@@ -74,7 +77,7 @@ class PackageEngine(CurvatureEngine):
     package: str
     needs_plan: bool = True
 
-    def __init__(self, make_native: Callable[[Problem], NativeEngine], problem: Problem) -> None:
+    def __init__(self, make_native: MakeNative, problem: Problem) -> None:
         self.native = make_native(problem)
         super().__init__(problem, self.native.likelihood, split_outputs=self.native.split_outputs)
         self.kind, self.generator = self.native.kind, self.native.generator

@@ -16,7 +16,7 @@ from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument
 from laplace.hyperparameters import as_tensor, positive
 from laplace.lending import own_mode
-from laplace.parametric import ParametricLaplace
+from laplace.posterior.parametric import ParametricLaplace
 from laplace.predictive import latent
 from laplace.structures.base import Precision
 from laplace.tuning.candidates import Candidates

@@ -72,13 +72,17 @@ def _ones(block: Block) -> Tensor:
 
 
 def _by_grams(x: Block, y: Block) -> bool:
-    """Whether Grams of the factors, T × T' of them, are less work than the tensor's entries."""
+    """Whether Grams of the factors are less work than the tensor's entries, I·O.
+
+    Per pair of data and of outputs, Grams multiply T·T'·O gradients and T·T' products; per pair of data T·T'·I inputs.
+    """
     if isinstance(x, IndexBlock) and isinstance(y, IndexBlock):
-        return x.index.shape[1] * y.index.shape[1] < x.size
+        return x.index.shape[1] * y.index.shape[1] * (x.g.shape[3] + 1) < x.size
     if not isinstance(x, OuterBlock) or not isinstance(y, OuterBlock) or x.input_first != y.input_first:
         return False
-    pairs = x.n_positions * y.n_positions
-    return x.a is None or pairs == 1 or pairs < x.n_inputs * x.g.shape[4]
+    pairs, n_outputs = x.n_positions * y.n_positions, x.g.shape[4]
+    shared = x.n_inputs / (x.n_cotangents * y.n_cotangents)
+    return x.a is None or pairs == 1 or pairs * (n_outputs + 1 + shared) < x.n_inputs * n_outputs
 
 
 def _factored(x: Block, y: Block) -> Tensor:

@@ -20,9 +20,8 @@ from laplace.function_space.held_out import asked_for_candidates, best_candidate
 from laplace.function_space.nystrom import NystromCurvature
 from laplace.function_space.subset_of_data import SubsetCurvature, SubsetOptions
 from laplace.likelihoods.base import Likelihood
-from laplace.named import Backend, Options
+from laplace.named import Backend, OfLastLayer, Options
 from laplace.prior import GaussianPrior
-from laplace.weights.last_layer import LastLayer
 
 
 class FunctionalLaplace(BaseFunctionalLaplace):
@@ -96,13 +95,10 @@ class FunctionalLaplace(BaseFunctionalLaplace):
         )  # fmt: skip
 
 
-class FunctionalLLLaplace(FunctionalLaplace):
+class FunctionalLLLaplace(OfLastLayer, FunctionalLaplace):
     """The last layer, as a Gaussian process on a subset of the data; arguments as of `FunctionalLaplace`."""
 
     _key = ("last_layer", "gp")
-    weights_type = LastLayer
-    last_layer_name = property(attrgetter("weights.name"), doc="Name of the layer, None before it is found.")
-    feature_reduction = property(attrgetter("weights.reduction"), doc="How positions are reduced, or None.")
 
     def __init__(
         self,
@@ -292,12 +288,8 @@ class ELLA(BaseFunctionalLaplace):
         return result
 
 
-class LLELLA(ELLA):
+class LLELLA(OfLastLayer, ELLA):
     """The last layer, by the Nyström approximation of its kernel; arguments as of `ELLA`."""
-
-    weights_type = LastLayer
-    last_layer_name = property(attrgetter("weights.name"), doc="Name of the layer, None before it is found.")
-    feature_reduction = property(attrgetter("weights.reduction"), doc="How positions are reduced, or None.")
 
     def __init__(
         self,

@@ -22,7 +22,9 @@ from laplace.errors import CurvatureError, InvalidArgument, InvalidData, Unsuppo
 from laplace.function_space.held import held, picked
 from laplace.function_space.kernels import kernel
 from laplace.function_space.nystrom_precision import NystromPrecision, NystromScan, features
-from laplace.function_space.subset import Pool, jacobians, make_score
+from laplace.function_space.observed import ObservingSweep, jacobians, uncounted
+from laplace.function_space.subset import Pool, make_score
+from laplace.hyperparameters import check_counts
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
@@ -54,18 +56,14 @@ class NystromOptions:
     watch_batches: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("subsample_size", "n_eigenvalues"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidArgument(f"{name}={value!r}; it must be a positive integer.")
+        check_counts(subsample_size=self.subsample_size, n_eigenvalues=self.n_eigenvalues)
         if self.n_eigenvalues > self.subsample_size:
             raise InvalidArgument(
                 f"n_eigenvalues={self.n_eigenvalues} exceeds subsample_size={self.subsample_size}: M data span at most "
                 "M directions."
             )
-        count = self.watch_batches
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise InvalidArgument(f"val_steps={count!r}; it must be a positive integer, or None.")
+        if self.watch_batches is not None:
+            check_counts(val_steps=self.watch_batches)
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,7 @@ class DirectionSweep(Sweep):
                 f"{y.dtype}. Leave it out."
             )
         self.pool.add(x, y)
-        return BatchSummary(torch.zeros(1), len(y), 0)
+        return uncounted(y)
 
     def finish(self) -> GramSweep:
         directions = _directions(list(self._rows()), self.options.n_eigenvalues)
@@ -209,7 +207,7 @@ def _pulled(parts: list[Jacobian], weights: tuple[Tensor, ...]) -> Tensor:
     return torch.stack(found).sum(0)
 
 
-class GramSweep(Sweep):
+class GramSweep(ObservingSweep):
     """Second reading: sums G over all data.
 
     Args:
@@ -219,36 +217,25 @@ class GramSweep(Sweep):
     """
 
     def __init__(self, engine: CurvatureEngine, directions: Tensor, options: NystromOptions) -> None:
-        self.engine = engine
+        super().__init__(engine)
         self.directions = directions
         self.options = options
         self.batches = self.seen = 0
         self.gram: Tensor | None = None
-        self.losses: Tensor | None = None
-        self.n_outputs = 0
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
-        likelihood, start = self.engine.likelihood, 0
-        batch: list[Tensor] = []
-        for jacobian, f in jacobians(self.engine, x):
-            f = f.detach().to(torch.promote_types(f.dtype, torch.float32))
-            targets = likelihood.check_targets(f, y[start : start + len(f)])
-            start += len(f)
-            losses = likelihood.loss_terms(f, targets).detach()
+        for jacobian, f, targets in self.observed(x, y):
             phi = features(self.directions, jacobian)
-            curved = likelihood.hessian(f.double(), targets).times(phi)
+            curved = self.engine.likelihood.hessian(f.double(), targets).times(phi)
             terms = "ckl" if self.engine.split_outputs else "kl"
             gram = torch.einsum(f"kbc,lbc->{terms}", phi, curved)
             require_finite(bool(gram.isfinite().all()))
             self.gram = gram if self.gram is None else self.gram + gram
-            self.losses = losses if self.losses is None else self.losses + losses
-            self.n_outputs = f.shape[1]
-            batch.append(losses)
         self.batches, self.seen = self.batches + 1, self.seen + len(y)
         every = self.options.watch_batches
         if every and self.batches % every == 0:
             self._watch()
-        return BatchSummary(torch.stack(batch).sum(0), len(y), self.n_outputs)
+        return uncounted(y, self.n_outputs)
 
     def _watch(self) -> NystromCurvature:
         curvature = self._curvature()
@@ -265,9 +252,3 @@ class GramSweep(Sweep):
             raise InvalidData("no batch was read.")
         gram = self.gram if self.gram.ndim == 3 else self.gram.unsqueeze(0)
         return NystromCurvature(self.directions, 0.5 * (gram + gram.mT))
-
-    def counted(self, read: BatchSummary) -> BatchSummary:
-        if self.losses is None:
-            raise InvalidData("no batch was read.")
-        # The first reading chose data without a look at their targets.
-        return BatchSummary(self.losses, read.n_data, self.n_outputs)

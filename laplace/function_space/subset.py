@@ -11,9 +11,9 @@ from torch import Tensor
 from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.engine import CurvatureEngine
-from laplace.curvature.jacobian import Jacobian
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.function_space.kernels import kernel_at
+from laplace.function_space.observed import observed
 from laplace.noise import uniform
 from laplace.positions import require_none
 from laplace.predictive import latent
@@ -170,17 +170,6 @@ def make_score(selection: str, engine: CurvatureEngine, generator: torch.Generat
     raise InvalidArgument(f"selection={selection!r}; accepted are {list(SELECTIONS)}.")
 
 
-def jacobians(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -> Iterator[tuple[Jacobian, Tensor]]:
-    """Jacobians and outputs `[b, C]` of consecutive parts of a batch, differentiable in x with `create_graph`.
-
-    Raises:
-        UnsupportedError: Outputs with positions.
-    """
-    for jacobian, f in engine.jacobian(x, create_graph=create_graph):
-        require_none(jacobian.positions, "an approximation in function space")
-        yield jacobian, f
-
-
 def _trace(engine: CurvatureEngine, x: Inputs, y: Tensor) -> Tensor:
     rows = latent.outputs(engine, x)
     require_none(rows.positions, "an approximation in function space")
@@ -191,11 +180,7 @@ def _trace(engine: CurvatureEngine, x: Inputs, y: Tensor) -> Tensor:
 
 def _leverage(engine: CurvatureEngine, x: Inputs, y: Tensor) -> Tensor:
     found: list[Tensor] = []
-    start = 0
-    for jacobian, f in jacobians(engine, x):
-        f = f.to(torch.promote_types(f.dtype, torch.float32))
-        part = engine.likelihood.check_targets(f, y[start : start + len(f)])
-        start += len(f)
-        hessian = engine.likelihood.hessian(f, part).matrix().double()
+    for jacobian, f, targets in observed(engine, x, y):
+        hessian = engine.likelihood.hessian(f, targets).matrix().double()
         found.append((kernel_at(jacobian) * hessian).sum((1, 2)))
     return torch.cat(found)

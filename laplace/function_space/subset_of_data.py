@@ -15,11 +15,13 @@ from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
-from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
+from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.function_space.dual import Dual
 from laplace.function_space.held import from_state, held, state_of
-from laplace.function_space.subset import SELECTIONS, Pool, Rows, jacobians, make_score
+from laplace.function_space.observed import ObservingSweep, uncounted
+from laplace.function_space.subset import SELECTIONS, Pool, Rows, make_score
 from laplace.function_space.subset_precision import DualPrecision, DualScan, IndependentPrecision, SubsetPrecision
+from laplace.hyperparameters import check_counts
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures.base import Curvature, Sweep, require_finite
@@ -47,8 +49,7 @@ class SubsetOptions:
     prior_factor: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.n_subset, bool) or not isinstance(self.n_subset, int) or self.n_subset < 1:
-            raise InvalidArgument(f"n_subset={self.n_subset!r}; it must be a positive integer.")
+        check_counts(n_subset=self.n_subset)
         if self.selection not in SELECTIONS:
             raise InvalidArgument(f"selection={self.selection!r}; accepted are {list(SELECTIONS)}.")
         if self.prior_factor is not None and not 0 < self.prior_factor < math.inf:
@@ -168,7 +169,7 @@ class SubsetCurvature(Curvature):
         return self.dual.kernel.reshape(size, size).to(self.dual.roots.dtype)
 
 
-class SubsetSweep(Sweep):
+class SubsetSweep(ObservingSweep):
     """One reading: the inputs of the subset are picked as the data pass by, and differentiated at the end.
 
     Args:
@@ -177,17 +178,15 @@ class SubsetSweep(Sweep):
     """
 
     def __init__(self, engine: CurvatureEngine, options: SubsetOptions) -> None:
-        self.engine = engine
+        super().__init__(engine)
         self.options = options
         # The numbers that decide do not depend on the device.
         generator = torch.Generator().manual_seed(options.seed)
         self.pool = Pool(options.n_subset, make_score(options.selection, engine, generator))
-        self.losses: Tensor | None = None
-        self.n_outputs = 0
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
         self.pool.add(x, y)
-        return BatchSummary(torch.zeros(1), len(y), 0)
+        return uncounted(y)
 
     def finish(self) -> SubsetCurvature:
         parts: list[Jacobian] = []
@@ -203,29 +202,13 @@ class SubsetSweep(Sweep):
         )
 
     def _differentiated(self, rows: Rows) -> Iterator[tuple[Jacobian, Tensor]]:
-        """Jacobians and roots of Λ of consecutive data.
+        """Jacobians and roots of Λ of consecutive data; the loss is that of the subset, the number that of all data.
 
         Raises:
             InvalidData: A target or an output cannot be used.
         """
         with batches.named(f"the subset, of batches {sorted(set(rows.batches))}"):
-            yield from self._parts(rows)
-
-    def _parts(self, rows: Rows) -> Iterator[tuple[Jacobian, Tensor]]:
-        likelihood, start = self.engine.likelihood, 0
-        for jacobian, f in jacobians(self.engine, rows.x):
-            f = f.detach().to(torch.promote_types(f.dtype, torch.float32))
-            y = likelihood.check_targets(f, rows.y[start : start + len(f)])
-            start += len(f)
-            losses = likelihood.loss_terms(f, y).detach()
-            root = likelihood.hessian(f, y).root().permute(1, 2, 0)
-            require_finite(bool(losses.isfinite().all()) and bool(root.isfinite().all()))
-            self.n_outputs = f.shape[1]
-            self.losses = losses if self.losses is None else self.losses + losses
-            yield held(jacobian), root.contiguous()
-
-    def counted(self, read: BatchSummary) -> BatchSummary:
-        if self.losses is None:
-            raise InvalidData("no data were kept.")
-        # The loss of the subset, but the number of all data: the curvature knows its share of them.
-        return BatchSummary(self.losses, read.n_data, self.n_outputs)
+            for jacobian, f, targets in self.observed(rows.x, rows.y):
+                root = self.engine.likelihood.hessian(f, targets).root().permute(1, 2, 0)
+                require_finite(bool(root.isfinite().all()))
+                yield held(jacobian), root.contiguous()

@@ -24,11 +24,12 @@ from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
 from laplace.function_space.held import from_state, state_of
 from laplace.function_space.kernels import kernel_at
-from laplace.function_space.subset import jacobians
+from laplace.function_space.observed import ObservingSweep, uncounted
 from laplace.function_space.subset_precision import DualScan, SubsetPrecision
 from laplace.function_space.variational_energy import Energy
 from laplace.function_space.variational_inducing import STRATEGIES, Inducing, Places, chosen, make_pool
 from laplace.function_space.variational_training import Training, TrainingSweep, start
+from laplace.hyperparameters import check_counts
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
@@ -68,8 +69,8 @@ class VariationalOptions:
             raise InvalidArgument(f"inducing_locations={given!r}; accepted are inputs, or one of {list(STRATEGIES)}.")
         if count is None and isinstance(given, str):
             raise InvalidArgument(f"inducing_locations={given!r} needs num_inducing=, how many.")
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise InvalidArgument(f"num_inducing={count!r}; it must be a positive integer.")
+        if count is not None:
+            check_counts(num_inducing=count)
         if isinstance(given, torch.Tensor) and count not in (None, len(given) if given.ndim else None):
             raise InvalidArgument(f"num_inducing={count}, but inducing_locations has shape {list(given.shape)}.")
         classes = self.inducing_classes
@@ -211,7 +212,7 @@ class InducingSweep(Sweep):
         self.n_data += len(y)
         if self.pool is not None:
             self.pool.add(x, y)
-        return BatchSummary(torch.zeros(1), len(y), 0)
+        return uncounted(y)
 
     def finish(self) -> Sweep:
         training = self.options.training
@@ -239,7 +240,7 @@ class InducingSweep(Sweep):
         return start(self.engine, places, self.n_data, training)
 
 
-class BoundSweep(Sweep):
+class BoundSweep(ObservingSweep):
     """Last reading: what the evidence lower bound needs to know of all data.
 
     Args:
@@ -249,20 +250,14 @@ class BoundSweep(Sweep):
     """
 
     def __init__(self, engine: CurvatureEngine, places: Places, inducing: Inducing) -> None:
-        self.engine, self.places, self.inducing = engine, places, inducing
+        super().__init__(engine)
+        self.places, self.inducing = places, inducing
         self.second: Tensor | None = None
         self.total: Tensor | None = None
-        self.losses: Tensor | None = None
-        self.n_outputs = 0
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
-        likelihood, first = self.engine.likelihood, 0
-        for jacobian, f in jacobians(self.engine, x):
-            f = f.detach().to(torch.promote_types(f.dtype, torch.float32))
-            targets = likelihood.check_targets(f, y[first : first + len(f)])
-            first += len(f)
-            losses = likelihood.loss_terms(f, targets).detach()
-            hessian = likelihood.hessian(f.double(), targets)
+        for jacobian, f, targets in self.observed(x, y):
+            hessian = self.engine.likelihood.hessian(f.double(), targets)
             cross = self.inducing.cross(jacobian).permute(2, 0, 1)
             within = hessian.matrix() * kernel_at(jacobian)
             # With a noise for every output Λ is diagonal: each output has a term of its own.
@@ -272,9 +267,7 @@ class BoundSweep(Sweep):
             require_finite(bool(second.isfinite().all()) and bool(total.isfinite().all()))
             self.second = second if self.second is None else self.second + second
             self.total = total if self.total is None else self.total + total
-            self.losses = losses if self.losses is None else self.losses + losses
-            self.n_outputs = f.shape[1]
-        return BatchSummary(torch.zeros(1), len(y), 0)
+        return uncounted(y)
 
     def finish(self) -> VariationalCurvature:
         if self.second is None or self.total is None:
@@ -283,8 +276,3 @@ class BoundSweep(Sweep):
         return VariationalCurvature(
             self.inducing, self.places, self.second.reshape(-1, size, size), self.total.reshape(-1)
         )
-
-    def counted(self, read: BatchSummary) -> BatchSummary:
-        if self.losses is None:
-            raise InvalidData("no batch was read.")
-        return BatchSummary(self.losses, read.n_data, self.n_outputs)

@@ -16,6 +16,7 @@ from torch import Tensor
 from laplace.enums import LinkApprox
 from laplace.errors import InvalidArgument
 from laplace.gaussian import Gaussian
+from laplace.hyperparameters import check_counts
 from laplace.likelihoods.base import Likelihood
 
 
@@ -39,8 +40,7 @@ class Energy:
     def __post_init__(self) -> None:
         if isinstance(self.alpha, bool) or not 0 <= self.alpha < math.inf:
             raise InvalidArgument(f"alpha={self.alpha}; it must be at least 0 and finite.")
-        if isinstance(self.n_samples, bool) or not isinstance(self.n_samples, int) or self.n_samples < 0:
-            raise InvalidArgument(f"mc_softmax_samples={self.n_samples!r}; it must be an integer of at least 0.")
+        check_counts(0, mc_softmax_samples=self.n_samples)
         if not self.likelihood.has_noise and self.alpha != 1 and self.n_samples == 0:
             raise InvalidArgument(
                 f"alpha={self.alpha} with likelihood={self.likelihood.name!r}: the probit approximation is of alpha=1; "

@@ -15,7 +15,8 @@ from laplace.errors import InvalidArgument, InvalidData
 from laplace.function_space.dual import Span
 from laplace.function_space.held import held, picked
 from laplace.function_space.kernels import Scales, kernel
-from laplace.function_space.subset import Pool, jacobians, joined
+from laplace.function_space.observed import jacobians
+from laplace.function_space.subset import Pool, joined
 from laplace.noise import uniform
 
 STRATEGIES = ("random", "kmeans")

@@ -22,9 +22,8 @@ from laplace.function_space.variational_energy import Energy
 from laplace.function_space.variational_inducing import Inducing
 from laplace.function_space.variational_training import LEARNT, Training
 from laplace.likelihoods.base import Likelihood
-from laplace.named import Backend, Options
+from laplace.named import Backend, OfLastLayer, Options
 from laplace.prior import GaussianPrior
-from laplace.weights.last_layer import LastLayer
 
 
 class VaLLA(BaseFunctionalLaplace):
@@ -201,12 +200,8 @@ class VaLLA(BaseFunctionalLaplace):
         return self.log_marginal_likelihood().detach()
 
 
-class LLVaLLA(VaLLA):
+class LLVaLLA(OfLastLayer, VaLLA):
     """The last layer, by a variational posterior of M inducing outputs; arguments as of `VaLLA`."""
-
-    weights_type = LastLayer
-    last_layer_name = property(attrgetter("weights.name"), doc="Name of the layer, None before it is found.")
-    feature_reduction = property(attrgetter("weights.reduction"), doc="How positions are reduced, or None.")
 
     def __init__(
         self,

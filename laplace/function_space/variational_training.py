@@ -13,10 +13,11 @@ from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.function_space.kernels import kernel_at, kernel_diagonal
-from laplace.function_space.subset import jacobians
+from laplace.function_space.observed import jacobians, observed, uncounted
 from laplace.function_space.variational_energy import Energy, divergence
 from laplace.function_space.variational_inducing import Inducing, Places, inducing_jacobians
 from laplace.gaussian import Gaussian
+from laplace.hyperparameters import check_counts
 from laplace.structures.base import Sweep, require_finite
 from laplace.weights.problem import Problem
 
@@ -65,13 +66,9 @@ class Training:
     learnt: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, least in (("iterations", 0), ("n_epochs", 1), ("watch_steps", 1)):
-            value = getattr(self, name)
-            if value is None and name != "iterations":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                shown = "val_steps" if name == "watch_steps" else name
-                raise InvalidArgument(f"{shown}={value!r}; it must be an integer of at least {least}.")
+        check_counts(0, iterations=self.iterations)
+        given = {"n_epochs": self.n_epochs, "val_steps": self.watch_steps}
+        check_counts(**{name: count for name, count in given.items() if count is not None})
         if not 0 < self.lr < float("inf"):
             raise InvalidArgument(f"lr={self.lr}; it must be positive and finite.")
         unknown = sorted({self.learn} if isinstance(self.learn, str) else set(self.learn) - set(LEARNT))
@@ -168,16 +165,12 @@ def objective(
 
     At α = 0 and with all data as one batch it is the negative evidence lower bound.
     """
-    training, likelihood = variables.training, variables.engine.likelihood
+    training = variables.training
     delta, inducing = variables.prior_precision, variables.inducing()
     gram = inducing.gram(None, None)
     root = torch.linalg.cholesky(gram + delta * torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
     terms: list[Tensor] = []
-    first = 0
-    for jacobian, f in jacobians(variables.engine, x):
-        f = f.detach().double()
-        targets = likelihood.check_targets(f, y[first : first + len(f)])
-        first += len(f)
+    for jacobian, f, targets in observed(variables.engine, x, y, torch.float64):
         latent = Gaussian(f, marginals(inducing, root, delta, jacobian, energy.form))
         temperature = training.temperature.double()
         terms.append(energy.log_terms(latent, targets, variables.sigma_noise, temperature, generator))
@@ -235,7 +228,7 @@ class TrainingSweep(Sweep):
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
         if self.steps >= self.training.steps:
-            return BatchSummary(torch.zeros(1), len(y), 0)
+            return uncounted(y)
         with torch.enable_grad():
             loss = objective(self.variables, self.energy, x, y, self.n_data, self.generator)
             # Locations that no Jacobian depends on, as those of a lone bias, stay where they are.
@@ -248,7 +241,7 @@ class TrainingSweep(Sweep):
         self.steps += 1
         if self.training.watch_steps and self.steps % self.training.watch_steps == 0:
             self._watch()
-        return BatchSummary(torch.zeros(1), len(y), 0)
+        return uncounted(y)
 
     def _watch(self) -> None:
         if self.training.watch is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
-from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian, apply_link
+from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian
 from laplace.likelihoods.checks import check_outputs, check_tensor
 
 
@@ -94,21 +94,6 @@ class LikelihoodFromLoss(NoiseFreeLikelihood):
         targets = self.sample(f.detach(), n_samples, generator)
         per_batch = vmap(grad(self.negative_log_likelihood))
         return torch.stack([per_batch(f, target) for target in targets])
-
-    def predict(
-        self,
-        mean: Tensor,
-        covariance: Tensor,
-        link: str,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Mean of the target by one of `links`, `[B, C]`.
-
-        Raises:
-            UnsupportedError: The link is not in `links`.
-        """
-        return apply_link(self, mean, covariance, link, n_samples, generator)
 
     def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:
         """Not defined by the mean of the target alone.

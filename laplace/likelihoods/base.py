@@ -157,6 +157,27 @@ class Likelihood(ABC):
 class NoiseFreeLikelihood(Likelihood):
     """A likelihood without a noise parameter: temperature alone scales it, `sigma_noise` is not read."""
 
+    def predict(
+        self,
+        mean: Tensor,
+        covariance: Tensor,
+        link: str,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Mean of the target by an entry of `LINKS`, `[B, C]`.
+
+        Raises:
+            UnsupportedError: The link is not in `links`.
+        """
+        if link not in self.links:
+            accepted = ", ".join(repr(str(name)) for name in self.links)
+            raise UnsupportedError(
+                f"link_approx={str(link)!r} has no meaning for likelihood={self.name!r}; accepted are {accepted}."
+            )
+        apply, _ = LINKS[link].serving(independent=self.independent_outputs)
+        return apply(mean, covariance, self.inverse_link, n_samples, generator)
+
     def log_likelihood(
         self, loss_terms: Tensor, n_data: float, n_outputs: int, sigma_noise: Tensor, temperature: Tensor
     ) -> Tensor:
@@ -177,25 +198,3 @@ def check_kind(kind: str) -> None:
     """
     if kind not in ("ggn", "hessian", "ef"):
         raise InvalidArgument(f"kind={kind!r} is unknown; accepted are 'ggn', 'hessian', 'ef'.")
-
-
-def apply_link(
-    likelihood: Likelihood,
-    mean: Tensor,
-    covariance: Tensor,
-    link: str,
-    n_samples: int,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """`Likelihood.predict` by an entry of `LINKS`.
-
-    Raises:
-        UnsupportedError: The likelihood does not list the link.
-    """
-    if link not in likelihood.links:
-        accepted = ", ".join(repr(str(name)) for name in likelihood.links)
-        raise UnsupportedError(
-            f"link_approx={str(link)!r} has no meaning for likelihood={likelihood.name!r}; accepted are {accepted}."
-        )
-    apply, _ = LINKS[link].serving(independent=likelihood.independent_outputs)
-    return apply(mean, covariance, likelihood.inverse_link, n_samples, generator)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from laplace.enums import LinkApprox
 from laplace.errors import InvalidData
-from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian, apply_link
+from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian
 from laplace.likelihoods.checks import check_outputs, check_tensor, check_values
 from laplace.noise import uniform
 from laplace.predictive.links import probabilities_within
@@ -83,7 +83,7 @@ class Bernoulli(NoiseFreeLikelihood):
         Raises:
             UnsupportedError: A bridge, which is a matter of softmax, or an unknown link.
         """
-        found = apply_link(self, mean, covariance, link, n_samples, generator)
+        found = super().predict(mean, covariance, link, n_samples, generator)
         return probabilities_within(found) if link == LinkApprox.DELTA else found
 
     def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from laplace.errors import InvalidData
-from laplace.likelihoods.base import apply_link
 from laplace.likelihoods.checks import check_labels, check_outputs
 from laplace.likelihoods.softmax import SOFTMAX_LINKS, SoftmaxLikelihood
 
@@ -42,18 +41,3 @@ class Categorical(SoftmaxLikelihood):
     def inverse_link(self, f: Tensor) -> Tensor:
         """Softmax over the last dimension."""
         return torch.softmax(f, -1)
-
-    def predict(
-        self,
-        mean: Tensor,
-        covariance: Tensor,
-        link: str,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Class probabilities `[B, C]` by `link`; rows sum to 1.
-
-        Raises:
-            UnsupportedError: Unknown link.
-        """
-        return apply_link(self, mean, covariance, link, n_samples, generator)

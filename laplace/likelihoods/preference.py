@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from laplace.errors import InvalidData
-from laplace.likelihoods.base import apply_link
 from laplace.likelihoods.checks import check_labels, check_outputs
 from laplace.likelihoods.softmax import SOFTMAX_LINKS, SoftmaxLikelihood
 
@@ -56,4 +55,4 @@ class Preference(SoftmaxLikelihood):
         Raises:
             UnsupportedError: Unknown link.
         """
-        return mean if mean.shape[1] == 1 else apply_link(self, mean, covariance, link, n_samples, generator)
+        return mean if mean.shape[1] == 1 else super().predict(mean, covariance, link, n_samples, generator)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.factory import Laplace
-from laplace.parametric import ParametricLaplace
+from laplace.posterior.parametric import ParametricLaplace
 
 HYPERS = ("_prior_precision", "_prior_mean", "_sigma_noise", "_temperature")
 

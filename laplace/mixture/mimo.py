@@ -50,17 +50,6 @@ class HeadCall:
         return outputs[:, self.head]
 
 
-def check_heads(n_heads: int) -> int:
-    """The number of heads, if it is one.
-
-    Raises:
-        InvalidArgument: It is no positive integer.
-    """
-    if isinstance(n_heads, bool) or not isinstance(n_heads, int) or n_heads < 1:
-        raise InvalidArgument(f"n_heads={n_heads!r}; it must be a positive integer.")
-    return n_heads
-
-
 def last_layer_of(model: nn.Module, n_heads: int, last_layer_name: str | None, example: Tensor | None) -> str:
     """Name of the layer with the heads: as given, or found by a pass of an example.
 

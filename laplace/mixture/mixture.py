@@ -7,36 +7,34 @@ The networks are modes of one posterior, or models of any kind that predict the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from laplace import tuning
 from laplace.batch import Inputs
-from laplace.enums import HessianStructure, LinkApprox, PredType, PriorStructure, SubsetOfWeights, TuningMethod
+from laplace.enums import HessianStructure, LinkApprox, PredType, SubsetOfWeights
 from laplace.errors import InvalidArgument
 from laplace.factory import Laplace
-from laplace.lending import same_random_state
+from laplace.hyperparameters import check_counts
 from laplace.likelihoods.base import Likelihood
 from laplace.mixture import mimo, state
-from laplace.mixture.components import all_or_none
 from laplace.mixture.posterior import MixturePosterior
 from laplace.mixture.sampling import choose, in_order
 from laplace.mixture.weighting import check_same_data, weights_at
-from laplace.parametric import ParametricLaplace
-from laplace.predicting import replayed
+from laplace.posterior.parametric import ParametricLaplace
+from laplace.posterior.weight_predictor import replayed
 from laplace.predictive import latent
 from laplace.predictive.mixed_quantities import MixedQuantities
 from laplace.predictive.mixing import mixed
 from laplace.predictive.prediction import Prediction
 from laplace.predictive.quantities import Quantities
+from laplace.tuning import Subject, Tunable
 
 
-class MixtureLaplace(MixturePosterior):
+class MixtureLaplace(MixturePosterior, Tunable):
     """A mixture of Laplace approximations of several networks (MoLA; Eschenhagen et al., 2021).
 
     The arguments are those of `MixturePosterior`.
@@ -76,7 +74,7 @@ class MixtureLaplace(MixturePosterior):
         Raises:
             InvalidArgument: No such layer, a number of outputs that M does not divide, or another subset of weights.
         """
-        mimo.check_heads(n_heads)
+        check_counts(n_heads=n_heads)
         calls = [mimo.HeadCall(head, n_heads) for head in range(n_heads)]
         subset = str(subset_of_weights)
         if subset not in (SubsetOfWeights.LAST_LAYER, SubsetOfWeights.ALL):
@@ -230,116 +228,11 @@ class MixtureLaplace(MixturePosterior):
 
     # Tuning and state.
 
-    def optimize_prior_precision(
-        self,
-        pred_type: PredType | str = PredType.GLM,
-        method: TuningMethod | str = TuningMethod.MARGLIK,
-        n_steps: int = 100,
-        lr: float = 1e-1,
-        init_prior_prec: float | Tensor = 1.0,
-        prior_structure: PriorStructure | str = PriorStructure.SCALAR,
-        val_loader: Iterable[Any] | None = None,
-        loss: Any = None,
-        log_prior_prec_min: float = -4,
-        log_prior_prec_max: float = 4,
-        grid_size: int = 100,
-        link_approx: LinkApprox | str = LinkApprox.PROBIT,
-        n_samples: int = 100,
-        verbose: bool = False,
-        progress_bar: bool = False,
-        log_prior_prec_base: float = 10.0,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        """Chooses one prior precision for all components and assigns it (appendix B.2 of Eschenhagen et al., 2021).
-
-        The arguments are those of `ParametricLaplace.optimize_prior_precision`; the evidence is that of the mixture, a
-        validation loss that of its predictions. `loss=laplace.tuning.Thresholds(...)` is the search of appendix F.4.
-
-        Raises:
-            InvalidArgument: As there, or a prior per tensor or per parameter of components with different ones.
-        """
-        self._check_structure(prior_structure)
-        options = tuning.TuningOptions(
-            method=str(method), n_steps=n_steps, lr=lr, init_prior_prec=init_prior_prec,
-            prior_structure=str(prior_structure), val_loader=val_loader, loss=loss,
-            log_prior_prec_min=log_prior_prec_min, log_prior_prec_max=log_prior_prec_max, grid_size=grid_size,
-            log_prior_prec_base=log_prior_prec_base, progress_bar=progress_bar,
-            predictive=tuning.Predictive(str(pred_type), str(link_approx), n_samples, generator),
-        )  # fmt: skip
-        with self._same_random_states():
-            result = tuning.choose_prior_precision(self._subject, options)
-        tuning.report(result)
-        self.prior_precision = result.prior_precision
-        if verbose:
-            print(f"Optimized prior precision is {self.prior_precision}.")  # noqa: T201
-
-    def optimize_hyperparameters(
-        self,
-        tune: str | Sequence[str] = "prior_precision",
-        objective: Any = "evidence",
-        method: str | None = None,
-        *,
-        prior_structure: PriorStructure | str | None = None,
-        val_loader: Iterable[Any] | None = None,
-        ood_loader: Iterable[Any] | None = None,
-        ood_weight: float = 1.0,
-        grid: Mapping[str, Tensor | Sequence[float]] | None = None,
-        n_steps: int = 100,
-        lr: float = 1e-1,
-        tolerance: float = 1e-4,
-        pred_type: PredType | str = PredType.GLM,
-        link_approx: LinkApprox | str = LinkApprox.PROBIT,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-        progress_bar: bool = False,
-    ) -> tuning.TuningResult:
-        """Chooses hyper-parameters that all components share, and assigns them; the search starts where they are.
-
-        The arguments are those of `ParametricLaplace.optimize_hyperparameters`. Where tuned values differ between the
-        components the search starts at their geometric mean.
-
-        Raises:
-            InvalidArgument: As there, or components that differ in what is not tuned.
-        """
-        self._check_structure(prior_structure)
-        options = tuning.SearchOptions(
-            tune=tune, objective=objective, method=method,
-            prior_structure=None if prior_structure is None else str(prior_structure), val_loader=val_loader,
-            ood_loader=ood_loader, ood_weight=ood_weight, grid=grid, n_steps=n_steps, lr=lr, tolerance=tolerance,
-            progress_bar=progress_bar,
-            predictive=tuning.Predictive(str(pred_type), str(link_approx), n_samples, generator),
-        )  # fmt: skip
-        with self._same_random_states():
-            result = tuning.choose_hyperparameters(self._subject, options)
-        tuning.report(result)
-        with all_or_none(self.components):
-            for la in self.components:
-                result.setting.assign(la)
-        return result
-
     @property
-    def _subject(self) -> tuning.Subject:
+    def _subject(self) -> Subject:
         if self._rule == "evidence":
             check_same_data(self.components)
-        plain = tuning.Subject(self.components)
-        return tuning.Subject(self.components, partial(weights_at, self._rule, plain))
-
-    def _check_structure(self, prior_structure: PriorStructure | str | None) -> None:
-        """Raises where components of different shapes are to share more than one prior precision."""
-        if prior_structure is None or str(prior_structure) == PriorStructure.SCALAR:
-            return
-        if len({la.problem.layout.sizes for la in self.components}) > 1:
-            raise InvalidArgument(
-                f"prior_structure={str(prior_structure)!r}, but the components have different parameters, which can "
-                "only share one prior precision; use prior_structure='scalar'."
-            )
-
-    @contextmanager
-    def _same_random_states(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for la in self.components:
-                stack.enter_context(same_random_state(la.weights.model))
-            yield
+        return Subject(self.components, partial(weights_at, self._rule, Subject(self.components)))
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all components and the weights' rule: tensors, numbers and strings only.

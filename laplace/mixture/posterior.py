@@ -18,7 +18,7 @@ from laplace.enums import HessianStructure, SubsetOfWeights
 from laplace.likelihoods.base import Likelihood
 from laplace.mixture.components import all_or_none, check_repeatable, check_same_outputs, make_components, shared
 from laplace.mixture.weighting import Rule, check_same_data, checked_rule, weights_now
-from laplace.parametric import ParametricLaplace
+from laplace.posterior.parametric import ParametricLaplace
 from laplace.tuning.subject import log_mean_exp
 
 

@@ -13,7 +13,7 @@ from laplace.tuning.settings import Setting
 from laplace.tuning.subject import Subject
 
 if TYPE_CHECKING:
-    from laplace.parametric import ParametricLaplace
+    from laplace.posterior.parametric import ParametricLaplace
 
 RULES = ("uniform", "evidence")
 """The ways to choose weights that have a name."""

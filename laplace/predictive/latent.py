@@ -17,6 +17,7 @@ from laplace.curvature.jacobian import Jacobian
 from laplace.enums import PredType
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.gaussian import Gaussian
+from laplace.hyperparameters import check_counts
 from laplace.lending import lent
 from laplace.memory import DATUM, in_slices
 from laplace.noise import check_generator
@@ -302,6 +303,5 @@ def check_options(
     if link_approx is not None and str(link_approx) not in LINKS:
         raise InvalidArgument(f"link_approx={str(link_approx)!r}; accepted are {list(LINKS)}.")
     check_generator(generator)
-    if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 1:
-        raise InvalidArgument(f"n_samples={n_samples}; it must be a positive integer.")
+    check_counts(n_samples=n_samples)
     return PredType(pred_type)

@@ -16,8 +16,9 @@ from laplace.positions import unrolled
 from laplace.predictive.decomposition import Decomposition, entropy_of
 from laplace.predictive.distributions import mixture_of, normal_of
 from laplace.predictive.latent import with_noise
+from laplace.predictive.lazy import lazy
 from laplace.predictive.mixing import average, mixed, quantile
-from laplace.predictive.quantities import PredictionOptions, Quantities, checked_level, lazy
+from laplace.predictive.quantities import PredictionOptions, Quantities, checked_level
 
 Choice = Callable[[], Tensor]
 """The component of every sample, `[S]`; the same at every call."""

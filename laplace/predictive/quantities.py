@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +21,7 @@ from laplace.predictive import decomposition as parts
 from laplace.predictive.decomposition import Decomposition
 from laplace.predictive.distributions import normal_of
 from laplace.predictive.latent import moments, needs_variances_only, with_noise
+from laplace.predictive.lazy import lazy
 from laplace.predictive.links import log_concentrations
 
 Draws = Callable[[], "torch.Generator | None"]
@@ -31,8 +29,6 @@ Draws = Callable[[], "torch.Generator | None"]
 
 _BRIDGES = {str(LinkApprox.BRIDGE): False, str(LinkApprox.BRIDGE_NORM): True}
 """Links with a Dirichlet, and whether the latents are rescaled first."""
-
-_T = TypeVar("_T")
 
 
 class GaussianSource(ABC):
@@ -80,20 +76,6 @@ class PredictionOptions:
     link: str = "probit"
     n_samples: int = 100
     form: str = "full"
-
-
-def lazy(compute: Callable[[Any], _T]) -> cached_property[_T]:
-    """A quantity that is computed when it is first read, whatever grad mode the reader is in.
-
-    Its owner says by `create_graph` whether it can be differentiated.
-    """
-
-    @functools.wraps(compute)
-    def run(self: Any) -> _T:
-        with own_mode(), torch.set_grad_enabled(self.create_graph):
-            return compute(self)
-
-    return cached_property(run)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,6 @@ from laplace.batch import Inputs
 from laplace.curvature.native.engine import NativeEngine
 from laplace.curvature.native.products import Linearised, add_rows
 from laplace.errors import InvalidData
-from laplace.fitting import without_ignored
 from laplace.positions import require_none
 
 KEPT_BYTES = 2**28
@@ -131,8 +130,7 @@ class LinearData:
         kept, device = 0, engine.problem.device
         for number, item in enumerate(loader):
             with batches.named(f"batch {number}"):
-                x, y = batches.split(item, dict_key_y)
-                counted = without_ignored(batches.to_device(x, device), y.to(device), engine.likelihood)
+                counted = batches.counted(item, dict_key_y, device, engine.likelihood.ignore_index)
                 if counted is None:
                     continue
                 batch = LinearBatch(engine, *counted)

@@ -13,7 +13,7 @@ from laplace.refinement.result import Refinement
 from laplace.refinement.variational import variational
 
 if TYPE_CHECKING:
-    from laplace.posterior import WeightPosterior
+    from laplace.posterior.weight_posterior import WeightPosterior
 
 METHODS = ("map", "variational")
 """What `la.refine` can find."""

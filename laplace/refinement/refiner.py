@@ -23,7 +23,7 @@ from laplace.refinement.smoothing import NOWHERE, Smoothing
 from laplace.structures.base import Precision
 
 if TYPE_CHECKING:
-    from laplace.posterior import WeightPosterior
+    from laplace.posterior.weight_posterior import WeightPosterior
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """In posterior standard deviations: what products with a Jacobian of this precision can resolve."""

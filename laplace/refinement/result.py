@@ -46,11 +46,9 @@ class Refinement:
         bound = "" if self.elbo is None else f", elbo={self.elbo:.6g}"
         return f"Refinement({self.method!r}, {end} in {self.steps} steps, distance={self.distance:.2g}{bound})"
 
-    def moved(self, structure: type[Curvature], device: torch.device | None, dtype: torch.dtype | None) -> Refinement:
+    def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Refinement:
         """The same elsewhere."""
-        curvature = structure.from_state(move(self.fit.curvature.state(), device, dtype))
-        fit = replace(self.fit, curvature=curvature, loss_terms=self.fit.loss_terms.to(device=device, dtype=dtype))
-        return replace(self, mean=self.mean.to(device=device, dtype=dtype), fit=fit)
+        return replace(self, mean=self.mean.to(device=device, dtype=dtype), fit=self.fit.moved(device, dtype))
 
     def state(self) -> dict[str, Any]:
         """Tensors, numbers and strings, from which it is made again with the unrefined fit."""

@@ -16,6 +16,9 @@ _NEGATIVE = 1e-3
 _ROUNDING = 1e4
 """Multiple of the machine precision within which a difference of two sums over data counts as zero."""
 
+_SMALL_TRIANGLE = 256
+"""Rows of a triangle that is inverted in one piece."""
+
 
 def kept_for_later() -> AbstractContextManager[object]:
     """Leaves inference mode, if it is on, to compute what is kept: autograd could never use tensors made in it."""
@@ -158,5 +161,21 @@ def covariance_factor(precision: Tensor) -> Tensor | None:
     if reversed_factor is None:
         return None
     upper = reversed_factor.flip(0, 1)  # P = upper upperᵀ with upper triangular
-    eye = torch.eye(len(upper), dtype=upper.dtype, device=upper.device)
-    return torch.linalg.solve_triangular(upper, eye, upper=True).T.contiguous()
+    return inverse_of_upper(upper).T.contiguous()
+
+
+def inverse_of_upper(upper: Tensor) -> Tensor:
+    """Inverse of an upper triangular `[n, n]`, by halves: a third of the work of solving for the identity.
+
+    [[A, B], [0, C]]⁻¹ = [[A⁻¹, −A⁻¹ B C⁻¹], [0, C⁻¹]].
+    """
+    n = len(upper)
+    if n <= _SMALL_TRIANGLE:
+        return torch.linalg.solve_triangular(upper, torch.eye(n, dtype=upper.dtype, device=upper.device), upper=True)
+    a, b, c = upper[: n // 2, : n // 2], upper[: n // 2, n // 2 :], upper[n // 2 :, n // 2 :]
+    corner = torch.linalg.solve_triangular(a, b, upper=True)
+    corner = torch.linalg.solve_triangular(c, corner, upper=True, left=False)
+    inverse = torch.zeros_like(upper)
+    inverse[: n // 2, : n // 2], inverse[: n // 2, n // 2 :] = inverse_of_upper(a), -corner
+    inverse[n // 2 :, n // 2 :] = inverse_of_upper(c)
+    return inverse

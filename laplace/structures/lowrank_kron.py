@@ -26,6 +26,7 @@ from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.kron_parts import UNUSED, KronBlock, KronParts, Probe
 from laplace.curvature.survey import Survey
 from laplace.errors import InvalidArgument, InvalidData
+from laplace.hyperparameters import check_counts
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra, kron_columns
@@ -56,12 +57,8 @@ class LowRankKronOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("rank", 1), ("oversampling", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise InvalidArgument(
-                    f"{name}={value!r} in structure_kwargs; it must be an integer of at least {least}."
-                )
+        check_counts(rank=self.rank)
+        check_counts(0, oversampling=self.oversampling)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import trange
 
 from laplace import batch as batches
@@ -28,15 +28,16 @@ from laplace.curvature.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.evidence import Evidence
 from laplace.fingerprint import Fingerprint
-from laplace.fitting import Fit, without_ignored
-from laplace.lending import own_mode
+from laplace.fitting import Fit
+from laplace.hyperparameters import check_counts
+from laplace.lending import flags_put_back, own_mode
 from laplace.positions import as_rows
 from laplace.structures.base import Precision
-from laplace.training.online import check_counts, check_step_size
+from laplace.training.online import check_step_size
 from laplace.tuning.ascent import minimise
 
 if TYPE_CHECKING:
-    from laplace.parametric import ParametricLaplace
+    from laplace.posterior.parametric import ParametricLaplace
 
 
 # The pieces.
@@ -314,7 +315,9 @@ class _Descent:
     def epoch(self) -> float:
         """One pass over the data, in training mode; the mean objective per datum, in nats."""
         total = 0.0
-        with _training(self.la.weights.model), torch.enable_grad():
+        model = self.la.weights.model
+        with flags_put_back(model), torch.enable_grad():
+            model.train()
             for x, y in self._batches():
                 total += self._step(x, y) * len(y)
         return total / self.n_data
@@ -337,26 +340,9 @@ class _Descent:
         """The data that count, on the model's device."""
         la = self.la
         for batch in self.loader:
-            x, y = batches.split(batch, la.dict_key_y)
-            device = la.prior_mean.device
-            kept = without_ignored(batches.to_device(x, device), y.to(device), la.likelihood_object)
+            kept = batches.counted(batch, la.dict_key_y, la.prior_mean.device, la.likelihood_object.ignore_index)
             if kept is not None:
                 yield kept
-
-
-class _training:  # noqa: N801  (a context manager, used like a function)
-    """Training mode for the length of a block; every module's own flag is put back."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._flags = [(module, module.training) for module in model.modules()]
-        self._model = model
-
-    def __enter__(self) -> None:
-        self._model.train()
-
-    def __exit__(self, *_: object) -> None:
-        for module, flag in self._flags:
-            module.training = flag
 
 
 def _negative_log_likelihood(la: ParametricLaplace, x: Inputs, y: Tensor) -> Tensor:

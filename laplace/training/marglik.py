@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,10 +16,11 @@ from laplace.batch import ForwardFn, Inputs
 from laplace.curvature import CurvatureInterface
 from laplace.enums import HessianStructure, Likelihood, PriorStructure
 from laplace.errors import TuningWarning, warn
-from laplace.fitting import without_ignored
+from laplace.hyperparameters import check_counts
+from laplace.lending import flags_put_back
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
-from laplace.parametric import ParametricLaplace
-from laplace.training.online import OnlineLaplace, check_counts
+from laplace.posterior.parametric import ParametricLaplace
+from laplace.training.online import OnlineLaplace
 
 
 def marglik_training(
@@ -100,7 +100,7 @@ def marglik_training(
         dict_key_y=dict_key_y, forward_fn=forward_fn, laplace_kwargs=laplace_kwargs,
     )  # fmt: skip
     losses: list[float] = []
-    with torch.inference_mode(False), torch.enable_grad(), _flags_kept(model):
+    with torch.inference_mode(False), torch.enable_grad(), flags_put_back(model):
         optimizer = _without_decay(optimizer_cls([p for p in model.parameters() if p.requires_grad],
                                                  **(optimizer_kwargs or {})))  # fmt: skip
         scheduler = None if scheduler_cls is None else scheduler_cls(optimizer, **(scheduler_kwargs or {}))
@@ -121,7 +121,7 @@ def _train_epoch(online: OnlineLaplace, optimizer: Optimizer, scheduler: LRSched
     total, count = 0.0, 0
     for batch in online.train_loader:
         x, y = batches.split(batch, online.la.dict_key_y)
-        kept = without_ignored(x, y, online.la.likelihood_object)
+        kept = batches.without_ignored(x, y, online.la.likelihood_object.ignore_index)
         if kept is None:
             continue
         total += _train_step(online, optimizer, *kept) * len(kept[1])
@@ -162,14 +162,3 @@ def _without_decay(optimizer: Optimizer) -> Optimizer:
         if "weight_decay" in group:
             group["weight_decay"] = 0.0
     return optimizer
-
-
-@contextmanager
-def _flags_kept(model: nn.Module) -> Iterator[None]:
-    """Train and eval flags of every module are afterwards what they were."""
-    flags = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training in flags:
-            module.training = training

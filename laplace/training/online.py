@@ -23,11 +23,12 @@ from laplace.curvature import CurvatureInterface
 from laplace.enums import HessianStructure, Likelihood, PriorStructure, SubsetOfWeights
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 from laplace.factory import Laplace
+from laplace.hyperparameters import check_counts
 from laplace.layout import flatten
 from laplace.lending import own_mode, same_random_state
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
-from laplace.parametric import ParametricLaplace
 from laplace.positions import as_rows
+from laplace.posterior.parametric import ParametricLaplace
 from laplace.predictive import latent
 from laplace.tuning.settings import spread
 
@@ -263,17 +264,6 @@ class OnlineLaplace:
             self.la.prior_precision, self.la.sigma_noise = self.best.prior_precision, self.best.sigma_noise
         self.la.fit(self.train_loader)
         return self.la
-
-
-def check_counts(**counts: int) -> None:
-    """Refuses numbers of epochs or steps below 1.
-
-    Raises:
-        InvalidArgument: One is no such integer.
-    """
-    for name, value in counts.items():
-        if not isinstance(value, int) or value < 1:
-            raise InvalidArgument(f"{name}={value!r}; it must be an integer of at least 1.")
 
 
 def check_step_size(lr_hyp: float) -> None:

@@ -11,12 +11,14 @@ from laplace.tuning.choose import (
 )
 from laplace.tuning.objectives import Thresholds
 from laplace.tuning.subject import Subject
+from laplace.tuning.tunable import Tunable
 
 __all__ = [
     "Predictive",
     "SearchOptions",
     "Subject",
     "Thresholds",
+    "Tunable",
     "TuningOptions",
     "TuningResult",
     "choose_hyperparameters",

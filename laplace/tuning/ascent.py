@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from laplace.errors import InvalidArgument
+from laplace.hyperparameters import check_counts
 
 Evaluate = Callable[[Tensor], tuple[float, Tensor]]
 """Maps a vector of logarithms `[n]` to the value to be made small and its gradient `[n]`."""
@@ -92,8 +93,7 @@ def minimise(
         InvalidArgument: No step, a step size or tolerance out of range, an unknown method, or no finite value at the
             start.
     """
-    if not isinstance(n_steps, int) or n_steps < 1:
-        raise InvalidArgument(f"n_steps={n_steps}; it must be an integer of at least 1.")
+    check_counts(n_steps=n_steps)
     if not 0 < lr < math.inf:
         raise InvalidArgument(f"lr={lr}; it must be positive and finite.")
     if not 0 <= tolerance < math.inf:

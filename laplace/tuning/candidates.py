@@ -21,7 +21,7 @@ from laplace.tuning.scores import Prediction
 from laplace.tuning.settings import Setting
 
 if TYPE_CHECKING:
-    from laplace.parametric import ParametricLaplace
+    from laplace.posterior.parametric import ParametricLaplace
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace.enums import TuningMethod
 from laplace.errors import InvalidArgument, TuningWarning, warn
-from laplace.hyperparameters import positive
+from laplace.hyperparameters import check_counts, positive
 from laplace.tuning.ascent import Evaluate, Search, minimise
 from laplace.tuning.candidates import Predictive
 from laplace.tuning.evidence import negative_evidence
@@ -21,9 +21,6 @@ from laplace.tuning.settings import Coordinates, Setting, checked_names, restruc
 from laplace.tuning.smooth import SmoothLoss
 from laplace.tuning.subject import Subject
 from laplace.tuning.validation import Validation
-
-if TYPE_CHECKING:
-    from laplace.parametric import ParametricLaplace
 
 EVIDENCE = "evidence"
 
@@ -98,13 +95,13 @@ class TuningResult:
         return Setting(self.prior_precision, self.sigma_noise, self.temperature)
 
 
-def choose_prior_precision(la: ParametricLaplace | Subject, options: TuningOptions) -> TuningResult:
-    """The best prior precision by the chosen method; the posterior is not changed.
+def choose_prior_precision(subject: Subject, options: TuningOptions) -> TuningResult:
+    """The best prior precision by the chosen method; the posteriors are not changed.
 
     Raises:
         InvalidArgument: Unknown method or structure, or missing validation data.
     """
-    subject = Subject.of(la)
+    subject.check_structure(options.prior_structure)
     layout, like = subject.layout, subject.first.prior_mean
     now = subject.setting(("prior_precision",))
     if options.method == TuningMethod.MARGLIK:
@@ -138,20 +135,19 @@ def _powers(options: TuningOptions, like: Tensor) -> Tensor:
     low, high, base, n = (
         options.log_prior_prec_min, options.log_prior_prec_max, options.log_prior_prec_base, options.grid_size,
     )  # fmt: skip
-    if not isinstance(n, int) or n < 1:
-        raise InvalidArgument(f"grid_size={n}; it must be an integer of at least 1.")
+    check_counts(grid_size=n)
     name = f"log_prior_prec_base={base} to the powers from log_prior_prec_min={low} to log_prior_prec_max={high}"
     return positive(name, torch.logspace(low, high, n, base, dtype=like.dtype, device=like.device))
 
 
-def choose_hyperparameters(la: ParametricLaplace | Subject, options: SearchOptions) -> TuningResult:
-    """The best hyper-parameters by the chosen objective; the posterior is not changed.
+def choose_hyperparameters(subject: Subject, options: SearchOptions) -> TuningResult:
+    """The best hyper-parameters by the chosen objective; the posteriors are not changed.
 
     Raises:
         InvalidArgument: Arguments that do not belong together, or no finite objective.
     """
+    subject.check_structure(options.prior_structure)
     by_evidence = isinstance(options.objective, str) and options.objective == EVIDENCE
-    subject = Subject.of(la)
     has_noise = subject.likelihood.has_noise
     names = checked_names(options.tune, has_noise=has_noise, by_evidence=by_evidence)
     now = subject.setting(names)

@@ -13,7 +13,7 @@ from laplace.tuning.settings import Coordinates
 from laplace.tuning.subject import Subject
 
 if TYPE_CHECKING:
-    from laplace.parametric import ParametricLaplace
+    from laplace.posterior.parametric import ParametricLaplace
 
 
 def negative_evidence(la: ParametricLaplace | Subject, coordinates: Coordinates) -> Evaluate:

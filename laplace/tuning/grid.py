@@ -15,12 +15,13 @@ from laplace.batch import Inputs
 from laplace.errors import CurvatureError, InvalidArgument
 from laplace.hyperparameters import positive
 from laplace.lending import own_mode
+from laplace.positions import rows_that_count
 from laplace.tuning.candidates import Predict, Predictive
 from laplace.tuning.objectives import Objective, Running
 from laplace.tuning.scores import Prediction
 from laplace.tuning.settings import Setting
 from laplace.tuning.subject import CandidateSet, Subject
-from laplace.tuning.validation import Validation, at_rows, checked_rows, entropy_of, rows_that_count
+from laplace.tuning.validation import Validation, at_rows, checked_rows, entropy_of
 
 _RANGES = {"prior_precision": (-4, 4), "sigma_noise": (-2, 2), "temperature": (-2, 2)}
 """Exponents of 10 between which a grid lies that the caller does not give."""
@@ -160,7 +161,7 @@ class Losses:
         """Takes in one batch; without targets, one of foreign inputs."""
         predict, f, positions = self.candidates.prepare(x)
         y = checked_rows(self.candidates.la, f, y, positions)
-        kept = rows_that_count(self.candidates.la.likelihood_object, y, positions)
+        kept = rows_that_count(y, positions, self.candidates.la.likelihood_object.ignore_index)
         self.n_data += len(y) if kept is None else len(kept)
         if not self._groups:
             self._groups = self.candidates.groups(len(f))

@@ -16,7 +16,7 @@ from laplace.hyperparameters import as_tensor, check_length, positive
 from laplace.layout import Layout
 
 if TYPE_CHECKING:
-    from laplace.parametric import ParametricLaplace
+    from laplace.posterior.parametric import ParametricLaplace
 
 NAMES = ("prior_precision", "sigma_noise", "temperature")
 """What can be tuned."""
@@ -47,14 +47,14 @@ class Setting:
         prior = replace(now.prior, precision=self.prior_precision)
         return replace(now, prior=prior, sigma_noise=self.sigma_noise, temperature=self.temperature)
 
-    def assign(self, la: ParametricLaplace) -> None:
+    def assign(self, la: ParametricLaplace, names: Sequence[str] = NAMES) -> None:
         """Gives a posterior these values, all of them or, if one is refused, none."""
         former = Setting.of(la)
         try:
-            for name in NAMES:
+            for name in names:
                 setattr(la, name, getattr(self, name))
         except BaseException:
-            for name in NAMES:
+            for name in names:
                 setattr(la, name, getattr(former, name))
             raise
 

@@ -24,6 +24,7 @@ from laplace.curvature.jacobian import Jacobian
 from laplace.enums import PredType
 from laplace.errors import InvalidArgument
 from laplace.lending import own_mode
+from laplace.positions import rows_that_count
 from laplace.predictive import latent
 from laplace.predictive.mixing import mixed
 from laplace.structures.base import Precision
@@ -32,10 +33,10 @@ from laplace.tuning.objectives import Objective
 from laplace.tuning.scores import Prediction
 from laplace.tuning.settings import Coordinates, Setting
 from laplace.tuning.subject import Subject
-from laplace.tuning.validation import Validation, at_rows, checked_rows, entropy_of, rows_that_count
+from laplace.tuning.validation import Validation, at_rows, checked_rows, entropy_of
 
 if TYPE_CHECKING:
-    from laplace.parametric import ParametricLaplace
+    from laplace.posterior.parametric import ParametricLaplace
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,8 @@ def _passed(la: ParametricLaplace, x: Inputs, y: Tensor | None) -> Batch:
     mean = torch.cat([f for _, f in parts]).to(la.prior_precision.dtype)
     positions = parts[0][0].positions
     y = checked_rows(la, mean, y, positions)
-    return Batch([jacobian for jacobian, _ in parts], mean, y, rows_that_count(la.likelihood_object, y, positions))
+    kept = rows_that_count(y, positions, la.likelihood_object.ignore_index)
+    return Batch([jacobian for jacobian, _ in parts], mean, y, kept)
 
 
 def _pieces(jacobians: list[Jacobian]) -> Iterator[Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from laplace.batch import Inputs
+from laplace.enums import PriorStructure
 from laplace.errors import InvalidArgument
 from laplace.layout import Layout
+from laplace.lending import same_random_state
 from laplace.likelihoods.base import Likelihood
 from laplace.predictive.mixing import mixed
 from laplace.tuning.candidates import Candidates, Predict, Predictive
@@ -19,7 +22,7 @@ from laplace.tuning.scores import Prediction
 from laplace.tuning.settings import NAMES, Setting
 
 if TYPE_CHECKING:
-    from laplace.parametric import ParametricLaplace
+    from laplace.posterior.parametric import ParametricLaplace
 
 
 class CandidateSet(Protocol):
@@ -94,6 +97,39 @@ class Subject:
                 f"the components differ in {fixed}, which is not tuned; assign one value to the mixture first."
             )
         return replace(found[0], **{name: _geometric_mean(values[name]) for name in differ})
+
+    def assign(self, setting: Setting, names: Sequence[str] = NAMES) -> None:
+        """Gives all posteriors these values, or none of them if one refuses."""
+        former = [Setting.of(la) for la in self.posteriors]
+        try:
+            for la in self.posteriors:
+                setting.assign(la, names)
+        except BaseException:
+            for la, values in zip(self.posteriors, former, strict=True):
+                values.assign(la, names)
+            raise
+
+    @contextmanager
+    def same_random_states(self) -> Iterator[None]:
+        """The global random states of all devices of the posteriors are afterwards what they were."""
+        with ExitStack() as stack:
+            for la in self.posteriors:
+                stack.enter_context(same_random_state(la.weights.model))
+            yield
+
+    def check_structure(self, structure: str | None) -> None:
+        """Raises where posteriors of different shapes are to share more than one prior precision.
+
+        Raises:
+            InvalidArgument: They are.
+        """
+        if structure is None or structure == PriorStructure.SCALAR:
+            return
+        if len({la.problem.layout.sizes for la in self.posteriors}) > 1:
+            raise InvalidArgument(
+                f"prior_structure={structure!r}, but the components have different parameters, which can only share "
+                "one prior precision; use prior_structure='scalar'."
+            )
 
     def weights(self, setting: Setting) -> Tensor:
         """Mixture weights π at a setting, `[K]`."""

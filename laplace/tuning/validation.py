@@ -15,7 +15,6 @@ from tqdm.auto import tqdm
 from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.fitting import without_ignored
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.checks import check_outputs
 from laplace.positions import target_rows
@@ -23,7 +22,7 @@ from laplace.tuning.objectives import MeanScore, Objective
 from laplace.tuning.scores import Prediction, find_score
 
 if TYPE_CHECKING:
-    from laplace.parametric import ParametricLaplace
+    from laplace.posterior.parametric import ParametricLaplace
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,7 @@ class Validation:
         for number, batch in enumerate(tqdm(self.loader, desc=label, disable=not progress_bar)):
             name = f"validation batch {number}"
             with batches.named(name):
-                x, y = batches.split(batch, la.dict_key_y)
-                kept = without_ignored(batches.to_device(x, device), y.to(device), la.likelihood_object)
+                kept = batches.counted(batch, la.dict_key_y, device, la.likelihood_object.ignore_index)
             if kept is not None:
                 empty = False
                 yield name, *kept
@@ -101,14 +99,6 @@ def checked_rows(la: ParametricLaplace, f: Tensor, y: Tensor | None, positions: 
         check_outputs(f)
         return torch.zeros(len(f), dtype=torch.long, device=f.device)
     return la.likelihood_object.check_targets(f, target_rows(y, f, positions, la.channel_dim))
-
-
-def rows_that_count(likelihood: Likelihood, y: Tensor, positions: tuple[int, ...]) -> Tensor | None:
-    """Rows of outputs with positions whose labels are not the ignored one, `[n]`; None for all."""
-    if not positions or likelihood.ignore_index is None or y.ndim != 1:
-        return None
-    kept = y != likelihood.ignore_index
-    return None if bool(kept.all()) else kept.nonzero().flatten()
 
 
 def at_rows(prediction: Prediction, rows: Tensor | None) -> Prediction:

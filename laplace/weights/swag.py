@@ -17,6 +17,7 @@ from torch.nn.utils import parameters_to_vector
 from laplace import batch as batches
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 from laplace.lending import unwrap
+from laplace.noise import drawn_seed
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
@@ -116,8 +117,7 @@ def _seeded(model: nn.Module, generator: torch.Generator | None) -> Iterator[Non
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         if generator is not None:
-            seed = torch.randint(2**62, (), generator=generator, device=generator.device)
-            torch.manual_seed(int(seed))
+            torch.manual_seed(drawn_seed(generator))
         yield
 
 

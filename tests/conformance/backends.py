@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from laplace.batch import without_ignored
 from laplace.curvature.engine import CurvatureEngine
-from laplace.fitting import without_ignored
 from laplace.likelihoods import get_likelihood
 from laplace.structures import KronCurvature
 from laplace.weights.problem import Problem
@@ -93,7 +93,7 @@ def groups_of(problem: Problem) -> tuple[tuple[int, ...], ...]:
 
 def computed(engine: CurvatureEngine, primitive: str, case: Case, size: int | None = None) -> Tensor:
     """A primitive summed over batches, as a matrix `[P, P]`, or products `[3, P]` for `matmul`."""
-    kept = [without_ignored(*_split(batch), engine.likelihood) for batch in case.problem.batches(size)]
+    kept = [without_ignored(*_split(batch), engine.likelihood.ignore_index) for batch in case.problem.batches(size)]
     parts = [_one(engine, primitive, case, *pair) for pair in kept if pair is not None]
     if primitive != "kron":
         return torch.stack(parts).sum(0)

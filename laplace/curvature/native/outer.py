@@ -25,6 +25,7 @@ from laplace.gram import mirror
 from laplace.lending import lent
 from laplace.likelihoods.base import Likelihood, OutputHessian
 from laplace.memory import COTANGENT, VECTOR, in_slices
+from laplace.positions import rows_that_count
 from laplace.weights.problem import Problem
 
 
@@ -161,7 +162,7 @@ class OuterEngine(NativeEngine):
             heads: Blocks of heads.
             groups: Tensors that `total` needs in one form.
         """
-        kept = taken.counted(y, self.likelihood.ignore_index)
+        kept = rows_that_count(y, taken.positions, self.likelihood.ignore_index)
         hessian = self.output_hessian(*(rows if kept is None else rows[kept] for rows in (taken.f, y)))
         if hessian is None:
             heads = {}

@@ -72,13 +72,6 @@ class ForwardPass:
         """Whether some tensor needs cotangents of its own for every position."""
         return not all(self.by_row(i) or self.plan[i].rule == "unused" for i in range(len(self.plan)))
 
-    def counted(self, y: Tensor, ignore_index: int | None) -> Tensor | None:
-        """Rows whose labels are not the ignored one, `[n]`, of outputs with positions; None for all."""
-        if not self.positions or ignore_index is None or y.ndim != 1:
-            return None
-        kept = y != ignore_index
-        return None if bool(kept.all()) else kept.nonzero().flatten()
-
     def bytes_per_cotangent(self) -> int:
         """Bytes of output gradients that one cotangent holds; a head's are the cotangents themselves."""
         held = sum(use.shape.numel() for use in self.taken.uses if not self.taken.is_head(use))

@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace import fitting, planning
+from laplace import fitting
 from laplace.errors import ApproximationWarning, UnsupportedError, warn
 from laplace.evidence import Evidence
+from laplace.fitting import planning
+from laplace.fitting.planning import FitPlan
 from laplace.lending import own_mode, own_precision, same_random_state
-from laplace.planning import FitPlan
+from laplace.posterior.weight_fit import WeightFit
 from laplace.prior import GaussianPrior
 from laplace.refinement.refine import refine
 from laplace.refinement.refiner import RefineOptions
 from laplace.refinement.result import Refinement
 from laplace.structures.base import Precision
-from laplace.weight_fit import WeightFit
 
 
 class WeightPosterior(WeightFit):

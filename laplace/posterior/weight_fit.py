@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from laplace import fitting, subsampling
+from laplace import fitting
 from laplace import hyperparameters as hyper
-from laplace.base import BaseLaplace
 from laplace.batch import ForwardFn
 from laplace.curvature import CurvatureInterface
+from laplace.curvature.adapted import is_ours
 from laplace.curvature.engine import CurvatureEngine
-from laplace.curvature.making import make_backend
 from laplace.errors import InvalidArgument, NotFittedError
 from laplace.fingerprint import Fingerprint
-from laplace.fitting import Fit
+from laplace.fitting import Fit, subsampling
+from laplace.fitting.subsampling import Subset
 from laplace.lending import own_mode, same_random_state, undisturbed
 from laplace.likelihoods.base import Likelihood
 from laplace.positions import channels_last
+from laplace.posterior.base import BaseLaplace
 from laplace.refinement.result import Refinement
-from laplace.structures.base import Curvature, Precision, move
+from laplace.structures.base import Curvature, Precision
 from laplace.structures.indefinite import SignedOptions
-from laplace.subsampling import Subset
 from laplace.weights.all_weights import AllWeights
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem
@@ -130,10 +130,25 @@ class WeightFit(BaseLaplace):
         return self._engine
 
     def _make_backend(self, problem: Problem) -> CurvatureInterface:
-        return make_backend(
-            self.backend_cls, self.weights, problem, self.likelihood, self.dict_key_x, self.dict_key_y,
-            self.backend_kwargs, self.asdl_fisher_kwargs,
-        )  # fmt: skip
+        """An object of the backend's class.
+
+        A class of the user's sees the names "regression" and "classification" only, and is called with
+        `asdl_fisher_kwargs`, which the library's take in the constructor.
+
+        Raises:
+            InvalidArgument: The constructor does not know an option.
+        """
+        backend, ours = self.backend_cls, is_ours(self.backend_cls)
+        model, choice = self.weights.for_backend(problem)
+        options = {**choice, **self.backend_kwargs, **(self.asdl_fisher_kwargs if ours else {})}
+        name = self.likelihood if ours else self.likelihood_object.peer_name
+        try:
+            return backend(model, name, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y, **options)
+        except TypeError as error:
+            raise InvalidArgument(
+                f"backend={backend.__name__} could not be made with "
+                f"backend_kwargs={sorted(self.backend_kwargs)}: {error}"
+            ) from error
 
     def _make_engine(self, problem: Problem, *, split_outputs: bool) -> CurvatureEngine:
         backend = self._make_backend(problem)
@@ -287,11 +302,9 @@ class WeightFit(BaseLaplace):
         if self._fit is None or self._mean is None:
             self._engine = None
             return
-        curvature = self.structure.from_state(move(self._fit.curvature.state(), device, dtype))
-        fit = replace(self._fit, curvature=curvature, loss_terms=self._fit.loss_terms.to(self._like))
-        refined = self._refinement
-        refined = None if refined is None else refined.moved(self.structure, self._like.device, self._like.dtype)
-        self.adopt(fit, self._mean.to(self._like), Fingerprint.of(self.weights.model), refinement=refined)
+        fit, mean = self._fit.moved(device, dtype), self._mean.to(self._like)
+        refined = None if self._refinement is None else self._refinement.moved(device, dtype)
+        self.adopt(fit, mean, Fingerprint.of(self.weights.model), refinement=refined)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: nothing derived, and hyper-parameters without their graph."""

@@ -14,7 +14,6 @@ from laplace.batch import Inputs
 from laplace.curvature.survey import Survey
 from laplace.enums import SubsetOfWeights
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
-from laplace.fitting import without_ignored
 from laplace.likelihoods.base import Likelihood
 from laplace.structures import STRUCTURES, Curvature
 from laplace.structures.footprint import Footprint
@@ -168,8 +167,7 @@ def first_counted(
         InvalidData: No such batch.
     """
     for batch in loader:
-        x, y = batches.split(batch, dict_key_y)
-        kept = without_ignored(batches.to_device(x, device), y.to(device), likelihood)
+        kept = batches.counted(batch, dict_key_y, device, likelihood.ignore_index)
         if kept is not None:
             return kept
     raise InvalidData("the loader gave no data that count; a plan needs at least one datum.")

@@ -12,7 +12,7 @@ from laplace.enums import LinkApprox, PredType
 from laplace.errors import UnsupportedError
 from laplace.gaussian import Gaussian
 from laplace.noise import drawn_seed, standard_normal
-from laplace.posterior import WeightPosterior
+from laplace.posterior.weight_posterior import WeightPosterior
 from laplace.predictive import latent
 from laplace.predictive.prediction import Prediction
 from laplace.predictive.quantities import Draws, GaussianSource, PredictionOptions, Quantities, SampleSource

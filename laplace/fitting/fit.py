@@ -14,9 +14,8 @@ from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory
-from laplace.likelihoods.base import Likelihood
 from laplace.memory import COTANGENT, ran_out
-from laplace.structures.base import Curvature, Sweep, require_finite
+from laplace.structures.base import Curvature, Sweep, move, require_finite
 
 _NOTHING = 1e-9
 """Share of the data below which a count, a sum of weights that faded, is zero."""
@@ -92,6 +91,11 @@ class Fit:
         if left <= _NOTHING * self.n_data:  # the prior, and no rounding errors of two equal sums
             return replace(self, curvature=curvature.scaled(0), loss_terms=0 * self.loss_terms, n_data=0)
         return replace(self, curvature=curvature, loss_terms=self.loss_terms - removed.loss_terms, n_data=left)
+
+    def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Fit:
+        """The same elsewhere."""
+        curvature = type(self.curvature).from_state(move(self.curvature.state(), device, dtype))
+        return replace(self, curvature=curvature, loss_terms=self.loss_terms.to(device=device, dtype=dtype))
 
     def _check_matches(self, other: Fit) -> None:
         if self.n_outputs != other.n_outputs:
@@ -178,8 +182,7 @@ def _read(loader: Iterable[Any], engine: CurvatureEngine, sweep: Sweep, dict_key
     for number, batch in enumerate(loader):
         try:
             with batches.named(f"batch {number}"):
-                x, y = batches.split(batch, dict_key_y)
-                kept = without_ignored(batches.to_device(x, device), y.to(device), engine.likelihood)
+                kept = batches.counted(batch, dict_key_y, device, engine.likelihood.ignore_index)
                 if kept is None:
                     continue
                 summary = sweep.add(*kept)
@@ -212,19 +215,6 @@ def _report(engine: CurvatureEngine, curvature: Curvature) -> dict[str, str]:
         return rules
     names = engine.problem.layout.names
     return {name: f"{rules.get(name, '?')} → {form}" for name, form in zip(names, forms, strict=True)}
-
-
-def without_ignored(x: Inputs, y: Tensor, likelihood: Likelihood) -> tuple[Inputs, Tensor] | None:
-    """The data whose labels are not the ignored one: those count nowhere. None if there are none.
-
-    Of data with a label per position those stay of which some position counts.
-    """
-    if likelihood.ignore_index is None or y.is_floating_point() or y.ndim == 0:
-        return x, y
-    keep = (y != likelihood.ignore_index).flatten(1).any(1) if y.ndim > 1 else y != likelihood.ignore_index
-    if keep.all():
-        return x, y
-    return (batches.select(x, keep, len(y)), y[keep]) if keep.any() else None
 
 
 def first_inputs(loader: Iterable[Any], dict_key_y: str, device: torch.device) -> tuple[Inputs, Iterable[Any]]:

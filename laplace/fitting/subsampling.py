@@ -117,8 +117,7 @@ def _counted(loader: Iterable[Any], engine: CurvatureEngine, dict_key_y: str) ->
     device = engine.problem.device
     for number, item in enumerate(loader):
         with batches.named(f"batch {number}"):
-            x, y = batches.split(item, dict_key_y)
-            kept = fitting.without_ignored(batches.to_device(x, device), y.to(device), engine.likelihood)
+            kept = batches.counted(item, dict_key_y, device, engine.likelihood.ignore_index)
         if kept is not None:
             yield number, *kept
 

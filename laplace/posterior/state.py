@@ -18,7 +18,7 @@ from laplace.structures.base import move as moved
 from laplace.weights.problem import Problem
 
 if TYPE_CHECKING:
-    from laplace.parametric import ParametricLaplace
+    from laplace.posterior.parametric import ParametricLaplace
 
 VERSION = 1
 """Version of the format of state dicts."""

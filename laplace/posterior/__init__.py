@@ -1,0 +1,1 @@
+"""`ParametricLaplace`, layer by layer: hyper-parameters, fit, moments, predictions, and what users call."""

@@ -1,0 +1,174 @@
+"""Tuning as users call it, of one posterior or of several that share their hyper-parameters."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
+from laplace.tuning.candidates import Predictive
+from laplace.tuning.choose import (
+    SearchOptions,
+    TuningOptions,
+    TuningResult,
+    choose_hyperparameters,
+    choose_prior_precision,
+    report,
+)
+from laplace.tuning.subject import Subject
+
+
+class Tunable(ABC):
+    """What has hyper-parameters that can be chosen: a posterior, or a mixture, whose components share them.
+
+    The evidence of a mixture is that of `MixtureLaplace.log_marginal_likelihood`, a validation loss that of its
+    predictions (Eschenhagen et al., 2021, appendix B.2); the search of their appendix F.4 is
+    `loss=laplace.tuning.Thresholds(...)`. Where tuned values differ between the components the search starts at their
+    geometric mean.
+    """
+
+    @property
+    @abstractmethod
+    def _subject(self) -> Subject:
+        """The posteriors that are tuned."""
+
+    def optimize_prior_precision(
+        self,
+        pred_type: PredType | str = PredType.GLM,
+        method: TuningMethod | str = TuningMethod.MARGLIK,
+        n_steps: int = 100,
+        lr: float = 1e-1,
+        init_prior_prec: float | Tensor = 1.0,
+        prior_structure: PriorStructure | str = PriorStructure.SCALAR,
+        val_loader: Iterable[Any] | None = None,
+        loss: Any = None,
+        log_prior_prec_min: float = -4,
+        log_prior_prec_max: float = 4,
+        grid_size: int = 100,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        verbose: bool = False,
+        progress_bar: bool = False,
+        log_prior_prec_base: float = 10.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Chooses the prior precision and assigns it.
+
+        `method="marglik"` maximises the log evidence by Adam on log δ and keeps the best value seen.
+        `method="gridsearch"` (the paper's `"CV"`) minimises a validation loss over scalar candidates
+        `base^min … base^max`; the network runs once over the validation data.
+
+        Args:
+            pred_type: Predictive of the grid search.
+            method: `"marglik"`, `"gridsearch"` or `"CV"`.
+            n_steps: Steps of Adam.
+            lr: Its step size on log δ.
+            init_prior_prec: Where Adam starts; a vector keeps its structure.
+            prior_structure: `"scalar"`, `"layerwise"` or `"diag"`.
+            val_loader: Validation data of the grid search.
+            loss: A running metric (`update`, `compute`, `reset`), or `loss(prediction, y)`,
+                `loss(mean, variance, y)` for regression; None for the negative log predictive density. Further names
+                are those of `optimize_hyperparameters`.
+            log_prior_prec_min: Exponent of the smallest candidate.
+            log_prior_prec_max: Exponent of the largest.
+            grid_size: Number of candidates.
+            link_approx: Link of the grid search.
+            n_samples: Its Monte-Carlo samples.
+            verbose: Print the result.
+            progress_bar: Show one.
+            log_prior_prec_base: Base of the grid.
+            generator: Source of randomness of the grid search, the same for every candidate.
+
+        Raises:
+            InvalidArgument: Unknown method or structure, no validation data, no candidate with a finite loss, or a
+                prior per tensor or per parameter of a mixture's components with different ones; the prior precision is
+                left as it was.
+        """
+        options = TuningOptions(
+            method=str(method), n_steps=n_steps, lr=lr, init_prior_prec=init_prior_prec,
+            prior_structure=str(prior_structure), val_loader=val_loader, loss=loss,
+            log_prior_prec_min=log_prior_prec_min, log_prior_prec_max=log_prior_prec_max, grid_size=grid_size,
+            log_prior_prec_base=log_prior_prec_base, progress_bar=progress_bar,
+            predictive=Predictive(str(pred_type), str(link_approx), n_samples, generator),
+        )  # fmt: skip
+        subject = self._subject
+        with subject.same_random_states():
+            result = choose_prior_precision(subject, options)
+        report(result)
+        subject.assign(result.setting, ("prior_precision",))
+        if verbose:
+            print(f"Optimized prior precision is {subject.first.prior_precision}.")  # noqa: T201
+
+    def optimize_hyperparameters(
+        self,
+        tune: str | Sequence[str] = "prior_precision",
+        objective: Any = "evidence",
+        method: str | None = None,
+        *,
+        prior_structure: PriorStructure | str | None = None,
+        val_loader: Iterable[Any] | None = None,
+        ood_loader: Iterable[Any] | None = None,
+        ood_weight: float = 1.0,
+        grid: Mapping[str, Tensor | Sequence[float]] | None = None,
+        n_steps: int = 100,
+        lr: float = 1e-1,
+        tolerance: float = 1e-4,
+        pred_type: PredType | str = PredType.GLM,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        progress_bar: bool = False,
+    ) -> TuningResult:
+        """Chooses prior precision, noise and temperature together and assigns them; the search starts where they are.
+
+        Args:
+            tune: One or more of `"prior_precision"`, `"sigma_noise"` (in the shape that it has) and `"temperature"`.
+            objective: `"evidence"`; or a loss on validation data: `"nll"`, `"brier"`, `"crps"` (regression), `"ece"`
+                (classification), a `laplace.tuning.Thresholds`, a running metric or a callable, as `loss` of
+                `optimize_prior_precision`.
+            method: `"lbfgs"` or `"adam"` on logarithms, which keep the best value seen and need a differentiable
+                objective; `"grid"`, for validation losses, whose prior is a scalar. None is `"lbfgs"` for the evidence,
+                else `"grid"`.
+            prior_structure: `"scalar"`, `"layerwise"` or `"diag"`; None keeps the present one.
+            val_loader: Validation data.
+            ood_loader: Inputs from elsewhere, on which predictions are to be uncertain (Daxberger et al., 2021,
+                eq. 12); targets are not read.
+            ood_weight: λ of that equation.
+            grid: Values of each tuned hyper-parameter, `[n]`; powers of 10 where there are none.
+            n_steps: Steps of Adam, iterations of L-BFGS.
+            lr: Step size of Adam.
+            tolerance: Convergence: largest slope per log unit, relative to max(1, |objective|).
+            pred_type: Predictive of validation losses; `"nn"` on a grid alone.
+            link_approx: Link of classification.
+            n_samples: Monte-Carlo samples.
+            generator: Source of randomness, the same for every candidate.
+            progress_bar: Show one.
+
+        Raises:
+            InvalidArgument: Arguments that do not belong together, no finite objective, thresholds that no candidate
+                meets, or components of a mixture that differ in what is not tuned; the hyper-parameters are left as
+                they were, as after every error.
+            InvalidData: A loader without data.
+            UnsupportedError: A score without a meaning for this likelihood.
+
+        Warns:
+            TuningWarning: The objective is flat or was not finite somewhere, the best value is on an edge, or the
+                search did not converge.
+        """
+        options = SearchOptions(
+            tune=tune, objective=objective, method=method,
+            prior_structure=None if prior_structure is None else str(prior_structure), val_loader=val_loader,
+            ood_loader=ood_loader, ood_weight=ood_weight, grid=grid, n_steps=n_steps, lr=lr, tolerance=tolerance,
+            progress_bar=progress_bar,
+            predictive=Predictive(str(pred_type), str(link_approx), n_samples, generator),
+        )  # fmt: skip
+        subject = self._subject
+        with subject.same_random_states():
+            result = choose_hyperparameters(subject, options)
+        report(result)
+        subject.assign(result.setting)
+        return result
