@@ -7,7 +7,12 @@ argument, says what was given, what is accepted and how to mend it.
 
 from __future__ import annotations
 
+import inspect
+import warnings
+
 import torch
+
+_LIBRARY = __name__.split(".")[0]
 
 
 class LaplaceError(Exception):
@@ -72,3 +77,13 @@ class StateWarning(LaplaceWarning):
 
 class MemoryWarning(LaplaceWarning):
     """Memory ran out; the work went on in smaller pieces, slower and with the same numbers."""
+
+
+def warn(message: str, category: type[LaplaceWarning]) -> None:
+    """Warns at the line of the user's code that called the library, however deep inside it the reason was found."""
+    frame, depth, outermost = inspect.currentframe(), 0, 0
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").split(".")[0] == _LIBRARY:
+            outermost = depth
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(message, category, stacklevel=outermost + 2)

@@ -59,8 +59,9 @@ class Fingerprint:
             )
         if not same_sums(checksums(model), self.sums):
             raise ModelChangedError(
-                "the network's weights changed after fit, so its predictions do not belong to this posterior any more; "
-                "call fit again, or load the weights at which it was fitted."
+                "the network's weights or buffers changed after fit (a call in training mode writes the running "
+                "statistics of BatchNorm), so its predictions do not belong to this posterior any more; call fit "
+                "again, or load the weights and buffers at which it was fitted."
             )
         return replace(self, versions=versions, norms=norms)
 

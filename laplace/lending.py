@@ -6,7 +6,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
 
 import torch
@@ -98,6 +98,26 @@ def hooks_put_back(model: nn.Module) -> Iterator[None]:
         for table, content in kept:
             table.clear()
             table.update(content)
+
+
+@contextmanager
+def own_precision() -> Iterator[None]:
+    """Turns the caller's `torch.autocast` off: sums of a curvature in half precision are not even positive.
+
+    A network that enters autocast in its own forward pass still does.
+    """
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda", "mps", "xpu"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextmanager
+def own_mode() -> Iterator[None]:
+    """Outside of the caller's inference mode, in which autograd does not work, and of the caller's autocast."""
+    with torch.inference_mode(False), own_precision():
+        yield
 
 
 @contextmanager

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
-from laplace.errors import MemoryWarning, OutOfMemory
+from laplace.errors import MemoryWarning, OutOfMemory, warn
 
 _T = TypeVar("_T")
 
@@ -29,7 +28,10 @@ class Unit:
     mend: str
 
 
-_LESS = "la.plan(loader) says what every structure takes; subset_of_weights='last_layer' takes least."
+_LESS = (
+    "la.plan(loader) says what every structure takes; hessian_structure='diag' or 'kron' of "
+    "subset_of_weights='last_layer' takes least."
+)
 DATUM = Unit("datum", "data", f"Free memory, or choose what takes less: {_LESS}")
 POSITION = Unit("position of a datum", "positions", f"Free memory, or choose what takes less: {_LESS}")
 COTANGENT = Unit("backward pass", "backward passes", f"Give the loader smaller batches (batch_size), or {_LESS}")
@@ -81,9 +83,8 @@ def in_slices(count: int, at_once: int, compute: Callable[[slice], _T], unit: Un
         at_once = size // 2
         if not warned:
             warned = True
-            warnings.warn(
+            warn(
                 f"memory ran out at {size} {unit.plural} at once; the work goes on with {at_once}, with the same "
                 "numbers. Smaller batches, or a smaller backend_kwargs={'memory_budget': bytes}, save the attempts.",
                 MemoryWarning,
-                stacklevel=3,
             )

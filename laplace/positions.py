@@ -141,6 +141,8 @@ def target_rows(y: Tensor, f: Tensor, positions: tuple[int, ...], channel_dim: i
         return y.flatten(0, len(positions))
     others = [d for d in range(1, len(whole)) if y.shape == whole[:d] + whole[d + 1 :]]
     mend = f"or pass channel_dim={others[0]}, which these targets fit" if others else "or say by channel_dim= which is"
+    if whole[-1] == 1:
+        mend += f"; where {list(whole[:-1])} are the outputs of the data, return them without the last dimension"
     raise InvalidData(
         f"Targets have shape {list(y.shape)}, outputs {list(whole)}, of which dimension "
         f"{channel_dim % len(whole)} is that of the classes or outputs of a position; labels {list(lead)} or values "

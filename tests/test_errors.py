@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,15 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace import Laplace
+from laplace import Laplace, marglik_training
 from laplace.curvature import CurvatureInterface, NativeEF, NativeGGN
 from laplace.errors import (
+    ApproximationWarning,
     InvalidArgument,
     InvalidData,
     InvalidType,
     LaplaceError,
     LaplaceWarning,
     NotFittedError,
+    TuningWarning,
     UnsupportedError,
 )
 from tests import grid
@@ -39,7 +42,7 @@ BAD_DATA: dict[str, tuple[str, Any, str]] = {
     "float labels": ("classification", (X, Y.float()), r"y\.long\(\)"),
     "one-hot labels": ("classification", (X, nn.functional.one_hot(Y, 3)), "argmax"),
     "labels [B, 1]": ("classification", (X, Y.unsqueeze(1)), "squeeze"),
-    "too few labels": ("classification", (X, Y[:7]), "shape"),
+    "too few labels": ("classification", (X, Y[:7]), "give a label for every datum"),
     "wide targets": ("regression", (XR, torch.randn(12, 4)), "must be equal"),
     "narrow targets": ("regression", (XR, torch.randn(12, 1)), "nothing is broadcast"),
     "flat targets": ("regression", (XR, torch.randn(12)), "must be equal"),
@@ -455,7 +458,7 @@ def test_bad_last_layers(options: dict[str, Any], message: str) -> None:
         (NativeGGN, {"kfac_approx": "sum"}, "'expand' and 'reduce'"),
         (NativeGGN, {"memory_budget": 0}, "memory_budget"),
         (NativeGGN, {"stochastic": True, "num_samples": 0}, "num_samples"),
-        (NativeGGN, {"samples": 3}, "samples"),
+        (NativeGGN, {"samples": 3}, r"backend_kwargs=\['samples'\]"),
         (NativeEF, {"stochastic": True}, "stochastic"),
     ],
 )
@@ -484,8 +487,29 @@ def test_a_backend_that_lacks_a_primitive() -> None:
 
 def test_a_batch_that_mixes_its_data() -> None:
     la = Laplace(nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 3)), "classification", "all")
-    with pytest.raises(LaplaceError, match="BatchNorm without running statistics"):
+    with pytest.raises(LaplaceError, match=r"BatchNorm without running statistics.*positions of one datum"):
         la.fit(grid.batches())
+
+
+def test_pairs_with_a_dimension_too_many() -> None:
+    """A network of one reward per item, on the pairs as they are: outputs `[B, 2, 1]`."""
+    la = Laplace(nn.Linear(3, 1), "reward_modeling", "all")
+    with pytest.raises(InvalidData, match=r"where \[6, 2\] are the outputs.*without the last dimension"):
+        la.fit([(torch.randn(6, 2, 3), torch.randint(2, (6,)))])
+
+
+def test_warnings_point_at_the_user_s_line() -> None:
+    """However many calls of the library, and of packages between them, there are on the way."""
+    la = grid.make("all", "diag", prior_precision=1e-3)
+    la.fit(grid.batches())
+    prediction = la.predict(X, link_approx="delta")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        la(X, link_approx="delta")
+        assert prediction.mean.shape == (12, 3)
+        marglik_training(grid.network(), grid.batches(), n_epochs=1, optimizer_kwargs={"weight_decay": 0.1})
+    assert [warning.category for warning in caught] == [ApproximationWarning, ApproximationWarning, TuningWarning]
+    assert [warning.filename for warning in caught] == [__file__] * 3
 
 
 def test_errors_have_their_roots() -> None:

@@ -515,7 +515,7 @@ def test_a_changed_buffer_is_noticed() -> None:
     la = Laplace(model, "classification")
     la.fit(grid.batches())
     model.train()(X)
-    with pytest.raises(ModelChangedError):
+    with pytest.raises(ModelChangedError, match="running statistics"):
         la(X)
 
 

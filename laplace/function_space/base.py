@@ -11,6 +11,7 @@ from torch import Tensor
 from laplace.batch import Inputs
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
 from laplace.errors import InvalidArgument
+from laplace.lending import own_mode
 from laplace.posterior.parametric import ParametricLaplace
 from laplace.predictive.prediction import Prediction
 from laplace.tuning import TuningResult
@@ -120,7 +121,7 @@ class BaseFunctionalLaplace(ParametricLaplace):
         Raises:
             NotFittedError: Before `fit`.
         """
-        with torch.inference_mode(False), torch.set_grad_enabled(self.enable_backprop):
+        with own_mode(), torch.set_grad_enabled(self.enable_backprop):
             gaussian = self._latent(x, "joint" if joint else "full")
             return (gaussian.mean.flatten() if joint else gaussian.mean), gaussian.covariance
 

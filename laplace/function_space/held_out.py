@@ -15,6 +15,7 @@ from laplace.curvature.engine import CurvatureEngine
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument
 from laplace.hyperparameters import as_tensor, positive
+from laplace.lending import own_mode
 from laplace.posterior.parametric import ParametricLaplace
 from laplace.predictive import latent
 from laplace.structures.base import Precision
@@ -85,7 +86,7 @@ def best_candidate(
     settings = [_setting(now, candidate, has_noise=la.likelihood_object.has_noise) for candidate in candidates]
     if not settings:
         raise InvalidArgument("grid holds no candidate; give prior precisions, or pairs of one and a noise.")
-    with torch.inference_mode(False), torch.no_grad():
+    with own_mode(), torch.no_grad():
         objective = make_objective(None, la.likelihood_object)
         predictive = tuning.Predictive(str(PredType.GLM), str(LinkApprox.PROBIT), 1, None)
         losses = Losses(Candidates(la, settings, predictive, whole_covariance=objective.whole_covariance), objective)

@@ -66,9 +66,10 @@ def check_labels(f: Tensor, y: Tensor, ignore_index: int | None = None) -> Tenso
             "[B] are: give y.argmax(-1)."
         )
     if given.shape != (n_data,):
+        mend = "for [B, 1] give y.squeeze(-1)" if given.ndim > 1 else "give a label for every datum"
         raise InvalidData(
             f"Targets have shape {list(given.shape)}, outputs {list(f.shape)}; integer labels of shape [{n_data}] are "
-            "accepted: for [B, 1] give y.squeeze(-1)."
+            f"accepted: {mend}."
         )
     if given.is_floating_point():
         raise InvalidData(f"Labels have dtype {given.dtype}; integers are accepted: give y.long().")

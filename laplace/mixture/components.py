@@ -59,6 +59,7 @@ def make_components(
         raise InvalidArgument("components holds the same Laplace object more than once; give weights= instead.")
     _check_likelihoods(made, likelihood)
     _check_layouts(made)
+    check_same_outputs([la for la in made if la.is_fitted])
     return made
 
 
@@ -78,6 +79,17 @@ def _check_layouts(posteriors: Sequence[ParametricLaplace]) -> None:
             f"the components have channel_dim={dims}; the predictions of a mixture are averaged entry by entry: give "
             "networks whose outputs have one layout, or bring them to one by forward_fn=."
         )
+
+
+def check_same_outputs(posteriors: Sequence[ParametricLaplace]) -> None:
+    """Raises where fitted components have no outputs that could be averaged.
+
+    Raises:
+        InvalidArgument: Their networks have different numbers of outputs.
+    """
+    widths = [la.n_outputs for la in posteriors]
+    if any(width != widths[0] for width in widths):
+        raise InvalidArgument(f"the networks of the components have {widths} outputs; those of a mixture have as many.")
 
 
 def check_repeatable(loader: Iterable[Any], n_components: int) -> None:

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from laplace.enums import HessianStructure, SubsetOfWeights
 from laplace.likelihoods.base import Likelihood
-from laplace.mixture.components import all_or_none, check_repeatable, make_components, shared
+from laplace.mixture.components import all_or_none, check_repeatable, check_same_outputs, make_components, shared
 from laplace.mixture.weighting import Rule, check_same_data, checked_rule, weights_now
 from laplace.posterior.parametric import ParametricLaplace
 from laplace.tuning.subject import log_mean_exp
@@ -147,12 +147,14 @@ class MixturePosterior:
 
         Raises:
             InvalidData: A batch cannot be used.
-            InvalidArgument: A stream that can be read only once. After every error all former posteriors are kept.
+            InvalidArgument: A stream that can be read only once, or networks with different numbers of outputs. After
+                every error all former posteriors are kept.
         """
         check_repeatable(train_loader, self.n_components)
         with all_or_none(self.components):
             for la in tqdm(self.components, desc="components", disable=not progress_bar):
                 la.fit(train_loader, override, progress_bar, decay=decay)
+            check_same_outputs(self.components)
 
     def log_marginal_likelihood(
         self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None

@@ -15,7 +15,7 @@ from laplace.curvature import CurvatureInterface, NativeGGN
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.evidence import Evidence
-from laplace.lending import require_module
+from laplace.lending import own_precision, require_module
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
 
@@ -197,7 +197,8 @@ class BaseLaplace(ABC):
                 self.prior_precision = prior_precision
             if sigma_noise is not None:
                 self.sigma_noise = sigma_noise
-            value = self.evidence().log_marginal_likelihood
+            with own_precision():
+                value = self.evidence().log_marginal_likelihood
         except BaseException:
             self._prior_precision, self._sigma_noise = former
             raise

@@ -11,6 +11,7 @@ from laplace.batch import Inputs
 from laplace.curvature.jacobian import Jacobian
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument
+from laplace.lending import own_mode, own_precision
 from laplace.positions import in_users_layout, unrolled
 from laplace.posterior import state
 from laplace.posterior.weight_predictor import WeightPredictor
@@ -94,7 +95,7 @@ class ParametricLaplace(WeightPredictor, Tunable):
             NotFittedError: Before `fit`.
             ModelChangedError: The fixed weights around a subnetwork are not those of `fit` any more.
         """
-        with torch.no_grad():
+        with torch.no_grad(), own_precision():
             samples = self._theta_samples(n_samples, generator)
             embedded = self.weights.embed(samples)
             if embedded is not samples:
@@ -162,7 +163,7 @@ class ParametricLaplace(WeightPredictor, Tunable):
 
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Mean and variances of the latent outputs at X, `[B, C]` each, without covariances between outputs."""
-        with torch.inference_mode(False), torch.set_grad_enabled(self.enable_backprop):
+        with own_mode(), torch.set_grad_enabled(self.enable_backprop):
             return laid_out(self._latent(X, "diagonal"), self.channel_dim)
 
     def _jacobian(self, Js: Tensor | Jacobian) -> Jacobian:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from laplace.errors import LaplaceError, StateError, StateWarning
+from laplace.errors import LaplaceError, StateError, StateWarning, warn
 from laplace.fingerprint import Fingerprint, checksums, same_sums
 from laplace.fitting import Fit
 from laplace.lending import undisturbed
@@ -77,7 +76,7 @@ def load(la: ParametricLaplace, state: dict[str, Any]) -> None:
         problem = _checked(la, state)
         for key in ("temperature", "enable_backprop", "precision_options"):
             if state[key] != getattr(la, key):
-                warnings.warn(f"{key} changes from {getattr(la, key)} to {state[key]}.", StateWarning, stacklevel=3)
+                warn(f"{key} changes from {getattr(la, key)} to {state[key]}.", StateWarning)
         la.weights.problem = problem
         take_over(la, state)
     except BaseException as error:

@@ -19,7 +19,7 @@ from laplace.errors import InvalidArgument, NotFittedError
 from laplace.fingerprint import Fingerprint
 from laplace.fitting import Fit, subsampling
 from laplace.fitting.subsampling import Subset
-from laplace.lending import same_random_state, undisturbed
+from laplace.lending import own_mode, same_random_state, undisturbed
 from laplace.likelihoods.base import Likelihood
 from laplace.positions import channels_last
 from laplace.posterior.base import BaseLaplace
@@ -146,7 +146,8 @@ class WeightFit(BaseLaplace):
             return backend(model, name, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y, **options)
         except TypeError as error:
             raise InvalidArgument(
-                f"backend={backend.__name__} could not be made with backend_kwargs={sorted(options)}: {error}"
+                f"backend={backend.__name__} could not be made with "
+                f"backend_kwargs={sorted(self.backend_kwargs)}: {error}"
             ) from error
 
     def _make_engine(self, problem: Problem, *, split_outputs: bool) -> CurvatureEngine:
@@ -261,7 +262,7 @@ class WeightFit(BaseLaplace):
                 structure reads the data several times and the loader can be read only once.
         """
         fitting.require_rereadable(train_loader, self.structure)
-        with torch.inference_mode(False), torch.no_grad(), same_random_state(self.weights.model):
+        with own_mode(), torch.no_grad(), same_random_state(self.weights.model):
             if self.weights.problem is None:
                 x, train_loader = fitting.first_inputs(train_loader, self.dict_key_y, self._like.device)
                 problem = self.weights.discover(x)

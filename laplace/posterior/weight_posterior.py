@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor
 
 from laplace import fitting
-from laplace.errors import ApproximationWarning, UnsupportedError
+from laplace.errors import ApproximationWarning, UnsupportedError, warn
 from laplace.evidence import Evidence
 from laplace.fitting import planning
 from laplace.fitting.planning import FitPlan
-from laplace.lending import same_random_state
+from laplace.lending import own_mode, own_precision, same_random_state
 from laplace.posterior.weight_fit import WeightFit
 from laplace.prior import GaussianPrior
 from laplace.refinement.refine import refine
@@ -45,7 +44,7 @@ class WeightPosterior(WeightFit):
             InvalidData: No data that count.
             UnsupportedError: A user's own backend or structure, which does not say what it takes.
         """
-        with torch.inference_mode(False), torch.no_grad(), same_random_state(self.weights.model):
+        with own_mode(), torch.no_grad(), same_random_state(self.weights.model):
             n_batches = planning.length(train_loader)
             device = self.prior_precision.device
             x, y = planning.first_counted(train_loader, self.dict_key_y, device, self.likelihood_object)
@@ -81,7 +80,7 @@ class WeightPosterior(WeightFit):
             )
         self.check_unchanged()
         removed, _ = self.measured(loader, go_on=True, progress_bar=progress_bar)
-        with torch.inference_mode(False), torch.no_grad():
+        with own_mode(), torch.no_grad():
             left = former.minus(removed.scaled(weight), signed=self.backend_cls.kind == "hessian")
             self._fit, self._posterior, self._refinement = left, None, None
 
@@ -157,13 +156,12 @@ class WeightPosterior(WeightFit):
             ApproximationWarning: It did not converge.
         """
         options = RefineOptions(max_steps, tolerance, n_samples, generator, progress_bar)
-        with torch.inference_mode(False), torch.no_grad(), same_random_state(self.weights.model):
+        with own_mode(), torch.no_grad(), same_random_state(self.weights.model):
             found = refine(self, loader, method, options)
         if not found.converged:
-            warnings.warn(
+            warn(
                 f"{found!r}: give more max_steps, or a larger tolerance than this precision of numbers allows.",
                 ApproximationWarning,
-                stacklevel=2,
             )
         self._refinement, self._posterior = found, None
         return found
@@ -220,7 +218,7 @@ class WeightPosterior(WeightFit):
         hypers = (self._prior_precision, self._sigma_noise, self._temperature)
         key = (self.fitted(), *((t, t._version) for t in hypers))
         if self._posterior is None or not _same(self._posterior[0], key):
-            with torch.no_grad():
+            with torch.no_grad(), own_precision():
                 self._posterior = (key, self.evidence().precision)
         return self._posterior[1]
 

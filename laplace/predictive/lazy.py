@@ -7,6 +7,8 @@ from typing import Any, Generic, TypeVar, overload
 
 import torch
 
+from laplace.lending import own_mode
+
 _T = TypeVar("_T")
 
 
@@ -31,7 +33,7 @@ class LazyQuantity(Generic[_T]):
     def __get__(self, owner: Any, cls: type) -> LazyQuantity[_T] | _T:
         if owner is None:
             return self
-        with torch.inference_mode(False), torch.set_grad_enabled(owner.create_graph):
+        with own_mode(), torch.set_grad_enabled(owner.create_graph):
             # Of two threads that read one object at once the first has its result kept; both drew the same numbers.
             return owner.__dict__.setdefault(self.name, self.compute(owner))
 

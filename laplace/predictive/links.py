@@ -7,14 +7,13 @@ diagonal one, `[B, C]`. Softmax links return rows that sum to 1 for every finite
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from laplace.errors import ApproximationWarning, InvalidArgument
+from laplace.errors import ApproximationWarning, InvalidArgument, warn
 from laplace.gaussian import Gaussian
 from laplace.registry import Registry
 
@@ -157,11 +156,10 @@ def probabilities_within(values: Tensor) -> Tensor:
 def _warn_of(rows: Tensor, what: str) -> None:
     count = int(rows.sum())
     if count:
-        warnings.warn(
+        warn(
             f"link_approx='delta': the variances of {count} of {len(rows)} data are too large for a second-order "
             f"expansion at the mean, {what}; they were cut. Use link_approx='probit' or 'mc'.",
             ApproximationWarning,
-            stacklevel=3,
         )
 
 

@@ -11,6 +11,7 @@ from torch.distributions import Bernoulli, Categorical, Distribution, Independen
 
 from laplace.errors import UnsupportedError
 from laplace.gaussian import Gaussian
+from laplace.lending import own_mode
 from laplace.positions import unrolled
 from laplace.predictive.decomposition import Decomposition, entropy_of
 from laplace.predictive.distributions import mixture_of, normal_of
@@ -160,7 +161,7 @@ class MixedQuantities:
         checked_level(level)
         kind = self.require("interval", "real", "class", "binary")
         ends = (0.5 - 0.5 * level, 0.5 + 0.5 * level)
-        with torch.inference_mode(False), torch.set_grad_enabled(self.create_graph):
+        with own_mode(), torch.set_grad_enabled(self.create_graph):
             if kind == "class" or self.sampled:
                 values = self._target_samples(observation_noise) if kind == "real" else self.probability_samples
                 lower, upper = torch.quantile(values, values.new_tensor(ends), dim=0).unbind(0)

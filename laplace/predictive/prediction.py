@@ -14,7 +14,7 @@ from laplace.predictive.mixed_quantities import MixedQuantities
 from laplace.predictive.quantities import Quantities
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Prediction:
     """The predictive distribution at B inputs; every quantity is computed when it is first read, and kept.
 
@@ -34,6 +34,11 @@ class Prediction:
 
     rows: Quantities | MixedQuantities
     channel_dim: int = -1
+
+    def __repr__(self) -> str:
+        """What was asked for; nothing is computed for it."""
+        options = self.rows.options
+        return f"Prediction(link={options.link!r}, n_samples={options.n_samples}, form={options.form!r})"
 
     # Latents.
 

@@ -13,6 +13,7 @@ from torch.distributions import Bernoulli, Categorical, Dirichlet, Distribution
 from laplace.enums import LinkApprox
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.gaussian import Gaussian
+from laplace.lending import own_mode
 from laplace.likelihoods.base import Likelihood
 from laplace.noise import drawn_seed, standard_normal
 from laplace.positions import OutputRows, unrolled
@@ -263,7 +264,7 @@ class Quantities:
         """Lower and upper ends `[B, C]`; see `Prediction.interval`."""
         checked_level(level)
         kind = self.require("interval", "real", "class", "binary")
-        with torch.inference_mode(False), torch.set_grad_enabled(self.create_graph):
+        with own_mode(), torch.set_grad_enabled(self.create_graph):
             if kind == "class" or self.sampled:
                 values = self.target_samples(observation_noise) if kind == "real" else self.probability_samples
                 ends = values.new_tensor([0.5 - 0.5 * level, 0.5 + 0.5 * level])
@@ -306,7 +307,7 @@ class Quantities:
                 f"link_approx={self.options.link!r}; classification with pred_type='glm' has a Dirichlet with "
                 "link_approx='bridge' or 'bridge_norm', and probability_samples otherwise."
             )
-        with torch.inference_mode(False), torch.set_grad_enabled(self.create_graph):
+        with own_mode(), torch.set_grad_enabled(self.create_graph):
             return Dirichlet(unrolled(parts.bounded(self._log_concentrations), self.positions))
 
     def require(self, what: str, *kinds: str) -> str:

@@ -30,7 +30,7 @@ from laplace.evidence import Evidence
 from laplace.fingerprint import Fingerprint
 from laplace.fitting import Fit
 from laplace.hyperparameters import check_counts
-from laplace.lending import flags_put_back
+from laplace.lending import flags_put_back, own_mode
 from laplace.positions import as_rows
 from laplace.structures.base import Precision
 from laplace.training.online import check_step_size
@@ -157,7 +157,7 @@ class TaskFit:
         start = self.former.prior_precision.detach()
 
         def evaluate(logs: Tensor) -> tuple[float, Tensor]:
-            with torch.inference_mode(False), torch.enable_grad():
+            with own_mode(), torch.enable_grad():
                 leaf = logs.clone().requires_grad_()
                 value = -self.log_marginal_likelihood(leaf.exp())
                 (gradient,) = torch.autograd.grad(value, leaf)

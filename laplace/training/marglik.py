@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +15,7 @@ from laplace import batch as batches
 from laplace.batch import ForwardFn, Inputs
 from laplace.curvature import CurvatureInterface
 from laplace.enums import HessianStructure, Likelihood, PriorStructure
-from laplace.errors import TuningWarning
+from laplace.errors import TuningWarning, warn
 from laplace.hyperparameters import check_counts
 from laplace.lending import flags_put_back
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
@@ -154,11 +153,10 @@ def _without_decay(optimizer: Optimizer) -> Optimizer:
     """The optimiser without weight decay, which would be a second prior, unknown to the evidence."""
     decays = {group.get("weight_decay", 0) for group in optimizer.param_groups} - {0}
     if decays:
-        warnings.warn(
+        warn(
             f"the optimiser's weight_decay={decays.pop():g} is not used: the prior precision is the weight decay, and "
             "the evidence chooses it. Pass optimizer_kwargs={'weight_decay': 0, ...}, or start it by prior_prec_init.",
             TuningWarning,
-            stacklevel=3,
         )
     for group in optimizer.param_groups:
         if "weight_decay" in group:

@@ -25,7 +25,7 @@ from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 from laplace.factory import Laplace
 from laplace.hyperparameters import check_counts
 from laplace.layout import flatten
-from laplace.lending import same_random_state
+from laplace.lending import own_mode, same_random_state
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.positions import as_rows
 from laplace.posterior.parametric import ParametricLaplace
@@ -172,7 +172,7 @@ class OnlineLaplace:
             return round(self.la.n_data)
         if self._n_counted is None:
             # A loader draws its shuffling from the global random state.
-            with torch.inference_mode(False), torch.no_grad(), same_random_state(self.model):
+            with own_mode(), torch.no_grad(), same_random_state(self.model):
                 self._n_counted = _count(self.train_loader, self.la)
         return self._n_counted
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace.enums import TuningMethod
-from laplace.errors import InvalidArgument, TuningWarning
+from laplace.errors import InvalidArgument, TuningWarning, warn
 from laplace.hyperparameters import check_counts, positive
 from laplace.tuning.ascent import Evaluate, Search, minimise
 from laplace.tuning.candidates import Predictive
@@ -25,8 +23,6 @@ from laplace.tuning.subject import Subject
 from laplace.tuning.validation import Validation
 
 EVIDENCE = "evidence"
-
-_LIBRARY = __name__.split(".")[0]
 
 
 @dataclass(frozen=True)
@@ -88,8 +84,8 @@ class TuningResult:
     sigma_noise: Tensor
     temperature: Tensor
     value: float
-    values: Tensor
-    grid: dict[str, Tensor]
+    values: Tensor = field(repr=False)
+    grid: dict[str, Tensor] = field(repr=False)
     converged: bool
     notes: tuple[str, ...]
 
@@ -183,15 +179,7 @@ def report(result: TuningResult) -> None:
     """Warns whoever called the library, once, of all that there is to note."""
     if result.notes:
         what = "grid search" if result.grid else "tuning"
-        warnings.warn(f"{what}: {'; '.join(result.notes)}.", TuningWarning, stacklevel=1 + _frames_of_the_library())
-
-
-def _frames_of_the_library() -> int:
-    """How many frames lie between the caller of this function, which counts, and the user's code."""
-    frame, count = inspect.currentframe(), -1
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == _LIBRARY:
-        frame, count = frame.f_back, count + 1
-    return count
+        warn(f"{what}: {'; '.join(result.notes)}.", TuningWarning)
 
 
 def _refuse_data(options: SearchOptions, method: str) -> None:

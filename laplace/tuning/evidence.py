@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from laplace.lending import own_mode
 from laplace.tuning.ascent import Evaluate
 from laplace.tuning.settings import Coordinates
 from laplace.tuning.subject import Subject
@@ -25,7 +26,7 @@ def negative_evidence(la: ParametricLaplace | Subject, coordinates: Coordinates)
     subject = Subject.of(la)
 
     def evaluate(logs: Tensor) -> tuple[float, Tensor]:
-        with torch.inference_mode(False), torch.enable_grad():
+        with own_mode(), torch.enable_grad():
             leaf = logs.clone().requires_grad_()
             value = -subject.log_evidence(coordinates.setting(leaf))
             (gradient,) = torch.autograd.grad(value, leaf)

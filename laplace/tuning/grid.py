@@ -14,6 +14,7 @@ from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.errors import CurvatureError, InvalidArgument
 from laplace.hyperparameters import positive
+from laplace.lending import own_mode
 from laplace.positions import rows_that_count
 from laplace.tuning.candidates import Predict, Predictive
 from laplace.tuning.objectives import Objective, Running
@@ -117,7 +118,7 @@ def search_grid(
         InvalidArgument: No candidate with a finite loss, or none that meets the thresholds.
     """
     la = subject.first
-    with torch.inference_mode(False), torch.no_grad():
+    with own_mode(), torch.no_grad():
         candidates = subject.candidates(grid.settings, predictive, whole_covariance=objective.whole_covariance)
         losses = Losses(candidates, objective)
         for name, x, y in validation.batches(la, label="grid search", progress_bar=progress_bar):

@@ -23,6 +23,7 @@ from laplace.batch import Inputs
 from laplace.curvature.jacobian import Jacobian
 from laplace.enums import PredType
 from laplace.errors import InvalidArgument
+from laplace.lending import own_mode
 from laplace.positions import rows_that_count
 from laplace.predictive import latent
 from laplace.predictive.mixing import mixed
@@ -102,7 +103,7 @@ class SmoothLoss:
         independent = likelihood.independent_outputs
         reads_variances = latent.needs_variances_only(predictive.link_approx, independent=independent)
         self.diagonal = not objective.whole_covariance if self.as_latent else reads_variances
-        with torch.inference_mode(False), torch.no_grad():
+        with own_mode(), torch.no_grad():
             first = self.subject.first
             data = validation.batches(first, progress_bar=progress_bar)
             self.data = [self._run(*batch) for batch in data]
@@ -115,7 +116,7 @@ class SmoothLoss:
 
     def __call__(self, logs: Tensor) -> tuple[float, Tensor]:
         """The loss and its gradient at logarithms `[n]`."""
-        with torch.inference_mode(False), torch.enable_grad():
+        with own_mode(), torch.enable_grad():
             leaf = logs.clone().requires_grad_()
             setting = self.coordinates.setting(leaf)
             precisions = [setting.evidence(la).precision for la in self.subject.posteriors]

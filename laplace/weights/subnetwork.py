@@ -80,7 +80,10 @@ class Subnetwork(Weights):
 def _checked(indices: Tensor, n_params: int) -> Tensor:
     if not isinstance(indices, Tensor) or indices.dtype != torch.int64:
         given = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
-        raise InvalidType(f"subnetwork_indices must be a torch.int64 tensor; {given} was given.")
+        raise InvalidType(
+            f"subnetwork_indices must be a torch.int64 tensor; {given} was given. Masks of laplace.utils give one by "
+            "mask.select(train_loader), a tensor of truth values by values.nonzero().squeeze(1)."
+        )
     if indices.ndim != 1 or indices.numel() == 0:
         raise InvalidArgument(
             f"subnetwork_indices must be a non-empty vector; a tensor of shape {tuple(indices.shape)} was given."

@@ -454,3 +454,18 @@ def test_layouts_that_differ_are_refused() -> None:
     parts = [Laplace(nn.Conv2d(2, 3, 1), "classification", "all", "diag", channel_dim=dim) for dim in (1, -1)]
     with pytest.raises(InvalidArgument, match=r"channel_dim=\[1, -1\]"):
         MixtureLaplace(parts)
+
+
+def test_other_numbers_of_outputs_are_refused() -> None:
+    """Where they are first known: at the fit, or before, of components that were fitted apart from each other."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 2), torch.randint(0, 3, (8,))
+    parts = [Laplace(nn.Linear(2, n_outputs), "classification", "all", "full") for n_outputs in (3, 4)]
+    mixture = MixtureLaplace(parts)
+    with pytest.raises(InvalidArgument, match=r"\[3, 4\] outputs"):
+        mixture.fit([(x, y)])
+    assert not any(la.is_fitted for la in parts)
+    for la in parts:
+        la.fit([(x, y)])
+    with pytest.raises(InvalidArgument, match=r"\[3, 4\] outputs"):
+        MixtureLaplace(parts)

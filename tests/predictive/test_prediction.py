@@ -95,6 +95,11 @@ def test_a_mean_pays_for_no_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counted.count == 2
 
 
+def test_repr_is_short_and_computes_nothing() -> None:
+    la, x = fitted("classification")
+    assert repr(la.predict(x, link_approx="mc", n_samples=7)) == "Prediction(link='mc', n_samples=7, form='full')"
+
+
 def test_regression() -> None:
     sigma = torch.tensor([0.5, 1.0, 2.0])
     la, x = fitted("regression", sigma_noise=sigma)

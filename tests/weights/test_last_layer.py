@@ -17,6 +17,7 @@ def test_a_tied_head_is_random_in_the_head_alone(pred_type: str) -> None:
     model = problem.make_model()
     la = Laplace(model, problem.likelihood, "last_layer", "full", last_layer_name=problem.head)
     la.fit(problem.batches(3))
+    assert all(rule.startswith("linear") for rule in la.coverage().values())
     head = model.get_submodule(str(problem.head))
     seen: list[torch.Tensor] = []
     handle = head.register_forward_hook(lambda module, args, output: seen.append(args[0].detach()))

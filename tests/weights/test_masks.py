@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace.errors import CurvatureError, InvalidArgument, InvalidData, NotFittedError
+from laplace import Laplace
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData, InvalidType, NotFittedError
 from laplace.weights.masks import LastLayerSubnetMask, ModuleNameSubnetMask, ParamNameSubnetMask, SubnetMask
 from laplace.weights.masks_scored import (
     LargestMagnitudeSubnetMask,
@@ -206,6 +207,14 @@ def test_bad_names(model):
             LastLayerSubnetMask(model, name)
     with pytest.raises(InvalidArgument, match="no trainable"):
         LargestMagnitudeSubnetMask(model.requires_grad_(False), 1)
+
+
+def test_masks_in_place_of_their_indices(model):
+    """What a user may hand over instead of indices; the message says how to come by them."""
+    mask = RandomSubnetMask(model, 3)
+    for given in (mask, torch.ones(11, dtype=torch.bool), [1, 2]):
+        with pytest.raises(InvalidType, match=r"mask\.select\(train_loader\).*nonzero"):
+            Laplace(model, "classification", "subnetwork", "full", subnetwork_indices=given)
 
 
 def test_a_loader_without_data(model):

@@ -71,12 +71,15 @@ class _Probe:
         unweighted: u, a multiple of v for every datum, `[1, B, M]`.
         truths: autograd.grad(f, tensor, r u) per slot, or None where f does not depend on the tensor.
         gradients: Output gradients of every captured use for the unweighted cotangents.
+        coarsest: The least exact dtype among them and the outputs: that of the weights, or a lower one where the
+            network enters `torch.autocast` by itself.
     """
 
     r: Tensor
     unweighted: Tensor
     truths: tuple[Tensor | None, ...]
     gradients: tuple[Tensor, ...]
+    coarsest: torch.dtype
 
 
 def make_plan(problem: Problem, taken: Capture, x: Inputs, n_data: int, *, repeated: bool = False) -> Plan:
@@ -132,7 +135,7 @@ def _with_rows(problem: Problem, plan: Plan, taken: Capture, probe: _Probe) -> P
         if block is None or expected is None:
             continue
         actual = block.pull(r.unsqueeze(0).to(block_dtype(expected.dtype)))
-        if close(actual, expected, block.bound() * r.abs().max()):
+        if close(actual, expected, block.bound() * r.abs().max(), probe.coarsest):
             held[i] = block
     broken = {t.use for i, e in enumerate(plan) if i not in held for t in e.terms}
     return tuple(
@@ -224,7 +227,8 @@ def _probe(problem: Problem, taken: Capture, n_data: int) -> _Probe:
         )
     unweighted = unweighted.unsqueeze(0)
     gradients = tuple(g.detach() for g in taken.gradients(unweighted, list(taken.uses)))
-    return _Probe(r, unweighted, truths, gradients)
+    coarsest = max({tensor.dtype for tensor in (f, *gradients)}, key=lambda dtype: TOLERANCE.get(dtype, 0.0))
+    return _Probe(r, unweighted, truths, gradients, coarsest)
 
 
 def _candidates(taken: Capture, held: Sequence[Owner], n_data: int) -> Iterator[Explanation]:
@@ -244,7 +248,8 @@ def _candidates(taken: Capture, held: Sequence[Owner], n_data: int) -> Iterator[
                 return
             terms.append(Term(n, attribute, reading))
         if terms and (reading is Reading.LEADING or positions > 1):
-            words = " + ".join(dict.fromkeys(rule.name for rule in rules.values() if rule is not None))
+            used = (rules[id(taken.uses[term.use].module)] for term in terms)  # of tied tensors not every owner is
+            words = " + ".join(dict.fromkeys(rule.name for rule in used if rule is not None))
             where = "" if reading is Reading.LEADING else f" ({reading.value})"
             yield Explanation(tuple(terms), rule=words + where + (f", {len(terms)} uses" if len(terms) > 1 else ""))
 
@@ -260,18 +265,19 @@ def _holds(
         if ran_out(error):
             raise  # a reading that is refused for want of memory would be another curvature
         return False
-    return close(actual, expected, block.bound() * probe.r.abs().max())
+    return close(actual, expected, block.bound() * probe.r.abs().max(), probe.coarsest)
 
 
-def close(actual: Tensor, expected: Tensor, bound: Tensor) -> bool:
+def close(actual: Tensor, expected: Tensor, bound: Tensor, coarsest: torch.dtype | None = None) -> bool:
     """Whether two vectors agree to the accuracy of the model's dtype.
 
     Args:
         actual: From factors.
         expected: From autograd, in the model's dtype.
         bound: Norm of what was added up: the scale of rounding errors where the sum cancels.
+        coarsest: A dtype in which a part of both may have been computed.
     """
-    tolerance = TOLERANCE[expected.dtype]
+    tolerance = max(TOLERANCE[expected.dtype], TOLERANCE.get(coarsest or expected.dtype, 0.0))
     error = (actual - expected.to(actual)).norm()
     return bool(error <= tolerance * (expected.norm().to(error) + 1e-2 * bound.to(error)))
 
@@ -291,10 +297,12 @@ def _prove_fallback(problem: Problem, slot: int, x: Inputs, probe: _Probe, expec
                 raise
             continue
         actual = torch.einsum("bp,b->p", values[0].to(dtype), probe.r.to(dtype))
-        if close(actual, expected, values.norm() * probe.r.abs().max()):
+        if close(actual, expected, values.norm() * probe.r.abs().max(), probe.coarsest):
             return Explanation(rung=rung, rule=f"fallback: {rung.value}")
     raise CurvatureError(
         f"the Jacobian with respect to {problem.slots[slot].name!r} cannot be split over the data: the output of one "
         "datum depends on the others. A BatchNorm without running statistics does that in evaluation mode, and so "
-        "does a model whose inputs do not carry the data in their first dimension."
+        "does a model whose inputs do not carry the data in their first dimension, or one that rounds its numbers to "
+        "fewer digits than its weights and outputs have. Data that are meant to depend on each other, as nodes of a "
+        "graph do, go in as positions of one datum: inputs [1, N, ...], outputs [1, N, C]."
     )
