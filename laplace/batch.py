@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace.errors import InvalidArgument, InvalidData
+from laplace.errors import InvalidArgument, InvalidData, InvalidType
 
 Inputs = Any
 """A tensor, a tuple of tensors or a mapping of tensors."""
@@ -217,6 +217,20 @@ def plain(x: Inputs) -> Any:
 def from_plain(state: Any) -> Inputs:
     """The inputs of a state."""
     return tuple(state) if isinstance(state, list) else state
+
+
+def require_loader(loader: Any, name: str) -> None:
+    """Refuses what cannot be iterated over, and single tensors, whose first dimension would count as batches.
+
+    Raises:
+        InvalidType: It is no loader.
+    """
+    indexed = getattr(type(loader), "__getitem__", None)  # what `iter` takes as well
+    if isinstance(loader, Tensor) or not (isinstance(loader, Iterable) or indexed):
+        raise InvalidType(
+            f"{name} is of type {type(loader).__name__}; give a DataLoader, or any iterable of batches: [(x, y)] for a "
+            "single one."
+        )
 
 
 def require_rereadable(loader: Iterable[Any], reader: str) -> None:

@@ -74,12 +74,17 @@ def Laplace(
     classes = {cls.__dict__["_key"]: cls for cls in keyed}
     key = (str(subset_of_weights), str(hessian_structure))
     if key not in classes:
-        pairs = ", ".join(f"{weights}/{structure}" for weights, structure in sorted(classes))
-        raise InvalidArgument(
-            f"subset_of_weights={key[0]!r} with hessian_structure={key[1]!r} is not a Laplace approximation of this "
-            f"library; accepted pairs are {pairs}."
-        )
+        raise InvalidArgument(_unknown(key, sorted(classes)))
     return classes[key](model, likelihood, *args, **kwargs)
+
+
+def _unknown(key: tuple[str, str], known: list[tuple[str, str]]) -> str:
+    """Which name of a pair is wrong, and what is accepted beside the other one."""
+    weights, structure = key
+    structures = [other for own, other in known if own == weights]
+    if not structures:
+        return f"subset_of_weights={weights!r}; accepted are {sorted({own for own, _ in known})}."
+    return f"hessian_structure={structure!r}; with subset_of_weights={weights!r} accepted are {structures}."
 
 
 def _all_subclasses(cls: type) -> Iterator[type]:

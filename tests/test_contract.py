@@ -320,7 +320,8 @@ def test_factory_default_and_positional_arguments() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        (("classification", "all", "fulll"), {}, ValueError, "accepted pairs are .*all/diag"),
+        (("classification", "all", "fulll"), {}, ValueError, "hessian_structure='fulll'; .*'all' accepted are .*diag"),
+        (("classification", "al", "full"), {}, ValueError, "subset_of_weights='al'; accepted are .*'all'"),
         (("classification", "most", "full"), {}, ValueError, "subset_of_weights='most'"),
         (("classification", "subnetwork", "gp"), {}, ValueError, "subnetwork"),
         (("classification", "all", "full"), {"functional_approximation": "magic"}, ValueError, "sod"),

@@ -517,3 +517,12 @@ def test_errors_have_their_roots() -> None:
     for error in (InvalidArgument, InvalidData, InvalidType, UnsupportedError):
         assert issubclass(error, ValueError)
     assert issubclass(LaplaceWarning, UserWarning)
+
+
+@pytest.mark.parametrize("loader", [None, 3, X], ids=["None", "a number", "a tensor"])
+def test_what_is_no_loader(loader: Any) -> None:
+    la = grid.fitted("all", "diag")
+    before = la(X)
+    with pytest.raises(InvalidType, match=r"train_loader is of type .* DataLoader"):
+        la.fit(loader)
+    assert torch.equal(la(X), before)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace import batch as batches
 from laplace import fitting
 from laplace import hyperparameters as hyper
 from laplace.batch import ForwardFn
@@ -230,9 +231,11 @@ class WeightFit(BaseLaplace):
             InvalidData: A batch cannot be used; the former posterior is kept.
             InvalidArgument: A hyper-parameter's length does not fit the treated parameters or the outputs, or a decay
                 or a subset that is not accepted.
+            InvalidType: What is given for the loader cannot be iterated over.
             UnsupportedError: The structure is no sum over data, and the former fit cannot fade.
         """
         fitting.check_decay(decay, override=override)
+        batches.require_loader(train_loader, "train_loader")
         part = None if subset is None else Subset.drawn(subset, generator)
         new, engine = self.measured(train_loader, go_on=not override, progress_bar=progress_bar, subset=part)
         with torch.inference_mode(False), torch.no_grad():
