@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from laplace import batch as batches
 from laplace.batch import ForwardFn, Inputs
 from laplace.enums import FeatureReduction
-from laplace.errors import InvalidArgument
+from laplace.errors import ApproximationWarning, InvalidArgument, warn
 from laplace.lending import undisturbed
 from laplace.memory import ran_out
 from laplace.weights.base import Weights
@@ -52,8 +52,24 @@ class LastLayer(Weights):
 
     def discover(self, x: Inputs) -> Problem:
         if self.problem is None:
+            self._check_trunk()
             self.problem = self._problem(self._found(x))
         return self.problem
+
+    def _check_trunk(self) -> None:
+        """Warns where the features of a datum depend on its batch, which the head alone does not show."""
+        coupled = [
+            name
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) and module.running_mean is None
+        ]
+        if coupled:
+            warn(
+                f"{coupled[0]!r} normalises by the batch at hand, since it has no running statistics: the features of "
+                "a datum, and with them fits and predictions, depend on the data beside it. Use "
+                "track_running_stats=True, or another norm.",
+                ApproximationWarning,
+            )
 
     def _found(self, x: Inputs) -> str:
         """Name of the last layer, by a pass of one datum; of the whole batch if the model takes no single datum."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from laplace import Laplace
+from laplace.errors import ApproximationWarning
 from tests.problems import get
 from tests.reference.compare import assert_close
 from tests.reference.curvature import output_hessian
@@ -31,3 +33,10 @@ def test_a_tied_head_is_random_in_the_head_alone(pred_type: str) -> None:
     samples = la.functional_samples(problem.x, pred_type, n_samples=4000, generator=torch.Generator().manual_seed(0))
     variance = torch.einsum("bcp,pq,bcq->bc", jacobian, la.posterior_covariance, jacobian)
     assert_close(samples.mean(0), f, "mc", standard_error=(variance / 4000).sqrt())
+
+
+def test_a_trunk_that_mixes_the_data_of_a_batch_is_warned_of() -> None:
+    trunk = [nn.Linear(4, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Tanh()]
+    la = Laplace(nn.Sequential(*trunk, nn.Linear(6, 3)), "classification")
+    with pytest.warns(ApproximationWarning, match="'1' normalises by the batch"):
+        la.fit([(torch.randn(8, 4), torch.randint(0, 3, (8,)))])
