@@ -133,6 +133,7 @@ class Curvature(ABC):
         note: What `repr` of a posterior says of it, or None.
         share: Of the data seen, how many the likelihood of the evidence counts: less than 1 for a subset.
         prior_factor: What its precisions multiply the prior precision with.
+        tail: Largest absolute eigenvalue that was seen and left out; 0 where nothing is.
         weighed: Whether noise and temperature scale it in the precision, and not in the bound of the evidence alone.
         n_terms: E: curvature terms kept apart, one per output under a vector noise, else 1.
     """
@@ -144,6 +145,7 @@ class Curvature(ABC):
     note: str | None = None
     share: float = 1.0
     prior_factor: float = 1.0
+    tail: float = 0.0
     weighed: bool = True
     n_terms: int
 

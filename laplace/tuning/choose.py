@@ -112,7 +112,7 @@ def choose_prior_precision(subject: Subject, options: TuningOptions) -> TuningRe
             lr=options.lr, tolerance=0.0, label=EVIDENCE, progress_bar=options.progress_bar,
         )  # fmt: skip
         unused = "val_loader is not used by method='marglik'; use method='gridsearch' to tune on validation data"
-        result = _moved(coordinates, search, sign=-1)
+        result = _by_evidence(subject, _moved(coordinates, search, sign=-1))
         return result if options.val_loader is None else replace(result, notes=(unused, *result.notes))
     if options.method in (TuningMethod.GRIDSEARCH, TuningMethod.CV):
         if options.val_loader is None:
@@ -159,7 +159,8 @@ def choose_hyperparameters(subject: Subject, options: SearchOptions) -> TuningRe
     coordinates = Coordinates(names, start)
     if by_evidence:
         _refuse_data(options, method)
-        return _climbed(negative_evidence(subject, coordinates), coordinates, options, method, sign=-1)
+        found = _climbed(negative_evidence(subject, coordinates), coordinates, options, method, sign=-1)
+        return _by_evidence(subject, found)
     if options.val_loader is None:
         raise InvalidArgument(f"objective={options.objective!r} needs val_loader=, the validation data.")
     validation = Validation(options.val_loader, options.ood_loader, options.ood_weight)
@@ -228,6 +229,24 @@ def _moved(coordinates: Coordinates, search: Search, *, sign: int) -> TuningResu
     return TuningResult(
         best.prior_precision, best.sigma_noise, best.temperature, value, values, {}, search.converged, tuple(notes)
     )
+
+
+def _by_evidence(subject: Subject, result: TuningResult) -> TuningResult:
+    """The result, with a note where a truncated curvature leaves out more than the prior adds.
+
+    Directions that were cut count as if the data said nothing of them, so that their log det P / P₀ is missing, and
+    with it what keeps the prior precision from falling.
+    """
+    scale = 1 / (result.sigma_noise.square().min() * result.temperature)
+    cut = max(la.fitted().curvature.tail for la in subject.posteriors) * scale.item()
+    smallest = result.prior_precision.min().item()
+    if cut <= smallest:
+        return result
+    note = (
+        f"the curvature leaves out eigenvalues up to {cut:.2g}, more than the prior precision {smallest:.2g}: the "
+        "evidence then favours priors that are too weak; raise structure_kwargs={'rank': …}, or tune on validation data"
+    )
+    return replace(result, notes=(*result.notes, note))
 
 
 def _on_grid(

@@ -62,6 +62,7 @@ def test_scalar_evidence_against_a_fine_scan(weights: str, structure: str, likel
     assert not la.prior_precision.requires_grad
 
 
+@pytest.mark.filterwarnings("ignore:.*leaves out eigenvalues:laplace.errors.TuningWarning")
 @pytest.mark.parametrize("structure", ["layerwise", "diag"])
 @pytest.mark.parametrize("weights", grid.WEIGHTS)
 @pytest.mark.parametrize("curvature", grid.STRUCTURES)
@@ -604,3 +605,17 @@ def test_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert "evidence" in err
     quiet(la, val_loader=validation("classification"), progress_bar=True, grid_size=3)
     assert "grid search" in capsys.readouterr().err
+
+
+def test_a_cut_above_the_prior_is_told_of() -> None:
+    """A truncated evidence favours priors that are too weak: log det P / P₀ lacks what was cut off."""
+    la = grid.fitted("all", "lowrank", structure_kwargs={"rank": 3})
+    _, values = la.H
+    with pytest.warns(TuningWarning, match="leaves out eigenvalues up to .* raise structure_kwargs"):
+        la.optimize_prior_precision(init_prior_prec=0.01, n_steps=1)
+    assert values.min() >= la._fit.curvature.tail > la.prior_precision.item()
+    with pytest.warns(TuningWarning, match="leaves out eigenvalues"):
+        la.optimize_hyperparameters(method="adam", n_steps=1)
+    la.optimize_prior_precision(init_prior_prec=1e3, n_steps=1)  # what was cut is small beside it
+    whole = grid.fitted("all", "lowrank", structure_kwargs={"rank": 1000})
+    whole.optimize_prior_precision(init_prior_prec=0.01, n_steps=1)
