@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
 
-from laplace.errors import UnsupportedError
 from laplace.gaussian import Gaussian
 from laplace.lending import own_mode
 from laplace.positions import unrolled
@@ -17,7 +16,7 @@ from laplace.predictive.decomposition import Decomposition, entropy_of
 from laplace.predictive.distributions import mixture_of, normal_of
 from laplace.predictive.latent import with_noise
 from laplace.predictive.lazy import lazy
-from laplace.predictive.mixing import average, mixed, quantile
+from laplace.predictive.mixing import average, mixed_moments, quantile
 from laplace.predictive.quantities import PredictionOptions, Quantities, checked_level
 
 Choice = Callable[[], Tensor]
@@ -204,20 +203,14 @@ class MixedQuantities:
         return average(values, self.weights)
 
     def _moments(self, means: Sequence[Tensor], variances: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Mean and variance of the mixture, `[B, C]` each."""
-        mean = average(means, self.weights)
-        return mean, average(
-            [v + (m.to(mean) - mean).square().to(v) for m, v in zip(means, variances, strict=True)], self.weights
-        )
+        """Mean and (co)variance of the mixture, in the components' shapes."""
+        return mixed_moments(list(zip(means, variances, strict=True)), self.weights)
 
     def _with_moments(self, gaussians: Sequence[Gaussian]) -> Gaussian:
-        first = gaussians[0]
-        joint = first.is_joint or self.options.form == "joint"
+        joint = self.options.form == "joint"
         means = [gaussian.mean.flatten() if joint else gaussian.mean for gaussian in gaussians]
-        found = mixed([(m, g.covariance) for m, g in zip(means, gaussians, strict=True)], self.weights)
-        if isinstance(found, Tensor):
-            raise UnsupportedError("the components have no moments.")
-        return replace(first, mean=found[0].view_as(first.mean), covariance=found[1])
+        mean, covariance = self._moments(means, [gaussian.covariance for gaussian in gaussians])
+        return replace(gaussians[0], mean=mean.view_as(gaussians[0].mean), covariance=covariance)
 
     def _together(self, values: Sequence[Tensor]) -> Tensor:
         """Of all components, `[K, …]`, on the device of the first."""

@@ -13,16 +13,11 @@ Prediction = Tensor | tuple[Tensor, Tensor]
 def mixed(predictions: Sequence[Prediction], weights: Tensor, channel_dim: int = -1) -> Prediction:
     """The mixture Σ_k π_k p_k (Eschenhagen et al., 2021, equation 9), or its first two moments.
 
-    Probabilities are averaged. Of Gaussians N(m_k, C_k) the mixture has, by the law of total variance,
-
-        m = Σ_k π_k m_k,    C = Σ_k π_k (C_k + (m_k − m)(m_k − m)ᵀ).
-
     Args:
-        predictions: Of each component: probabilities `[..., B, C]`; or means and (co)variances: `[..., B, C]` with
-            `[..., B, C]` or `[..., B, C, C]`, or those of all data together, `[B·C]` with `[B·C, B·C]`.
+        predictions: Of each component: probabilities `[..., B, C]`, which are averaged; or means and (co)variances, as
+            of `mixed_moments`.
         weights: π, `[K]`; or of each of n candidates whose predictions are `[n, B, C]`, `[K, n]`.
-        channel_dim: Where means have their C outputs: those of networks with positions, `[B, C, H, W]`, whose
-            covariances are `[B, H, W, C, C]`.
+        channel_dim: As of `mixed_moments`.
 
     Returns:
         What each prediction is: a tensor, or means and (co)variances. One prediction is returned as it is.
@@ -30,11 +25,28 @@ def mixed(predictions: Sequence[Prediction], weights: Tensor, channel_dim: int =
     if len(predictions) == 1:
         return predictions[0]
     moments = [prediction for prediction in predictions if isinstance(prediction, tuple)]
-    if not moments:
-        return average([p for p in predictions if isinstance(p, Tensor)], weights)
+    if moments:
+        return mixed_moments(moments, weights, channel_dim)
+    return average([p for p in predictions if isinstance(p, Tensor)], weights)
+
+
+def mixed_moments(
+    moments: Sequence[tuple[Tensor, Tensor]], weights: Tensor, channel_dim: int = -1
+) -> tuple[Tensor, Tensor]:
+    """Mean and (co)variance of a mixture of distributions with these, by the law of total variance.
+
+        m = Σ_k π_k m_k,    C = Σ_k π_k (C_k + (m_k − m)(m_k − m)ᵀ)
+
+    Args:
+        moments: Means and (co)variances: `[..., B, C]` with `[..., B, C]` or `[..., B, C, C]`, or those of all data
+            together, `[B·C]` with `[B·C, B·C]`.
+        weights: π, `[K]`, or `[K, n]` of candidates.
+        channel_dim: Where means have their C outputs: those of networks with positions, `[B, C, H, W]`, whose
+            covariances are `[B, H, W, C, C]`.
+    """
     mean = average([m for m, _ in moments], weights)
     within = average([c for _, c in moments], weights)
-    steps = [m - mean for m, _ in moments]
+    steps = [m.to(mean) - mean for m, _ in moments]
     if within.ndim == mean.ndim:
         return mean, within + average([step.square() for step in steps], weights)
     if mean.ndim > 1:

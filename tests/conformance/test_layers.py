@@ -353,7 +353,7 @@ def test_head_on_positions(structure: str, take: str, n_data: int, reduced: bool
     assert_close(sampled, expected, "algebra", label="sampled weights")
 
 
-class _Softmax(LikelihoodFromLoss):
+class SoftmaxByHand(LikelihoodFromLoss):
     """Cross-entropy as a user would write it: its output Hessian is dense, and known by differentiation only."""
 
     name = "softmax_by_hand"
@@ -378,7 +378,7 @@ def test_likelihood_of_a_user(case: Case, kind: str) -> None:
     if case.weights == "mixed":
         options["subnetwork_indices"] = built_in.weights.state()["subnetwork_indices"]
     subset = "subnetwork" if case.weights == "mixed" else case.weights
-    la = posterior(model, case.structure, subset, likelihood=_Softmax(), temperature=0.7,
+    la = posterior(model, case.structure, subset, likelihood=SoftmaxByHand(), temperature=0.7,
                    backend=built_in.backend_cls, **options)  # fmt: skip
     la.fit(case.problem.batches(4))
     assert_close(own_dense(la), own_dense(built_in), "backend", label="curvature")

@@ -127,7 +127,6 @@ def test_sampled_weights(likelihood: str) -> None:
     found = la.predict(x, "nn", n_samples=50, generator=seeded())
     again = la.predict(x, "nn", n_samples=50, generator=seeded())
     assert torch.equal(found.latent_samples, again.latent_samples)
-    assert torch.equal(found.latent_samples, found.latent_samples)
     assert found.latent_samples.shape == (50, *found.mean.shape)
     lower, upper = found.interval(0.5)
     assert (lower < upper).all()
