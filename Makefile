@@ -40,7 +40,7 @@ setup: $(READY)  ## Make .venv with everything the tests and examples need
 
 $(STAMP): pyproject.toml constraints.txt
 	$(BASE_PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[test,examples]"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[test,examples,integrations]"
 	test -z "$(BACKENDS)" || $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps $(BACKENDS)
 	touch $@
 
