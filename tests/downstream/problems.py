@@ -122,9 +122,7 @@ class Truth:
     @property
     def log_evidence(self) -> Tensor:
         """Laplace's log evidence, 0-dim."""
-        loglik = evidence.log_likelihood(
-            self.loss, self.n_data, self.n_outputs, self.sigma, likelihood=self.likelihood
-        )
+        loglik = evidence.log_likelihood(self.loss, self.n_data, self.n_outputs, self.sigma, likelihood=self.likelihood)
         return evidence.log_marginal_likelihood(self.H, self.mean, self.prior, 0.0, self.scale, loglik)
 
     def jacobian(self, x: Tensor) -> Tensor:
@@ -143,6 +141,20 @@ class Truth:
     def probit(self, x: Tensor) -> Tensor:
         """Class probabilities `[B, C]`."""
         return predictive.probit(*self.latent(x))
+
+
+def sine(seed: int, steps: int = 150) -> tuple[nn.Module, Tensor, Tensor]:
+    """A network fitted to a sine until its curvature is badly conditioned, float32."""
+    torch.manual_seed(seed)
+    x = 8 * torch.rand(150, 1)
+    y = torch.sin(x) + 0.3 * torch.randn(150, 1)
+    model = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1))
+    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimiser.step()
+    return model, x, y
 
 
 def best_prior(candidates: tuple[float, ...], *problem: Any) -> float:

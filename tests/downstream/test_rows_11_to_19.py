@@ -185,7 +185,9 @@ def test_row_17_acp_gn_conformalises_by_jacobians() -> None:
     assert_close(la.posterior_covariance, truth.covariance, "backend")
     leverage = torch.einsum("bcp,pq,bcq->bc", Js, la.posterior_covariance, Js) / 0.25
     assert_close(leverage, truth.latent(x)[1].flatten(1) / 0.25, "backend")
-    assert_close((y - f) / (1 - leverage), (y - truth.latent(x)[0]) / (1 - truth.latent(x)[1][..., 0] / 0.25), "backend")
+    assert_close(
+        (y - f) / (1 - leverage), (y - truth.latent(x)[0]) / (1 - truth.latent(x)[1][..., 0] / 0.25), "backend"
+    )
 
     last = Laplace(model, "regression", "last_layer", "full", sigma_noise=0.5)
     last.fit(loader(x, y))
