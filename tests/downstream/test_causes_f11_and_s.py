@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from laplace.utils import FeatureExtractor
 from torch import nn
 
 from laplace import ELLA, FunctionalLaplace, Laplace, PredType
 from laplace.curvature import AsdlEF, GGNInterface
 from laplace.errors import InvalidData, ModelChangedError, StateError
-from laplace.utils import FeatureExtractor
 from tests.downstream.problems import (
     HEAD,
     Truth,
@@ -183,7 +183,7 @@ def test_s3_soft_labels_in_loss_curvature_evidence_and_tuning() -> None:
     assert float(la.prior_precision) == pytest.approx(best)
     with pytest.raises(InvalidData, match="sum"):
         la.fit(loader(x, 2 * q))
-    with pytest.raises(InvalidData, match="negative|at least 0"):
+    with pytest.raises(InvalidData, match="at least 0"):
         la.fit(loader(x, q - 0.5 * torch.tensor([1.0, -0.5, -0.5], dtype=q.dtype)))
 
 

@@ -9,13 +9,13 @@ import pickle
 
 import pytest
 import torch
+from laplace.utils import FeatureExtractor, KronDecomposed, LargestMagnitudeSubnetMask
 from torch import nn
 from torch.nn.utils import vector_to_parameters
 
 from laplace import BaseLaplace, DiagSubnetLaplace, KronLLLaplace, Laplace, LinkApprox, PredType, marglik_training
 from laplace.curvature import AsdlGGN, CurvlinopsGGN
 from laplace.errors import TuningWarning
-from laplace.utils import FeatureExtractor, KronDecomposed, LargestMagnitudeSubnetMask
 from tests.downstream.problems import (
     HEAD,
     Truth,
@@ -100,7 +100,7 @@ def test_row_03_lightning_uq_box_rebuilds_a_posterior_from_its_arguments(weights
     model, (x, y), new = network(n_out=1), numbers(), new_inputs()
     given = Laplace(model, "regression", weights, structure, sigma_noise=0.5, prior_precision=2.0)
     names = type(given).__init__.__code__.co_varnames
-    keywords = {name: getattr(given, name) for name in names if name != "model" and name in dir(given)}
+    keywords = {name: getattr(given, name) for name in names if name != "model" and hasattr(given, name)}
     la = type(given)(model=copy.deepcopy(model), **keywords)
     la.fit(loader(x, y))
     chosen = None if weights == "all" else HEAD

@@ -6,14 +6,14 @@ import copy
 
 import pytest
 import torch
+from laplace.baselaplace import FullLaplace
+from laplace.utils import expand_prior_precision, normal_samples
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from laplace import BaseLaplace, DiagLaplace, FullLLLaplace, KronLaplace, Laplace
-from laplace.baselaplace import FullLaplace
 from laplace.curvature import AsdlEF, AsdlGGN, BackPackGGN
 from laplace.curvature.asdl import AsdlInterface
-from laplace.utils import expand_prior_precision, normal_samples
 from tests.downstream.problems import (
     HEAD,
     Truth,
@@ -106,7 +106,7 @@ def classes_by_key(base: type = BaseLaplace) -> dict[tuple[str, str], type]:
     found = {}
     for cls in base.__subclasses__():
         key = getattr(cls, "_key", None)
-        found.update({} if key is None else {key: cls}, **{})
+        found.update({} if key is None else {key: cls})
         found.update(classes_by_key(cls))
     return found
 
@@ -204,7 +204,7 @@ def test_row_18_spam_pruning_scores_weights_by_the_precision() -> None:
     model, (x, y) = network(), classes()
     before = copied(model)
     truth = {name: Truth(model, x, y, "classification", name) for name in ("kron", "diag", "full")}
-    for structure in truth:
+    for structure, expected in truth.items():
         la = Laplace(model, "classification", "all", structure)
         la.fit(loader(x, y))
         kron = isinstance(la, KronLaplace)
@@ -213,8 +213,7 @@ def test_row_18_spam_pruning_scores_weights_by_the_precision() -> None:
         precision = la.posterior_precision
         marginal = precision if structure == "diag" else precision.diag()
         scores = 0.5 * la.mean.square() * marginal
-        expected = 0.5 * truth[structure].mean.square() * truth[structure].precision.diagonal()
-        assert_close(scores, expected, "backend")
+        assert_close(scores, 0.5 * expected.mean.square() * expected.precision.diagonal(), "backend")
     assert untouched(model, before)
 
 
