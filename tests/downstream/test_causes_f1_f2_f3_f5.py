@@ -103,6 +103,17 @@ def test_f1_the_last_layer_is_found_by_a_batch() -> None:
     assert_close(la.posterior_covariance, truth.covariance, "backend")
 
 
+@fails("F1", "`la.model` of a last layer is the user's network")
+def test_f1_a_copy_of_the_model_makes_another_posterior() -> None:
+    la, truth = fitted("last_layer", "full")
+    given, new = copy.deepcopy(la.model), new_inputs()
+    assert isinstance(given, FeatureExtractor)
+    again = Laplace(given, "classification", "last_layer", "full")
+    again.fit(loader(*classes()))
+    assert_close(again(new), truth.probit(new), "backend")
+    assert again.model.model is given.model
+
+
 def test_f1_the_model_of_all_weights_is_the_user_s() -> None:
     la, truth = fitted("all", "full")
     assert la.model is truth.model
@@ -289,6 +300,8 @@ def test_f5_arithmetic_copies_and_counts() -> None:
     assert_close(P.diag(), truth.precision.diagonal(), "backend")
     assert_close(P.diag(exponent=-1), truth.covariance.diagonal(), "backend")
     assert_close(P.bmm(eye, exponent=-1), truth.covariance, "backend")
+    assert_close(P.bmm(eye), truth.covariance, "backend")  # a precision solves, unless it is told otherwise
+    assert_close(factors.bmm(eye), truth.H, "backend")
     J = truth.jacobian(new_inputs())
     assert_close(P.inv_square_form(J), J @ truth.covariance @ J.mT, "backend")
     again = copy.deepcopy(P).clone()

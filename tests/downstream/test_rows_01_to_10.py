@@ -101,7 +101,7 @@ def test_row_03_lightning_uq_box_rebuilds_a_posterior_from_its_arguments(weights
     given = Laplace(model, "regression", weights, structure, sigma_noise=0.5, prior_precision=2.0)
     names = type(given).__init__.__code__.co_varnames
     keywords = {name: getattr(given, name) for name in names if name != "model" and hasattr(given, name)}
-    la = type(given)(model=copy.deepcopy(model), **keywords)
+    la = type(given)(model=copy.deepcopy(given.model), **keywords)
     la.fit(loader(x, y))
     chosen = None if weights == "all" else HEAD
     truth = Truth(model, x, y, "regression", structure, chosen, prior=2.0, sigma=0.5)
