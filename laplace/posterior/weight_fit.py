@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from laplace import batch as batches
 from laplace import fitting
 from laplace import hyperparameters as hyper
-from laplace.batch import ForwardFn
+from laplace.batch import ForwardFn, Inputs
 from laplace.curvature import CurvatureInterface
 from laplace.curvature.adapted import is_ours
 from laplace.curvature.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, NotFittedError
 from laplace.fingerprint import Fingerprint
-from laplace.fitting import Fit, subsampling
+from laplace.fitting import Fit, first_outputs, subsampling
 from laplace.fitting.subsampling import Subset
-from laplace.lending import own_mode, same_random_state, undisturbed
+from laplace.lending import own_mode, require_module, same_random_state, undisturbed
 from laplace.likelihoods.base import Likelihood
 from laplace.positions import channels_last
 from laplace.posterior.base import BaseLaplace
@@ -49,8 +49,9 @@ class WeightFit(BaseLaplace):
         backend_kwargs: Its constructor's options; never written to.
         asdl_fisher_kwargs: Options for the ASDL backends.
         forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
-        channel_dim: Dimension of the network's outputs that holds the classes (or the outputs of a position), the last
-            one by default: `[B, C]`, `[B, T, C]`; 1 for pixels `[B, C, H, W]`.
+        channel_dim: Dimension of the network's outputs that holds the classes (or the outputs of a position): −1 for
+            `[B, C]` and `[B, T, C]`, 1 for pixels `[B, C, H, W]`. None for what the shape of labels says at the first
+            fit, as PyTorch's losses read it; without labels of positions it is the last one.
         structure_kwargs: Options of the structure (low rank: `rank`, …).
         weights_options: Options of the choice of weights.
         precision_options: Options of the structure's precision.
@@ -76,14 +77,15 @@ class WeightFit(BaseLaplace):
         *,
         forward_fn: ForwardFn | None = None,
         structure_kwargs: dict[str, Any] | None = None,
-        channel_dim: int = -1,
+        channel_dim: int | None = None,
         weights_options: dict[str, Any] | None = None,
         precision_options: dict[str, Any] | None = None,
     ) -> None:
-        call = channels_last(forward_fn, channel_dim)
+        call = channels_last(batches.caller(require_module(model), forward_fn, dict_key_y), channel_dim)
         self.weights = self.weights_type(model, forward_fn=call, **(weights_options or {}))
         self.forward_fn = forward_fn
-        self.channel_dim = channel_dim
+        self.channel_dim = -1 if channel_dim is None else channel_dim
+        self.channels_known = channel_dim is not None
         self.structure_kwargs = dict(structure_kwargs or {})
         self.structure_options = _options_of(self.structure, self.structure_kwargs)
         self.precision_options = dict(precision_options or {})
@@ -266,11 +268,8 @@ class WeightFit(BaseLaplace):
         """
         fitting.require_rereadable(train_loader, self.structure)
         with own_mode(), torch.no_grad(), same_random_state(self.weights.model):
-            if self.weights.problem is None:
-                x, train_loader = fitting.first_inputs(train_loader, self.dict_key_y, self._like.device)
-                problem = self.weights.discover(x)
-            else:
-                problem = self.problem
+            x, y, train_loader = fitting.first_batch(train_loader, self.dict_key_y, self._like.device)
+            problem = self.begin(x, y)
             # Their lengths could not be checked while the last layer was unknown.
             self._prior_precision = self._checked_prior("prior_precision", self._prior_precision)
             self._prior_mean = self._checked_mean(self._prior_mean)
@@ -284,6 +283,37 @@ class WeightFit(BaseLaplace):
                 new = subsampling.accumulate(*what, subset, dict_key_y=self.dict_key_y, progress_bar=progress_bar)
             hyper.check_length("sigma_noise", self.sigma_noise, {"one": 1, "outputs": new.n_outputs})
             return new, engine
+
+    def begin(self, x: Inputs, y: Tensor) -> Problem:
+        """The problem, with what only data tell: which layer runs last, and in which dimension the classes are.
+
+        Args:
+            x: Inputs of the first batch.
+            y: Its targets.
+
+        Raises:
+            InvalidData: Labels that do not say where the classes are, or a network that ends in a sigmoid under a
+                likelihood that takes one.
+        """
+        if not self.channels_known:
+            found = first_outputs.channels(self.weights.model, self.call, x, y)
+            if found is not None:
+                self.set_channels(found)
+        problem = self.weights.discover(x)
+        first_outputs.require_no_sigmoid(problem, self.likelihood_object, x)
+        return problem
+
+    @property
+    def call(self) -> ForwardFn:
+        """How the network is called on inputs; its outputs are as it returns them."""
+        return batches.caller(self.weights.model, self.forward_fn, self.dict_key_y) or batches.call
+
+    def set_channels(self, channel_dim: int) -> None:
+        """Takes over where the outputs have their channels, which the constructor was not told."""
+        self.channel_dim, self.channels_known = channel_dim, True
+        call = batches.caller(self.weights.model, self.forward_fn, self.dict_key_y)
+        self.weights.call_by(channels_last(call, channel_dim))
+        self._backend = self._engine = None
 
     def adopt(
         self,

@@ -47,8 +47,10 @@ class WeightPosterior(WeightFit):
         with own_mode(), torch.no_grad(), same_random_state(self.weights.model):
             n_batches = planning.length(train_loader)
             device = self.prior_precision.device
-            x, y = planning.first_counted(train_loader, self.dict_key_y, device, self.likelihood_object)
-            problem = self.weights.problem or self.weights.discover(x)
+            x, y = planning.first_counted(
+                train_loader, self.dict_key_y, device, self.likelihood_object, self.weights.model
+            )
+            problem = self.begin(x, y)
             survey = self._fitting_engine(problem, go_on=False).survey(x, y)
         return planning.make_plan(survey, problem, self.structure, self.structure_options, n_batches)
 

@@ -1,0 +1,123 @@
+"""Targets of batches as the model's own loss reads them: a causal language model is asked for the next token.
+
+Hugging Face's collator gives such a model `labels = input_ids`, −100 on pads, and the model moves them by one position
+inside its loss. Here the labels of a mapping are moved alike, so that all else sees targets of the position they are
+at: y_t is the token at t + 1, and the last position has none. Pairs (x, y) are never moved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace import batch as batches
+from laplace.batch import CallByName, Inputs
+from laplace.errors import ApproximationWarning, warn
+from laplace.lending import lent, own_mode
+from laplace.memory import ran_out
+
+IGNORED = -100
+"""Label that Hugging Face's losses leave out, as PyTorch's do."""
+
+_MOVES: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+"""What the loss of a model was found to do; it takes a forward pass of one datum."""
+
+
+def split(batch: Any, dict_key_y: str, model: nn.Module, ignore_index: int | None = IGNORED) -> tuple[Inputs, Tensor]:
+    """Inputs of a batch, and targets of the positions they are at.
+
+    Args:
+        batch: What a loader gives.
+        dict_key_y: Key of the targets, for mappings; only those under `"labels"`, by which the model takes its own,
+            are moved.
+        model: The network, whose own loss says whether they are.
+        ignore_index: Label of the last position, which has no target.
+
+    Raises:
+        InvalidData: A batch of another form.
+        MissingKey: A mapping without the targets' key.
+    """
+    x, y = batches.split(batch, dict_key_y)
+    labels_of_tokens = x is batch and y.ndim == 2 and not y.is_floating_point() and y.numel() > 0
+    if dict_key_y != batches.LABELS or not labels_of_tokens or not _moves(model, x, y):
+        return x, y
+    return x, torch.cat([y[:, 1:], torch.full_like(y[:, :1], IGNORED if ignore_index is None else ignore_index)], 1)
+
+
+def counted(
+    batch: Any, dict_key_y: str, device: torch.device, ignore_index: int | None, model: nn.Module
+) -> tuple[Inputs, Tensor] | None:
+    """Inputs and targets of the data of a batch that count, on a device; None if there are none.
+
+    Raises:
+        InvalidData: A batch of another form.
+        MissingKey: A mapping without the targets' key.
+    """
+    x, y = split(batch, dict_key_y, model, ignore_index)
+    return batches.without_ignored(batches.to_device(x, device), y.to(device), ignore_index)
+
+
+def _moves(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool:
+    """Whether the model's own loss compares the outputs at t with the label at t + 1; found once for every model."""
+    if model not in _MOVES:
+        found = _found(model, x, y)
+        if found is None and _sees(x, y):
+            warn(
+                "the targets under 'labels' are the inputs: every position is asked for the token that it sees. For a "
+                "model of the next token give pairs (x, y) with y = labels[:, 1:] and -100 in the last column, or a "
+                "model whose forward takes labels and returns its loss, which says where they belong.",
+                ApproximationWarning,
+            )
+        _MOVES[model] = bool(found)
+    return _MOVES[model]
+
+
+def _found(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool | None:
+    """Whether the first label counts nowhere in the model's loss of one datum; None for a model without such a loss.
+
+    Names of classes and of losses say too little: `BartForCausalLM` and `XLNetLMHeadModel` do not move their labels.
+    """
+    device = next(model.parameters(), y).device
+    datum = batches.to_device(batches.select(x, slice(0, 1), len(y)), device)
+    labels = torch.full_like(y[:1], IGNORED, device=device)
+    first = labels.clone()
+    first[:, 0] = 0
+    try:
+        with lent(model), own_mode(), torch.no_grad():
+            loss = _loss(model, datum, first)
+            if loss is None:
+                return None
+            if loss.isnan() or loss == 0:  # a mean or a sum over no labels
+                return True
+            nothing = _loss(model, datum, labels)
+            return nothing is not None and bool(nothing == loss)  # what is left is no loss of labels
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        if ran_out(error):
+            raise
+        return None
+
+
+def _loss(model: nn.Module, datum: Mapping[str, Any], labels: Tensor) -> Tensor | None:
+    """The model's own loss of a datum with labels `[1, T]`, all of whose positions are seen, 0-dim."""
+    named = CallByName().keywords(model, datum)
+    if named is None or not batches.takes(model, batches.LABELS):
+        return None
+    mask = named.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == labels.shape:
+        named["attention_mask"] = torch.ones_like(mask)  # some losses leave pads out, whatever their label
+    output = model(**(named | {batches.LABELS: labels}))
+    if isinstance(output, tuple | list):
+        output = output[0]
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) and loss.ndim == 0 else None
+
+
+def _sees(x: Mapping[str, Any], y: Tensor) -> bool:
+    """Whether every target that counts is what an input has at its position."""
+    counts = y != IGNORED
+    shown = (value for key, value in x.items() if key != batches.LABELS and isinstance(value, Tensor))
+    return any(value.shape == y.shape and bool((value == y)[counts].all()) for value in shown) and bool(counts.any())
