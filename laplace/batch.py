@@ -223,12 +223,13 @@ class CallByName:
         given = self.dict_key_y in x.keys() and self.dict_key_y not in passed  # noqa: SIM118
         if not given or _DECODER[0] not in names or passed.keys() & set(_DECODER):
             return {}
-        made_by = (getattr(module, "prepare_decoder_input_ids_from_labels", None) for module in model.modules())
-        make = next((method for method in made_by if callable(method)), None)
+        makers: Iterator[Any] = (getattr(part, _MAKER, None) for part in model.modules())
+        make = next((maker for maker in makers if callable(maker)), None)
         return {} if make is None else {_DECODER[0]: make(labels=x[self.dict_key_y])}
 
 
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
+_MAKER = "prepare_decoder_input_ids_from_labels"
 
 
 def caller(model: nn.Module, forward_fn: ForwardFn | None, dict_key_y: str) -> ForwardFn | None:
@@ -255,8 +256,8 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     """
     while True:
         parameters = inspect.signature(model.forward).parameters
-        children = list(model.children())
-        if len(children) != 1 or any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values()):
+        children, kinds = list(model.children()), [p.kind for p in parameters.values()]
+        if len(children) != 1 or kinds != [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
             return parameters
         model = children[0]
 

@@ -42,7 +42,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The module behind `torch.compile` and data parallelism, on which hooks fire and torch.func works."""
     while True:
         parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-        inner = model.module if parallel else getattr(model, "_orig_mod", model)
+        inner: nn.Module = getattr(model, "module" if parallel else "_orig_mod", model)
         if inner is model:
             return model
         model = inner

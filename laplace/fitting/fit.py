@@ -218,15 +218,13 @@ def _report(engine: CurvatureEngine, curvature: Curvature) -> dict[str, str]:
     return {name: f"{rules.get(name, '?')} → {form}" for name, form in zip(names, forms, strict=True)}
 
 
-def first_batch(
-    loader: Iterable[Any], dict_key_y: str, device: torch.device
-) -> tuple[Inputs, Tensor, Iterable[Any]]:
+def first_batch(loader: Iterable[Any], dict_key_y: str, device: torch.device) -> tuple[Inputs, Tensor, Iterable[Any]]:
     """Inputs and targets of the first batch, and an iterable that still gives every batch; the loader is read once."""
     iterator = iter(loader)
     try:
         head = next(iterator)
     except StopIteration:
-        raise InvalidData("the loader gave no data; a Laplace approximation needs at least one datum.") from None
+        raise InvalidData(_NO_DATA) from None
     with batches.named("batch 0"):
         x, y = batches.split(head, dict_key_y)
         return batches.to_device(x, device), y.to(device), _Begun(loader, head, iterator)
@@ -242,6 +240,9 @@ class _Begun:
         self.loader = loader
         self.head = head
         self.rest: Iterator[Any] | None = rest
+
+    def __len__(self) -> int:
+        return len(self.loader)  # pyright: ignore[reportArgumentType]  (a TypeError tells a progress bar of none)
 
     def __iter__(self) -> Iterator[Any]:
         # A generator, so that an iterator that is made and never read takes nothing away.

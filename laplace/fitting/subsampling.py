@@ -74,10 +74,9 @@ def accumulate(
         progress_bar: Show one.
 
     Raises:
-        InvalidArgument: A subset that is not in 1 … N, or a loader that can be read only once.
+        InvalidArgument: A subset that is not in 1 … N.
         InvalidData: A batch that cannot be used.
     """
-    batches.require_rereadable(loader, f"subset={subset.size} reads the data twice")
     whole = tqdm(loader, desc="fit, loss", disable=not progress_bar)
     summary, n_inputs = _losses(_counted(whole, engine, dict_key_y), engine)
     if isinstance(subset.size, bool) or not isinstance(subset.size, int) or not 1 <= subset.size <= n_inputs:

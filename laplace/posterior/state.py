@@ -13,6 +13,7 @@ from laplace.fingerprint import Fingerprint, checksums, same_sums
 from laplace.fitting import Fit
 from laplace.lending import undisturbed
 from laplace.memory import ran_out
+from laplace.posterior.first_outputs import set_channels
 from laplace.refinement.result import Refinement
 from laplace.structures.base import move as moved
 from laplace.weights.problem import Problem
@@ -121,7 +122,7 @@ def _checked(la: ParametricLaplace, state: dict[str, Any]) -> Problem:
 def take_over(la: ParametricLaplace, state: dict[str, Any]) -> None:
     """Assigns a checked state."""
     if not la.channels_known and state.get("channel_dim", -1) != -1:
-        la.set_channels(state["channel_dim"])
+        set_channels(la, state["channel_dim"])
     to = la.prior_precision.device
     curvature = la.structure.from_state(moved(state["H"], to, None))
     loss, draws = state["loss"].to(to), state.get("draws")

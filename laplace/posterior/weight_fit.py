@@ -12,17 +12,18 @@ from torch import Tensor, nn
 from laplace import batch as batches
 from laplace import fitting
 from laplace import hyperparameters as hyper
-from laplace.batch import ForwardFn, Inputs
+from laplace.batch import ForwardFn
 from laplace.curvature import CurvatureInterface
 from laplace.curvature.adapted import is_ours
 from laplace.curvature.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, NotFittedError
 from laplace.fingerprint import Fingerprint
-from laplace.fitting import Fit, first_outputs, subsampling
+from laplace.fitting import Fit, subsampling
 from laplace.fitting.subsampling import Subset
 from laplace.lending import own_mode, require_module, same_random_state, undisturbed
 from laplace.likelihoods.base import Likelihood
 from laplace.positions import channels_last
+from laplace.posterior import first_outputs
 from laplace.posterior.base import BaseLaplace
 from laplace.refinement.result import Refinement
 from laplace.structures.base import Curvature, Precision
@@ -267,9 +268,11 @@ class WeightFit(BaseLaplace):
                 structure reads the data several times and the loader can be read only once.
         """
         fitting.require_rereadable(train_loader, self.structure)
+        if subset is not None:
+            batches.require_rereadable(train_loader, f"subset={subset.size} reads the data twice")
         with own_mode(), torch.no_grad(), same_random_state(self.weights.model):
             x, y, train_loader = fitting.first_batch(train_loader, self.dict_key_y, self._like.device)
-            problem = self.begin(x, y)
+            problem = first_outputs.problem_of(self, x, y)
             # Their lengths could not be checked while the last layer was unknown.
             self._prior_precision = self._checked_prior("prior_precision", self._prior_precision)
             self._prior_mean = self._checked_mean(self._prior_mean)
@@ -283,37 +286,6 @@ class WeightFit(BaseLaplace):
                 new = subsampling.accumulate(*what, subset, dict_key_y=self.dict_key_y, progress_bar=progress_bar)
             hyper.check_length("sigma_noise", self.sigma_noise, {"one": 1, "outputs": new.n_outputs})
             return new, engine
-
-    def begin(self, x: Inputs, y: Tensor) -> Problem:
-        """The problem, with what only data tell: which layer runs last, and in which dimension the classes are.
-
-        Args:
-            x: Inputs of the first batch.
-            y: Its targets.
-
-        Raises:
-            InvalidData: Labels that do not say where the classes are, or a network that ends in a sigmoid under a
-                likelihood that takes one.
-        """
-        if not self.channels_known:
-            found = first_outputs.channels(self.weights.model, self.call, x, y)
-            if found is not None:
-                self.set_channels(found)
-        problem = self.weights.discover(x)
-        first_outputs.require_no_sigmoid(problem, self.likelihood_object, x)
-        return problem
-
-    @property
-    def call(self) -> ForwardFn:
-        """How the network is called on inputs; its outputs are as it returns them."""
-        return batches.caller(self.weights.model, self.forward_fn, self.dict_key_y) or batches.call
-
-    def set_channels(self, channel_dim: int) -> None:
-        """Takes over where the outputs have their channels, which the constructor was not told."""
-        self.channel_dim, self.channels_known = channel_dim, True
-        call = batches.caller(self.weights.model, self.forward_fn, self.dict_key_y)
-        self.weights.call_by(channels_last(call, channel_dim))
-        self._backend = self._engine = None
 
     def adopt(
         self,

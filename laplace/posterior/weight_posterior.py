@@ -15,6 +15,7 @@ from laplace.evidence import Evidence
 from laplace.fitting import planning
 from laplace.fitting.planning import FitPlan
 from laplace.lending import own_mode, own_precision, same_random_state
+from laplace.posterior import first_outputs
 from laplace.posterior.weight_fit import WeightFit
 from laplace.prior import GaussianPrior
 from laplace.refinement.refine import refine
@@ -50,7 +51,7 @@ class WeightPosterior(WeightFit):
             x, y = planning.first_counted(
                 train_loader, self.dict_key_y, device, self.likelihood_object, self.weights.model
             )
-            problem = self.begin(x, y)
+            problem = first_outputs.problem_of(self, x, y)
             survey = self._fitting_engine(problem, go_on=False).survey(x, y)
         return planning.make_plan(survey, problem, self.structure, self.structure_options, n_batches)
 

@@ -33,6 +33,7 @@ from laplace.fitting import Fit
 from laplace.hyperparameters import check_counts
 from laplace.lending import flags_put_back, own_mode
 from laplace.positions import as_rows
+from laplace.posterior.first_outputs import call_of
 from laplace.structures.base import Precision
 from laplace.training.online import check_step_size
 from laplace.tuning.ascent import minimise
@@ -350,7 +351,7 @@ class _Descent:
 def _negative_log_likelihood(la: ParametricLaplace, x: Inputs, y: Tensor) -> Tensor:
     """−log p(y | f(x)) of a batch at the model's present weights, 0-dim, at the posterior's noise and temperature."""
     likelihood = la.likelihood_object
-    f = batches.latent(la.call(la.weights.model, x))
+    f = batches.latent(call_of(la)(la.weights.model, x))
     f, y = as_rows(f, y, la.channel_dim if la.channels_known else None)
     y = la.engine.checked(f, y)
     terms = likelihood.loss_terms(f, y)

@@ -29,6 +29,7 @@ from laplace.layout import flatten
 from laplace.lending import own_mode, same_random_state
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.positions import as_rows
+from laplace.posterior.first_outputs import call_of
 from laplace.posterior.parametric import ParametricLaplace
 from laplace.predictive import latent
 from laplace.tuning.settings import spread
@@ -139,7 +140,7 @@ class OnlineLaplace:
         self.model = model
         require_rereadable(train_loader, "training reads train_loader once per epoch")
         self.train_loader = train_loader
-        self.forward_fn = self.la.call
+        self.forward_fn = call_of(self.la)
         self.n_hypersteps, self.marglik_frequency = n_hypersteps, marglik_frequency
         self.n_epochs_burnin = n_epochs_burnin
         self.margliks: list[float] = []
