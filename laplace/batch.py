@@ -196,7 +196,8 @@ class CallByName:
             return model(x)
         try:
             return model(**named)
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, Warning) as error:
+            # Warning: a tensor that is indexed by a name warns before it raises.
             if ran_out(error) or len(named) > 1 or set(_parameters(model)) - {self.dict_key_y} != set(named):
                 raise
             return _whole(model, x, error)
@@ -218,7 +219,7 @@ class CallByName:
 
     def _decoder_inputs(
         self, model: nn.Module, names: Mapping[str, Any], x: Mapping[str, Any], passed: Mapping[str, Any]
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         """Inputs of a decoder that the model would make of its labels, which it does not get."""
         given = self.dict_key_y in x.keys() and self.dict_key_y not in passed  # noqa: SIM118
         if not given or _DECODER[0] not in names or passed.keys() & set(_DECODER):
