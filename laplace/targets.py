@@ -42,8 +42,7 @@ def split(batch: Any, dict_key_y: str, model: nn.Module, ignore_index: int | Non
         MissingKey: A mapping without the targets' key.
     """
     x, y = batches.split(batch, dict_key_y)
-    labels_of_tokens = x is batch and y.ndim == 2 and not y.is_floating_point() and y.numel() > 0
-    if dict_key_y != batches.LABELS or not labels_of_tokens or not _moves(model, x, y):
+    if x is not batch or dict_key_y != batches.LABELS or not _labels_tokens(x, y) or not _moves(model, x, y):
         return x, y
     return x, torch.cat([y[:, 1:], torch.full_like(y[:, :1], IGNORED if ignore_index is None else ignore_index)], 1)
 
@@ -59,6 +58,13 @@ def counted(
     """
     x, y = split(batch, dict_key_y, model, ignore_index)
     return batches.without_ignored(batches.to_device(x, device), y.to(device), ignore_index)
+
+
+def _labels_tokens(x: Mapping[str, Any], y: Tensor) -> bool:
+    """Whether there is a label for every token: others, cut or moved already, are not the model's own."""
+    if y.ndim != 2 or y.is_floating_point() or y.numel() == 0:
+        return False
+    return any(value.shape[:2] == y.shape for value in batches.tensors(x) if value is not y)
 
 
 def _moves(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool:
@@ -104,12 +110,13 @@ def _found(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool | None:
 def _loss(model: nn.Module, datum: Mapping[str, Any], labels: Tensor) -> Tensor | None:
     """The model's own loss of a datum with labels `[1, T]`, all of whose positions are seen, 0-dim."""
     named = CallByName().keywords(model, datum)
-    if named is None or not batches.takes(model, batches.LABELS):
+    if named is not None and not batches.takes(model, batches.LABELS):
         return None
-    mask = named.get("attention_mask")
+    arguments = (dict(datum.items()) if named is None else named) | {batches.LABELS: labels}
+    mask = arguments.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == labels.shape:
-        named["attention_mask"] = torch.ones_like(mask)  # some losses leave pads out, whatever their label
-    output = model(**(named | {batches.LABELS: labels}))
+        arguments["attention_mask"] = torch.ones_like(mask)  # some losses leave pads out, whatever their label
+    output = model(arguments) if named is None else model(**arguments)
     if isinstance(output, tuple | list):
         output = output[0]
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)

@@ -213,6 +213,32 @@ def test_training_and_mixtures_alike() -> None:
     assert_close(losses[0], losses[1], "algebra")
 
 
+class WithTheWholeMapping(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, data: Any) -> Any:
+        return self.model(**data)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bart_causal"])
+def test_a_wrapper_that_passes_the_labels_on(name: str) -> None:
+    assert_close(fitted(WithTheWholeMapping(trained(name)), batch()).H, fitted(trained(name), batch()).H, "algebra")
+
+
+def test_labels_that_are_cut_already_are_not_moved() -> None:
+    """Outputs and labels of all positions but the last, as a `forward_fn` of the user's makes them."""
+    given, model = batch(), trained("gpt2")
+    expected = fitted(model, given)
+    given["labels"] = given["labels"][:, 1:]
+    options = {"forward_fn": lambda model, x: model(**{k: v for k, v in x.items() if k != "labels"}).logits[:, :-1]}
+    la = Laplace(model, "classification", "last_layer", "diag", last_layer_name="lm_head", **options)
+    la.fit([given])
+    assert la.n_data == expected.n_data
+    assert_close(la.H, expected.H, "algebra")
+
+
 class Wrapped(nn.Module):
     """A causal model that says nothing of its loss."""
 
