@@ -281,13 +281,18 @@ def latent(output: Any) -> Tensor:
     """
     if isinstance(output, Tensor):
         return output
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    logits = part(output, "logits")
     if isinstance(logits, Tensor):
         return logits
     raise InvalidData(
         f"the model returned {type(output).__name__}; it must return a tensor [B, C] or an object with `.logits`. "
         "Pass forward_fn=lambda model, x: ... to say which tensor is meant."
     )
+
+
+def part(output: Any, name: str) -> Any:
+    """What a model returns under a name, in a mapping or an object; None where there is no such part."""
+    return output.get(name, None) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
 def plain(x: Inputs) -> Any:

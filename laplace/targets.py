@@ -64,7 +64,7 @@ def _labels_tokens(x: Mapping[str, Any], y: Tensor) -> bool:
     """Whether there is a label for every token: others, cut or moved already, are not the model's own."""
     if y.ndim != 2 or y.is_floating_point() or y.numel() == 0:
         return False
-    return any(value.shape[:2] == y.shape for value in batches.tensors(x) if value is not y)
+    return any(value.shape[:2] == y.shape for value in _inputs(x))
 
 
 def _moves(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool:
@@ -119,12 +119,16 @@ def _loss(model: nn.Module, datum: Mapping[str, Any], labels: Tensor) -> Tensor 
     output = model(arguments) if named is None else model(**arguments)
     if isinstance(output, tuple | list):
         output = output[0]
-    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    loss = output if isinstance(output, Tensor) else batches.part(output, "loss")
     return loss if isinstance(loss, Tensor) and loss.ndim == 0 else None
 
 
 def _sees(x: Mapping[str, Any], y: Tensor) -> bool:
     """Whether every target that counts is what an input has at its position."""
     counts = y != IGNORED
-    shown = (value for key, value in x.items() if key != batches.LABELS and isinstance(value, Tensor))
-    return any(value.shape == y.shape and bool((value == y)[counts].all()) for value in shown) and bool(counts.any())
+    alike = [value == y for value in _inputs(x) if value.shape == y.shape]
+    return bool(counts.any()) and any(bool(same[counts].all()) for same in alike)
+
+
+def _inputs(x: Mapping[str, Any]) -> list[Tensor]:
+    return [value for key, value in x.items() if key != batches.LABELS and isinstance(value, Tensor)]

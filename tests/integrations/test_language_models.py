@@ -227,6 +227,12 @@ def test_a_wrapper_that_passes_the_labels_on(name: str) -> None:
     assert_close(fitted(WithTheWholeMapping(trained(name)), batch()).H, fitted(trained(name), batch()).H, "algebra")
 
 
+def test_labels_that_are_the_very_tensor_of_the_inputs() -> None:
+    given = batch() | {"attention_mask": torch.ones(4, 6, dtype=torch.long)}
+    la = fitted(trained("gpt2"), given | {"labels": given["input_ids"]})
+    assert la.n_data == 4 * 5
+
+
 def test_labels_that_are_cut_already_are_not_moved() -> None:
     """Outputs and labels of all positions but the last, as a `forward_fn` of the user's makes them."""
     given, model = batch(), trained("gpt2")
