@@ -23,8 +23,8 @@ from laplace.memory import ran_out
 IGNORED = -100
 """Label that Hugging Face's losses leave out, as PyTorch's do."""
 
-_MOVES: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-"""What the loss of a model was found to do; it takes a forward pass of one datum."""
+_MOVES: weakref.WeakKeyDictionary[nn.Module, bool | None] = weakref.WeakKeyDictionary()
+"""What the loss of a model was found to do, None where it has none; it takes a forward pass of one datum."""
 
 
 def split(batch: Any, dict_key_y: str, model: nn.Module, ignore_index: int | None = IGNORED) -> tuple[Inputs, Tensor]:
@@ -70,7 +70,12 @@ def _labels_tokens(x: Mapping[str, Any], y: Tensor) -> bool:
 def _moves(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool:
     """Whether the model's own loss compares the outputs at t with the label at t + 1; found once for every model."""
     if model not in _MOVES:
-        found = _found(model, x, y)
+        try:
+            found = _MOVES[model] = _found(model, x, y)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            if ran_out(error):
+                raise
+            found = None  # of this batch, which may be at fault itself
         if found is None and _sees(x, y):
             warn(
                 "the targets under 'labels' are the inputs: every position is asked for the token that it sees. For a "
@@ -78,8 +83,7 @@ def _moves(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool:
                 "model whose forward takes labels and returns its loss, which says where they belong.",
                 ApproximationWarning,
             )
-        _MOVES[model] = bool(found)
-    return _MOVES[model]
+    return _MOVES.get(model) is True
 
 
 def _found(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool | None:
@@ -92,19 +96,14 @@ def _found(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool | None:
     labels = torch.full_like(y[:1], IGNORED, device=device)
     first = labels.clone()
     first[:, 0] = 0
-    try:
-        with lent(model), own_mode(), torch.no_grad():
-            loss = _loss(model, datum, first)
-            if loss is None:
-                return None
-            if loss.isnan() or loss == 0:  # a mean or a sum over no labels
-                return True
-            nothing = _loss(model, datum, labels)
-            return nothing is not None and bool(nothing == loss)  # what is left is no loss of labels
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-        if ran_out(error):
-            raise
-        return None
+    with lent(model), own_mode(), torch.no_grad():
+        loss = _loss(model, datum, first)
+        if loss is None:
+            return None
+        if loss.isnan() or loss == 0:  # a mean or a sum over no labels
+            return True
+        nothing = _loss(model, datum, labels)
+        return nothing is not None and bool(nothing == loss)  # what is left is no loss of labels
 
 
 def _loss(model: nn.Module, datum: Mapping[str, Any], labels: Tensor) -> Tensor | None:

@@ -233,6 +233,18 @@ def test_labels_that_are_the_very_tensor_of_the_inputs() -> None:
     assert la.n_data == 4 * 5
 
 
+def test_a_batch_at_fault_says_nothing_of_the_model() -> None:
+    torch.manual_seed(0)
+    model = gpt2().double()
+    la = Laplace(model, "classification", "last_layer", "diag", last_layer_name="lm_head")
+    unknown = batch()
+    unknown["input_ids"] = unknown["input_ids"] + VOCABULARY
+    with pytest.raises(IndexError):
+        la.fit([unknown])
+    la.fit([batch()])
+    assert la.n_data == int((batch()["labels"][:, 1:] != -100).sum())
+
+
 def test_labels_that_are_cut_already_are_not_moved() -> None:
     """Outputs and labels of all positions but the last, as a `forward_fn` of the user's makes them."""
     given, model = batch(), trained("gpt2")
