@@ -9,30 +9,36 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from laplace.errors import InvalidArgument, InvalidData, InvalidType
+from laplace.errors import InvalidArgument, InvalidData, InvalidType, MissingKey
+from laplace.memory import ran_out
 
 Inputs = Any
 """A tensor, a tuple of tensors or a mapping of tensors."""
 
 ForwardFn = Callable[[nn.Module, Inputs], Any]
 
+LABELS = "labels"
+"""Default key of the targets, by which Hugging Face's models take theirs."""
+
 
 def split(batch: Any, dict_key_y: str) -> tuple[Inputs, Tensor]:
     """Splits a batch of a loader into inputs and targets.
 
     Raises:
-        InvalidData: A batch of another form, or a mapping without the targets' key.
+        InvalidData: A batch of another form.
+        MissingKey: A mapping without the targets' key.
     """
     if isinstance(batch, Mapping):
-        if dict_key_y not in batch:
-            raise InvalidData(
-                f"the batch is a mapping with keys {sorted(map(str, batch))}, without dict_key_y={dict_key_y!r}; "
-                "pass the key of the targets as dict_key_y."
+        if dict_key_y not in batch.keys():  # noqa: SIM118  (a TensorDict iterates over its rows)
+            raise MissingKey(
+                f"the batch is a mapping with keys {sorted(map(str, batch.keys()))}, without "
+                f"dict_key_y={dict_key_y!r}; pass the key of the targets as dict_key_y."
             )
         return batch, _targets(batch[dict_key_y])
     if isinstance(batch, Sequence) and len(batch) >= 2:
@@ -55,18 +61,6 @@ def without_ignored(x: Inputs, y: Tensor, ignore_index: int | None) -> tuple[Inp
     if keep.all():
         return x, y
     return (select(x, keep, len(y)), y[keep]) if keep.any() else None
-
-
-def counted(
-    batch: Any, dict_key_y: str, device: torch.device, ignore_index: int | None
-) -> tuple[Inputs, Tensor] | None:
-    """Inputs and targets of the data of a batch that count, on a device; None if there are none.
-
-    Raises:
-        InvalidData: A batch of another form, or a mapping without the targets' key.
-    """
-    x, y = split(batch, dict_key_y)
-    return without_ignored(to_device(x, device), y.to(device), ignore_index)
 
 
 def inputs(batch: Any) -> Inputs:
@@ -107,7 +101,8 @@ def named(what: str) -> Iterator[None]:
     try:
         yield
     except InvalidData as error:
-        raise InvalidData(f"{what}: {error}") from error
+        kind = MissingKey if isinstance(error, MissingKey) else InvalidData
+        raise kind(f"{what}: {error}") from error
 
 
 def tensors(x: Inputs) -> list[Tensor]:
@@ -151,7 +146,7 @@ def to_device(x: Inputs, device: torch.device) -> Inputs:
 
 def size(x: Inputs, dict_key_x: str) -> int:
     """Number of samples, the leading dimension (of `x[dict_key_x]`, or of the first tensor)."""
-    if isinstance(x, Mapping) and isinstance(x.get(dict_key_x), Tensor):
+    if isinstance(x, Mapping) and isinstance(x.get(dict_key_x, None), Tensor):
         return int(x[dict_key_x].shape[0])
     found = tensors(x)
     if not found or found[0].ndim == 0:
@@ -172,22 +167,110 @@ def signature(x: Inputs) -> tuple[Any, ...]:
 
 
 def call(model: nn.Module, x: Inputs) -> Any:
-    """Calls a model on inputs.
+    """Calls a model on inputs: `CallByName()`, the default."""
+    return CallByName()(model, x)
 
-    A tuple is spread. A mapping goes whole to a model whose `forward` takes one argument of another
-    name than its keys (a user's wrapper), and is spread by name into a model whose `forward` names
-    its keys (a Hugging Face model), less the keys that the `forward` does not know (with `**kwargs` it knows all).
+
+@dataclass(frozen=True)
+class CallByName:
+    """The way of calling a model on whatever inputs are.
+
+    A tuple is spread. A mapping is spread by name into a model whose `forward` names its keys (a Hugging Face model),
+    less the keys that it does not know (with `**kwargs` it knows all) and less the targets; it goes whole to a model
+    whose `forward` needs one argument of another name (a user's wrapper), and to one that cannot do with the value of
+    its only argument (`def forward(self, x): ... x["x"]`).
+
+    Attributes:
+        dict_key_y: Key of the targets, which only a `forward` that cannot do without gets.
     """
-    if isinstance(x, Tensor):
+
+    dict_key_y: str = LABELS
+
+    def __call__(self, model: nn.Module, x: Inputs) -> Any:
+        if isinstance(x, Tensor):
+            return model(x)
+        if not isinstance(x, Mapping):
+            return model(*x)
+        named = self.keywords(model, x)
+        if named is None:
+            return model(x)
+        try:
+            return model(**named)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, Warning) as error:
+            # Warning: a tensor that is indexed by a name warns before it raises.
+            if ran_out(error) or len(named) > 1 or set(_parameters(model)) - {self.dict_key_y} != set(named):
+                raise
+            return _whole(model, x, error)
+
+    def keywords(self, model: nn.Module, x: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What a model gets of a mapping by name; None where it gets the mapping whole."""
+        parameters = _parameters(model)
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        names = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        needed = [name for name, p in names.items() if p.default is p.empty]
+        held = ({self.dict_key_y} | ({LABELS, "label"} - names.keys())) - set(needed)
+        keys = [key for key in x.keys() if key not in held]  # noqa: SIM118  (a TensorDict iterates over its rows)
+        if len(needed) == 1 and needed[0] not in keys:
+            return None
+        if not names.keys() & set(keys) and (names or not takes_all):
+            return None
+        passed = {key: x[key] for key in keys if takes_all or key in names}
+        return passed | self._decoder_inputs(model, names, x, passed)
+
+    def _decoder_inputs(
+        self, model: nn.Module, names: Mapping[str, Any], x: Mapping[str, Any], passed: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Inputs of a decoder that the model would make of its labels, which it does not get."""
+        given = self.dict_key_y in x.keys() and self.dict_key_y not in passed  # noqa: SIM118
+        if not given or _DECODER[0] not in names or passed.keys() & set(_DECODER):
+            return {}
+        makers: Iterator[Any] = (getattr(part, _MAKER, None) for part in model.modules())
+        make = next((maker for maker in makers if callable(maker)), None)
+        return {} if make is None else {_DECODER[0]: make(labels=x[self.dict_key_y])}
+
+
+_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
+_MAKER = "prepare_decoder_input_ids_from_labels"
+
+
+def caller(model: nn.Module, forward_fn: ForwardFn | None, dict_key_y: str) -> ForwardFn | None:
+    """The way of calling a model on mappings whose targets are under a key; None for the default.
+
+    Where the key makes no difference to the model's `forward` it is the default, which packages know better.
+    """
+    if forward_fn is not None or dict_key_y == LABELS:
+        return forward_fn
+    concerned = any(takes(model, name) for name in (dict_key_y, LABELS, "label"))
+    return CallByName(dict_key_y) if concerned else None
+
+
+def takes(model: nn.Module, name: str) -> bool:
+    """Whether a model's `forward` has an argument of this name, or passes all on."""
+    parameters = _parameters(model)
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Parameters of a model's `forward`; of one that passes `*args, **kwargs` on to its only child, the child's.
+
+    So do `DistributedDataParallel` and models of PEFT.
+    """
+    while True:
+        parameters = inspect.signature(model.forward).parameters
+        children, kinds = list(model.children()), [p.kind for p in parameters.values()]
+        if len(children) != 1 or kinds != [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
+            return parameters
+        model = children[0]
+
+
+def _whole(model: nn.Module, x: Inputs, error: Exception) -> Any:
+    """What a model returns of a mapping as a whole, after an error by name; that error if neither way works."""
+    try:
         return model(x)
-    if not isinstance(x, Mapping):
-        return model(*x)
-    parameters = inspect.signature(model.forward).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    named = [key for key in x if key in parameters]
-    if not named and not (takes_all and len(parameters) == 1):
-        return model(x)
-    return model(**{key: x[key] for key in (x if takes_all else named) if key not in ("labels", "label")})
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as second:
+        if ran_out(second):
+            raise
+        raise error from None
 
 
 def latent(output: Any) -> Tensor:
@@ -198,7 +281,7 @@ def latent(output: Any) -> Tensor:
     """
     if isinstance(output, Tensor):
         return output
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    logits = part(output, "logits")
     if isinstance(logits, Tensor):
         return logits
     raise InvalidData(
@@ -207,11 +290,16 @@ def latent(output: Any) -> Tensor:
     )
 
 
+def part(output: Any, name: str) -> Any:
+    """What a model returns under a name, in a mapping or an object; None where there is no such part."""
+    return output.get(name, None) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
 def plain(x: Inputs) -> Any:
     """Inputs as a state may hold them: a tensor, a dict, or a list for a tuple."""
     if isinstance(x, Tensor):
         return x
-    return dict(x) if isinstance(x, Mapping) else list(x)
+    return dict(x.items()) if isinstance(x, Mapping) else list(x)
 
 
 def from_plain(state: Any) -> Inputs:

@@ -31,6 +31,12 @@ class InvalidData(LaplaceError, ValueError):
     """A batch of data cannot be used; the message names the batch and the fault."""
 
 
+class MissingKey(InvalidData, KeyError):
+    """A batch that is a mapping lacks a key."""
+
+    __str__ = Exception.__str__  # that of KeyError shows the message in quotation marks, on one line
+
+
 class NotFittedError(LaplaceError, RuntimeError, AttributeError):
     """A posterior quantity was asked for before `fit`."""
 

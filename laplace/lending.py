@@ -39,8 +39,13 @@ def require_module(model: nn.Module) -> nn.Module:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module behind `torch.compile`, on which hooks fire and torch.func works."""
-    return getattr(model, "_orig_mod", model)
+    """The module behind `torch.compile` and data parallelism, on which hooks fire and torch.func works."""
+    while True:
+        parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+        inner: nn.Module = getattr(model, "module" if parallel else "_orig_mod", model)
+        if inner is model:
+            return model
+        model = inner
 
 
 @contextmanager

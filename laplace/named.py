@@ -63,7 +63,7 @@ class FullLaplace(ParametricLaplace):
         *,
         forward_fn: ForwardFn | None = None,
         structure_kwargs: Options = None,
-        channel_dim: int = -1,
+        channel_dim: int | None = None,
     ) -> None:
         ParametricLaplace.__init__(
             self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
@@ -97,7 +97,7 @@ class KronLaplace(ParametricLaplace):
         asdl_fisher_kwargs: Options = None,
         *,
         forward_fn: ForwardFn | None = None,
-        channel_dim: int = -1,
+        channel_dim: int | None = None,
     ) -> None:
         ParametricLaplace.__init__(
             self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
@@ -146,7 +146,7 @@ class LowRankLaplace(ParametricLaplace):
         *,
         forward_fn: ForwardFn | None = None,
         structure_kwargs: Options = None,
-        channel_dim: int = -1,
+        channel_dim: int | None = None,
     ) -> None:
         backend_kwargs = dict(backend_kwargs or {})
         if "low_rank" in backend_kwargs:
@@ -202,7 +202,7 @@ class LLLaplace(OfLastLayer, ParametricLaplace):
         *,
         forward_fn: ForwardFn | None = None,
         structure_kwargs: Options = None,
-        channel_dim: int = -1,
+        channel_dim: int | None = None,
     ) -> None:
         _refuse_asdl_kwargs(asdl_fisher_kwargs)
         ParametricLaplace.__init__(
@@ -244,7 +244,7 @@ class KronLLLaplace(LLLaplace, KronLaplace):
         asdl_fisher_kwargs: Options = None,
         *,
         forward_fn: ForwardFn | None = None,
-        channel_dim: int = -1,
+        channel_dim: int | None = None,
     ) -> None:
         _refuse_asdl_kwargs(asdl_fisher_kwargs)
         ParametricLaplace.__init__(
@@ -321,7 +321,7 @@ class SubnetLaplace(ParametricLaplace):
         damping: bool = False,
         forward_fn: ForwardFn | None = None,
         structure_kwargs: Options = None,
-        channel_dim: int = -1,
+        channel_dim: int | None = None,
     ) -> None:
         _refuse_asdl_kwargs(asdl_fisher_kwargs)
         if damping and self.structure is not KronCurvature:

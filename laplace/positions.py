@@ -73,12 +73,14 @@ class ChannelsLast:
 
 
 def channels_last(forward_fn: ForwardFn | None, channel_dim: Any) -> ForwardFn | None:
-    """The way of calling a model whose channels are in `channel_dim`; as it is where they are last.
+    """The way of calling a model whose channels are in `channel_dim`; as it is where they are last, or not known.
 
     Raises:
         InvalidType: No integer.
         InvalidArgument: Dimension 0, that of the data.
     """
+    if channel_dim is None:
+        return forward_fn
     if isinstance(channel_dim, bool) or not isinstance(channel_dim, int):
         raise InvalidType(f"channel_dim={channel_dim!r}; an integer is accepted: 1 for [B, C, H, W], -1 for [B, T, C].")
     if channel_dim == 0:
@@ -86,19 +88,48 @@ def channels_last(forward_fn: ForwardFn | None, channel_dim: Any) -> ForwardFn |
     return forward_fn if channel_dim == -1 else ChannelsLast(forward_fn or batches.call, channel_dim)
 
 
+def channel_of(f: Tensor, y: Tensor) -> int | None:
+    """The dimension of a network's outputs that holds the classes, as the shape of labels says: 1 or −1.
+
+    PyTorch's losses take labels `[B, H, W]` of outputs `[B, C, H, W]`; language models give `[B, T, C]`.
+
+    Args:
+        f: Outputs as the network gives them.
+        y: Their targets; None is returned where they are no labels of positions.
+
+    Raises:
+        InvalidData: Labels that fit both readings.
+    """
+    if f.ndim < 3 or y.is_floating_point():
+        return None
+    last, second = y.shape == f.shape[:-1], y.shape == f.shape[:1] + f.shape[2:]
+    if not (last and second):
+        return -1 if last else 1 if second else None
+    raise InvalidData(
+        f"the network's outputs have shape {list(f.shape)}, the labels {list(y.shape)}: the classes may be dimension 1 "
+        "or the last one. Say by channel_dim=1 or channel_dim=-1 which it is."
+    )
+
+
 def unrolled(rows: Tensor, positions: tuple[int, ...], dim: int = 0) -> Tensor:
     """OutputRows `[…, B·T, …]` in dimension `dim` as `[…, B, *positions, …]`."""
     return rows.unflatten(dim, (-1, *positions)) if positions else rows
 
 
-def as_rows(f: Tensor, y: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
+def as_rows(f: Tensor, y: Tensor, channel_dim: int | None) -> tuple[Tensor, Tensor]:
     """A network's outputs and their targets as rows: `[B·T, C]`, with labels `[B·T]` or values `[B·T, C]`.
+
+    Args:
+        f: Outputs as the network gives them.
+        y: Targets.
+        channel_dim: Where the outputs have their channels; None for what the labels say.
 
     Raises:
         InvalidData: Targets of another shape.
     """
     if f.ndim <= 2:
         return f, y
+    channel_dim = (channel_of(f, y) or -1) if channel_dim is None else channel_dim
     last = f if channel_dim == -1 else f.movedim(channel_dim, -1)
     rows = last.flatten(0, -2)
     return rows, target_rows(y, rows, tuple(last.shape[1:-1]), channel_dim)

@@ -184,7 +184,7 @@ class AdaptedEngine(CurvatureEngine):
         else:
             ((jacobian, f),) = self.jacobian(x)
             f = f.to(self.dtype)
-            y = self.likelihood.check_targets(f, y)
+            y = self.checked(f, y)
             ef = self.kind == "ef"
             u = self.likelihood.gradient(f, y).unsqueeze(0) if ef else self.likelihood.hessian(f, y).root()
             columns = torch.einsum("kbc,bcp->kbp", u, jacobian.dense().to(u))
@@ -205,7 +205,7 @@ class AdaptedEngine(CurvatureEngine):
         with torch.no_grad(), lent(self.problem.module):
             f = self.problem.run(self.problem.detached(), detached(x)).to(self.dtype)
         require_no_positions(f.shape[1:-1], self.name)
-        y = self.likelihood.check_targets(f, y)
+        y = self.checked(f, y)
         terms = torch.as_tensor(loss, dtype=self.dtype, device=f.device).detach().reshape(1)
         return BatchSummary(terms, self.likelihood.count(f, y), f.shape[1])
 

@@ -17,6 +17,7 @@ from laplace.curvature.kron_parts import KronParts, KronSketch, Probe
 from laplace.curvature.survey import Survey
 from laplace.errors import UnsupportedError
 from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.logits import require_logits
 from laplace.weights.problem import Problem
 
 
@@ -69,6 +70,19 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         self.problem = problem
         self.likelihood = likelihood
         self.split_outputs = split_outputs
+        self._seen = False
+
+    def checked(self, f: Tensor, y: Tensor) -> Tensor:
+        """Checked targets of outputs f `[B, C]`; the first outputs that an engine sees must be logits, if any need be.
+
+        Raises:
+            InvalidData: Outputs or targets that cannot be used.
+        """
+        y = self.likelihood.check_targets(f, y)
+        if not self._seen:
+            require_logits(self.likelihood, f, self.problem.dtype)
+            self._seen = True
+        return y
 
     def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
         """Diagonal of the unit curvature of a batch, `[E, P]`, or of Uᵀ H U with a basis U for every tensor."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from laplace import batch as batches
+from laplace import targets
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory
@@ -178,11 +179,11 @@ def _read_up(structure: type[Curvature], number: int) -> str:
 def _read(loader: Iterable[Any], engine: CurvatureEngine, sweep: Sweep, dict_key_y: str) -> BatchSummary | None:
     """Feeds every batch to a sweep; returns the sums of what they contribute besides curvature, None without data."""
     total: BatchSummary | None = None
-    device = engine.problem.device
+    device, ignored = engine.problem.device, engine.likelihood.ignore_index
     for number, batch in enumerate(loader):
         try:
             with batches.named(f"batch {number}"):
-                kept = batches.counted(batch, dict_key_y, device, engine.likelihood.ignore_index)
+                kept = targets.counted(batch, dict_key_y, device, ignored, engine.problem.module)
                 if kept is None:
                     continue
                 summary = sweep.add(*kept)
@@ -217,15 +218,16 @@ def _report(engine: CurvatureEngine, curvature: Curvature) -> dict[str, str]:
     return {name: f"{rules.get(name, '?')} → {form}" for name, form in zip(names, forms, strict=True)}
 
 
-def first_inputs(loader: Iterable[Any], dict_key_y: str, device: torch.device) -> tuple[Inputs, Iterable[Any]]:
-    """Inputs of the first batch, and an iterable that still gives every batch; the loader is read once."""
+def first_batch(loader: Iterable[Any], dict_key_y: str, device: torch.device) -> tuple[Inputs, Tensor, Iterable[Any]]:
+    """Inputs and targets of the first batch, and an iterable that still gives every batch; the loader is read once."""
     iterator = iter(loader)
     try:
         head = next(iterator)
     except StopIteration:
-        raise InvalidData("the loader gave no data; a Laplace approximation needs at least one datum.") from None
-    inputs = batches.to_device(batches.split(head, dict_key_y)[0], device)
-    return inputs, _Begun(loader, head, iterator)
+        raise InvalidData(_NO_DATA) from None
+    with batches.named("batch 0"):
+        x, y = batches.split(head, dict_key_y)
+        return batches.to_device(x, device), y.to(device), _Begun(loader, head, iterator)
 
 
 class _Begun:
@@ -238,6 +240,9 @@ class _Begun:
         self.loader = loader
         self.head = head
         self.rest: Iterator[Any] | None = rest
+
+    def __len__(self) -> int:
+        return len(self.loader)  # pyright: ignore[reportArgumentType]  (a TypeError tells a progress bar of none)
 
     def __iter__(self) -> Iterator[Any]:
         # A generator, so that an iterator that is made and never read takes nothing away.

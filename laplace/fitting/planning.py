@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace import batch as batches
+from laplace import targets
 from laplace.batch import Inputs
 from laplace.curvature.survey import Survey
 from laplace.enums import SubsetOfWeights
@@ -159,7 +160,7 @@ def _estimate(
 
 
 def first_counted(
-    loader: Iterable[Any], dict_key_y: str, device: torch.device, likelihood: Likelihood
+    loader: Iterable[Any], dict_key_y: str, device: torch.device, likelihood: Likelihood, model: nn.Module
 ) -> tuple[Inputs, Tensor]:
     """The data that count of the first batch that has any.
 
@@ -167,7 +168,7 @@ def first_counted(
         InvalidData: No such batch.
     """
     for batch in loader:
-        kept = batches.counted(batch, dict_key_y, device, likelihood.ignore_index)
+        kept = targets.counted(batch, dict_key_y, device, likelihood.ignore_index, model)
         if kept is not None:
             return kept
     raise InvalidData("the loader gave no data that count; a plan needs at least one datum.")

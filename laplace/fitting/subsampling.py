@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 
 from laplace import batch as batches
 from laplace import fitting
+from laplace import targets as targets_of
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
@@ -73,10 +74,9 @@ def accumulate(
         progress_bar: Show one.
 
     Raises:
-        InvalidArgument: A subset that is not in 1 … N, or a loader that can be read only once.
+        InvalidArgument: A subset that is not in 1 … N.
         InvalidData: A batch that cannot be used.
     """
-    batches.require_rereadable(loader, f"subset={subset.size} reads the data twice")
     whole = tqdm(loader, desc="fit, loss", disable=not progress_bar)
     summary, n_inputs = _losses(_counted(whole, engine, dict_key_y), engine)
     if isinstance(subset.size, bool) or not isinstance(subset.size, int) or not 1 <= subset.size <= n_inputs:
@@ -103,7 +103,7 @@ def _losses(data: Iterable[tuple[int, Inputs, Tensor]], engine: CurvatureEngine)
         with batches.named(f"batch {number}"):
             rows = latent.outputs(engine, x)
             f = rows.values
-            targets = likelihood.check_targets(f, target_rows(y, f, rows.positions, engine.problem.channel_dim))
+            targets = engine.checked(f, target_rows(y, f, rows.positions, engine.problem.channel_dim))
         terms = likelihood.loss_terms(f, targets)
         total = terms if total is None else total + terms
         n_data, n_inputs, n_outputs = n_data + likelihood.count(f, targets), n_inputs + len(y), f.shape[1]
@@ -114,10 +114,10 @@ def _losses(data: Iterable[tuple[int, Inputs, Tensor]], engine: CurvatureEngine)
 
 def _counted(loader: Iterable[Any], engine: CurvatureEngine, dict_key_y: str) -> Iterator[tuple[int, Inputs, Tensor]]:
     """The data that count, batch by batch, with the number of the batch."""
-    device = engine.problem.device
+    device, ignored = engine.problem.device, engine.likelihood.ignore_index
     for number, item in enumerate(loader):
         with batches.named(f"batch {number}"):
-            kept = batches.counted(item, dict_key_y, device, engine.likelihood.ignore_index)
+            kept = targets_of.counted(item, dict_key_y, device, ignored, engine.problem.module)
         if kept is not None:
             yield number, *kept
 

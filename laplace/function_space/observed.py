@@ -38,7 +38,7 @@ def observed(
     start = 0
     for jacobian, f in jacobians(engine, x):
         f = f.detach().to(torch.promote_types(f.dtype, least))
-        yield jacobian, f, engine.likelihood.check_targets(f, y[start : start + len(f)])
+        yield jacobian, f, engine.checked(f, y[start : start + len(f)])
         start += len(f)
 
 

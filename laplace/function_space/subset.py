@@ -174,7 +174,7 @@ def _trace(engine: CurvatureEngine, x: Inputs, y: Tensor) -> Tensor:
     rows = latent.outputs(engine, x)
     require_none(rows.positions, "an approximation in function space")
     f = rows.values
-    y = engine.likelihood.check_targets(f, y)
+    y = engine.checked(f, y)
     return engine.likelihood.hessian(f, y).diagonal().sum(1)
 
 

@@ -32,6 +32,8 @@ class Likelihood(ABC):
             (a probability per output), `"real"` (mean and variance), or `"other"`, of which tuning knows no score
             but `predictive_nll`.
         independent_outputs: Whether loss and inverse link act on every output alone.
+        activation: `"softmax"` or `"sigmoid"` for a likelihood that takes it of the outputs, so that outputs of which
+            the network has taken it already are refused.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Likelihood(ABC):
     ignore_index: int | None = None
     target_kind: str = "other"
     independent_outputs: bool = False
+    activation: str | None = None
 
     @abstractmethod
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:

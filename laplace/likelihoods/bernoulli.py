@@ -24,6 +24,7 @@ class Bernoulli(NoiseFreeLikelihood):
     links = ("probit", "mc", "delta")
     target_kind = "binary"
     independent_outputs = True
+    activation = "sigmoid"
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
         """Targets in [0, 1], `[B, C]` (or `[B]` for a single logit), in the dtype of f.

@@ -22,6 +22,7 @@ class Categorical(SoftmaxLikelihood):
 
     name = "classification"
     links = SOFTMAX_LINKS
+    activation = "softmax"
     ignore_index: int | None = -100
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:

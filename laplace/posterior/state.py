@@ -13,6 +13,7 @@ from laplace.fingerprint import Fingerprint, checksums, same_sums
 from laplace.fitting import Fit
 from laplace.lending import undisturbed
 from laplace.memory import ran_out
+from laplace.posterior.first_outputs import set_channels
 from laplace.refinement.result import Refinement
 from laplace.structures.base import move as moved
 from laplace.weights.problem import Problem
@@ -96,7 +97,8 @@ def _checked(la: ParametricLaplace, state: dict[str, Any]) -> Problem:
     _expect("class", state["cls_name"], type(la).__name__)
     _expect("likelihood", state["likelihood"], la.likelihood_object.name)
     _expect("kind of curvature", state["curvature_kind"], la.backend_cls.kind)
-    _expect("channel_dim", state.get("channel_dim", -1), la.channel_dim)
+    if la.channels_known:
+        _expect("channel_dim", state.get("channel_dim", -1), la.channel_dim)
     for key, value in la.weights.state().items():
         if value is not None and not _same(value, state["weights"].get(key)):
             raise StateError(f"the state has another {key} than this object; construct it with that of the state.")
@@ -119,6 +121,8 @@ def _checked(la: ParametricLaplace, state: dict[str, Any]) -> Problem:
 
 def take_over(la: ParametricLaplace, state: dict[str, Any]) -> None:
     """Assigns a checked state."""
+    if not la.channels_known and state.get("channel_dim", -1) != -1:
+        set_channels(la, state["channel_dim"])
     to = la.prior_precision.device
     curvature = la.structure.from_state(moved(state["H"], to, None))
     loss, draws = state["loss"].to(to), state.get("draws")

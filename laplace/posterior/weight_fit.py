@@ -20,9 +20,10 @@ from laplace.errors import InvalidArgument, NotFittedError
 from laplace.fingerprint import Fingerprint
 from laplace.fitting import Fit, subsampling
 from laplace.fitting.subsampling import Subset
-from laplace.lending import own_mode, same_random_state, undisturbed
+from laplace.lending import own_mode, require_module, same_random_state, undisturbed
 from laplace.likelihoods.base import Likelihood
 from laplace.positions import channels_last
+from laplace.posterior import first_outputs
 from laplace.posterior.base import BaseLaplace
 from laplace.refinement.result import Refinement
 from laplace.structures.base import Curvature, Precision
@@ -49,8 +50,9 @@ class WeightFit(BaseLaplace):
         backend_kwargs: Its constructor's options; never written to.
         asdl_fisher_kwargs: Options for the ASDL backends.
         forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
-        channel_dim: Dimension of the network's outputs that holds the classes (or the outputs of a position), the last
-            one by default: `[B, C]`, `[B, T, C]`; 1 for pixels `[B, C, H, W]`.
+        channel_dim: Dimension of the network's outputs that holds the classes (or the outputs of a position): −1 for
+            `[B, C]` and `[B, T, C]`, 1 for pixels `[B, C, H, W]`. None for what the shape of labels says at the first
+            fit, as PyTorch's losses read it; without labels of positions it is the last one.
         structure_kwargs: Options of the structure (low rank: `rank`, …).
         weights_options: Options of the choice of weights.
         precision_options: Options of the structure's precision.
@@ -76,14 +78,15 @@ class WeightFit(BaseLaplace):
         *,
         forward_fn: ForwardFn | None = None,
         structure_kwargs: dict[str, Any] | None = None,
-        channel_dim: int = -1,
+        channel_dim: int | None = None,
         weights_options: dict[str, Any] | None = None,
         precision_options: dict[str, Any] | None = None,
     ) -> None:
-        call = channels_last(forward_fn, channel_dim)
+        call = channels_last(batches.caller(require_module(model), forward_fn, dict_key_y), channel_dim)
         self.weights = self.weights_type(model, forward_fn=call, **(weights_options or {}))
         self.forward_fn = forward_fn
-        self.channel_dim = channel_dim
+        self.channel_dim = -1 if channel_dim is None else channel_dim
+        self.channels_known = channel_dim is not None
         self.structure_kwargs = dict(structure_kwargs or {})
         self.structure_options = _options_of(self.structure, self.structure_kwargs)
         self.precision_options = dict(precision_options or {})
@@ -265,12 +268,11 @@ class WeightFit(BaseLaplace):
                 structure reads the data several times and the loader can be read only once.
         """
         fitting.require_rereadable(train_loader, self.structure)
+        if subset is not None:
+            batches.require_rereadable(train_loader, f"subset={subset.size} reads the data twice")
         with own_mode(), torch.no_grad(), same_random_state(self.weights.model):
-            if self.weights.problem is None:
-                x, train_loader = fitting.first_inputs(train_loader, self.dict_key_y, self._like.device)
-                problem = self.weights.discover(x)
-            else:
-                problem = self.problem
+            x, y, train_loader = fitting.first_batch(train_loader, self.dict_key_y, self._like.device)
+            problem = first_outputs.problem_of(self, x, y)
             # Their lengths could not be checked while the last layer was unknown.
             self._prior_precision = self._checked_prior("prior_precision", self._prior_precision)
             self._prior_mean = self._checked_mean(self._prior_mean)

@@ -15,6 +15,7 @@ from laplace.evidence import Evidence
 from laplace.fitting import planning
 from laplace.fitting.planning import FitPlan
 from laplace.lending import own_mode, own_precision, same_random_state
+from laplace.posterior import first_outputs
 from laplace.posterior.weight_fit import WeightFit
 from laplace.prior import GaussianPrior
 from laplace.refinement.refine import refine
@@ -47,8 +48,10 @@ class WeightPosterior(WeightFit):
         with own_mode(), torch.no_grad(), same_random_state(self.weights.model):
             n_batches = planning.length(train_loader)
             device = self.prior_precision.device
-            x, y = planning.first_counted(train_loader, self.dict_key_y, device, self.likelihood_object)
-            problem = self.weights.problem or self.weights.discover(x)
+            x, y = planning.first_counted(
+                train_loader, self.dict_key_y, device, self.likelihood_object, self.weights.model
+            )
+            problem = first_outputs.problem_of(self, x, y)
             survey = self._fitting_engine(problem, go_on=False).survey(x, y)
         return planning.make_plan(survey, problem, self.structure, self.structure_options, n_batches)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace import batch as batches
+from laplace import targets
 from laplace.batch import Inputs
 from laplace.curvature.native.engine import NativeEngine
 from laplace.curvature.native.products import Linearised, add_rows
@@ -127,10 +128,10 @@ class LinearData:
     def __init__(self, engine: NativeEngine, loader: Iterable[Any], dict_key_y: str) -> None:
         self.engine = engine
         self.batches: list[LinearBatch] = []
-        kept, device = 0, engine.problem.device
+        kept, device, ignored = 0, engine.problem.device, engine.likelihood.ignore_index
         for number, item in enumerate(loader):
             with batches.named(f"batch {number}"):
-                counted = batches.counted(item, dict_key_y, device, engine.likelihood.ignore_index)
+                counted = targets.counted(item, dict_key_y, device, ignored, engine.problem.module)
                 if counted is None:
                     continue
                 batch = LinearBatch(engine, *counted)

@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm.auto import trange
 
 from laplace import batch as batches
+from laplace import targets
 from laplace.batch import Inputs, require_rereadable
 from laplace.curvature.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
@@ -32,6 +33,7 @@ from laplace.fitting import Fit
 from laplace.hyperparameters import check_counts
 from laplace.lending import flags_put_back, own_mode
 from laplace.positions import as_rows
+from laplace.posterior.first_outputs import call_of
 from laplace.structures.base import Precision
 from laplace.training.online import check_step_size
 from laplace.tuning.ascent import minimise
@@ -340,7 +342,8 @@ class _Descent:
         """The data that count, on the model's device."""
         la = self.la
         for batch in self.loader:
-            kept = batches.counted(batch, la.dict_key_y, la.prior_mean.device, la.likelihood_object.ignore_index)
+            ignored = la.likelihood_object.ignore_index
+            kept = targets.counted(batch, la.dict_key_y, la.prior_mean.device, ignored, la.weights.model)
             if kept is not None:
                 yield kept
 
@@ -348,9 +351,9 @@ class _Descent:
 def _negative_log_likelihood(la: ParametricLaplace, x: Inputs, y: Tensor) -> Tensor:
     """−log p(y | f(x)) of a batch at the model's present weights, 0-dim, at the posterior's noise and temperature."""
     likelihood = la.likelihood_object
-    f = batches.latent((la.forward_fn or batches.call)(la.weights.model, x))
-    f, y = as_rows(f, y, la.channel_dim)
-    y = likelihood.check_targets(f, y)
+    f = batches.latent(call_of(la)(la.weights.model, x))
+    f, y = as_rows(f, y, la.channel_dim if la.channels_known else None)
+    y = la.engine.checked(f, y)
     terms = likelihood.loss_terms(f, y)
     return -likelihood.log_likelihood(
         terms, likelihood.count(f, y), f.shape[1], la.sigma_noise.detach(), la.temperature.detach()

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tqdm.auto import trange
 
 from laplace import batch as batches
+from laplace import targets
 from laplace.batch import ForwardFn, Inputs
 from laplace.curvature import CurvatureInterface
 from laplace.enums import HessianStructure, Likelihood, PriorStructure
@@ -120,8 +121,9 @@ def _train_epoch(online: OnlineLaplace, optimizer: Optimizer, scheduler: LRSched
     """One pass over the data; the mean objective."""
     total, count = 0.0, 0
     for batch in online.train_loader:
-        x, y = batches.split(batch, online.la.dict_key_y)
-        kept = batches.without_ignored(x, y, online.la.likelihood_object.ignore_index)
+        la, ignored = online.la, online.la.likelihood_object.ignore_index
+        x, y = targets.split(batch, la.dict_key_y, la.weights.model, ignored)
+        kept = batches.without_ignored(x, y, ignored)
         if kept is None:
             continue
         total += _train_step(online, optimizer, *kept) * len(kept[1])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from laplace import batch as batches
+from laplace import targets
 from laplace.batch import ForwardFn, Inputs, require_rereadable
 from laplace.curvature import CurvatureInterface
 from laplace.enums import HessianStructure, Likelihood, PriorStructure, SubsetOfWeights
@@ -28,6 +29,7 @@ from laplace.layout import flatten
 from laplace.lending import own_mode, same_random_state
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.positions import as_rows
+from laplace.posterior.first_outputs import call_of
 from laplace.posterior.parametric import ParametricLaplace
 from laplace.predictive import latent
 from laplace.tuning.settings import spread
@@ -138,7 +140,7 @@ class OnlineLaplace:
         self.model = model
         require_rereadable(train_loader, "training reads train_loader once per epoch")
         self.train_loader = train_loader
-        self.forward_fn = forward_fn or batches.call
+        self.forward_fn = call_of(self.la)
         self.n_hypersteps, self.marglik_frequency = n_hypersteps, marglik_frequency
         self.n_epochs_burnin = n_epochs_burnin
         self.margliks: list[float] = []
@@ -194,8 +196,8 @@ class OnlineLaplace:
         """
         likelihood = self.la.likelihood_object
         f = f.to(torch.promote_types(f.dtype, self.prior_precision.dtype))
-        f, y = as_rows(f, y.to(f.device), self.la.channel_dim)
-        y = likelihood.check_targets(f, y)
+        f, y = as_rows(f, y.to(f.device), self.la.channel_dim if self.la.channels_known else None)
+        y = self.la.engine.checked(f, y)
         w = likelihood.curvature_scale("ggn", self.sigma_noise, self.la.temperature).detach()
         data = (w / w.mean() * likelihood.loss_terms(f, y)).sum() / max(1, likelihood.count(f, y))
         return data + self.la.prior.quad(self._theta()) / (2 * self.n_data * w.mean())
@@ -281,7 +283,7 @@ def _count(loader: Iterable[Any], la: ParametricLaplace) -> int:
     ignored, total = la.likelihood_object.ignore_index, 0
     per_row: int | None = None  # numbers in the target of one datum or position
     for batch in loader:
-        x, y = batches.split(batch, la.dict_key_y)
+        x, y = targets.split(batch, la.dict_key_y, la.weights.model, ignored)
         if ignored is not None:
             total += int((y != ignored).sum())
         elif y.ndim == 1:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from laplace import batch as batches
+from laplace import targets
 from laplace.batch import Inputs
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.likelihoods.base import Likelihood
@@ -61,11 +62,11 @@ class Validation:
         Raises:
             InvalidData: There are none.
         """
-        device, empty = la.prior_precision.device, True
+        device, ignored, empty = la.prior_precision.device, la.likelihood_object.ignore_index, True
         for number, batch in enumerate(tqdm(self.loader, desc=label, disable=not progress_bar)):
             name = f"validation batch {number}"
             with batches.named(name):
-                kept = batches.counted(batch, la.dict_key_y, device, la.likelihood_object.ignore_index)
+                kept = targets.counted(batch, la.dict_key_y, device, ignored, la.weights.model)
             if kept is not None:
                 empty = False
                 yield name, *kept

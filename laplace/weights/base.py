@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,6 +51,12 @@ class Weights(ABC):
     def for_backend(self, problem: Problem) -> tuple[nn.Module, dict[str, Any]]:
         """The model and the arguments with which a backend is made for this choice."""
         return self.called, {}
+
+    def call_by(self, forward_fn: ForwardFn | None) -> None:
+        """Calls the model in another way from now on."""
+        self.forward_fn = forward_fn
+        if self.problem is not None:
+            self.problem = replace(self.problem, forward_fn=forward_fn)
 
     @property
     def called(self) -> nn.Module:

@@ -49,7 +49,7 @@ class Subnetwork(Weights):
         return tuple(slots)
 
     def discover(self, x: Inputs) -> Problem:
-        return self._selected
+        return self.problem or self._selected
 
     def embed(self, samples: Tensor) -> Tensor:
         """`[S, all trainable parameters]`: the entries outside of the subnetwork at their trained values."""

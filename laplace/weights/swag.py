@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from laplace import batch as batches
+from laplace import targets
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 from laplace.lending import unwrap
 from laplace.noise import drawn_seed
@@ -101,7 +102,7 @@ def _train_epoch(
     device, empty = next(model.parameters()).device, True
     with torch.enable_grad():
         for batch in loader:
-            x, y = batches.split(batch, dict_key_y)
+            x, y = targets.split(batch, dict_key_y, model)
             empty = False
             optimizer.zero_grad()
             f = batches.latent(batches.call(model, batches.to_device(x, device)))

@@ -698,7 +698,8 @@ def test_targets_of_another_shape() -> None:
     with pytest.raises(InvalidData, match="out of range"):
         la.fit([(case.x, case.y.clamp(min=0) + 3)])
     with pytest.raises(InvalidData, match="pass channel_dim=1, which these targets fit"):
-        Laplace(case.model, "classification", "last_layer", "diag").fit([(case.x, case.y.clamp(min=0))])
+        last = Laplace(case.model, "classification", "last_layer", "diag", channel_dim=-1)
+        last.fit([(case.x, case.y.clamp(min=0))])
     assert not la.is_fitted
 
 
@@ -715,7 +716,8 @@ def test_a_channel_dimension_that_is_none() -> None:
 
 def test_a_reduction_of_features_has_no_place() -> None:
     case = net("tokens")
-    la = Laplace(case.model, "classification", "last_layer", "diag", feature_reduction="average")
+    options = {"feature_reduction": "average", "channel_dim": -1}
+    la = Laplace(case.model, "classification", "last_layer", "diag", **options)
     with pytest.raises(InvalidArgument, match=r"feature_reduction='average'.*positions"):
         la.fit([(case.x, case.y)])
     with pytest.raises(InvalidArgument, match="of type Conv2d"):
@@ -735,7 +737,7 @@ def test_users_backends_know_no_positions() -> None:
 def test_all_data_ignored() -> None:
     case = net("tokens")
     with pytest.raises(InvalidData, match="no data that count"):
-        Laplace(case.model, "classification").fit([(case.x, torch.full_like(case.y, -100))])
+        Laplace(case.model, "classification", channel_dim=-1).fit([(case.x, torch.full_like(case.y, -100))])
 
 
 def test_a_plan_and_a_saved_state() -> None:

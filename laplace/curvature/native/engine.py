@@ -221,7 +221,7 @@ class NativeEngine(CurvatureEngine):
 
     def targets(self, f: Tensor, y: Tensor, positions: tuple[int, ...]) -> Tensor:
         """Checked targets of outputs f, `[B·T, C]`."""
-        return self.likelihood.check_targets(f.to(self.dtype), target_rows(y, f, positions, self.problem.channel_dim))
+        return self.checked(f.to(self.dtype), target_rows(y, f, positions, self.problem.channel_dim))
 
     def _differentiable(self, x: Inputs) -> Capture:
         """A captured forward pass whose gradients can be differentiated again; no rule need hold.

@@ -1,0 +1,183 @@
+"""Mappings reach models by name or whole, of whatever type they are, through wrappers, with the right targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from laplace import Laplace, marglik_training
+from laplace.errors import InvalidData, MissingKey
+from laplace.lending import unwrap
+from tests.reference.compare import assert_close
+
+X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
+Y = torch.randint(0, 3, (12,), generator=torch.Generator().manual_seed(1))
+KINDS = torch.randint(0, 2, (12,), generator=torch.Generator().manual_seed(2)).double()
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+
+class Named(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class WithLoss(Holder):
+    """Another thing is returned where targets are given."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, target: Tensor | None = None) -> Tensor:
+        f = self.net(x)
+        return f if labels is None and target is None else f.sum()
+
+
+class Whole(Holder):
+    """One argument is no key, the other one is."""
+
+    def forward(self, data: Any, labels: Tensor | None = None) -> Tensor:
+        return self.net(data["x"])
+
+
+class WholeUnderTheNameOfAKey(Holder):
+    def forward(self, x: Any) -> Tensor:
+        return self.net(x["x"])
+
+
+class Passing(nn.Module):
+    """Passes everything on, as PEFT's models without a task and `DistributedDataParallel` do."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class Conditional(Holder):
+    """`label` is an input."""
+
+    def forward(self, x: Tensor, label: Tensor | None = None) -> Tensor:
+        return self.net(x if label is None else x + label[:, None])
+
+
+MODELS = {
+    "named": Named,
+    "with_loss": WithLoss,
+    "whole": Whole,
+    "whole_under_the_name_of_a_key": WholeUnderTheNameOfAKey,
+    "passing": lambda: Passing(WithLoss()),
+    "passing_twice": lambda: Passing(Passing(Named())),
+    "data_parallel": lambda: nn.DataParallel(WithLoss()),
+}
+
+
+def as_dict(**values: Tensor) -> Any:
+    return values
+
+
+def as_tensordict(**values: Tensor) -> Any:
+    return pytest.importorskip("tensordict").TensorDict(values, batch_size=[len(Y)])
+
+
+def fitted(model: nn.Module, data: Any, weights: str = "all", **options: Any) -> Any:
+    la = Laplace(model, "classification", weights, "full", dict_key_x="x", **options)
+    la.fit([data])
+    return la
+
+
+@pytest.mark.parametrize("mapping", [as_dict, as_tensordict])
+@pytest.mark.parametrize("name", MODELS)
+def test_mappings_are_pairs(name: str, mapping: Any) -> None:
+    for weights in ("all", "last_layer"):
+        expected = fitted(mlp(), (X, Y), weights)
+        batch = mapping(x=X, labels=Y)
+        la = fitted(MODELS[name](), batch, weights)
+        assert_close(la.H, expected.H, "algebra")
+        assert_close(la(batch), expected(X), "algebra")
+        assert la(batch, pred_type="nn", n_samples=2).shape == (12, 3)
+        la.fit([mapping(x=X, labels=Y.masked_fill(Y == 0, -100))])
+        assert la.n_data == int((Y != 0).sum())
+
+
+@pytest.mark.parametrize("mapping", [as_dict, as_tensordict])
+@pytest.mark.parametrize("name", MODELS)
+def test_only_the_targets_are_held_back(name: str, mapping: Any) -> None:
+    expected = fitted(mlp(), (X, Y))
+    assert_close(fitted(MODELS[name](), mapping(x=X, target=Y), dict_key_y="target").H, expected.H, "algebra")
+
+
+@pytest.mark.parametrize("key", ["labels", "target"])
+def test_an_input_of_the_name_label_is_one(key: str) -> None:
+    expected = fitted(Conditional(), (X, KINDS, Y))
+    la = fitted(Conditional(), {"x": X, "label": KINDS, key: Y}, dict_key_y=key)
+    assert_close(la.H, expected.H, "algebra")
+
+
+def test_targets_under_the_name_label_are_held_back() -> None:
+    expected = fitted(mlp(), (X, Y))
+    assert_close(fitted(Conditional(), {"x": X, "label": Y}, dict_key_y="label").H, expected.H, "algebra")
+
+
+class Required(Holder):
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.net(x + labels[:, None].to(x))
+
+
+def test_a_forward_that_cannot_do_without_labels_gets_them() -> None:
+    expected = fitted(Conditional(), (X, Y.double(), Y))
+    assert_close(fitted(Required(), {"x": X, "labels": Y}).H, expected.H, "algebra")
+
+
+def test_the_first_error_is_shown_where_neither_way_works() -> None:
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        fitted(Named(), {"x": X[:, :2], "labels": Y})
+
+
+def test_a_missing_key_is_a_key_error_too() -> None:
+    la = Laplace(Named(), "classification", dict_key_x="x")
+    for kind in (KeyError, InvalidData, MissingKey):
+        with pytest.raises(kind) as caught:
+            la.fit([{"x": X, "y": Y}])
+        assert str(caught.value).startswith("batch 0: the batch is a mapping with keys ['x', 'y'], without dict_key_y")
+        with pytest.raises(kind, match="batch 1"):
+            la.fit([{"x": X, "labels": Y}, {"x": X}])
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of one process."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_models_inside_distributed_data_parallel() -> None:
+    parallel = nn.parallel.DistributedDataParallel
+    model = parallel(WithLoss())
+    assert unwrap(model) is model.module
+    for weights in ("all", "last_layer"):
+        expected = fitted(mlp(), (X, Y), weights)
+        for data in ({"x": X, "labels": Y}, (X, Y)):
+            la = fitted(model, data, weights)
+            assert_close(la.H, expected.H, "algebra")
+            assert_close(la(data if isinstance(data, dict) else X), expected(X), "algebra")
+    assert la.model is model
+    trained, plain = parallel(mlp()), mlp()
+    found = marglik_training(trained, [(X, Y)], hessian_structure="diag", n_epochs=2)[2]
+    expected = marglik_training(plain, [(X, Y)], hessian_structure="diag", n_epochs=2)[2]
+    assert_close(torch.tensor(found), torch.tensor(expected), "algebra")
