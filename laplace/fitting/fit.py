@@ -14,6 +14,7 @@ from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory
+from laplace.fitting.first_batch import FirstBatch
 from laplace.memory import COTANGENT, ran_out
 from laplace.structures.base import Curvature, Sweep, move, require_finite
 
@@ -116,6 +117,7 @@ def accumulate(
     *,
     dict_key_y: str,
     progress_bar: bool = False,
+    first_batch: FirstBatch | None = None,
 ) -> Fit:
     """Reads the data as often as the structure needs, and sums their curvature and loss.
 
@@ -126,6 +128,7 @@ def accumulate(
         options: Its options.
         dict_key_y: Key of the targets, for mappings.
         progress_bar: Show one.
+        first_batch: What looks at the first batch that counts, or None.
 
     Raises:
         InvalidData: No data, a batch that cannot be used, or other data (or none) in a later reading; nothing has been
@@ -139,7 +142,7 @@ def accumulate(
             engine.generator.set_state(draws)  # every reading is of the same sampled curvature
         label = "fit" if structure.readings == 1 else f"fit, reading {number}"
         batches_read = tqdm(loader, desc=label, disable=not progress_bar)
-        totals = _read(batches_read, engine, sweep, dict_key_y)
+        totals = _read(batches_read, engine, sweep, dict_key_y, first_batch if first is None else None)
         if totals is None:
             raise InvalidData(_NO_DATA if first is None else _read_up(structure, number))
         if first is not None and totals.n_data != first.n_data:
@@ -175,7 +178,13 @@ def _read_up(structure: type[Curvature], number: int) -> str:
     )
 
 
-def _read(loader: Iterable[Any], engine: CurvatureEngine, sweep: Sweep, dict_key_y: str) -> BatchSummary | None:
+def _read(
+    loader: Iterable[Any],
+    engine: CurvatureEngine,
+    sweep: Sweep,
+    dict_key_y: str,
+    first_batch: FirstBatch | None,
+) -> BatchSummary | None:
     """Feeds every batch to a sweep; returns the sums of what they contribute besides curvature, None without data."""
     total: BatchSummary | None = None
     device = engine.problem.device
@@ -187,6 +196,8 @@ def _read(loader: Iterable[Any], engine: CurvatureEngine, sweep: Sweep, dict_key
                     continue
                 summary = sweep.add(*kept)
                 require_finite(bool(summary.loss_terms.isfinite().all()))
+                if total is None and first_batch is not None:
+                    first_batch.look(*kept)
                 total = _extended(total, summary)
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
