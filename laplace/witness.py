@@ -59,11 +59,11 @@ class Witness:
         return replace(self, x=x, outputs=_spaced(outputs_at(model, x, self.call)))
 
 
-def first_rows(x: Inputs, n_data: int) -> Inputs:
-    """Copies of the first data of a batch, at most eight of them and 64 MiB."""
+def first_rows(x: Inputs, n_data: int) -> tuple[Inputs, int]:
+    """Copies of the first data of a batch, and how many: at most eight of them and 64 MiB, but one at least."""
     bytes_of_one = sum(tensor.nbytes for tensor in batches.tensors(x)) // max(1, n_data)
-    n_rows = max(1, min(ROWS, _INPUT_BYTES // max(1, bytes_of_one)))
-    return _copied(batches.select(x, slice(0, n_rows), n_data))
+    n_rows = min(n_data, ROWS, max(1, _INPUT_BYTES // max(1, bytes_of_one)))
+    return _copied(batches.select(x, slice(0, n_rows), n_data)), n_rows
 
 
 def outputs_at(model: nn.Module, x: Inputs, call: ForwardFn) -> Tensor:
@@ -78,12 +78,15 @@ def differ(a: Tensor, b: Tensor, model: nn.Module) -> bool:
     That is 1,000 times the precision of its numbers, and at most a tenth, relative to the largest output: kernels of
     accelerators may add up in another order every time, and half precision has three digits at most.
     """
-    if a.shape != b.shape:
+    finite = a.isfinite()
+    if a.shape != b.shape or not torch.equal(finite, b.isfinite()):
         return True
+    a, b = a[finite], b[finite]
+    if not a.numel():
+        return False
     dtypes = {tensor.dtype for tensor in (a, b, *model.parameters()) if tensor.is_floating_point()}
     share = min(_ROUNDING * max(torch.finfo(dtype).eps for dtype in dtypes), _LARGEST_SHARE)
-    largest = torch.maximum(a.abs().max(), b.abs().max()).item() if a.numel() else 0.0
-    return a.numel() > 0 and not (a - b).abs().max().item() <= share * largest
+    return (a - b).abs().max().item() > share * torch.maximum(a.abs().max(), b.abs().max()).item()
 
 
 def _copied(x: Inputs) -> Inputs:

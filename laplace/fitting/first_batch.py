@@ -36,13 +36,13 @@ class FirstBatch:
         Warns:
             ApproximationWarning: The outputs are random.
         """
-        rows = first_rows(x, len(y))
+        rows, n_rows = first_rows(x, len(y))
         try:
             once, again = self._twice(rows)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
-            return  # of a network that takes whole batches only, say; what is wrong with it, the fit itself finds
-        if not bool(once.isfinite().all()):
-            return
+            if n_rows == len(y):
+                raise
+            return  # the network takes whole batches only
         if differ(once, again, self.model):
             warn(_RANDOM, ApproximationWarning)
         else:

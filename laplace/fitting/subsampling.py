@@ -15,7 +15,7 @@ from laplace import fitting
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.fitting import Fit, FirstBatch
+from laplace.fitting import FirstBatch, Fit
 from laplace.noise import check_generator, drawn_seed
 from laplace.positions import target_rows
 from laplace.predictive import latent

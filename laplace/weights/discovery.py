@@ -82,12 +82,14 @@ def hooks_fire(model: nn.Module) -> Iterator[None]:
 
 
 def has_parameters(name: str, module: nn.Module) -> bool:
+    """Whether a module of this name is a layer, or holds one."""
     # The modules inside a parametrised layer (weight norm) make its weight; they are not layers.
     inside_parametrisation = "parametrizations" in name.split(".")
     return not inside_parametrisation and any(True for _ in module.parameters())
 
 
 def has_run_inside(name: str, finished: list[str]) -> bool:
+    """Whether a call of one of a module's own submodules is among those that ended."""
     prefix = f"{name}." if name else ""
     return any(other != name and other.startswith(prefix) for other in finished)
 
