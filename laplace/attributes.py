@@ -49,9 +49,13 @@ def digests(found: Attributes) -> dict[str, str]:
     return {name: hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest() for name, values in found.items()}
 
 
-def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def changed(before: Mapping[str, str], now: Mapping[str, str], *, common: bool = False) -> list[str]:
     """Names of attributes whose digests differ.
 
-    A name on one side alone is none of them: other versions of a package give their modules more attributes, or fewer.
+    Args:
+        before: Digests at one time.
+        now: Digests at another.
+        common: Leave out names that only one side has: other versions of a package give modules other attributes.
     """
-    return sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
+    names = before.keys() & now.keys() if common else before.keys() | now.keys()
+    return sorted(name for name in names if before.get(name) != now.get(name))

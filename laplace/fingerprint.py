@@ -85,8 +85,8 @@ class Fingerprint:
         present = attributes_of(model)
         if present == self.seen:
             return self
-        names = changed(self.attributes, digests(present))
-        if self.witness is not None and not self.witness.agrees(model):
+        names = changed(self.attributes, digests(present), common=self.witness is None)
+        if self.witness is not None and not self.witness.agrees(model, changed=bool(names)):
             what = f"the attributes {names} of its modules did" if names else "a setting, a hook or the like did"
             raise ModelChangedError(
                 f"the network's outputs at data of the fit are not what they were, though no weight changed; {what} "

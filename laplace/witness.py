@@ -18,6 +18,7 @@ ROWS = 8
 _INPUT_BYTES = 64 * 2**20
 _KEPT_OUTPUTS = 2**20
 _ROUNDING, _LARGEST_SHARE = 1000, 0.1
+_OTHER_KERNELS = 0.01
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,21 @@ class Witness:
         """A witness of inputs that are its own, and of outputs `[B, …]`."""
         return cls(x, _spaced(outputs), call)
 
-    def agrees(self, model: nn.Module) -> bool:
-        """Whether the network has its outputs of then; one that does not run on these data any more has not."""
+    def agrees(self, model: nn.Module, *, changed: bool) -> bool:
+        """Whether the network has its outputs of then; one that does not run on these data any more has not.
+
+        Args:
+            model: The network.
+            changed: Whether attributes of it have changed. Else single precision is compared to a percent alone, since
+                users may choose faster products between two calls (TF32, bfloat16).
+        """
         try:
             outputs = _spaced(outputs_at(model, self.x, self.call))
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             if ran_out(error):
                 raise
             return False
-        return not differ(self.outputs, outputs, model)
+        return not differ(self.outputs, outputs, model, other_kernels=not changed)
 
     def moved(self, model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> Witness:
         """The witness of a network that was moved."""
@@ -72,11 +79,17 @@ def outputs_at(model: nn.Module, x: Inputs, call: ForwardFn) -> Tensor:
         return batches.latent(call(model, _copied(x)))
 
 
-def differ(a: Tensor, b: Tensor, model: nn.Module) -> bool:
+def differ(a: Tensor, b: Tensor, model: nn.Module, *, other_kernels: bool = False) -> bool:
     """Whether two outputs of a network differ by more than rounding.
 
     That is 1,000 times the precision of its numbers, and at most a tenth, relative to the largest output: kernels of
     accelerators may add up in another order every time, and half precision has three digits at most.
+
+    Args:
+        a: Outputs.
+        b: Outputs at the same data.
+        model: The network.
+        other_kernels: Whether products may be of other precision than the numbers: in single precision a percent.
     """
     finite = a.isfinite()
     if a.shape != b.shape or not torch.equal(finite, b.isfinite()):
@@ -85,7 +98,10 @@ def differ(a: Tensor, b: Tensor, model: nn.Module) -> bool:
     if not a.numel():
         return False
     dtypes = {tensor.dtype for tensor in (a, b, *model.parameters()) if tensor.is_floating_point()}
-    share = min(_ROUNDING * max(torch.finfo(dtype).eps for dtype in dtypes), _LARGEST_SHARE)
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    share = min(_ROUNDING * eps, _LARGEST_SHARE)
+    if other_kernels and eps >= torch.finfo(torch.float32).eps:
+        share = max(share, _OTHER_KERNELS)
     return (a - b).abs().max().item() > share * torch.maximum(a.abs().max(), b.abs().max()).item()
 
 

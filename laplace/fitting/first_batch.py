@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from laplace import batch as batches
 from laplace.batch import ForwardFn, Inputs
 from laplace.errors import ApproximationWarning, warn
-from laplace.lending import same_random_state
+from laplace.lending import same_random_state, undisturbed
 from laplace.weights.discovery import hooks_fire
 from laplace.witness import Witness, differ, first_rows, outputs_at
 
@@ -27,7 +29,7 @@ class FirstBatch:
 
     def __init__(self, model: nn.Module, forward_fn: ForwardFn | None) -> None:
         self.model = model
-        self.forward_fn = forward_fn or batches.call
+        self.call = _Eagerly(forward_fn or batches.call)
         self.witness: Witness | None = None
 
     def look(self, x: Inputs, y: Tensor) -> None:
@@ -38,7 +40,8 @@ class FirstBatch:
         """
         rows, n_rows = first_rows(x, len(y))
         try:
-            once, again = self._twice(rows)
+            with undisturbed(self.model):
+                once, again = self._twice(rows)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
             if n_rows == len(y):
                 raise
@@ -46,17 +49,29 @@ class FirstBatch:
         if differ(once, again, self.model):
             warn(_RANDOM, ApproximationWarning)
         else:
-            self.witness = Witness.of(rows, once, self._call)
+            self.witness = Witness.of(rows, once, self.call)
 
     def _twice(self, rows: Inputs) -> tuple[Tensor, Tensor]:
         with same_random_state(self.model):
-            once = outputs_at(self.model, rows, self._call)  # leaves the random state as it was
-            for device in {torch.device("cpu"), *(parameter.device for parameter in self.model.parameters())}:
-                torch.rand(1, device=device)
-            return once, outputs_at(self.model, rows, self._call)
+            once = outputs_at(self.model, rows, self.call)  # leaves the random state as it was
+            devices = {parameter.device for parameter in self.model.parameters() if parameter.is_cuda}
+            for device in (torch.device("cpu"), *devices):
+                torch.rand(1, device=device)  # so that the next pass draws others
+            return once, outputs_at(self.model, rows, self.call)
 
-    def _call(self, model: nn.Module, x: Inputs) -> object:
-        with hooks_fire(model):  # eagerly, as fits and predictions are
+
+@dataclass(frozen=True)
+class _Eagerly:
+    """Calls a network as fits and predictions do, compiled parts of it eagerly.
+
+    Attributes:
+        forward_fn: How to call it.
+    """
+
+    forward_fn: ForwardFn
+
+    def __call__(self, model: nn.Module, x: Inputs) -> object:
+        with hooks_fire(model):
             return self.forward_fn(model, x)
 
 
