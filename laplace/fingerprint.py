@@ -94,9 +94,9 @@ class Fingerprint:
             )
         if self.witness is None and names:
             warn(
-                f"the attributes {names} of the network's modules differ from those at fit, and a posterior that was "
-                "loaded or copied holds no data by which to tell whether the outputs do (where an adapter was switched "
-                "they do). Put them back, or call fit again.",
+                f"the attributes {names} of the network's modules differ from those at fit; whether its outputs do "
+                "(after an adapter was switched, say) is not known, since the posterior holds no data: one that was "
+                "loaded or copied never does. Put them back, or call fit again.",
                 ModelChangedWarning,
             )
         return replace(self, seen=present)
