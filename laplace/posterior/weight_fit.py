@@ -233,6 +233,9 @@ class WeightFit(BaseLaplace):
                 or a subset that is not accepted.
             InvalidType: What is given for the loader cannot be iterated over.
             UnsupportedError: The structure is no sum over data, and the former fit cannot fade.
+
+        Warns:
+            ApproximationWarning: Random outputs, several heads with a last layer, or one of several processes.
         """
         fitting.check_decay(decay, override=override)
         batches.require_loader(train_loader, "train_loader")
