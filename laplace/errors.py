@@ -81,6 +81,10 @@ class StateWarning(LaplaceWarning):
     """A loaded state replaces settings of the object it is loaded into."""
 
 
+class ModelChangedWarning(LaplaceWarning):
+    """Something of the network that is no weight changed after `fit`, which may or may not change its outputs."""
+
+
 class MemoryWarning(LaplaceWarning):
     """Memory ran out; the work went on in smaller pieces, slower and with the same numbers."""
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from laplace.errors import ModelChangedError
+from laplace.attributes import Attributes, attributes_of, changed, digests
+from laplace.errors import ModelChangedError, ModelChangedWarning, warn
 from laplace.lending import undisturbed
+from laplace.witness import Witness
 
 _PERIOD = 4096
 """Entries are weighed by their place modulo this number, so that no tensor is copied."""
@@ -16,39 +20,88 @@ _PERIOD = 4096
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Versions and checksums of a model's tensors.
+    """Versions and checksums of a model's tensors, and what else decides its outputs.
 
     Versions and norms are compared first, at the cost of reading the weights once; only if one of them differs are
-    the checksums. The norms notice what autograd does not count: writes through `.data`.
+    the checksums. The norms notice what autograd does not count: writes through `.data`. The witness notices what is no
+    tensor, an adapter that was switched, say: its outputs are compared once, and again whenever plain attributes of
+    modules have changed. Without a witness, of which copies and states hold none, the attributes alone are compared.
 
     Attributes:
         places: Device and dtype of every tensor.
         versions: Identity and version of every tensor; only good within one process.
         norms: Norms of the floating-point tensors, per device.
         sums: Two weighted sums of every tensor, float64, `[n, 2]`.
+        attributes: Digests of the plain attributes at the fit, by name.
+        witness: Some data of the fit with the outputs there, or None.
+        seen: Attributes at which all was well when it was last looked at; None before that.
     """
 
     places: tuple[tuple[torch.device, torch.dtype], ...]
     versions: tuple[tuple[int, int], ...]
     norms: tuple[Tensor, ...]
     sums: Tensor
+    attributes: Mapping[str, str]
+    witness: Witness | None = field(default=None, repr=False)
+    seen: Attributes | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, model: nn.Module) -> Fingerprint:
-        """The fingerprint of a model's present tensors."""
+    def of(
+        cls, model: nn.Module, witness: Witness | None = None, attributes: Mapping[str, str] | None = None
+    ) -> Fingerprint:
+        """The fingerprint of a model's present tensors.
+
+        Args:
+            model: The network.
+            witness: Data of the fit, or None.
+            attributes: Digests at the fit, of a state; None for those of the present attributes.
+        """
         with undisturbed(model):
-            return cls(_places(model), _versions(model), _norms(model), checksums(model))
+            known = digests(attributes_of(model)) if attributes is None else dict(attributes)
+            return cls(_places(model), _versions(model), _norms(model), checksums(model), known, witness)
 
     def check(self, model: nn.Module) -> Fingerprint:
         """This fingerprint, or an equal one with new versions.
 
         Raises:
-            ModelChangedError: The tensors differ, or were moved.
+            ModelChangedError: The tensors differ, or were moved, or the outputs of the witness differ.
+
+        Warns:
+            ModelChangedWarning: There is no witness, and attributes differ.
         """
         with undisturbed(model):
-            return self._checked(model)
+            return self._same_tensors(model)._same_outputs(model)
 
-    def _checked(self, model: nn.Module) -> Fingerprint:
+    def moved(self, model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> Fingerprint:
+        """The fingerprint of the same model after it was moved."""
+        witness = None if self.witness is None else self.witness.moved(model, device, dtype)
+        return Fingerprint.of(model, witness, self.attributes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: no data."""
+        return vars(self) | {"witness": None}
+
+    def _same_outputs(self, model: nn.Module) -> Fingerprint:
+        present = attributes_of(model)
+        if present == self.seen:
+            return self
+        names = changed(self.attributes, digests(present), common=self.witness is None)
+        if self.witness is not None and not self.witness.agrees(model, changed=bool(names)):
+            what = f"the attributes {names} of its modules did" if names else "a setting, a hook or the like did"
+            raise ModelChangedError(
+                f"the network's outputs at data of the fit are not what they were, though no weight changed; {what} "
+                "(an adapter that was switched or disabled, say). Put that back, or call fit again."
+            )
+        if self.witness is None and names:
+            warn(
+                f"the attributes {names} of the network's modules differ from those at fit; whether its outputs do "
+                "(after an adapter was switched, say) is not known, since the posterior holds no data: one that was "
+                "loaded or copied never does. Put them back, or call fit again.",
+                ModelChangedWarning,
+            )
+        return replace(self, seen=present)
+
+    def _same_tensors(self, model: nn.Module) -> Fingerprint:
         versions, norms = _versions(model), _norms(model)
         if versions == self.versions and _equal(norms, self.norms):
             return self

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace import KronLaplace, Laplace
+from laplace import ELLA, FunctionalLaplace, KronLaplace, Laplace, VaLLA
 from laplace.curvature import NativeEF
 from laplace.errors import LaplaceError, ModelChangedError, NotFittedError, StateError, StateWarning
 from tests import grid
@@ -100,6 +100,33 @@ def test_nothing_of_the_training_data_is_saved() -> None:
                 assert not {n_data, 17, 12} & set(value.shape)
                 found = value.reshape(-1)[:, None, None] == x
                 assert not found.any()
+
+
+def some_rows_are_in(state: Any, x: Tensor) -> bool:
+    """Whether consecutive numbers of a tensor are a datum."""
+    tensors = [value.detach().flatten() for value in leaves(state) if isinstance(value, Tensor)]
+    windows = [
+        t.to(x.dtype).unfold(0, x.shape[1], 1) for t in tensors if t.is_floating_point() and len(t) >= x.shape[1]
+    ]
+    return any(bool((window[:, None] == x).all(-1).any()) for window in windows)
+
+
+POSTERIORS_OVER_FUNCTIONS: dict[str, tuple[Any, dict[str, Any], bool]] = {
+    "gp": (lambda model: FunctionalLaplace(model, "classification", 5), {}, True),
+    "valla": (lambda model: VaLLA(model, "classification", "random", 4), {"iterations": 0}, True),
+    "ella": (lambda model: ELLA(model, "classification", 5, 3), {}, False),
+    "kron": (lambda model: Laplace(model, "classification", "all", "kron"), {}, False),
+}
+
+
+@pytest.mark.parametrize("name", POSTERIORS_OVER_FUNCTIONS)
+def test_a_posterior_whose_state_holds_data_says_so(name: str) -> None:
+    make, options, holds = POSTERIORS_OVER_FUNCTIONS[name]
+    la = make(grid.network())
+    assert "which in a first layer are data" not in repr(la)
+    la.fit(grid.batches(), **options)
+    assert some_rows_are_in(la.state_dict(), grid.data()[0]) == holds
+    assert ("which in a first layer are data" in repr(la)) == holds
 
 
 def leaves(state: Any) -> list[Any]:

@@ -1,5 +1,16 @@
 """From data to one frozen `Fit`."""
 
-from laplace.fitting.fit import Fit, accumulate, check_decay, check_weight, first_batch, require_rereadable
+from laplace.fitting.first_batch import FirstBatch
+from laplace.fitting.fit import Fit, accumulate, begin_reading, check_decay, check_weight, require_rereadable
+from laplace.fitting.processes import warn_of_shards
 
-__all__ = ["Fit", "accumulate", "check_decay", "check_weight", "first_batch", "require_rereadable"]
+__all__ = [
+    "FirstBatch",
+    "Fit",
+    "accumulate",
+    "begin_reading",
+    "check_decay",
+    "check_weight",
+    "require_rereadable",
+    "warn_of_shards",
+]

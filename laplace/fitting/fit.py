@@ -15,6 +15,7 @@ from laplace import targets
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory
+from laplace.fitting.first_batch import FirstBatch
 from laplace.memory import COTANGENT, ran_out
 from laplace.structures.base import Curvature, Sweep, move, require_finite
 
@@ -117,6 +118,7 @@ def accumulate(
     *,
     dict_key_y: str,
     progress_bar: bool = False,
+    first_batch: FirstBatch | None = None,
 ) -> Fit:
     """Reads the data as often as the structure needs, and sums their curvature and loss.
 
@@ -127,6 +129,7 @@ def accumulate(
         options: Its options.
         dict_key_y: Key of the targets, for mappings.
         progress_bar: Show one.
+        first_batch: What looks at the first batch that counts, or None.
 
     Raises:
         InvalidData: No data, a batch that cannot be used, or other data (or none) in a later reading; nothing has been
@@ -140,7 +143,7 @@ def accumulate(
             engine.generator.set_state(draws)  # every reading is of the same sampled curvature
         label = "fit" if structure.readings == 1 else f"fit, reading {number}"
         batches_read = tqdm(loader, desc=label, disable=not progress_bar)
-        totals = _read(batches_read, engine, sweep, dict_key_y)
+        totals = _read(batches_read, engine, sweep, dict_key_y, first_batch if first is None else None)
         if totals is None:
             raise InvalidData(_NO_DATA if first is None else _read_up(structure, number))
         if first is not None and totals.n_data != first.n_data:
@@ -176,7 +179,13 @@ def _read_up(structure: type[Curvature], number: int) -> str:
     )
 
 
-def _read(loader: Iterable[Any], engine: CurvatureEngine, sweep: Sweep, dict_key_y: str) -> BatchSummary | None:
+def _read(
+    loader: Iterable[Any],
+    engine: CurvatureEngine,
+    sweep: Sweep,
+    dict_key_y: str,
+    first_batch: FirstBatch | None,
+) -> BatchSummary | None:
     """Feeds every batch to a sweep; returns the sums of what they contribute besides curvature, None without data."""
     total: BatchSummary | None = None
     device, ignored = engine.problem.device, engine.likelihood.ignore_index
@@ -188,6 +197,8 @@ def _read(loader: Iterable[Any], engine: CurvatureEngine, sweep: Sweep, dict_key
                     continue
                 summary = sweep.add(*kept)
                 require_finite(bool(summary.loss_terms.isfinite().all()))
+                if total is None and first_batch is not None:
+                    first_batch.look(*kept)
                 total = _extended(total, summary)
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
@@ -218,7 +229,7 @@ def _report(engine: CurvatureEngine, curvature: Curvature) -> dict[str, str]:
     return {name: f"{rules.get(name, '?')} → {form}" for name, form in zip(names, forms, strict=True)}
 
 
-def first_batch(loader: Iterable[Any], dict_key_y: str, device: torch.device) -> tuple[Inputs, Tensor, Iterable[Any]]:
+def begin_reading(loader: Iterable[Any], dict_key_y: str, device: torch.device) -> tuple[Inputs, Tensor, Iterable[Any]]:
     """Inputs and targets of the first batch, and an iterable that still gives every batch; the loader is read once."""
     iterator = iter(loader)
     try:

@@ -16,7 +16,7 @@ from laplace import targets as targets_of
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.fitting import Fit
+from laplace.fitting import FirstBatch, Fit
 from laplace.noise import check_generator, drawn_seed
 from laplace.positions import target_rows
 from laplace.predictive import latent
@@ -57,6 +57,7 @@ def accumulate(
     *,
     dict_key_y: str,
     progress_bar: bool = False,
+    first_batch: FirstBatch | None = None,
 ) -> Fit:
     """N/M times the curvature of M data that are drawn without replacement, with loss and number of all N.
 
@@ -72,6 +73,7 @@ def accumulate(
         subset: How many data.
         dict_key_y: Key of the targets, for mappings.
         progress_bar: Show one.
+        first_batch: What looks at the first batch that counts, or None.
 
     Raises:
         InvalidArgument: A subset that is not in 1 … N.
@@ -86,7 +88,8 @@ def accumulate(
     part: Iterable[Any] = _Chosen(loader, engine, dict_key_y, chosen)
     if structure.readings > 1:  # a loader that shuffles would give other data in every reading
         part = list(part)
-    fit = fitting.accumulate(part, engine, structure, options, dict_key_y=dict_key_y, progress_bar=progress_bar)
+    how: dict[str, Any] = {"dict_key_y": dict_key_y, "progress_bar": progress_bar, "first_batch": first_batch}
+    fit = fitting.accumulate(part, engine, structure, options, **how)
     if subset.size == n_inputs:
         return fit
     curvature = fit.curvature.scaled(n_inputs / subset.size)

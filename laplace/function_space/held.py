@@ -13,6 +13,9 @@ from laplace.curvature.factors import IndexBlock, OuterBlock
 from laplace.curvature.jacobian import Jacobian
 from laplace.errors import StateError
 
+HOLDS_INPUTS = "held with the inputs of the layers there, which in a first layer are data"
+"""What `repr` says of a posterior whose states and pickles hold data: those that its kernels are between."""
+
 
 def held(jacobian: Jacobian) -> Jacobian:
     """The Jacobian with blocks that can be kept; parameters without factors are multiplied out."""

@@ -17,7 +17,7 @@ from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.function_space.dual import Dual
-from laplace.function_space.held import from_state, held, state_of
+from laplace.function_space.held import HOLDS_INPUTS, from_state, held, state_of
 from laplace.function_space.observed import ObservingSweep, uncounted
 from laplace.function_space.subset import SELECTIONS, Pool, Rows, make_score
 from laplace.function_space.subset_precision import DualPrecision, DualScan, IndependentPrecision, SubsetPrecision
@@ -95,7 +95,7 @@ class SubsetCurvature(Curvature):
         outputs = "every output by itself" if self.independent else "all outputs together"
         return (
             f"subset of {self.n_subset} of {self.n_seen:g} data, {outputs}, "
-            f"prior precision times {self.prior_factor:.4g}"
+            f"prior precision times {self.prior_factor:.4g}; {HOLDS_INPUTS}"
         )
 
     @cached_property

@@ -22,7 +22,7 @@ from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
-from laplace.function_space.held import from_state, state_of
+from laplace.function_space.held import HOLDS_INPUTS, from_state, state_of
 from laplace.function_space.kernels import kernel_at
 from laplace.function_space.observed import ObservingSweep, uncounted
 from laplace.function_space.subset_precision import DualScan, SubsetPrecision
@@ -106,7 +106,7 @@ class VariationalCurvature(Curvature):
 
     @property
     def note(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"variational approximation with {len(self.inducing.root)} inducing outputs"
+        return f"variational approximation with {len(self.inducing.root)} inducing outputs; {HOLDS_INPUTS}"
 
     @cached_property
     def shares(self) -> Tensor:

@@ -33,6 +33,8 @@ class VaLLA(BaseFunctionalLaplace):
     L. `fit` trains L, the prior precision, the noise and the locations by Adam on α-energies of the data and the
     divergence from the prior. The evidence is the lower bound `elbo`.
 
+    States and pickles hold the locations, which may be data, and the inputs of the layers there.
+
     Args:
         model: The trained network.
         likelihood: Name or object.

@@ -32,7 +32,12 @@ _REQUIRED = (
 
 
 def save(la: ParametricLaplace) -> dict[str, Any]:
-    """The state: tensors, numbers, strings, lists and dicts of them, and nothing of the training data."""
+    """The state: tensors, numbers, strings, lists and dicts of them.
+
+    Nothing of the training data is among them where curvature is summed over the data. A Gaussian process on a subset
+    keeps what its layers see of that subset (of a first layer the inputs themselves), a variational posterior also the
+    inputs that are its locations; `repr` says so.
+    """
     fit = la.unrefined()
     layout = la.problem.layout
     held = fit.curvature.state()
@@ -56,6 +61,7 @@ def save(la: ParametricLaplace) -> dict[str, Any]:
         "layout": {"names": list(layout.names), "sizes": list(layout.sizes)},
         "weights": la.weights.state(),
         "model_sums": checksums(la.weights.model),
+        "attributes": None if la.fingerprint is None else dict(la.fingerprint.attributes),
         "precision_options": dict(la.precision_options),
         "backend": la.backend_cls.__name__,
         "channel_dim": la.channel_dim,
@@ -135,7 +141,8 @@ def take_over(la: ParametricLaplace, state: dict[str, Any]) -> None:
         setattr(la, key, state[key] if state[key].ndim else state[key].item())
     refined = state.get("refinement")
     refinement = None if refined is None else Refinement.from_state(refined, fit, la.structure, to)
-    la.adopt(fit, state["mean"].to(to), Fingerprint.of(la.weights.model), refinement=refinement)
+    fingerprint = Fingerprint.of(la.weights.model, attributes=state.get("attributes"))
+    la.adopt(fit, state["mean"].to(to), fingerprint, refinement=refinement)
 
 
 def _expect(what: str, found: Any, expected: Any) -> None:

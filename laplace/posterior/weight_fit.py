@@ -18,7 +18,7 @@ from laplace.curvature.adapted import is_ours
 from laplace.curvature.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, NotFittedError
 from laplace.fingerprint import Fingerprint
-from laplace.fitting import Fit, subsampling
+from laplace.fitting import FirstBatch, Fit, subsampling
 from laplace.fitting.subsampling import Subset
 from laplace.lending import own_mode, require_module, same_random_state, undisturbed
 from laplace.likelihoods.base import Likelihood
@@ -95,7 +95,7 @@ class WeightFit(BaseLaplace):
         self._mean: Tensor | None = None
         self._backend: CurvatureInterface | None = None
         self._engine: CurvatureEngine | None = None
-        self._fingerprint: Fingerprint | None = None
+        self.fingerprint: Fingerprint | None = None
         self._posterior: tuple[Any, Precision] | None = None
         super().__init__(
             model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
@@ -236,15 +236,21 @@ class WeightFit(BaseLaplace):
                 or a subset that is not accepted.
             InvalidType: What is given for the loader cannot be iterated over.
             UnsupportedError: The structure is no sum over data, and the former fit cannot fade.
+
+        Warns:
+            ApproximationWarning: Random outputs, several heads with a last layer, or one of several processes.
         """
         fitting.check_decay(decay, override=override)
         batches.require_loader(train_loader, "train_loader")
         part = None if subset is None else Subset.drawn(subset, generator)
-        new, engine = self.measured(train_loader, go_on=not override, progress_bar=progress_bar, subset=part)
+        first = FirstBatch(self.weights.model, self.weights.forward_fn)
+        new, engine = self.measured(
+            train_loader, go_on=not override, progress_bar=progress_bar, subset=part, first_batch=first
+        )
         with torch.inference_mode(False), torch.no_grad():
             fit = new if override or self._fit is None else self._fit.scaled(decay) + new
             mean = self.problem.mean().to(self._like.dtype)
-            self.adopt(fit, mean, Fingerprint.of(self.weights.model), engine)
+            self.adopt(fit, mean, Fingerprint.of(self.weights.model, first.witness), engine)
 
     def measured(
         self,
@@ -253,6 +259,7 @@ class WeightFit(BaseLaplace):
         go_on: bool = True,
         progress_bar: bool = False,
         subset: Subset | None = None,
+        first_batch: FirstBatch | None = None,
     ) -> tuple[Fit, CurvatureEngine]:
         """What data say at the model's present weights, and the engine that found it; the posterior stays as it is.
 
@@ -261,6 +268,7 @@ class WeightFit(BaseLaplace):
             go_on: Whether to use the former fit's engine, whose random draws go on.
             progress_bar: Show one.
             subset: Of how many data the curvature is; None for all.
+            first_batch: What looks at the first batch, or None.
 
         Raises:
             InvalidData: A batch cannot be used.
@@ -270,8 +278,9 @@ class WeightFit(BaseLaplace):
         fitting.require_rereadable(train_loader, self.structure)
         if subset is not None:
             batches.require_rereadable(train_loader, f"subset={subset.size} reads the data twice")
+        fitting.warn_of_shards()
         with own_mode(), torch.no_grad(), same_random_state(self.weights.model):
-            x, y, train_loader = fitting.first_batch(train_loader, self.dict_key_y, self._like.device)
+            x, y, train_loader = fitting.begin_reading(train_loader, self.dict_key_y, self._like.device)
             problem = first_outputs.problem_of(self, x, y)
             # Their lengths could not be checked while the last layer was unknown.
             self._prior_precision = self._checked_prior("prior_precision", self._prior_precision)
@@ -280,10 +289,8 @@ class WeightFit(BaseLaplace):
             # A noise that this kind of curvature cannot take is refused before the data are read, not after.
             self.likelihood_object.curvature_scale(self.backend_cls.kind, self.sigma_noise, self.temperature)
             what = (train_loader, engine, self.structure, self.structure_options)
-            if subset is None:
-                new = fitting.accumulate(*what, dict_key_y=self.dict_key_y, progress_bar=progress_bar)
-            else:
-                new = subsampling.accumulate(*what, subset, dict_key_y=self.dict_key_y, progress_bar=progress_bar)
+            how: Any = {"dict_key_y": self.dict_key_y, "progress_bar": progress_bar, "first_batch": first_batch}
+            new = fitting.accumulate(*what, **how) if subset is None else subsampling.accumulate(*what, subset, **how)
             hyper.check_length("sigma_noise", self.sigma_noise, {"one": 1, "outputs": new.n_outputs})
             return new, engine
 
@@ -296,7 +303,7 @@ class WeightFit(BaseLaplace):
         refinement: Refinement | None = None,
     ) -> None:
         """Takes over a posterior as a whole, so that a failure before this point leaves the former one."""
-        self._fit, self._mean, self._fingerprint = fit, mean, fingerprint
+        self._fit, self._mean, self.fingerprint = fit, mean, fingerprint
         self._engine, self._posterior, self._refinement = engine, None, refinement
 
     def rebase(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
@@ -304,12 +311,12 @@ class WeightFit(BaseLaplace):
         self._like = self._like.to(device=device, dtype=dtype)
         for name in ("_sigma_noise", "_temperature", "_prior_precision", "_prior_mean"):
             setattr(self, name, getattr(self, name).detach().to(self._like))
-        if self._fit is None or self._mean is None:
+        if self._fit is None or self._mean is None or self.fingerprint is None:
             self._engine = None
             return
         fit, mean = self._fit.moved(device, dtype), self._mean.to(self._like)
         refined = None if self._refinement is None else self._refinement.moved(device, dtype)
-        self.adopt(fit, mean, Fingerprint.of(self.weights.model), refinement=refined)
+        self.adopt(fit, mean, self.fingerprint.moved(self.weights.model, device, dtype), refinement=refined)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: nothing derived, and hyper-parameters without their graph."""
@@ -342,9 +349,9 @@ class WeightFit(BaseLaplace):
         return self._fit
 
     def check_unchanged(self) -> None:
-        """Raises `ModelChangedError` if the network's weights are not those of `fit`."""
-        if self._fingerprint is not None:
-            self._fingerprint = self._fingerprint.check(self.weights.model)
+        """Raises `ModelChangedError` if the network's weights, or its outputs at data of the fit, are not as then."""
+        if self.fingerprint is not None:
+            self.fingerprint = self.fingerprint.check(self.weights.model)
 
     def _checked_prior(self, name: str, value: Tensor) -> Tensor:
         problem = self.weights.problem

@@ -29,7 +29,7 @@ from laplace.curvature.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.evidence import Evidence
 from laplace.fingerprint import Fingerprint
-from laplace.fitting import Fit
+from laplace.fitting import FirstBatch, Fit
 from laplace.hyperparameters import check_counts
 from laplace.lending import flags_put_back, own_mode
 from laplace.positions import as_rows
@@ -37,6 +37,7 @@ from laplace.posterior.first_outputs import call_of
 from laplace.structures.base import Precision
 from laplace.training.online import check_step_size
 from laplace.tuning.ascent import minimise
+from laplace.witness import Witness
 
 if TYPE_CHECKING:
     from laplace.posterior.parametric import ParametricLaplace
@@ -97,6 +98,7 @@ class TaskFit:
     fit: Fit
     posterior: ParametricLaplace
     _engine: CurvatureEngine
+    _witness: Witness | None = None
 
     @classmethod
     def of(cls, la: ParametricLaplace, train_loader: Iterable[Any], *, progress_bar: bool = False) -> TaskFit:
@@ -110,13 +112,14 @@ class TaskFit:
         Raises:
             InvalidData: A batch cannot be used.
         """
-        fit, engine = la.measured(train_loader, progress_bar=progress_bar)
+        first = FirstBatch(la.weights.model, la.weights.forward_fn)
+        fit, engine = la.measured(train_loader, progress_bar=progress_bar, first_batch=first)
         after = copy.copy(la)
         with torch.no_grad():
             mean = la.problem.mean().to(la.prior_mean.dtype)
             joint = la.fitted() + fit if la.is_fitted else fit
-            after.adopt(joint, mean, Fingerprint.of(la.weights.model), engine)
-        return cls(la, fit, after, engine)
+            after.adopt(joint, mean, Fingerprint.of(la.weights.model, first.witness), engine)
+        return cls(la, fit, after, engine, first.witness)
 
     def log_marginal_likelihood(self, prior_precision: Tensor | None = None) -> Tensor:
         """Log evidence of the task given the former ones, 0-dim, differentiable in δ.
@@ -170,7 +173,8 @@ class TaskFit:
     def finish(self) -> None:
         """Ends the task: its curvature and the present weights go over to the posterior, as by `override=False`."""
         after = self.posterior
-        self.former.adopt(after.fitted(), after.mean, Fingerprint.of(self.former.weights.model), self._engine)
+        fingerprint = Fingerprint.of(self.former.weights.model, self._witness)
+        self.former.adopt(after.fitted(), after.mean, fingerprint, self._engine)
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,9 @@ def find_last_layer(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = 
         InvalidArgument: No such module ran, or the last one is neither `nn.Linear` nor a convolution.
     """
     inner = unwrap(model)
-    watched = {name: module for name, module in inner.named_modules() if _has_parameters(name, module)}
+    watched = {name: module for name, module in inner.named_modules() if has_parameters(name, module)}
     finished = _watch(inner, watched, lambda: (forward_fn or batches.call)(inner, x))
-    last = next((name for name in reversed(finished) if not _has_run_inside(name, finished)), None)
+    last = next((name for name in reversed(finished) if not has_run_inside(name, finished)), None)
     if last is None:
         raise InvalidArgument(
             f"no module with parameters was called by {type(inner).__name__}, so its last layer cannot be found; "
@@ -81,13 +81,15 @@ def hooks_fire(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _has_parameters(name: str, module: nn.Module) -> bool:
+def has_parameters(name: str, module: nn.Module) -> bool:
+    """Whether a module of this name is a layer, or holds one."""
     # The modules inside a parametrised layer (weight norm) make its weight; they are not layers.
     inside_parametrisation = "parametrizations" in name.split(".")
     return not inside_parametrisation and any(True for _ in module.parameters())
 
 
-def _has_run_inside(name: str, finished: list[str]) -> bool:
+def has_run_inside(name: str, finished: list[str]) -> bool:
+    """Whether a call of one of a module's own submodules is among those that ended."""
     prefix = f"{name}." if name else ""
     return any(other != name and other.startswith(prefix) for other in finished)
 

@@ -15,6 +15,7 @@ from laplace.memory import ran_out
 from laplace.weights.base import Weights
 from laplace.weights.discovery import find_last_layer, require_linear
 from laplace.weights.feature_extractor import FeatureExtractor
+from laplace.weights.heads import treated_head
 from laplace.weights.problem import Problem, Slot
 
 
@@ -72,15 +73,17 @@ class LastLayer(Weights):
             )
 
     def _found(self, x: Inputs) -> str:
-        """Name of the last layer, by a pass of one datum; of the whole batch if the model takes no single datum."""
+        """Name of the last layer, by passes of one datum; of the whole batch if the model takes no single datum."""
         rows = batches.tensors(x)
         n_data = rows[0].shape[0] if rows and rows[0].ndim else 1
+        few = batches.select(x, slice(0, 1), n_data)
         try:
-            return find_last_layer(self.model, batches.select(x, slice(0, 1), n_data), self.forward_fn)
+            name = find_last_layer(self.model, few, self.forward_fn)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             if ran_out(error):
                 raise
-            return find_last_layer(self.model, x, self.forward_fn)
+            few, name = x, find_last_layer(self.model, x, self.forward_fn)
+        return require_linear(self.model, treated_head(self.model, name, few, self.forward_fn))
 
     def named(self, name: str) -> Problem:
         return self._problem(require_linear(self.model, name))

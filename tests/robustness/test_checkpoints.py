@@ -23,7 +23,8 @@ POSTERIORS: dict[str, Callable[[Any], Any]] = {
     "gp": lambda model: FunctionalLaplace(model, "classification", 7),
     "ella": lambda model: ELLA(model, "classification", 7, 4),
 }
-OPTIONAL = {"draws", "refinement", "channel_dim", "backend", "shapes"}  # what older or other states need not have
+# What older or other states need not have.
+OPTIONAL = {"draws", "refinement", "channel_dim", "backend", "shapes", "attributes"}
 
 
 def places(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

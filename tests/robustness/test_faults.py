@@ -141,7 +141,7 @@ def nan_is_refused(injected: Injected, call: str) -> None:
             injected.fault.disarm()
         expected = injected.before if refused else injected.after
         assert same_bits(expected, posterior_bits(injected.la)), at
-        assert refused or at > 0
+        assert refused or at > 0 or injected.la.structure.name == "gp"  # whose first pass a fit only looks at
         if not refused:
             break
 

@@ -1,0 +1,107 @@
+"""Finds the heads of a network: layers whose outputs reach the network's past no further layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace import batch as batches
+from laplace.batch import ForwardFn, Inputs
+from laplace.errors import ApproximationWarning, UnsupportedError, warn
+from laplace.lending import lent, unwrap
+from laplace.memory import ran_out
+from laplace.weights.discovery import has_parameters, has_run_inside, hooks_fire
+
+
+def treated_head(model: nn.Module, last: str, x: Inputs, forward_fn: ForwardFn | None = None) -> str:
+    """Name of the head that a last-layer posterior treats: the last one to run.
+
+    Args:
+        model: The network, left as it was found.
+        last: Name of the last layer to run, which need not reach the outputs: an auxiliary head may run later.
+        x: Inputs.
+        forward_fn: How to call the network; None for the default.
+
+    Warns:
+        ApproximationWarning: There are others, whose share in the outputs is taken for certain.
+    """
+    try:
+        heads = find_heads(model, x, forward_fn)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        if ran_out(error):
+            raise
+        return last  # of a network that autograd cannot follow as a whole
+    name = heads[-1] if heads and last not in heads else last
+    others = [head for head in heads if head != name]
+    if others:
+        warn(
+            f"the network's outputs are put together from those of several layers, {_listed([*others, name])}: a last "
+            f"layer is one of them, here {name!r}, and what {_listed(others)} adds has no variance. Use "
+            "subset_of_weights='all', or 'subnetwork' with the indices that "
+            f"ModuleNameSubnetMask(model, {_listed([*others, name])}) selects; last_layer_name={name!r} says that this "
+            "layer alone is meant.",
+            ApproximationWarning,
+        )
+    return name
+
+
+def _listed(names: list[str]) -> str:
+    return str(names) if len(names) <= 4 else f"[{', '.join(map(repr, names[:3]))}, … {names[-1]!r}]"
+
+
+def find_heads(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None) -> list[str]:
+    """Names of the heads, in the order in which they ended.
+
+    In one forward pass the output of every layer with parameters is cut off from what it was computed of; the outputs
+    to which the network's has a gradient then are those of heads. Two of them are concatenated, added or otherwise
+    combined without parameters.
+
+    Args:
+        model: The network, left as it was found.
+        x: Inputs.
+        forward_fn: How to call it; None for the default.
+
+    Raises:
+        UnsupportedError: A layer returns something other than tensors, tuples and lists.
+        RuntimeError: Autograd's own, of outputs without a gradient.
+    """
+    inner = unwrap(model)
+    finished: list[str] = []
+    cuts: list[tuple[str, Tensor]] = []
+
+    def cut(name: str, module: nn.Module, args: object, output: Any) -> Any:
+        finished.append(name)
+        return output if has_run_inside(name, finished) else _cut(output, lambda leaf: cuts.append((name, leaf)))
+
+    with ExitStack() as stack:
+        stack.enter_context(lent(inner))
+        for name, module in inner.named_modules():
+            if has_parameters(name, module):
+                stack.callback(module.register_forward_hook(partial(cut, name)).remove)
+        stack.enter_context(hooks_fire(inner))
+        stack.enter_context(torch.enable_grad())
+        f = batches.latent((forward_fn or batches.call)(inner, x))
+        leaves = [leaf for _, leaf in cuts]
+        reached = torch.autograd.grad(f.sum(), leaves, allow_unused=True) if leaves else ()
+    names = [name for (name, _), gradient in zip(cuts, reached, strict=True) if gradient is not None]
+    return list(dict.fromkeys(names))
+
+
+def _cut(output: Any, note: Callable[[Tensor], None]) -> Any:
+    """The same numbers without their past."""
+    if isinstance(output, Tensor):
+        if not output.is_floating_point():
+            return output
+        leaf = output.detach().requires_grad_()
+        note(leaf)
+        return leaf.clone()  # that the network may write to
+    if type(output) in (list, tuple):
+        return type(output)(_cut(part, note) for part in output)
+    if output is None:
+        return None
+    raise UnsupportedError(f"a layer returned {type(output).__name__}; heads are found behind tensors alone.")
