@@ -102,12 +102,12 @@ def named(what: str) -> Iterator[None]:
     """Errors about data say of which batch they are.
 
     Raises:
-        InvalidData: One was raised inside; its message begins with `what`.
+        InvalidData: One was raised inside, of the same type; its message begins with `what`.
     """
     try:
         yield
     except InvalidData as error:
-        raise InvalidData(f"{what}: {error}") from error
+        raise type(error)(f"{what}: {error}") from error.__cause__ or error
 
 
 def tensors(x: Inputs) -> list[Tensor]:

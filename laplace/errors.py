@@ -27,8 +27,16 @@ class InvalidType(LaplaceError, TypeError, ValueError):
     """An argument has a type that is not accepted."""
 
 
+class InvalidCall(InvalidArgument, TypeError):
+    """A call lacks an argument, or has one that is not known; the message names it and the one that was meant."""
+
+
 class InvalidData(LaplaceError, ValueError):
     """A batch of data cannot be used; the message names the batch and the fault."""
+
+
+class InvalidInputs(InvalidData, RuntimeError, TypeError):
+    """Inputs on which the network cannot be run; the message names its layer, and PyTorch's own error is the cause."""
 
 
 class NotFittedError(LaplaceError, RuntimeError, AttributeError):

@@ -14,6 +14,7 @@ from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory
+from laplace.hyperparameters import check_flag
 from laplace.memory import COTANGENT, ran_out
 from laplace.structures.base import Curvature, Sweep, move, require_finite
 
@@ -247,6 +248,19 @@ class _Begun:
         else:
             yield self.head
             yield from rest
+
+
+def check_override(override: Any) -> None:
+    """Checks the second argument of `fit`, in whose place targets are often given.
+
+    Raises:
+        InvalidType: It is neither True nor False.
+    """
+    mend = (
+        "fit takes one loader of batches (x, y): la.fit([(X, Y)]) for tensors X and Y, or a DataLoader of "
+        "TensorDataset(X, Y); validation data are given to optimize_prior_precision(val_loader=...)."
+    )
+    check_flag("override", override, mend)
 
 
 def check_decay(decay: float, *, override: bool) -> None:

@@ -231,9 +231,10 @@ class WeightFit(BaseLaplace):
             InvalidData: A batch cannot be used; the former posterior is kept.
             InvalidArgument: A hyper-parameter's length does not fit the treated parameters or the outputs, or a decay
                 or a subset that is not accepted.
-            InvalidType: What is given for the loader cannot be iterated over.
+            InvalidType: What is given for the loader cannot be iterated over, or targets are given beside it.
             UnsupportedError: The structure is no sum over data, and the former fit cannot fade.
         """
+        fitting.check_override(override)
         fitting.check_decay(decay, override=override)
         batches.require_loader(train_loader, "train_loader")
         part = None if subset is None else Subset.drawn(subset, generator)
@@ -267,8 +268,9 @@ class WeightFit(BaseLaplace):
         fitting.require_rereadable(train_loader, self.structure)
         with own_mode(), torch.no_grad(), same_random_state(self.weights.model):
             if self.weights.problem is None:
-                x, train_loader = fitting.first_inputs(train_loader, self.dict_key_y, self._like.device)
-                problem = self.weights.discover(x)
+                with batches.named("batch 0"):
+                    x, train_loader = fitting.first_inputs(train_loader, self.dict_key_y, self._like.device)
+                    problem = self.weights.discover(x)
             else:
                 problem = self.problem
             # Their lengths could not be checked while the last layer was unknown.

@@ -31,6 +31,7 @@ from laplace.fingerprint import Fingerprint
 from laplace.fitting import Fit
 from laplace.hyperparameters import check_counts
 from laplace.lending import flags_put_back, own_mode
+from laplace.misfits import called
 from laplace.positions import as_rows
 from laplace.structures.base import Precision
 from laplace.training.online import check_step_size
@@ -348,7 +349,7 @@ class _Descent:
 def _negative_log_likelihood(la: ParametricLaplace, x: Inputs, y: Tensor) -> Tensor:
     """−log p(y | f(x)) of a batch at the model's present weights, 0-dim, at the posterior's noise and temperature."""
     likelihood = la.likelihood_object
-    f = batches.latent((la.forward_fn or batches.call)(la.weights.model, x))
+    f = batches.latent(called(la.weights.model, la.forward_fn, x))
     f, y = as_rows(f, y, la.channel_dim)
     y = likelihood.check_targets(f, y)
     terms = likelihood.loss_terms(f, y)

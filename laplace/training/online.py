@@ -27,6 +27,7 @@ from laplace.hyperparameters import check_counts
 from laplace.layout import flatten
 from laplace.lending import own_mode, same_random_state
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
+from laplace.misfits import called
 from laplace.positions import as_rows
 from laplace.posterior.parametric import ParametricLaplace
 from laplace.predictive import latent
@@ -178,7 +179,7 @@ class OnlineLaplace:
 
     def forward(self, x: Inputs) -> Tensor:
         """Outputs `[B, C]` of the network on inputs that lie anywhere."""
-        return batches.latent(self.forward_fn(self.model, batches.to_device(x, self.prior_precision.device)))
+        return batches.latent(called(self.model, self.forward_fn, batches.to_device(x, self.prior_precision.device)))
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         """What to minimise: the mean loss of a batch plus its share of the prior, L(θ) of the class, 0-dim.

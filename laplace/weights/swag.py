@@ -17,6 +17,7 @@ from torch.nn.utils import parameters_to_vector
 from laplace import batch as batches
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 from laplace.lending import unwrap
+from laplace.misfits import called
 from laplace.noise import drawn_seed
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -104,7 +105,7 @@ def _train_epoch(
             x, y = batches.split(batch, dict_key_y)
             empty = False
             optimizer.zero_grad()
-            f = batches.latent(batches.call(model, batches.to_device(x, device)))
+            f = batches.latent(called(model, None, batches.to_device(x, device)))
             criterion(f, y.to(device)).backward()
             optimizer.step()
     if empty:

@@ -1,0 +1,168 @@
+"""Why a network cannot be run on inputs: the layer that refused them, what it was given, and what to do.
+
+Nothing is looked at before a call has failed; then the traceback tells in which layer of PyTorch it did. Errors that a
+user's own code raises, and those that the inputs do not explain, pass as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from traceback import walk_tb
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace import batch as batches
+from laplace.batch import ForwardFn, Inputs
+from laplace.errors import InvalidInputs, LaplaceError
+from laplace.memory import ran_out
+
+_FAILURES = (RuntimeError, TypeError, ValueError, IndexError)
+"""What PyTorch raises for inputs that a layer does not take."""
+
+
+def called(model: nn.Module, forward_fn: ForwardFn | None, x: Inputs) -> Any:
+    """What a model returns on inputs.
+
+    Args:
+        model: The network.
+        forward_fn: How to call it; None for the default of `laplace.batch.call`.
+        x: Inputs.
+
+    Raises:
+        InvalidInputs: They do not fit the network; the cause is PyTorch's own error.
+    """
+    try:
+        return (forward_fn or batches.call)(model, x)
+    except _FAILURES as error:
+        if isinstance(error, LaplaceError) or ran_out(error):
+            raise
+        reason = _misfit(error, model, x)
+        if reason is None:
+            raise
+        raise InvalidInputs(reason) from error
+
+
+def _misfit(error: Exception, model: nn.Module, x: Inputs) -> str | None:
+    """What is wrong with the inputs, or None if nothing that is known of them explains the error."""
+    layer, given = _refusing(error)
+    if layer is None:
+        return _of_dtype(error, model, x, layer) or _of_call(error, model, x)
+    if isinstance(error, TypeError) and not isinstance(given, Tensor):
+        return _of_call(error, model, x)
+    words = _of_dtype(error, model, x, layer) or _of_index(error, layer) or _of_shape(layer)
+    names = {id(module): name for name, module in model.named_modules()}
+    named = f"layer {names[id(layer)]!r}" if names.get(id(layer)) else "layer"
+    shown = f", was given {_shown(given)}" if isinstance(given, Tensor) else ""
+    extra = layer.extra_repr() if not list(layer.children()) else ""
+    return (
+        f"the inputs, {describe(x)}, do not fit the network: its {named}, {type(layer).__name__}({extra}){shown}. "
+        f"{words}"
+    )
+
+
+def _refusing(error: Exception) -> tuple[nn.Module | None, Any]:
+    """The module of PyTorch in whose own forward pass the call failed, and its first argument; None for others."""
+    layer: nn.Module | None = None
+    given: Any = None
+    where = ""
+    for frame, _ in walk_tb(error.__traceback__):
+        own, where = frame.f_locals.get("self"), frame.f_globals.get("__name__", "")
+        if isinstance(own, nn.Module) and frame.f_code.co_name == "forward":
+            names = frame.f_code.co_varnames[1 : frame.f_code.co_argcount]
+            layer, given = own, frame.f_locals.get(names[0]) if names else None
+    theirs = layer is not None and type(layer).__module__.startswith("torch.") and where.startswith("torch.")
+    return (layer, given) if theirs else (None, None)
+
+
+def _of_dtype(error: Exception, model: nn.Module, x: Inputs, layer: nn.Module | None) -> str | None:
+    """Whether the dtypes of inputs and network differ where PyTorch's error is about types."""
+    if "type" not in str(error):
+        return None
+    found = {tensor.dtype for tensor in batches.tensors(x)}
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        return "Indices are integers: give x.long()."
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point() or p.is_complex()), None)
+    if own is None or not found or found == {own}:
+        return None
+    cast = _CASTS.get(own, f"to({own})")
+    other = next((dtype for dtype in found if dtype.is_floating_point and dtype != own), None)
+    also = "" if other is None else f", or convert the network once, before fit, by model.{_CASTS[other]}"
+    dtypes = " and ".join(sorted(map(str, found)))
+    return f"The inputs are of dtype {dtypes}, the network of {own}: give x.{cast}{also}."
+
+
+_CASTS = {
+    torch.float16: "half()",
+    torch.bfloat16: "bfloat16()",
+    torch.float32: "float()",
+    torch.float64: "double()",
+}
+
+
+def _of_index(error: Exception, layer: nn.Module) -> str | None:
+    """Whether an index is out of the range of an embedding."""
+    if isinstance(error, IndexError) and isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        return f"It takes indices from 0 to {layer.num_embeddings - 1}: another vocabulary than the network's was used."
+    return None
+
+
+def _of_shape(layer: nn.Module) -> str:
+    """What shape a layer takes."""
+    if isinstance(layer, nn.Linear):
+        return f"It takes [B, …, {layer.in_features}]: give data of the size on which the network was trained."
+    channels = getattr(layer, "in_channels", None)
+    if channels is not None:
+        sizes = ", …"
+        return (
+            f"It takes [B, {channels}{sizes}], channels after the data: give images as such batches (channels last: "
+            "x.permute(0, 3, 1, 2); a single one: x.unsqueeze(0))."
+        )
+    return "Give data of the size on which the network was trained, with the batch first."
+
+
+def _of_call(error: Exception, model: nn.Module, x: Inputs) -> str | None:
+    """Whether the parts of the inputs are not what the network's `forward` takes."""
+    if not isinstance(error, TypeError):
+        return None
+    taken = inspect.signature(model.forward)
+    how = "bind what it needs by forward_fn=lambda model, x: model(...)"
+    if isinstance(x, Mapping):
+        keys = sorted(map(str, x))
+        if all(key not in taken.parameters for key in keys):
+            return (
+                f"the inputs, a mapping with keys {keys}, went whole to {type(model).__name__}.forward{taken}, which "
+                f"names none of them. Say which it takes, e.g. forward_fn=lambda model, x: model(x[{keys[0]!r}])."
+            )
+        return _unbound(taken, (), {key: x[key] for key in x if key in taken.parameters}, model, x, how)
+    parts = (x,) if isinstance(x, Tensor) else tuple(x)
+    mend = f"a batch is (x, y), or (x1, x2, …, y), whose inputs are spread; else {how}"
+    return _unbound(taken, parts, {}, model, x, how if isinstance(x, Tensor) else mend)
+
+
+def _unbound(
+    taken: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module, x: Inputs, mend: str
+) -> str | None:
+    try:
+        taken.bind(*args, **kwargs)
+    except TypeError as error:
+        return (
+            f"the inputs, {describe(x)}, are not what {type(model).__name__}.forward{taken} takes: {error}. "
+            f"{mend[0].upper()}{mend[1:]}."
+        )
+    return None
+
+
+def describe(x: Inputs) -> str:
+    """Shapes and dtypes of inputs."""
+    if isinstance(x, Tensor):
+        return _shown(x)
+    if isinstance(x, Mapping):
+        return f"a mapping with keys {sorted(map(str, x))}"
+    return f"{len(x)} parts"
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} of {tensor.dtype}"
