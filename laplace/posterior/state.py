@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from laplace.errors import LaplaceError, StateError, StateWarning, warn
+from laplace.errors import InvalidArgument, LaplaceError, StateError, StateWarning, warn
 from laplace.fingerprint import Fingerprint, checksums, same_sums
 from laplace.fitting import Fit
 from laplace.lending import undisturbed
@@ -154,6 +154,20 @@ def _same(mine: Any, theirs: Any) -> bool:
     if isinstance(mine, Tensor):
         return isinstance(theirs, Tensor) and torch.equal(mine.cpu(), theirs.cpu())
     return mine == theirs
+
+
+def checked_device(device: torch.device | str) -> torch.device:
+    """A device by its name.
+
+    Raises:
+        InvalidArgument: No device has this name.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(
+            f"device={device!r} is no device; accepted are 'cpu', 'cuda', 'cuda:0', 'mps', … or a torch.device."
+        ) from error
 
 
 def move(la: ParametricLaplace, device: torch.device | None, dtype: torch.dtype | None) -> None:

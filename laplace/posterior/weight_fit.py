@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from laplace import batch as batches
 from laplace import fitting
 from laplace import hyperparameters as hyper
+from laplace.arguments import checked
 from laplace.batch import ForwardFn
 from laplace.curvature import CurvatureInterface
 from laplace.curvature.adapted import is_ours
@@ -204,6 +205,7 @@ class WeightFit(BaseLaplace):
 
     # Fit.
 
+    @checked
     def fit(
         self,
         train_loader: Iterable[Any],
