@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
@@ -118,6 +119,11 @@ def tensors(x: Inputs) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
+def keys(x: Inputs) -> list[str] | None:
+    """Names of the inputs of a mapping; None of others."""
+    return sorted(map(str, x.keys())) if isinstance(x, Mapping) else None
+
+
 def transform(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
     """Applies a function to every tensor among the inputs, keeping the container's type where it can be kept.
 
@@ -129,11 +135,18 @@ def transform(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
     if isinstance(x, Mapping):
         new = {key: function(value) if isinstance(value, Tensor) else value for key, value in x.items()}
         return new if isinstance(x, dict) else _rebuild(x, new)
-    if not isinstance(x, Sequence):
+    if not isinstance(x, Sequence) or (not tensors(x) and _holds_plain_numbers(x)):
         raise InvalidData(
             f"the inputs are of type {type(x).__name__}; give a tensor (see torch.as_tensor), a tuple or a mapping."
         )
     return tuple(function(value) if isinstance(value, Tensor) else value for value in x)
+
+
+def _holds_plain_numbers(x: Any) -> bool:
+    """Whether a sequence is one of numbers or letters, or of such sequences."""
+    while isinstance(x, list | tuple) and x:
+        x = x[0]
+    return isinstance(x, str | Real)
 
 
 def _rebuild(original: Mapping[Any, Any], new: dict[Any, Any]) -> Mapping[Any, Any]:
@@ -145,8 +158,18 @@ def _rebuild(original: Mapping[Any, Any], new: dict[Any, Any]) -> Mapping[Any, A
 
 
 def to_device(x: Inputs, device: torch.device) -> Inputs:
-    """Inputs with every tensor on `device`."""
-    return transform(x, lambda tensor: tensor.to(device))
+    """Inputs with every tensor on `device`.
+
+    Raises:
+        InvalidData: One is on the meta device.
+    """
+
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            raise InvalidData("the inputs are on the meta device, which holds no numbers; give tensors that hold some.")
+        return tensor.to(device)
+
+    return transform(x, moved)
 
 
 def size(x: Inputs, dict_key_x: str) -> int:
@@ -226,7 +249,7 @@ def require_loader(loader: Any, name: str) -> None:
         InvalidType: It is no loader.
     """
     indexed = getattr(type(loader), "__getitem__", None)  # what `iter` takes as well
-    if isinstance(loader, Tensor) or not (isinstance(loader, Iterable) or indexed):
+    if isinstance(loader, Tensor | Mapping | str) or not (isinstance(loader, Iterable) or indexed):
         raise InvalidType(
             f"{name} is of type {type(loader).__name__}; give a DataLoader, or any iterable of batches: [(x, y)] for a "
             "single one."

@@ -55,8 +55,8 @@ def _require_numbers(name: str, tensor: Tensor) -> None:
     if tensor.is_meta:
         raise InvalidArgument(
             f"the model's {name!r} is on the meta device, which holds no numbers: load the trained weights first, by "
-            "model.load_state_dict(state, assign=True), or model.to_empty(device='cpu') and load_state_dict; of Hugging "
-            "Face models without device_map offloading."
+            "model.load_state_dict(state, assign=True), or by model.to_empty(device='cpu') and load_state_dict(state); "
+            "a model that was offloaded by device_map must be loaded whole."
         )
     if tensor.is_complex() and tensor.requires_grad:
         raise InvalidArgument(f"the model's {name!r} is complex; a posterior is over real weights: freeze it.")

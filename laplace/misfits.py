@@ -7,7 +7,6 @@ user's own code raises, and those that the inputs do not explain, pass as they a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from traceback import walk_tb
 from typing import Any
 
@@ -49,9 +48,9 @@ def _misfit(error: Exception, model: nn.Module, x: Inputs) -> str | None:
     """What is wrong with the inputs, or None if nothing that is known of them explains the error."""
     layer, given = _refusing(error)
     if layer is None:
-        return _of_dtype(error, model, x, layer) or _of_call(error, model, x)
+        return _of_dtype(error, model, x, layer) or _of_call(error, model, x, layer)
     if isinstance(error, TypeError) and not isinstance(given, Tensor):
-        return _of_call(error, model, x)
+        return _of_call(error, model, x, layer)
     words = _of_dtype(error, model, x, layer) or _of_index(error, layer) or _of_shape(layer)
     names = {id(module): name for name, module in model.named_modules()}
     named = f"layer {names[id(layer)]!r}" if names.get(id(layer)) else "layer"
@@ -123,45 +122,28 @@ def _of_shape(layer: nn.Module) -> str:
     return "Give data of the size on which the network was trained, with the batch first."
 
 
-def _of_call(error: Exception, model: nn.Module, x: Inputs) -> str | None:
+def _of_call(error: Exception, model: nn.Module, x: Inputs, layer: nn.Module | None) -> str | None:
     """Whether the parts of the inputs are not what the network's `forward` takes."""
-    if not isinstance(error, TypeError):
+    name = f"{getattr(model.forward, '__qualname__', 'forward')}()"
+    if not isinstance(error, TypeError) or (layer is None and name not in str(error)):
         return None
-    taken = inspect.signature(model.forward)
-    how = "bind what it needs by forward_fn=lambda model, x: model(...)"
-    if isinstance(x, Mapping):
-        keys = sorted(map(str, x))
-        if all(key not in taken.parameters for key in keys):
-            return (
-                f"the inputs, a mapping with keys {keys}, went whole to {type(model).__name__}.forward{taken}, which "
-                f"names none of them. Say which it takes, e.g. forward_fn=lambda model, x: model(x[{keys[0]!r}])."
-            )
-        return _unbound(taken, (), {key: x[key] for key in x if key in taken.parameters}, model, x, how)
-    parts = (x,) if isinstance(x, Tensor) else tuple(x)
-    mend = f"a batch is (x, y), or (x1, x2, …, y), whose inputs are spread; else {how}"
-    return _unbound(taken, parts, {}, model, x, how if isinstance(x, Tensor) else mend)
-
-
-def _unbound(
-    taken: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module, x: Inputs, mend: str
-) -> str | None:
-    try:
-        taken.bind(*args, **kwargs)
-    except TypeError as error:
-        return (
-            f"the inputs, {describe(x)}, are not what {type(model).__name__}.forward{taken} takes: {error}. "
-            f"{mend[0].upper()}{mend[1:]}."
-        )
-    return None
+    taken = ", ".join(inspect.signature(model.forward).parameters)
+    found = f"the inputs, {describe(x)}, are not what {type(model).__name__}.forward({taken}) takes"
+    keys = batches.keys(x)
+    if keys:
+        return f"{found}: say what it takes of them, e.g. forward_fn=lambda model, x: model(x[{keys[0]!r}])."
+    return (
+        f"{found} ({error}). Batches are (x, y), or (x1, …, y), whose inputs are spread; predictions take inputs "
+        "alone, la(x); anything else is said by forward_fn=lambda model, x: model(...)."
+    )
 
 
 def describe(x: Inputs) -> str:
     """Shapes and dtypes of inputs."""
     if isinstance(x, Tensor):
         return _shown(x)
-    if isinstance(x, Mapping):
-        return f"a mapping with keys {sorted(map(str, x))}"
-    return f"{len(x)} parts"
+    keys = batches.keys(x)
+    return f"{len(x)} parts" if keys is None else f"a mapping with keys {keys}"
 
 
 def _shown(tensor: Tensor) -> str:
