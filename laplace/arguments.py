@@ -32,16 +32,15 @@ _MISSING = {
 """What to pass for an argument without a default."""
 
 _ELSEWHERE = {
-    "last_layer_name": "subset_of_weights='last_layer'",
-    "feature_reduction": "subset_of_weights='last_layer'",
-    "subnetwork_indices": "subset_of_weights='subnetwork'",
-    "damping": "hessian_structure='kron'",
-    "n_subset": "hessian_structure='gp'",
-    "independent_outputs": "hessian_structure='gp'",
-    "prior_precision": "the constructor, or assign la.prior_precision",
-    "sigma_noise": "the constructor, or assign la.sigma_noise",
-    "temperature": "the constructor, or assign la.temperature",
-    "seed": "generator=torch.Generator().manual_seed(seed), where random numbers are drawn",
+    "last_layer_name": "it is an argument of subset_of_weights='last_layer'",
+    "feature_reduction": "it is an argument of subset_of_weights='last_layer'",
+    "subnetwork_indices": "it is an argument of subset_of_weights='subnetwork'",
+    "damping": "it is an argument of hessian_structure='kron'",
+    "n_subset": "it is an argument of hessian_structure='gp'",
+    "prior_precision": "give it to the constructor, or assign la.prior_precision",
+    "sigma_noise": "give it to the constructor, or assign la.sigma_noise",
+    "temperature": "give it to the constructor, or assign la.temperature",
+    "seed": "give generator=torch.Generator().manual_seed(seed) where random numbers are drawn",
 }
 """Where names belong that are arguments of other calls than the one that they were given to."""
 
@@ -105,13 +104,17 @@ def check_call(
 
 
 def unknown_argument(name: str, given: str, accepted: Sequence[str]) -> str:
-    """What is said of an unknown argument: the accepted name that it resembles, or where it belongs, or all names."""
+    """What is said of an unknown argument: the accepted name that was meant, where it belongs, or all names."""
+    meant = hint(given, accepted) or f"accepted are {', '.join(accepted)}."
+    return f"{name}() has no argument {given!r}; {meant}"
+
+
+def hint(given: str, accepted: Sequence[str]) -> str:
+    """Which accepted name an unknown one may stand for, or where it belongs; empty if neither is known."""
     near = nearest(given, accepted)
-    if near is not None:
-        return f"{name}() has no argument {given!r}; did you mean {near!r}?"
     if given in _ELSEWHERE and given not in accepted:
-        return f"{name}() has no argument {given!r}, which belongs to {_ELSEWHERE[given]}."
-    return f"{name}() has no argument {given!r}; accepted are {', '.join(accepted)}."
+        return f"{_ELSEWHERE[given]}."
+    return "" if near is None else f"did you mean {near!r}?"
 
 
 def nearest(given: str, accepted: Sequence[str]) -> str | None:

@@ -15,11 +15,14 @@ from torch import Tensor, nn
 
 from laplace import batch as batches
 from laplace.batch import ForwardFn, Inputs
-from laplace.errors import InvalidInputs, LaplaceError
+from laplace.errors import InvalidInputs, InvalidType, LaplaceError
 from laplace.memory import ran_out
 
-_FAILURES = (RuntimeError, TypeError, ValueError, IndexError)
+_FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 """What PyTorch raises for inputs that a layer does not take."""
+
+_OF_SHAPES = ("shapes cannot be multiplied", "size mismatch", "must match the size", "is invalid for input of size")
+"""Words of PyTorch about the shapes of what it computes with."""
 
 
 def called(model: nn.Module, forward_fn: ForwardFn | None, x: Inputs) -> Any:
@@ -38,6 +41,12 @@ def called(model: nn.Module, forward_fn: ForwardFn | None, x: Inputs) -> Any:
     except _FAILURES as error:
         if isinstance(error, LaplaceError) or ran_out(error):
             raise
+        trace = error.__traceback__
+        if forward_fn is not None and isinstance(error, TypeError) and trace is not None and trace.tb_next is None:
+            raise InvalidType(
+                f"forward_fn cannot be called with the model and the inputs ({error}); give forward_fn=lambda model, "
+                "x: model(x), for example."
+            ) from error
         reason = _misfit(error, model, x)
         if reason is None:
             raise
@@ -48,10 +57,10 @@ def _misfit(error: Exception, model: nn.Module, x: Inputs) -> str | None:
     """What is wrong with the inputs, or None if nothing that is known of them explains the error."""
     layer, given = _refusing(error)
     if layer is None:
-        return _of_dtype(error, model, x, layer) or _of_call(error, model, x, layer)
+        return _of_operation(error, model, x) or _of_call(error, model, x, layer)
     if isinstance(error, TypeError) and not isinstance(given, Tensor):
         return _of_call(error, model, x, layer)
-    words = _of_dtype(error, model, x, layer) or _of_index(error, layer) or _of_shape(layer)
+    words = _of_dtype(error, model, x, layer) or _of_index(error, layer) or _of_shape(layer, given)
     names = {id(module): name for name, module in model.named_modules()}
     named = f"layer {names[id(layer)]!r}" if names.get(id(layer)) else "layer"
     shown = f", was given {_shown(given)}" if isinstance(given, Tensor) else ""
@@ -74,6 +83,14 @@ def _refusing(error: Exception) -> tuple[nn.Module | None, Any]:
             layer, given = own, frame.f_locals.get(names[0]) if names else None
     theirs = layer is not None and type(layer).__module__.startswith("torch.") and where.startswith("torch.")
     return (layer, given) if theirs else (None, None)
+
+
+def _of_operation(error: Exception, model: nn.Module, x: Inputs) -> str | None:
+    """What is wrong where an operation outside of PyTorch's own layers failed."""
+    words = _of_dtype(error, model, x, None)
+    if words is None and any(part in str(error) for part in _OF_SHAPES):
+        words = f"{error}. {_SIZE}"
+    return None if words is None else f"the inputs, {describe(x)}, do not fit the network. {words}"
 
 
 def _of_dtype(error: Exception, model: nn.Module, x: Inputs, layer: nn.Module | None) -> str | None:
@@ -108,18 +125,20 @@ def _of_index(error: Exception, layer: nn.Module) -> str | None:
     return None
 
 
-def _of_shape(layer: nn.Module) -> str:
+_SIZE = "Give data of the size on which the network was trained, with the batch first."
+
+
+def _of_shape(layer: nn.Module, given: Any) -> str:
     """What shape a layer takes."""
     if isinstance(layer, nn.Linear):
-        return f"It takes [B, …, {layer.in_features}]: give data of the size on which the network was trained."
+        return f"It takes [B, …, {layer.in_features}]. {_SIZE}"
     channels = getattr(layer, "in_channels", None)
-    if channels is not None:
-        sizes = ", …"
-        return (
-            f"It takes [B, {channels}{sizes}], channels after the data: give images as such batches (channels last: "
-            "x.permute(0, 3, 1, 2); a single one: x.unsqueeze(0))."
-        )
-    return "Give data of the size on which the network was trained, with the batch first."
+    if channels is None or not isinstance(given, Tensor) or (given.ndim > 1 and given.shape[1] == channels):
+        return _SIZE
+    return (
+        f"It takes [B, {channels}, …], channels after the batch: of channels last give x.movedim(-1, 1), of a single "
+        "datum x.unsqueeze(0)."
+    )
 
 
 def _of_call(error: Exception, model: nn.Module, x: Inputs, layer: nn.Module | None) -> str | None:

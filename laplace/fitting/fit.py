@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -269,7 +270,7 @@ def check_decay(decay: float, *, override: bool) -> None:
     Raises:
         InvalidArgument: It is not in (0, 1], or there are no former data that could fade.
     """
-    if not 0 < decay <= 1:
+    if not isinstance(decay, Real) or not 0 < decay <= 1:
         raise InvalidArgument(f"decay={decay}; it must be in (0, 1], where 1 keeps the former data as they are.")
     if override and decay != 1:
         raise InvalidArgument(

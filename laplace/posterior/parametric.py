@@ -11,7 +11,7 @@ from laplace.arguments import checked
 from laplace.batch import Inputs
 from laplace.curvature.jacobian import Jacobian
 from laplace.enums import LinkApprox, PredType
-from laplace.errors import InvalidArgument
+from laplace.errors import InvalidArgument, InvalidType
 from laplace.hyperparameters import check_counts
 from laplace.lending import own_mode, own_precision
 from laplace.noise import check_generator
@@ -182,6 +182,8 @@ class ParametricLaplace(WeightPredictor, Tunable):
         if isinstance(Js, Jacobian):
             return Js
         n_params = self.problem.layout.n_params
+        if not isinstance(Js, Tensor):
+            raise InvalidType(f"Js is of type {type(Js).__name__}; give Jacobians [B, C, P], P = {n_params}.")
         if Js.ndim != 3 or Js.shape[2] != n_params:
             raise InvalidArgument(f"Js has shape {tuple(Js.shape)}; it must be [B, C, P] with P = {n_params}.")
         return Jacobian.from_dense(Js.to(self._like), self.problem.layout.sizes)

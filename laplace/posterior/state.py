@@ -166,7 +166,8 @@ def checked_device(device: torch.device | str) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InvalidArgument(
-            f"device={device!r} is no device; accepted are 'cpu', 'cuda', 'cuda:0', 'mps', … or a torch.device."
+            f"device={device!r} is no device; accepted are 'cpu', 'cuda', 'cuda:0', 'mps', … or a torch.device, and a "
+            "dtype as dtype=..."
         ) from error
 
 
@@ -174,8 +175,11 @@ def move(la: ParametricLaplace, device: torch.device | None, dtype: torch.dtype 
     """Moves the model and everything that the posterior holds.
 
     Raises:
+        InvalidArgument: No dtype.
         ModelChangedError: The network was changed after `fit`, so that the posterior is not its own any more.
     """
+    if not isinstance(dtype, torch.dtype | None):
+        raise InvalidArgument(f"dtype={dtype!r} is no dtype; give torch.float32 or torch.float64, for example.")
     la.check_unchanged()
     with undisturbed(la.weights.model):
         la.model.to(device=device, dtype=dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from laplace import batch as batches
-from laplace.arguments import nearest
+from laplace.arguments import hint
 from laplace.batch import Inputs
 from laplace.curvature.engine import CurvatureEngine, detached
 from laplace.curvature.jacobian import Jacobian
@@ -266,11 +266,10 @@ def refuse_model_kwargs(model_kwargs: dict[str, Any]) -> None:
         InvalidCall: There are some.
     """
     for name in model_kwargs:
-        near = nearest(name, _OPTIONS)
-        meant = "" if near is None else f"; did you mean {near!r}?"
+        meant = hint(name, _OPTIONS) or "it is no option of predictions."
         raise InvalidCall(
-            f"unexpected argument {name!r}{meant or ':'} pred_type='glm' passes none to the model; use "
-            "pred_type='nn' for arguments of the model, or bind them with forward_fn=."
+            f"unexpected argument {name!r}; {meant} pred_type='glm' passes none to the model; use pred_type='nn' for "
+            "arguments of the model, or bind them with forward_fn=."
         )
 
 
@@ -285,11 +284,10 @@ def check_model_kwargs(model: torch.nn.Module, model_kwargs: dict[str, Any]) -> 
     taken = inspect.signature(model.forward).parameters
     unknown = [name for name in model_kwargs if name not in taken]
     if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
-        near = nearest(unknown[0], _OPTIONS)
-        meant = "" if near is None else f"; did you mean {near!r}?"
+        meant = hint(unknown[0], _OPTIONS) or "it is no option of predictions."
         raise InvalidCall(
-            f"unexpected argument {unknown[0]!r}{meant or ':'} pred_type='nn' passes arguments that it does not know "
-            f"to the model, whose forward takes {', '.join(taken)}."
+            f"unexpected argument {unknown[0]!r}; {meant} pred_type='nn' passes what is none to the model, whose "
+            f"forward takes {', '.join(taken)}."
         )
 
 
@@ -322,10 +320,11 @@ def check_options(
         InvalidArgument: Unknown predictive or link, or no samples.
         InvalidType: The generator is no `torch.Generator`.
     """
-    if pred_type not in (PredType.GLM, PredType.NN):
+    if str(pred_type) not in (PredType.GLM, PredType.NN):
+        given = f"={pred_type!r}" if isinstance(pred_type, str) else f" is a {type(pred_type).__name__}"
         raise InvalidArgument(
-            f"pred_type={str(pred_type)!r}; accepted are 'glm' and 'nn' ('gp' is the predictive of "
-            "hessian_structure='gp')."
+            f"pred_type{given}; accepted are 'glm' and 'nn' ('gp' is the predictive of hessian_structure='gp'). It "
+            "follows the inputs, which are given alone, without targets: la(x, pred_type='glm')."
         )
     if link_approx is not None and str(link_approx) not in LINKS:
         raise InvalidArgument(f"link_approx={str(link_approx)!r}; accepted are {list(LINKS)}.")
