@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from laplace.arguments import checked
 from laplace.batch import ForwardFn, Inputs
 from laplace.curvature.engine import CurvatureEngine
 from laplace.enums import FeatureReduction
@@ -104,6 +105,7 @@ class VaLLA(BaseFunctionalLaplace):
         Energy(self.likelihood_object, alpha, mc_softmax_samples)  # refused now, not at fit
         self.fit_history_: dict[str, list[float]] = {}
 
+    @checked
     def fit(
         self,
         train_loader: Iterable[Any],

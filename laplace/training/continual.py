@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm.auto import trange
 
 from laplace import batch as batches
+from laplace.arguments import checked
 from laplace.batch import Inputs, require_rereadable
 from laplace.curvature.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
@@ -190,6 +191,7 @@ class TaskResult:
 # The loop.
 
 
+@checked
 def continual_training(
     la: ParametricLaplace,
     train_loaders: Iterable[Iterable[Any]],
@@ -219,6 +221,7 @@ def continual_training(
     return results
 
 
+@checked
 def train_task(
     la: ParametricLaplace,
     train_loader: Iterable[Any],

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from laplace import batch as batches
+from laplace.arguments import CheckedConstructor
 from laplace.batch import ForwardFn, Inputs, require_rereadable
 from laplace.curvature import CurvatureInterface
 from laplace.enums import HessianStructure, Likelihood, PriorStructure, SubsetOfWeights
@@ -53,7 +54,7 @@ class Checkpoint:
     state_dict: dict[str, Any]
 
 
-class OnlineLaplace:
+class OnlineLaplace(CheckedConstructor):
     """Hyper-parameters of a training loop that follow the evidence; `laplace.marglik_training` is such a loop.
 
     With w = 1/(σ²T), the factor of the unit negative log likelihood ℓ (cross-entropy, half the squared error), a loop
