@@ -7,6 +7,7 @@ user's own code raises, and those that the inputs do not explain, pass as they a
 from __future__ import annotations
 
 import inspect
+import re
 from traceback import walk_tb
 from typing import Any
 
@@ -21,8 +22,12 @@ from laplace.memory import ran_out
 _FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 """What PyTorch raises for inputs that a layer does not take."""
 
-_OF_SHAPES = ("shapes cannot be multiplied", "size mismatch", "must match the size", "is invalid for input of size")
-"""Words of PyTorch about the shapes of what it computes with."""
+_OF_DTYPES = re.compile(r"dtype|scalar type|Input type|not implemented for")
+_OF_SHAPES = re.compile(r"shape|size|dimension|channels|elements|\b[1-5]D\b")
+"""Words of PyTorch's layers about what they are given."""
+
+_OF_OPERANDS = re.compile(r"shapes cannot be multiplied|size mismatch|must match the size|invalid for input of size")
+"""Words of its operations, which a user's code is not likely to use."""
 
 
 def called(model: nn.Module, forward_fn: ForwardFn | None, x: Inputs) -> Any:
@@ -60,7 +65,9 @@ def _misfit(error: Exception, model: nn.Module, x: Inputs) -> str | None:
         return _of_operation(error, model, x) or _of_call(error, model, x, layer)
     if isinstance(error, TypeError) and not isinstance(given, Tensor):
         return _of_call(error, model, x, layer)
-    words = _of_dtype(error, model, x, layer) or _of_index(error, layer) or _of_shape(layer, given)
+    words = _of_index(error, layer) or _of_dtype(error, model, x, layer, given) or _of_shape(error, layer, given)
+    if words is None:
+        return None
     names = {id(module): name for name, module in model.named_modules()}
     named = f"layer {names[id(layer)]!r}" if names.get(id(layer)) else "layer"
     shown = f", was given {_shown(given)}" if isinstance(given, Tensor) else ""
@@ -87,28 +94,32 @@ def _refusing(error: Exception) -> tuple[nn.Module | None, Any]:
 
 def _of_operation(error: Exception, model: nn.Module, x: Inputs) -> str | None:
     """What is wrong where an operation outside of PyTorch's own layers failed."""
-    words = _of_dtype(error, model, x, None)
-    if words is None and any(part in str(error) for part in _OF_SHAPES):
+    words = _of_dtype(error, model, x, None, None)
+    if words is None and _OF_OPERANDS.search(str(error)):
         words = f"{error}. {_SIZE}"
     return None if words is None else f"the inputs, {describe(x)}, do not fit the network. {words}"
 
 
-def _of_dtype(error: Exception, model: nn.Module, x: Inputs, layer: nn.Module | None) -> str | None:
-    """Whether the dtypes of inputs and network differ where PyTorch's error is about types."""
-    if "type" not in str(error):
+def _of_dtype(error: Exception, model: nn.Module, x: Inputs, layer: nn.Module | None, given: Any) -> str | None:
+    """Whether the dtype of the inputs is not that of the network; not whether two of its own layers differ."""
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    if own is None or not _OF_DTYPES.search(str(error)):
         return None
-    found = {tensor.dtype for tensor in batches.tensors(x)}
-    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+    if isinstance(layer, _TABLES):
         return "Indices are integers: give x.long()."
-    own = next((p.dtype for p in model.parameters() if p.is_floating_point() or p.is_complex()), None)
-    if own is None or not found or found == {own}:
+    reached = {given.dtype} if isinstance(given, Tensor) else {tensor.dtype for tensor in batches.tensors(x)}
+    wrong = (reached & {tensor.dtype for tensor in batches.tensors(x)}) - {own}
+    if layer is None and any(isinstance(module, _TABLES) for module in model.modules()):
+        wrong = {dtype for dtype in wrong if dtype.is_floating_point}  # integers are words there
+    if not wrong:
         return None
+    casts = [f", or convert the network once, before fit, by model.{_CASTS[dtype]}" for dtype in wrong & _CASTS.keys()]
+    dtypes = " and ".join(sorted(map(str, wrong)))
     cast = _CASTS.get(own, f"to({own})")
-    other = next((dtype for dtype in found if dtype.is_floating_point and dtype != own), None)
-    also = "" if other is None else f", or convert the network once, before fit, by model.{_CASTS[other]}"
-    dtypes = " and ".join(sorted(map(str, found)))
-    return f"The inputs are of dtype {dtypes}, the network of {own}: give x.{cast}{also}."
+    return f"The inputs are of dtype {dtypes}, the network of {own}: give x.{cast}{''.join(casts[:1])}."
 
+
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 _CASTS = {
     torch.float16: "half()",
@@ -120,7 +131,7 @@ _CASTS = {
 
 def _of_index(error: Exception, layer: nn.Module) -> str | None:
     """Whether an index is out of the range of an embedding."""
-    if isinstance(error, IndexError) and isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+    if isinstance(error, IndexError) and isinstance(layer, _TABLES):
         return f"It takes indices from 0 to {layer.num_embeddings - 1}: another vocabulary than the network's was used."
     return None
 
@@ -128,8 +139,10 @@ def _of_index(error: Exception, layer: nn.Module) -> str | None:
 _SIZE = "Give data of the size on which the network was trained, with the batch first."
 
 
-def _of_shape(layer: nn.Module, given: Any) -> str:
-    """What shape a layer takes."""
+def _of_shape(error: Exception, layer: nn.Module, given: Any) -> str | None:
+    """What shape a layer takes, where PyTorch's error is about shapes."""
+    if not _OF_SHAPES.search(str(error)) or _OF_DTYPES.search(str(error)):
+        return None
     if isinstance(layer, nn.Linear):
         return f"It takes [B, …, {layer.in_features}]. {_SIZE}"
     channels = getattr(layer, "in_channels", None)

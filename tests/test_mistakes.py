@@ -439,6 +439,9 @@ CALLS: dict[str, Row] = {
     "steps of tuning": row(
         InvalidCall, lambda: fitted().optimize_prior_precision(steps=3), "'steps'", "did you mean 'n_steps'"
     ),
+    "steps of tuning a GP": row(
+        InvalidCall, lambda: fitted(structure="gp", n_subset=4).optimize_prior_precision(steps=3), "'n_steps'"
+    ),
     "a misspelt val_loader": row(
         InvalidCall, lambda: fitted().optimize_prior_precision(valid_loader=[(X, Y)]), "did you mean 'val_loader'"
     ),
@@ -723,6 +726,17 @@ def test_a_hook_of_the_user_is_not_blamed_on_the_inputs() -> None:
     with pytest.raises(RuntimeError, match="of my own") as raised:
         fit(X, Y, model)
     assert not isinstance(raised.value, LaplaceError)
+
+
+def test_layers_of_several_dtypes_are_not_blamed_on_the_inputs() -> None:
+    """Neither words nor images of the right dtype are at fault where a part of the network is in half precision."""
+    of_words, of_images = words(), conv()
+    of_words[2].half()  # pyright: ignore
+    of_images[4].half()  # pyright: ignore
+    for x, model in ((torch.zeros(12, 2).long(), of_words), (IMAGES, of_images)):
+        with pytest.raises(RuntimeError, match="dtype") as raised:
+            fit(x, Y, model)
+        assert not isinstance(raised.value, LaplaceError)
 
 
 def test_a_type_error_inside_of_a_method_passes() -> None:
