@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -96,13 +97,12 @@ def named(what: str) -> Iterator[None]:
     """Errors about data say of which batch they are.
 
     Raises:
-        InvalidData: One was raised inside; its message begins with `what`.
+        InvalidData: One was raised inside, of the same type; its message begins with `what`.
     """
     try:
         yield
     except InvalidData as error:
-        kind = MissingKey if isinstance(error, MissingKey) else InvalidData
-        raise kind(f"{what}: {error}") from error
+        raise type(error)(f"{what}: {error}") from error.__cause__ or error
 
 
 def tensors(x: Inputs) -> list[Tensor]:
@@ -111,6 +111,11 @@ def tensors(x: Inputs) -> list[Tensor]:
         return [x]
     values = x.values() if isinstance(x, Mapping) else x
     return [value for value in values if isinstance(value, Tensor)]
+
+
+def keys(x: Inputs) -> list[str] | None:
+    """Names of the inputs of a mapping; None of others."""
+    return sorted(map(str, x.keys())) if isinstance(x, Mapping) else None
 
 
 def transform(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
@@ -124,11 +129,18 @@ def transform(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
     if isinstance(x, Mapping):
         new = {key: function(value) if isinstance(value, Tensor) else value for key, value in x.items()}
         return new if isinstance(x, dict) else _rebuild(x, new)
-    if not isinstance(x, Sequence):
+    if not isinstance(x, Sequence) or (not tensors(x) and _holds_plain_numbers(x)):
         raise InvalidData(
             f"the inputs are of type {type(x).__name__}; give a tensor (see torch.as_tensor), a tuple or a mapping."
         )
     return tuple(function(value) if isinstance(value, Tensor) else value for value in x)
+
+
+def _holds_plain_numbers(x: Any) -> bool:
+    """Whether a sequence is one of numbers or letters, or of such sequences."""
+    while isinstance(x, list | tuple) and x:
+        x = x[0]
+    return isinstance(x, str | Real)
 
 
 def _rebuild(original: Mapping[Any, Any], new: dict[Any, Any]) -> Mapping[Any, Any]:
@@ -140,8 +152,18 @@ def _rebuild(original: Mapping[Any, Any], new: dict[Any, Any]) -> Mapping[Any, A
 
 
 def to_device(x: Inputs, device: torch.device) -> Inputs:
-    """Inputs with every tensor on `device`."""
-    return transform(x, lambda tensor: tensor.to(device))
+    """Inputs with every tensor on `device`.
+
+    Raises:
+        InvalidData: One is on the meta device.
+    """
+
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            raise InvalidData("the inputs are on the meta device, which holds no numbers; give tensors that hold some.")
+        return tensor.to(device)
+
+    return transform(x, moved)
 
 
 def size(x: Inputs, dict_key_x: str) -> int:
@@ -314,7 +336,7 @@ def require_loader(loader: Any, name: str) -> None:
         InvalidType: It is no loader.
     """
     indexed = getattr(type(loader), "__getitem__", None)  # what `iter` takes as well
-    if isinstance(loader, Tensor) or not (isinstance(loader, Iterable) or indexed):
+    if isinstance(loader, Tensor | Mapping | str) or not (isinstance(loader, Iterable) or indexed):
         raise InvalidType(
             f"{name} is of type {type(loader).__name__}; give a DataLoader, or any iterable of batches: [(x, y)] for a "
             "single one."

@@ -27,6 +27,10 @@ class InvalidType(LaplaceError, TypeError, ValueError):
     """An argument has a type that is not accepted."""
 
 
+class InvalidCall(InvalidArgument, TypeError):
+    """A call lacks an argument, or has one that is not known; the message names it and the one that was meant."""
+
+
 class InvalidData(LaplaceError, ValueError):
     """A batch of data cannot be used; the message names the batch and the fault."""
 
@@ -35,6 +39,10 @@ class MissingKey(InvalidData, KeyError):
     """A batch that is a mapping lacks a key."""
 
     __str__ = Exception.__str__  # that of KeyError shows the message in quotation marks, on one line
+
+
+class InvalidInputs(InvalidData, RuntimeError, TypeError):
+    """Inputs on which the network cannot be run; the message names its layer, and PyTorch's own error is the cause."""
 
 
 class NotFittedError(LaplaceError, RuntimeError, AttributeError):

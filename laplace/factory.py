@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from laplace import function_space, named
+from laplace.arguments import check_call, checked
 from laplace.enums import FunctionalApproximation, HessianStructure, SubsetOfWeights
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
@@ -26,6 +27,11 @@ _APPROXIMATED: dict[tuple[str, str], type[BaseLaplace]] = {
 _OURS = ("laplace.named", "laplace.function_space.named")
 
 
+_NAMES = ("subset_of_weights", "hessian_structure", "functional_approximation")
+"""Arguments of `Laplace` that choose the class, which does not see them."""
+
+
+@checked
 def Laplace(
     model: nn.Module,
     likelihood: Likelihood | str,
@@ -51,6 +57,7 @@ def Laplace(
 
     Raises:
         InvalidArgument: No class for the pair, or a functional approximation of a weight-space structure.
+        InvalidCall: An argument of the class is missing, or not known.
     """
     names = [str(member) for member in FunctionalApproximation]
     if str(functional_approximation) not in names:
@@ -62,7 +69,7 @@ def Laplace(
         )
     approximated = _APPROXIMATED.get((str(subset_of_weights), str(functional_approximation)))
     if approximated is not None:
-        return approximated(model, likelihood, *args, **kwargs)
+        return _made(approximated, model, likelihood, *args, **kwargs)
     if str(functional_approximation) != names[0]:
         raise InvalidArgument(
             f"functional_approximation={str(functional_approximation)!r} with subset_of_weights="
@@ -75,7 +82,12 @@ def Laplace(
     key = (str(subset_of_weights), str(hessian_structure))
     if key not in classes:
         raise InvalidArgument(_unknown(key, sorted(classes)))
-    return classes[key](model, likelihood, *args, **kwargs)
+    return _made(classes[key], model, likelihood, *args, **kwargs)
+
+
+def _made(cls: type[BaseLaplace], *args: Any, **kwargs: Any) -> BaseLaplace:
+    check_call(cls.__init__, cls.__name__, (None, *args), kwargs, also=_NAMES)
+    return cls(*args, **kwargs)
 
 
 def _unknown(key: tuple[str, str], known: list[tuple[str, str]]) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,6 +76,21 @@ def check_counts(least: int = 1, /, **counts: Any) -> None:
         InvalidArgument: One is no integer, or too small.
     """
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
             accepted = "a positive integer" if least == 1 else f"an integer of at least {least}"
             raise InvalidArgument(f"{name}={value!r}; it must be {accepted}.")
+
+
+def check_flag(name: str, value: Any, remedy: str) -> None:
+    """Refuses what is neither True nor False.
+
+    Args:
+        name: Of the argument.
+        value: What was given.
+        remedy: What to do, a sentence.
+
+    Raises:
+        InvalidType: It is something else.
+    """
+    if not isinstance(value, Integral | np.bool_):
+        raise InvalidType(f"{name} must be True or False; {type(value).__name__} was given. {remedy}")

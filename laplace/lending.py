@@ -11,8 +11,9 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from laplace.errors import InvalidType
+from laplace.errors import InvalidArgument, InvalidType
 
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 _LOCKS_GUARD = threading.Lock()
@@ -28,14 +29,37 @@ def undisturbed(model: nn.Module) -> threading.RLock:
 
 
 def require_module(model: nn.Module) -> nn.Module:
-    """The model, if it is one.
+    """The model, if it is one, and its weights hold numbers.
 
     Raises:
-        InvalidType: It is not a module.
+        InvalidType: It is not a module, or one compiled to TorchScript.
+        InvalidArgument: Weights without numbers, or complex ones.
     """
     if not isinstance(model, nn.Module):
         raise InvalidType(f"model must be a torch.nn.Module; {type(model).__name__} was given.")
+    if isinstance(model, torch.jit.RecursiveScriptModule):
+        raise InvalidType(
+            "model is a ScriptModule of torch.jit.script, whose weights cannot be put in place of others; give the "
+            "nn.Module that was scripted."
+        )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        _require_numbers(name, tensor)
     return model
+
+
+def _require_numbers(name: str, tensor: Tensor) -> None:
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+        raise InvalidArgument(
+            f"the model's {name!r} is not initialised (a lazy layer): run the network once, and train it, before."
+        )
+    if tensor.is_meta:
+        raise InvalidArgument(
+            f"the model's {name!r} is on the meta device, which holds no numbers: load the trained weights first, by "
+            "model.load_state_dict(state, assign=True), or by model.to_empty(device='cpu') and load_state_dict(state); "
+            "a model that was offloaded by device_map must be loaded whole."
+        )
+    if tensor.is_complex() and tensor.requires_grad:
+        raise InvalidArgument(f"the model's {name!r} is complex; a posterior is over real weights: freeze it.")
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -76,9 +76,11 @@ def channels_last(forward_fn: ForwardFn | None, channel_dim: Any) -> ForwardFn |
     """The way of calling a model whose channels are in `channel_dim`; as it is where they are last, or not known.
 
     Raises:
-        InvalidType: No integer.
+        InvalidType: No function, or no integer.
         InvalidArgument: Dimension 0, that of the data.
     """
+    if forward_fn is not None and not callable(forward_fn):
+        raise InvalidType(f"forward_fn={forward_fn!r}; a function is accepted, forward_fn=lambda model, x: model(x).")
     if channel_dim is None:
         return forward_fn
     if isinstance(channel_dim, bool) or not isinstance(channel_dim, int):

@@ -28,8 +28,8 @@ LONG_CLASSES = {"BaseLaplace", "ParametricLaplace"}
 RANKS = {
     0: [
         "errors", "enums", "registry", "layout", "batch", "gaussian", "noise", "lending", "memory", "prior",
-        "metrics", "hyperparameters", "fingerprint", "attributes", "witness", "gram", "kronecker", "positions",
-        "targets",
+        "metrics", "hyperparameters", "arguments", "misfits", "fingerprint", "attributes", "witness", "gram",
+        "kronecker", "positions", "targets",
     ],
     1: ["structures", "weights", "likelihoods", "curvature", "predictive"],
     2: ["fitting", "evidence", "tuning", "refinement"],

@@ -1,7 +1,15 @@
 """From data to one frozen `Fit`."""
 
 from laplace.fitting.first_batch import FirstBatch
-from laplace.fitting.fit import Fit, accumulate, begin_reading, check_decay, check_weight, require_rereadable
+from laplace.fitting.fit import (
+    Fit,
+    accumulate,
+    begin_reading,
+    check_decay,
+    check_override,
+    check_weight,
+    require_rereadable,
+)
 from laplace.fitting.processes import warn_of_shards
 
 __all__ = [
@@ -10,6 +18,7 @@ __all__ = [
     "accumulate",
     "begin_reading",
     "check_decay",
+    "check_override",
     "check_weight",
     "require_rereadable",
     "warn_of_shards",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory
 from laplace.fitting.first_batch import FirstBatch
+from laplace.hyperparameters import check_flag
 from laplace.memory import COTANGENT, ran_out
 from laplace.structures.base import Curvature, Sweep, move, require_finite
 
@@ -265,13 +267,26 @@ class _Begun:
             yield from rest
 
 
+def check_override(override: Any) -> None:
+    """Checks the second argument of `fit`, in whose place targets are often given.
+
+    Raises:
+        InvalidType: It is neither True nor False.
+    """
+    mend = (
+        "fit takes one loader of batches (x, y): la.fit([(X, Y)]) for tensors X and Y, or a DataLoader of "
+        "TensorDataset(X, Y); validation data are given to optimize_prior_precision(val_loader=...)."
+    )
+    check_flag("override", override, mend)
+
+
 def check_decay(decay: float, *, override: bool) -> None:
     """Checks the weight of former data.
 
     Raises:
         InvalidArgument: It is not in (0, 1], or there are no former data that could fade.
     """
-    if not 0 < decay <= 1:
+    if not isinstance(decay, Real) or not 0 < decay <= 1:
         raise InvalidArgument(f"decay={decay}; it must be in (0, 1], where 1 keeps the former data as they are.")
     if override and decay != 1:
         raise InvalidArgument(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.arguments import checked
 from laplace.batch import Inputs
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
 from laplace.errors import InvalidArgument
@@ -25,6 +26,7 @@ class BaseFunctionalLaplace(ParametricLaplace):
     2021, equations 15 and 16). The arguments are those of `WeightFit`.
     """
 
+    @checked
     def __call__(
         self,
         x: Inputs,
@@ -62,6 +64,7 @@ class BaseFunctionalLaplace(ParametricLaplace):
             x, PredType.GLM, joint, link_approx, n_samples, diagonal_output, generator, fitting, **options
         )
 
+    @checked
     def predict(
         self,
         x: Inputs,
@@ -78,6 +81,7 @@ class BaseFunctionalLaplace(ParametricLaplace):
             x, _linearised(pred_type), joint, link_approx, n_samples, diagonal_output, generator, **options
         )
 
+    @checked
     def functional_samples(
         self,
         x: Inputs,
@@ -93,6 +97,7 @@ class BaseFunctionalLaplace(ParametricLaplace):
             x, _linearised(pred_type), n_samples, diagonal_output, generator, joint, **model_kwargs
         )
 
+    @checked
     def predictive_samples(
         self,
         x: Inputs,
@@ -108,6 +113,7 @@ class BaseFunctionalLaplace(ParametricLaplace):
             x, _linearised(pred_type), n_samples, diagonal_output, generator, joint, **model_kwargs
         )
 
+    @checked
     def predictive_moments(self, x: Inputs, *, joint: bool = False) -> tuple[Tensor, Tensor]:
         """Mean and covariance of the latent outputs without noise.
 
@@ -125,6 +131,7 @@ class BaseFunctionalLaplace(ParametricLaplace):
             gaussian = self._latent(x, "joint" if joint else "full")
             return (gaussian.mean.flatten() if joint else gaussian.mean), gaussian.covariance
 
+    @checked
     def optimize_prior_precision(
         self,
         pred_type: PredType | str = PredType.GP,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import tuning
+from laplace.arguments import checked
 from laplace.batch import ForwardFn
 from laplace.curvature.engine import CurvatureEngine
 from laplace.enums import FeatureReduction
@@ -204,6 +205,7 @@ class ELLA(BaseFunctionalLaplace):
         )  # fmt: skip
         self.fit_history_: dict[str, list[Any]] = {}
 
+    @checked
     def fit(
         self,
         train_loader: Iterable[Any],

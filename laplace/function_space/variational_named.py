@@ -9,10 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from laplace.arguments import checked
 from laplace.batch import ForwardFn, Inputs
 from laplace.curvature.engine import CurvatureEngine
 from laplace.enums import FeatureReduction
 from laplace.errors import NotFittedError
+from laplace.fitting import check_override
 from laplace.function_space.base import BaseFunctionalLaplace
 from laplace.function_space.held_out import held_out_nll
 from laplace.function_space.named import require_ggn
@@ -105,6 +107,7 @@ class VaLLA(BaseFunctionalLaplace):
         Energy(self.likelihood_object, alpha, mc_softmax_samples)  # refused now, not at fit
         self.fit_history_: dict[str, list[float]] = {}
 
+    @checked
     def fit(
         self,
         train_loader: Iterable[Any],
@@ -149,6 +152,7 @@ class VaLLA(BaseFunctionalLaplace):
             self.temperature.detach(), lambda problem: (problem.mean() - self.prior_mean.detach()).square().sum(),
             self.seed, self._watch(val_loader, history), val_steps, history["objective"],
         )  # fmt: skip
+        check_override(override)
         former = None if override or self._fit is None else self._fit.curvature
         given = self.structure_options
         self.structure_options = replace(given, training=training, former=former)

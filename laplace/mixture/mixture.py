@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace.arguments import checked
 from laplace.batch import Inputs
 from laplace.enums import HessianStructure, LinkApprox, PredType, SubsetOfWeights
 from laplace.errors import InvalidArgument
@@ -89,6 +90,7 @@ class MixtureLaplace(MixturePosterior, Tunable):
 
     # Predictions.
 
+    @checked
     def __call__(
         self,
         x: Inputs,
@@ -127,6 +129,7 @@ class MixtureLaplace(MixturePosterior, Tunable):
         ]
         return mixed(predictions, self.weights, self.components[0].channel_dim)
 
+    @checked
     def predict(
         self,
         x: Inputs,
@@ -164,6 +167,7 @@ class MixtureLaplace(MixturePosterior, Tunable):
         """`self(x, ...)` with positional options."""
         return self(x, pred_type=pred_type, link_approx=link_approx, n_samples=n_samples)
 
+    @checked
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> tuple[Tensor, list[Tensor]]:
         """Samples of the weights: a component with probability π_k, then a sample of its Gaussian (equation 7).
 
@@ -180,6 +184,7 @@ class MixtureLaplace(MixturePosterior, Tunable):
         counts = torch.bincount(chosen, minlength=self.n_components).tolist()
         return chosen, [la.sample(n, generator) for la, n in zip(self.components, counts, strict=True)]
 
+    @checked
     def functional_samples(
         self,
         x: Inputs,
@@ -197,6 +202,7 @@ class MixtureLaplace(MixturePosterior, Tunable):
 
         return self._drawn(draw, pred_type, n_samples, generator)
 
+    @checked
     def predictive_samples(
         self,
         x: Inputs,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from laplace.arguments import CheckedConstructor, checked
 from laplace.enums import HessianStructure, SubsetOfWeights
 from laplace.likelihoods.base import Likelihood
 from laplace.mixture.components import all_or_none, check_repeatable, check_same_outputs, make_components, shared
@@ -22,7 +23,7 @@ from laplace.posterior.parametric import ParametricLaplace
 from laplace.tuning.subject import log_mean_exp
 
 
-class MixturePosterior:
+class MixturePosterior(CheckedConstructor):
     """What is known of the weights of several networks; `MixtureLaplace` adds predictions, tuning and state.
 
     Args:
@@ -134,6 +135,7 @@ class MixturePosterior:
 
     # Fit and evidence.
 
+    @checked
     def fit(
         self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False, *, decay: float = 1.0
     ) -> None:
@@ -156,6 +158,7 @@ class MixturePosterior:
                 la.fit(train_loader, override, progress_bar, decay=decay)
             check_same_outputs(self.components)
 
+    @checked
     def log_marginal_likelihood(
         self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
     ) -> Tensor:

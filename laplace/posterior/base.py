@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import hyperparameters as hyper
+from laplace.arguments import CheckedConstructor, checked
 from laplace.batch import Inputs
 from laplace.curvature import CurvatureInterface, NativeGGN
 from laplace.enums import LinkApprox, PredType
@@ -20,7 +21,7 @@ from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
 
 
-class BaseLaplace(ABC):
+class BaseLaplace(CheckedConstructor, ABC):
     """A Gaussian posterior around trained weights, in weight space or in function space.
 
     Args:
@@ -169,6 +170,7 @@ class BaseLaplace(ABC):
         """Log det P, 0-dim."""
         return self.evidence().precision.logdet().to(self._like.dtype)
 
+    @checked
     def log_marginal_likelihood(
         self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
     ) -> Tensor:
@@ -208,6 +210,7 @@ class BaseLaplace(ABC):
             self._sigma_noise = self._sigma_noise.detach()
         return value
 
+    @checked
     def marglik(
         self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
     ) -> Tensor:
@@ -220,6 +223,7 @@ class BaseLaplace(ABC):
     def __call__(self, x: Inputs, pred_type: PredType | str = PredType.GLM, **options: Any) -> Any:
         """Predictive distribution at x."""
 
+    @checked
     def predictive(
         self, x: Inputs, pred_type: PredType | str, link_approx: LinkApprox | str, n_samples: int
     ) -> Tensor | tuple[Tensor, Tensor]:

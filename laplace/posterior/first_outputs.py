@@ -14,6 +14,7 @@ from laplace.curvature.engine import detached
 from laplace.lending import lent
 from laplace.likelihoods.logits import require_logits
 from laplace.memory import ran_out
+from laplace.misfits import called
 from laplace.positions import channel_of, channels_last
 from laplace.weights.discovery import hooks_fire
 from laplace.weights.problem import Problem
@@ -37,7 +38,7 @@ def problem_of(la: WeightFit, x: Inputs, y: Tensor) -> Problem:
     if not la.channels_known and y.ndim > 1 and not y.is_floating_point():
         model, call = la.weights.model, call_of(la)
         with lent(model), torch.no_grad():
-            f = _of_one(lambda some: batches.latent(call(model, some)), detached(x))
+            f = _of_one(lambda some: batches.latent(called(model, call, some)), detached(x))
         found = channel_of(f, y[: len(f)])
         if found is not None:
             set_channels(la, found)

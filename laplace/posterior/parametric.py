@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.arguments import checked
 from laplace.batch import Inputs
 from laplace.curvature.jacobian import Jacobian
 from laplace.enums import LinkApprox, PredType
-from laplace.errors import InvalidArgument
+from laplace.errors import InvalidArgument, InvalidType
+from laplace.hyperparameters import check_counts
 from laplace.lending import own_mode, own_precision
+from laplace.noise import check_generator
 from laplace.positions import in_users_layout, unrolled
 from laplace.posterior import state
 from laplace.posterior.weight_predictor import WeightPredictor
@@ -29,6 +32,7 @@ class ParametricLaplace(WeightPredictor, Tunable):
 
     # Predictions.
 
+    @checked
     def __call__(
         self,
         x: Inputs,
@@ -88,13 +92,17 @@ class ParametricLaplace(WeightPredictor, Tunable):
             gaussian = latent.with_noise(gaussian, prediction.sigma_noise)
         return laid_out(gaussian, self.channel_dim, joint=joint)
 
+    @checked
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Samples of the weights, `[S, P]`; of a subnetwork `[S, all trainable parameters]`.
 
         Raises:
             NotFittedError: Before `fit`.
+            InvalidArgument: A negative number of samples.
             ModelChangedError: The fixed weights around a subnetwork are not those of `fit` any more.
         """
+        check_counts(0, n_samples=n_samples)
+        check_generator(generator)
         with torch.no_grad(), own_precision():
             samples = self._theta_samples(n_samples, generator)
             embedded = self.weights.embed(samples)
@@ -102,6 +110,7 @@ class ParametricLaplace(WeightPredictor, Tunable):
                 self.check_unchanged()
             return embedded
 
+    @checked
     def functional_samples(
         self,
         x: Inputs,
@@ -136,6 +145,7 @@ class ParametricLaplace(WeightPredictor, Tunable):
         rows = self._quantities(x, kind, options, lambda: generator, model_kwargs)
         return unrolled(rows.latent_samples, rows.positions, 1)
 
+    @checked
     def predictive_samples(
         self,
         x: Inputs,
@@ -153,6 +163,7 @@ class ParametricLaplace(WeightPredictor, Tunable):
         samples = self._latent_samples(x, pred_type, n_samples, diagonal_output, generator, joint, model_kwargs)
         return in_users_layout(self.likelihood_object.inverse_link(samples), self.channel_dim, 1)
 
+    @checked
     def functional_variance(self, Js: Tensor | Jacobian) -> Tensor:
         """J_b P⁻¹ J_bᵀ of Jacobians `[B, C, P]`, `[B, C, C]`."""
         return self.posterior().functional_variance(self._jacobian(Js))
@@ -161,6 +172,7 @@ class ParametricLaplace(WeightPredictor, Tunable):
         """J P⁻¹ Jᵀ over all data of Jacobians `[B, C, P]`, `[B·C, B·C]`, data major."""
         return self.posterior().functional_covariance(self._jacobian(Js))
 
+    @checked
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Mean and variances of the latent outputs at X, `[B, C]` each, without covariances between outputs."""
         with own_mode(), torch.set_grad_enabled(self.enable_backprop):
@@ -170,6 +182,8 @@ class ParametricLaplace(WeightPredictor, Tunable):
         if isinstance(Js, Jacobian):
             return Js
         n_params = self.problem.layout.n_params
+        if not isinstance(Js, Tensor):
+            raise InvalidType(f"Js is of type {type(Js).__name__}; give Jacobians [B, C, P], P = {n_params}.")
         if Js.ndim != 3 or Js.shape[2] != n_params:
             raise InvalidArgument(f"Js has shape {tuple(Js.shape)}; it must be [B, C, P] with P = {n_params}.")
         return Jacobian.from_dense(Js.to(self._like), self.problem.layout.sizes)
@@ -198,7 +212,7 @@ class ParametricLaplace(WeightPredictor, Tunable):
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> ParametricLaplace:
         """Moves the posterior (and the model, as `nn.Module.to` does) to a device or dtype; returns itself."""
-        state.move(self, None if device is None else torch.device(device), dtype)
+        state.move(self, None if device is None else state.checked_device(device), dtype)
         return self
 
     def __repr__(self) -> str:

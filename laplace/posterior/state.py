@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from laplace.errors import LaplaceError, StateError, StateWarning, warn
+from laplace.errors import InvalidArgument, LaplaceError, StateError, StateWarning, warn
 from laplace.fingerprint import Fingerprint, checksums, same_sums
 from laplace.fitting import Fit
 from laplace.lending import undisturbed
@@ -167,12 +167,30 @@ def _same(mine: Any, theirs: Any) -> bool:
     return mine == theirs
 
 
+def checked_device(device: torch.device | str) -> torch.device:
+    """A device by its name.
+
+    Raises:
+        InvalidArgument: No device has this name.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(
+            f"device={device!r} is no device; accepted are 'cpu', 'cuda', 'cuda:0', 'mps', … or a torch.device, and a "
+            "dtype as dtype=..."
+        ) from error
+
+
 def move(la: ParametricLaplace, device: torch.device | None, dtype: torch.dtype | None) -> None:
     """Moves the model and everything that the posterior holds.
 
     Raises:
+        InvalidArgument: No dtype.
         ModelChangedError: The network was changed after `fit`, so that the posterior is not its own any more.
     """
+    if not isinstance(dtype, torch.dtype | None):
+        raise InvalidArgument(f"dtype={dtype!r} is no dtype; give torch.float32 or torch.float64, for example.")
     la.check_unchanged()
     with undisturbed(la.weights.model):
         la.model.to(device=device, dtype=dtype)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from laplace import batch as batches
 from laplace import fitting
 from laplace import hyperparameters as hyper
+from laplace.arguments import checked
 from laplace.batch import ForwardFn
 from laplace.curvature import CurvatureInterface
 from laplace.curvature.adapted import is_ours
@@ -207,6 +208,7 @@ class WeightFit(BaseLaplace):
 
     # Fit.
 
+    @checked
     def fit(
         self,
         train_loader: Iterable[Any],
@@ -234,12 +236,13 @@ class WeightFit(BaseLaplace):
             InvalidData: A batch cannot be used; the former posterior is kept.
             InvalidArgument: A hyper-parameter's length does not fit the treated parameters or the outputs, or a decay
                 or a subset that is not accepted.
-            InvalidType: What is given for the loader cannot be iterated over.
+            InvalidType: What is given for the loader cannot be iterated over, or targets are given beside it.
             UnsupportedError: The structure is no sum over data, and the former fit cannot fade.
 
         Warns:
             ApproximationWarning: Random outputs, several heads with a last layer, or one of several processes.
         """
+        fitting.check_override(override)
         fitting.check_decay(decay, override=override)
         batches.require_loader(train_loader, "train_loader")
         part = None if subset is None else Subset.drawn(subset, generator)
@@ -281,7 +284,8 @@ class WeightFit(BaseLaplace):
         fitting.warn_of_shards()
         with own_mode(), torch.no_grad(), same_random_state(self.weights.model):
             x, y, train_loader = fitting.begin_reading(train_loader, self.dict_key_y, self._like.device)
-            problem = first_outputs.problem_of(self, x, y)
+            with batches.named("batch 0"):
+                problem = first_outputs.problem_of(self, x, y)
             # Their lengths could not be checked while the last layer was unknown.
             self._prior_precision = self._checked_prior("prior_precision", self._prior_precision)
             self._prior_mean = self._checked_mean(self._prior_mean)

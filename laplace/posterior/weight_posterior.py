@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from laplace import fitting
-from laplace.errors import ApproximationWarning, UnsupportedError, warn
+from laplace.arguments import checked
+from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedError, warn
 from laplace.evidence import Evidence
 from laplace.fitting import planning
 from laplace.fitting.planning import FitPlan
@@ -32,6 +33,7 @@ class WeightPosterior(WeightFit):
 
     # Before and after a fit.
 
+    @checked
     def plan(self, train_loader: Iterable[Any]) -> FitPlan:
         """Predicts memory and time of `fit` and of a prediction from the first batch; nothing is fitted or drawn.
 
@@ -55,6 +57,7 @@ class WeightPosterior(WeightFit):
             survey = self._fitting_engine(problem, go_on=False).survey(x, y)
         return planning.make_plan(survey, problem, self.structure, self.structure_options, n_batches)
 
+    @checked
     def forget(self, loader: Iterable[Any], progress_bar: bool = False, *, weight: float = 1.0) -> None:
         """Removes the contribution of data from the fit: their curvature, their loss and their number.
 
@@ -116,6 +119,7 @@ class WeightPosterior(WeightFit):
         """How `refine` ended; None without one, and after a fit that followed."""
         return self._refinement
 
+    @checked
     def refine(
         self,
         loader: Iterable[Any],
@@ -247,16 +251,27 @@ class WeightPosterior(WeightFit):
 
     def square_norm(self, value: Tensor) -> Tensor:
         """(θ − θ*)ᵀ P (θ − θ*) of `[..., P]`; the prior's before `fit`."""
-        return self._density().quad(value - self.mean)
+        return self._density().quad(self._checked_weights(value) - self.mean)
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
         """Log density of the posterior at θ `[..., P]`; the prior's before `fit`."""
         precision = self._density()
-        unnormalised = -0.5 * precision.quad(value - self.mean)
+        unnormalised = -0.5 * precision.quad(self._checked_weights(value) - self.mean)
         if not normalized:
             return unnormalised
         normaliser = 0.5 * value.shape[-1] * math.log(2 * math.pi) - 0.5 * precision.logdet()
         return (unnormalised - normaliser).to(unnormalised.dtype)
+
+    def _checked_weights(self, value: Tensor) -> Tensor:
+        """Weights `[..., P]`; one number would be spread to all of them.
+
+        Raises:
+            InvalidArgument: Another length.
+        """
+        n_params = self.problem.layout.n_params
+        if value.ndim == 0 or value.shape[-1] != n_params:
+            raise InvalidArgument(f"value has shape {list(value.shape)}; it must be [..., P] with P = {n_params}.")
+        return value
 
     def _density(self) -> Precision:
         if self._fit is None:

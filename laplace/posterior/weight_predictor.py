@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.arguments import checked
 from laplace.batch import Inputs
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import UnsupportedError
@@ -26,6 +27,7 @@ class WeightPredictor(WeightPosterior):
     The arguments are those of `WeightFit`.
     """
 
+    @checked
     def predict(
         self,
         x: Inputs,
@@ -79,6 +81,7 @@ class WeightPredictor(WeightPosterior):
         self, x: Inputs, kind: PredType, options: PredictionOptions, draws: Draws, model_kwargs: dict[str, Any]
     ) -> Quantities:
         if kind == PredType.NN:
+            latent.check_model_kwargs(self.problem.module, model_kwargs)
             return self._of(self._sampled(x, model_kwargs), options, draws)
         latent.refuse_model_kwargs(model_kwargs)
         return self._of(self._linearised(x), options, draws)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import replace
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor
 
 from laplace import batch as batches
+from laplace.arguments import hint
 from laplace.batch import Inputs
 from laplace.curvature.engine import CurvatureEngine, detached
 from laplace.curvature.jacobian import Jacobian
 from laplace.enums import PredType
-from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
+from laplace.errors import InvalidArgument, InvalidCall, InvalidData, UnsupportedError
 from laplace.gaussian import Gaussian
 from laplace.hyperparameters import check_counts
 from laplace.lending import lent
@@ -253,16 +255,39 @@ def needs_variances_only(link: str, *, independent: bool) -> bool:
     return LINKS[link].serving(independent=independent)[1]
 
 
+_OPTIONS = ("pred_type", "joint", "link_approx", "n_samples", "diagonal_output", "generator")
+"""Options of predictions, one of which an argument that is not known may be meant to be."""
+
+
 def refuse_model_kwargs(model_kwargs: dict[str, Any]) -> None:
     """Raises if arguments were given that only sampled predictions pass on.
 
     Raises:
-        InvalidArgument: There are some.
+        InvalidCall: There are some.
     """
-    if model_kwargs:
-        raise InvalidArgument(
-            f"unexpected arguments {sorted(model_kwargs)}: pred_type='glm' passes none to the model; use "
-            "pred_type='nn', or bind them with forward_fn=."
+    for name in model_kwargs:
+        meant = hint(name, _OPTIONS) or "it is no option of predictions."
+        raise InvalidCall(
+            f"unexpected argument {name!r}; {meant} pred_type='glm' passes none to the model; use pred_type='nn' for "
+            "arguments of the model, or bind them with forward_fn=."
+        )
+
+
+def check_model_kwargs(model: torch.nn.Module, model_kwargs: dict[str, Any]) -> None:
+    """Raises if arguments were given that the model does not take.
+
+    Raises:
+        InvalidCall: There are some.
+    """
+    if not model_kwargs:
+        return
+    taken = inspect.signature(model.forward).parameters
+    unknown = [name for name in model_kwargs if name not in taken]
+    if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+        meant = hint(unknown[0], _OPTIONS) or "it is no option of predictions."
+        raise InvalidCall(
+            f"unexpected argument {unknown[0]!r}; {meant} pred_type='nn' passes what is none to the model, whose "
+            f"forward takes {', '.join(taken)}."
         )
 
 
@@ -295,10 +320,11 @@ def check_options(
         InvalidArgument: Unknown predictive or link, or no samples.
         InvalidType: The generator is no `torch.Generator`.
     """
-    if pred_type not in (PredType.GLM, PredType.NN):
+    if str(pred_type) not in (PredType.GLM, PredType.NN):
+        given = f"={pred_type!r}" if isinstance(pred_type, str) else f" is a {type(pred_type).__name__}"
         raise InvalidArgument(
-            f"pred_type={str(pred_type)!r}; accepted are 'glm' and 'nn' ('gp' is the predictive of "
-            "hessian_structure='gp')."
+            f"pred_type{given}; accepted are 'glm' and 'nn' ('gp' is the predictive of hessian_structure='gp'). It "
+            "follows the inputs, which are given alone, without targets: la(x, pred_type='glm')."
         )
     if link_approx is not None and str(link_approx) not in LINKS:
         raise InvalidArgument(f"link_approx={str(link_approx)!r}; accepted are {list(LINKS)}.")

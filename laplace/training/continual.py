@@ -24,6 +24,7 @@ from tqdm.auto import trange
 
 from laplace import batch as batches
 from laplace import targets
+from laplace.arguments import checked
 from laplace.batch import Inputs, require_rereadable
 from laplace.curvature.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
@@ -32,6 +33,7 @@ from laplace.fingerprint import Fingerprint
 from laplace.fitting import FirstBatch, Fit
 from laplace.hyperparameters import check_counts
 from laplace.lending import flags_put_back, own_mode
+from laplace.misfits import called
 from laplace.positions import as_rows
 from laplace.posterior.first_outputs import call_of
 from laplace.structures.base import Precision
@@ -195,6 +197,7 @@ class TaskResult:
 # The loop.
 
 
+@checked
 def continual_training(
     la: ParametricLaplace,
     train_loaders: Iterable[Iterable[Any]],
@@ -224,6 +227,7 @@ def continual_training(
     return results
 
 
+@checked
 def train_task(
     la: ParametricLaplace,
     train_loader: Iterable[Any],
@@ -355,7 +359,7 @@ class _Descent:
 def _negative_log_likelihood(la: ParametricLaplace, x: Inputs, y: Tensor) -> Tensor:
     """−log p(y | f(x)) of a batch at the model's present weights, 0-dim, at the posterior's noise and temperature."""
     likelihood = la.likelihood_object
-    f = batches.latent(call_of(la)(la.weights.model, x))
+    f = batches.latent(called(la.weights.model, call_of(la), x))
     f, y = as_rows(f, y, la.channel_dim if la.channels_known else None)
     y = la.engine.checked(f, y)
     terms = likelihood.loss_terms(f, y)

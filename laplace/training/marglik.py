@@ -13,6 +13,7 @@ from tqdm.auto import trange
 
 from laplace import batch as batches
 from laplace import targets
+from laplace.arguments import checked
 from laplace.batch import ForwardFn, Inputs
 from laplace.curvature import CurvatureInterface
 from laplace.enums import HessianStructure, Likelihood, PriorStructure
@@ -24,6 +25,7 @@ from laplace.posterior.parametric import ParametricLaplace
 from laplace.training.online import OnlineLaplace
 
 
+@checked
 def marglik_training(
     model: nn.Module,
     train_loader: Iterable[Any],

@@ -19,6 +19,7 @@ from torch.optim import Adam
 
 from laplace import batch as batches
 from laplace import targets
+from laplace.arguments import CheckedConstructor
 from laplace.batch import ForwardFn, Inputs, require_rereadable
 from laplace.curvature import CurvatureInterface
 from laplace.enums import HessianStructure, Likelihood, PriorStructure, SubsetOfWeights
@@ -28,6 +29,7 @@ from laplace.hyperparameters import check_counts
 from laplace.layout import flatten
 from laplace.lending import own_mode, same_random_state
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
+from laplace.misfits import called
 from laplace.positions import as_rows
 from laplace.posterior.first_outputs import call_of
 from laplace.posterior.parametric import ParametricLaplace
@@ -54,7 +56,7 @@ class Checkpoint:
     state_dict: dict[str, Any]
 
 
-class OnlineLaplace:
+class OnlineLaplace(CheckedConstructor):
     """Hyper-parameters of a training loop that follow the evidence; `laplace.marglik_training` is such a loop.
 
     With w = 1/(σ²T), the factor of the unit negative log likelihood ℓ (cross-entropy, half the squared error), a loop
@@ -180,7 +182,7 @@ class OnlineLaplace:
 
     def forward(self, x: Inputs) -> Tensor:
         """Outputs `[B, C]` of the network on inputs that lie anywhere."""
-        return batches.latent(self.forward_fn(self.model, batches.to_device(x, self.prior_precision.device)))
+        return batches.latent(called(self.model, self.forward_fn, batches.to_device(x, self.prior_precision.device)))
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         """What to minimise: the mean loss of a batch plus its share of the prior, L(θ) of the class, 0-dim.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.enums import TuningMethod
+from laplace.enums import PredType, TuningMethod
 from laplace.errors import InvalidArgument, TuningWarning, warn
 from laplace.hyperparameters import check_counts, positive
 from laplace.tuning.ascent import Evaluate, Search, minimise
@@ -93,6 +93,21 @@ class TuningResult:
     def setting(self) -> Setting:
         """The hyper-parameters."""
         return Setting(self.prior_precision, self.sigma_noise, self.temperature)
+
+
+def check_predictive(pred_type: Any) -> None:
+    """Checks the first argument of `optimize_prior_precision`, in whose place others are given.
+
+    Raises:
+        InvalidArgument: It is no predictive.
+    """
+    if str(pred_type) in tuple(PredType):
+        return
+    given = repr(str(pred_type)) if isinstance(pred_type, str) else f"a {type(pred_type).__name__}"
+    raise InvalidArgument(
+        f"pred_type is {given}; accepted are 'glm' and 'nn' ('gp' for hessian_structure='gp'). It is the first "
+        "argument of optimize_prior_precision: give others by name, method='gridsearch', val_loader=..."
+    )
 
 
 def choose_prior_precision(subject: Subject, options: TuningOptions) -> TuningResult:

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.arguments import checked
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
 from laplace.tuning.candidates import Predictive
 from laplace.tuning.choose import (
     SearchOptions,
     TuningOptions,
     TuningResult,
+    check_predictive,
     choose_hyperparameters,
     choose_prior_precision,
     report,
@@ -36,6 +38,7 @@ class Tunable(ABC):
     def _subject(self) -> Subject:
         """The posteriors that are tuned."""
 
+    @checked
     def optimize_prior_precision(
         self,
         pred_type: PredType | str = PredType.GLM,
@@ -88,6 +91,7 @@ class Tunable(ABC):
                 prior per tensor or per parameter of a mixture's components with different ones; the prior precision is
                 left as it was.
         """
+        check_predictive(pred_type)
         options = TuningOptions(
             method=str(method), n_steps=n_steps, lr=lr, init_prior_prec=init_prior_prec,
             prior_structure=str(prior_structure), val_loader=val_loader, loss=loss,
@@ -103,6 +107,7 @@ class Tunable(ABC):
         if verbose:
             print(f"Optimized prior precision is {subject.first.prior_precision}.")  # noqa: T201
 
+    @checked
     def optimize_hyperparameters(
         self,
         tune: str | Sequence[str] = "prior_precision",

@@ -21,7 +21,10 @@ class AllWeights(Weights):
         super().__init__(model, forward_fn)
         tensors = trainable(self.model)
         if next(self.model.parameters(), None) is None:
-            raise InvalidArgument(f"the model, a {type(self.model).__name__}, has no parameter that could be random.")
+            raise InvalidArgument(
+                f"the model, a {type(self.model).__name__}, has no parameter that could be random (layers in a plain "
+                "list are not registered: see nn.ModuleList)."
+            )
         if not tensors:
             raise InvalidArgument(
                 "every parameter of the model is frozen (requires_grad=False), so no weight can be random; unfreeze "

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from laplace import batch as batches
 from laplace.batch import ForwardFn, Inputs
 from laplace.errors import InvalidArgument
 from laplace.lending import lent, unwrap
+from laplace.misfits import called
 
 LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Modules that can be a last layer."""
@@ -38,10 +38,11 @@ def find_last_layer(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = 
 
     Raises:
         InvalidArgument: No such module ran, or the last one is neither `nn.Linear` nor a convolution.
+        InvalidInputs: The model cannot be run on x.
     """
     inner = unwrap(model)
     watched = {name: module for name, module in inner.named_modules() if has_parameters(name, module)}
-    finished = _watch(inner, watched, lambda: (forward_fn or batches.call)(inner, x))
+    finished = _watch(inner, watched, lambda: called(inner, forward_fn, x))
     last = next((name for name in reversed(finished) if not has_run_inside(name, finished)), None)
     if last is None:
         raise InvalidArgument(

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from laplace import batch as batches
+from laplace.arguments import CheckedConstructor
 from laplace.batch import Inputs
 from laplace.errors import InvalidArgument, InvalidData, NotFittedError
 from laplace.lending import unwrap
 from laplace.weights.discovery import find_last_layer, require_linear
 
 
-class SubnetMask(ABC):
+class SubnetMask(CheckedConstructor, ABC):
     """Base of all masks: a subclass says which entries are chosen, `select` turns them into indices once.
 
     Args:

@@ -15,6 +15,7 @@ from laplace.batch import ForwardFn, Inputs
 from laplace.errors import InvalidData
 from laplace.layout import Layout
 from laplace.lending import undisturbed
+from laplace.misfits import called
 from laplace.positions import ChannelsLast
 
 
@@ -140,8 +141,8 @@ class Problem:
     def detached(self) -> dict[str, Tensor]:
         """Every parameter by name, detached; of a head also tied ones apart, since its features are fixed."""
         if self.head is None:
-            return {name: tensor.detach() for name, tensor in self.module.named_parameters()}
-        return {name: tensor.detach() for name, tensor in self._places()}
+            return {name: _plain(tensor) for name, tensor in self.module.named_parameters()}
+        return {name: _plain(tensor) for name, tensor in self._places()}
 
     def _places(self) -> Iterator[tuple[str, Tensor]]:
         """Every place of a parameter: tied ones have several, but one module with several names has only the first.
@@ -187,11 +188,26 @@ class Problem:
         substitutes = {f"module.{name}": tensor for name, tensor in self._everywhere(tensors).items()}
         f = functional_call(caller, substitutes, (x,), tie_weights=False)
         if f.ndim < 2:
-            raise InvalidData(
-                f"the network's output has shape {tuple(f.shape)}; a Laplace approximation needs [B, C], or "
-                "[B, *positions, C]. Reshape the output in the model or by forward_fn=."
-            )
+            raise InvalidData(_without_channels(f, x))
         return f
+
+
+def _without_channels(f: Tensor, x: Inputs) -> str:
+    """What is wrong with outputs `[B]` or `[C]`."""
+    given = next(iter(batches.tensors(x)), f)
+    found = (
+        f"the network's output has shape {list(f.shape)} for inputs of shape {list(given.shape)}; a Laplace "
+        "approximation needs [B, C], or [B, *positions, C]"
+    )
+    if f.ndim and given.ndim > 1 and len(given) == len(f):
+        return (
+            f"{found}. For one output per datum leave squeeze(-1) away, or give forward_fn=lambda model, x: "
+            "model(x).unsqueeze(-1), and targets [B, 1]."
+        )
+    return (
+        f"{found}. If the inputs are of one datum, give them a batch dimension, x.unsqueeze(0), and data sets in a "
+        "torch.utils.data.DataLoader; else reshape the output in the model or by forward_fn=."
+    )
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -205,8 +221,8 @@ class Caller(nn.Module):
     def __init__(self, module: nn.Module, forward_fn: ForwardFn | None) -> None:
         super().__init__()
         self.module = module
-        self.forward_fn = forward_fn or batches.call
+        self.forward_fn = forward_fn
 
     def forward(self, x: Inputs) -> Tensor:
         """The output tensor, whatever the model returns it in."""
-        return batches.latent(self.forward_fn(self.module, x))
+        return batches.latent(called(self.module, self.forward_fn, x))

@@ -18,6 +18,7 @@ from laplace import batch as batches
 from laplace import targets
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 from laplace.lending import unwrap
+from laplace.misfits import called
 from laplace.noise import drawn_seed
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -105,7 +106,7 @@ def _train_epoch(
             x, y = targets.split(batch, dict_key_y, model)
             empty = False
             optimizer.zero_grad()
-            f = batches.latent(batches.call(model, batches.to_device(x, device)))
+            f = batches.latent(called(model, None, batches.to_device(x, device)))
             criterion(f, y.to(device)).backward()
             optimizer.step()
     if empty:

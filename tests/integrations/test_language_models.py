@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace, MixtureLaplace, marglik_training
-from laplace.errors import ApproximationWarning, InvalidData
+from laplace.errors import ApproximationWarning, InvalidData, InvalidInputs
 from laplace.training.continual import continual_training
 from tests.reference.compare import assert_close
 
@@ -239,7 +239,7 @@ def test_a_batch_at_fault_says_nothing_of_the_model() -> None:
     la = Laplace(model, "classification", "last_layer", "diag", last_layer_name="lm_head")
     unknown = batch()
     unknown["input_ids"] = unknown["input_ids"] + VOCABULARY
-    with pytest.raises(IndexError):
+    with pytest.raises(InvalidInputs, match="indices from 0 to"):
         la.fit([unknown])
     la.fit([batch()])
     assert la.n_data == int((batch()["labels"][:, 1:] != -100).sum())

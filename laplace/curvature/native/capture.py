@@ -128,6 +128,8 @@ def capture(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fal
     ):
         last = problem.run(stand_ins, x)
         f = last.flatten(1)
+        if not f.requires_grad:  # no treated tensor is used: all derivatives are zero
+            f = f.detach().requires_grad_()
     if problem.reduction is not None and last.ndim > 2:
         raise InvalidArgument(
             f"feature_reduction={problem.reduction!r}, but the network's outputs have positions, shape "

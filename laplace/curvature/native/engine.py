@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from laplace.curvature.native.passes import ForwardPass
 from laplace.curvature.native.plan import Plan, make_plan, unused_still
 from laplace.curvature.native.products import Linearised
 from laplace.curvature.native.surveying import surveyed
+from laplace.curvature.native.unused import check_unreached
 from laplace.curvature.survey import Survey
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory, UnsupportedError
 from laplace.lending import lent
@@ -75,6 +76,7 @@ class NativeEngine(CurvatureEngine):
         self._loop_twice = prefers_loop(problem.module, twice=True)
         self._plans: dict[object, Plan] = {}
         self._rules: dict[str, str] = {}
+        self._unreached: set[str] = set()
 
     # Primitives of every kind.
 
@@ -187,6 +189,7 @@ class NativeEngine(CurvatureEngine):
             plan = self._plans.get(key)
             if plan is None or not unused_still(plan, self.problem, taken):
                 plan = self._prove(taken, x, n_data)
+                self._check_unreached(x, [i for i, explanation in enumerate(plan) if explanation.rule == "unused"])
                 self._remember(key, plan)
             return ForwardPass(self.problem, x, taken, plan, self.memory_budget)
 
@@ -214,6 +217,13 @@ class NativeEngine(CurvatureEngine):
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = plan
 
+    def _check_unreached(self, x: Inputs, slots: Sequence[int]) -> None:
+        """Looks once at tensors that autograd does not reach; `check_unreached` says for what."""
+        names = [self.problem.slots[i].name for i in slots]
+        if not self._unreached.issuperset(names):
+            self._unreached.update(names)
+            check_unreached(self.problem, x, names)
+
     def observe(self, x: Inputs, y: Tensor) -> tuple[ForwardPass, Tensor]:
         """A forward pass with a proven plan, and checked targets."""
         taken = self.forward(x)
@@ -232,6 +242,8 @@ class NativeEngine(CurvatureEngine):
         taken = capture(self.problem, detached(x), loop=self._loop_twice, create_graph=True)
         if taken.f.shape[0] == 0:
             raise InvalidData("the batch holds no data.")
+        if taken.f.is_leaf:
+            self._check_unreached(x, range(len(self.problem.slots)))
         for slot in self.problem.slots:
             self._rules.setdefault(slot.name, "products with vectors")
         return taken

@@ -1,0 +1,136 @@
+"""Calls with missing, unknown or surplus arguments: errors that say which name was meant, and what a missing one is."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from inspect import Parameter
+from typing import Any, ParamSpec, TypeVar
+
+from laplace.errors import InvalidCall, LaplaceError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_CLOSE = 0.6
+"""Similarity of two names (0 to 1) from which one may be a misspelling of the other."""
+
+_MISSING = {
+    "likelihood": "'classification', 'regression', 'bernoulli' or 'reward_modeling'",
+    "subnetwork_indices": "int64 positions in the flattened trainable parameters, which a mask of laplace.utils gives: "
+    "LargestMagnitudeSubnetMask(model, n_params_subnet=100).select()",
+    "n_subset": "how many data the Gaussian process is of, e.g. n_subset=200 (all data: their number)",
+    "subsample_size": "how many data the directions are of, e.g. subsample_size=200",
+    "n_eigenvalues": "how many of their directions are kept, e.g. n_eigenvalues=20",
+    "inducing_locations": "inputs at which the posterior is represented, [M, …], or None with num_inducing=, which "
+    "takes training inputs",
+    "train_loader": "batches (x, y), a DataLoader or a list: [(x, y)]",
+    "x": "inputs [B, …]",
+}
+"""What to pass for an argument without a default."""
+
+_ELSEWHERE = {
+    "last_layer_name": "it is an argument of subset_of_weights='last_layer'",
+    "feature_reduction": "it is an argument of subset_of_weights='last_layer'",
+    "subnetwork_indices": "it is an argument of subset_of_weights='subnetwork'",
+    "damping": "it is an argument of hessian_structure='kron'",
+    "n_subset": "it is an argument of hessian_structure='gp'",
+    "prior_precision": "give it to the constructor, or assign la.prior_precision",
+    "sigma_noise": "give it to the constructor, or assign la.sigma_noise",
+    "temperature": "give it to the constructor, or assign la.temperature",
+    "seed": "give generator=torch.Generator().manual_seed(seed) where random numbers are drawn",
+}
+"""Where names belong that are arguments of other calls than the one that they were given to."""
+
+
+class CheckedConstructor:
+    """Refuses arguments that a constructor does not know by own errors, and leaves the constructor a plain function."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An object, if the arguments fit; without any, as in copies, the constructor itself says what it needs."""
+        if args or kwargs:
+            check_call(cls.__init__, cls.__name__, (None, *args), kwargs)
+        return super().__new__(cls)
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes Python's errors about a function's own arguments those of this library; a right call costs nothing."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            trace = error.__traceback__
+            if isinstance(error, LaplaceError) or trace is None or trace.tb_next is not None:
+                raise  # from inside of the function
+        check_call(function, function.__name__, args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def check_call(
+    function: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any], also: Iterable[str] = ()
+) -> None:
+    """Checks that a function can be called with arguments.
+
+    Args:
+        function: Its signature counts; the first argument of a method is among `args`.
+        name: Of the function, for the message.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        also: Names that are accepted where the call comes from.
+
+    Raises:
+        InvalidCall: An argument is missing, unknown, or one too many.
+    """
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        parameters = {key: p for key, p in signature.parameters.items() if key != "self"}
+        known = [*also, *(key for key, p in parameters.items() if p.kind is not Parameter.VAR_KEYWORD)]
+        unknown = [key for key in kwargs if key not in known]
+        if unknown and not any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
+            raise InvalidCall(unknown_argument(name, unknown[0], known)) from None
+        given = [*list(signature.parameters)[: len(args)], *kwargs]
+        lacking = [key for key, p in parameters.items() if _is_required(p) and key not in given]
+        if lacking:
+            raise InvalidCall(f"{name}() needs {' and '.join(map(_described, lacking))}.") from None
+        raise InvalidCall(f"{name}(): {error}; accepted are, in this order, {', '.join(known)}.") from None
+
+
+def unknown_argument(name: str, given: str, accepted: Sequence[str]) -> str:
+    """What is said of an unknown argument: the accepted name that was meant, where it belongs, or all names."""
+    meant = hint(given, accepted) or f"accepted are {', '.join(accepted)}."
+    return f"{name}() has no argument {given!r}; {meant}"
+
+
+def hint(given: str, accepted: Sequence[str]) -> str:
+    """Which accepted name an unknown one may stand for, or where it belongs; empty if neither is known."""
+    near = nearest(given, accepted)
+    if given in _ELSEWHERE and given not in accepted:
+        return f"{_ELSEWHERE[given]}."
+    return "" if near is None else f"did you mean {near!r}?"
+
+
+def nearest(given: str, accepted: Sequence[str]) -> str | None:
+    """The accepted name that a given one resembles, or is a part of; None if there is none."""
+    others = [name for name in accepted if name != given]
+    close = difflib.get_close_matches(given, others, 1, _CLOSE)
+    parts = [name for name in others if len(given) > 3 and given in name]
+    return next(iter(close or parts), None)
+
+
+def _is_required(parameter: Parameter) -> bool:
+    return parameter.default is Parameter.empty and parameter.kind not in (
+        Parameter.VAR_KEYWORD,
+        Parameter.VAR_POSITIONAL,
+    )
+
+
+def _described(name: str) -> str:
+    return f"{name!r}, {_MISSING[name]}" if name in _MISSING else repr(name)

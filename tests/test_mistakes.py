@@ -1,0 +1,786 @@
+"""What new users do wrong: each mistake gives the right number, or an error or a warning of the library that says what
+to do.
+
+One row a mistake. An error or a warning names the argument (or batch) and the remedy; what is no mistake to the library
+is compared with a dense oracle in float64. At most three rows end in an error of PyTorch or Python.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import laplace
+from laplace import Laplace, MixtureLaplace, curvature, marglik_training
+from laplace.errors import (
+    ApproximationWarning,
+    CurvatureError,
+    InvalidArgument,
+    InvalidCall,
+    InvalidData,
+    InvalidInputs,
+    InvalidType,
+    LaplaceError,
+    ModelChangedError,
+    NotFittedError,
+    StateError,
+    TuningWarning,
+    UnsupportedError,
+)
+from laplace.weights.masks_scored import LargestMagnitudeSubnetMask
+from tests import grid
+from tests.reference import curvature as reference
+from tests.reference import predictive
+from tests.reference.compare import assert_close
+
+C, R, B = "classification", "regression", "bernoulli"
+X, Y = grid.data()
+XR, YR = grid.data(R)
+Y1 = YR[:, :1]
+WIDE = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(12, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def net(n_outputs: int = 3) -> nn.Module:
+    return grid.network(n_outputs=n_outputs)
+
+
+def conv() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 3))
+
+
+def words() -> nn.Module:
+    return nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(4, 3))
+
+
+def new(model: nn.Module | None = None, likelihood: str = C, weights: str = "all", structure: str = "full",
+        **options: Any) -> Any:  # fmt: skip
+    return Laplace(net() if model is None else model, likelihood, weights, structure, **options)
+
+
+def fitted(*args: Any, **options: Any) -> Any:
+    la = new(*args, **options)
+    la.fit([(X, Y if la.likelihood == C else YR)])
+    return la
+
+
+def fit(x: Any, y: Any, model: nn.Module | None = None, likelihood: str = C, weights: str = "all") -> None:
+    new(model, likelihood, weights).fit([(x, y)])
+
+
+class Net(nn.Module):
+    """A network of two layers and what users make of its outputs."""
+
+    def __init__(self, end: Callable[[Tensor], Any] = lambda f: f, n_outputs: int = 3) -> None:
+        super().__init__()
+        self.body, self.head, self.end = nn.Linear(3, 4), nn.Linear(4, n_outputs), end
+
+    def forward(self, x: Tensor) -> Any:
+        return self.end(self.head(torch.tanh(self.body(x))))
+
+
+class Unused(Net):
+    """Has a layer that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(2, 2)
+
+
+class NoGrad(Net):
+    """Was decorated for evaluation."""
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x)
+
+
+class FixedBody(Net):
+    """Computes its features without gradients, and yet they are trainable."""
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            features = torch.tanh(self.body(x))
+        return self.head(features)
+
+
+class Matrix(nn.Module):
+    """Multiplies by itself, without a layer of PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Listed(nn.Module):
+    """Hides its layers in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(3, 3)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mistake.
+
+    Attributes:
+        run: Makes it.
+        outcome: The error or warning.
+        words: What the message says: the argument or batch, and the remedy.
+    """
+
+    run: Callable[[], Any]
+    outcome: type[Exception]
+    words: tuple[str, ...]
+
+
+def row(outcome: type[Exception], run: Callable[[], Any], *words: str) -> Row:
+    return Row(run, outcome, words)
+
+
+def changed(la: Any, change: Callable[[Any], Any]) -> Any:
+    """A fitted posterior after a change of its model."""
+    with torch.no_grad():
+        change(la.model)
+    return la
+
+
+def pair(la: Any, *others: Any) -> Any:
+    return la, *others
+
+
+LOADING: dict[str, Row] = {
+    "targets beside the inputs": row(InvalidType, lambda: new().fit(X, Y), "override", "la.fit([(X, Y)])"),
+    "targets beside a loader": row(InvalidType, lambda: new().fit([(X, Y)], Y), "override", "DataLoader"),
+    "validation data at fit": row(InvalidType, lambda: new().fit([(X, Y)], [(X, Y)]), "override", "val_loader"),
+    "None for override": row(InvalidType, lambda: new().fit([(X, Y)], None), "override", "True or False"),
+    "targets beside, GP": row(
+        InvalidType, lambda: new(structure="gp", n_subset=3).fit(X, Y), "override", "la.fit([(X, Y)])"
+    ),
+    "a pair for a loader": row(InvalidData, lambda: new().fit((X, Y)), "[(x, y)]"),
+    "a tensor for a loader": row(InvalidType, lambda: new().fit(X), "train_loader", "[(x, y)]"),
+    "a mapping for a loader": row(InvalidType, lambda: new().fit({"x": X, "y": Y}), "train_loader", "[(x, y)]"),
+    "a path for a loader": row(InvalidType, lambda: new().fit("data.csv"), "train_loader", "DataLoader"),
+    "a data set for a loader": row(InvalidData, lambda: new().fit(TensorDataset(X, Y)), "DataLoader(dataset"),
+    "a data set for a loader, regression": row(
+        InvalidData, lambda: new(net(1), R).fit(TensorDataset(XR, Y1)), "batch 0", "DataLoader"
+    ),
+    "batch_size=None": row(
+        InvalidData, lambda: new().fit(DataLoader(TensorDataset(X, Y), batch_size=None)), "batch_size=..."
+    ),
+    "rows of tensors zipped": row(InvalidData, lambda: new().fit(zip(X, Y, strict=True)), "DataLoader"),
+    "an enumerated loader": row(InvalidData, lambda: new().fit(enumerate([(X, Y)])), "targets", "tuple"),
+    "an exhausted loader": row(InvalidData, lambda: new().fit(iter(())), "loader", "at least one datum"),
+    "no data": row(InvalidData, lambda: new(weights="last_layer").fit([]), "loader", "at least one datum"),
+    "an empty batch": row(InvalidData, lambda: fit(X[:0], Y[:0]), "batch 0", "no data"),
+    "inputs without targets": row(InvalidData, lambda: new().fit(DataLoader(TensorDataset(X), 5)), "pairs (x, y)"),
+    "another key than labels": row(
+        InvalidData, lambda: new().fit([{"x": X, "y": Y}]), "batch 0", "dict_key_y", "['x', 'y']"
+    ),
+    "a mapping for a plain network": row(
+        InvalidInputs, lambda: new(dict_key_y="y").fit([{"x": X, "y": Y}]), "batch 0", "['x', 'y']", "model(x['x'])"
+    ),
+    "a third part in batches": row(
+        InvalidInputs, lambda: new().fit([(X, Y, torch.arange(12))]), "batch 0", "forward(input)", "(x1, …, y)"
+    ),
+    "a later batch of another width": row(
+        InvalidInputs, lambda: new().fit([(X, Y), (WIDE, Y)]), "batch 1", "[12, 4]", "[B, …, 3]"
+    ),
+    "validation data of another width": row(
+        InvalidInputs,
+        lambda: fitted().optimize_prior_precision(method="gridsearch", val_loader=[(WIDE, Y)]),
+        "validation batch 0", "[12, 4]", "[B, …, 3]",
+    ),
+}  # fmt: skip
+
+INPUTS: dict[str, Row] = {
+    "x of a wrong width": row(
+        InvalidInputs, lambda: fit(WIDE, Y), "batch 0", "layer '0'", "in_features=3", "[12, 4]", "[B, …, 3]"
+    ),
+    "x of a wrong width, last layer": row(
+        InvalidInputs, lambda: fit(WIDE, Y, weights="last_layer"), "batch 0", "[12, 4]", "[B, …, 3]"
+    ),
+    "x of a wrong width, predicted": row(InvalidInputs, lambda: fitted()(WIDE), "[12, 4]", "[B, …, 3]"),
+    "x of a wrong width, sampled": row(InvalidInputs, lambda: fitted()(WIDE, "nn"), "[12, 4]", "[B, …, 3]"),
+    "x of a wrong width, without layers": row(
+        InvalidInputs, lambda: fit(WIDE, Y, Matrix()), "batch 0", "[12, 4]", "size on which the network was trained"
+    ),
+    "float64 data": row(
+        InvalidInputs, lambda: fit(X.double(), Y), "batch 0", "torch.float64", "x.float()", "model.double()"
+    ),
+    "float64 data, without layers": row(
+        InvalidInputs, lambda: fit(X.double(), Y, Matrix()), "batch 0", "torch.float64", "x.float()", "model.double()"
+    ),
+    "float64 data predicted": row(InvalidInputs, lambda: fitted()(X.double()), "torch.float64", "x.float()"),
+    "integer data": row(InvalidInputs, lambda: fit(X.long(), Y), "batch 0", "torch.int64", "x.float()"),
+    "bytes of images": row(
+        InvalidInputs, lambda: fit(IMAGES.to(torch.uint8), Y, conv()), "batch 0", "torch.uint8", "x.float()"
+    ),
+    "float32 data, half network": row(
+        InvalidInputs, lambda: fit(X, Y, net().half()), "batch 0", "torch.float16", "x.half()", "model.float()"
+    ),
+    "words as floats": row(
+        InvalidInputs, lambda: fit(torch.zeros(12, 2), Y, words()), "batch 0", "Embedding", "x.long()"
+    ),
+    "words of another vocabulary": row(
+        InvalidInputs, lambda: fit(torch.full((12, 2), 7), Y, words()), "batch 0", "Embedding", "from 0 to 4"
+    ),
+    "channels last": row(
+        InvalidInputs, lambda: fit(IMAGES.movedim(1, -1), Y, conv()), "batch 0", "[B, 3, …]", "movedim(-1, 1)"
+    ),
+    "one image": row(
+        InvalidInputs,
+        lambda: pair(la := new(conv()), la.fit([(IMAGES, Y)]))[0](IMAGES[0]),
+        "[3, 8, 8]", "with the batch first",
+    ),
+    "one datum": row(InvalidData, lambda: fitted()(X[0]), "inputs of shape [3]", "x.unsqueeze(0)"),
+    "a list of numbers": row(InvalidData, lambda: fitted()(X.tolist()), "type list", "torch.as_tensor"),
+    "an array": row(InvalidData, lambda: fitted()(X.numpy()), "type ndarray", "torch.as_tensor"),
+    "a text": row(InvalidData, lambda: fitted()("text"), "type str", "torch.as_tensor"),
+    "nothing": row(InvalidData, lambda: fitted()(None), "type NoneType", "torch.as_tensor"),
+    "a loader predicted": row(InvalidData, lambda: fitted()(DataLoader(TensorDataset(X))), "type DataLoader", "tensor"),
+    "a pair predicted": row(InvalidInputs, lambda: fitted()((X, Y)), "2 parts", "la(x)"),
+    "targets beside inputs predicted": row(InvalidArgument, lambda: fitted()(X, Y), "pred_type", "without targets"),
+    "no data predicted": row(InvalidData, lambda: fitted()(X[:0]), "no data"),
+    "NaN": row(InvalidData, lambda: fit(X / 0 * 0, Y), "batch 0", "look at the inputs"),
+    "data on the meta device": row(InvalidData, lambda: fit(X.to("meta"), Y), "batch 0", "meta device"),
+}  # fmt: skip
+
+TARGETS: dict[str, Row] = {
+    "labels from 1": row(InvalidData, lambda: fit(X, Y + 1), "batch 0", "Label 3", "0 to 2"),
+    "label -1 for none": row(InvalidData, lambda: fit(X, Y - 1), "batch 0", "Label -1", "-100, which is ignored"),
+    "float labels": row(InvalidData, lambda: fit(X, Y.float()), "batch 0", "y.long()"),
+    "one-hot labels": row(InvalidData, lambda: fit(X, nn.functional.one_hot(Y, 3)), "batch 0", "y.argmax(-1)"),
+    "labels [B, 1]": row(InvalidData, lambda: fit(X, Y[:, None]), "batch 0", "y.squeeze(-1)"),
+    "too few labels": row(InvalidData, lambda: fit(X, Y[:7]), "batch 0", "a label for every datum"),
+    "names for labels": row(InvalidData, lambda: fit(X, ["cat"] * 12), "batch 0", "torch.as_tensor"),
+    "labels for regression": row(InvalidData, lambda: fit(X, Y, likelihood=R), "batch 0", "unsqueeze(-1)"),
+    "targets [B]": row(InvalidData, lambda: fit(XR, Y1[:, 0], net(1), R), "batch 0", "y.unsqueeze(-1)"),
+    "targets transposed": row(InvalidData, lambda: fit(XR, YR.T, likelihood=R), "batch 0", "[3, 12]"),
+    "NaN targets": row(InvalidData, lambda: fit(XR, YR / 0 * 0, likelihood=R), "batch 0", "remove those data"),
+    "labels -1 and 1": row(
+        InvalidData, lambda: fit(X, 2 * (Y1 > 0).float() - 1, net(1), B), "batch 0", "(y + 1) / 2"
+    ),
+    "one logit as classes": row(InvalidData, lambda: fit(X, (Y1[:, 0] > 0).long(), net(1)), "batch 0", "'bernoulli'"),
+}  # fmt: skip
+
+MODELS: dict[str, Row] = {
+    "a class": row(InvalidType, lambda: Laplace(nn.Linear, C), "model must be", "type"),  # pyright: ignore
+    "parameters": row(InvalidType, lambda: Laplace(net().parameters(), C), "model must be"),  # pyright: ignore
+    "a state dict": row(InvalidType, lambda: Laplace(net().state_dict(), C), "model must be"),  # pyright: ignore
+    "several networks": row(InvalidType, lambda: Laplace([net(), net()], C), "model must be"),  # pyright: ignore
+    "on the meta device": row(
+        InvalidArgument, lambda: new(net().to("meta")), "'0.weight'", "meta device", "to_empty", "load_state_dict"
+    ),
+    "on the meta device, last layer": row(
+        InvalidArgument, lambda: new(net().to("meta"), weights="last_layer"), "'0.weight'", "meta device", "to_empty"
+    ),
+    "a lazy layer": row(
+        InvalidArgument, lambda: new(nn.Sequential(nn.LazyLinear(3))), "'0.weight'", "run the network once"
+    ),
+    "frozen": row(InvalidArgument, lambda: new(net().requires_grad_(False)), "frozen", "last_layer"),
+    "without parameters": row(InvalidArgument, lambda: new(nn.Sequential(nn.Tanh())), "no parameter"),
+    "layers in a list": row(InvalidArgument, lambda: new(Listed()), "no parameter", "nn.ModuleList"),
+    "output squeezed": row(
+        InvalidData, lambda: fit(XR, Y1[:, 0], Net(lambda f: f.squeeze(-1), 1), R), "batch 0", "squeeze(-1)"
+    ),
+    "outputs in a tuple": row(InvalidData, lambda: fit(X, Y, Net(lambda f: (f, f))), "batch 0", "forward_fn"),
+    "outputs in a dict": row(InvalidData, lambda: fit(X, Y, Net(lambda f: {"out": f})), "batch 0", "forward_fn"),
+    "outputs as an array": row(
+        InvalidData, lambda: fit(X, Y, Net(lambda f: f.detach().numpy())), "batch 0", "must return a tensor"
+    ),
+    "returns its loss": row(InvalidData, lambda: fit(X, Y, Net(torch.mean)), "batch 0", "[B, C]"),
+    "mixes its data": row(
+        CurvatureError, lambda: fit(X, Y, Net(lambda f: f - f.mean(0))), "one datum depends on the others"
+    ),
+    "forward without gradients": row(
+        CurvatureError, lambda: fit(X, Y, NoGrad()), "'body.weight'", "torch.no_grad()", "let gradients through"
+    ),
+    "features without gradients": row(
+        ApproximationWarning, lambda: fit(X, Y, FixedBody()), "'body.weight'", "torch.no_grad()", "requires_grad_("
+    ),
+    "trained further": row(
+        ModelChangedError, lambda: changed(fitted(), lambda m: m[0].weight.add_(1))(X), "changed after fit", "fit again"
+    ),
+    "another head after fit": row(
+        ModelChangedError, lambda: changed(fitted(), lambda m: m.__setattr__("3", nn.Linear(5, 7)))(X), "fit again"
+    ),
+    "another dtype after fit": row(
+        ModelChangedError, lambda: changed(fitted(), lambda m: m.double())(X.double()), "la.to(device=..., dtype=...)"
+    ),
+    "a name that is no layer": row(
+        InvalidArgument, lambda: new(weights="last_layer", last_layer_name="fc"), "'fc'", "last_layer_name"
+    ),
+    "no linear last layer": row(
+        InvalidArgument,
+        lambda: new(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), weights="last_layer").fit([(X, Y)]),
+        "last layer '1'", "last_layer_name",
+    ),
+    "forward_fn without the model": row(
+        InvalidType, lambda: fitted(forward_fn=lambda x: x), "forward_fn", "lambda model, x"
+    ),
+    "forward_fn that is none": row(InvalidType, lambda: new(forward_fn="forward"), "forward_fn", "lambda model, x"),
+}  # fmt: skip
+
+CHOICES: dict[str, Row] = {
+    "a misspelt likelihood": row(InvalidArgument, lambda: new(likelihood="clasification"), "likelihood", C),
+    "binary": row(InvalidArgument, lambda: new(likelihood="binary"), "likelihood", B),
+    "a loss for a likelihood": row(
+        InvalidArgument,
+        lambda: Laplace(net(), nn.CrossEntropyLoss()),  # pyright: ignore
+        "likelihood", C,
+    ),
+    "no likelihood": row(InvalidCall, lambda: Laplace(net()), "likelihood", C),  # pyright: ignore
+    "likelihood third": row(InvalidArgument, lambda: Laplace(net(), "all", C), "subset_of_weights", "last_layer"),
+    "a misspelt choice of weights": row(
+        InvalidArgument, lambda: new(weights="last-layer"), "subset_of_weights", "last_layer"
+    ),
+    "kfac": row(InvalidArgument, lambda: new(structure="kfac"), "hessian_structure", "kron"),
+    "a prior as fifth argument": row(InvalidArgument, lambda: Laplace(net(), C, "all", "diag", 0.5), "sigma_noise"),
+    "a noise of classes": row(InvalidArgument, lambda: new(sigma_noise=0.5), "sigma_noise", "leave sigma_noise at 1"),
+    "a negative prior": row(InvalidArgument, lambda: new(prior_precision=-1.0), "prior_precision", "positive"),
+    "a prior in a list": row(InvalidType, lambda: new(prior_precision=[1.0]), "prior_precision", "tensor"),
+    "a prior of another length": row(
+        InvalidArgument, lambda: new(prior_precision=torch.ones(5)), "prior_precision", "38 (treated parameters)"
+    ),
+    "a prior as text": row(InvalidType, lambda: setattr(fitted(), "prior_precision", "1"), "prior_precision", "number"),
+    "a negative temperature": row(InvalidArgument, lambda: new(temperature=-1), "temperature", "positive"),
+    "a noise of zero": row(
+        InvalidArgument, lambda: setattr(new(likelihood=R), "sigma_noise", 0.0), "sigma_noise", "positive"
+    ),
+    "a backend by name": row(InvalidType, lambda: new(backend="AsdlGGN"), "backend", "class", "NativeGGN"),
+    "a backend's object": row(InvalidType, lambda: new(backend=curvature.NativeGGN(net(), C)), "backend", "class"),
+    "a misspelt structure option": row(
+        InvalidArgument, lambda: new(structure="lowrank", structure_kwargs={"rnk": 3}), "structure_kwargs", "rank"
+    ),
+    "a misspelt backend option": row(
+        InvalidArgument, lambda: fitted(backend_kwargs={"stochastc": True}), "backend_kwargs", "stochastc"
+    ),
+    "no indices": row(
+        InvalidCall, lambda: new(weights="subnetwork"), "subnetwork_indices", "LargestMagnitudeSubnetMask", ".select()"
+    ),
+    "no indices, by class": row(
+        InvalidCall, lambda: laplace.FullSubnetLaplace(net(), C), "subnetwork_indices", ".select()"  # pyright: ignore
+    ),
+    "a mask for indices": row(
+        InvalidType,
+        lambda: new(weights="subnetwork", subnetwork_indices=LargestMagnitudeSubnetMask(net(), n_params_subnet=5)),
+        "subnetwork_indices", ".select(",
+    ),
+    "truth values for indices": row(
+        InvalidType,
+        lambda: new(weights="subnetwork", subnetwork_indices=torch.ones(38).bool()),
+        "subnetwork_indices", "nonzero",
+    ),
+    "no n_subset": row(InvalidCall, lambda: new(structure="gp"), "n_subset", "n_subset=200"),
+    "no n_subset, by class": row(
+        InvalidCall, lambda: laplace.FunctionalLaplace(net(), C), "n_subset", "n_subset=200"  # pyright: ignore
+    ),
+    "more data than there are": row(InvalidData, lambda: fitted(structure="gp", n_subset=50), "12", "n_subset"),
+    "prior_prec": row(InvalidCall, lambda: new(prior_prec=1.0), "'prior_prec'", "did you mean 'prior_precision'"),
+    "prior_prec, by class": row(
+        InvalidCall,
+        lambda: laplace.KronLaplace(net(), C, prior_prec=1.0),  # pyright: ignore
+        "did you mean 'prior_precision'",
+    ),
+    "subset": row(InvalidCall, lambda: Laplace(net(), C, subset="all"), "did you mean 'subset_of_weights'"),
+    "last_layer_name of all weights": row(
+        InvalidCall, lambda: new(last_layer_name="3"), "last_layer_name", "subset_of_weights='last_layer'"
+    ),
+    "n_params of a mask": row(
+        InvalidCall,
+        lambda: LargestMagnitudeSubnetMask(net(), n_params=5),  # pyright: ignore
+        "did you mean 'n_params_subnet'",
+    ),
+    "one component": row(InvalidType, lambda: MixtureLaplace(fitted()), "components", "sequence"),
+}  # fmt: skip
+
+CALLS: dict[str, Row] = {
+    "predicted before fit": row(NotFittedError, lambda: new()(X), "fit(train_loader)"),
+    "tuned before fit": row(NotFittedError, lambda: new().optimize_prior_precision(), "fit(train_loader)"),
+    "evidence before fit": row(NotFittedError, lambda: new().log_marginal_likelihood(), "fit(train_loader)"),
+    "saved before fit": row(NotFittedError, lambda: new().state_dict(), "fit(train_loader)"),
+    "fit without data": row(InvalidCall, lambda: new().fit(), "train_loader", "[(x, y)]"),
+    "prediction without inputs": row(InvalidCall, lambda: fitted()(), "'x'", "[B, …]"),
+    "epochs of a fit": row(InvalidCall, lambda: new().fit([(X, Y)], epochs=3), "'epochs'", "train_loader, override"),
+    "num_samples predicted": row(
+        InvalidCall, lambda: fitted()(X, link_approx="mc", num_samples=3), "'num_samples'", "did you mean 'n_samples'"
+    ),
+    "num_samples of sampled weights": row(
+        InvalidCall, lambda: fitted()(X, "nn", num_samples=3), "'num_samples'", "did you mean 'n_samples'"
+    ),
+    "num_samples of predict": row(
+        InvalidCall, lambda: fitted().predict(X, num_samples=3), "'num_samples'", "did you mean 'n_samples'"
+    ),
+    "num_samples of sample": row(
+        InvalidCall, lambda: fitted().sample(num_samples=3), "'num_samples'", "did you mean 'n_samples'"
+    ),
+    "num_samples of a mixture": row(
+        InvalidCall, lambda: MixtureLaplace([fitted()]).sample(num_samples=3), "did you mean 'n_samples'"
+    ),
+    "a seed": row(InvalidCall, lambda: fitted().sample(3, seed=0), "'seed'", "generator=torch.Generator()"),
+    "a seed for a generator": row(InvalidType, lambda: fitted().sample(3, 0), "generator", "torch.Generator"),
+    "steps of tuning": row(
+        InvalidCall, lambda: fitted().optimize_prior_precision(steps=3), "'steps'", "did you mean 'n_steps'"
+    ),
+    "steps of tuning a GP": row(
+        InvalidCall, lambda: fitted(structure="gp", n_subset=4).optimize_prior_precision(steps=3), "'n_steps'"
+    ),
+    "a misspelt val_loader": row(
+        InvalidCall, lambda: fitted().optimize_prior_precision(valid_loader=[(X, Y)]), "did you mean 'val_loader'"
+    ),
+    "epochs of training": row(
+        InvalidCall,
+        lambda: marglik_training(net(), [(X, Y)], epochs=3),  # pyright: ignore
+        "did you mean 'n_epochs'",
+    ),
+    "prior_prec of the evidence": row(
+        InvalidCall, lambda: fitted().log_marginal_likelihood(prior_prec=1.0), "did you mean 'prior_precision'"
+    ),
+    "fewer samples than none": row(InvalidArgument, lambda: fitted().sample(-1), "n_samples=-1", "at least 0"),
+    "a shape of samples": row(InvalidArgument, lambda: fitted().sample((3,)), "n_samples", "integer"),
+    "samples as a float": row(InvalidArgument, lambda: fitted().sample(1e2), "n_samples", "integer"),
+    "no samples": row(InvalidArgument, lambda: fitted()(X, "nn", n_samples=0), "n_samples=0", "positive integer"),
+    "no outputs sampled": row(
+        InvalidArgument, lambda: fitted().functional_samples(X, n_samples=0), "n_samples=0", "positive integer"
+    ),
+    "a predictive in capitals": row(InvalidArgument, lambda: fitted()(X, "GLM"), "pred_type", "'glm'"),
+    "a link for a predictive": row(InvalidArgument, lambda: fitted()(X, "probit"), "pred_type", "'glm'"),
+    "a misspelt link": row(InvalidArgument, lambda: fitted()(X, link_approx="laplace"), "link_approx", "probit"),
+    "noise of classes": row(
+        InvalidArgument, lambda: fitted().log_marginal_likelihood(sigma_noise=1.0), "sigma_noise", "no observation"
+    ),
+    "data for a prior": row(
+        InvalidType, lambda: fitted().log_marginal_likelihood([(X, Y)]), "prior_precision", "number or a tensor"
+    ),
+    "a grid search without data": row(
+        InvalidArgument, lambda: fitted().optimize_prior_precision(method="gridsearch"), "val_loader"
+    ),
+    "a method for a predictive": row(
+        InvalidArgument, lambda: fitted().optimize_prior_precision("gridsearch"), "pred_type", "method='gridsearch'"
+    ),
+    "data for a predictive": row(
+        InvalidArgument, lambda: fitted().optimize_prior_precision([(X, Y)]), "pred_type", "val_loader="
+    ),
+    "an unknown method": row(
+        InvalidArgument, lambda: fitted().optimize_prior_precision(method="grid"), "method", "gridsearch"
+    ),
+    "data that the evidence does not read": row(
+        TuningWarning, lambda: fitted().optimize_prior_precision(val_loader=[(X, Y)]), "val_loader", "gridsearch"
+    ),
+    "weights of another length": row(InvalidArgument, lambda: fitted().log_prob(torch.zeros(1)), "value", "P = 38"),
+    "inputs for Jacobians": row(InvalidArgument, lambda: fitted().functional_variance(X), "Js", "[B, C, P]"),
+    "sampled weights of a GP": row(
+        InvalidArgument, lambda: fitted(structure="gp", n_subset=4)(X, "nn"), "pred_type", "'gp'"
+    ),
+    "a device that is none": row(InvalidArgument, lambda: fitted().to("gpu"), "device", "'cuda'"),
+    "a dtype for a device": row(InvalidArgument, lambda: fitted().to(torch.float64), "device", "dtype="),
+    "a dtype as text": row(InvalidArgument, lambda: fitted().to(dtype="float64"), "dtype", "torch.float64"),
+    "the network's state": row(StateError, lambda: fitted().load_state_dict(net().state_dict()), "state lacks"),
+    "a state of another network": row(
+        StateError, lambda: new(net(4)).load_state_dict(fitted().state_dict()), "sizes of the treated", "matching"
+    ),
+    "a state of other weights": row(
+        StateError,
+        lambda: new(changed(fitted(), lambda m: m[0].weight.add_(1)).model).load_state_dict(fitted().state_dict()),
+        "other weights", "load the weights",
+    ),
+    "local noise of a full posterior": row(
+        UnsupportedError, lambda: fitted().predict(X, "nn", local_reparameterization=True), "hessian_structure='diag'"
+    ),
+    "data forgotten that were never seen": row(
+        InvalidData, lambda: fitted().forget([(X, Y), (X, Y)]), "24 data", "remove only data"
+    ),
+}  # fmt: skip
+
+MISTAKES = {
+    f"{group}: {name}": mistake
+    for group, rows in {
+        "loading": LOADING, "inputs": INPUTS, "targets": TARGETS, "models": MODELS, "choices": CHOICES, "calls": CALLS,
+    }.items()
+    for name, mistake in rows.items()
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named_with_its_remedy(name: str) -> None:
+    check_mistake(MISTAKES[name])
+
+
+def check_mistake(mistake: Row) -> None:
+    """Requires the outcome of a row, and every one of its words in the message."""
+    if issubclass(mistake.outcome, Warning):
+        with pytest.warns(mistake.outcome) as caught:
+            mistake.run()
+        message = " ".join(str(warning.message) for warning in caught)
+    else:
+        with pytest.raises(mistake.outcome) as raised:
+            mistake.run()
+        assert isinstance(raised.value, LaplaceError)
+        message = str(raised.value)
+    assert not [word for word in mistake.words if word not in message], message
+
+
+# What is no mistake to the library.
+
+
+def oracle(model: nn.Module, x: Tensor = X, y: Tensor = Y, likelihood: str = C, prior: float = 1.0) -> Tensor:
+    """Probabilities by the probit approximation, or variances, of a full posterior in dense float64."""
+    network = copy.deepcopy(model).double().eval()
+    names = reference.trainable_names(network)
+    y = y.double() if likelihood == R else y
+    hessian = reference.ggn(network, x.double(), y, names, likelihood)
+    jacobian, f = reference.flat_jacobian(network, X.double(), names)
+    covariance = (hessian + prior * torch.eye(len(hessian), dtype=hessian.dtype)).inverse()
+    variance = predictive.functional_variance(jacobian, covariance)
+    return variance if likelihood == R else predictive.probit(f, variance)
+
+
+def predicted(model: nn.Module, loader: Any = None, likelihood: str = C, **options: Any) -> Tensor:
+    la = new(model, likelihood, **options)
+    la.fit([(X, Y)] if loader is None else loader)
+    found = la(X)
+    return found[1] if likelihood == R else found
+
+
+def of_a_training_network() -> tuple[Tensor, Tensor]:
+    """Normalisation and dropout in training mode, as after the last epoch."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 3)).train()
+    model(X)
+    return predicted(model), oracle(model)
+
+
+def of_a_frozen_trunk() -> tuple[Tensor, Tensor]:
+    model = net()
+    model[0].requires_grad_(False)  # pyright: ignore
+    return predicted(model), oracle(model)
+
+
+def of_unused_weights(backend: str) -> Callable[[], tuple[Tensor, Tensor]]:
+    def run() -> tuple[Tensor, Tensor]:
+        pytest.importorskip({"Asdl": "asdl", "Back": "backpack", "Curv": "curvlinops"}.get(backend[:4], "torch"))
+        model = Unused()
+        return predicted(model, backend=getattr(curvature, backend)), oracle(model)
+
+    return run
+
+
+def of_no_used_weight() -> tuple[Tensor, Tensor]:
+    model = Unused()
+    model.body.requires_grad_(False)
+    model.head.requires_grad_(False)
+    return predicted(model), torch.softmax(copy.deepcopy(model).double()(X.double()), 1)
+
+
+def of_ignored_labels() -> tuple[Tensor, Tensor]:
+    y = Y.index_fill(0, torch.tensor([1, 5]), -100)
+    return predicted(net(), [(X, y)]), oracle(net(), X[y >= 0], Y[y >= 0])
+
+
+def in_inference_mode() -> tuple[Tensor, Tensor]:
+    with torch.inference_mode():
+        model = net()
+        found = predicted(model)
+    return found.clone(), oracle(net())
+
+
+def without_gradients() -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        return predicted(net()), oracle_with_gradients()
+
+
+def oracle_with_gradients() -> Tensor:
+    with torch.enable_grad():
+        return oracle(net())
+
+
+def in_place_prior() -> tuple[Tensor, Tensor]:
+    la = fitted()
+    la(X)
+    la.prior_precision.fill_(20.0)
+    return la(X), oracle(net(), prior=20.0)
+
+
+def fitted_again() -> tuple[Tensor, Tensor]:
+    la = fitted()
+    changed(la, lambda m: m[0].weight.mul_(1.5))
+    la.fit([(X, Y)])
+    return la(X), oracle(la.model)
+
+
+RIGHT: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+    "a network left in training mode": of_a_training_network,
+    "a frozen trunk": of_a_frozen_trunk,
+    "weights that are not used": of_unused_weights("NativeGGN"),
+    "weights that are not used, ASDL": of_unused_weights("AsdlGGN"),
+    "weights that are not used, BackPACK": of_unused_weights("BackPackGGN"),
+    "weights that are not used, curvlinops": of_unused_weights("CurvlinopsGGN"),
+    "no weight that is used": of_no_used_weight,
+    "ignored labels": of_ignored_labels,
+    "labels as bytes": lambda: (predicted(net(), [(X, Y.byte())]), oracle(net())),
+    "targets of another precision": lambda: (
+        predicted(net(), [(XR, YR.double())], R), oracle(net(), XR, YR, R)
+    ),
+    "a smaller last batch": lambda: (predicted(net(), DataLoader(TensorDataset(X, Y), 5)), oracle(net())),
+    "a generator": lambda: (predicted(net(), (batch for batch in [(X, Y)])), oracle(net())),
+    "a batch as a list": lambda: (predicted(net(), [[X, Y]]), oracle(net())),
+    "inputs in a list": lambda: (fitted()([X]), oracle(net())),
+    "inputs with gradients": lambda: (predicted(net(), [(X.clone().requires_grad_(), Y)]), oracle(net())),
+    "a prior of NumPy": lambda: (predicted(net(), prior_precision=np.float64(3.0)), oracle(net(), prior=3.0)),
+    "a prior changed in place": in_place_prior,
+    "a LogSoftmax at the end": lambda: (
+        predicted(nn.Sequential(net(), nn.LogSoftmax(1)), structure="full"),
+        oracle(nn.Sequential(net(), nn.LogSoftmax(1))),
+    ),
+    "inside of DataParallel": lambda: (predicted(nn.DataParallel(net())), oracle(net())),
+    "in inference mode": in_inference_mode,
+    "without gradients": without_gradients,
+    "fitted again after more training": fitted_again,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_no_mistake_is_right(name: str) -> None:
+    found, expected = RIGHT[name]()
+    assert_close(found.detach(), expected.to(found.dtype), "float32")
+
+
+# What is left to PyTorch and Python.
+
+THEIRS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "gradients of a detached prediction": (
+        lambda: fitted()(X.clone().requires_grad_()).sum().backward(),
+        RuntimeError,
+        "does not require grad",
+    ),
+    "a pickled lambda": (
+        lambda: pickle.dumps(fitted(forward_fn=lambda model, x: model(x))),
+        AttributeError,
+        "pickle",
+    ),
+    "a method of another library": (lambda: fitted().predict_proba(X), AttributeError, "predict_proba"),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_what_is_left_to_others(name: str) -> None:
+    run, error, words = THEIRS[name]
+    with pytest.raises(error, match=words):
+        run()
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len(MISTAKES) + len(RIGHT) >= 60
+    assert len(THEIRS) <= 3
+
+
+# How errors come about.
+
+
+def test_errors_are_also_what_python_and_pytorch_raise() -> None:
+    assert issubclass(InvalidCall, (TypeError, InvalidArgument)) and issubclass(InvalidCall, TypeError)
+    assert issubclass(InvalidInputs, RuntimeError) and issubclass(InvalidInputs, TypeError)
+    with pytest.raises(InvalidInputs) as raised:
+        fit(WIDE, Y)
+    assert "mat1 and mat2" in str(raised.value.__cause__)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, ValueError, KeyError])
+def test_errors_of_the_user_s_own_code_pass(error: type[Exception]) -> None:
+    class Failing(Net):
+        def forward(self, x: Tensor) -> Any:
+            raise error("of my own")
+
+    for weights in ("all", "last_layer"):
+        with pytest.raises(error, match="of my own") as raised:
+            fit(X, Y, Failing(), weights=weights)
+        assert not isinstance(raised.value, LaplaceError)
+    la = fitted(forward_fn=lambda model, x: failing_call(error) if len(x) < 12 else model(x))
+    with pytest.raises(error, match="of my own"):
+        la(X[:3])
+
+
+def failing_call(error: type[Exception]) -> None:
+    raise error("of my own")
+
+
+def test_a_hook_of_the_user_is_not_blamed_on_the_inputs() -> None:
+    model = net()
+    model[0].register_forward_hook(lambda *_: failing_call(RuntimeError))  # pyright: ignore
+    with pytest.raises(RuntimeError, match="of my own") as raised:
+        fit(X, Y, model)
+    assert not isinstance(raised.value, LaplaceError)
+
+
+def test_layers_of_several_dtypes_are_not_blamed_on_the_inputs() -> None:
+    """Neither words nor images of the right dtype are at fault where a part of the network is in half precision."""
+    of_words, of_images = words(), conv()
+    of_words[2].half()  # pyright: ignore
+    of_images[4].half()  # pyright: ignore
+    for x, model in ((torch.zeros(12, 2).long(), of_words), (IMAGES, of_images)):
+        with pytest.raises(RuntimeError, match="dtype") as raised:
+            fit(x, Y, model)
+        assert not isinstance(raised.value, LaplaceError)
+
+
+def test_a_type_error_inside_of_a_method_passes() -> None:
+    """Only a call that does not fit the signature is explained."""
+    la = fitted()
+    with pytest.raises(TypeError, match="of my own") as raised:
+        la.optimize_prior_precision(method="gridsearch", val_loader=[(X, Y)], loss=lambda *_: failing_call(TypeError))
+    assert not isinstance(raised.value, LaplaceError)
+
+
+def test_constructors_stay_plain_functions() -> None:
+    """Tools read their code object; copies are made without arguments."""
+    assert "prior_precision" in laplace.KronLaplace.__init__.__code__.co_varnames
+    la = fitted()
+    torch.testing.assert_close(copy.deepcopy(la)(X), la(X))
+    torch.testing.assert_close(pickle.loads(pickle.dumps(la))(X), la(X))
+
+    class Own(laplace.FullLaplace):
+        def __init__(self, model: nn.Module, strength: float) -> None:
+            super().__init__(model, C, prior_precision=strength)
+
+    assert Own(net(), strength=2.0).prior_precision.item() == 2.0
+    with pytest.raises(InvalidCall, match="did you mean 'strength'"):
+        Own(net(), strenght=2.0)  # pyright: ignore
+
+
+def test_unused_weights_may_be_used_by_a_later_batch() -> None:
+    """An expert that sees no datum of a batch has no derivative there, and the outputs do not depend on it."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared, self.rare = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rare = x[:, :1] > 10
+            return torch.where(rare, self.rare(x), self.shared(x)) if bool(rare.any()) else self.shared(x)
+
+    torch.manual_seed(0)
+    model = Experts()
+    x = X.clone()
+    x[0, 0] = 11.0
+    la = new(model)
+    la.fit([(x[6:], Y[6:]), (x[:6], Y[:6])])
+    network = copy.deepcopy(model).double()
+    names = reference.trainable_names(network)
+    assert_close(la.H, reference.ggn(network, x.double(), Y, names, C).float(), "float32")
