@@ -16,7 +16,7 @@ from laplace.curvature.native.capture import Capture, capture
 from laplace.curvature.native.passes import ForwardPass
 from laplace.curvature.native.plan import Plan, make_plan, unused_still
 from laplace.curvature.native.products import Linearised
-from laplace.curvature.native.surveying import surveyed
+from laplace.curvature.native.surveying import outlined, surveyed
 from laplace.curvature.survey import Survey
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory, UnsupportedError
 from laplace.lending import lent
@@ -151,10 +151,13 @@ class NativeEngine(CurvatureEngine):
         )
 
     def survey(self, x: Inputs, y: Tensor) -> Survey:
-        taken, y = self.observe(x, y)
+        taken, _ = self.observe(x, y)
+        return surveyed(taken, self._outline(taken))
+
+    def _outline(self, taken: ForwardPass) -> Survey:
         columns, terms = self.n_columns(taken.f), self._n_terms(taken.f)
         columns *= taken.taken.n_positions if taken.mixes and self.apart else 1
-        return surveyed(taken, n_columns=columns, n_terms=terms, loop=self._loop, product_budget=self._product_budget)
+        return outlined(taken, n_columns=columns, n_terms=terms, loop=self._loop, product_budget=self._product_budget)
 
     def n_columns(self, f: Tensor) -> int:
         """Cotangents that the curvature of outputs f `[B, C]` takes; 0 where it is known by its products alone."""
