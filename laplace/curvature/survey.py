@@ -156,6 +156,11 @@ class Survey:
         """One batch through the network, K times back."""
         return self.forward + (0.0 if self.is_head else self.n_columns * self.backward)
 
+    def of_one_datum(self) -> Survey:
+        """The same with batches of one datum."""
+        tensors = tuple(replace(tensor, copied=tensor.copied // self.n_data) for tensor in self.tensors)
+        return replace(self, n_data=1, gradients=self.gradients // self.n_data, tensors=tensors)
+
     def head(self) -> Survey | None:
         """The same batch where the last layer alone is treated; None where the survey saw no head."""
         kept = [i for i, tensor in enumerate(self.tensors) if tensor.is_head]

@@ -14,6 +14,8 @@ from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory
+from laplace.fitting import planning
+from laplace.fitting.affordable import MemoryCheck
 from laplace.memory import COTANGENT, ran_out
 from laplace.structures.base import Curvature, Sweep, move, require_finite
 
@@ -116,6 +118,7 @@ def accumulate(
     *,
     dict_key_y: str,
     progress_bar: bool = False,
+    check: MemoryCheck | None = None,
 ) -> Fit:
     """Reads the data as often as the structure needs, and sums their curvature and loss.
 
@@ -126,12 +129,33 @@ def accumulate(
         options: Its options.
         dict_key_y: Key of the targets, for mappings.
         progress_bar: Show one.
+        check: Whether memory holds the fit; None where that is not asked.
 
     Raises:
+        OutOfMemory: It does not.
         InvalidData: No data, a batch that cannot be used, or other data (or none) in a later reading; nothing has been
             changed then.
     """
     structure.check(engine.problem.layout, options)
+    if check is not None:
+        _check_before(check, engine, loader, dict_key_y)
+    engine.inspect = check
+    try:
+        return _readings(loader, engine, structure, options, dict_key_y=dict_key_y, progress_bar=progress_bar)
+    finally:
+        engine.inspect = None
+
+
+def _readings(
+    loader: Iterable[Any],
+    engine: CurvatureEngine,
+    structure: type[Curvature],
+    options: Any,
+    *,
+    dict_key_y: str,
+    progress_bar: bool,
+) -> Fit:
+    """The data as often as the structure needs them."""
     sweep, first, number = structure.sweep(engine, options), None, 1
     draws = None if engine.generator is None else engine.generator.get_state()
     while True:
@@ -153,6 +177,18 @@ def accumulate(
             kept, used = sweep.counted(first), None if engine.generator is None else engine.generator.get_state()
             return Fit(found, kept.loss_terms, kept.n_data, kept.n_outputs, _report(engine, found), used)
         sweep = found
+
+
+def _check_before(check: MemoryCheck, engine: CurvatureEngine, loader: Iterable[Any], dict_key_y: str) -> None:
+    """Refuses a fit that is too large whatever its data; only then a batch is read, which says what is not."""
+    least = engine.outline()
+    lacking = None if least is None else check.lacking(least)
+    if lacking is None:
+        return
+    x, _ = planning.first_counted(loader, dict_key_y, engine.problem.device, engine.likelihood)
+    found = engine.outline(x)
+    if found is not None:
+        raise check.refusal(found, lacking)
 
 
 def require_rereadable(loader: Iterable[Any], structure: type[Curvature]) -> None:

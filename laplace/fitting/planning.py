@@ -46,7 +46,7 @@ class Estimate:
 
     def __str__(self) -> str:
         choice = f"{self.weights} / {self.structure}"
-        sizes = (_bytes(value) for value in (self.peak_bytes, self.kept_bytes, self.predict_bytes))
+        sizes = (in_units(value) for value in (self.peak_bytes, self.kept_bytes, self.predict_bytes))
         peak, kept, predict = sizes
         times = f"{_seconds(self.seconds):>10} {predict:>12} {_seconds(self.predict_seconds):>10}"
         return f"{choice:<26} {peak:>12} {kept:>12} {times}"
@@ -186,7 +186,8 @@ def length(loader: Iterable[Any]) -> int | None:
         return None
 
 
-def _bytes(value: int) -> str:
+def in_units(value: int) -> str:
+    """A number of bytes for people."""
     number, unit = float(value), 0
     while number >= 1024 and unit < len(_UNITS) - 1:
         number, unit = number / 1024, unit + 1

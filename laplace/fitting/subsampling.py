@@ -16,6 +16,7 @@ from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.fitting import Fit
+from laplace.fitting.affordable import MemoryCheck
 from laplace.noise import check_generator, drawn_seed
 from laplace.positions import target_rows
 from laplace.predictive import latent
@@ -56,6 +57,7 @@ def accumulate(
     *,
     dict_key_y: str,
     progress_bar: bool = False,
+    check: MemoryCheck | None = None,
 ) -> Fit:
     """N/M times the curvature of M data that are drawn without replacement, with loss and number of all N.
 
@@ -71,8 +73,10 @@ def accumulate(
         subset: How many data.
         dict_key_y: Key of the targets, for mappings.
         progress_bar: Show one.
+        check: Whether memory holds the fit; None where that is not asked.
 
     Raises:
+        OutOfMemory: It does not.
         InvalidArgument: A subset that is not in 1 … N, or a loader that can be read only once.
         InvalidData: A batch that cannot be used.
     """
@@ -86,7 +90,9 @@ def accumulate(
     part: Iterable[Any] = _Chosen(loader, engine, dict_key_y, chosen)
     if structure.readings > 1:  # a loader that shuffles would give other data in every reading
         part = list(part)
-    fit = fitting.accumulate(part, engine, structure, options, dict_key_y=dict_key_y, progress_bar=progress_bar)
+    fit = fitting.accumulate(
+        part, engine, structure, options, dict_key_y=dict_key_y, progress_bar=progress_bar, check=check
+    )
     if subset.size == n_inputs:
         return fit
     curvature = fit.curvature.scaled(n_inputs / subset.size)

@@ -19,6 +19,7 @@ from laplace.curvature.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, NotFittedError
 from laplace.fingerprint import Fingerprint
 from laplace.fitting import Fit, subsampling
+from laplace.fitting.affordable import MemoryCheck
 from laplace.fitting.subsampling import Subset
 from laplace.lending import own_mode, same_random_state, undisturbed
 from laplace.likelihoods.base import Likelihood
@@ -213,6 +214,7 @@ class WeightFit(BaseLaplace):
         decay: float = 1.0,
         subset: int | None = None,
         generator: torch.Generator | None = None,
+        check_memory: bool = True,
     ) -> None:
         """Fits the Gaussian to the curvature of the data at the model's present weights.
 
@@ -227,8 +229,12 @@ class WeightFit(BaseLaplace):
                 appendix A.3.1); loss and number are those of all N. The data are read once more.
             generator: Source of that choice; None for the global one, which leads to another choice each time.
 
+            check_memory: Whether to refuse a fit that by the shapes of its first batch takes more memory than there is;
+                asked of fits above 1 GiB, on CPUs under Linux and on CUDA.
+
         Raises:
-            InvalidData: A batch cannot be used; the former posterior is kept.
+            OutOfMemory: Memory does not hold the fit; the message names choices that take less.
+            InvalidData: A batch cannot be used; the former posterior is kept, as after every error.
             InvalidArgument: A hyper-parameter's length does not fit the treated parameters or the outputs, or a decay
                 or a subset that is not accepted.
             InvalidType: What is given for the loader cannot be iterated over.
@@ -237,7 +243,9 @@ class WeightFit(BaseLaplace):
         fitting.check_decay(decay, override=override)
         batches.require_loader(train_loader, "train_loader")
         part = None if subset is None else Subset.drawn(subset, generator)
-        new, engine = self.measured(train_loader, go_on=not override, progress_bar=progress_bar, subset=part)
+        new, engine = self.measured(
+            train_loader, go_on=not override, progress_bar=progress_bar, subset=part, check_memory=check_memory
+        )
         with torch.inference_mode(False), torch.no_grad():
             fit = new if override or self._fit is None else self._fit.scaled(decay) + new
             mean = self.problem.mean().to(self._like.dtype)
@@ -250,6 +258,7 @@ class WeightFit(BaseLaplace):
         go_on: bool = True,
         progress_bar: bool = False,
         subset: Subset | None = None,
+        check_memory: bool = True,
     ) -> tuple[Fit, CurvatureEngine]:
         """What data say at the model's present weights, and the engine that found it; the posterior stays as it is.
 
@@ -258,8 +267,10 @@ class WeightFit(BaseLaplace):
             go_on: Whether to use the former fit's engine, whose random draws go on.
             progress_bar: Show one.
             subset: Of how many data the curvature is; None for all.
+            check_memory: Whether to ask if memory holds it, as of `fit`.
 
         Raises:
+            OutOfMemory: It does not.
             InvalidData: A batch cannot be used.
             InvalidArgument: A hyper-parameter's length does not fit the treated parameters or the outputs, or the
                 structure reads the data several times and the loader can be read only once.
@@ -278,10 +289,12 @@ class WeightFit(BaseLaplace):
             # A noise that this kind of curvature cannot take is refused before the data are read, not after.
             self.likelihood_object.curvature_scale(self.backend_cls.kind, self.sigma_noise, self.temperature)
             what = (train_loader, engine, self.structure, self.structure_options)
+            check = MemoryCheck(problem, self.structure, self.structure_options) if check_memory else None
+            how: dict[str, Any] = {"dict_key_y": self.dict_key_y, "progress_bar": progress_bar, "check": check}
             if subset is None:
-                new = fitting.accumulate(*what, dict_key_y=self.dict_key_y, progress_bar=progress_bar)
+                new = fitting.accumulate(*what, **how)
             else:
-                new = subsampling.accumulate(*what, subset, dict_key_y=self.dict_key_y, progress_bar=progress_bar)
+                new = subsampling.accumulate(*what, subset, **how)
             hyper.check_length("sigma_noise", self.sigma_noise, {"one": 1, "outputs": new.n_outputs})
             return new, engine
 

@@ -78,7 +78,7 @@ class BlockCurvature(AdditiveCurvature):
                     f"hessian_structure='block': the layer {name.rpartition('.')[0]!r} has {size} treated entries, "
                     f"more than max_block={options.max_block}; its block would take {24 * size**2 / 2**30:.3g} GiB, "
                     f"factorised. Pass structure_kwargs={{'max_block': {size}}} if the machine has that, or use "
-                    "hessian_structure='kron' or 'diag', or subset_of_weights='last_layer'."
+                    "hessian_structure='kron' or 'diag', or fewer weights."
                 )
 
     @classmethod

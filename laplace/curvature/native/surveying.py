@@ -19,6 +19,7 @@ from laplace.curvature.heads import HeadBlock
 from laplace.curvature.native.capture import capture
 from laplace.curvature.native.passes import ForwardPass
 from laplace.curvature.survey import Survey, TensorShape
+from laplace.layout import Layout
 from laplace.lending import lent
 
 _TIMED = 4
@@ -53,6 +54,23 @@ def outlined(taken: ForwardPass, *, n_columns: int, n_terms: int, loop: bool, pr
         product_budget=product_budget,
         loop=loop,
     )
+
+
+def blank(layout: Layout, *, n_columns: int, itemsize: int, product_budget: int, loop: bool) -> Survey:
+    """What every batch shows at least: the sizes of the tensors, and one datum with one output.
+
+    Args:
+        layout: The treated tensors.
+        n_columns: K of that output.
+        itemsize: Bytes of a number of the curvature.
+        product_budget: Bytes that the vectors of one pass may hold.
+        loop: Whether backward passes run one by one.
+    """
+    tensors = tuple(TensorShape(size, factored=True, is_bias=True) for size in layout.sizes)
+    return Survey(
+        layout, tensors, n_data=1, n_outputs=1, n_columns=n_columns, n_terms=1, itemsize=itemsize, graph=0, widest=0,
+        gradients=0, budget=1, product_budget=product_budget, loop=loop,
+    )  # fmt: skip
 
 
 def surveyed(taken: ForwardPass, outline: Survey) -> Survey:
