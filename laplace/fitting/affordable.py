@@ -82,9 +82,10 @@ class MemoryCheck:
 
 
 def _listed(choices: list[Estimate], weights: str) -> str:
-    """Choices in words, the largest ones, which say most."""
+    """Choices in words: the largest ones, which say most, and the smallest."""
+    named = choices if len(choices) <= _NAMED else [*choices[: _NAMED - 1], choices[-1]]
     return ", ".join(
         ("" if other.weights == weights else f"subset_of_weights={other.weights!r} with ")
         + f"hessian_structure={other.structure!r} ({in_units(other.peak_bytes)})"
-        for other in choices[:_NAMED]
+        for other in named
     )

@@ -118,7 +118,7 @@ def accumulate(
     *,
     dict_key_y: str,
     progress_bar: bool = False,
-    check: MemoryCheck | None = None,
+    check_memory: bool = False,
 ) -> Fit:
     """Reads the data as often as the structure needs, and sums their curvature and loss.
 
@@ -129,7 +129,7 @@ def accumulate(
         options: Its options.
         dict_key_y: Key of the targets, for mappings.
         progress_bar: Show one.
-        check: Whether memory holds the fit; None where that is not asked.
+        check_memory: Whether to ask first if memory holds the fit.
 
     Raises:
         OutOfMemory: It does not.
@@ -137,26 +137,25 @@ def accumulate(
             changed then.
     """
     structure.check(engine.problem.layout, options)
-    if check is not None:
-        _check_before(check, engine, loader, dict_key_y)
-    engine.inspect = check
     try:
-        return _readings(loader, engine, structure, options, dict_key_y=dict_key_y, progress_bar=progress_bar)
+        if check_memory:
+            engine.inspect = check = MemoryCheck(engine.problem, structure, options)
+            _check_before(check, engine, loader, dict_key_y)
+        return _fitted(loader, engine, structure, structure.sweep(engine, options), dict_key_y, progress_bar)
     finally:
         engine.inspect = None
 
 
-def _readings(
+def _fitted(
     loader: Iterable[Any],
     engine: CurvatureEngine,
     structure: type[Curvature],
-    options: Any,
-    *,
+    sweep: Sweep,
     dict_key_y: str,
     progress_bar: bool,
 ) -> Fit:
-    """The data as often as the structure needs them."""
-    sweep, first, number = structure.sweep(engine, options), None, 1
+    """The fit after as many readings as the structure needs, of which `sweep` is the first."""
+    first, number = None, 1
     draws = None if engine.generator is None else engine.generator.get_state()
     while True:
         if engine.generator is not None and draws is not None:

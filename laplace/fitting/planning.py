@@ -135,6 +135,8 @@ def _choice(problem: Problem) -> str:
 
 def _default(survey: Survey, weights: str, structure: type[Curvature], n_batches: int | None) -> Estimate | None:
     """A structure with its default options, or None where it does not fit the problem or cannot say."""
+    if structure.needs_columns and not survey.n_columns:
+        return None
     options = structure.options()
     try:
         structure.check(survey.layout, options)

@@ -16,7 +16,6 @@ from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.fitting import Fit
-from laplace.fitting.affordable import MemoryCheck
 from laplace.noise import check_generator, drawn_seed
 from laplace.positions import target_rows
 from laplace.predictive import latent
@@ -57,7 +56,7 @@ def accumulate(
     *,
     dict_key_y: str,
     progress_bar: bool = False,
-    check: MemoryCheck | None = None,
+    check_memory: bool = False,
 ) -> Fit:
     """N/M times the curvature of M data that are drawn without replacement, with loss and number of all N.
 
@@ -73,7 +72,7 @@ def accumulate(
         subset: How many data.
         dict_key_y: Key of the targets, for mappings.
         progress_bar: Show one.
-        check: Whether memory holds the fit; None where that is not asked.
+        check_memory: Whether to ask first if memory holds the fit.
 
     Raises:
         OutOfMemory: It does not.
@@ -91,7 +90,7 @@ def accumulate(
     if structure.readings > 1:  # a loader that shuffles would give other data in every reading
         part = list(part)
     fit = fitting.accumulate(
-        part, engine, structure, options, dict_key_y=dict_key_y, progress_bar=progress_bar, check=check
+        part, engine, structure, options, dict_key_y=dict_key_y, progress_bar=progress_bar, check_memory=check_memory
     )
     if subset.size == n_inputs:
         return fit

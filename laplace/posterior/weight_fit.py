@@ -19,13 +19,13 @@ from laplace.curvature.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, NotFittedError
 from laplace.fingerprint import Fingerprint
 from laplace.fitting import Fit, subsampling
-from laplace.fitting.affordable import MemoryCheck
 from laplace.fitting.subsampling import Subset
 from laplace.lending import own_mode, same_random_state, undisturbed
 from laplace.likelihoods.base import Likelihood
 from laplace.positions import channels_last
 from laplace.posterior.base import BaseLaplace
 from laplace.refinement.result import Refinement
+from laplace.structures.announced import bars
 from laplace.structures.base import Curvature, Precision
 from laplace.structures.indefinite import SignedOptions
 from laplace.weights.all_weights import AllWeights
@@ -246,8 +246,10 @@ class WeightFit(BaseLaplace):
         new, engine = self.measured(
             train_loader, go_on=not override, progress_bar=progress_bar, subset=part, check_memory=check_memory
         )
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), bars(progress_bar):
             fit = new if override or self._fit is None else self._fit.scaled(decay) + new
+            if progress_bar:
+                fit.curvature.decompose(**self.precision_options)
             mean = self.problem.mean().to(self._like.dtype)
             self.adopt(fit, mean, Fingerprint.of(self.weights.model), engine)
 
@@ -276,7 +278,7 @@ class WeightFit(BaseLaplace):
                 structure reads the data several times and the loader can be read only once.
         """
         fitting.require_rereadable(train_loader, self.structure)
-        with own_mode(), torch.no_grad(), same_random_state(self.weights.model):
+        with own_mode(), torch.no_grad(), same_random_state(self.weights.model), bars(progress_bar):
             if self.weights.problem is None:
                 x, train_loader = fitting.first_inputs(train_loader, self.dict_key_y, self._like.device)
                 problem = self.weights.discover(x)
@@ -289,8 +291,7 @@ class WeightFit(BaseLaplace):
             # A noise that this kind of curvature cannot take is refused before the data are read, not after.
             self.likelihood_object.curvature_scale(self.backend_cls.kind, self.sigma_noise, self.temperature)
             what = (train_loader, engine, self.structure, self.structure_options)
-            check = MemoryCheck(problem, self.structure, self.structure_options) if check_memory else None
-            how: dict[str, Any] = {"dict_key_y": self.dict_key_y, "progress_bar": progress_bar, "check": check}
+            how: Any = {"dict_key_y": self.dict_key_y, "progress_bar": progress_bar, "check_memory": check_memory}
             if subset is None:
                 new = fitting.accumulate(*what, **how)
             else:

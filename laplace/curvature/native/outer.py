@@ -177,6 +177,8 @@ class OuterEngine(NativeEngine):
         step = max(1, self.memory_budget // taken.bytes_per_column())
         mixed = {i for i in rest if not taken.by_row(i)}
         mixed |= {i for group in groups if mixed & set(group) for i in group}
+        if mixed and len(columns) > self.max_passes:  # refused before any of them are made
+            self.check_passes(len(columns) * (taken.taken.n_positions if self.apart else 1), "a fit")
         if simple := [i for i in rest if i not in mixed]:
 
             def computed(part: slice) -> dict[int, Block]:
@@ -189,7 +191,6 @@ class OuterEngine(NativeEngine):
 
     def _accumulate_mixed(self, taken: ForwardPass, columns: Columns, step: int, only: list[int], total: _Sum) -> None:
         """Adds the curvature of tensors that take cotangents of their own for every position."""
-        self.check_passes(len(columns), "a fit")  # before all of them are held
         apart = RowColumns(columns[:].to(taken.f.dtype), taken.n_data, apart=self.apart)
         self.check_passes(len(apart), "a fit")
         for part, blocks in in_slices(len(apart), step, lambda part: taken.blocks(apart[part], only), COTANGENT):
