@@ -97,6 +97,10 @@ class MemoryWarning(LaplaceWarning):
     """Memory ran out; the work went on in smaller pieces, slower and with the same numbers."""
 
 
+class SlowWarning(LaplaceWarning):
+    """Work of minutes is ahead, and nothing would show that it goes on."""
+
+
 def warn(message: str, category: type[LaplaceWarning]) -> None:
     """Warns at the line of the user's code that called the library, however deep inside it the reason was found."""
     frame, depth, outermost = inspect.currentframe(), 0, 0

@@ -28,12 +28,9 @@ class Unit:
     mend: str
 
 
-_LESS = (
-    "la.plan(loader) says what every structure takes; hessian_structure='diag' or 'kron' of "
-    "subset_of_weights='last_layer' takes least."
-)
-DATUM = Unit("datum", "data", f"Free memory, or choose what takes less: {_LESS}")
-POSITION = Unit("position of a datum", "positions", f"Free memory, or choose what takes less: {_LESS}")
+_LESS = "choose what takes less: la.plan(loader).cheaper lists structures and weights that do."
+DATUM = Unit("datum", "data", f"Free memory, or {_LESS}")
+POSITION = Unit("position of a datum", "positions", f"Free memory, or {_LESS}")
 COTANGENT = Unit("backward pass", "backward passes", f"Give the loader smaller batches (batch_size), or {_LESS}")
 VECTOR = Unit("product with a vector", "products with vectors", f"Give the loader smaller batches, or {_LESS}")
 

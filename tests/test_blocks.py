@@ -8,6 +8,8 @@ from torch import Tensor
 
 from laplace.curvature.blocks import Block, DenseBlock, PickedBlock, SumBlock
 from laplace.curvature.factors import IndexBlock, OuterBlock
+from laplace.curvature.heads import HeadBlock
+from laplace.function_space.kernels import block_kernel
 from tests.reference.compare import assert_close
 
 K, B = 3, 4
@@ -35,6 +37,8 @@ BLOCKS = {
     "input first, groups": lambda: outer(1, 2, input_first=True),
     "more positions than the weight has entries": lambda: outer(20),
     "bias": lambda: OuterBlock(None, draw(K, B, 2, 1, 6), B),
+    "head": lambda: HeadBlock(draw(B, 5), K),
+    "head's bias": lambda: HeadBlock(torch.ones(B, 1, dtype=torch.float64), K, is_bias=True),
     "embedding": lambda: embedding(5),
     "dense": lambda: DenseBlock(draw(K, B, 7)),
     "sum": lambda: SumBlock((outer(1), outer(2))),
@@ -67,3 +71,32 @@ def test_few_entries_are_gathered_and_many_contracted() -> None:
     assert PickedBlock(whole, torch.arange(2)).multiplies_out
     assert not PickedBlock(whole, torch.arange(900)).multiplies_out
     assert PickedBlock(outer(2, inputs=40, outputs=30), torch.arange(900)).multiplies_out
+
+
+@pytest.mark.parametrize("is_bias", [False, True])
+def test_a_head_is_a_block_whose_gradients_are_the_identity(is_bias: bool) -> None:
+    phi = torch.ones(B, 1, dtype=torch.float64) if is_bias else draw(B, 5)
+    head = HeadBlock(phi, K, is_bias)
+    truth = torch.einsum("kc,bd->kbcd", torch.eye(K, dtype=torch.float64), phi).flatten(2)
+    weights, vectors, c = torch.rand(head.size, dtype=torch.float64), draw(2, head.size), draw(K, B)
+    assert_close(head.dense(), truth, "algebra")
+    assert_close(head.weighted_norms(weights), torch.einsum("kbp,p->bk", truth.square(), weights), "algebra")
+    assert_close(head.weighted_gram(weights), torch.einsum("kbp,p,lbp->bkl", truth, weights, truth), "algebra")
+    assert_close(head.sum_of_squares(), truth.square().sum((0, 1))[None], "algebra")
+    assert_close(head.sum_of_squares(apart=True), truth.square().sum(1), "algebra")
+    assert_close(head.apply(vectors), torch.einsum("kbp,sp->sbk", truth, vectors), "algebra")
+    assert_close(head.pull(c), torch.einsum("kb,kbp->p", c, truth), "algebra")
+    assert head.bound() >= truth.norm() - 1e-12
+    u, v = (torch.linalg.qr(draw(n, n))[0] for n in (K, phi.shape[1]))
+    rotated = torch.einsum("kbcd,ce,df->kbef", truth.unflatten(2, (K, -1)), u, v).flatten(2)
+    assert_close(head.project(u[None], None if is_bias else v[None]).dense(), rotated if not is_bias else rotated / v,
+                 "algebra")  # fmt: skip
+
+
+def test_kernels_of_heads() -> None:
+    x, y, outputs = HeadBlock(draw(B, 5), K), HeadBlock(draw(2, 5), K), torch.tensor([2, 0])
+    for other in (y, y.at(outputs), y.multiplied()):
+        truth = torch.einsum("kbp,lmp->kblm", x.dense(), other.dense().expand(-1, 2, -1))
+        assert_close(block_kernel(x, other), truth, "algebra")
+        assert_close(block_kernel(other, x), truth.permute(2, 3, 0, 1), "algebra")
+    assert_close(y.at(outputs).dense()[0], y.dense()[outputs, torch.arange(2)], "algebra")

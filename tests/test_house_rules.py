@@ -81,6 +81,7 @@ DEFAULTS = {
         "matmul",
         "jacobian",
         "head_jacobian",
+        "outline",
         "coverage",
         "survey",
     },
@@ -101,8 +102,8 @@ DEFAULTS = {
     # Only a last layer has a name, and a choice of all weights nothing to remember.
     "Weights": {"named", "state", "for_backend"},
     # Most structures have no limit of size; one that does not say what it takes cannot be planned for; one that is no
-    # sum over data refuses to be weighted anew and to be subtracted from.
-    "Curvature": {"check", "footprint", "scaled", "minus"},
+    # sum over data refuses to be weighted anew and to be subtracted from; few keep factorisations that are long.
+    "Curvature": {"check", "footprint", "scaled", "minus", "decompose"},
     # Whoever reads every batch's loss has it summed; a subset knows its own at the end.
     "Sweep": {"counted"},
     # Posteriors over functions have another default predictive, and its name; one takes a list of candidates.

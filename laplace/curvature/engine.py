@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,11 +60,13 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         kind: `"ggn"`, `"ef"` or `"hessian"`: how the curvature scales with noise and temperature.
         name: What users call it.
         generator: Source of the draws of sampled curvature, or None.
+        inspect: Called once, by engines that can say, with what the next batch shows, before its curvature is summed.
     """
 
     kind: str = "ggn"
     name: str = "CurvatureInterface"
     generator: torch.Generator | None = None
+    inspect: Callable[[Survey], None] | None = None
 
     def __init__(self, problem: Problem, likelihood: Likelihood, *, split_outputs: bool = False) -> None:
         self.problem = problem
@@ -142,6 +144,14 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         raise UnsupportedError(
             f"backend={self.name} does not say what a batch takes; only the library's own backends can be planned for."
         )
+
+    def outline(self, x: Inputs | None = None) -> Survey | None:
+        """What shapes alone show, of a batch or, without one, of the least of all batches; None of engines that cannot.
+
+        A lower bound of `survey`, without its seconds.
+        """
+        del x
+        return None
 
     def coverage(self) -> dict[str, str]:
         """Which rule or fallback explains each treated tensor; empty before the first batch."""

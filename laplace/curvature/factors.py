@@ -20,7 +20,7 @@ class OuterBlock(Block):
 
     Attributes:
         a: Inputs `[B, T, G, I]` of the G groups, or None for a bias (all ones, I = 1).
-        g: Output gradients `[K, B, T, G, O]`; `[K, 1, 1, 1, K]`, an identity, for a head whose outputs are f.
+        g: Output gradients `[K, B, T, G, O]`; of a head in a basis of its outputs its rows, `[K, 1, 1, 1, O]`.
         n_data: B.
         input_first: The tensor's layout is (G·I, O) instead of (G·O, I): transposed convolutions.
         identity: g is the identity, in some basis: the layer's outputs are the network's.
@@ -33,6 +33,11 @@ class OuterBlock(Block):
     input_first: bool = False
     identity: bool = False
     rotated: bool = False
+
+    @property
+    def is_bias(self) -> bool:
+        """Whether there is no input side."""
+        return self.a is None
 
     @property
     def groups(self) -> int:

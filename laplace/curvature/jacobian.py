@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace.curvature.blocks import CHUNK_BYTES, Block, DenseBlock, total
-from laplace.curvature.factors import OuterBlock
+from laplace.curvature.heads import HeadBlock
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Jacobian:
     @property
     def is_head(self) -> bool:
         """Whether every tensor belongs to a layer whose outputs are the network's: J = I ⊗ [φ, 1]."""
-        return all(isinstance(block, OuterBlock) and block.identity for block in self.blocks)
+        return all(isinstance(block, HeadBlock) for block in self.blocks)
 
     def head_features(self) -> tuple[Tensor, Tensor]:
         """Of a head: features φ `[B, D]` (a 1 for the bias) and the place of every (output, feature), `[C, D]`."""
@@ -45,9 +45,9 @@ class Jacobian:
         places: list[Tensor] = []
         start = 0
         for block in self.blocks:
-            if isinstance(block, OuterBlock):
-                features.append(block.g.new_ones(block.n_data, 1) if block.a is None else block.a[:, 0, 0])
-                entries = torch.arange(start, start + block.size, device=block.g.device)
+            if isinstance(block, HeadBlock):
+                features.append(block.features)
+                entries = torch.arange(start, start + block.size, device=block.features.device)
                 places.append(entries.view(-1, block.n_inputs))
             start += block.size
         return torch.cat(features, 1), torch.cat(places, 1)

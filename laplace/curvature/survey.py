@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import nan
 
 from laplace.curvature.blocks import CHUNK_BYTES
 from laplace.layout import Layout
@@ -68,9 +69,9 @@ class Survey:
         budget: Bytes of output gradients held at once.
         product_budget: Bytes that the vectors hold with which curvature is multiplied at once.
         loop: Whether backward passes run one by one.
-        forward: Seconds of a forward pass.
-        backward: Seconds of one cotangent's backward pass.
-        rate: Multiplications with an addition per second, in matrix products.
+        forward: Seconds of a forward pass; NaN where nothing was timed.
+        backward: Seconds of one cotangent's backward pass, or NaN.
+        rate: Multiplications with an addition per second, in matrix products, or NaN.
     """
 
     layout: Layout
@@ -86,9 +87,9 @@ class Survey:
     budget: int
     product_budget: int
     loop: bool
-    forward: float
-    backward: float
-    rate: float
+    forward: float = nan
+    backward: float = nan
+    rate: float = nan
 
     @property
     def n_params(self) -> int:
@@ -103,24 +104,25 @@ class Survey:
     @property
     def at_once(self) -> int:
         """Cotangents whose gradients are held at once, at least 1."""
-        return max(1, min(self.n_columns, self.budget // max(1, 2 * self.gradients)))
+        per_column = 2 * (self.gradients + self.n_data * self.n_outputs * self.itemsize)
+        return max(1, min(self.n_columns, self.budget // max(1, per_column)))
 
     @property
     def batch_bytes(self) -> int:
         """Held while a batch is contracted: graph, gradients (as they arrive and stacked), and unfolded inputs."""
-        return self._held(self.at_once, self.n_columns)
+        return self._held(self.at_once)
 
     @property
     def jacobian_bytes(self) -> int:
         """Held while a batch is predicted: as `batch_bytes`, with one cotangent per output."""
         most = max(1, self.n_outputs)
         share = min(1.0, self.budget / max(1, 2 * self.gradients * most))  # the batch is split beyond the budget
-        return int(share * self._held(most, most))
+        return int(share * self._held(most))
 
-    def _held(self, at_once: int, columns: int) -> int:
-        cotangents = 2 * columns * self.n_data * self.n_outputs * self.itemsize
-        if self.is_head:  # no cotangents, but the identity, its basis and the outputs' Hessians
-            return self.widest + (4 * self.n_outputs + 4 * self.n_data) * self.n_outputs * self.itemsize
+    def _held(self, at_once: int) -> int:
+        cotangents = 2 * at_once * self.n_data * self.n_outputs * self.itemsize
+        if self.is_head:  # no cotangents, but the outputs' Hessians
+            return self.widest + 4 * self.n_data * self.n_outputs * self.itemsize
         copied = sum(tensor.copied for tensor in self.tensors)
         dense = sum(tensor.size for tensor in self.tensors if not tensor.factored) * self.n_data * self.itemsize
         copied += min(2 * at_once * dense, self.budget)
@@ -153,6 +155,11 @@ class Survey:
     def reading_seconds(self) -> float:
         """One batch through the network, K times back."""
         return self.forward + (0.0 if self.is_head else self.n_columns * self.backward)
+
+    def of_one_datum(self) -> Survey:
+        """The same with batches of one datum."""
+        tensors = tuple(replace(tensor, copied=tensor.copied // self.n_data) for tensor in self.tensors)
+        return replace(self, n_data=1, gradients=self.gradients // self.n_data, tensors=tensors)
 
     def head(self) -> Survey | None:
         """The same batch where the last layer alone is treated; None where the survey saw no head."""

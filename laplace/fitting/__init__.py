@@ -3,6 +3,7 @@
 from laplace.fitting.first_batch import FirstBatch
 from laplace.fitting.fit import (
     Fit,
+    Reading,
     accumulate,
     begin_reading,
     check_decay,
@@ -15,6 +16,7 @@ from laplace.fitting.processes import warn_of_shards
 __all__ = [
     "FirstBatch",
     "Fit",
+    "Reading",
     "accumulate",
     "begin_reading",
     "check_decay",

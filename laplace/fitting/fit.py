@@ -16,6 +16,8 @@ from laplace import targets
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory
+from laplace.fitting import planning
+from laplace.fitting.affordable import MemoryCheck
 from laplace.fitting.first_batch import FirstBatch
 from laplace.hyperparameters import check_flag
 from laplace.memory import COTANGENT, ran_out
@@ -112,15 +114,29 @@ class Fit:
             )
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How the data of a fit are read.
+
+    Attributes:
+        dict_key_y: Key of the targets, for mappings.
+        progress_bar: Whether to show one.
+        first_batch: What looks at the first batch that counts, or None.
+        check_memory: Whether to ask first if memory holds the fit.
+    """
+
+    dict_key_y: str
+    progress_bar: bool = False
+    first_batch: FirstBatch | None = None
+    check_memory: bool = False
+
+
 def accumulate(
     loader: Iterable[Any],
     engine: CurvatureEngine,
     structure: type[Curvature],
     options: Any,
-    *,
-    dict_key_y: str,
-    progress_bar: bool = False,
-    first_batch: FirstBatch | None = None,
+    reading: Reading,
 ) -> Fit:
     """Reads the data as often as the structure needs, and sums their curvature and loss.
 
@@ -129,23 +145,40 @@ def accumulate(
         engine: Computes the numbers of a batch.
         structure: The shape of the curvature.
         options: Its options.
-        dict_key_y: Key of the targets, for mappings.
-        progress_bar: Show one.
-        first_batch: What looks at the first batch that counts, or None.
+        reading: How they are read.
 
     Raises:
+        OutOfMemory: It does not.
         InvalidData: No data, a batch that cannot be used, or other data (or none) in a later reading; nothing has been
             changed then.
     """
     structure.check(engine.problem.layout, options)
-    sweep, first, number = structure.sweep(engine, options), None, 1
+    try:
+        if reading.check_memory:
+            engine.inspect = check = MemoryCheck(engine.problem, structure, options)
+            _check_before(check, engine, loader, reading.dict_key_y)
+        return _fitted(loader, engine, structure, structure.sweep(engine, options), reading)
+    finally:
+        engine.inspect = None
+
+
+def _fitted(
+    loader: Iterable[Any],
+    engine: CurvatureEngine,
+    structure: type[Curvature],
+    sweep: Sweep,
+    reading: Reading,
+) -> Fit:
+    """The fit after as many readings as the structure needs, of which `sweep` is the first."""
+    first, number = None, 1
     draws = None if engine.generator is None else engine.generator.get_state()
     while True:
         if engine.generator is not None and draws is not None:
             engine.generator.set_state(draws)  # every reading is of the same sampled curvature
         label = "fit" if structure.readings == 1 else f"fit, reading {number}"
-        batches_read = tqdm(loader, desc=label, disable=not progress_bar)
-        totals = _read(batches_read, engine, sweep, dict_key_y, first_batch if first is None else None)
+        batches_read = tqdm(loader, desc=label, disable=not reading.progress_bar)
+        look = reading.first_batch if first is None else None
+        totals = _read(batches_read, engine, sweep, reading.dict_key_y, look)
         if totals is None:
             raise InvalidData(_NO_DATA if first is None else _read_up(structure, number))
         if first is not None and totals.n_data != first.n_data:
@@ -159,6 +192,18 @@ def accumulate(
             kept, used = sweep.counted(first), None if engine.generator is None else engine.generator.get_state()
             return Fit(found, kept.loss_terms, kept.n_data, kept.n_outputs, _report(engine, found), used)
         sweep = found
+
+
+def _check_before(check: MemoryCheck, engine: CurvatureEngine, loader: Iterable[Any], dict_key_y: str) -> None:
+    """Refuses a fit that is too large whatever its data; only then a batch is read, which says what is not."""
+    least = engine.outline()
+    lacking = None if least is None else check.lacking(least)
+    if lacking is None:
+        return
+    x, _ = planning.first_counted(loader, dict_key_y, engine.problem.device, engine.likelihood, engine.problem.module)
+    found = engine.outline(x)
+    if found is not None:
+        raise check.refusal(found, lacking)
 
 
 def require_rereadable(loader: Iterable[Any], structure: type[Curvature]) -> None:

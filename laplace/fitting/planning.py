@@ -47,7 +47,7 @@ class Estimate:
 
     def __str__(self) -> str:
         choice = f"{self.weights} / {self.structure}"
-        sizes = (_bytes(value) for value in (self.peak_bytes, self.kept_bytes, self.predict_bytes))
+        sizes = (in_units(value) for value in (self.peak_bytes, self.kept_bytes, self.predict_bytes))
         peak, kept, predict = sizes
         times = f"{_seconds(self.seconds):>10} {predict:>12} {_seconds(self.predict_seconds):>10}"
         return f"{choice:<26} {peak:>12} {kept:>12} {times}"
@@ -136,6 +136,8 @@ def _choice(problem: Problem) -> str:
 
 def _default(survey: Survey, weights: str, structure: type[Curvature], n_batches: int | None) -> Estimate | None:
     """A structure with its default options, or None where it does not fit the problem or cannot say."""
+    if structure.needs_columns and not survey.n_columns:
+        return None
     options = structure.options()
     try:
         structure.check(survey.layout, options)
@@ -187,7 +189,8 @@ def length(loader: Iterable[Any]) -> int | None:
         return None
 
 
-def _bytes(value: int) -> str:
+def in_units(value: int) -> str:
+    """A number of bytes for people."""
     number, unit = float(value), 0
     while number >= 1024 and unit < len(_UNITS) - 1:
         number, unit = number / 1024, unit + 1

@@ -16,7 +16,7 @@ from laplace import targets as targets_of
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.fitting import FirstBatch, Fit
+from laplace.fitting import Fit, Reading
 from laplace.noise import check_generator, drawn_seed
 from laplace.positions import target_rows
 from laplace.predictive import latent
@@ -54,10 +54,7 @@ def accumulate(
     structure: type[Curvature],
     options: Any,
     subset: Subset,
-    *,
-    dict_key_y: str,
-    progress_bar: bool = False,
-    first_batch: FirstBatch | None = None,
+    reading: Reading,
 ) -> Fit:
     """N/M times the curvature of M data that are drawn without replacement, with loss and number of all N.
 
@@ -71,25 +68,23 @@ def accumulate(
         structure: The shape of the curvature.
         options: Its options.
         subset: How many data.
-        dict_key_y: Key of the targets, for mappings.
-        progress_bar: Show one.
-        first_batch: What looks at the first batch that counts, or None.
+        reading: How they are read.
 
     Raises:
+        OutOfMemory: Memory does not hold the fit.
         InvalidArgument: A subset that is not in 1 … N.
         InvalidData: A batch that cannot be used.
     """
-    whole = tqdm(loader, desc="fit, loss", disable=not progress_bar)
-    summary, n_inputs = _losses(_counted(whole, engine, dict_key_y), engine)
+    whole = tqdm(loader, desc="fit, loss", disable=not reading.progress_bar)
+    summary, n_inputs = _losses(_counted(whole, engine, reading.dict_key_y), engine)
     if isinstance(subset.size, bool) or not isinstance(subset.size, int) or not 1 <= subset.size <= n_inputs:
         raise InvalidArgument(f"subset={subset.size}; it must be an integer from 1 to {n_inputs}, the number of data.")
     source = subset.generator
     chosen = torch.randperm(n_inputs, generator=source, device=source.device)[: subset.size].sort().values.cpu()
-    part: Iterable[Any] = _Chosen(loader, engine, dict_key_y, chosen)
+    part: Iterable[Any] = _Chosen(loader, engine, reading.dict_key_y, chosen)
     if structure.readings > 1:  # a loader that shuffles would give other data in every reading
         part = list(part)
-    how: dict[str, Any] = {"dict_key_y": dict_key_y, "progress_bar": progress_bar, "first_batch": first_batch}
-    fit = fitting.accumulate(part, engine, structure, options, **how)
+    fit = fitting.accumulate(part, engine, structure, options, reading)
     if subset.size == n_inputs:
         return fit
     curvature = fit.curvature.scaled(n_inputs / subset.size)

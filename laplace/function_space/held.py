@@ -10,6 +10,7 @@ from torch import Tensor
 
 from laplace.curvature.blocks import Block, DenseBlock, SumBlock
 from laplace.curvature.factors import IndexBlock, OuterBlock
+from laplace.curvature.heads import HeadBlock
 from laplace.curvature.jacobian import Jacobian
 from laplace.errors import StateError
 
@@ -23,6 +24,8 @@ def held(jacobian: Jacobian) -> Jacobian:
 
 
 def _held(block: Block) -> Block:
+    if isinstance(block, HeadBlock):
+        return replace(block, features=block.features.detach().contiguous())
     if isinstance(block, OuterBlock):
         a = None if block.a is None else block.a.detach().contiguous()
         return replace(block, a=a, g=block.g.detach().contiguous())
@@ -39,6 +42,8 @@ def picked(jacobian: Jacobian, outputs: Tensor) -> Jacobian:
 
 
 def _picked(block: Block, outputs: Tensor) -> Block:
+    if isinstance(block, HeadBlock):
+        return block.at(outputs)
     data = torch.arange(len(outputs), device=outputs.device)
     if isinstance(block, OuterBlock):
         g = block.g[outputs, 0 if block.identity else data].unsqueeze(0)
@@ -52,7 +57,7 @@ def _picked(block: Block, outputs: Tensor) -> Block:
 
 # States.
 
-_KINDS: dict[str, type[Block]] = {"outer": OuterBlock, "index": IndexBlock, "dense": DenseBlock}
+_KINDS: dict[str, type[Block]] = {"outer": OuterBlock, "head": HeadBlock, "index": IndexBlock, "dense": DenseBlock}
 
 
 def state_of(jacobian: Jacobian) -> list[dict[str, Any]]:

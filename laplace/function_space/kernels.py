@@ -14,6 +14,7 @@ from torch import Tensor
 
 from laplace.curvature.blocks import CHUNK_BYTES, Block, DenseBlock, SumBlock, total
 from laplace.curvature.factors import IndexBlock, OuterBlock
+from laplace.curvature.heads import HeadBlock
 from laplace.curvature.jacobian import Jacobian
 
 Scales = Sequence[Tensor] | None
@@ -47,12 +48,28 @@ def kernel_diagonal(jacobian: Jacobian, scales: Scales = None) -> Tensor:
 
 def block_kernel(x: Block, y: Block) -> Tensor:
     """Σ_p J[k, b, p] J'[l, m, p] of the blocks of one tensor, `[K, B, L, M]`, float64."""
+    if isinstance(x, HeadBlock):
+        return _head_kernel(x, y)
+    if isinstance(y, HeadBlock):
+        return _head_kernel(y, x).permute(2, 3, 0, 1)
     if isinstance(x, SumBlock) or isinstance(y, SumBlock):
         parts = [(u, v) for u in _parts(x) for v in _parts(y)]
         if all(_by_grams(u, v) for u, v in parts):
             return total(_factored(u, v) for u, v in parts)
         return _multiplied_out(x, y)
     return _factored(x, y) if _by_grams(x, y) else _multiplied_out(x, y)
+
+
+def _head_kernel(x: HeadBlock, y: Block) -> Tensor:
+    """The same with a head, whose output gradients are the identity: (φ_b · a_m) g'_lmk."""
+    features = x.features.double()
+    if isinstance(y, HeadBlock):
+        eye = torch.eye(x.n_outputs, dtype=torch.float64, device=features.device)
+        return (features @ y.features.double().T)[None, :, None] * eye[:, None, :, None]
+    if isinstance(y, OuterBlock) and y.n_positions == y.groups == 1 and not y.input_first:
+        a = features.new_ones(y.n_data, 1) if y.a is None else y.a[:, 0, 0].double()
+        return torch.einsum("bm,lmk->kblm", features @ a.T, _gradients(y)[:, :, 0, 0])
+    return block_kernel(x.multiplied(), y)
 
 
 def _parts(block: Block) -> tuple[Block, ...]:
@@ -86,12 +103,8 @@ def _by_grams(x: Block, y: Block) -> bool:
 
 
 def _factored(x: Block, y: Block) -> Tensor:
-    if isinstance(x, OuterBlock) and isinstance(y, OuterBlock):
-        if x.identity and y.identity and not (x.rotated or y.rotated):
-            eye = torch.eye(x.n_cotangents, dtype=torch.float64, device=x.g.device)
-            return _input_gram(x, y).sum(0)[None, :, None] * eye[:, None, :, None]
-        if x.a is None:
-            return _flat_product(_gradients(x).sum(2), _gradients(y).sum(2))
+    if isinstance(x, OuterBlock) and isinstance(y, OuterBlock) and x.a is None:
+        return _flat_product(_gradients(x).sum(2), _gradients(y).sum(2))
     rows: list[Tensor] = []
     for part in _slices(x, y):
         columns = [_product_of_grams(part, other) for other in _slices(y, part)]

@@ -72,26 +72,32 @@ class OutputHessian:
         full = torch.diag_embed(self.diag)
         return full if self.vec is None else full - self.vec.unsqueeze(2) * self.vec.unsqueeze(1)
 
-    def root(self) -> Tensor:
+    def root(self, part: slice | None = None) -> Tensor:
         """Columns S_k with Σ_k S_k S_kᵀ = Λ, `[K, B, C]` (K = C): cotangents for K backward passes.
 
         With w = vec / √diag and q = |w|², S = diag(√diag) − vec wᵀ / (1 + √(1 − q)). For softmax q = 1, so that
         S = diag(√p) − p √pᵀ: no factorisation, and exact for saturated p.
 
+        Args:
+            part: Which columns; None for all.
+
         Raises:
             CurvatureError: A dense Λ has a negative eigenvalue, so that no real root exists.
         """
+        part = slice(None) if part is None else part
         if self.dense is not None:
-            return _spectral_root(self.dense)
+            return _spectral_root(self.dense)[part]
         scale = self.diag.sqrt()
-        root = torch.diag_embed(scale)
+        at = torch.arange(scale.shape[1], device=scale.device)[part]
+        root = scale.new_zeros(len(at), *scale.shape)
+        root[torch.arange(len(at), device=at.device), :, at] = scale.T[part]
         if self.vec is not None:
             ratio = self.vec / scale.clamp(min=_TINY)
             rest = 1 - ratio.square().sum(1, keepdim=True)
             # A rest within rounding of 0 is the softmax case; its square root would magnify the rounding.
             rest = torch.where(rest > 100 * torch.finfo(rest.dtype).eps, rest, 0.0)
-            root = root - self.vec.unsqueeze(2) * (ratio / (1 + rest.sqrt())).unsqueeze(1)
-        return root.permute(2, 0, 1)
+            root = root - self.vec * (ratio / (1 + rest.sqrt())).T[part].unsqueeze(2)
+        return root
 
 
 _TINY = 1e-30

@@ -137,7 +137,13 @@ class MixturePosterior(CheckedConstructor):
 
     @checked
     def fit(
-        self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False, *, decay: float = 1.0
+        self,
+        train_loader: Iterable[Any],
+        override: bool = True,
+        progress_bar: bool = False,
+        *,
+        decay: float = 1.0,
+        check_memory: bool = True,
     ) -> None:
         """Fits every component to the same data, as `ParametricLaplace.fit` does.
 
@@ -146,6 +152,7 @@ class MixturePosterior(CheckedConstructor):
             override: Start anew; False adds the data to those of the former fits.
             progress_bar: Show one, for the components and for each of them.
             decay: With `override=False`, how often former data count from now on.
+            check_memory: Whether to refuse a fit for which memory does not suffice.
 
         Raises:
             InvalidData: A batch cannot be used.
@@ -155,7 +162,7 @@ class MixturePosterior(CheckedConstructor):
         check_repeatable(train_loader, self.n_components)
         with all_or_none(self.components):
             for la in tqdm(self.components, desc="components", disable=not progress_bar):
-                la.fit(train_loader, override, progress_bar, decay=decay)
+                la.fit(train_loader, override, progress_bar, decay=decay, check_memory=check_memory)
             check_same_outputs(self.components)
 
     @checked

@@ -19,7 +19,7 @@ from laplace.curvature.adapted import is_ours
 from laplace.curvature.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, NotFittedError
 from laplace.fingerprint import Fingerprint
-from laplace.fitting import FirstBatch, Fit, subsampling
+from laplace.fitting import FirstBatch, Fit, Reading, subsampling
 from laplace.fitting.subsampling import Subset
 from laplace.lending import own_mode, require_module, same_random_state, undisturbed
 from laplace.likelihoods.base import Likelihood
@@ -27,6 +27,7 @@ from laplace.positions import channels_last
 from laplace.posterior import first_outputs
 from laplace.posterior.base import BaseLaplace
 from laplace.refinement.result import Refinement
+from laplace.structures.announced import bars
 from laplace.structures.base import Curvature, Precision
 from laplace.structures.indefinite import SignedOptions
 from laplace.weights.all_weights import AllWeights
@@ -218,6 +219,7 @@ class WeightFit(BaseLaplace):
         decay: float = 1.0,
         subset: int | None = None,
         generator: torch.Generator | None = None,
+        check_memory: bool = True,
     ) -> None:
         """Fits the Gaussian to the curvature of the data at the model's present weights.
 
@@ -231,9 +233,12 @@ class WeightFit(BaseLaplace):
             subset: M: take the curvature of M data drawn at random, times N/M, which is unbiased (Immer et al., 2021,
                 appendix A.3.1); loss and number are those of all N. The data are read once more.
             generator: Source of that choice; None for the global one, which leads to another choice each time.
+            check_memory: Whether to refuse a fit that by the shapes of its first batch takes more memory than there is;
+                asked of fits above 1 GiB, on CPUs under Linux and on CUDA.
 
         Raises:
-            InvalidData: A batch cannot be used; the former posterior is kept.
+            OutOfMemory: Memory does not hold the fit; the message names choices that take less.
+            InvalidData: A batch cannot be used; the former posterior is kept, as after every error.
             InvalidArgument: A hyper-parameter's length does not fit the treated parameters or the outputs, or a decay
                 or a subset that is not accepted.
             InvalidType: What is given for the loader cannot be iterated over, or targets are given beside it.
@@ -247,42 +252,44 @@ class WeightFit(BaseLaplace):
         batches.require_loader(train_loader, "train_loader")
         part = None if subset is None else Subset.drawn(subset, generator)
         first = FirstBatch(self.weights.model, self.weights.forward_fn)
-        new, engine = self.measured(
-            train_loader, go_on=not override, progress_bar=progress_bar, subset=part, first_batch=first
-        )
-        with torch.inference_mode(False), torch.no_grad():
+        reading = Reading(self.dict_key_y, progress_bar, first, check_memory)
+        new, engine = self.measured(train_loader, reading, go_on=not override, subset=part)
+        with torch.inference_mode(False), torch.no_grad(), bars(progress_bar):
             fit = new if override or self._fit is None else self._fit.scaled(decay) + new
+            if progress_bar:
+                fit.curvature.decompose(**self.precision_options)
             mean = self.problem.mean().to(self._like.dtype)
             self.adopt(fit, mean, Fingerprint.of(self.weights.model, first.witness), engine)
 
     def measured(
         self,
         train_loader: Iterable[Any],
+        reading: Reading,
         *,
         go_on: bool = True,
-        progress_bar: bool = False,
         subset: Subset | None = None,
-        first_batch: FirstBatch | None = None,
     ) -> tuple[Fit, CurvatureEngine]:
         """What data say at the model's present weights, and the engine that found it; the posterior stays as it is.
 
         Args:
             train_loader: Batches, as of `fit`.
+            reading: How they are read.
             go_on: Whether to use the former fit's engine, whose random draws go on.
-            progress_bar: Show one.
             subset: Of how many data the curvature is; None for all.
-            first_batch: What looks at the first batch, or None.
 
         Raises:
+            OutOfMemory: Memory does not hold the fit.
             InvalidData: A batch cannot be used.
             InvalidArgument: A hyper-parameter's length does not fit the treated parameters or the outputs, or the
                 structure reads the data several times and the loader can be read only once.
         """
         fitting.require_rereadable(train_loader, self.structure)
+        if self.weights.problem is not None:
+            self.structure.check(self.weights.problem.layout, self.structure_options)
         if subset is not None:
             batches.require_rereadable(train_loader, f"subset={subset.size} reads the data twice")
         fitting.warn_of_shards()
-        with own_mode(), torch.no_grad(), same_random_state(self.weights.model):
+        with own_mode(), torch.no_grad(), same_random_state(self.weights.model), bars(reading.progress_bar):
             x, y, train_loader = fitting.begin_reading(train_loader, self.dict_key_y, self._like.device)
             with batches.named("batch 0"):
                 problem = first_outputs.problem_of(self, x, y)
@@ -293,8 +300,10 @@ class WeightFit(BaseLaplace):
             # A noise that this kind of curvature cannot take is refused before the data are read, not after.
             self.likelihood_object.curvature_scale(self.backend_cls.kind, self.sigma_noise, self.temperature)
             what = (train_loader, engine, self.structure, self.structure_options)
-            how: Any = {"dict_key_y": self.dict_key_y, "progress_bar": progress_bar, "first_batch": first_batch}
-            new = fitting.accumulate(*what, **how) if subset is None else subsampling.accumulate(*what, subset, **how)
+            if subset is None:
+                new = fitting.accumulate(*what, reading)
+            else:
+                new = subsampling.accumulate(*what, subset, reading)
             hyper.check_length("sigma_noise", self.sigma_noise, {"one": 1, "outputs": new.n_outputs})
             return new, engine
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from laplace.errors import CurvatureError
+from laplace.structures.announced import Decompositions
 from laplace.structures.indefinite import without_rounding
 
 _NEGATIVE = 1e-3
@@ -38,16 +40,25 @@ def eigh(matrix: Tensor, *, signed: bool = False) -> tuple[Tensor, Tensor]:
     Raises:
         CurvatureError: The matrix is indefinite beyond rounding and not `signed`, or not finite.
     """
-    with kept_for_later():
+    with kept_for_later(), _announced(matrix):
         values, vectors = torch.linalg.eigh(_checked(matrix))
         return without_rounding(values, matrix.dtype) if signed else _clamped(values), vectors
 
 
 def eigvalsh(matrix: Tensor, *, signed: bool = False) -> Tensor:
     """Eigenvalues only, at a fraction of the cost of `eigh`."""
-    with kept_for_later():
+    with kept_for_later(), _announced(matrix):
         values = torch.linalg.eigvalsh(_checked(matrix))
         return without_rounding(values, matrix.dtype) if signed else _clamped(values)
+
+
+@contextmanager
+def _announced(matrix: Tensor) -> Iterator[None]:
+    """Announces the decomposition of `[..., n, n]` where it is long, and not part of others that are announced."""
+    width = matrix.shape[-1]
+    with Decompositions([[(matrix.numel() // max(1, width**2), width)]]).announced() as done:
+        yield
+        done(0)
 
 
 def _checked(matrix: Tensor) -> Tensor:

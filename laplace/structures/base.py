@@ -134,6 +134,7 @@ class Curvature(ABC):
         share: Of the data seen, how many the likelihood of the evidence counts: less than 1 for a subset.
         prior_factor: What its precisions multiply the prior precision with.
         tail: Largest absolute eigenvalue that was seen and left out; 0 where nothing is.
+        needs_columns: Whether it is of factors of outer products, which curvature known by its products alone lacks.
         weighed: Whether noise and temperature scale it in the precision, and not in the bound of the evidence alone.
         n_terms: E: curvature terms kept apart, one per output under a vector noise, else 1.
     """
@@ -146,6 +147,7 @@ class Curvature(ABC):
     share: float = 1.0
     prior_factor: float = 1.0
     tail: float = 0.0
+    needs_columns: bool = False
     weighed: bool = True
     n_terms: int
 
@@ -227,6 +229,14 @@ class Curvature(ABC):
             prior: δ.
             **options: The structure's own (Kron: `damping`), and what is done about an `indefinite` curvature.
         """
+
+    def decompose(self, **options: Any) -> None:
+        """Factorises at once, if that is long, what precisions factorise once per fit on first use.
+
+        Args:
+            **options: As of `precision`.
+        """
+        del options  # most structures have nothing that takes minutes and is kept
 
     @abstractmethod
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> Scan:

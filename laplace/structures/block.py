@@ -17,9 +17,10 @@ from laplace.gram import mirror
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
+from laplace.structures.announced import Decompositions
 from laplace.structures.base import AdditiveCurvature, Curvature
 from laplace.structures.diag import DiagCurvature
-from laplace.structures.eigenblocks import Spectra, dense_spectrum
+from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
 from laplace.structures.footprint import DOUBLE, EIGH, Footprint
 from laplace.structures.indefinite import SignedOptions, mended
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
@@ -78,7 +79,7 @@ class BlockCurvature(AdditiveCurvature):
                     f"hessian_structure='block': the layer {name.rpartition('.')[0]!r} has {size} treated entries, "
                     f"more than max_block={options.max_block}; its block would take {24 * size**2 / 2**30:.3g} GiB, "
                     f"factorised. Pass structure_kwargs={{'max_block': {size}}} if the machine has that, or use "
-                    "hessian_structure='kron' or 'diag', or subset_of_weights='last_layer'."
+                    "hessian_structure='kron' or 'diag', or fewer weights."
                 )
 
     @classmethod
@@ -157,13 +158,25 @@ class BlockCurvature(AdditiveCurvature):
     def _spectra_of_one_term(self) -> Spectra:
         return self._spectra(None)
 
+    @cached_property
+    def _ahead(self) -> Decompositions:
+        return Decompositions([[(1, len(block[0]))] for block in self.sums])
+
+    def decompose(self, **options: Any) -> None:
+        if self._ahead.is_long and self.n_terms == 1:
+            self._mended(options.get("indefinite")).spectra(torch.ones(1))
+
     def _spectra(self, weights: Tensor | None) -> Spectra:
         terms = (block.double() for block in self.values)
         totals = (t[0] if weights is None else torch.tensordot(weights.double(), t, 1) for t in terms)
         dtype = self.sums[0].dtype
         signed = dtype if self.signed else None
-        blocks = tuple(dense_spectrum(total, signed=signed) for total in totals)
-        return Spectra(blocks, dtype, self.groups, signed=self.signed)
+        blocks: list[BlockSpectrum] = []
+        with self._ahead.announced() as done:
+            for i, total in enumerate(totals):
+                blocks.append(dense_spectrum(total, signed=signed))
+                done(i)
+        return Spectra(tuple(blocks), dtype, self.groups, signed=self.signed)
 
     def is_finite(self) -> bool:
         return all(bool(block.diagonal(dim1=1, dim2=2).isfinite().all()) for block in self.sums)

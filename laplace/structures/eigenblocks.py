@@ -12,6 +12,7 @@ from torch import Tensor
 from laplace.curvature.blocks import Block, JoinedBlock, MappedBlock
 from laplace.curvature.engine import Groups
 from laplace.curvature.factors import IndexBlock, OuterBlock
+from laplace.curvature.heads import HeadBlock
 from laplace.curvature.jacobian import Jacobian
 from laplace.curvature.kron_parts import KronBlock
 from laplace.errors import UnsupportedError
@@ -81,6 +82,8 @@ class BlockSpectrum:
         """A Jacobian block in the eigenbasis, by its factors where it has them."""
         if self.basis is None and self.shape is None:
             return block
+        if isinstance(block, HeadBlock) and self.shape is not None and self.output_first:
+            return block.project(self.left, self.right)
         if isinstance(block, OuterBlock) and self.shape is not None and block.input_first is not self.output_first:
             return self._project_outer(block)
         if isinstance(block, IndexBlock) and self.right is not None and self.left is None:

@@ -52,6 +52,7 @@ class EkfacCurvature(Curvature):
     bases: tuple[BlockSpectrum, ...]
     corrected: Tensor
     name = "ekfac"
+    needs_columns = True
     readings = 2
     exact_prior = False
 

@@ -22,6 +22,7 @@ from laplace.curvature.survey import Survey
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
+from laplace.structures.announced import Decompositions, Size
 from laplace.structures.base import AdditiveCurvature, Curvature
 from laplace.structures.eigenblocks import (
     BlockSpectrum,
@@ -47,6 +48,7 @@ class KronCurvature(AdditiveCurvature):
 
     parts: KronParts
     name = "kron"
+    needs_columns = True
     exact_prior = False
 
     @property
@@ -135,8 +137,29 @@ class KronCurvature(AdditiveCurvature):
 
     def _spectra(self, weights: Tensor | None) -> Spectra:
         found: dict[str, tuple[Tensor, Tensor]] = {}
-        blocks = tuple(self._spectrum(block, weights, found) for block in self.parts.blocks)
-        return Spectra(blocks, self.parts.factors[self.parts.blocks[0].output].dtype)
+        blocks: list[BlockSpectrum] = []
+        with self._ahead.announced() as done:
+            for i, block in enumerate(self.parts.blocks):
+                blocks.append(self._spectrum(block, weights, found))
+                done(i)
+        return Spectra(tuple(blocks), self.parts.factors[self.parts.blocks[0].output].dtype)
+
+    @cached_property
+    def _ahead(self) -> Decompositions:
+        """The eigendecompositions of every block; an output side that several share is one of the first's."""
+        steps: list[list[Size]] = []
+        seen: set[str] = set()
+        for block in self.parts.blocks:
+            keys = [key for key, is_matrix in self._roles(block) if is_matrix and key not in seen]
+            seen.update(keys)
+            shapes = [self.parts.factors[key].shape for key in keys]
+            step = [(shape[-3] if block.kind == "kron" else 1, shape[-1]) for shape in shapes]
+            steps.append(step if block.index is None else [*step, (1, len(block.index))])
+        return Decompositions(steps)
+
+    def decompose(self, **options: Any) -> None:
+        if self._ahead.is_long and self.n_terms == 1:
+            self.spectra(torch.ones(1))
 
     def _spectrum(
         self, block: KronBlock, weights: Tensor | None, found: dict[str, tuple[Tensor, Tensor]]

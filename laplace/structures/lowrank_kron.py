@@ -84,6 +84,7 @@ class LowRankKronCurvature(Curvature):
     factors: dict[str, Tensor]
     rank: int
     name = "lowrank_kron"
+    needs_columns = True
     options = LowRankKronOptions
     readings = 2
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from laplace.curvature.blocks import Block
 from laplace.curvature.factors import IndexBlock, OuterBlock
+from laplace.curvature.heads import HeadBlock
 from laplace.curvature.jacobian import Jacobian
 
 
@@ -60,7 +61,7 @@ class SpectralScan(Scan):
 
 def _has_factors(block: Block) -> bool:
     """Whether a block contracts factors, which needs no dense pieces."""
-    return isinstance(block, IndexBlock) or (isinstance(block, OuterBlock) and block.n_positions == 1)
+    return isinstance(block, IndexBlock | HeadBlock) or (isinstance(block, OuterBlock) and block.n_positions == 1)
 
 
 def _norms(block: Block, weights: Tensor) -> Tensor:

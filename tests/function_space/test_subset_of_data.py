@@ -13,6 +13,7 @@ from laplace import FunctionalLaplace, FunctionalLLLaplace, Laplace
 from laplace.curvature import NativeEF
 from laplace.curvature.blocks import Block
 from laplace.curvature.factors import OuterBlock
+from laplace.curvature.heads import HeadBlock
 from laplace.errors import InvalidArgument, InvalidData, NotFittedError, TuningWarning, UnsupportedError
 from laplace.function_space import dual, kernels
 from laplace.refinement.function_space import mode
@@ -126,7 +127,7 @@ def test_random_subsets_are_uniform_and_follow_the_seed() -> None:
     for seed in range(400):
         la = FunctionalLaplace(model, "regression", 2, seed=seed)
         la.fit(loader)
-        inputs = torch.cat([part.blocks[0].a[:, 0, 0, 0] for part in la.fitted().curvature.dual.parts])
+        inputs = torch.cat([part.blocks[0].features[:, 0] for part in la.fitted().curvature.dual.parts])
         assert len(inputs) == 2
         counts[inputs.long()] += 1
     # 400 draws of 2 of 8: 100 expected of each, with a standard deviation of √(400 · ¼ · ¾) = 8.7.
@@ -369,9 +370,11 @@ def test_a_prediction_is_one_pass_of_the_batch(monkeypatch: pytest.MonkeyPatch) 
     la = Laplace(model, "classification", "all", "gp", n_subset=5, **HYPER)
     monkeypatch.setattr(kernels, "_multiplied_out", multiplied_out)
     la.fit(problem.batches(4))
-    assert all(isinstance(block, OuterBlock) for part in la.fitted().curvature.dual.parts for block in part.blocks)
+    kinds = OuterBlock | HeadBlock
+    assert all(isinstance(block, kinds) for part in la.fitted().curvature.dual.parts for block in part.blocks)
     la(problem.x[:3])  # the probe of a new shape multiplies a bias out
     monkeypatch.setattr(OuterBlock, "dense", multiplied_out)
+    monkeypatch.setattr(HeadBlock, "multiplied", multiplied_out)
     sizes: list[int] = []
     handle = model.register_forward_hook(lambda module, x, f: sizes.append(len(f)))
     la(problem.x[:3])

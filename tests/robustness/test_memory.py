@@ -243,7 +243,7 @@ def test_jacobians_and_contractions_of_too_many_data(monkeypatch: pytest.MonkeyP
 def test_a_single_datum_that_memory_cannot_hold() -> None:
     la, memory = large("all", "diag")
     expected = posterior_bits(la)
-    with memory.of(0), pytest.warns(MemoryWarning), pytest.raises(OutOfMemory, match=r"single datum.*last_layer"):
+    with memory.of(0), pytest.warns(MemoryWarning), pytest.raises(OutOfMemory, match=r"single datum.*la.plan"):
         la(X)
     assert same_bits(expected, posterior_bits(la))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from laplace.curvature.blocks import CHUNK_BYTES, Block, PickedBlock
 from laplace.curvature.engine import Bases, Groups
 from laplace.curvature.factors import IndexBlock, OuterBlock
+from laplace.curvature.heads import Head, HeadBlock
 from laplace.curvature.jacobian import Jacobian
 from laplace.curvature.kron_parts import DENSE_BLOCK_LIMIT, UNUSED, KronBlock, KronParts, Probe
 from laplace.gram import add_gram, group_gram, group_product
@@ -44,19 +45,22 @@ class DiagSum:
             squares = self.in_basis(slot, block).sum_of_squares(apart=len(target) > 1)
             _add_terms(target, squares, first)
 
-    def add_head(self, blocks: Mapping[int, OuterBlock], hessian: OutputHessian) -> None:
+    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
         """Adds (uᵀ Λ u) φ_i² of a head, without a root of Λ; the blocks are in their bases, u the rows of g."""
         for slot, block in blocks.items():
-            directions = block.g[:, 0, 0, 0, :].to(self.values.dtype)  # [C, O]
-            a = None if block.a is None else block.a[:, 0, 0].square()
-            target = self.values[:, self.slices[slot]].view(len(self.values), directions.shape[1], -1)
-            if len(target) == 1:
-                weights = hessian.diagonal_in(directions)  # [B, O]
-                target[0] += weights.sum(0)[:, None] if a is None else weights.T @ a
+            squares = _features(block).to(self.values.dtype).square()
+            target = self.values[:, self.slices[slot]].view(len(self.values), -1, squares.shape[1])
+            if isinstance(block, HeadBlock):
+                weights = hessian.diagonal().to(squares)  # [B, C]
+                # A term per output has the entries of that output alone.
+                (target[0] if len(target) == 1 else target.diagonal().T).add_(weights.T @ squares)
                 continue
-            weights = hessian.diagonal().to(directions).T  # [E, B], a term per output
-            sums = weights.sum(1, keepdim=True) if a is None else weights @ a
-            target += directions.square().unsqueeze(2) * sums.unsqueeze(1)
+            directions = block.g[:, 0, 0, 0, :].to(squares)  # [C, O]
+            if len(target) == 1:
+                target[0] += hessian.diagonal_in(directions).T @ squares
+            else:
+                sums = hessian.diagonal().to(squares).T @ squares
+                target += directions.square().unsqueeze(2) * sums.unsqueeze(1)
 
     def result(self) -> Tensor:
         """`[E, P]`."""
@@ -95,7 +99,7 @@ class FullSum:
             for k in range(piece.shape[1]):
                 add_gram(self.values[(first + k) % len(self.values)], piece[:, k])
 
-    def add_head(self, blocks: Mapping[int, OuterBlock], hessian: OutputHessian) -> None:
+    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
         """Adds Σ_b Λ_b ⊗ φ_b φ_bᵀ of a head that is the whole sum, φ = [features, 1].
 
         With Λ = diag(d) − u uᵀ that is C Grams of φ, less one Gram of u ⊗ φ, C times less work than with a root.
@@ -175,7 +179,7 @@ class BlockSum:
             if blocks.keys() >= part.slices.keys():
                 part.add(blocks, first)
 
-    def add_head(self, blocks: Mapping[int, OuterBlock], hessian: OutputHessian) -> None:
+    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
         """Adds a head to the sums of which it is the whole."""
         for part in self.sums:
             if blocks.keys() >= part.slices.keys():
@@ -200,8 +204,10 @@ def _add_terms(total: Tensor, values: Tensor, first: int) -> None:
         total.index_add_(0, terms, values.to(total))
 
 
-def _features(block: OuterBlock) -> Tensor:
+def _features(block: Head) -> Tensor:
     """Inputs of an unshared layer `[B, D]`, a 1 for its bias."""
+    if isinstance(block, HeadBlock):
+        return block.features
     return block.g.new_ones(block.n_data, 1) if block.a is None else block.a[:, 0, 0]
 
 
@@ -267,13 +273,14 @@ class KronSum:
             else:
                 self._exact(slot, block, first)
 
-    def add_head(self, blocks: Mapping[int, OuterBlock], hessian: OutputHessian) -> None:
+    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
         """Adds A = Σ φφᵀ and B = Σ Λ of a head, without a root of Λ."""
         for slot, block in blocks.items():
             output = f"out:{self.origins[slot].use}"
             if output not in self.factors:
                 self.factors[output] = self._head_side(output, hessian)
-            self._inputs(slot, block, output, block.a, block.n_data)
+            a = None if block.is_bias else _features(block).unsqueeze(1)
+            self._inputs(slot, block.size, output, a, block.n_data)
 
     def _head_side(self, key: str, hessian: OutputHessian) -> Tensor:
         """B = Σ Λ, `[E, 1, C, C]`, or its products `[E, 1, C, w]`."""
@@ -283,8 +290,9 @@ class KronSum:
             total = total if self.n_terms == 1 else torch.diag_embed(torch.diag(total.diagonal()))
         else:
             matrix = self.probe(key, 1, n_outputs)[0].to(hessian.diag)
-            weights = torch.diag(hessian.diagonal().sum(0))
-            total = hessian.total_times(matrix) if self.n_terms == 1 else weights.unsqueeze(2) * matrix
+            total = hessian.total_times(matrix)
+            if self.n_terms > 1:
+                total = torch.diag(hessian.diagonal().sum(0)).unsqueeze(2) * matrix
         return total.reshape(self.n_terms, 1, n_outputs, -1).to(self.dtype)
 
     def _kronecker(self, slot: int, block: OuterBlock | IndexBlock, first: int, seen: set[str]) -> None:
@@ -296,19 +304,22 @@ class KronSum:
             return
         if isinstance(block, OuterBlock):
             a = block.a.mean(1, keepdim=True) if self.reduce and block.a is not None else block.a
-            self._inputs(slot, block, output, a, block.n_data * (1 if self.reduce else block.n_positions))
+            positions = block.n_data * (1 if self.reduce else block.n_positions)
+            self._inputs(slot, block.size, output, a, positions, input_first=block.input_first)
         else:
             counts = torch.bincount(block.index[block.index >= 0], minlength=block.n_rows).to(self.dtype)
             self.factors |= {f"in:{slot}": counts, f"positions:{slot}": block.counted.sum().to(self.dtype)}
             self.blocks[slot] = KronBlock("kron", block.size, output, f"in:{slot}", f"positions:{slot}", True)
 
-    def _inputs(self, slot: int, block: OuterBlock, output: str, a: Tensor | None, positions: int) -> None:
+    def _inputs(
+        self, slot: int, size: int, output: str, a: Tensor | None, positions: int, *, input_first: bool = False
+    ) -> None:
         key = None if a is None else f"in:{slot}"
         if a is not None:
             self.factors[f"in:{slot}"] = self._gram(f"in:{slot}", a)
-        self.factors[f"positions:{slot}"] = torch.tensor(float(positions), dtype=self.dtype, device=block.g.device)
-        first = block.input_first
-        self.blocks[slot] = KronBlock("kron", block.size, output, key, f"positions:{slot}", first)
+        count = torch.tensor(float(positions), dtype=self.dtype, device=self.problem.device)
+        self.factors[f"positions:{slot}"] = count
+        self.blocks[slot] = KronBlock("kron", size, output, key, f"positions:{slot}", input_first)
 
     def _output_key(self, slot: int, block: OuterBlock | IndexBlock) -> str:
         """Shared by a weight and its bias, unless one of them sees other gradients than the layer's outputs'."""

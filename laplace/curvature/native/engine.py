@@ -16,7 +16,7 @@ from laplace.curvature.native.capture import Capture, capture
 from laplace.curvature.native.passes import ForwardPass
 from laplace.curvature.native.plan import Plan, make_plan, unused_still
 from laplace.curvature.native.products import Linearised
-from laplace.curvature.native.surveying import surveyed
+from laplace.curvature.native.surveying import blank, outlined, surveyed
 from laplace.curvature.native.unused import check_unreached
 from laplace.curvature.survey import Survey
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory, UnsupportedError
@@ -139,24 +139,35 @@ class NativeEngine(CurvatureEngine):
         """
         if count <= self.max_passes:
             return
-        mend = (
-            "use pred_type='nn'"
-            if what != "a fit"
-            else "use backend_kwargs={'stochastic': True} (a pass per sample), hessian_structure='lowrank' (products "
-            "alone), or fewer data, the subsampled GGN, with a higher budget"
-        )
+        mend = "Use pred_type='nn'"
+        if what == "a fit":
+            drawn = "backend_kwargs={'stochastic': True} (a pass per sample), " if self.apart else ""
+            mend = f"Use {drawn}hessian_structure='lowrank' (products alone), or fewer data, the subsampled GGN, with "
+            mend += "a higher budget"
+        head = "subset_of_weights='last_layer', which takes none; or " if self.problem.head is None else ""
         raise UnsupportedError(
             f"{what} of outputs with positions takes {count:,} backward passes for every batch here, one per position "
-            f"and output; the budget is max_passes={self.max_passes:,}. {mend[0].upper()}{mend[1:]}; or "
-            "subset_of_weights='last_layer', which takes none; or raise it by "
+            f"and output; the budget is max_passes={self.max_passes:,}. {mend}; or {head}raise it by "
             f"backend_kwargs={{'max_passes': {count}}}."
         )
 
     def survey(self, x: Inputs, y: Tensor) -> Survey:
-        taken, y = self.observe(x, y)
+        taken, _ = self.observe(x, y)
+        return surveyed(taken, self._outline(taken))
+
+    def outline(self, x: Inputs | None = None) -> Survey:
+        if x is not None:
+            return self._outline(self.forward(x))
+        f = torch.zeros(1, 1, dtype=self.dtype, device=self.problem.device)
+        return blank(
+            self.problem.layout, n_columns=self.n_columns(f), itemsize=self.dtype.itemsize,
+            product_budget=self._product_budget, loop=self._loop,
+        )  # fmt: skip
+
+    def _outline(self, taken: ForwardPass) -> Survey:
         columns, terms = self.n_columns(taken.f), self._n_terms(taken.f)
         columns *= taken.taken.n_positions if taken.mixes and self.apart else 1
-        return surveyed(taken, n_columns=columns, n_terms=terms, loop=self._loop, product_budget=self._product_budget)
+        return outlined(taken, n_columns=columns, n_terms=terms, loop=self._loop, product_budget=self._product_budget)
 
     def n_columns(self, f: Tensor) -> int:
         """Cotangents that the curvature of outputs f `[B, C]` takes; 0 where it is known by its products alone."""
@@ -227,7 +238,11 @@ class NativeEngine(CurvatureEngine):
     def observe(self, x: Inputs, y: Tensor) -> tuple[ForwardPass, Tensor]:
         """A forward pass with a proven plan, and checked targets."""
         taken = self.forward(x)
-        return taken, self.targets(taken.f, y, taken.positions)
+        targets = self.targets(taken.f, y, taken.positions)
+        inspect, self.inspect = self.inspect, None
+        if inspect is not None:
+            inspect(self._outline(taken))
+        return taken, targets
 
     def targets(self, f: Tensor, y: Tensor, positions: tuple[int, ...]) -> Tensor:
         """Checked targets of outputs f, `[B·T, C]`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from laplace.curvature.native.columns import Columns, RootColumns
 from laplace.curvature.native.engine import MAX_PASSES, MEMORY_BUDGET
 from laplace.curvature.native.outer import OuterEngine
 from laplace.errors import InvalidArgument, UnsupportedError
@@ -63,11 +64,11 @@ class GGNEngine(OuterEngine):
         self.num_samples = num_samples
         self.generator = generator or torch.Generator(device=problem.device).manual_seed(torch.initial_seed())
 
-    def cotangents(self, f: Tensor, y: Tensor) -> Tensor:
+    def cotangents(self, f: Tensor, y: Tensor) -> Columns:
         if self.stochastic:
             draws = self.likelihood.sample_gradients(f.to(self.dtype), y, self.num_samples, self.generator)
             return draws / self.num_samples**0.5
-        return self.likelihood.hessian(f.to(self.dtype), y).root()
+        return RootColumns.of(self.likelihood.hessian(f.to(self.dtype), y))
 
     def n_columns(self, f: Tensor) -> int:
         return self.num_samples if self.stochastic else f.shape[1]

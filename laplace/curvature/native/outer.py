@@ -13,13 +13,15 @@ from laplace.batch import Inputs
 from laplace.curvature.blocks import Block
 from laplace.curvature.engine import Bases, BatchSummary, Groups
 from laplace.curvature.factors import OuterBlock
+from laplace.curvature.heads import Head, HeadBlock
 from laplace.curvature.kron_parts import KronParts, KronSketch, Probe
 from laplace.curvature.native.accumulate import BlockSum, DiagSum, FullSum, KronSum, Origin
+from laplace.curvature.native.columns import Columns, RowColumns
 from laplace.curvature.native.engine import MAX_PASSES, MEMORY_BUDGET, NativeEngine
 from laplace.curvature.native.passes import ForwardPass
 from laplace.curvature.native.plan import Plan
 from laplace.curvature.native.products import Linearised, add_rows
-from laplace.curvature.native.rows import RowColumns, counted, counted_head
+from laplace.curvature.native.rows import counted, counted_head
 from laplace.errors import InvalidArgument
 from laplace.gram import mirror
 from laplace.lending import lent
@@ -34,7 +36,7 @@ class _Sum(Protocol):
 
     def add(self, blocks: Mapping[int, Block], first: int) -> None: ...
 
-    def add_head(self, blocks: Mapping[int, OuterBlock], hessian: OutputHessian) -> None: ...
+    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None: ...
 
 
 class OuterEngine(NativeEngine):
@@ -71,7 +73,7 @@ class OuterEngine(NativeEngine):
         self.kfac_approx = kfac_approx
 
     @abstractmethod
-    def cotangents(self, f: Tensor, y: Tensor) -> Tensor:
+    def cotangents(self, f: Tensor, y: Tensor) -> Columns:
         """Columns u_k, `[K, B, C]`, with curvature Σ_kb (Jᵀu)(Jᵀu)ᵀ."""
 
     def output_hessian(self, f: Tensor, y: Tensor) -> OutputHessian | None:
@@ -85,8 +87,8 @@ class OuterEngine(NativeEngine):
         total = DiagSum(self.problem, self._n_terms(taken.f), self.dtype, bases)
         heads = taken.head_blocks(taken.heads())
         projected = {i: total.in_basis(i, block) for i, block in heads.items()}
-        outer = {i: block for i, block in projected.items() if isinstance(block, OuterBlock)}
-        self._accumulate(taken, y, total, heads=outer)
+        found = {i: block for i, block in projected.items() if isinstance(block, HeadBlock | OuterBlock)}
+        self._accumulate(taken, y, total, heads=found)
         return self.summary(taken.f, y), total.result()
 
     def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
@@ -148,7 +150,7 @@ class OuterEngine(NativeEngine):
         return self.summary(f, y), total
 
     def _accumulate(
-        self, taken: ForwardPass, y: Tensor, total: _Sum, heads: Mapping[int, OuterBlock], groups: Groups = ()
+        self, taken: ForwardPass, y: Tensor, total: _Sum, heads: Mapping[int, Head], groups: Groups = ()
     ) -> None:
         """Adds the curvature of a batch: of heads without a root of Λ, of the rest by chunks of cotangents.
 
@@ -171,20 +173,28 @@ class OuterEngine(NativeEngine):
         rest = [i for i in range(len(taken.plan)) if i not in heads]
         if not rest:
             return
-        columns = self.cotangents(taken.f, y).to(taken.f.dtype)
-        step = max(1, self.memory_budget // max(1, taken.bytes_per_cotangent()))
+        columns = self.cotangents(taken.f, y)
+        step = max(1, self.memory_budget // taken.bytes_per_column())
         mixed = {i for i in rest if not taken.by_row(i)}
         mixed |= {i for group in groups if mixed & set(group) for i in group}
+        if mixed and len(columns) > self.max_passes:  # refused before any of them are made
+            self.check_passes(len(columns) * (taken.taken.n_positions if self.apart else 1), "a fit")
         if simple := [i for i in rest if i not in mixed]:
-            chunks = in_slices(len(columns), step, lambda part: taken.row_blocks(columns[part], only=simple), COTANGENT)
-            for part, blocks in chunks:
+
+            def computed(part: slice) -> dict[int, Block]:
+                return taken.row_blocks(columns[part].to(taken.f.dtype), only=simple)
+
+            for part, blocks in in_slices(len(columns), step, computed, COTANGENT):
                 total.add(blocks if kept is None else {i: counted(b, kept) for i, b in blocks.items()}, part.start)
         if mixed:
-            apart = RowColumns(columns, taken.n_data, apart=self.apart)
-            self.check_passes(len(apart), "a fit")
-            only = [i for i in rest if i in mixed]
-            for part, blocks in in_slices(len(apart), step, lambda part: taken.blocks(apart[part], only), COTANGENT):
-                total.add(blocks, part.start)
+            self._accumulate_mixed(taken, columns, step, [i for i in rest if i in mixed], total)
+
+    def _accumulate_mixed(self, taken: ForwardPass, columns: Columns, step: int, only: list[int], total: _Sum) -> None:
+        """Adds the curvature of tensors that take cotangents of their own for every position."""
+        apart = RowColumns(columns[:].to(taken.f.dtype), taken.n_data, apart=self.apart)
+        self.check_passes(len(apart), "a fit")
+        for part, blocks in in_slices(len(apart), step, lambda part: taken.blocks(apart[part], only), COTANGENT):
+            total.add(blocks, part.start)
 
 
 class _Both:
@@ -197,7 +207,7 @@ class _Both:
         for part in self.sums:
             part.add(blocks, first)
 
-    def add_head(self, blocks: Mapping[int, OuterBlock], hessian: OutputHessian) -> None:
+    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
         for part in self.sums:
             part.add_head(blocks, hessian)
 
@@ -218,7 +228,7 @@ class _Inner:
     def of(cls, engine: OuterEngine, f: Tensor, y: Tensor) -> _Inner:
         """That of an engine on a batch."""
         hessian = engine.output_hessian(f, y)
-        return cls(hessian, None if hessian is not None else engine.cotangents(f, y))
+        return cls(hessian, None if hessian is not None else engine.cotangents(f, y)[:])
 
     def terms(self, count: int) -> list[int | None]:
         """The output of every term, or None where one term holds all."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,12 +13,13 @@ from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.blocks import Block, DenseBlock, LazyBlock
 from laplace.curvature.factors import OuterBlock
+from laplace.curvature.heads import HeadBlock
 from laplace.curvature.jacobian import Jacobian
-from laplace.curvature.native.capture import Capture
+from laplace.curvature.native.capture import Capture, Use
 from laplace.curvature.native.fallback import Rung, per_sample
 from laplace.curvature.native.pieces import block_of
 from laplace.curvature.native.plan import Plan
-from laplace.curvature.native.rows import as_rows, spread
+from laplace.curvature.native.rows import as_rows, joined, spread
 from laplace.lending import lent
 from laplace.memory import DATUM, in_slices
 from laplace.weights.problem import Problem
@@ -78,24 +81,63 @@ class ForwardPass:
         held += self.taken.f.numel() if self.positions and self.mixes else 0
         return 2 * held * self.f.element_size()
 
+    def bytes_per_column(self) -> int:
+        """The same with the cotangent itself, `[B, C]`, as it is made and in the dtype of the outputs."""
+        return self.bytes_per_cotangent() + 2 * self.f.numel() * self.f.element_size()
+
     def heads(self) -> list[int]:
         """Slots whose layer's outputs are the network's outputs, treated whole."""
-        return [
-            i
-            for i, explanation in enumerate(self.plan)
-            if len(explanation.terms) == 1
-            and self.problem.slots[i].entries is None
+        return list(self._heads)
+
+    def head_blocks(self, slots: list[int]) -> dict[int, HeadBlock]:
+        """Blocks of heads, which need no output gradients."""
+        return {i: self._heads[i] for i in slots}
+
+    @cached_property
+    def _heads(self) -> dict[int, HeadBlock]:
+        blocks = {i: self._without_gradients(i) for i in range(len(self.plan)) if self._ends(i)}
+        if self.positions:
+            blocks = {i: as_rows(block, self.taken.n_positions) for i, block in blocks.items()}
+        return {
+            i: HeadBlock.of(block, self.f.shape[1])
+            for i, block in blocks.items()
+            if isinstance(block, OuterBlock) and not block.input_first
+        }
+
+    def _ends(self, slot: int) -> bool:
+        """Whether the outputs of a tensor's layer are the network's."""
+        explanation = self.plan[slot]
+        return (
+            len(explanation.terms) == 1
+            and self.problem.slots[slot].entries is None
             and (explanation.is_head or not self.positions)
             and self.taken.is_head(self.taken.uses[explanation.terms[0].use])
-        ]
+        )
 
-    def head_blocks(self, slots: list[int]) -> dict[int, OuterBlock]:
-        """Identity blocks of heads: g is one `[C, C]` identity, whatever the batch."""
-        outputs = self.f.shape[1]
-        eye = torch.eye(outputs, device=self.f.device, dtype=self.dtype)
-        blocks = self.row_blocks(self.f.new_zeros(1, *self.f.shape), only=slots)
-        g = eye[:, None, None, None, :]
-        return {i: replace(b, g=g, identity=True) for i, b in blocks.items() if isinstance(b, OuterBlock)}
+    def _without_gradients(self, slot: int, uses: Sequence[Use] | None = None) -> Block:
+        """The block of a slot for one cotangent of zeros, which takes no backward pass and no memory."""
+        found = self.taken.uses if uses is None else uses
+        zeros = [use.x.new_zeros((), dtype=self.f.dtype).expand(1, *self._gradient_shape(use)) for use in found]
+        return block_of(self.problem, slot, self.plan[slot].terms, found, zeros, self.n_data)
+
+    def _gradient_shape(self, use: Use) -> torch.Size:
+        """The shape of the gradients of one cotangent: that of a head's are the network's, also of reduced features."""
+        return self.taken.f.shape if not self.positions and self.taken.is_head(use) else use.shape
+
+    def form(self, slot: int, inputs: Sequence[Tensor]) -> Block:
+        """The block of a slot for one cotangent, of which the shapes count and not the numbers.
+
+        Args:
+            slot: Which tensor.
+            inputs: Of every captured use, of the right shape.
+        """
+        uses = [replace(use, x=x) for use, x in zip(self.taken.uses, inputs, strict=True)]
+        try:
+            block = self._without_gradients(slot, uses)
+        except (RuntimeError, TypeError):  # a rule that looks at the numbers
+            block = self._without_gradients(slot)
+        rows = as_rows(block, self.taken.n_positions) if self.positions and not self.mixes else None
+        return block if rows is None else rows
 
     def jacobian(self, part: slice | None = None) -> Jacobian:
         """The Jacobian of the network's rows: one-hot cotangents, none for a head.
@@ -106,17 +148,28 @@ class ForwardPass:
         heads = self.heads()
         rest = [i for i in range(len(self.plan)) if i not in heads]
         blocks: dict[int, Block] = dict(self.head_blocks(heads)) if heads else {}
-        eye = torch.eye(self.f.shape[1], device=self.f.device, dtype=self.f.dtype)
         if simple := [i for i in rest if self.by_row(i)]:
-            blocks |= self.row_blocks(eye.unsqueeze(1).expand(-1, len(self.f), -1), only=simple)
+            blocks |= self._at_rows(simple)
         if part is not None:
             blocks = {i: block.rows(part) for i, block in blocks.items()}
         if mixed := [i for i in rest if not self.by_row(i)]:
-            blocks |= self._at_positions(eye, torch.arange(self.taken.n_positions)[part or slice(None)], mixed)
+            blocks |= self._at_positions(torch.arange(self.taken.n_positions)[part or slice(None)], mixed)
         return Jacobian(tuple(blocks[i] for i in range(len(self.plan))), self.positions)
 
-    def _at_positions(self, eye: Tensor, at: Tensor, only: list[int]) -> dict[int, Block]:
+    def _at_rows(self, only: list[int]) -> dict[int, Block]:
+        """Blocks `[C, B·T, p]` of one-hot cotangents of all rows, few of which are held at once where C is large."""
+        outputs = self.f.shape[1]
+        step = max(1, self.memory_budget // (2 * self.f.numel() * self.f.element_size()))
+        parts: list[dict[int, Block]] = []
+        for start in range(0, outputs, step):
+            hot = self.f.new_zeros(min(step, outputs - start), outputs)
+            hot.diagonal(start).fill_(1)
+            parts.append(self.row_blocks(hot.unsqueeze(1).expand(-1, len(self.f), -1), only))
+        return {i: joined([part[i] for part in parts]) for i in only}
+
+    def _at_positions(self, at: Tensor, only: list[int]) -> dict[int, Block]:
         """Blocks `[C, B·S, p]` of the rows of S positions, by S·C cotangents of the whole outputs."""
+        eye = torch.eye(self.f.shape[1], device=self.f.device, dtype=self.f.dtype)
         whole = eye.new_zeros(len(at), self.taken.n_positions, len(eye), len(eye))
         whole[torch.arange(len(at)), at] = eye
         cotangents = whole.transpose(1, 2).flatten(2).flatten(0, 1).unsqueeze(1).expand(-1, self.n_data, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from laplace.curvature.blocks import Block, DenseBlock, LazyBlock, PickedBlock, SumBlock
 from laplace.curvature.factors import IndexBlock, OuterBlock
+from laplace.curvature.heads import Head, HeadBlock
 
 
 def as_rows(block: Block, n_positions: int) -> Block | None:
@@ -36,13 +38,39 @@ def counted(block: Block, kept: Tensor) -> Block:
     if isinstance(block, IndexBlock):
         return replace(block, index=block.index[kept], g=block.g[:, kept], counted=block.counted[kept])
     if isinstance(block, OuterBlock):
-        return replace(counted_head(block, kept), g=block.g[:, kept])
+        return replace(_with_inputs(block, kept), g=block.g[:, kept])
     return DenseBlock(block.dense()[:, kept])
 
 
-def counted_head(block: OuterBlock, kept: Tensor) -> OuterBlock:
-    """The same of a head, whose g is an identity."""
+def counted_head(block: Head, kept: Tensor) -> Head:
+    """The same of a head, whose output gradients are those of all data."""
+    return block.counted(kept) if isinstance(block, HeadBlock) else _with_inputs(block, kept)
+
+
+def _with_inputs(block: OuterBlock, kept: Tensor) -> OuterBlock:
     return replace(block, a=None if block.a is None else block.a[kept], n_data=len(kept))
+
+
+def joined(blocks: Sequence[Block]) -> Block:
+    """Blocks `[K_i, B, p]` of several sets of cotangents as one, `[Σ K_i, B, p]`."""
+    first = blocks[0]
+    if len(blocks) == 1:
+        return first
+    if isinstance(first, PickedBlock):
+        return replace(first, whole=joined([b.whole for b in blocks if isinstance(b, PickedBlock)]))
+    if isinstance(first, SumBlock):
+        parts = zip(*(b.parts for b in blocks if isinstance(b, SumBlock)), strict=True)
+        return SumBlock(tuple(joined(part) for part in parts))
+    if isinstance(first, OuterBlock | IndexBlock):
+        return replace(first, g=torch.cat([b.g for b in blocks if isinstance(b, OuterBlock | IndexBlock)]))
+    if isinstance(first, LazyBlock):
+        lazy = [b for b in blocks if isinstance(b, LazyBlock)]
+        norm = torch.stack([b.norm for b in lazy]).norm()
+        count = sum(b.n_cotangents for b in lazy)
+        return replace(
+            first, compute=lambda rows: torch.cat([b.compute(rows) for b in lazy]), n_cotangents=count, norm=norm
+        )
+    return DenseBlock(torch.cat([b.dense() for b in blocks]))
 
 
 def spread(block: Block, count: int) -> Block:
@@ -77,43 +105,3 @@ def _spread_lazily(block: LazyBlock, count: int) -> Block:
 
     n_rows = block.n_data * count
     return replace(block, compute=compute, n_cotangents=block.n_cotangents // count, span=(0, n_rows))
-
-
-class RowColumns:
-    """Columns `[K, B·T, C]`, of which every row has its own, as cotangents `[K', B, T·C]` of the whole outputs.
-
-    A curvature that is a sum over rows needs their columns apart: column (t, k) is column k at position t and zero at
-    the others, K' = T·K, built as they are asked for. Columns that are random, independent and of mean zero need not be
-    kept apart, for their products vanish on average: K' = K.
-
-    Args:
-        columns: `[K, B·T, C]`; positions of which every entry is zero are left out.
-        n_data: B.
-        apart: Whether rows are kept apart.
-    """
-
-    def __init__(self, columns: Tensor, n_data: int, *, apart: bool) -> None:
-        self.columns = columns.unflatten(1, (n_data, -1))  # [K, B, T, C]
-        self.apart = apart and self.columns.shape[2] > 1
-        self.used = self._places() if self.apart else None
-
-    def _places(self) -> Tensor:
-        """Positions of which some entry is not zero; the first one if there are none."""
-        used = self.columns.ne(0).any(3).any(1).any(0)
-        used[0] |= ~used.any()
-        return used.nonzero().flatten()
-
-    def __len__(self) -> int:
-        return len(self.columns) * (1 if self.used is None else len(self.used))
-
-    def __getitem__(self, part: slice) -> Tensor:
-        """Consecutive cotangents, `[k, B, T·C]`."""
-        if self.used is None:
-            return self.columns[part].flatten(2)
-        k, b, t, c = self.columns.shape
-        index = torch.arange(*part.indices(len(self)), device=self.columns.device)
-        column, position = index % k, self.used[index // k]
-        rows = torch.arange(len(index), device=index.device)
-        whole = self.columns.new_zeros(len(index), t, b, c)
-        whole[rows, position] = self.columns[column, :, position]
-        return whole.transpose(1, 2).reshape(len(index), b, t * c)

@@ -1,10 +1,11 @@
-"""One batch seen by a native engine, without its curvature."""
+"""One batch seen by a native engine, without its curvature: what its shapes say, and how long small pieces take."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from laplace.curvature.blocks import Block, PickedBlock, SumBlock
 from laplace.curvature.factors import IndexBlock, OuterBlock
+from laplace.curvature.heads import HeadBlock
 from laplace.curvature.native.capture import capture
 from laplace.curvature.native.passes import ForwardPass
 from laplace.curvature.survey import Survey, TensorShape
+from laplace.layout import Layout
 from laplace.lending import lent
 
 _TIMED = 4
@@ -26,8 +29,8 @@ _WIDTH = 512
 """Of the timed matrix product."""
 
 
-def surveyed(taken: ForwardPass, *, n_columns: int, n_terms: int, loop: bool, product_budget: int) -> Survey:
-    """What a batch shows, by one more forward pass, a backward pass of a few cotangents and one matrix product.
+def outlined(taken: ForwardPass, *, n_columns: int, n_terms: int, loop: bool, product_budget: int) -> Survey:
+    """What the shapes of a captured batch say: without its graph, which is held by then, and without seconds.
 
     Args:
         taken: The batch, with its proven plan.
@@ -36,44 +39,62 @@ def surveyed(taken: ForwardPass, *, n_columns: int, n_terms: int, loop: bool, pr
         loop: Whether backward passes run one by one.
         product_budget: Bytes that the vectors of one pass may hold.
     """
-    saved: dict[int, int] = {}
-    widths: list[int] = []
-    held = {use.x.untyped_storage().data_ptr() for use in taken.taken.uses}
-    with torch.inference_mode(False), lent(taken.problem.module), _watched(taken, saved, widths):
-        start = _now(taken.f)
-        again = capture(taken.problem, taken.x, loop=loop)
-        forward = _now(taken.f) - start
-    del again
-    heads, n_outputs = taken.heads(), taken.f.shape[1]
-    rest = [i for i in range(len(taken.plan)) if i not in heads]
-    count = max(1, min(_TIMED, n_columns or n_outputs, taken.memory_budget // max(1, taken.bytes_per_cotangent())))
-    outputs = taken.taken.f if taken.mixes else taken.f  # of a datum, or of a row
-    eye = torch.eye(count, outputs.shape[1], device=taken.f.device, dtype=taken.f.dtype)
-    cotangents = eye.unsqueeze(1).expand(-1, len(outputs), -1)
-    start = _now(taken.f)
-    run = taken.blocks if taken.mixes else taken.row_blocks
-    blocks = run(cotangents, only=rest) if rest else {}
-    backward = (_now(taken.f) - start) / len(eye)
-    shapes = {i: _shape(block, held) for i, block in blocks.items()}
-    shapes |= {i: _shape(block, held, is_head=True) for i, block in taken.head_blocks(heads).items()}
     return Survey(
         layout=taken.problem.layout,
-        tensors=tuple(shapes[i] for i in range(len(taken.plan))),
-        n_data=len(outputs),
-        n_outputs=n_outputs,
+        tensors=_shapes(taken),
+        n_data=taken.n_data if taken.mixes else len(taken.f),
+        n_outputs=taken.f.shape[1],
         n_columns=n_columns,
         n_terms=n_terms,
         itemsize=taken.dtype.itemsize,
-        graph=sum(saved.values()),
-        widest=max(widths, default=0),
+        graph=0,
+        widest=0,
         gradients=taken.bytes_per_cotangent() // 2,
         budget=taken.memory_budget,
         product_budget=product_budget,
         loop=loop,
-        forward=forward,
-        backward=backward,
-        rate=_rate(taken),
     )
+
+
+def blank(layout: Layout, *, n_columns: int, itemsize: int, product_budget: int, loop: bool) -> Survey:
+    """What every batch shows at least: the sizes of the tensors, and one datum with one output.
+
+    Args:
+        layout: The treated tensors.
+        n_columns: K of that output.
+        itemsize: Bytes of a number of the curvature.
+        product_budget: Bytes that the vectors of one pass may hold.
+        loop: Whether backward passes run one by one.
+    """
+    tensors = tuple(TensorShape(size, factored=True, is_bias=True) for size in layout.sizes)
+    return Survey(
+        layout, tensors, n_data=1, n_outputs=1, n_columns=n_columns, n_terms=1, itemsize=itemsize, graph=0, widest=0,
+        gradients=0, budget=1, product_budget=product_budget, loop=loop,
+    )  # fmt: skip
+
+
+def surveyed(taken: ForwardPass, outline: Survey) -> Survey:
+    """The same with graph and seconds, by one more forward pass, a backward one of a few cotangents, and a product."""
+    saved: dict[int, int] = {}
+    widths: list[int] = []
+    with torch.inference_mode(False), lent(taken.problem.module), _watched(taken, saved, widths):
+        start = _now(taken.f)
+        again = capture(taken.problem, taken.x, loop=outline.loop)
+        forward = _now(taken.f) - start
+    del again
+    heads = taken.heads()
+    rest = [i for i in range(len(taken.plan)) if i not in heads]
+    most = taken.memory_budget // max(1, taken.bytes_per_cotangent())
+    count = max(1, min(_TIMED, outline.n_columns or outline.n_outputs, most))
+    outputs = taken.taken.f if taken.mixes else taken.f  # of a datum, or of a row
+    eye = torch.eye(count, outputs.shape[1], device=taken.f.device, dtype=taken.f.dtype)
+    start = _now(taken.f)
+    if rest:
+        run = taken.blocks if taken.mixes else taken.row_blocks
+        run(eye.unsqueeze(1).expand(-1, len(outputs), -1), only=rest)
+    backward = (_now(taken.f) - start) / count
+    graph, widest = sum(saved.values()), max(widths, default=0)
+    return replace(outline, graph=graph, widest=widest, forward=forward, backward=backward, rate=_rate(taken))
 
 
 @contextmanager
@@ -101,8 +122,31 @@ def _watched(taken: ForwardPass, saved: dict[int, int], widths: list[int]) -> It
         handle.remove()
 
 
-def _shape(block: Block, held: set[int], *, is_head: bool = False) -> TensorShape:
-    """The shape of a block; inputs that lie in one of the `held` storages are no copies."""
+def _shapes(taken: ForwardPass) -> tuple[TensorShape, ...]:
+    """How every tensor enters the outputs, from the forms of its factors alone."""
+    heads = taken.head_blocks(taken.heads())
+    sizes = [slot.size for slot in taken.problem.slots]
+    inputs = [use.x.to("meta") for use in taken.taken.uses]  # no memory, and no work
+    found: list[TensorShape] = []
+    for i, explanation in enumerate(taken.plan):
+        if i in heads:
+            found.append(_head_shape(heads[i]))
+        elif explanation.terms:
+            found.append(_shape(taken.form(i, inputs), inputs))
+        else:
+            found.append(TensorShape(sizes[i], n_outputs=sizes[i]))
+    return tuple(found)
+
+
+def _head_shape(block: HeadBlock) -> TensorShape:
+    return TensorShape(
+        block.size, factored=True, n_outputs=block.n_outputs, n_inputs=block.n_inputs, is_bias=block.is_bias,
+        is_head=True,
+    )  # fmt: skip
+
+
+def _shape(block: Block, inputs: Sequence[Tensor]) -> TensorShape:
+    """The shape of a block; factors that are views of the inputs are no copies."""
     whole = block.whole if isinstance(block, PickedBlock) else block
     if isinstance(whole, IndexBlock):
         return TensorShape(
@@ -111,13 +155,14 @@ def _shape(block: Block, held: set[int], *, is_head: bool = False) -> TensorShap
         )  # fmt: skip
     if isinstance(whole, OuterBlock):
         a = whole.a
-        copied = 0 if a is None or a.untyped_storage().data_ptr() in held else a.untyped_storage().nbytes()
+        own = a is not None and not any(a is x or a._base is x for x in inputs)
         return TensorShape(
             block.size, factored=True, groups=whole.groups, n_outputs=whole.g.shape[4], n_inputs=whole.n_inputs,
-            positions=whole.n_positions, is_bias=a is None, is_head=is_head, copied=copied,
+            positions=whole.n_positions, is_bias=a is None,
+            copied=a.untyped_storage().nbytes() if a is not None and own else 0,
         )  # fmt: skip
     parts = whole.parts if isinstance(whole, SumBlock) else ()
-    copied = sum(_shape(part, held).copied for part in parts)
+    copied = sum(_shape(part, inputs).copied for part in parts)
     return TensorShape(block.size, n_outputs=block.size, copied=copied)
 
 

@@ -1,0 +1,111 @@
+"""How much memory there is for a fit: what the operating system and the groups of the process leave, or the device.
+
+Nothing else reads the machine, and nothing is computed from it: it decides whether a fit begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import torch
+
+Read = Callable[[str], "str | None"]
+"""The text of a file, or None where there is none."""
+
+_KIB = 1024
+
+
+@dataclass(frozen=True)
+class Available:
+    """Memory that can be taken.
+
+    Attributes:
+        size: Bytes.
+        source: Who says so.
+    """
+
+    size: int
+    source: str
+
+
+def available(device: torch.device) -> Available | None:
+    """What can be taken on a device; None where nobody says."""
+    if device.type == "cpu":
+        return of_host(_read)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return Available(free + unused, "CUDA")
+    return None
+
+
+def of_host(read: Read) -> Available | None:
+    """The least of what Linux, and every control group that the process is in, leave; None on other systems."""
+    found: list[Available] = []
+    meminfo = of_meminfo(read("/proc/meminfo") or "")
+    if meminfo is not None:
+        found.append(Available(meminfo, "/proc/meminfo"))
+    for maximum, current, stat, inactive in _group_files(read("/proc/self/cgroup") or ""):
+        limit = of_group(read(maximum), read(current), read(stat), inactive)
+        if limit is not None:
+            found.append(Available(limit, maximum))
+    return min(found, key=lambda one: one.size, default=None)
+
+
+def of_meminfo(text: str) -> int | None:
+    """Bytes of the line `MemAvailable` of /proc/meminfo."""
+    value = _entry(text, "MemAvailable:")
+    return None if value is None else _KIB * value
+
+
+def of_group(maximum: str | None, current: str | None, stat: str | None, inactive: str) -> int | None:
+    """Bytes that the limit of a control group leaves; None without a limit.
+
+    Args:
+        maximum: The limit, a number or `max`.
+        current: What is used, with cached files.
+        stat: Lines of a name and a number, one of which is that of cached files that are given up at once.
+        inactive: Its name.
+    """
+    if maximum is None or current is None or not maximum.strip().isdigit():
+        return None
+    cached = _entry(stat or "", inactive) or 0
+    return max(0, int(maximum) - int(current) + cached)
+
+
+def _group_files(groups: str) -> Iterator[tuple[str, str, str, str]]:
+    """Files of every group that holds the process, from its own to the root: limit, use, statistics; and a name there.
+
+    Args:
+        groups: /proc/self/cgroup: lines `number:controllers:path`, of version 2 `0::path`.
+    """
+    for line in groups.splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        own = PurePosixPath(path)
+        for group in (own, *own.parents):
+            if not controllers:
+                folder = f"/sys/fs/cgroup{group}".rstrip("/")
+                yield f"{folder}/memory.max", f"{folder}/memory.current", f"{folder}/memory.stat", "inactive_file"
+            elif "memory" in controllers.split(","):
+                folder = f"/sys/fs/cgroup/memory{group}".rstrip("/")
+                limit, use = f"{folder}/memory.limit_in_bytes", f"{folder}/memory.usage_in_bytes"
+                yield limit, use, f"{folder}/memory.stat", "total_inactive_file"
+
+
+def _entry(text: str, name: str) -> int | None:
+    """The number behind a name at the beginning of a line."""
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) >= 2 and words[0] == name and words[1].isdigit():
+            return int(words[1])
+    return None
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text()
+    except (OSError, ValueError):
+        return None

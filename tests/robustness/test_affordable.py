@@ -1,0 +1,224 @@
+"""Fits that memory does not hold are refused before they begin, with choices that it holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from laplace import Laplace
+from laplace.curvature import GGNInterface, NativeHessian
+from laplace.curvature.survey import Survey
+from laplace.errors import OutOfMemory
+from laplace.fitting import affordable, available
+from laplace.fitting.affordable import MemoryCheck
+from laplace.fitting.available import Available
+from laplace.mixture import MixtureLaplace
+from laplace.structures import STRUCTURES
+from tests.conformance.cases import Case, few
+from tests.robustness.faults import posterior_bits, same_bits
+
+HUGE = 2**60
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 20))
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 3, generator=generator), torch.randint(20, (8,), generator=generator)) for _ in range(2)]
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets how much there is, and looks at every fit, however small."""
+    monkeypatch.setattr(affordable, "LEAST", 0)
+
+    def of(size: int) -> None:
+        monkeypatch.setattr(affordable, "available", lambda device: Available(size, "a test"))
+
+    return of
+
+
+def surveys(la: Any, loader: Any, monkeypatch: pytest.MonkeyPatch) -> list[Survey]:
+    """What a fit shows to the check."""
+    seen: list[Survey] = []
+    monkeypatch.setattr(MemoryCheck, "__call__", lambda self, survey: seen.append(survey))
+    la.fit(loader)
+    return seen
+
+
+@pytest.mark.parametrize("case", few("all", "last_layer", "mixed", structures=["diag", "kron", "full"]))
+def test_a_fit_shows_what_a_plan_knows(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same shapes, without a pass of its own: but for the graph, which is there by then, and what is timed."""
+    la = case.build()
+    planned: list[Survey] = []
+    loader = case.problem.batches(None)
+    monkeypatch.setattr(
+        "laplace.posterior.weight_posterior.planning.make_plan", lambda survey, *_: planned.append(survey)
+    )
+    la.plan(loader)
+    (shown,) = surveys(la, loader, monkeypatch)
+    timed = {name: getattr(shown, name) for name in ("forward", "backward", "rate")}
+    assert replace(planned[0], graph=0, widest=0, **timed) == shown
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "full", "ekfac", "lowrank"])
+def test_no_pass_is_run_for_it(structure: str) -> None:
+    model = network()
+    calls: list[int] = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    counts: list[int] = []
+    for check in (True, False):
+        calls.clear()
+        Laplace(model, "classification", "all", structure).fit(data(), check_memory=check)
+        counts.append(len(calls))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+@pytest.mark.parametrize("structure", tuple(STRUCTURES))
+def test_a_fit_that_does_not_fit(structure: str, weights: str, memory: Any) -> None:
+    """The message names the choice, what is there, and never again what was just used; the former posterior stays."""
+    la = Laplace(network(), "classification", weights, structure)
+    memory(HUGE)
+    la.fit(data())
+    before, needed = posterior_bits(la), la.plan(data()).peak_bytes
+    cheaper = [o for o in la.plan(data()).cheaper if o.structure != structure or o.weights != weights]
+    memory(1000 if not cheaper else cheaper[-1].peak_bytes)
+    with pytest.raises(OutOfMemory) as caught:
+        la.fit(data())
+    said, _, mend = str(caught.value).partition("available (a test). ")
+    assert f"subset_of_weights='{weights}', hessian_structure='{structure}'" in said
+    assert "check_memory=False" in mend and needed > 1000
+    for other in mend.split(", "):
+        assert f"hessian_structure='{structure}'" not in other or "subset_of_weights=" in other
+    if cheaper:
+        assert f"hessian_structure='{cheaper[-1].structure}'" in mend
+    assert same_bits(before, posterior_bits(la))
+    la.fit(data(), check_memory=False)
+    with pytest.raises(OutOfMemory):
+        la.fit(data(), override=False)
+    memory(HUGE)
+    la.fit(data())
+
+
+def test_smaller_batches_where_those_suffice(memory: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 200), nn.Tanh(), nn.Linear(200, 5))
+    la = Laplace(model, "classification", "all", "diag")
+    x, y = torch.randn(400, 4), torch.randint(5, (400,))
+    memory(la.plan([(x[:2], y[:2])]).peak_bytes)
+    with pytest.raises(OutOfMemory, match="smaller batches"):
+        la.fit([(x, y)])
+    la.fit([(x[:1], y[:1])])
+    memory(0)
+    with pytest.raises(OutOfMemory, match="Choose fewer weights, of a subnetwork, or free memory"):
+        la.fit([(x, y)])
+
+
+def test_what_is_too_large_for_any_data_is_refused_before_it_is_held(memory: Any) -> None:
+    """Vectors of a low rank and rows of the Hessian are there before the first batch; a batch says what is cheaper."""
+    memory(200_000)
+    for options in ({"structure_kwargs": {"rank": 500}}, {"backend": NativeHessian}):
+        structure = "lowrank" if "structure_kwargs" in options else "full"
+        la = Laplace(network(), "classification", "all", structure, **options)
+        with pytest.raises(OutOfMemory, match="hessian_structure='diag'"):
+            la.fit(data())
+        assert not la.is_fitted
+
+
+def test_nobody_looks_below_a_gibibyte(monkeypatch: pytest.MonkeyPatch) -> None:
+    def looked(device: torch.device) -> Available:
+        raise AssertionError("looked")
+
+    monkeypatch.setattr(affordable, "available", looked)
+    for structure in STRUCTURES:
+        Laplace(network(), "classification", "all", structure).fit(data())
+
+
+def test_who_cannot_say_is_not_checked(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(GGNInterface):
+        def diag(self, x: Tensor, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            return super().diag(x, y, **kwargs)
+
+    memory(0)
+    Laplace(network(), "classification", "all", "gp", n_subset=4).fit(data(), check_memory=True)
+    Laplace(network(), "classification", "all", "diag", backend=Own).fit(data())
+    monkeypatch.setattr(affordable, "available", lambda device: None)
+    Laplace(network(), "classification", "all", "full").fit(data())
+
+
+def test_mixtures_pass_it_on(memory: Any) -> None:
+    mixture = MixtureLaplace([Laplace(network(), "classification", "all", "diag") for _ in range(2)])
+    memory(0)
+    with pytest.raises(OutOfMemory):
+        mixture.fit(data())
+    mixture.fit(data(), check_memory=False)
+    assert mixture.is_fitted
+
+
+# What there is.
+
+MEMINFO = "MemTotal:       24684084 kB\nMemFree:         100 kB\nMemAvailable:    2000 kB\n"
+
+
+def read(**files: str) -> available.Read:
+    named = {name.replace("__", "/"): text for name, text in files.items()}
+    return lambda path: named.get(path)
+
+
+def test_linux_says_what_it_could_give() -> None:
+    assert available.of_meminfo(MEMINFO) == 2000 * 1024
+    assert available.of_meminfo("MemTotal: 3 kB") is None and available.of_meminfo("") is None
+    assert available.of_host({"/proc/meminfo": MEMINFO}.get) == Available(2000 * 1024, "/proc/meminfo")
+    assert available.of_host(lambda path: None) is None  # another system
+
+
+@pytest.mark.parametrize(
+    ("maximum", "current", "stat", "left"),
+    [
+        ("1000\n", "600\n", "active_file 7\ninactive_file 50\n", 450),
+        ("1000", "600", None, 400),
+        ("1000", "2000", "inactive_file 100", 0),
+        ("max\n", "600", "", None),
+        (None, None, None, None),
+    ],
+)
+def test_a_control_group(maximum: str | None, current: str | None, stat: str | None, left: int | None) -> None:
+    assert available.of_group(maximum, current, stat, "inactive_file") == left
+
+
+def test_the_least_of_all_groups_counts() -> None:
+    version_2 = {
+        "/proc/meminfo": MEMINFO,
+        "/proc/self/cgroup": "0::/a/b\n",
+        "/sys/fs/cgroup/a/b/memory.max": "max",
+        "/sys/fs/cgroup/a/b/memory.current": "5",
+        "/sys/fs/cgroup/a/memory.max": "900",
+        "/sys/fs/cgroup/a/memory.current": "500",
+        "/sys/fs/cgroup/a/memory.stat": "anon 1\ninactive_file 20",
+        "/sys/fs/cgroup/memory.max": "10000",
+        "/sys/fs/cgroup/memory.current": "600",
+    }
+    assert available.of_host(version_2.get) == Available(420, "/sys/fs/cgroup/a/memory.max")
+    version_1 = {
+        "/proc/meminfo": MEMINFO,
+        "/proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/job\n0::/\n",
+        "/sys/fs/cgroup/memory/job/memory.limit_in_bytes": "700",
+        "/sys/fs/cgroup/memory/job/memory.usage_in_bytes": "650",
+        "/sys/fs/cgroup/memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 30",
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes": "1",
+    }
+    assert available.of_host(version_1.get) == Available(80, "/sys/fs/cgroup/memory/job/memory.limit_in_bytes")
+
+
+def test_this_machine() -> None:
+    found = available.available(torch.device("cpu"))
+    assert found is None or 0 < found.size < HUGE
+    assert available.available(torch.device("meta")) is None
