@@ -22,6 +22,7 @@ from laplace.fitting import Fit, subsampling
 from laplace.fitting.subsampling import Subset
 from laplace.lending import own_mode, same_random_state, undisturbed
 from laplace.likelihoods.base import Likelihood
+from laplace.overrides import require_structure
 from laplace.positions import channels_last
 from laplace.posterior.base import BaseLaplace
 from laplace.refinement.result import Refinement
@@ -80,6 +81,7 @@ class WeightFit(BaseLaplace):
         weights_options: dict[str, Any] | None = None,
         precision_options: dict[str, Any] | None = None,
     ) -> None:
+        require_structure(type(self))
         call = channels_last(forward_fn, channel_dim)
         self.weights = self.weights_type(model, forward_fn=call, **(weights_options or {}))
         self.forward_fn = forward_fn
