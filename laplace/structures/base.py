@@ -23,8 +23,8 @@ from laplace.structures.scan import Scan
 class Precision(ABC):
     """Posterior precision P = s·H + diag(δ) of one structure; immutable.
 
-    Queries that need a factorisation compute it once; `logdet` and `quad` are differentiable in the
-    hyper-parameters, the rest takes them as constants.
+    Queries that need a factorisation compute it once, with the graph that leads to the hyper-parameters where these
+    require a gradient: all of them are differentiable, once. What is kept then belongs to that graph.
     """
 
     @abstractmethod

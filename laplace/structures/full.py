@@ -226,13 +226,12 @@ class FullPrecision(Precision):
 
     @cached_property
     def scale(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Lower-triangular L `[P, P]` with L Lᵀ = P⁻¹, in the curvature's dtype, without gradient.
+        """Lower-triangular L `[P, P]` with L Lᵀ = P⁻¹, in the curvature's dtype, differentiable in w and δ.
 
         Raises:
             CurvatureError: P is not positive definite.
         """
-        with torch.no_grad():
-            return self._factorised(algebra.covariance_factor).to(self.curvature.values.dtype)
+        return self._factorised(algebra.covariance_factor).to(self.curvature.values.dtype)
 
     @cached_property
     def covariance(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
