@@ -108,6 +108,9 @@ EVIDENCE = (
 
 COVARIANCES = ("functional_variance", "functional_covariance")
 
+POSTERIOR = (*HYPERPARAMETERS, *MOMENTS, *COVARIANCES, "posterior")
+"""What the covariance of linearised outputs follows from."""
+
 PREDICTIONS = ("__call__", "functional_variance_fast", "functional_samples", "predictive_samples")
 """What predictions at given inputs follow from, besides covariances and samples of the weights."""
 
