@@ -221,6 +221,19 @@ def check_assignment(la: object, name: str, value: Any) -> None:
         )
 
 
+def check_backend_assignment(backend: object, name: str) -> None:
+    """Refuses to give one of the library's backends a loss, which would not reach the curvature.
+
+    Raises:
+        ReadOnlyError: That was tried.
+    """
+    if name in ("lossfunc", "factor") and _is_ours(type(backend)):
+        raise ReadOnlyError(
+            f"{name} of {type(backend).__name__} is assigned, but the curvature is that of the likelihood: instead, "
+            "pass a likelihood object of your own (docs/design.md, A likelihood), or reshape targets in the loader."
+        )
+
+
 def refused(la: object, name: str, error: AttributeError) -> AttributeError:
     """The error of an assignment that Python refused: of a property that is computed, one that says what to do."""
     owner = _owner(type(la), name)

@@ -153,7 +153,8 @@ class MixturePosterior:
         check_repeatable(train_loader, self.n_components)
         with all_or_none(self.components):
             for la in tqdm(self.components, desc="components", disable=not progress_bar):
-                la.fit(train_loader, override, progress_bar, decay=decay)
+                # A user's own fit need not know what has its default value.
+                la.fit(train_loader, override, progress_bar, **({} if decay == 1 else {"decay": decay}))
             check_same_outputs(self.components)
 
     def log_marginal_likelihood(

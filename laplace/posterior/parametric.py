@@ -15,7 +15,7 @@ from laplace.lending import own_mode, own_precision
 from laplace.noise import standard_normal
 from laplace.overrides import is_overridden
 from laplace.positions import in_users_layout, unrolled
-from laplace.posterior import overridden, state
+from laplace.posterior import overridden, own_outputs, state
 from laplace.posterior.weight_predictor import WeightPredictor
 from laplace.predictive import latent
 from laplace.predictive.prediction import Prediction, laid_out
@@ -155,7 +155,9 @@ class ParametricLaplace(WeightPredictor, Tunable):
         if is_overridden(self, "functional_samples"):
             kind = latent.check_options(pred_type, None, n_samples, generator)
             form = _form(joint, diagonal_output)
-            drawn = overridden.own_samples(self, "functional_samples", x, kind, form, model_kwargs)(n_samples, generator)
+            drawn = own_outputs.own_samples(self, "functional_samples", x, kind, form, model_kwargs)(
+                n_samples, generator
+            )
             samples = unrolled(drawn.values, drawn.positions, 1)
         else:
             samples = self._latent_samples(x, pred_type, n_samples, diagonal_output, generator, joint, model_kwargs)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -238,18 +239,30 @@ class WeightPosterior(WeightFit):
             temperature: T.
         """
         given = {"_prior_precision": prior_precision, "_sigma_noise": sigma_noise, "_temperature": temperature}
-        former = {name: vars(self)[name] for name in (*given, "_posterior")}
+        own = vars(self)
+        other = {name: value for name, value in given.items() if value is not None and value is not own[name]}
+        former = {name: own[name] for name in (*other, "_posterior")} if other else {}
         try:
-            vars(self).update({name: value for name, value in given.items() if value is not None})
+            own.update(other)
             yield
         finally:
-            vars(self).update(former)
+            own.update(former)
+
+    def at_present(self) -> Callable[[], AbstractContextManager[None]]:
+        """Blocks with the present hyper-parameters, whatever is assigned later: a prediction is that of its call."""
+        return partial(
+            self.held, prior_precision=self._prior_precision, sigma_noise=self._sigma_noise,
+            temperature=self._temperature,
+        )  # fmt: skip
 
     def posterior(self) -> Precision:
         """The posterior precision with its factorisation, kept until a hyper-parameter or the fit changes.
 
-        Where a hyper-parameter requires a gradient it is made anew, with the graph that leads to it, and not kept.
+        Where a hyper-parameter requires a gradient it is made anew, with the graph that leads to it, and not kept; so
+        is one that a user's class computes.
         """
+        if is_overridden(self, "posterior_precision"):
+            return overridden.own_precision(self)
         if torch.is_inference_mode_enabled():  # what a precision computes in this mode is of no use to autograd later
             return self.evidence().precision
         if torch.is_grad_enabled() and self.follows_hyperparameters:
@@ -325,9 +338,7 @@ class WeightPosterior(WeightFit):
         return self._precision()
 
     def _precision(self) -> Precision:
-        if is_overridden(self, "posterior_precision"):
-            return overridden.posterior_before(self, "posterior_scale")
-        return self.evidence().precision
+        return self.posterior() if is_overridden(self, "posterior_precision") else self.evidence().precision
 
 
 def _same(old: Any, new: Any) -> bool:

@@ -14,7 +14,7 @@ from laplace.errors import UnsupportedError
 from laplace.gaussian import Gaussian
 from laplace.noise import drawn_seed, standard_normal
 from laplace.overrides import PREDICTIONS, is_overridden
-from laplace.posterior import overridden
+from laplace.posterior import overridden, own_outputs
 from laplace.posterior.weight_posterior import WeightPosterior
 from laplace.predictive import latent
 from laplace.predictive.prediction import Prediction
@@ -91,13 +91,11 @@ class WeightPredictor(WeightPosterior):
         sigma = self.sigma_noise if source.create_graph else self.sigma_noise.detach()
         return Quantities(source, self.likelihood_object, sigma, options, draws)
 
-    def _as_overridden(
-        self, rows: Quantities, x: Inputs, kind: PredType, model_kwargs: dict[str, Any]
-    ) -> Quantities:
+    def _as_overridden(self, rows: Quantities, x: Inputs, kind: PredType, model_kwargs: dict[str, Any]) -> Quantities:
         """A prediction with what users' classes override of it, besides covariances and samples of the weights."""
         if not is_overridden(self, *PREDICTIONS):
             return rows
-        return overridden.own_quantities(self, rows, x, kind, model_kwargs)
+        return own_outputs.own_quantities(self, rows, x, kind, model_kwargs)
 
     @property
     def _keeps_graph(self) -> bool:
@@ -139,7 +137,13 @@ class WeightPredictor(WeightPosterior):
     def _sampler(self) -> Callable[[int, torch.Generator | None], Tensor]:
         """What draws samples of the treated weights, `[S, P]`, at the present hyper-parameters."""
         if is_overridden(self, "sample"):
-            return lambda n, generator: overridden.users_samples(self, n, generator)
+            held = self.at_present()
+
+            def drawn(n: int, generator: torch.Generator | None) -> Tensor:
+                with held():
+                    return own_outputs.users_samples(self, n, generator)
+
+            return drawn
         precision, mean = overridden.posterior_before(self, "sample"), self.mean
         return lambda n, generator: mean + precision.sample(standard_normal((n, len(mean)), mean, generator))
 

@@ -48,9 +48,7 @@ class LinearisedOutputs(GaussianSource):
 
     def latent(self, form: str) -> Gaussian:
         self.check()
-        return latent.linearised(
-            self.engine, self.precision, self.x, form, step=self.step, create_graph=self.through_x
-        )
+        return latent.linearised(self.engine, self.precision, self.x, form, step=self.step, create_graph=self.through_x)
 
 
 @dataclass(frozen=True, eq=False)

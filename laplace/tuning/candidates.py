@@ -13,9 +13,9 @@ from torch import Tensor
 from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.blocks import CHUNK_BYTES
+from laplace.curvature.jacobian import Jacobian
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import CurvatureError
-from laplace.curvature.jacobian import Jacobian
 from laplace.noise import drawn_seed, standard_normal
 from laplace.overrides import POSTERIOR, PREDICTIONS, is_overridden
 from laplace.positions import rows_of

@@ -61,9 +61,7 @@ class Setting:
 
     def held_by(self, la: ParametricLaplace) -> AbstractContextManager[None]:
         """The posterior at this setting for the length of a block: for what users' own methods compute of it."""
-        return la.held(
-            prior_precision=self.prior_precision, sigma_noise=self.sigma_noise, temperature=self.temperature
-        )
+        return la.held(prior_precision=self.prior_precision, sigma_noise=self.sigma_noise, temperature=self.temperature)
 
     def assign(self, la: ParametricLaplace, names: Sequence[str] = NAMES) -> None:
         """Gives a posterior these values, all of them or, if one is refused, none."""

@@ -160,7 +160,10 @@ class SmoothLoss:
             leaf = logs.clone().requires_grad_()
             setting = self.coordinates.setting(leaf)
             variances = [
-                [self._held_variance(la, setting, part) for la, part in zip(self.subject.posteriors, batch, strict=True)]
+                [
+                    self._held_variance(la, setting, part)
+                    for la, part in zip(self.subject.posteriors, batch, strict=True)
+                ]
                 for batch in (*self.data, *self.foreign)
             ]
             loss = self._loss(variances, setting)

@@ -67,7 +67,6 @@ def check(la: ParametricLaplace, name: str, value: Tensor, quantity: Quantity, l
     assert_close(gradient.reshape(-1)[chosen], expected, "finite_difference", label=f"{label} {name}")
 
 
-import os
 @pytest.mark.parametrize("case", few("all", "last_layer", "mixed", names=["mlp_regression"]))
 def test_everything(case: Case) -> None:
     CURRENT["x"] = case.problem.x
