@@ -151,10 +151,11 @@ class MixturePosterior:
                 every error all former posteriors are kept.
         """
         check_repeatable(train_loader, self.n_components)
+        # A user's own fit need not know what has its default value.
+        more: dict[str, Any] = {} if decay == 1 else {"decay": decay}
         with all_or_none(self.components):
             for la in tqdm(self.components, desc="components", disable=not progress_bar):
-                # A user's own fit need not know what has its default value.
-                la.fit(train_loader, override, progress_bar, **({} if decay == 1 else {"decay": decay}))
+                la.fit(train_loader, override, progress_bar, **more)
             check_same_outputs(self.components)
 
     def log_marginal_likelihood(

@@ -97,8 +97,9 @@ class SmoothLoss:
             posterior.check_unchanged()
             if is_overridden(posterior, *PREDICTIONS):
                 raise InvalidArgument(
-                    f"class {type(posterior).__name__} predicts by methods of its own ({', '.join(PREDICTIONS)}), whose "
-                    "gradient in the hyper-parameters is not known; use method='grid'."
+                    f"class {type(posterior).__name__} predicts by a method of its own (one of "
+                    f"{', '.join(PREDICTIONS)}), whose gradient in the hyper-parameters is not known; use "
+                    "method='grid'."
                 )
         self.coordinates = coordinates
         self.objective = objective
