@@ -7,8 +7,9 @@ class is created or the attribute assigned.
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, Protocol
 
 from laplace.errors import ReadOnlyError, UnsupportedError
 
@@ -59,6 +60,9 @@ HOOKS: dict[str, str] = {
     "_mean_scatter_term_batch": "override scatter",
 }
 """Private hooks of laplace-torch without an effect here, and what has one."""
+
+_PYTHONS = (object, ABC, Generic, Protocol)
+"""Bases that are nobody's."""
 
 _FREE = frozenset({"_key", "_abc_impl"})
 """Private names of the library's classes that users may define: the key by which `Laplace(...)` finds a class."""
@@ -173,7 +177,7 @@ def check_class(cls: type, root: type) -> None:
 def _users_names(cls: type) -> Iterator[str]:
     """Private names that the class has from classes of users."""
     for base in cls.__mro__:
-        if base.__module__ not in ("builtins", "abc", "typing") and not _is_ours(base):
+        if base not in _PYTHONS and not _is_ours(base):
             for name in vars(base):
                 if name.startswith("_") and not name.startswith("__") and _owner(cls, name) is base:
                     yield name

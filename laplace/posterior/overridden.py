@@ -71,15 +71,16 @@ def own_fit(la: WeightPosterior, fit: Fit) -> Fit:
     """A fit with what a user's class overrides of it.
 
     Raises:
-        UnsupportedError: A loss where a fit keeps one per output, or a curvature of a structure that is no tensor.
+        UnsupportedError: A loss where every output has its own noise, or a curvature of a structure that is no tensor.
     """
     if is_overridden(la, "loss"):
-        if fit.loss_terms.numel() > 1:
+        terms = fit.loss_terms
+        if la.sigma_noise.numel() > 1:
             raise UnsupportedError(
-                f"class {type(la).__name__} overrides loss, of which a fit with one noise per output keeps one per "
-                "output; use one noise, or override log_likelihood."
+                f"class {type(la).__name__} overrides loss, of which one noise per output takes one per output; use "
+                "one noise, or override log_likelihood."
             )
-        fit = replace(fit, loss_terms=torch.as_tensor(la.loss).to(fit.loss_terms).reshape(fit.loss_terms.shape))
+        fit = replace(fit, loss_terms=(torch.as_tensor(la.loss).to(terms) / terms.numel()).expand(terms.shape))
     if is_overridden(la, "n_data"):
         fit = replace(fit, n_data=la.n_data)
     if is_overridden(la, "n_outputs"):

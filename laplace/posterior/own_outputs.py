@@ -79,7 +79,8 @@ def own_samples(
     """
     method, options = method_of(la, name), dict(model_kwargs)
     # What has its default value is not passed on: a user's method need not know it.
-    options |= {"full": {}, "diagonal": {"diagonal_output": True}, "joint": {"joint": True}}[form]
+    if kind != PredType.NN:
+        options |= {"full": {}, "diagonal": {"diagonal_output": True}, "joint": {"joint": True}}[form]
     pred_type, held = PredType.GP if la.structure.name == PredType.GP else kind, la.at_present()
 
     def draw(n: int, generator: torch.Generator | None) -> OutputRows:

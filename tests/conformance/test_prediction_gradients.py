@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace import MixtureLaplace, ParametricLaplace
+from laplace import Laplace, MixtureLaplace, ParametricLaplace
+from laplace.curvature import NativeHessian
 from tests import problems as catalogue
 from tests.conformance.cases import STRUCTURE_NAMES, Case, drawn, few, priors
 from tests.conformance.test_backprop import directional, weighted
@@ -95,7 +96,7 @@ def test_moments_and_samples(case: Case) -> None:
         check(single, "sigma_noise", one, x, MOMENTS)
 
 
-@pytest.mark.parametrize("case", few("all", "last_layer", names=["mlp_classification"]))
+@pytest.mark.parametrize("case", few("all", names=["mlp_classification"]))
 def test_probabilities(case: Case) -> None:
     la = case.fit(temperature=1.2)
     for prior, _ in priors(case).values():
@@ -105,8 +106,6 @@ def test_probabilities(case: Case) -> None:
 @pytest.mark.parametrize("structure", ["full", "block", "diag"])
 def test_an_indefinite_curvature(structure: str) -> None:
     """The exact Hessian with negative eigenvalues, which the prior exceeds."""
-    from laplace.curvature import NativeHessian
-
     case = Case(catalogue.get("mlp_regression"), structure, "all")
     la = case.build(backend=NativeHessian, sigma_noise=2.0)
     la.fit(case.problem.batches(None))
@@ -178,8 +177,6 @@ def test_a_prior_is_chosen_by_the_loss_of_validation_data() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
     x, y = torch.randn(30, 2), torch.randint(0, 2, (30,))
-    from laplace import Laplace
-
     la = Laplace(model, "classification", "all", "kron")
     la.fit([(x, y)])
     log_prior = torch.tensor([-4.0], requires_grad=True)
