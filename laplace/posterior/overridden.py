@@ -22,7 +22,6 @@ from laplace.curvature.jacobian import Jacobian
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.fitting import Fit
 from laplace.gaussian import covariance_root
-from laplace.kronecker import Kron, KronDecomposed
 from laplace.overrides import COVARIANCES, MOMENTS, is_overridden
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
@@ -179,6 +178,8 @@ def _given(la: WeightPosterior, name: str, value: Any) -> Precision:
     Raises:
         InvalidArgument: It is none, or has another shape than the treated parameters ask for.
     """
+    from laplace.kronecker import Kron, KronDecomposed  # needed by nobody else who imports the library
+
     if isinstance(value, Precision):
         return value
     if isinstance(value, Kron | KronDecomposed):
