@@ -64,7 +64,7 @@ HOOKS: dict[str, str] = {
 _PYTHONS = (object, ABC, Generic, Protocol)
 """Bases that are nobody's."""
 
-_FREE = frozenset({"_key", "_abc_impl"})
+_FREE = frozenset({"_key", "_abc_impl", "_originals"})
 """Private names of the library's classes that users may define: the key by which `Laplace(...)` finds a class."""
 
 HELD = frozenset(
@@ -118,22 +118,20 @@ POSTERIOR = (*HYPERPARAMETERS, *MOMENTS, *COVARIANCES, "posterior")
 PREDICTIONS = ("__call__", "functional_variance_fast", "functional_samples", "predictive_samples")
 """What predictions at given inputs follow from, besides covariances and samples of the weights."""
 
-_ORIGINALS: dict[type, dict[str, Any]] = {}
-"""What every class of the library defined when it was created."""
+_KNOWN = frozenset(
+    (*POSTERIOR, *EVIDENCE, *PREDICTIONS, "sample", "square_norm", "log_marginal_likelihood", "predictive")
+)
+"""All of these."""
+
+_ORIGINALS = "_originals"
+"""Where a class keeps what the library defines of them: every class its own, so that it lives as long as the class."""
 
 
 def is_overridden(la: object, *names: str) -> bool:
     """Whether a user's class, a user's assignment to one of the library's, or the object itself defines one of them."""
-    own = vars(la)
-    return any(name in own or not _is_original(type(la), name) for name in names)
-
-
-def _is_original(cls: type, name: str) -> bool:
-    owner = _owner(cls, name)
-    if owner is None:
-        return True
-    known = _ORIGINALS.get(owner)
-    return known is not None and known.get(name) is vars(owner)[name]
+    own, cls = vars(la), type(la)
+    originals = getattr(cls, _ORIGINALS)
+    return any(name in own or getattr(cls, name, None) is not originals[name] for name in names)
 
 
 def _owner(cls: type, name: str) -> type | None:
@@ -152,7 +150,7 @@ def check_class(cls: type, root: type) -> None:
         UnsupportedError: It overrides a private hook, which would have no effect, or chooses no weights and structure.
     """
     if _is_ours(cls):
-        _ORIGINALS[cls] = dict(vars(cls))
+        setattr(cls, _ORIGINALS, {name: getattr(cls, name, None) for name in _KNOWN})
         return
     if not any(_is_ours(base) and base is not root for base in cls.__mro__):
         raise UnsupportedError(
@@ -160,6 +158,7 @@ def check_class(cls: type, root: type) -> None:
             "from a class that has both, such as FullLaplace or KronLLLaplace, or bind a structure of your own to "
             "ParametricLaplace (docs/add_a_structure.md)."
         )
+    setattr(cls, _ORIGINALS, {name: _original(cls, name) for name in _KNOWN})
     own = _own_names(cls)
     for name in _users_names(cls):
         if name in HOOKS:
@@ -172,6 +171,12 @@ def check_class(cls: type, root: type) -> None:
                 f"class {cls.__name__} defines {name}, which is private to this library and may change or have no "
                 "effect. Override a public method or property (docs/design.md, Subclassing), or choose another name."
             )
+
+
+def _original(cls: type, name: str) -> Any:
+    """What the library defines of a user's class."""
+    bases = (base for base in cls.__mro__ if _is_ours(base) and _ORIGINALS in vars(base))
+    return next((vars(base)[_ORIGINALS][name] for base in bases if name in vars(base)), None)
 
 
 def _users_names(cls: type) -> Iterator[str]:
