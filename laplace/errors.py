@@ -57,6 +57,10 @@ class UnsupportedError(LaplaceError, ValueError):
     """A combination that has no meaning or no implementation; the message names one that works."""
 
 
+class ReadOnlyError(UnsupportedError, AttributeError):
+    """An attribute was assigned that is computed, or never read; the message says what to do instead."""
+
+
 class CurvatureError(LaplaceError, RuntimeError):
     """A curvature is not what the posterior needs (indefinite, not finite)."""
 

@@ -44,6 +44,12 @@ class Evidence:
     temperature: Tensor
     options: dict[str, Any]
 
+    def constant(self) -> Evidence:
+        """The same at hyper-parameters without a graph."""
+        prior = replace(self.prior, precision=self.prior.precision.detach(), mean=self.prior.mean.detach())
+        sigma, temperature = self.sigma_noise.detach(), self.temperature.detach()
+        return replace(self, prior=prior, sigma_noise=sigma, temperature=temperature)
+
     @cached_property
     def precision(self) -> Precision:
         """P."""

@@ -137,6 +137,13 @@ def as_rows(f: Tensor, y: Tensor, channel_dim: int | None) -> tuple[Tensor, Tens
     return rows, target_rows(y, rows, tuple(last.shape[1:-1]), channel_dim)
 
 
+def rows_of(values: Tensor, channel_dim: int, lead: int = 0) -> OutputRows:
+    """Values as users see them, `[*lead, B, *positions, C]` with the channels in `channel_dim`, as rows."""
+    if channel_dim != -1 and values.ndim > 2 + lead:
+        values = values.movedim(channel_dim + lead if channel_dim > 0 else channel_dim, -1)
+    return OutputRows.of(values, lead)
+
+
 def in_users_layout(values: Tensor, channel_dim: int, lead: int = 0) -> Tensor:
     """Values `[*lead, B, *positions, C]` with the channels where the network has them, after `lead` dimensions."""
     if channel_dim == -1 or values.ndim == 2 + lead:

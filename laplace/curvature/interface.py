@@ -20,6 +20,7 @@ from laplace.curvature.native.engine import NativeEngine
 from laplace.curvature.native.kinds import EFEngine, GGNEngine
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
+from laplace.overrides import check_backend_assignment
 from laplace.weights.all_weights import AllWeights
 from laplace.weights.base import Weights
 from laplace.weights.feature_extractor import FeatureExtractor
@@ -63,6 +64,15 @@ class CurvatureInterface:
         self.subnetwork_indices = subnetwork_indices
         self.dict_key_x = dict_key_x
         self.dict_key_y = dict_key_y
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses assignments that would be ignored; backends of users may hold what they like.
+
+        Raises:
+            ReadOnlyError: The loss of one of the library's backends, which is that of the likelihood.
+        """
+        check_backend_assignment(self, name)
+        super().__setattr__(name, value)
 
     # What derived classes and users read.
 

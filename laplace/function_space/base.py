@@ -127,7 +127,7 @@ class BaseFunctionalLaplace(ParametricLaplace):
         Raises:
             NotFittedError: Before `fit`.
         """
-        with own_mode(), torch.set_grad_enabled(self.enable_backprop):
+        with own_mode(), torch.set_grad_enabled(self._keeps_graph):
             gaussian = self._latent(x, "joint" if joint else "full")
             return (gaussian.mean.flatten() if joint else gaussian.mean), gaussian.covariance
 

@@ -192,7 +192,7 @@ class Projected:
 
     def at(self, weight: Tensor, prior: Tensor) -> Tensor:
         """The posterior covariance at a scalar w and δ, 0-dim each: `outside`/δ + V (δ + w λ)⁻¹ Vᵀ."""
-        weight, prior = weight.detach().double(), prior.detach().double()
+        weight, prior = weight.double(), prior.double()
         gain = 1 / (prior + weight * self.values)
         if self.outside.ndim < self.inside.ndim:
             return self.outside / prior + self.inside.square() @ gain

@@ -14,6 +14,7 @@ from laplace.function_space.dual import Projected
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
 from laplace.structures.base import Precision
+from laplace.structures.powers import slopes
 from laplace.structures.scan import Scan
 
 
@@ -43,10 +44,19 @@ class NystromPrecision(Precision):
 
     @cached_property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues and eigenvectors of Σ w G, constants."""
+        """Eigenvalues and eigenvectors of Σ w G; of several terms constants."""
         if len(self.gram) == 1:
-            return self.weights.detach()[0].double() * self.unit[0], self.unit[1]
+            return self.weights[0].double() * self.unit[0], self.unit[1]
         return algebra.eigh(torch.tensordot(self.weights.detach().double(), self.gram, 1))
+
+    def _slope(self, exponent: float) -> Tensor | None:
+        """(Σ w G + δ)^exponent less what it is at these weights, in the eigenbasis: zero, with its gradient in w."""
+        if len(self.gram) == 1 or not self.weights.requires_grad:
+            return None
+        values, vectors = self._spectrum
+        total = torch.tensordot(self.weights.double(), self.gram, 1)
+        drift = vectors.T @ (total - total.detach()) @ vectors
+        return slopes(values + self._delta.detach(), exponent) * drift
 
     @property
     def _delta(self) -> Tensor:
@@ -72,7 +82,12 @@ class NystromPrecision(Precision):
 
     def _at(self, inside: Tensor, outside: Tensor) -> Tensor:
         one = torch.ones((), dtype=torch.float64, device=inside.device)
-        return Projected(inside, outside, self._spectrum[0]).at(one, self._delta).to(self.directions.dtype)
+        found = Projected(inside, outside, self._spectrum[0]).at(one, self._delta)
+        slope = self._slope(-1)
+        if slope is not None:
+            half = inside @ slope
+            found = found + ((half * inside).sum(-1) if outside.ndim < inside.ndim else half @ inside.mT)
+        return found.to(self.directions.dtype)
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         inside = self._projected(jacobian)
@@ -90,7 +105,8 @@ class NystromPrecision(Precision):
     def _root(self) -> Tensor:
         """V E (λ + δ)^(−½), `[P, k]`."""
         values, vectors = self._spectrum
-        scaled = vectors * (values + self._delta.detach()).rsqrt()
+        scaled, slope = vectors * (values + self._delta).rsqrt(), self._slope(-0.5)
+        scaled = scaled if slope is None else scaled + vectors @ slope
         return self.directions.T @ scaled.to(self.directions)
 
     @property

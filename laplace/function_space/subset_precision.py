@@ -14,8 +14,11 @@ from laplace.curvature.jacobian import Jacobian
 from laplace.errors import UnsupportedError
 from laplace.function_space.dual import Basis, Projected, Span, one_output
 from laplace.function_space.held import picked
+from laplace.function_space.kernels import Scales, kernel, kernel_at, kernel_diagonal
 from laplace.prior import GaussianPrior
+from laplace.structures import algebra
 from laplace.structures.base import Precision
+from laplace.structures.powers import shrinking_slopes
 from laplace.structures.scan import Scan
 
 
@@ -63,6 +66,32 @@ class DualPrecision(Precision):
     def logdet(self) -> Tensor:
         return self.logdet_ratio() + self.prior.logdet()
 
+    @property
+    def moves(self) -> bool:
+        """Whether what the data span, as `bases` hold it, depends on a hyper-parameter that requires a gradient."""
+        follows = self.weights.requires_grad or self.prior.precision.requires_grad
+        return not self.is_scalar and torch.is_grad_enabled() and follows
+
+    def root(self, i: int) -> Tensor:
+        """Cholesky factor of I + G, `[R, R]`, float64, differentiable."""
+        gram = self.duals[i].gram(self.weights_of(i), self.scales)
+        return torch.linalg.cholesky(gram + torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
+
+    def moved(self, i: int, jacobian: Jacobian, found: Tensor, form: str) -> Tensor:
+        """Covariances that were found in a fixed basis, with the gradient of K** − K*M S (I + G)⁻¹ Sᵀ K_M*."""
+        if not self.moves:
+            return found
+        outside = {"full": kernel_at, "diagonal": kernel_diagonal, "joint": _joint_kernel}[form](jacobian, self.scales)
+        cross = torch.cat([kernel(jacobian, part, self.scales) for part in self.duals[i].parts], 2)
+        rows = self.duals[i].lower(cross.flatten(0, 1), self.weights_of(i))
+        inside = torch.linalg.solve_triangular(self.root(i), rows.T, upper=False).T
+        if form == "joint":
+            value = outside - inside @ inside.T
+        else:
+            each = inside.unflatten(0, cross.shape[:2])
+            value = outside - (each @ each.mT if form == "full" else each.square().sum(2))
+        return found + (value - value.detach())
+
     @cached_property
     def bases(self) -> tuple[Basis, ...]:
         """Of what the data span, in units in which `setting` are scalars."""
@@ -92,13 +121,16 @@ class SubsetPrecision(DualPrecision):
         return self.weights
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        return self.bases[0].variance(jacobian).at(*self.setting).to(self.dtype)
+        found = self.bases[0].variance(jacobian).at(*self.setting)
+        return self.moved(0, jacobian, found, "full").to(self.dtype)
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        return self.bases[0].diagonal(jacobian).at(*self.setting).to(self.dtype)
+        found = self.bases[0].diagonal(jacobian).at(*self.setting)
+        return self.moved(0, jacobian, found, "diagonal").to(self.dtype)
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        return self.bases[0].covariance(jacobian).at(*self.setting).to(self.dtype)
+        found = self.bases[0].covariance(jacobian).at(*self.setting)
+        return self.moved(0, jacobian, found, "joint").to(self.dtype)
 
     # Weights: products with A = √w Sᵀ J and its transpose, block by block.
 
@@ -123,22 +155,39 @@ class SubsetPrecision(DualPrecision):
 
     def sample(self, noise: Tensor) -> Tensor:
         """D^(−½) (I + Bᵀ B)^(−½) ε with B = A D^(−½): I − Bᵀ U (1 − (1 + λ)^(−½))/λ Uᵀ B is that root."""
-        root = self.prior.diagonal().detach().rsqrt().to(noise)
+        root = self.prior.diagonal().rsqrt().to(noise)
         values, vectors = self._spectrum
         factor = (1 - (1 + values).rsqrt()) / values
-        inner = (self._push(root * noise).double() @ vectors * factor) @ vectors.T
+        pushed = self._push(root * noise).double()
+        inner = (pushed @ vectors * factor) @ vectors.T
+        if self.moves:
+            inner = inner + pushed @ self._shrinking_slope()
         return root * (noise - root * self._pull(inner.to(noise)))
+
+    def _shrinking_slope(self) -> Tensor:
+        """(1 − (1 + λ)^(−½))/λ of G less what it is, `[R, R]`: zero, with its gradient; null directions count too."""
+        gram = self.duals[0].gram(self.weights, self.scales)
+        with torch.no_grad():
+            values, vectors = algebra.eigh(0.5 * (gram + gram.T))
+        drift = vectors.T @ (gram - gram.detach()) @ vectors
+        return vectors @ (shrinking_slopes(1 + values) * drift) @ vectors.T
 
     @property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues of G, and its eigenvectors."""
-        weight, prior = (value.detach().double() for value in self.setting)
+        weight, prior = (value.double() for value in self.setting)
         return weight / prior * self.bases[0].values, self.bases[0].vectors
 
     def diagonal_of_inverse(self) -> Tensor:
-        values, vectors = self._spectrum
-        variance = 1 / self.prior.diagonal().detach()
+        variance = 1 / self.prior.diagonal()
         removed = torch.zeros_like(variance)
+        if self.moves:  # Aᵀ (I + G)⁻¹ A without eigenvectors, which move
+            root = self.root(0)
+            eye = torch.eye(len(root), dtype=root.dtype, device=root.device)
+            for row in torch.linalg.solve_triangular(root, eye, upper=False):
+                removed = removed + self._pull(row.unsqueeze(0).to(self.dtype))[0].square()
+            return variance - variance.square() * removed
+        values, vectors = self._spectrum
         for value, vector in zip(values, vectors.T, strict=True):  # one pull each: no [R, P]
             row = self._pull(vector.unsqueeze(0).to(self.dtype))[0]
             removed = removed + row.square() / (1 + value).to(row)
@@ -155,14 +204,19 @@ class SubsetPrecision(DualPrecision):
     @cached_property
     def scale(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The root that samples are drawn with, `[P, P]`."""
-        with torch.no_grad():
-            return self.sample(torch.eye(self.prior.layout.n_params, dtype=self.dtype, device=self.weights.device)).T
+        return self.sample(torch.eye(self.prior.layout.n_params, dtype=self.dtype, device=self.weights.device)).T
 
 
 def _pulled(parts: tuple[Jacobian, ...], rows: tuple[Tensor, ...]) -> Tensor:
     """Jᵀ u, `[P]`, of u `[m, C]` for the m data of every part."""
     found = [torch.cat([block.pull(row.T) for block in part.blocks]) for part, row in zip(parts, rows, strict=True)]
     return torch.stack(found).sum(0)
+
+
+def _joint_kernel(jacobian: Jacobian, scales: Scales) -> Tensor:
+    """K between all outputs of all data, `[B·C, B·C]`, float64."""
+    n = jacobian.n_data * jacobian.n_cotangents
+    return kernel(jacobian, jacobian, scales).reshape(n, n)
 
 
 @dataclass(frozen=True)
@@ -180,11 +234,17 @@ class IndependentPrecision(DualPrecision):
         return torch.diag_embed(self.functional_diagonal(jacobian))
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        found = [basis.diagonal(part).at(*self.setting) for basis, part in self._outputs(jacobian)]
+        found = [
+            self.moved(i, part, basis.diagonal(part).at(*self.setting), "diagonal")
+            for i, (basis, part) in enumerate(self._outputs(jacobian))
+        ]
         return torch.cat(found, 1).to(self.dtype)
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        found = [basis.covariance(part).at(*self.setting) for basis, part in self._outputs(jacobian)]
+        found = [
+            self.moved(i, part, basis.covariance(part).at(*self.setting), "joint")
+            for i, (basis, part) in enumerate(self._outputs(jacobian))
+        ]
         size = len(found) * jacobian.n_data
         return torch.diag_embed(torch.stack(found, -1)).permute(0, 2, 1, 3).reshape(size, size).to(self.dtype)
 

@@ -160,9 +160,12 @@ class MixturePosterior(CheckedConstructor):
                 every error all former posteriors are kept.
         """
         check_repeatable(train_loader, self.n_components)
+        # A user's own fit need not know what has its default value.
+        more: dict[str, Any] = {} if decay == 1 else {"decay": decay}
+        more |= {} if check_memory else {"check_memory": check_memory}
         with all_or_none(self.components):
             for la in tqdm(self.components, desc="components", disable=not progress_bar):
-                la.fit(train_loader, override, progress_bar, decay=decay, check_memory=check_memory)
+                la.fit(train_loader, override, progress_bar, **more)
             check_same_outputs(self.components)
 
     @checked

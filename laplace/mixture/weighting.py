@@ -78,7 +78,7 @@ def log_evidences(posteriors: Sequence[ParametricLaplace]) -> Tensor:
         InvalidArgument: The components saw different numbers of data.
     """
     check_same_data(posteriors)
-    values = [la.evidence().log_marginal_likelihood.double() for la in posteriors]
+    values = [la.log_marginal_likelihood().double() for la in posteriors]
     return torch.stack([value.to(values[0].device) for value in values])
 
 

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from laplace import hyperparameters as hyper
+from laplace import overrides
 from laplace.arguments import CheckedConstructor, checked
 from laplace.batch import Inputs
 from laplace.curvature import CurvatureInterface, NativeGGN
 from laplace.enums import LinkApprox, PredType
-from laplace.errors import InvalidArgument, InvalidType
+from laplace.errors import InvalidArgument, InvalidType, LaplaceError
 from laplace.evidence import Evidence
 from laplace.lending import own_precision, require_module
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
+from laplace.structures.base import Precision
 
 
 class BaseLaplace(CheckedConstructor, ABC):
@@ -73,6 +75,29 @@ class BaseLaplace(CheckedConstructor, ABC):
         self.temperature = temperature
         self.prior_precision = prior_precision
         self.prior_mean = prior_mean
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuses classes of users that define what would have no effect.
+
+        Raises:
+            UnsupportedError: One does.
+        """
+        super().__init_subclass__(**options)
+        overrides.check_class(cls, BaseLaplace)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses assignments that would be ignored; new attributes, and functions in place of methods, are free.
+
+        Raises:
+            ReadOnlyError: The attribute is computed, or never read.
+        """
+        overrides.check_assignment(self, name, value)
+        try:
+            super().__setattr__(name, value)
+        except LaplaceError:
+            raise
+        except AttributeError as error:
+            raise overrides.refused(self, name, error) from None
 
     # Hyper-parameters.
 
@@ -158,6 +183,10 @@ class BaseLaplace(CheckedConstructor, ABC):
     @property
     def log_det_ratio(self) -> Tensor:
         """Log det P − log det P₀, 0-dim."""
+        if overrides.is_overridden(
+            self, "log_det_posterior_precision", "log_det_prior_precision", "posterior_precision"
+        ):
+            return self.log_det_posterior_precision - self.log_det_prior_precision
         return self.evidence().log_det_ratio.to(self._like.dtype)
 
     @property
@@ -168,7 +197,11 @@ class BaseLaplace(CheckedConstructor, ABC):
     @property
     def log_det_posterior_precision(self) -> Tensor:
         """Log det P, 0-dim."""
-        return self.evidence().precision.logdet().to(self._like.dtype)
+        return self._precision().logdet().to(self._like.dtype)
+
+    @abstractmethod
+    def _precision(self) -> Precision:
+        """P, with its graph, as users' classes override it."""
 
     @checked
     def log_marginal_likelihood(
@@ -200,7 +233,7 @@ class BaseLaplace(CheckedConstructor, ABC):
             if sigma_noise is not None:
                 self.sigma_noise = sigma_noise
             with own_precision():
-                value = self.evidence().log_marginal_likelihood
+                value = self._log_evidence()
         except BaseException:
             self._prior_precision, self._sigma_noise = former
             raise
@@ -209,6 +242,14 @@ class BaseLaplace(CheckedConstructor, ABC):
         if sigma_noise is not None:
             self._sigma_noise = self._sigma_noise.detach()
         return value
+
+    def _log_evidence(self) -> Tensor:
+        """Log p(D), 0-dim, of the terms as users' classes override them."""
+        evidence = self.evidence()
+        if not overrides.is_overridden(self, *overrides.EVIDENCE):
+            return evidence.log_marginal_likelihood
+        value = self.log_likelihood - 0.5 * (self.log_det_ratio + self.scatter + evidence.precision.slack())
+        return value.to(self._like.dtype)
 
     @checked
     def marglik(
@@ -229,6 +270,9 @@ class BaseLaplace(CheckedConstructor, ABC):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`self(x, ...)` with positional options."""
         return self(x, pred_type=pred_type, link_approx=link_approx, n_samples=n_samples)
+
+
+overrides.check_class(BaseLaplace, BaseLaplace)
 
 
 def _checked_backend(backend: Any) -> type[CurvatureInterface]:

@@ -14,9 +14,10 @@ from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.hyperparameters import check_counts
 from laplace.lending import own_mode, own_precision
-from laplace.noise import check_generator
+from laplace.noise import check_generator, standard_normal
+from laplace.overrides import is_overridden
 from laplace.positions import in_users_layout, unrolled
-from laplace.posterior import state
+from laplace.posterior import overridden, own_outputs, state
 from laplace.posterior.weight_predictor import WeightPredictor
 from laplace.predictive import latent
 from laplace.predictive.prediction import Prediction, laid_out
@@ -81,10 +82,9 @@ class ParametricLaplace(WeightPredictor, Tunable):
         likelihood = self.likelihood_object
         if kind == PredType.NN:
             joint, diagonal_output = False, True
-        form = "joint" if joint else "diagonal" if diagonal_output else "full"
-        options = PredictionOptions(str(link_approx), n_samples, form)
+        options = PredictionOptions(str(link_approx), n_samples, _form(joint, diagonal_output))
         rows = self._quantities(x, kind, options, lambda: generator, model_kwargs)
-        prediction = Prediction(rows, self.channel_dim)
+        prediction = Prediction(self._as_overridden(rows, x, kind, model_kwargs), self.channel_dim)
         if not likelihood.latent_prediction or (fitting and not likelihood.has_noise):
             return prediction.mean
         gaussian = prediction.latent
@@ -103,8 +103,10 @@ class ParametricLaplace(WeightPredictor, Tunable):
         """
         check_counts(0, n_samples=n_samples)
         check_generator(generator)
-        with torch.no_grad(), own_precision():
-            samples = self._theta_samples(n_samples, generator)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.follows_hyperparameters), own_precision():
+            posterior = overridden.posterior_before(self, "sample")
+            noise = standard_normal((n_samples, len(self.mean)), self.mean, generator)
+            samples = self.mean + posterior.sample(noise)
             embedded = self.weights.embed(samples)
             if embedded is not samples:
                 self.check_unchanged()
@@ -140,8 +142,7 @@ class ParametricLaplace(WeightPredictor, Tunable):
     ) -> Tensor:
         """`[S, B, *positions, C]`."""
         kind = latent.check_options(pred_type, None, n_samples, generator)
-        form = "joint" if joint else "diagonal" if diagonal_output else "full"
-        options = PredictionOptions(n_samples=n_samples, form=form)
+        options = PredictionOptions(n_samples=n_samples, form=_form(joint, diagonal_output))
         rows = self._quantities(x, kind, options, lambda: generator, model_kwargs)
         return unrolled(rows.latent_samples, rows.positions, 1)
 
@@ -160,22 +161,30 @@ class ParametricLaplace(WeightPredictor, Tunable):
 
         Reward modelling gives preference probabilities for pairs (C = 2) and latent rewards for single items.
         """
-        samples = self._latent_samples(x, pred_type, n_samples, diagonal_output, generator, joint, model_kwargs)
+        if is_overridden(self, "functional_samples"):
+            kind = latent.check_options(pred_type, None, n_samples, generator)
+            form = _form(joint, diagonal_output)
+            drawn = own_outputs.own_samples(self, "functional_samples", x, kind, form, model_kwargs)(
+                n_samples, generator
+            )
+            samples = unrolled(drawn.values, drawn.positions, 1)
+        else:
+            samples = self._latent_samples(x, pred_type, n_samples, diagonal_output, generator, joint, model_kwargs)
         return in_users_layout(self.likelihood_object.inverse_link(samples), self.channel_dim, 1)
 
     @checked
     def functional_variance(self, Js: Tensor | Jacobian) -> Tensor:
         """J_b P⁻¹ J_bᵀ of Jacobians `[B, C, P]`, `[B, C, C]`."""
-        return self.posterior().functional_variance(self._jacobian(Js))
+        return overridden.posterior_before(self, "functional_variance").functional_variance(self._jacobian(Js))
 
     def functional_covariance(self, Js: Tensor | Jacobian) -> Tensor:
         """J P⁻¹ Jᵀ over all data of Jacobians `[B, C, P]`, `[B·C, B·C]`, data major."""
-        return self.posterior().functional_covariance(self._jacobian(Js))
+        return overridden.posterior_before(self, "functional_covariance").functional_covariance(self._jacobian(Js))
 
     @checked
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Mean and variances of the latent outputs at X, `[B, C]` each, without covariances between outputs."""
-        with own_mode(), torch.set_grad_enabled(self.enable_backprop):
+        with own_mode(), torch.set_grad_enabled(self._keeps_graph):
             return laid_out(self._latent(X, "diagonal"), self.channel_dim)
 
     def _jacobian(self, Js: Tensor | Jacobian) -> Jacobian:
@@ -217,3 +226,8 @@ class ParametricLaplace(WeightPredictor, Tunable):
 
     def __repr__(self) -> str:
         return state.describe(self)
+
+
+def _form(joint: bool, diagonal_output: bool) -> str:
+    """The covariance of the latents that was asked for."""
+    return "joint" if joint else "diagonal" if diagonal_output else "full"

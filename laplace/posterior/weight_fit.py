@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from laplace.fitting import FirstBatch, Fit, Reading, subsampling
 from laplace.fitting.subsampling import Subset
 from laplace.lending import own_mode, require_module, same_random_state, undisturbed
 from laplace.likelihoods.base import Likelihood
+from laplace.overrides import require_structure
 from laplace.positions import channels_last
 from laplace.posterior import first_outputs
 from laplace.posterior.base import BaseLaplace
@@ -84,13 +84,14 @@ class WeightFit(BaseLaplace):
         weights_options: dict[str, Any] | None = None,
         precision_options: dict[str, Any] | None = None,
     ) -> None:
+        require_structure(type(self))
         call = channels_last(batches.caller(require_module(model), forward_fn, dict_key_y), channel_dim)
         self.weights = self.weights_type(model, forward_fn=call, **(weights_options or {}))
         self.forward_fn = forward_fn
         self.channel_dim = -1 if channel_dim is None else channel_dim
         self.channels_known = channel_dim is not None
         self.structure_kwargs = dict(structure_kwargs or {})
-        self.structure_options = _options_of(self.structure, self.structure_kwargs)
+        self.structure_options = self.structure.options_from(self.structure_kwargs)
         self.precision_options = dict(precision_options or {})
         self._fit: Fit | None = None
         self._refinement: Refinement | None = None
@@ -382,20 +383,3 @@ class WeightFit(BaseLaplace):
             value = self.weights.restrict_prior(value)
             hyper.check_length("prior_mean", value, {"one": 1, "treated parameters": problem.layout.n_params})
         return value
-
-
-def _options_of(structure: type[Curvature], given: dict[str, Any]) -> Any:
-    """The options of a structure.
-
-    Raises:
-        InvalidArgument: It does not know one.
-    """
-    known = [field.name for field in fields(structure.options)]
-    unknown = sorted(set(given) - set(known))
-    if unknown:
-        accepted = ", ".join(known) or "none"
-        raise InvalidArgument(
-            f"structure_kwargs has {unknown}, which hessian_structure={structure.name!r} does not know; accepted: "
-            f"{accepted}."
-        )
-    return structure.options(**given)

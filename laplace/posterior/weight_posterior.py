@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +19,8 @@ from laplace.evidence import Evidence
 from laplace.fitting import Reading, planning
 from laplace.fitting.planning import FitPlan
 from laplace.lending import own_mode, own_precision, same_random_state
-from laplace.posterior import first_outputs
+from laplace.overrides import HYPERPARAMETERS, is_overridden
+from laplace.posterior import first_outputs, overridden
 from laplace.posterior.weight_fit import WeightFit
 from laplace.prior import GaussianPrior
 from laplace.refinement.refine import refine
@@ -196,38 +200,106 @@ class WeightPosterior(WeightFit):
     @property
     def prior(self) -> GaussianPrior:
         """N(μ₀, diag(δ)⁻¹)."""
+        prior = self._plain_prior
+        if not is_overridden(self, "prior_precision_diag"):
+            return prior
+        return replace(prior, precision=overridden.own_diagonal(self, prior))
+
+    @property
+    def _plain_prior(self) -> GaussianPrior:
         return GaussianPrior(self.prior_precision, self.prior_mean, self.problem.layout)
 
     @property
     def prior_precision_diag(self) -> Tensor:
         """δ of every treated parameter, `[P]`."""
-        return self.prior.diagonal()
+        return self._plain_prior.diagonal()
 
     def evidence(self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None) -> Evidence:
-        prior = self.prior if prior_precision is None else GaussianPrior(
-            prior_precision, self.prior_mean, self.problem.layout
-        )  # fmt: skip
+        if prior_precision is not None or sigma_noise is not None:
+            with self.held(prior_precision=prior_precision, sigma_noise=sigma_noise):
+                return self.evidence()
         return Evidence(
-            fit=self.fitted(),
+            fit=overridden.own_fit(self, self.fitted()),
             mean=self.mean,
-            prior=prior,
+            prior=self.prior,
             likelihood=self.likelihood_object,
             kind=self.backend_cls.kind,
-            sigma_noise=self.sigma_noise if sigma_noise is None else sigma_noise,
+            sigma_noise=self.sigma_noise,
             temperature=self.temperature,
             options=self.precision_options,
         )
 
+    @contextmanager
+    def held(
+        self,
+        *,
+        prior_precision: Tensor | None = None,
+        sigma_noise: Tensor | None = None,
+        temperature: Tensor | None = None,
+    ) -> Iterator[None]:
+        """Other hyper-parameters for the length of a block, with their graph; for what users' methods compute of them.
+
+        Args:
+            prior_precision: δ, as checked as the present one; None keeps it.
+            sigma_noise: σ.
+            temperature: T.
+        """
+        given = {"_prior_precision": prior_precision, "_sigma_noise": sigma_noise, "_temperature": temperature}
+        own = vars(self)
+        other = {name: value for name, value in given.items() if value is not None and value is not own[name]}
+        former = {name: own[name] for name in (*other, "_posterior")} if other else {}
+        try:
+            own.update(other)
+            yield
+        finally:
+            own.update(former)
+
+    def at_present(self) -> Callable[[], AbstractContextManager[None]]:
+        """Blocks with the present hyper-parameters, whatever is assigned later: a prediction is that of its call."""
+        return partial(
+            self.held, prior_precision=self._prior_precision, sigma_noise=self._sigma_noise,
+            temperature=self._temperature,
+        )  # fmt: skip
+
     def posterior(self) -> Precision:
-        """The posterior precision with its factorisation, kept until a hyper-parameter or the fit changes."""
+        """The posterior precision with its factorisation, kept until a hyper-parameter or the fit changes.
+
+        Where a hyper-parameter requires a gradient it is made anew, with the graph that leads to it, and not kept; so
+        is one that a user's class computes.
+        """
+        if is_overridden(self, "posterior_precision"):
+            return overridden.own_precision(self)
         if torch.is_inference_mode_enabled():  # what a precision computes in this mode is of no use to autograd later
             return self.evidence().precision
+        if torch.is_grad_enabled() and self.follows_hyperparameters:
+            with own_precision():
+                return self.evidence().precision
+        if is_overridden(self, *HYPERPARAMETERS):
+            return self._posterior_of_users()
         hypers = (self._prior_precision, self._sigma_noise, self._temperature)
         key = (self.fitted(), *((t, t._version) for t in hypers))
         if self._posterior is None or not _same(self._posterior[0], key):
             with torch.no_grad(), own_precision():
-                self._posterior = (key, self.evidence().precision)
+                self._posterior = (key, self.evidence().constant().precision)
         return self._posterior[1]
+
+    def _posterior_of_users(self) -> Precision:
+        """The same where users' methods decide the hyper-parameters: kept as long as these give the same values."""
+        with torch.no_grad(), own_precision():
+            now = self.evidence().constant()
+            key = (now.fit.curvature, now.prior.precision, now.sigma_noise, now.temperature, now.prior.mean)
+            if self._posterior is None or not _equal(self._posterior[0], key):
+                self._posterior = (key, now.precision)
+            return self._posterior[1]
+
+    @property
+    def follows_hyperparameters(self) -> bool:
+        """Whether a hyper-parameter requires a gradient: predictions are then differentiable in it."""
+        return any(t.requires_grad for t in (self.prior_precision, self.sigma_noise, self.temperature))
+
+    def predictive_posterior(self) -> Precision:
+        """The posterior as predictions and samples see it: with what users' classes override."""
+        return overridden.predictive_posterior(self)
 
     @property
     def posterior_precision(self) -> Any:
@@ -237,17 +309,17 @@ class WeightPosterior(WeightFit):
     @property
     def posterior_covariance(self) -> Tensor:
         """P⁻¹, `[P, P]`."""
-        return self.posterior().covariance
+        return overridden.posterior_before(self, "posterior_covariance").covariance
 
     @property
     def posterior_variance(self) -> Tensor:
         """Diagonal of P⁻¹, `[P]`."""
-        return self.posterior().diagonal_of_inverse()
+        return overridden.posterior_before(self, "posterior_variance").diagonal_of_inverse()
 
     @property
     def posterior_scale(self) -> Tensor:
         """L with L Lᵀ = P⁻¹: lower-triangular (full), symmetric (Kron), or standard deviations `[P]` (diag)."""
-        return self.posterior().scale
+        return overridden.posterior_before(self, "posterior_scale").scale
 
     def square_norm(self, value: Tensor) -> Tensor:
         """(θ − θ*)ᵀ P (θ − θ*) of `[..., P]`; the prior's before `fit`."""
@@ -255,11 +327,15 @@ class WeightPosterior(WeightFit):
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
         """Log density of the posterior at θ `[..., P]`; the prior's before `fit`."""
+        own = is_overridden(self, "square_norm")
         precision = self._density()
-        unnormalised = -0.5 * precision.quad(self._checked_weights(value) - self.mean)
+        value = self._checked_weights(value)
+        unnormalised = -0.5 * (self.square_norm(value) if own else precision.quad(value - self.mean))
         if not normalized:
             return unnormalised
-        normaliser = 0.5 * value.shape[-1] * math.log(2 * math.pi) - 0.5 * precision.logdet()
+        own = is_overridden(self, "log_det_posterior_precision")
+        logdet = self.log_det_posterior_precision if own else precision.logdet()
+        normaliser = 0.5 * value.shape[-1] * math.log(2 * math.pi) - 0.5 * logdet
         return (unnormalised - normaliser).to(unnormalised.dtype)
 
     def _checked_weights(self, value: Tensor) -> Tensor:
@@ -277,9 +353,21 @@ class WeightPosterior(WeightFit):
         if self._fit is None:
             weights = torch.ones(1, dtype=self._like.dtype, device=self._like.device)
             return self.structure.zeros(self.prior).precision(weights, self.prior)
-        return self.evidence().precision
+        return self._precision()
+
+    def _precision(self) -> Precision:
+        return self.posterior() if is_overridden(self, "posterior_precision") else self.evidence().precision
 
 
 def _same(old: Any, new: Any) -> bool:
     """Whether two keys hold the very same objects at the same versions."""
+    if len(old) != len(new):
+        return False
     return old[0] is new[0] and all(a[0] is b[0] and a[1] == b[1] for a, b in zip(old[1:], new[1:], strict=True))
+
+
+def _equal(old: Any, new: Any) -> bool:
+    """Whether two keys hold the same curvature and equal hyper-parameters."""
+    if len(old) != len(new):
+        return False
+    return old[0] is new[0] and all(torch.equal(a, b) for a, b in zip(old[1:], new[1:], strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from laplace.enums import LinkApprox, PredType
 from laplace.errors import UnsupportedError
 from laplace.gaussian import Gaussian
 from laplace.noise import drawn_seed, standard_normal
+from laplace.overrides import PREDICTIONS, is_overridden
+from laplace.posterior import overridden, own_outputs
 from laplace.posterior.weight_posterior import WeightPosterior
 from laplace.predictive import latent
 from laplace.predictive.prediction import Prediction
@@ -68,7 +71,8 @@ class WeightPredictor(WeightPosterior):
         self.check_unchanged()
         draws = replayed(generator, self._like.device)
         if not local_reparameterization:
-            return Prediction(self._quantities(x, kind, options, draws, model_kwargs), self.channel_dim)
+            rows = self._quantities(x, kind, options, draws, model_kwargs)
+            return Prediction(self._as_overridden(rows, x, kind, model_kwargs), self.channel_dim)
         if kind != PredType.NN or self.structure.name != "diag":
             raise UnsupportedError(
                 f"local_reparameterization=True with pred_type={str(kind)!r} and "
@@ -87,42 +91,68 @@ class WeightPredictor(WeightPosterior):
         return self._of(self._linearised(x), options, draws)
 
     def _of(self, source: GaussianSource | SampleSource, options: PredictionOptions, draws: Draws) -> Quantities:
-        return Quantities(source, self.likelihood_object, self.sigma_noise.detach(), options, draws)
+        sigma = self.sigma_noise if source.create_graph else self.sigma_noise.detach()
+        return Quantities(source, self.likelihood_object, sigma, options, draws)
+
+    def _as_overridden(self, rows: Quantities, x: Inputs, kind: PredType, model_kwargs: dict[str, Any]) -> Quantities:
+        """A prediction with what users' classes override of it, besides covariances and samples of the weights."""
+        if not is_overridden(self, *PREDICTIONS):
+            return rows
+        return own_outputs.own_quantities(self, rows, x, kind, model_kwargs)
+
+    @property
+    def _keeps_graph(self) -> bool:
+        """Whether predictions are differentiable: in the inputs, or in hyper-parameters that ask for it."""
+        return self.enable_backprop or (torch.is_grad_enabled() and self.follows_hyperparameters)
 
     def _linearised(self, x: Inputs) -> LinearisedOutputs:
-        precision = self.posterior()
+        graph = self._keeps_graph
+        with torch.set_grad_enabled(graph):
+            precision = self.predictive_posterior()
         return LinearisedOutputs(
-            self.engine, precision, x, self.refined_step, self.enable_backprop, self.check_unchanged
+            self.engine, precision, x, self.refined_step, graph, self.check_unchanged, self.enable_backprop
         )
 
     def _sampled(self, x: Inputs, model_kwargs: dict[str, Any]) -> SampledOutputs:
-        precision, mean = self.posterior(), self.mean
+        graph = self._keeps_graph
         latent.refuse_refined(self.refined_step, self.engine.problem)
-
-        def thetas(n: int, generator: torch.Generator | None) -> Tensor:
-            return mean + precision.sample(standard_normal((n, len(mean)), mean, generator))
-
+        with torch.set_grad_enabled(graph):
+            thetas = self._sampler()
         return SampledOutputs(
-            self.engine, thetas, self.expansion_point, x, model_kwargs, self.enable_backprop, self.check_unchanged
-        )
+            self.engine, thetas, self.expansion_point, x, model_kwargs, graph, self.check_unchanged,
+            self.enable_backprop,
+        )  # fmt: skip
 
     def _reparameterised(self, x: Inputs, model_kwargs: dict[str, Any]) -> ReparameterisedOutputs:
         latent.refuse_refined(self.refined_step, self.problem)
-        variances = self.posterior().diagonal_of_inverse()
+        graph = self._keeps_graph
+        with torch.set_grad_enabled(graph):
+            variances = self.predictive_posterior().diagonal_of_inverse()
         return ReparameterisedOutputs(
-            self.problem, self.mean, variances, self.coverage(), x, model_kwargs, self.enable_backprop,
-            self.check_unchanged,
+            self.problem, self.mean, variances, self.coverage(), x, model_kwargs, graph, self.check_unchanged,
+            self.enable_backprop,
         )  # fmt: skip
 
     def _latent(self, x: Inputs, form: str) -> Gaussian:
         """Gaussian of the linearised network's outputs; `form` is `"full"`, `"diagonal"` or `"joint"`."""
         return self._linearised(x).latent(form)
 
-    def _theta_samples(self, n_samples: int, generator: torch.Generator | None) -> Tensor:
-        """Samples of the treated parameters, `[S, P]`."""
-        precision = self.posterior()
-        noise = standard_normal((n_samples, len(self.mean)), self.mean, generator)
-        return self.mean + precision.sample(noise)
+    def _sampler(self) -> Callable[[int, torch.Generator | None], Tensor]:
+        """What draws samples of the treated weights, `[S, P]`, at the present hyper-parameters."""
+        if is_overridden(self, "sample"):
+            held = self.at_present()
+
+            def drawn(n: int, generator: torch.Generator | None) -> Tensor:
+                with held():
+                    return own_outputs.users_samples(self, n, generator)
+
+            return drawn
+        precision, mean = overridden.posterior_before(self, "sample"), self.mean
+        return lambda n, generator: mean + precision.sample(standard_normal((n, len(mean)), mean, generator))
+
+    def weight_samples(self, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
+        """Samples of the treated weights as predictions use them, `[S, P]`; of a subnetwork of its entries alone."""
+        return self._sampler()(n_samples, generator)
 
 
 def replayed(generator: torch.Generator | None, device: torch.device) -> Draws:

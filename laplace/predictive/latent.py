@@ -53,7 +53,7 @@ def linearised(
         InvalidData: No data, or outputs that are not finite.
     """
     x = batches.to_device(x, engine.problem.device)
-    pieces = shifted(engine.jacobian(x, create_graph=create_graph), step)
+    pieces = shifted(without_graph(engine.jacobian(x, create_graph=create_graph), unless=create_graph), step)
     if form == "joint":
         parts = list(pieces)
         jacobian = parts[0][0] if len(parts) == 1 else _joined(parts)
@@ -68,6 +68,24 @@ def linearised(
         raise InvalidData("the inputs hold no data to predict.")
     means, variances, positions = zip(*found, strict=True)
     return _checked(Gaussian(torch.cat(means), torch.cat(variances), positions[0]))
+
+
+def without_graph(
+    pieces: Generator[tuple[Jacobian, Tensor]], *, unless: bool = False
+) -> Generator[tuple[Jacobian, Tensor]]:
+    """Jacobians and outputs made without a graph, whoever reads them: a graph leads to hyper-parameters, not to x.
+
+    Args:
+        pieces: Jacobians and outputs.
+        unless: Leave them as they are.
+    """
+    with closing(pieces):
+        while True:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and unless):
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            yield piece
 
 
 def contracted(contract: Callable[[Jacobian], Tensor], jacobian: Jacobian) -> Tensor:

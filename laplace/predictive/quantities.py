@@ -35,7 +35,7 @@ class GaussianSource(ABC):
     """Latent outputs at some inputs that are Gaussian under the posterior.
 
     Attributes:
-        create_graph: Whether results can be differentiated with respect to the inputs.
+        create_graph: Whether results can be differentiated, with respect to hyper-parameters or the inputs.
     """
 
     create_graph: bool
@@ -53,7 +53,7 @@ class SampleSource(ABC):
     """Latent outputs at some inputs that are known by samples alone, so that their moments are those of the samples.
 
     Attributes:
-        create_graph: Whether results can be differentiated with respect to the inputs.
+        create_graph: Whether results can be differentiated, with respect to hyper-parameters or the inputs.
     """
 
     create_graph: bool
@@ -78,6 +78,23 @@ class PredictionOptions:
     form: str = "full"
 
 
+Draw = Callable[[int, "torch.Generator | None"], OutputRows]
+"""Samples `[n, B, C]` from a number of them and a source of randomness."""
+
+
+@dataclass(frozen=True)
+class OwnSamples:
+    """Samples that users' classes draw by themselves; None where they do not.
+
+    Attributes:
+        latents: Of the outputs.
+        targets: Of the target's mean, probabilities or the latents of a regression or of rewards.
+    """
+
+    latents: Draw | None = None
+    targets: Draw | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Quantities:
     """The predictive distribution at B rows (inputs, or inputs × positions); what was computed is kept.
@@ -91,6 +108,7 @@ class Quantities:
         sigma_noise: 0-dim or `[C]`.
         options: Link, samples and form.
         draws: Source of randomness.
+        own: Samples that users' classes draw by themselves.
     """
 
     source: GaussianSource | SampleSource
@@ -98,6 +116,7 @@ class Quantities:
     sigma_noise: Tensor
     options: PredictionOptions
     draws: Draws
+    own: OwnSamples = OwnSamples()
 
     # Latents.
 
@@ -140,7 +159,7 @@ class Quantities:
 
     @property
     def create_graph(self) -> bool:
-        """Whether results can be differentiated with respect to the inputs."""
+        """Whether results can be differentiated, with respect to hyper-parameters or the inputs."""
         return self.source.create_graph
 
     @property
@@ -160,6 +179,8 @@ class Quantities:
 
     @lazy
     def _drawn(self) -> OutputRows:
+        if self.own.latents is not None:
+            return self.own.latents(self.options.n_samples, self.draws())
         if isinstance(self.source, SampleSource):
             return self.source.samples(self.options.n_samples, self.draws())
         return OutputRows(self.latent.sample(self.options.n_samples, self.draws()), self.latent.positions)
@@ -178,10 +199,18 @@ class Quantities:
         if likelihood.latent_prediction and likelihood.has_noise:
             return self.latent_mean
         joint = options.form == "joint" and options.link == LinkApprox.MC
-        if self.sampled or joint:
-            return likelihood.inverse_link(self.latent_samples).mean(0)
+        own = options.link == LinkApprox.MC and (self.own.latents or self.own.targets) is not None
+        if self.sampled or joint or own:
+            return self._mean_samples.mean(0)
         gaussian = self._read_by_link
         return likelihood.predict(gaussian.mean, gaussian.covariance, options.link, options.n_samples, self.draws())
+
+    @lazy
+    def _mean_samples(self) -> Tensor:
+        """Samples of the target's mean, `[S, B, C]`."""
+        if self.own.targets is not None:
+            return self.own.targets(self.options.n_samples, self.draws()).values
+        return self.likelihood.inverse_link(self.latent_samples)
 
     @property
     def _read_by_link(self) -> Gaussian:
@@ -213,7 +242,7 @@ class Quantities:
             UnsupportedError: The target has none.
         """
         self.require("probability_samples", "class", "binary")
-        return self.likelihood.inverse_link(self.latent_samples)
+        return self._mean_samples
 
     @lazy
     def variance(self) -> Tensor:

@@ -46,8 +46,9 @@ class ReparameterisedOutputs(SampleSource):
         coverage: Which rule was proved to explain a tensor: a layer that is used in another way as well is sampled.
         x: Inputs of B data.
         model_kwargs: Further arguments of the model.
-        create_graph: Whether results can be differentiated with respect to x.
+        create_graph: Whether results can be differentiated, with respect to hyper-parameters or x.
         check: Raises where the network is not that of the posterior any more.
+        through_x: Whether they can be with respect to x.
     """
 
     problem: Problem
@@ -58,6 +59,7 @@ class ReparameterisedOutputs(SampleSource):
     model_kwargs: dict[str, Any]
     create_graph: bool
     check: Callable[[], None]
+    through_x: bool
 
     def samples(self, n: int, generator: torch.Generator | None) -> OutputRows:
         self.check()
@@ -66,7 +68,7 @@ class ReparameterisedOutputs(SampleSource):
         shared = self._shared(layers)
         noise = standard_normal((n, int(shared.sum())), self.mean, generator)
         x = batches.to_device(self.x, problem.device)
-        x = x if self.create_graph else detached(x)
+        x = x if self.through_x else detached(x)
         drawn: list[Tensor] = []
         with lent(problem.module), ExitStack() as hooks:
             fired = hooks.enter_context(_noisy(layers, generator))

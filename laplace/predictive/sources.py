@@ -27,8 +27,9 @@ class LinearisedOutputs(GaussianSource):
         precision: P.
         x: Inputs of B data.
         step: θ̂ − θ*, `[P]`; None where it is zero, as before a refinement.
-        create_graph: Whether results can be differentiated with respect to x.
+        create_graph: Whether results can be differentiated, with respect to hyper-parameters or x.
         check: Raises where the network is not that of the posterior any more.
+        through_x: Whether they can be with respect to x.
     """
 
     engine: CurvatureEngine
@@ -37,18 +38,17 @@ class LinearisedOutputs(GaussianSource):
     step: Tensor | None
     create_graph: bool
     check: Callable[[], None]
+    through_x: bool
 
     def mean(self) -> OutputRows:
         self.check()
         if self.step is not None:
-            return latent.linearised_mean(self.engine, self.x, self.step, create_graph=self.create_graph)
-        return latent.outputs(self.engine, self.x, create_graph=self.create_graph)
+            return latent.linearised_mean(self.engine, self.x, self.step, create_graph=self.through_x)
+        return latent.outputs(self.engine, self.x, create_graph=self.through_x)
 
     def latent(self, form: str) -> Gaussian:
         self.check()
-        return latent.linearised(
-            self.engine, self.precision, self.x, form, step=self.step, create_graph=self.create_graph
-        )
+        return latent.linearised(self.engine, self.precision, self.x, form, step=self.step, create_graph=self.through_x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +61,9 @@ class SampledOutputs(SampleSource):
         centre: θ*, the network's weights, `[P]`.
         x: Inputs of B data.
         model_kwargs: Further arguments of the model.
-        create_graph: Whether results can be differentiated with respect to x.
+        create_graph: Whether results can be differentiated, with respect to hyper-parameters or x.
         check: Raises where the network is not that of the posterior any more.
+        through_x: Whether they can be with respect to x.
     """
 
     engine: CurvatureEngine
@@ -72,9 +73,10 @@ class SampledOutputs(SampleSource):
     model_kwargs: dict[str, Any]
     create_graph: bool
     check: Callable[[], None]
+    through_x: bool
 
     def samples(self, n: int, generator: torch.Generator | None) -> OutputRows:
         thetas = self.thetas(n, generator)
         self.check()
-        run = latent.sampler(self.engine, self.centre, self.x, self.model_kwargs, create_graph=self.create_graph)
+        run = latent.sampler(self.engine, self.centre, self.x, self.model_kwargs, create_graph=self.through_x)
         return OutputRows.of(latent.finite(run(thetas)), 1)

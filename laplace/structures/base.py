@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
 from laplace.curvature.survey import Survey
-from laplace.errors import InvalidData, UnsupportedError
+from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures.footprint import Footprint
@@ -23,8 +23,8 @@ from laplace.structures.scan import Scan
 class Precision(ABC):
     """Posterior precision P = s·H + diag(δ) of one structure; immutable.
 
-    Queries that need a factorisation compute it once; `logdet` and `quad` are differentiable in the
-    hyper-parameters, the rest takes them as constants.
+    Queries that need a factorisation compute it once, with the graph that leads to the hyper-parameters where these
+    require a gradient: all of them are differentiable, once. What is kept then belongs to that graph.
     """
 
     @abstractmethod
@@ -150,6 +150,23 @@ class Curvature(ABC):
     needs_columns: bool = False
     weighed: bool = True
     n_terms: int
+
+    @classmethod
+    def options_from(cls, given: dict[str, Any]) -> Any:
+        """Options of this structure from `structure_kwargs`, an object of `options`.
+
+        Raises:
+            InvalidArgument: It does not know one.
+        """
+        known = [field.name for field in fields(cls.options)]
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            accepted = ", ".join(known) or "none"
+            raise InvalidArgument(
+                f"structure_kwargs has {unknown}, which hessian_structure={cls.name!r} does not know; accepted: "
+                f"{accepted}."
+            )
+        return cls.options(**given)
 
     @classmethod
     def check(cls, layout: Layout, options: Any) -> None:

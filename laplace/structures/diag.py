@@ -167,7 +167,7 @@ class DiagPrecision(Precision):
         return noise * self.diagonal_of_inverse().sqrt()
 
     def diagonal_of_inverse(self) -> Tensor:
-        return 1 / self._positive().detach()
+        return 1 / self._positive()
 
     def to_dense(self) -> Tensor:
         return torch.diag(self.diagonal)

@@ -226,13 +226,12 @@ class FullPrecision(Precision):
 
     @cached_property
     def scale(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Lower-triangular L `[P, P]` with L Lᵀ = P⁻¹, in the curvature's dtype, without gradient.
+        """Lower-triangular L `[P, P]` with L Lᵀ = P⁻¹, in the curvature's dtype, differentiable in w and δ.
 
         Raises:
             CurvatureError: P is not positive definite.
         """
-        with torch.no_grad():
-            return self._factorised(algebra.covariance_factor).to(self.curvature.values.dtype)
+        return self._factorised(algebra.covariance_factor).to(self.curvature.values.dtype)
 
     @cached_property
     def covariance(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -242,12 +241,16 @@ class FullPrecision(Precision):
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         if jacobian.is_head:
             return self._head_variance(jacobian)
-        roots = (piece @ self.scale for piece in jacobian.pieces())
+        roots = (self._coloured(piece) for piece in jacobian.pieces())
         return torch.cat([root @ root.transpose(1, 2) for root in roots])
+
+    def _coloured(self, piece: Tensor) -> Tensor:
+        """J L of a piece `[b, C, P]`, as one flat product: its rounding is that of joint covariances, graph or not."""
+        return (piece.flatten(0, 1) @ self.scale).view(piece.shape)
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
         if not jacobian.is_head:
-            return torch.cat([(piece @ self.scale).square().sum(2) for piece in jacobian.pieces()])
+            return torch.cat([self._coloured(piece).square().sum(2) for piece in jacobian.pieces()])
         phi, order = jacobian.head_features()
         if "diagonal" not in self._head:  # [C, D, D], the blocks of one output
             self._head["diagonal"] = self.covariance[order.unsqueeze(2), order.unsqueeze(1)]

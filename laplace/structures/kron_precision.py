@@ -16,6 +16,7 @@ from laplace.structures import algebra
 from laplace.structures.base import Precision
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
 from laplace.structures.indefinite import require_positive
+from laplace.structures.posterior_blocks import EigenBlock, MovingBlock, PosteriorBlock
 from laplace.structures.scan import SpectralScan
 
 
@@ -143,57 +144,63 @@ class KronPrecision(Precision):
         """In the prior's dtype, which is enough for a penalty and half the cost of float64."""
         return self.bmm(vectors.detach())
 
-    # Predictions: hyper-parameters are constants from here on.
+    # Predictions.
 
     @cached_property
-    def _posterior(self) -> tuple[tuple[BlockSpectrum, Tensor], ...]:
-        """Basis (in the Jacobians' dtype) and eigenvalues of every posterior block, without gradient.
+    def _posterior(self) -> tuple[PosteriorBlock, ...]:
+        """Every posterior block, in the Jacobians' dtype.
 
         Raises:
             CurvatureError: P is not positive definite.
         """
         dtype = self.prior.precision.dtype
-        found = ((spectrum.cast(dtype), values) for spectrum, values in self._decomposed)
-        return tuple((spectrum, self._require_positive(values).to(dtype)) for spectrum, values in found)
+        found: list[PosteriorBlock] = []
+        for i, (spectrum, values) in enumerate(self._decomposed):
+            values = self._require_positive(values)
+            if self._moves(i) and spectrum.basis is not None:
+                precision = self._dense_block(i, projected=self.spectra.signed and self._varies(i))
+                eigen = values.detach(), spectrum.basis.detach()
+                found.append(MovingBlock(precision, eigen, dtype))
+            else:
+                found.append(EigenBlock(spectrum.cast(dtype), values.to(dtype)))
+        return tuple(found)
+
+    def _moves(self, i: int) -> bool:
+        """Whether the eigenvectors of a dense block depend on a hyper-parameter that requires a gradient."""
+        matrix = self.spectra[i].matrix
+        if matrix is None or not torch.is_grad_enabled():
+            return False
+        follows = self._priors[i].requires_grad or self.weights.requires_grad
+        return matrix.requires_grad or (self._varies(i) and follows)
 
     @property
     def _decomposed(self) -> list[tuple[BlockSpectrum, Tensor]]:
-        """Basis and eigenvalues of every posterior block, float64, without gradient."""
-        with torch.no_grad():
-            found: list[tuple[BlockSpectrum, Tensor]] = []
-            for i, spectrum in enumerate(self.spectra):
-                if not self._varies(i):
-                    found.append((spectrum, self._values(i)))
-                elif self.spectra.signed:
+        """Basis and eigenvalues of every posterior block, float64, without gradient where both move."""
+        found: list[tuple[BlockSpectrum, Tensor]] = []
+        for i, spectrum in enumerate(self.spectra):
+            if not self._varies(i):
+                found.append((spectrum, self._values(i)))
+                continue
+            with torch.no_grad():
+                if self.spectra.signed:
                     own = dense_spectrum(self._dense_block(i, projected=True), signed=torch.float64)
                     found.append((own, own.values))
                 else:
                     own = dense_spectrum(self._dense_block(i))
                     # P is at least its prior, also where rounding of H says less.
                     found.append((own, own.values.maximum(self._priors[i].min().double())))
-            return found
-
-    @cached_property
-    def _variances(self) -> tuple[Tensor, ...]:
-        return tuple(1 / values for _, values in self._posterior)
+        return found
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        return self.spectra.regrouped(jacobian).sum_over_blocks(
-            lambda i, block: self._posterior[i][0].project(block).weighted_gram(self._variances[i])
-        )
+        return self.spectra.regrouped(jacobian).sum_over_blocks(lambda i, block: self._posterior[i].gram(block))
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        return self.spectra.regrouped(jacobian).sum_over_blocks(
-            lambda i, block: self._posterior[i][0].project(block).weighted_norms(self._variances[i])
-        )
+        return self.spectra.regrouped(jacobian).sum_over_blocks(lambda i, block: self._posterior[i].norms(block))
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        total: Tensor | None = None
-        for (spectrum, values), block in zip(self._posterior, self.spectra.regrouped(jacobian).blocks, strict=True):
-            projected = spectrum.rotate(block.dense().transpose(0, 1).flatten(0, 1))
-            part = (projected / values) @ projected.T
-            total = part if total is None else total + part
-        return torch.zeros(()) if total is None else total
+        return self.spectra.regrouped(jacobian).sum_over_blocks(
+            lambda i, block: self._posterior[i].covariance(block.dense().transpose(0, 1).flatten(0, 1))
+        )
 
     def sample(self, noise: Tensor) -> Tensor:
         """P^(−1/2) ε with the symmetric root."""
@@ -202,11 +209,7 @@ class KronPrecision(Precision):
     def bmm(self, vectors: Tensor, exponent: float = 1) -> Tensor:
         """P^exponent v of vectors `[..., P]`."""
         parts = vectors.split([spectrum.size for spectrum in self.spectra], -1)
-        rotated = [
-            spectrum.rotate(spectrum.rotate(part) * values**exponent, back=True)
-            for (spectrum, values), part in zip(self._posterior, parts, strict=True)
-        ]
-        return torch.cat(rotated, -1)
+        return torch.cat([own.times(part, exponent) for own, part in zip(self._posterior, parts, strict=True)], -1)
 
     def inv_square_form(self, vectors: Tensor) -> Tensor:
         """W P⁻¹ Wᵀ of `[B, K, P]`, `[B, K, K]`."""
@@ -214,18 +217,14 @@ class KronPrecision(Precision):
 
     def diag(self, exponent: float = 1) -> Tensor:
         """Diagonal of P^exponent, `[P]`."""
-        return torch.cat([spectrum.diagonal(values**exponent) for spectrum, values in self._posterior])
+        return torch.cat([block.diagonal(exponent) for block in self._posterior])
 
     def diagonal_of_inverse(self) -> Tensor:
         return self.diag(exponent=-1)
 
     def to_matrix(self, exponent: float = 1) -> Tensor:
         """P^exponent, `[P, P]`."""
-        blocks: list[Tensor] = []
-        for spectrum, values in self._posterior:
-            eye = torch.eye(spectrum.size, dtype=values.dtype, device=values.device)
-            blocks.append(spectrum.rotate(spectrum.rotate(eye) * values**exponent, back=True))
-        return torch.block_diag(*blocks)
+        return torch.block_diag(*[block.matrix(exponent) for block in self._posterior])
 
     def to_dense(self) -> Tensor:
         return self.to_matrix()

@@ -24,6 +24,7 @@ from laplace.prior import GaussianPrior
 from laplace.structures import subspace
 from laplace.structures.base import Precision
 from laplace.structures.indefinite import require_positive
+from laplace.structures.powers import slopes
 from laplace.structures.scan import Scan, one_by_one
 
 _CANCELLING = 1e-3
@@ -145,26 +146,28 @@ class LowRankPrecision(Precision):
         """`((U [P, r], λ [r]), δ [P])` with P = U diag(λ) Uᵀ + diag(δ)."""
         return self.subspace.eigenpairs(self.weights), self.prior.diagonal()
 
-    # Constants.
+    # Predictions.
 
     @cached_property
-    def _solved(self) -> tuple[Tensor, Tensor]:
-        """θ `[r]` and the rotation Wᵀ L⁻¹ `[r, r]`, float64."""
-        with torch.no_grad():
-            core = self.subspace.core(self.weights)
-            if self.prior.is_scalar:
-                delta = self.prior.precision.double()
-                values, vectors = torch.linalg.eigh(core)
-                return self._checked(values / delta), vectors.T * delta.sqrt()
+    def _solved(self) -> _Solved:
+        """The inside of the subspace, with the graph that leads to weights and prior."""
+        core, delta = self.subspace.core(self.weights), self.prior.precision.double()
+        if self.prior.is_scalar:
+            root, inside = None, core / delta
+            values, vectors = torch.linalg.eigh(core.detach())
+            values, rotation = values / delta.detach(), vectors.T * delta.sqrt()
+        else:
             root = torch.linalg.cholesky(self.subspace.gram(self.prior))
-            values, vectors = torch.linalg.eigh(root.T @ core @ root)
+            inside = root.T @ core @ root
+            values, vectors = torch.linalg.eigh(inside.detach())
             rotation = torch.linalg.solve_triangular(root, vectors.T, upper=False, left=False)
-            return self._checked(values), rotation
+        thetas = self._checked(values)
+        return _Solved(thetas, rotation, vectors.T @ (inside - inside.detach()) @ vectors)
 
     @cached_property
     def _deviations(self) -> Tensor:
         """δ^(−1/2), `[P]`."""
-        return self.prior.diagonal().detach().rsqrt().to(self.subspace.basis)
+        return self.prior.diagonal().rsqrt().to(self.subspace.basis)
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         return self._variance(jacobian, diagonal=False)
@@ -173,36 +176,38 @@ class LowRankPrecision(Precision):
         return self._variance(jacobian, diagonal=True)
 
     def _variance(self, jacobian: Jacobian, *, diagonal: bool) -> Tensor:
-        thetas, rotation = self._solved
+        solved = self._solved
         inverse = self._deviations.square()
         basis = self.subspace.basis
-        exact = len(thetas) > 0 and thetas.max().item() * torch.finfo(basis.dtype).eps > _CANCELLING
+        exact = len(solved.thetas) > 0 and solved.thetas.max().item() * torch.finfo(basis.dtype).eps > _CANCELLING
         dtype = torch.float64 if exact else basis.dtype
         variances = tuple(part.to(dtype) for part in self.prior.layout.split(inverse))
-        moments = _Moments.of(jacobian, basis, rotation, variances, diagonal=diagonal)
-        return moments.reduced(thetas).to(basis.dtype)
+        moments = _Moments.of(jacobian, basis, solved.rotation, variances, diagonal=diagonal)
+        return (moments.reduced(solved.thetas) + solved.moved(moments.z, -1, diagonal=diagonal)).to(basis.dtype)
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        thetas, rotation = self._solved
+        thetas, rotation = self._solved.thetas, self._solved.rotation
         whitened = jacobian.dense().flatten(0, 1) * self._deviations
         z = whitened @ (self.subspace.basis * self._deviations).T @ rotation.T.to(whitened)
         # What lies outside of the subspace is formed before it is squared, so that nothing cancels.
         outside = whitened - z @ rotation.to(whitened) @ (self.subspace.basis * self._deviations)
-        return outside @ outside.T + (z / (1 + thetas).to(z)) @ z.T
+        inside = (z / (1 + thetas).to(z)) @ z.T
+        return outside @ outside.T + inside + self._solved.moved(z, -1, diagonal=False)
 
     def sample(self, noise: Tensor) -> Tensor:
         """D^(−1/2) (I + Z ((1 + θ)^(−1/2) − 1) Zᵀ) ε."""
-        thetas, rotation = self._solved
-        shrunk = rotation.T @ (((1 + thetas).rsqrt() - 1).unsqueeze(1) * rotation)
+        thetas, rotation = self._solved.thetas, self._solved.rotation
+        shrunk = rotation.T @ (torch.diag((1 + thetas).rsqrt() - 1) + self._solved.slope(-0.5)) @ rotation
         basis, deviations = self.subspace.basis, self._deviations
         inside = (noise * deviations) @ basis.T
         return (noise + (inside @ shrunk.to(inside)) @ basis * deviations) * deviations
 
     def diagonal_of_inverse(self) -> Tensor:
-        thetas, rotation = self._solved
+        thetas, rotation = self._solved.thetas, self._solved.rotation
         inverse = self._deviations.double().square()
         share = subspace.quadratic_forms(self.subspace.basis, rotation.T @ rotation) * inverse  # Σ Z², at most 1
-        inside = subspace.quadratic_forms(self.subspace.basis, rotation.T @ (rotation / (1 + thetas).unsqueeze(1)))
+        shrunk = rotation.T @ (torch.diag(1 / (1 + thetas)) + self._solved.slope(-1)) @ rotation
+        inside = subspace.quadratic_forms(self.subspace.basis, shrunk)
         return (inverse * ((1 - share).clamp(min=0) + inside * inverse)).to(self.subspace.basis.dtype)
 
     @property
@@ -214,6 +219,35 @@ class LowRankPrecision(Precision):
         """D^(−1/2) (I + Z ((1 + θ)^(−1/2) − 1) Zᵀ), `[P, P]`."""
         basis = self.subspace.basis
         return self.sample(torch.eye(basis.shape[1], dtype=basis.dtype, device=basis.device)).T
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """The inside of the subspace, I + S with S = Lᵀ C L = W diag(θ) Wᵀ, float64.
+
+    Eigenvectors have no derivative where eigenvalues meet: θ and W are constants, and what S does is a term of its own.
+
+    Attributes:
+        thetas: θ, `[r]`, a constant.
+        rotation: Wᵀ L⁻¹, `[r, r]`, with the graph that leads to the prior.
+        drift: Wᵀ (S − S*) W, `[r, r]`: zero, with the graph of S.
+    """
+
+    thetas: Tensor
+    rotation: Tensor
+    drift: Tensor
+
+    def slope(self, exponent: float) -> Tensor | float:
+        """Wᵀ ((I + S)^exponent − the same at S*) W to first order, `[r, r]`: zero, with its gradient."""
+        return slopes(1 + self.thetas, exponent) * self.drift if self.drift.requires_grad else 0.0
+
+    def moved(self, z: Tensor, exponent: float, *, diagonal: bool) -> Tensor | float:
+        """The same between coordinates z `[..., n, r]`, `[..., n, n]` or its diagonals."""
+        slope = self.slope(exponent)
+        if not isinstance(slope, Tensor):
+            return slope
+        half = z @ slope.to(z)
+        return (half * z).sum(-1) if diagonal else half @ z.mT
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from laplace.prior import GaussianPrior
 from laplace.structures import algebra
 from laplace.structures.base import Precision
 from laplace.structures.kron_columns import Columns
+from laplace.structures.powers import shrinking_slopes
 from laplace.structures.scan import Scan, one_by_one
 
 _ROUNDING = 32
@@ -78,7 +79,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Solved:
-    """One tensor's P at fixed hyper-parameters, without gradient, in float64.
+    """One tensor's P at fixed hyper-parameters, with the graph that leads to them, in float64.
 
     Attributes:
         part: Its curvature.
@@ -138,9 +139,14 @@ class _Solved:
         if not len(self.roots):
             return noise * deviations
         whiten = self.part.scaling.double() * deviations
-        values, vectors = algebra.eigh(self.factor @ self.factor.T)
-        roots = values.clamp(min=1).sqrt()  # K = I + WᵀW; 1 − 1/√K over K − 1 is 1 / (√K (1 + √K))
+        core = self.factor @ self.factor.T
+        values, vectors = algebra.eigh(core)
+        values = values.clamp(min=1)
+        roots = values.sqrt()  # K = I + WᵀW; 1 − 1/√K over K − 1 is 1 / (√K (1 + √K))
         shrunk = (vectors / (roots * (1 + roots))) @ vectors.T
+        if core.requires_grad:
+            drift = vectors.T @ (core - core.detach()) @ vectors
+            shrunk = shrunk + vectors @ (shrinking_slopes(values) * drift) @ vectors.T
         inside = self._inside(noise * whiten) @ shrunk
         return (noise - self.part.columns.combined(inside * self.roots) * whiten) * deviations
 
@@ -167,8 +173,6 @@ class LowRankKronPrecision(Precision):
     parts: tuple[Part, ...]
     weights: Tensor
     prior: GaussianPrior
-
-    # Differentiable in weights and prior.
 
     @property
     def _scale(self) -> Tensor:
@@ -226,17 +230,14 @@ class LowRankKronPrecision(Precision):
         rows = part.columns.combined(eye) * part.scaling
         return self._scale * (rows.T * part.values) @ rows
 
-    # Constants.
-
     @cached_property
     def _solved(self) -> tuple[_Solved, ...]:
-        with torch.no_grad():
-            found: list[_Solved] = []
-            for part, delta in zip(self.parts, self.prior.per_block(), strict=True):
-                inverse = self._inverse(part, delta).expand(part.size)
-                factor = self._cholesky(part, delta) if len(part.columns) else inverse.new_zeros(0, 0)
-                found.append(_Solved(part, inverse, (self._scale.double() * part.values).sqrt(), factor))
-            return tuple(found)
+        found: list[_Solved] = []
+        for part, delta in zip(self.parts, self.prior.per_block(), strict=True):
+            inverse = self._inverse(part, delta).expand(part.size)
+            factor = self._cholesky(part, delta) if len(part.columns) else inverse.new_zeros(0, 0)
+            found.append(_Solved(part, inverse, (self._scale.double() * part.values).sqrt(), factor))
+        return tuple(found)
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         dtype = self.prior.precision.dtype

@@ -13,9 +13,12 @@ from torch import Tensor
 from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.blocks import CHUNK_BYTES
+from laplace.curvature.jacobian import Jacobian
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import CurvatureError
 from laplace.noise import drawn_seed, standard_normal
+from laplace.overrides import POSTERIOR, PREDICTIONS, is_overridden
+from laplace.positions import rows_of
 from laplace.predictive import latent
 from laplace.tuning.scores import Prediction
 from laplace.tuning.settings import Setting
@@ -41,8 +44,8 @@ class Predictive:
     generator: torch.Generator | None = None
 
 
-VarianceAt = Callable[[Tensor], Tensor]
-"""Functional variances of a part of a batch at n priors."""
+VariancesOf = Callable[[slice], Tensor]
+"""Functional variances of a part of a batch at n consecutive candidates, times their factors."""
 
 Predict = Callable[[slice], Prediction]
 """Predictions of consecutive candidates: of one `[B, C]`, of n `[n, B, C]`."""
@@ -79,18 +82,23 @@ class Candidates:
         independent = likelihood.independent_outputs
         reads_variances = latent.needs_variances_only(predictive.link_approx, independent=independent)
         self.diagonal = not whole_covariance if self.as_latent else reads_variances
-        first = settings[0].evidence(la)
-        weights = torch.stack([setting.evidence(la).weights.mean() for setting in settings])
         self.priors = torch.cat([setting.prior_precision[:1] for setting in settings])
-        self.factors = weights / weights[0] if first.fit.curvature.weighed else torch.ones_like(weights)
-        self.scan = first.fit.curvature.scan(first.weights, la.problem.layout, **first.options)
+        # What users' own methods compute follows from nothing but calling them, at every candidate.
+        self.called = is_overridden(la, *PREDICTIONS)
+        self.scan, self.factors = None, torch.ones_like(self.priors)
+        if not is_overridden(la, *POSTERIOR):
+            first = settings[0].evidence(la)
+            weights = torch.stack([setting.evidence(la).weights.mean() for setting in settings])
+            self.factors = weights / weights[0] if first.fit.curvature.weighed else torch.ones_like(weights)
+            self.scan = first.fit.curvature.scan(first.weights, la.problem.layout, **first.options)
         self.seed = shared_seed(predictive.generator, self.priors.device)
         self._steps: dict[int, Tensor] = {}
 
     def groups(self, n_data: int) -> list[slice]:
         """Consecutive candidates that are predicted together for batches of about this size."""
         n, size = len(self.settings), 1
-        if self.predictive.pred_type != PredType.NN and self._by_rows():
+        apart = self.called or self.scan is None
+        if self.predictive.pred_type != PredType.NN and self._by_rows() and not apart:
             n_outputs = self.la.fitted().n_outputs
             per_datum = n_outputs if self.diagonal else n_outputs**2
             width = max(self.la.problem.layout.n_params, n_data * per_datum)
@@ -109,18 +117,56 @@ class Candidates:
             The predictions of consecutive candidates, the outputs `[B, C]`, and the dimensions of their positions: with
             some, B are rows, data × positions.
         """
+        if self.called:
+            return self._by_calling(x)
         if self.predictive.pred_type == PredType.NN:
             return self._sampled(x)
         x = batches.to_device(x, self.la.problem.device)
         with closing(latent.shifted(self.la.engine.jacobian(x), self.la.refined_step)) as pieces:
-            parts = [
-                (self.scan.variances(jacobian, diagonal=self.diagonal), f, jacobian.positions) for jacobian, f in pieces
-            ]
+            parts = [(self._variances_of(jacobian), f, jacobian.positions) for jacobian, f in pieces]
         mean = torch.cat([f for _, f, _ in parts]).to(self.priors.dtype)
         variances = [function for function, _, _ in parts]
         return lambda group: self._linearised(mean, variances, group), mean, parts[0][2]
 
-    def _linearised(self, mean: Tensor, functions: list[VarianceAt], group: slice) -> Prediction:
+    def _variances_of(self, jacobian: Jacobian) -> Callable[[slice], Tensor]:
+        """Functional variances of consecutive candidates, `[n, b, C]` or `[n, b, C, C]`."""
+        if self.scan is not None:
+            at = self.scan.variances(jacobian, diagonal=self.diagonal)
+            return lambda group: at(self.priors[group] / self.factors[group])
+
+        def held(group: slice) -> Tensor:
+            found: list[Tensor] = []
+            for setting in self.settings[group]:
+                with setting.held_by(self.la):
+                    precision = self.la.predictive_posterior()
+                    contract = precision.functional_diagonal if self.diagonal else precision.functional_variance
+                    found.append(latent.contracted(contract, jacobian))
+            return torch.stack(found)
+
+        return held
+
+    def _by_calling(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
+        """Predictions by the posterior's own `__call__`, one candidate at a time."""
+        la, options = self.la, self.predictive
+        rows = latent.outputs(la.engine, x)
+        pred_type = PredType.GP if la.structure.name == PredType.GP else options.pred_type
+
+        def predict(group: slice) -> Prediction:
+            with self.settings[group.start].held_by(la):
+                found = la(
+                    x, pred_type=pred_type, link_approx=options.link_approx, n_samples=options.n_samples,
+                    diagonal_output=self.diagonal, generator=self._draws(),
+                )  # fmt: skip
+            if not self.as_latent:
+                return rows_of(found, la.channel_dim).values
+            mean, variance = found
+            whole = variance.ndim > mean.ndim
+            values = variance.flatten(0, -3) if whole else rows_of(variance, la.channel_dim).values
+            return rows_of(mean, la.channel_dim).values, values
+
+        return predict, rows.values, rows.positions
+
+    def _linearised(self, mean: Tensor, functions: list[VariancesOf], group: slice) -> Prediction:
         variance = self._variances(functions, group)
         if variance is None:  # of some candidate the posterior does not exist: it alone is NaN
             places = range(*group.indices(len(self.settings)))
@@ -137,11 +183,11 @@ class Candidates:
         rows = self._target(means.flatten(0, 1), variance.flatten(0, 1))
         return rows.unflatten(0, means.shape[:2]) if isinstance(rows, Tensor) else rows
 
-    def _variances(self, functions: list[VarianceAt], group: slice) -> Tensor | None:
+    def _variances(self, functions: list[VariancesOf], group: slice) -> Tensor | None:
         """(c (w₀ H + δ/c))⁻¹ between the rows of J, `[n, B, C]` or `[n, B, C, C]`; None where P has no inverse."""
         factors = self.factors[group]
         try:
-            parts = [variances(self.priors[group] / factors) for variances in functions]
+            parts = [variances(group) for variances in functions]
         except (CurvatureError, torch.linalg.LinAlgError):
             return None
         found = torch.cat(parts, 1)
@@ -175,8 +221,12 @@ class Candidates:
         if i in self._steps:
             return self._steps[i]
         mean, n_samples = self.la.mean, self.predictive.n_samples
-        noise = standard_normal((n_samples, len(mean)), mean, self._draws())
-        step = self.settings[i].evidence(self.la).precision.sample(noise)
+        if is_overridden(self.la, "sample", *POSTERIOR):
+            with self.settings[i].held_by(self.la):
+                step = self.la.weight_samples(n_samples, self._draws()) - mean
+        else:
+            noise = standard_normal((n_samples, len(mean)), mean, self._draws())
+            step = self.settings[i].evidence(self.la).precision.sample(noise)
         if len(self.settings) * step.numel() * step.element_size() <= 8 * CHUNK_BYTES:
             self._steps[i] = step
         return step

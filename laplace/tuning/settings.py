@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from laplace.errors import InvalidArgument
 from laplace.evidence import Evidence
 from laplace.hyperparameters import as_tensor, check_length, positive
 from laplace.layout import Layout
+from laplace.overrides import EVIDENCE, HYPERPARAMETERS, is_overridden
 
 if TYPE_CHECKING:
     from laplace.posterior.parametric import ParametricLaplace
@@ -43,9 +45,23 @@ class Setting:
 
     def evidence(self, la: ParametricLaplace) -> Evidence:
         """The evidence of a posterior at this setting; the posterior is not changed."""
+        if is_overridden(la, *HYPERPARAMETERS):
+            with self.held_by(la):
+                return la.evidence()
         now = la.evidence()
         prior = replace(now.prior, precision=self.prior_precision)
         return replace(now, prior=prior, sigma_noise=self.sigma_noise, temperature=self.temperature)
+
+    def log_evidence(self, la: ParametricLaplace) -> Tensor:
+        """Log p(D) of a posterior at this setting, 0-dim, with its graph, by a user's own terms where there are any."""
+        if not is_overridden(la, "log_marginal_likelihood", *EVIDENCE):
+            return self.evidence(la).log_marginal_likelihood
+        with self.held_by(la):
+            return la.log_marginal_likelihood()
+
+    def held_by(self, la: ParametricLaplace) -> AbstractContextManager[None]:
+        """The posterior at this setting for the length of a block: for what users' own methods compute of it."""
+        return la.held(prior_precision=self.prior_precision, sigma_noise=self.sigma_noise, temperature=self.temperature)
 
     def assign(self, la: ParametricLaplace, names: Sequence[str] = NAMES) -> None:
         """Gives a posterior these values, all of them or, if one is refused, none."""

@@ -24,6 +24,7 @@ from laplace.curvature.jacobian import Jacobian
 from laplace.enums import PredType
 from laplace.errors import InvalidArgument
 from laplace.lending import own_mode
+from laplace.overrides import POSTERIOR, PREDICTIONS, is_overridden
 from laplace.positions import rows_that_count
 from laplace.predictive import latent
 from laplace.predictive.mixing import mixed
@@ -94,6 +95,12 @@ class SmoothLoss:
         self.subject = Subject.of(la)
         for posterior in self.subject.posteriors:
             posterior.check_unchanged()
+            if is_overridden(posterior, *PREDICTIONS):
+                raise InvalidArgument(
+                    f"class {type(posterior).__name__} predicts by a method of its own (one of "
+                    f"{', '.join(PREDICTIONS)}), whose gradient in the hyper-parameters is not known; use "
+                    "method='grid'."
+                )
         self.coordinates = coordinates
         self.objective = objective
         self.validation = validation
@@ -116,6 +123,8 @@ class SmoothLoss:
 
     def __call__(self, logs: Tensor) -> tuple[float, Tensor]:
         """The loss and its gradient at logarithms `[n]`."""
+        if any(is_overridden(la, *POSTERIOR) for la in self.subject.posteriors):
+            return self._through_users_methods(logs)
         with own_mode(), torch.enable_grad():
             leaf = logs.clone().requires_grad_()
             setting = self.coordinates.setting(leaf)
@@ -145,6 +154,34 @@ class SmoothLoss:
                 if slope is not None:
                     gradient = gradient + self._through(precision, constant, part, slope, leaf)
             return loss.item(), gradient
+
+    def _through_users_methods(self, logs: Tensor) -> tuple[float, Tensor]:
+        """The same where users compute the posterior, of which only autograd knows the derivative."""
+        with own_mode(), torch.enable_grad():
+            leaf = logs.clone().requires_grad_()
+            setting = self.coordinates.setting(leaf)
+            variances = [
+                [
+                    self._held_variance(la, setting, part)
+                    for la, part in zip(self.subject.posteriors, batch, strict=True)
+                ]
+                for batch in (*self.data, *self.foreign)
+            ]
+            loss = self._loss(variances, setting)
+            if not loss.requires_grad:
+                raise InvalidArgument(
+                    f"{self.objective.name} does not depend on the hyper-parameters in a way that autograd knows; use "
+                    "method='grid', or compute the posterior with torch."
+                )
+            (gradient,) = torch.autograd.grad(loss, leaf)
+            return loss.item(), gradient
+
+    def _held_variance(self, la: ParametricLaplace, setting: Setting, batch: Batch) -> Tensor:
+        """`[B, C]` or `[B, C, C]`, with its graph."""
+        with setting.held_by(la):
+            precision = la.predictive_posterior()
+            contract = precision.functional_diagonal if self.diagonal else precision.functional_variance
+            return torch.cat([contract(jacobian) for jacobian in batch.jacobians])
 
     def _run(self, name: str, x: Inputs, y: Tensor | None = None) -> list[Batch]:
         """One pass of every network over a batch."""

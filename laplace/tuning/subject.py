@@ -137,7 +137,7 @@ class Subject:
 
     def log_evidences(self, setting: Setting) -> Tensor:
         """Log p(D | M_k) of every component at a setting, `[K]`, float64, with its graph."""
-        values = [setting.evidence(la).log_marginal_likelihood.double() for la in self.posteriors]
+        values = [setting.log_evidence(la).double() for la in self.posteriors]
         return torch.stack([value.to(values[0].device) for value in values])
 
     def log_evidence(self, setting: Setting) -> Tensor:

@@ -1,0 +1,253 @@
+"""What users put in place of the library's own: methods that are honoured, hooks that would have no effect.
+
+A method of a user's class, or a function assigned to an object, takes effect wherever the library needs what it
+computes. What would be ignored in silence, a private hook of a similar library or of this one, is refused when the
+class is created or the attribute assigned.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Iterator
+from typing import Any, Generic, Protocol
+
+from laplace.errors import ReadOnlyError, UnsupportedError
+
+_LIBRARY = __name__.split(".")[0]
+
+_BACKEND = "write a curvature backend, a class derived from CurvatureInterface, and pass it as backend="
+_STRUCTURE = "write a structure, a class derived from Curvature, and bind it as `structure`"
+_COVARIANCE = "override functional_variance and functional_covariance"
+_PREDICTION = "override __call__, or functional_variance for the covariance alone"
+_WEIGHTS = "override sample for the weights, or functional_samples and predictive_samples for what they lead to"
+_TUNING = "pass loss= to optimize_prior_precision, or override optimize_prior_precision"
+_KERNELS = "override functional_variance and functional_covariance, or write a structure"
+
+HOOKS: dict[str, str] = {
+    "_curv_closure": _BACKEND,
+    "_init_H": _STRUCTURE,
+    "_check_H_init": _STRUCTURE,
+    "_rescale_factors": _STRUCTURE,
+    "_compute_scale": "override posterior_scale or posterior_precision",
+    "_posterior_scale": "override posterior_scale",
+    "_H_factor": "pass a likelihood object with a curvature_scale of its own, or set sigma_noise and temperature",
+    "_check_fit": "read is_fitted, or call fitted()",
+    "_check_jacobians": "override functional_variance, which is given the Jacobians",
+    "_glm_forward_call": _PREDICTION,
+    "_glm_predictive_distribution": _COVARIANCE,
+    "_glm_functional_samples": "override functional_samples",
+    "_glm_predictive_samples": "override predictive_samples",
+    "_nn_forward_call": _PREDICTION,
+    "_nn_functional_samples": _WEIGHTS,
+    "_nn_predictive_samples": _WEIGHTS,
+    "_nn_predictive_classification": _WEIGHTS,
+    "_nn_predictive_regression": _WEIGHTS,
+    "_gridsearch": _TUNING,
+    "_validate": _TUNING,
+    "_find_last_layer": "pass last_layer_name=",
+    "_last_layer_name": "pass last_layer_name=",
+    "_device": "call la.to(device)",
+    "_dtype": "call la.to(dtype=...)",
+    "_backend_cls": "pass backend=, or assign backend_cls before fit",
+    "_backend_kwargs": "pass backend_kwargs=",
+    "_jacobians": _BACKEND,
+    "_kernel_batch": _KERNELS,
+    "_kernel_star": _KERNELS,
+    "_kernel_batch_star": _KERNELS,
+    "_store_K_batch": _KERNELS,
+    "_build_L": _KERNELS,
+    "_build_Sigma_inv": _KERNELS,
+    "_mean_scatter_term_batch": "override scatter",
+}
+"""Private hooks of laplace-torch without an effect here, and what has one."""
+
+_PYTHONS = (object, ABC, Generic, Protocol)
+"""Bases that are nobody's."""
+
+_FREE = frozenset({"_key", "_abc_impl", "_originals"})
+"""Private names of the library's classes that users may define: the key by which `Laplace(...)` finds a class."""
+
+HELD = frozenset(
+    {
+        "_like", "_prior_precision", "_prior_mean", "_sigma_noise", "_temperature", "_fit", "_refinement", "_mean",
+        "_backend", "_engine", "_posterior",
+    }
+)  # fmt: skip
+"""Private attributes of objects: a definition in a class would be hidden by them."""
+
+_FIXED = {"model": "the network", "likelihood": "the likelihood"}
+"""Public attributes that are read when an object is made, and never again."""
+
+_FIT_ANEW = "it is what a fit found: write the weights into the network and call fit, or load a state"
+
+_READ_ONLY: dict[str, str] = {
+    "mean": _FIT_ANEW,
+    "loss": _FIT_ANEW,
+    "n_data": _FIT_ANEW,
+    "n_outputs": _FIT_ANEW,
+    "H": "it is what a fit found: add data by fit(..., override=False), remove some by forget, or write a backend",
+    "H_facs": "it is what a fit found: add data by fit(..., override=False), remove some by forget, or write a backend",
+    "backend": "pass backend= (a class) and backend_kwargs= to the constructor",
+    "last_layer_name": "pass last_layer_name= to the constructor",
+    "subnetwork_indices": "pass subnetwork_indices= to the constructor",
+    "damping": "pass damping= to the constructor",
+    "prior_precision_diag": "assign prior_precision, one number, one per tensor or one per parameter",
+}
+"""What cannot be assigned, and what to do instead."""
+
+HYPERPARAMETERS = (
+    "prior", "prior_precision", "prior_precision_diag", "prior_mean", "sigma_noise", "temperature", "mean", "loss",
+    "n_data", "n_outputs", "H", "evidence",
+)  # fmt: skip
+"""What decides the precision and every term of the evidence."""
+
+MOMENTS = ("posterior_precision", "posterior_scale", "posterior_covariance", "posterior_variance")
+"""Moments of the posterior, each of which follows from those before it."""
+
+EVIDENCE = (
+    "log_likelihood", "scatter", "log_det_ratio", "log_det_prior_precision", "log_det_posterior_precision",
+    "posterior_precision",
+)  # fmt: skip
+"""Terms of the log evidence."""
+
+COVARIANCES = ("functional_variance", "functional_covariance")
+
+POSTERIOR = (*HYPERPARAMETERS, *MOMENTS, *COVARIANCES, "posterior")
+"""What the covariance of linearised outputs follows from."""
+
+PREDICTIONS = ("__call__", "functional_variance_fast", "functional_samples", "predictive_samples")
+"""What predictions at given inputs follow from, besides covariances and samples of the weights."""
+
+_KNOWN = frozenset(
+    (*POSTERIOR, *EVIDENCE, *PREDICTIONS, "sample", "square_norm", "log_marginal_likelihood", "predictive")
+)
+"""All of these."""
+
+_ORIGINALS = "_originals"
+"""Where a class keeps what the library defines of them: every class its own, so that it lives as long as the class."""
+
+
+def is_overridden(la: object, *names: str) -> bool:
+    """Whether a user's class, a user's assignment to one of the library's, or the object itself defines one of them."""
+    own, cls = vars(la), type(la)
+    originals = getattr(cls, _ORIGINALS)
+    return any(name in own or getattr(cls, name, None) is not originals[name] for name in names)
+
+
+def _owner(cls: type, name: str) -> type | None:
+    """The class that an attribute of the class comes from."""
+    return next((base for base in cls.__mro__ if name in vars(base)), None)
+
+
+def check_class(cls: type, root: type) -> None:
+    """Remembers a class of the library; refuses one of a user's that would be ignored in part.
+
+    Args:
+        cls: The new class, derived from `root`.
+        root: `BaseLaplace`.
+
+    Raises:
+        UnsupportedError: It overrides a private hook, which would have no effect, or chooses no weights and structure.
+    """
+    if _is_ours(cls):
+        setattr(cls, _ORIGINALS, {name: getattr(cls, name, None) for name in _KNOWN})
+        return
+    if not any(_is_ours(base) and issubclass(base, root) and base is not root for base in cls.__mro__):
+        raise UnsupportedError(
+            f"class {cls.__name__} derives from {root.__name__}, which has neither weights nor a structure; derive "
+            "from a class that has both, such as FullLaplace or KronLLLaplace, or bind a structure of your own to "
+            "ParametricLaplace (docs/add_a_structure.md)."
+        )
+    setattr(cls, _ORIGINALS, {name: _original(cls, name) for name in _KNOWN})
+    own = _own_names(cls)
+    for name in _users_names(cls):
+        if name in HOOKS:
+            raise UnsupportedError(
+                f"class {cls.__name__} defines {name}, a private hook that this library never calls: it would have no "
+                f"effect. Instead, {HOOKS[name]}."
+            )
+        if name in own:
+            raise UnsupportedError(
+                f"class {cls.__name__} defines {name}, which is private to this library and may change or have no "
+                "effect. Override a public method or property (docs/design.md, Subclassing), or choose another name."
+            )
+
+
+def _original(cls: type, name: str) -> Any:
+    """What the library defines of a user's class."""
+    bases = (base for base in cls.__mro__ if _is_ours(base) and _ORIGINALS in vars(base))
+    return next((vars(base)[_ORIGINALS][name] for base in bases if name in vars(base)), None)
+
+
+def _users_names(cls: type) -> Iterator[str]:
+    """Private names that the class has from classes of users."""
+    for base in cls.__mro__:
+        if base not in _PYTHONS and not _is_ours(base):
+            for name in vars(base):
+                if name.startswith("_") and not name.startswith("__") and _owner(cls, name) is base:
+                    yield name
+
+
+def _own_names(cls: type) -> set[str]:
+    """Private names of the library that the class has."""
+    found = {name for base in cls.__mro__ if _is_ours(base) for name in vars(base)}
+    return {name for name in found | HELD if name.startswith("_") and not name.startswith("__")} - _FREE
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == _LIBRARY
+
+
+def require_structure(cls: type) -> None:
+    """Refuses to make an object of a class that chooses no structure.
+
+    Raises:
+        UnsupportedError: It has none.
+    """
+    if _owner(cls, "structure") is None:
+        raise UnsupportedError(
+            f"class {cls.__name__} has no structure of the curvature; derive it from a class that has one, such as "
+            "FullLaplace, KronLaplace or DiagLLLaplace, or bind one: `structure = ...` (docs/add_a_structure.md)."
+        )
+
+
+def check_assignment(la: object, name: str, value: Any) -> None:
+    """Refuses an assignment that would be ignored; new attributes and functions in place of methods are free.
+
+    Raises:
+        ReadOnlyError: It would be.
+    """
+    if name in HOOKS and name not in HELD:
+        raise ReadOnlyError(f"{name} is assigned, but this library never reads it: instead, {HOOKS[name]}.")
+    if name in _FIXED and vars(la).get(name, value) != value:
+        raise ReadOnlyError(
+            f"{name} is assigned, but {_FIXED[name]} is read when the object is made: make a new one, "
+            f"{type(la).__name__}(...)."
+        )
+    if name == "__call__":
+        raise ReadOnlyError(
+            "__call__ is assigned to an object, where Python never looks for it; override it in a class."
+        )
+
+
+def check_backend_assignment(backend: object, name: str) -> None:
+    """Refuses to give one of the library's backends a loss, which would not reach the curvature.
+
+    Raises:
+        ReadOnlyError: That was tried.
+    """
+    if name in ("lossfunc", "factor") and _is_ours(type(backend)):
+        raise ReadOnlyError(
+            f"{name} of {type(backend).__name__} is assigned, but the curvature is that of the likelihood: instead, "
+            "pass a likelihood object of your own (docs/design.md, A likelihood), or reshape targets in the loader."
+        )
+
+
+def refused(la: object, name: str, error: AttributeError) -> AttributeError:
+    """The error of an assignment that Python refused: of a property that is computed, one that says what to do."""
+    owner = _owner(type(la), name)
+    found = None if owner is None else vars(owner)[name]
+    if owner is None or not _is_ours(owner) or not isinstance(found, property) or found.fset is not None:
+        return error
+    remedy = _READ_ONLY.get(name, "it is computed: to compute it in another way, override it in a class of your own")
+    return ReadOnlyError(f"{name} of {type(la).__name__} cannot be assigned; {remedy}.")

@@ -1,0 +1,83 @@
+"""A precision that is known by a root of its inverse: of posteriors that were computed elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace.curvature.jacobian import Jacobian
+from laplace.structures.base import Precision
+
+
+@dataclass(frozen=True)
+class GivenPrecision(Precision):
+    """A precision that is known by a root of its covariance, with the graph that leads to it.
+
+    Attributes:
+        root: L with L Lᵀ = P⁻¹, `[P, P]`, or standard deviations `[P]`.
+    """
+
+    root: Tensor
+
+    @property
+    def _is_diagonal(self) -> bool:
+        return self.root.ndim == 1
+
+    def logdet(self) -> Tensor:
+        root = self.root.double()
+        return -2 * (root.log().sum() if self._is_diagonal else torch.linalg.slogdet(root).logabsdet)
+
+    def logdet_ratio(self) -> Tensor:
+        """Of the prior nothing is known here: as if it were N(0, I)."""
+        return self.logdet()
+
+    def quad(self, vectors: Tensor) -> Tensor:
+        return self._whitened(vectors).square().sum(-1)
+
+    def _whitened(self, vectors: Tensor) -> Tensor:
+        """L⁻¹ v of vectors `[..., P]`."""
+        if self._is_diagonal:
+            return vectors / self.root
+        rows = vectors.reshape(-1, vectors.shape[-1])
+        return torch.linalg.solve(self.root.double(), rows.double().T).T.to(vectors).view_as(vectors)
+
+    def _coloured(self, rows: Tensor) -> Tensor:
+        """J L of rows `[..., P]`."""
+        return rows * self.root if self._is_diagonal else rows @ self.root
+
+    def functional_variance(self, jacobian: Jacobian) -> Tensor:
+        roots = (self._coloured(piece) for piece in jacobian.pieces())
+        return torch.cat([root @ root.mT for root in roots])
+
+    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
+        return torch.cat([self._coloured(piece).square().sum(2) for piece in jacobian.pieces()])
+
+    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
+        root = self._coloured(jacobian.dense().flatten(0, 1))
+        return root @ root.T
+
+    def sample(self, noise: Tensor) -> Tensor:
+        return noise * self.root if self._is_diagonal else noise @ self.root.T
+
+    def diagonal_of_inverse(self) -> Tensor:
+        return self.root.square() if self._is_diagonal else self.root.square().sum(1)
+
+    def to_dense(self) -> Tensor:
+        if self._is_diagonal:
+            return torch.diag(self.root.square().reciprocal())
+        inverse = torch.linalg.inv(self.root.double())
+        return (inverse.T @ inverse).to(self.root)
+
+    @property
+    def public(self) -> Tensor:
+        return self.root.square().reciprocal() if self._is_diagonal else self.to_dense()
+
+    @property
+    def covariance(self) -> Tensor:
+        return torch.diag(self.root.square()) if self._is_diagonal else self.root @ self.root.T
+
+    @property
+    def scale(self) -> Tensor:
+        return self.root
