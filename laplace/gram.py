@@ -15,6 +15,10 @@ _NARROW = 64
 """Width up to which transposing a part in cache beats a matrix product with a tall operand."""
 
 
+_WIDE_BYTES = 32 * 2**20
+"""Bytes of float64 columns that are multiplied at once."""
+
+
 def add_gram(total: Tensor, x: Tensor, sign: float = 1.0) -> None:
     """Adds ±xᵀx of x `[N, D]` to the upper block triangle of total `[D, D]`; `mirror` completes it."""
     width = x.shape[1]
@@ -42,6 +46,20 @@ def gram(x: Tensor) -> Tensor:
         add_gram(partial, part)
         total = partial if len(parts) == 1 else total + partial
     return mirror(total)
+
+
+def wide_gram(rows: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Σ_p w_p r_p r_pᵀ over the columns r_p of `[..., n, P]`, `[..., n, n]`, summed in float64; differentiable.
+
+    Columns are widened a few at a time, so that no copy of all rows is held (a graph keeps them all the same).
+    """
+    step = max(1, _WIDE_BYTES // (8 * max(1, rows.shape[:-1].numel())))
+    total = rows.new_zeros(*rows.shape[:-1], rows.shape[-2], dtype=torch.float64)
+    parts = (None,) * -(-rows.shape[-1] // step) if weights is None else weights.split(step, -1)
+    for part, weight in zip(rows.split(step, -1), parts, strict=True):
+        wide = part.double()
+        total = total + (wide if weight is None else wide * weight) @ wide.mT
+    return total
 
 
 def group_gram(x: Tensor) -> Tensor:

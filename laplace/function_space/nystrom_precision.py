@@ -72,7 +72,7 @@ class NystromPrecision(Precision):
 
     def _at(self, inside: Tensor, outside: Tensor) -> Tensor:
         one = torch.ones((), dtype=torch.float64, device=inside.device)
-        return Projected(inside, outside, self._spectrum[0]).at(one, self._delta).to(self.directions.dtype)
+        return Projected(inside, outside, self._spectrum[0]).at(one, self._delta)
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         inside = self._projected(jacobian)
@@ -80,7 +80,7 @@ class NystromPrecision(Precision):
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
         inside = self._projected(jacobian)
-        return self._at(inside, inside.new_zeros(inside.shape[:2]))
+        return self._at(inside, inside.new_zeros(inside.shape[:2])).to(self.directions.dtype)
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         inside = self._projected(jacobian).flatten(0, 1)
@@ -142,4 +142,5 @@ class NystromScan(Scan):
         shape = inside.shape[:2] if diagonal else (*inside.shape[:2], inside.shape[1])
         projected = Projected(inside, inside.new_zeros(shape), self.values)
         one = inside.new_ones(())
-        return lambda deltas: torch.stack([projected.at(one, delta) for delta in deltas]).to(self.directions.dtype)
+        dtype = self.directions.dtype if diagonal else inside.dtype
+        return lambda deltas: torch.stack([projected.at(one, delta) for delta in deltas]).to(dtype)

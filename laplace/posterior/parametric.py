@@ -155,11 +155,11 @@ class ParametricLaplace(WeightPredictor, Tunable):
 
     def functional_variance(self, Js: Tensor | Jacobian) -> Tensor:
         """J_b P⁻¹ J_bᵀ of Jacobians `[B, C, P]`, `[B, C, C]`."""
-        return self.posterior().functional_variance(self._jacobian(Js))
+        return self.posterior().functional_variance(self._jacobian(Js)).to(self._like.dtype)
 
     def functional_covariance(self, Js: Tensor | Jacobian) -> Tensor:
         """J P⁻¹ Jᵀ over all data of Jacobians `[B, C, P]`, `[B·C, B·C]`, data major."""
-        return self.posterior().functional_covariance(self._jacobian(Js))
+        return self.posterior().functional_covariance(self._jacobian(Js)).to(self._like.dtype)
 
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Mean and variances of the latent outputs at X, `[B, C]` each, without covariances between outputs."""

@@ -190,9 +190,8 @@ def log_concentrations(mean: Tensor, covariance: Tensor, normalise: bool = False
         α_k = (1 − 2/C + e^{μ_k} / C² · Σ_l e^{−μ_l}) / Σ_kk        (Hobbhahn et al., 2022)
 
     in log space, where nothing overflows. The numerator is positive for C ≥ 2, so α_k > 0 as long as
-    Σ_kk > 0. Conditional variances below ε times the largest variance (ε: machine precision of the input, of float64
-    if it is diagonal)
-    are rounding, whatever their sign, and count as that floor; hence a covariance of zero, or one that
+    Σ_kk > 0. Conditional variances below ε times the largest variance (ε: machine precision of the mean, of float64
+    for variances) are rounding, whatever their sign, and count as that floor; hence a covariance of zero, or one that
     conditioning exhausts, acts like a small multiple of the identity. Likewise t below the rounding of its
     sum counts as zero: such a Gaussian is conditioned already.
 
@@ -214,7 +213,7 @@ def log_concentrations(mean: Tensor, covariance: Tensor, normalise: bool = False
             "given: take its diagonal blocks."
         )
     # Variances alone meet no cancellation that float64 does not resolve; a row sum carries the input's rounding.
-    eps = torch.finfo(torch.float64 if gaussian.is_diagonal else covariance.dtype).eps
+    eps = torch.finfo(torch.float64 if gaussian.is_diagonal else mean.dtype).eps
     # The bridge depends on ratios within Σ only, so it is computed in units of the largest variance. Bounded means
     # keep float64 finite: at 1e100 any softmax is saturated.
     unit = gaussian.variance.detach().abs().amax(1, keepdim=True).double().clamp(min=1e-300)

@@ -151,7 +151,7 @@ class Quantities:
     @property
     def latent_covariance(self) -> Tensor:
         """Covariance of the outputs: `[B, C, C]`, `[B, C]` (`diagonal_output`) or `[B·C, B·C]` (`joint`)."""
-        return self.latent.covariance
+        return self.latent.shown
 
     @lazy
     def latent_variance(self) -> Tensor:

@@ -13,6 +13,7 @@ from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
 from laplace.curvature.survey import Survey
+from laplace.gram import wide_gram
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
@@ -160,8 +161,7 @@ class DiagPrecision(Precision):
         return jacobian.sum_over_blocks(lambda i, block: block.weighted_norms(self._variances[i]))
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        dense = jacobian.dense().flatten(0, 1)
-        return (dense * self.diagonal_of_inverse()) @ dense.T
+        return jacobian.sum_over_blocks(lambda i, block: wide_gram(block.by_output(), self._variances[i]))
 
     def sample(self, noise: Tensor) -> Tensor:
         return noise * self.diagonal_of_inverse().sqrt()

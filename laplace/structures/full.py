@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
 from laplace.curvature.survey import Survey
 from laplace.errors import CurvatureError
-from laplace.gram import mirror
+from laplace.gram import mirror, wide_gram
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
@@ -240,10 +240,10 @@ class FullPrecision(Precision):
         return self.scale @ self.scale.T
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        if jacobian.is_head:
-            return self._head_variance(jacobian)
-        roots = (piece @ self.scale for piece in jacobian.pieces())
-        return torch.cat([root @ root.transpose(1, 2) for root in roots])
+        if jacobian.n_cotangents == 1:
+            return self.functional_diagonal(jacobian).unsqueeze(2)
+        roots = self._head_roots(jacobian) if jacobian.is_head else (piece @ self.scale for piece in jacobian.pieces())
+        return torch.cat([wide_gram(root) for root in roots])
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
         if not jacobian.is_head:
@@ -253,21 +253,18 @@ class FullPrecision(Precision):
             self._head["diagonal"] = self.covariance[order.unsqueeze(2), order.unsqueeze(1)]
         return ((phi @ self._head["diagonal"]) * phi).sum(2).T
 
-    def _head_variance(self, jacobian: Jacobian) -> Tensor:
-        """φᵀ Σ_cc' φ without J: C times less work than with it."""
+    def _head_roots(self, jacobian: Jacobian) -> Iterator[Tensor]:
+        """J L of a few data at a time, `[b, C, P]`, without J: row c is φᵀ L_c, C times less work than with it."""
         phi, order = jacobian.head_features()
-        c, width = order.shape
-        if "stacked" not in self._head:  # [D, C·C·D]
-            covariance = self.covariance[order.flatten()][:, order.flatten()].view(c, width, c, width)
-            self._head["stacked"] = covariance.permute(1, 0, 2, 3).reshape(width, -1)
+        if "stacked" not in self._head:  # [D, C·P]
+            self._head["stacked"] = self.scale[order].transpose(0, 1).flatten(1)
         stacked = self._head["stacked"]
         step = max(1, CHUNK_BYTES // (8 * stacked.shape[1]))
-        parts = [torch.einsum("bcdi,bi->bcd", (rows @ stacked).view(-1, c, c, width), rows) for rows in phi.split(step)]
-        return torch.cat(parts)
+        for rows in phi.split(step):
+            yield (rows @ stacked).unflatten(1, (len(order), -1))
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        root = jacobian.dense().flatten(0, 1) @ self.scale
-        return root @ root.T
+        return wide_gram(jacobian.dense().flatten(0, 1) @ self.scale)
 
     def sample(self, noise: Tensor) -> Tensor:
         return noise @ self.scale.T

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from laplace.curvature.jacobian import Jacobian
 from laplace.errors import CurvatureError
+from laplace.gram import wide_gram
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
@@ -188,12 +189,9 @@ class KronPrecision(Precision):
         )
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        total: Tensor | None = None
-        for (spectrum, values), block in zip(self._posterior, self.spectra.regrouped(jacobian).blocks, strict=True):
-            projected = spectrum.rotate(block.dense().transpose(0, 1).flatten(0, 1))
-            part = (projected / values) @ projected.T
-            total = part if total is None else total + part
-        return torch.zeros(()) if total is None else total
+        return self.spectra.regrouped(jacobian).sum_over_blocks(
+            lambda i, block: wide_gram(self._posterior[i][0].rotate(block.by_output()), self._variances[i])
+        )
 
     def sample(self, noise: Tensor) -> Tensor:
         """P^(−1/2) ε with the symmetric root."""

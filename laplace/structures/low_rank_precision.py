@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from laplace.curvature.jacobian import Jacobian
+from laplace.gram import wide_gram
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import subspace
@@ -177,18 +178,23 @@ class LowRankPrecision(Precision):
         inverse = self._deviations.square()
         basis = self.subspace.basis
         exact = len(thetas) > 0 and thetas.max().item() * torch.finfo(basis.dtype).eps > _CANCELLING
-        dtype = torch.float64 if exact else basis.dtype
+        several = not diagonal and jacobian.n_cotangents > 1
+        dtype = torch.float64 if exact or several else basis.dtype
         variances = tuple(part.to(dtype) for part in self.prior.layout.split(inverse))
-        moments = _Moments.of(jacobian, basis, rotation, variances, diagonal=diagonal)
-        return moments.reduced(thetas).to(basis.dtype)
+        found = _Moments.of(jacobian, basis, rotation, variances, diagonal=diagonal).reduced(thetas)
+        return found if several else found.to(basis.dtype)
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         thetas, rotation = self._solved
-        whitened = jacobian.dense().flatten(0, 1) * self._deviations
-        z = whitened @ (self.subspace.basis * self._deviations).T @ rotation.T.to(whitened)
+        rows = jacobian.dense().flatten(0, 1)
+        inside = subspace.inner(rows, self.subspace.basis, self._deviations.square()) @ rotation.T
+        total = wide_gram(inside, 1 / (1 + thetas))
         # What lies outside of the subspace is formed before it is squared, so that nothing cancels.
-        outside = whitened - z @ rotation.to(whitened) @ (self.subspace.basis * self._deviations)
-        return outside @ outside.T + (z / (1 + thetas).to(z)) @ z.T
+        for part, basis, deviations in subspace.chunks(rows, self.subspace.basis, self._deviations.unsqueeze(0)):
+            wide = deviations.double()
+            outside = part.double() * wide - inside @ rotation @ (basis.double() * wide)
+            total = total + outside @ outside.T
+        return total
 
     def sample(self, noise: Tensor) -> Tensor:
         """D^(−1/2) (I + Z ((1 + θ)^(−1/2) − 1) Zᵀ) ε."""
@@ -281,6 +287,7 @@ class LowRankScan(Scan):
             if self.signed:
                 require_positive(1 + thetas, _RELATIVE)
             moments = _Moments(unit.prior / delta, unit.z / delta.sqrt())
-            return moments.reduced(thetas if self.signed else thetas.clamp(min=0)).to(dtype)
+            found = moments.reduced(thetas if self.signed else thetas.clamp(min=0))
+            return found.to(dtype) if diagonal else found
 
         return one_by_one(at)

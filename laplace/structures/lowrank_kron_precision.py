@@ -100,8 +100,11 @@ class _Solved:
     def reduced(self, block: Block, dtype: torch.dtype, *, diagonal: bool) -> Tensor:
         """J P⁻¹ Jᵀ per datum, `[B, C, C]`, or its diagonals `[B, C]`, computed in `dtype`.
 
-        The second term takes away what the first one has: where too little is left for `dtype` it is float64.
+        The second term takes away what the first one has: where too little is left for `dtype` it is float64, as is a
+        covariance of several outputs always.
         """
+        if not diagonal and block.n_cotangents > 1 and dtype != torch.float64:
+            return self.reduced(block.cast(torch.float64), torch.float64, diagonal=diagonal)
         inverse = self.inverse.to(dtype)
         first = block.weighted_norms(inverse) if diagonal else block.weighted_gram(inverse)
         if not len(self.roots):
@@ -249,7 +252,7 @@ class LowRankKronPrecision(Precision):
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         rows = [block.dense().transpose(0, 1).flatten(0, 1) for block in jacobian.blocks]
         parts = [solved.covariance(part) for solved, part in zip(self._solved, rows, strict=True)]
-        return torch.stack(parts).sum(0).to(self.prior.precision.dtype)
+        return torch.stack(parts).sum(0)
 
     def sample(self, noise: Tensor) -> Tensor:
         pieces = noise.double().split([part.size for part in self.parts], -1)

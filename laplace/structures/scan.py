@@ -12,6 +12,7 @@ from torch import Tensor
 from laplace.curvature.blocks import Block
 from laplace.curvature.factors import IndexBlock, OuterBlock
 from laplace.curvature.jacobian import Jacobian
+from laplace.gram import wide_gram
 
 
 class Scan(ABC):
@@ -73,10 +74,12 @@ def _norms(block: Block, weights: Tensor) -> Tensor:
 
 def _grams(block: Block, weights: Tensor) -> Tensor:
     """`Block.weighted_gram` of weights `[n, p]`, `[n, B, K, K]`."""
+    if block.n_cotangents == 1:
+        return _norms(block, weights).unsqueeze(3)
     if _has_factors(block):
         return torch.vmap(block.weighted_gram)(weights)
     found: list[Tensor] = []
     for piece in block.pieces():
         rows = piece.transpose(0, 1)  # [b, K, p]
-        found.append(torch.stack([(rows * weight) @ rows.transpose(1, 2) for weight in weights]))
+        found.append(torch.stack([wide_gram(rows, weight) for weight in weights]))
     return torch.cat(found, 1)

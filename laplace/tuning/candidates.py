@@ -133,7 +133,7 @@ class Candidates:
             return self._target(mean, variance[0])
         means = mean.expand(len(variance), -1, -1)
         if self.as_latent:
-            return means, variance
+            return means, variance.to(mean.dtype)
         rows = self._target(means.flatten(0, 1), variance.flatten(0, 1))
         return rows.unflatten(0, means.shape[:2]) if isinstance(rows, Tensor) else rows
 
@@ -149,7 +149,7 @@ class Candidates:
 
     def _target(self, mean: Tensor, variance: Tensor) -> Prediction:
         if self.as_latent:
-            return mean, variance
+            return mean, variance.to(mean.dtype)
         options, likelihood = self.predictive, self.la.likelihood_object
         return likelihood.predict(mean, variance, options.link_approx, options.n_samples, self._draws())
 

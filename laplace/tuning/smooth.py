@@ -184,7 +184,7 @@ class SmoothLoss:
 
     def _predicted(self, batch: Batch, variance: Tensor) -> Prediction:
         if self.as_latent:
-            return batch.mean, variance
+            return batch.mean, variance.to(batch.mean.dtype)
         options = self.predictive
         draws = torch.Generator(device=variance.device).manual_seed(self.seed)
         return self.subject.likelihood.predict(batch.mean, variance, options.link_approx, options.n_samples, draws)
@@ -226,5 +226,5 @@ def _directions(piece: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
     """
     if slope.ndim == 2:
         return piece.flatten(0, 1), slope.flatten()
-    values, vectors = torch.linalg.eigh(0.5 * (slope + slope.transpose(1, 2)))
+    values, vectors = torch.linalg.eigh(0.5 * (slope + slope.transpose(1, 2)).to(piece.dtype))
     return (vectors.transpose(1, 2) @ piece).flatten(0, 1), values.flatten()
