@@ -58,9 +58,10 @@ class Gaussian:
 
     @property
     def variance(self) -> Tensor:
-        """Variances of all outputs, `[B, C]`, in the dtype of the mean."""
-        diagonal = self.covariance if self.is_diagonal else self.covariance.diagonal(dim1=-2, dim2=-1)
-        return diagonal.reshape(self.mean.shape).to(self.mean.dtype)
+        """Variances of all outputs, `[B, C]`, in the dtype of the covariance."""
+        if self.is_diagonal:
+            return self.covariance
+        return self.covariance.diagonal(dim1=-2, dim2=-1).reshape(self.mean.shape)
 
     @property
     def shown(self) -> Tensor:

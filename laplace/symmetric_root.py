@@ -31,13 +31,15 @@ def scaled_root(covariance: Tensor) -> Tensor:
         covariance: Finite; its symmetric part is used.
     """
     wide = covariance.double()
-    wide = 0.5 * wide + 0.5 * wide.mT
+    size = wide.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]  # in units of it nothing overflows
+    size = size.where(size > 0, 1.0)
+    wide = 0.5 * (wide / size) + 0.5 * (wide / size).mT
     variances = wide.diagonal(dim1=-2, dim2=-1).clamp(min=0)
     squares = variances + _SCALES * variances.mean(-1, keepdim=True)
     varies = squares > 0
     units = squares.where(varies, 1.0).sqrt()
     root: Any = _SymmetricRoot.apply(wide / units.unsqueeze(-1) / units.unsqueeze(-2))
-    return (units.unsqueeze(-1) * root).to(covariance.dtype)
+    return (size.sqrt() * units.unsqueeze(-1) * root).to(covariance.dtype)
 
 
 class _SymmetricRoot(torch.autograd.Function):

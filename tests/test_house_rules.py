@@ -28,7 +28,7 @@ LONG_CLASSES = {"BaseLaplace", "ParametricLaplace"}
 RANKS = {
     0: [
         "errors", "enums", "registry", "layout", "batch", "gaussian", "noise", "lending", "memory", "prior",
-        "metrics", "hyperparameters", "fingerprint", "gram", "kronecker", "positions",
+        "metrics", "hyperparameters", "fingerprint", "gram", "kronecker", "positions", "symmetric_root",
     ],
     1: ["structures", "weights", "likelihoods", "curvature", "predictive"],
     2: ["fitting", "evidence", "tuning", "refinement"],

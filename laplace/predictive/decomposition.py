@@ -121,7 +121,7 @@ def of_gaussian(latent: Gaussian, sigma_noise: Tensor) -> Decomposition:
     Raises:
         CurvatureError: V + N is not positive definite.
     """
-    epistemic = latent.variance
+    epistemic = latent.variance.to(latent.mean)
     noise = sigma_noise.square().expand(latent.mean.shape[1])
     constant = latent.mean.shape[1] * math.log(2 * math.pi * math.e)
     if latent.is_diagonal:

@@ -68,7 +68,7 @@ def probit(mean: Tensor, covariance: Tensor, inverse_link: InverseLink = softmax
         inverse_link: Softmax, or an element-wise map such as the sigmoid.
     """
     variance = Gaussian(mean, covariance).variance.clamp(min=0)
-    return inverse_link(mean / torch.sqrt(1 + math.pi / 8 * variance))
+    return inverse_link(mean / torch.sqrt(1 + math.pi / 8 * variance).to(mean))
 
 
 def monte_carlo(
@@ -138,7 +138,7 @@ def delta_elementwise(mean: Tensor, covariance: Tensor, inverse_link: InverseLin
         second = torch.zeros_like(leaf)
         if first.requires_grad:
             (second,) = torch.autograd.grad(first.sum(), leaf, create_graph=keeps_graph)
-    return inverse_link(mean) + 0.5 * second * Gaussian(mean, covariance).variance
+    return inverse_link(mean) + 0.5 * second * Gaussian(mean, covariance).variance.to(mean)
 
 
 def probabilities_within(values: Tensor) -> Tensor:

@@ -156,7 +156,8 @@ class Quantities:
     @lazy
     def latent_variance(self) -> Tensor:
         """Variances of the outputs, without observation noise, `[B, C]`."""
-        return self.latent.variance if "latent" in self.__dict__ else self._variances.variance
+        known = self.latent if "latent" in self.__dict__ else self._variances
+        return known.variance.to(known.mean)
 
     @lazy
     def _drawn(self) -> OutputRows:
