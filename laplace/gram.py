@@ -48,17 +48,22 @@ def gram(x: Tensor) -> Tensor:
     return mirror(total)
 
 
-def wide_gram(rows: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Σ_p w_p r_p r_pᵀ over the columns r_p of `[..., n, P]`, `[..., n, n]`, summed in float64; differentiable.
+def row_gram(rows: Tensor, weights: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Σ_p w_p r_p r_pᵀ over the columns r_p of `[..., n, P]`, `[..., n, n]`; differentiable.
 
-    Columns are widened a few at a time, so that no copy of all rows is held (a graph keeps them all the same).
+    Args:
+        rows: `[..., n, P]`; where they are narrower than the sum they are widened a few columns at a time.
+        weights: w, `[P]`; None for ones.
+        dtype: Of the sum; None for the wider one of rows and weights.
     """
+    wide = dtype or (rows.dtype if weights is None else torch.promote_types(rows.dtype, weights.dtype))
+    if wide == rows.dtype:
+        return (rows if weights is None else rows * weights) @ rows.mT
     step = max(1, _WIDE_BYTES // (8 * max(1, rows.shape[:-1].numel())))
-    total = rows.new_zeros(*rows.shape[:-1], rows.shape[-2], dtype=torch.float64)
-    parts = (None,) * -(-rows.shape[-1] // step) if weights is None else weights.split(step, -1)
-    for part, weight in zip(rows.split(step, -1), parts, strict=True):
-        wide = part.double()
-        total = total + (wide if weight is None else wide * weight) @ wide.mT
+    total = rows.new_zeros(*rows.shape[:-1], rows.shape[-2], dtype=wide)
+    for start in range(0, rows.shape[-1], step):
+        part = rows[..., start : start + step].to(wide)
+        total = total + (part if weights is None else part * weights[start : start + step]) @ part.mT
     return total
 
 

@@ -20,7 +20,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from laplace.gram import wide_gram
+from laplace.gram import row_gram
 
 _ENTRY_COST = 16
 """An entry that is gathered takes about as long as this many in a matrix product."""
@@ -81,14 +81,8 @@ class Block(ABC):
         return torch.cat([(piece.square() @ weights).T for piece in self.pieces()])
 
     def weighted_gram(self, weights: Tensor) -> Tensor:
-        """Σ_p J_k w J_l, `[B, K, K]`, for weights `[p]`; of several cotangents in float64.
-
-        A covariance of several outputs has a root that samples are drawn with. That of J w^½ moves as J does, but that
-        of a sum that was rounded in float32 moves by the root of it (see `laplace.symmetric_root`).
-        """
-        if self.n_cotangents == 1:
-            return self.weighted_norms(weights).unsqueeze(2)
-        return torch.cat([wide_gram(piece.transpose(0, 1), weights) for piece in self.pieces()])
+        """Σ_p J_k w J_l, `[B, K, K]`, for weights `[p]`, summed in their dtype: in float64 what is to be factored."""
+        return torch.cat([row_gram(piece.transpose(0, 1), weights) for piece in self.pieces()])
 
     def apply(self, vectors: Tensor) -> Tensor:
         """J v, `[S, B, K]`, for vectors `[S, p]`."""

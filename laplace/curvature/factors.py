@@ -185,10 +185,10 @@ class OuterBlock(Block):
         return norms.expand(self.n_data, -1)
 
     def weighted_gram(self, weights: Tensor) -> Tensor:
-        if self.n_positions > 1 or self.n_cotangents == 1:
+        if self.n_positions > 1:
             return super().weighted_gram(weights)
-        g = self.g[:, :, 0].flatten(2).transpose(0, 1).double()
-        gram = (g * self._pulled(weights).flatten(1).unsqueeze(1)) @ g.transpose(1, 2)
+        g = self.g[:, :, 0].flatten(2).transpose(0, 1).to(weights.dtype)
+        gram = (g * self._pulled(weights.to(self.g.dtype)).flatten(1).unsqueeze(1)) @ g.transpose(1, 2)
         return gram.expand(self.n_data, -1, -1)
 
 
@@ -289,10 +289,8 @@ class IndexBlock(Block):
         return norms.new_zeros(self.n_data, norms.shape[0]).index_add(0, datum, norms.T)
 
     def weighted_gram(self, weights: Tensor) -> Tensor:
-        if self.n_cotangents == 1:
-            return super().weighted_gram(weights)
         merged, datum, row = self._merged()
-        g = merged.transpose(0, 1).double()
+        g = merged.transpose(0, 1).to(weights.dtype)
         grams = (g * weights.view(self.n_rows, 1, -1)[row]) @ g.transpose(1, 2)
         return grams.new_zeros(self.n_data, *grams.shape[1:]).index_add(0, datum, grams)
 

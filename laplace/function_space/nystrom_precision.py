@@ -76,7 +76,8 @@ class NystromPrecision(Precision):
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         inside = self._projected(jacobian)
-        return self._at(inside, inside.new_zeros(*inside.shape[:2], inside.shape[1]))
+        found = self._at(inside, inside.new_zeros(*inside.shape[:2], inside.shape[1]))
+        return found.to(jacobian.summed_in(self.directions.dtype))
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
         inside = self._projected(jacobian)
@@ -84,7 +85,8 @@ class NystromPrecision(Precision):
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         inside = self._projected(jacobian).flatten(0, 1)
-        return self._at(inside, inside.new_zeros(len(inside), len(inside)))
+        found = self._at(inside, inside.new_zeros(len(inside), len(inside)))
+        return found.to(jacobian.summed_in(self.directions.dtype))
 
     @property
     def _root(self) -> Tensor:
@@ -142,5 +144,5 @@ class NystromScan(Scan):
         shape = inside.shape[:2] if diagonal else (*inside.shape[:2], inside.shape[1])
         projected = Projected(inside, inside.new_zeros(shape), self.values)
         one = inside.new_ones(())
-        dtype = self.directions.dtype if diagonal else inside.dtype
+        dtype = self.directions.dtype if diagonal else jacobian.summed_in(self.directions.dtype)
         return lambda deltas: torch.stack([projected.at(one, delta) for delta in deltas]).to(dtype)

@@ -92,13 +92,13 @@ class SubsetPrecision(DualPrecision):
         return self.weights
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        return self.bases[0].variance(jacobian).at(*self.setting)
+        return self.bases[0].variance(jacobian).at(*self.setting).to(jacobian.summed_in(self.dtype))
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
         return self.bases[0].diagonal(jacobian).at(*self.setting).to(self.dtype)
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        return self.bases[0].covariance(jacobian).at(*self.setting)
+        return self.bases[0].covariance(jacobian).at(*self.setting).to(jacobian.summed_in(self.dtype))
 
     # Weights: products with A = √w Sᵀ J and its transpose, block by block.
 
@@ -186,7 +186,8 @@ class IndependentPrecision(DualPrecision):
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         found = [basis.covariance(part).at(*self.setting) for basis, part in self._outputs(jacobian)]
         size = len(found) * jacobian.n_data
-        return torch.diag_embed(torch.stack(found, -1)).permute(0, 2, 1, 3).reshape(size, size)
+        covariance = torch.diag_embed(torch.stack(found, -1)).permute(0, 2, 1, 3).reshape(size, size)
+        return covariance.to(jacobian.summed_in(self.dtype))
 
     def quad(self, vectors: Tensor) -> Tensor:
         raise self._no_weights()
@@ -238,7 +239,7 @@ class DualScan(Scan):
         if self.together:
             basis = self.bases[0]
             projected = basis.diagonal(jacobian) if diagonal else basis.variance(jacobian)
-            dtype = self.dtype if diagonal else torch.float64
+            dtype = self.dtype if diagonal else jacobian.summed_in(self.dtype)
             return lambda deltas: torch.stack([self._at(projected, delta) for delta in deltas]).to(dtype)
         parts = [b.diagonal(picked(jacobian, one_output(jacobian, c))) for c, b in enumerate(self.bases)]
 

@@ -78,7 +78,7 @@ class ParametricLaplace(WeightPredictor, Tunable):
         if kind == PredType.NN:
             joint, diagonal_output = False, True
         form = "joint" if joint else "diagonal" if diagonal_output else "full"
-        options = PredictionOptions(str(link_approx), n_samples, form)
+        options = PredictionOptions(str(link_approx), n_samples, form, wide=link_approx == LinkApprox.MC)
         rows = self._quantities(x, kind, options, lambda: generator, model_kwargs)
         prediction = Prediction(rows, self.channel_dim)
         if not likelihood.latent_prediction or (fitting and not likelihood.has_noise):
@@ -155,11 +155,11 @@ class ParametricLaplace(WeightPredictor, Tunable):
 
     def functional_variance(self, Js: Tensor | Jacobian) -> Tensor:
         """J_b P⁻¹ J_bᵀ of Jacobians `[B, C, P]`, `[B, C, C]`."""
-        return self.posterior().functional_variance(self._jacobian(Js)).to(self._like.dtype)
+        return self.posterior().functional_variance(self._jacobian(Js))
 
     def functional_covariance(self, Js: Tensor | Jacobian) -> Tensor:
         """J P⁻¹ Jᵀ over all data of Jacobians `[B, C, P]`, `[B·C, B·C]`, data major."""
-        return self.posterior().functional_covariance(self._jacobian(Js)).to(self._like.dtype)
+        return self.posterior().functional_covariance(self._jacobian(Js))
 
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Mean and variances of the latent outputs at X, `[B, C]` each, without covariances between outputs."""

@@ -45,8 +45,13 @@ class GaussianSource(ABC):
         """Mean of the latents, `[B, C]`, without their covariance."""
 
     @abstractmethod
-    def latent(self, form: str) -> Gaussian:
-        """Gaussian of the latents; `form` is `"full"`, `"diagonal"` or `"joint"`."""
+    def latent(self, form: str, *, wide: bool = False) -> Gaussian:
+        """Gaussian of the latents.
+
+        Args:
+            form: `"full"`, `"diagonal"` or `"joint"`.
+            wide: Whether covariances are summed in float64, since samples are to be drawn.
+        """
 
 
 class SampleSource(ABC):
@@ -71,11 +76,13 @@ class PredictionOptions:
         link: How latents become probabilities.
         n_samples: Monte-Carlo samples.
         form: `"full"`, `"diagonal"` or `"joint"`: the covariance of the latents.
+        wide: Whether covariances are summed in float64, as they must be where samples may be asked for.
     """
 
     link: str = "probit"
     n_samples: int = 100
     form: str = "full"
+    wide: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +112,9 @@ class Quantities:
     def _mean(self) -> OutputRows:
         if isinstance(self.source, SampleSource):
             return OutputRows(self._drawn.values.mean(0), self._drawn.positions)
-        known = next((self.__dict__[name] for name in ("latent", "_variances") if name in self.__dict__), None)
+        known = next(
+            (self.__dict__[name] for name in ("latent", "_variances") if name in self.__dict__), None
+        )
         return self.source.mean() if known is None else OutputRows(known.mean, known.positions)
 
     @property
@@ -131,7 +140,7 @@ class Quantities:
     def _gaussian(self, form: str) -> Gaussian:
         if isinstance(self.source, SampleSource):
             return moments_of(self._drawn, form)
-        return self.source.latent(form)
+        return self.source.latent(form, wide=self.options.wide)
 
     @property
     def of_each(self) -> Gaussian:

@@ -44,10 +44,10 @@ class LinearisedOutputs(GaussianSource):
             return latent.linearised_mean(self.engine, self.x, self.step, create_graph=self.create_graph)
         return latent.outputs(self.engine, self.x, create_graph=self.create_graph)
 
-    def latent(self, form: str) -> Gaussian:
+    def latent(self, form: str, *, wide: bool = False) -> Gaussian:
         self.check()
         return latent.linearised(
-            self.engine, self.precision, self.x, form, step=self.step, create_graph=self.create_graph
+            self.engine, self.precision, self.x, form, step=self.step, create_graph=self.create_graph, wide=wide
         )
 
 

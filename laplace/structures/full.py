@@ -16,7 +16,7 @@ from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
 from laplace.curvature.survey import Survey
 from laplace.errors import CurvatureError
-from laplace.gram import mirror, wide_gram
+from laplace.gram import mirror, row_gram
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
@@ -240,10 +240,8 @@ class FullPrecision(Precision):
         return self.scale @ self.scale.T
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        if jacobian.n_cotangents == 1:
-            return self.functional_diagonal(jacobian).unsqueeze(2)
         roots = self._head_roots(jacobian) if jacobian.is_head else (piece @ self.scale for piece in jacobian.pieces())
-        return torch.cat([wide_gram(root) for root in roots])
+        return torch.cat([row_gram(root, dtype=jacobian.summed_in(root.dtype)) for root in roots])
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
         if not jacobian.is_head:
@@ -264,7 +262,8 @@ class FullPrecision(Precision):
             yield (rows @ stacked).unflatten(1, (len(order), -1))
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        return wide_gram(jacobian.dense().flatten(0, 1) @ self.scale)
+        root = jacobian.dense().flatten(0, 1) @ self.scale
+        return row_gram(root, dtype=jacobian.summed_in(root.dtype))
 
     def sample(self, noise: Tensor) -> Tensor:
         return noise @ self.scale.T

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laplace.curvature.jacobian import Jacobian
 from laplace.errors import CurvatureError
-from laplace.gram import wide_gram
+from laplace.gram import row_gram
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
@@ -180,7 +180,7 @@ class KronPrecision(Precision):
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         return self.spectra.regrouped(jacobian).sum_over_blocks(
-            lambda i, block: self._posterior[i][0].project(block).weighted_gram(self._variances[i])
+            lambda i, block: self._posterior[i][0].project(block).weighted_gram(self._summed(jacobian, i))
         )
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
@@ -190,8 +190,12 @@ class KronPrecision(Precision):
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         return self.spectra.regrouped(jacobian).sum_over_blocks(
-            lambda i, block: wide_gram(self._posterior[i][0].rotate(block.by_output()), self._variances[i])
+            lambda i, block: row_gram(self._posterior[i][0].rotate(block.by_output()), self._summed(jacobian, i))
         )
+
+    def _summed(self, jacobian: Jacobian, i: int) -> Tensor:
+        """Variances of a block in the dtype in which covariances are summed."""
+        return self._variances[i].to(jacobian.summed_in(self._variances[i].dtype))
 
     def sample(self, noise: Tensor) -> Tensor:
         """P^(−1/2) ε with the symmetric root."""

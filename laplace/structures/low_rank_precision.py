@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from laplace.curvature.jacobian import Jacobian
-from laplace.gram import wide_gram
+from laplace.gram import row_gram
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import subspace
@@ -178,23 +178,23 @@ class LowRankPrecision(Precision):
         inverse = self._deviations.square()
         basis = self.subspace.basis
         exact = len(thetas) > 0 and thetas.max().item() * torch.finfo(basis.dtype).eps > _CANCELLING
-        several = not diagonal and jacobian.n_cotangents > 1
-        dtype = torch.float64 if exact or several else basis.dtype
+        wanted = basis.dtype if diagonal else jacobian.summed_in(basis.dtype)
+        dtype = torch.float64 if exact else wanted
         variances = tuple(part.to(dtype) for part in self.prior.layout.split(inverse))
         found = _Moments.of(jacobian, basis, rotation, variances, diagonal=diagonal).reduced(thetas)
-        return found if several else found.to(basis.dtype)
+        return found.to(wanted)
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         thetas, rotation = self._solved
         rows = jacobian.dense().flatten(0, 1)
         inside = subspace.inner(rows, self.subspace.basis, self._deviations.square()) @ rotation.T
-        total = wide_gram(inside, 1 / (1 + thetas))
+        total = row_gram(inside, 1 / (1 + thetas))
         # What lies outside of the subspace is formed before it is squared, so that nothing cancels.
         for part, basis, deviations in subspace.chunks(rows, self.subspace.basis, self._deviations.unsqueeze(0)):
             wide = deviations.double()
             outside = part.double() * wide - inside @ rotation @ (basis.double() * wide)
             total = total + outside @ outside.T
-        return total
+        return total.to(jacobian.summed_in(self.subspace.basis.dtype))
 
     def sample(self, noise: Tensor) -> Tensor:
         """D^(−1/2) (I + Z ((1 + θ)^(−1/2) − 1) Zᵀ) ε."""
@@ -288,6 +288,6 @@ class LowRankScan(Scan):
                 require_positive(1 + thetas, _RELATIVE)
             moments = _Moments(unit.prior / delta, unit.z / delta.sqrt())
             found = moments.reduced(thetas if self.signed else thetas.clamp(min=0))
-            return found.to(dtype) if diagonal else found
+            return found.to(dtype if diagonal else jacobian.summed_in(dtype))
 
         return one_by_one(at)

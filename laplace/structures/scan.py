@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace.curvature.blocks import Block
 from laplace.curvature.factors import IndexBlock, OuterBlock
 from laplace.curvature.jacobian import Jacobian
-from laplace.gram import wide_gram
+from laplace.gram import row_gram
 
 
 class Scan(ABC):
@@ -53,6 +53,8 @@ class SpectralScan(Scan):
         def at(precisions: Tensor) -> Tensor:
             values = [self.precisions(precision) for precision in precisions.split(1)]
             inverses = [1 / torch.stack(block) for block in zip(*values, strict=True)]
+            if jacobian.wide and not diagonal:
+                inverses = [inverse.double() for inverse in inverses]
             contract = _norms if diagonal else _grams
             return projected.sum_over_blocks(lambda i, block: contract(block, inverses[i]))
 
@@ -74,12 +76,10 @@ def _norms(block: Block, weights: Tensor) -> Tensor:
 
 def _grams(block: Block, weights: Tensor) -> Tensor:
     """`Block.weighted_gram` of weights `[n, p]`, `[n, B, K, K]`."""
-    if block.n_cotangents == 1:
-        return _norms(block, weights).unsqueeze(3)
     if _has_factors(block):
         return torch.vmap(block.weighted_gram)(weights)
     found: list[Tensor] = []
     for piece in block.pieces():
         rows = piece.transpose(0, 1)  # [b, K, p]
-        found.append(torch.stack([wide_gram(rows, weight) for weight in weights]))
+        found.append(torch.stack([row_gram(rows, weight) for weight in weights]))
     return torch.cat(found, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -112,9 +112,11 @@ class Candidates:
         if self.predictive.pred_type == PredType.NN:
             return self._sampled(x)
         x = batches.to_device(x, self.la.problem.device)
+        wide = self.predictive.link_approx == LinkApprox.MC
         with closing(latent.shifted(self.la.engine.jacobian(x), self.la.refined_step)) as pieces:
             parts = [
-                (self.scan.variances(jacobian, diagonal=self.diagonal), f, jacobian.positions) for jacobian, f in pieces
+                (self.scan.variances(replace(jacobian, wide=wide), diagonal=self.diagonal), f, jacobian.positions)
+                for jacobian, f in pieces
             ]
         mean = torch.cat([f for _, f, _ in parts]).to(self.priors.dtype)
         variances = [function for function, _, _ in parts]

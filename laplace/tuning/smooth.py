@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.jacobian import Jacobian
-from laplace.enums import PredType
+from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument
 from laplace.lending import own_mode
 from laplace.positions import rows_that_count
@@ -154,8 +154,9 @@ class SmoothLoss:
     def _variance(self, precision: Precision, batch: Batch) -> Tensor:
         """`[B, C]` or `[B, C, C]`, without gradient."""
         contract = precision.functional_diagonal if self.diagonal else precision.functional_variance
+        wide = self.predictive.link_approx == LinkApprox.MC
         with torch.no_grad():
-            return torch.cat([contract(jacobian) for jacobian in batch.jacobians])
+            return torch.cat([contract(replace(jacobian, wide=wide)) for jacobian in batch.jacobians])
 
     def _loss(self, variances: list[list[Tensor]], setting: Setting) -> Tensor:
         weights = self.subject.weights(setting)

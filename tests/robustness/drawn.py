@@ -43,7 +43,7 @@ def inputs(dtype: torch.dtype) -> Tensor:
 
 def fitted(weights: str, structure: str, dtype: torch.dtype) -> tuple[Any, Memory]:
     """A posterior, and the memory of its network."""
-    memory, kind = Memory(), structure.split()[0]
+    memory, kind = Memory(), structure.split(maxsplit=1)[0]
     options = {"subnetwork_indices": grid.INDICES} if weights == "subnetwork" else {}
     model: nn.Module = Large(grid.network(), memory).to(dtype)
     with torch.no_grad():
@@ -66,7 +66,10 @@ def samples(la: Any, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tens
     def outputs(*, joint: bool) -> Tensor:
         return la.functional_samples(x, n_samples=N_SAMPLES, joint=joint, generator=source())
 
-    found = {"outputs": (outputs(joint=False), mean, deviation), "joint outputs": (outputs(joint=True), mean, deviation)}
+    found = {
+        "outputs": (outputs(joint=False), mean, deviation),
+        "joint outputs": (outputs(joint=True), mean, deviation),
+    }
     if not isinstance(la, BaseFunctionalLaplace):
         theta = la.sample(N_SAMPLES, source())
         some = grid.INDICES if theta.shape[1] > len(la.mean) else slice(None)  # around a subnetwork nothing varies
