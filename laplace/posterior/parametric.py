@@ -78,7 +78,7 @@ class ParametricLaplace(WeightPredictor, Tunable):
         if kind == PredType.NN:
             joint, diagonal_output = False, True
         form = "joint" if joint else "diagonal" if diagonal_output else "full"
-        options = PredictionOptions(str(link_approx), n_samples, form, wide=link_approx == LinkApprox.MC)
+        options = PredictionOptions(str(link_approx), n_samples, form)
         rows = self._quantities(x, kind, options, lambda: generator, model_kwargs)
         prediction = Prediction(rows, self.channel_dim)
         if not likelihood.latent_prediction or (fitting and not likelihood.has_noise):

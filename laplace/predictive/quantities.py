@@ -76,13 +76,11 @@ class PredictionOptions:
         link: How latents become probabilities.
         n_samples: Monte-Carlo samples.
         form: `"full"`, `"diagonal"` or `"joint"`: the covariance of the latents.
-        wide: Whether covariances are summed in float64, as they must be where samples may be asked for.
     """
 
     link: str = "probit"
     n_samples: int = 100
     form: str = "full"
-    wide: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +111,7 @@ class Quantities:
         if isinstance(self.source, SampleSource):
             return OutputRows(self._drawn.values.mean(0), self._drawn.positions)
         known = next(
-            (self.__dict__[name] for name in ("latent", "_variances") if name in self.__dict__), None
+            (self.__dict__[name] for name in ("latent", "_drawable", "_variances") if name in self.__dict__), None
         )
         return self.source.mean() if known is None else OutputRows(known.mean, known.positions)
 
@@ -134,13 +132,27 @@ class Quantities:
         return self._gaussian(self.options.form)
 
     @lazy
+    def _drawable(self) -> Gaussian:
+        """The same to draw from, with covariances that were summed in float64: in float32 a pass of its own.
+
+        Where the link draws, or everything is float64, `latent` has them.
+        """
+        there = self.options.form == "diagonal" or self._link_draws or self.sigma_noise.dtype == torch.float64
+        return self.latent if there else self._gaussian(self.options.form, wide=True)
+
+    @property
+    def _link_draws(self) -> bool:
+        """Whether the link draws from covariances."""
+        return self.options.link == LinkApprox.MC
+
+    @lazy
     def _variances(self) -> Gaussian:
         return self._gaussian("diagonal")
 
-    def _gaussian(self, form: str) -> Gaussian:
+    def _gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
         if isinstance(self.source, SampleSource):
             return moments_of(self._drawn, form)
-        return self.source.latent(form, wide=self.options.wide)
+        return self.source.latent(form, wide=wide or self._link_draws)
 
     @property
     def of_each(self) -> Gaussian:
@@ -172,7 +184,8 @@ class Quantities:
     def _drawn(self) -> OutputRows:
         if isinstance(self.source, SampleSource):
             return self.source.samples(self.options.n_samples, self.draws())
-        return OutputRows(self.latent.sample(self.options.n_samples, self.draws()), self.latent.positions)
+        gaussian = self._drawable
+        return OutputRows(gaussian.sample(self.options.n_samples, self.draws()), gaussian.positions)
 
     @property
     def latent_samples(self) -> Tensor:
