@@ -9,6 +9,7 @@ from torch import Tensor
 
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 from laplace.noise import standard_normal
+from laplace.symmetric_root import scaled_root
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +22,8 @@ class Gaussian:
 
     Attributes:
         mean: `[B, C]`.
-        covariance: `[B, C, C]`, `[B, C]` or `[B·C, B·C]`, in squared units of the outputs.
+        covariance: `[B, C, C]`, `[B, C]` or `[B·C, B·C]`, in squared units of the outputs; of outputs in float32 it
+            may be float64, in which it should have been summed where samples are to be drawn (see `scaled_root`).
         positions: Of outputs with positions, their dimensions: B is then the number of data × positions.
 
     Raises:
@@ -56,16 +58,20 @@ class Gaussian:
 
     @property
     def variance(self) -> Tensor:
-        """Variances of all outputs, `[B, C]`."""
+        """Variances of all outputs, `[B, C]`, in the dtype of the covariance."""
         if self.is_diagonal:
             return self.covariance
         return self.covariance.diagonal(dim1=-2, dim2=-1).reshape(self.mean.shape)
 
+    @property
+    def shown(self) -> Tensor:
+        """The covariance in the dtype of the mean, as users see it."""
+        return self.covariance.to(self.mean.dtype)
+
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws, `[n, B, C]`: independent noise in every row, or jointly distributed rows for a joint covariance.
 
-        Differentiable in mean and covariance (reparametrised), except through those rows' covariance whose
-        Cholesky factor does not exist: there the factor is a constant (see `covariance_root`).
+        Differentiable in mean and covariance (reparametrised).
 
         Args:
             n: Number of draws, at least 1.
@@ -88,41 +94,23 @@ class Gaussian:
         if self.is_diagonal:
             _check_finite(self.covariance)
             return noise * _safe_sqrt(self.covariance).to(noise)
-        if self.is_joint:
-            root = covariance_root(self.covariance.unsqueeze(0)).squeeze(0).to(noise)
-            return (noise.flatten(1) @ root.T).view_as(noise)
         root = covariance_root(self.covariance).to(noise)
+        if self.is_joint:
+            return (noise.flatten(1) @ root.T).view_as(noise)
         return (root @ noise.permute(1, 2, 0)).permute(2, 0, 1)
 
 
 def covariance_root(covariance: Tensor) -> Tensor:
-    """A factor R with R Rᵀ = Σ that always exists, `[B, C, C]`.
-
-    Cholesky where it succeeds (differentiable). Where rounding made Σ singular or slightly indefinite,
-    R = U √max(λ, 0) from an eigendecomposition in float64, for those rows only; it is a constant of the
-    graph, since the derivative of an eigenvector is infinite at equal eigenvalues.
+    """A factor R with R Rᵀ = Σ that always exists, `[..., C, C]`: one rule, `scaled_root`, with all its derivatives.
 
     Args:
-        covariance: `[B, C, C]`; its symmetric part is used.
+        covariance: `[..., C, C]`; its symmetric part is used, negative eigenvalues count as zero.
 
     Raises:
         CurvatureError: An entry is NaN or infinite.
     """
     _check_finite(covariance)
-    symmetric = 0.5 * covariance + 0.5 * covariance.mT
-    root, info = torch.linalg.cholesky_ex(symmetric)
-    failed = (info != 0) | ~torch.isfinite(root.detach()).all(-1).all(-1)
-    if not failed.any():
-        return root
-    # The factor of failed rows is taken out before the graph sees it: its gradient would be NaN everywhere.
-    kept = torch.linalg.cholesky_ex(symmetric[~failed]).L
-    spectral = _eigen_root(symmetric[failed].detach())
-    return torch.zeros_like(symmetric).index_put((~failed,), kept).index_put((failed,), spectral)
-
-
-def _eigen_root(covariance: Tensor) -> Tensor:
-    values, vectors = torch.linalg.eigh(covariance.double())
-    return (vectors * values.clamp(min=0).sqrt().unsqueeze(-2)).to(covariance)
+    return scaled_root(covariance)
 
 
 def _safe_sqrt(variance: Tensor) -> Tensor:

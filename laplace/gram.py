@@ -15,6 +15,10 @@ _NARROW = 64
 """Width up to which transposing a part in cache beats a matrix product with a tall operand."""
 
 
+_WIDE_BYTES = 32 * 2**20
+"""Bytes of float64 columns that are multiplied at once."""
+
+
 def add_gram(total: Tensor, x: Tensor, sign: float = 1.0) -> None:
     """Adds ±xᵀx of x `[N, D]` to the upper block triangle of total `[D, D]`; `mirror` completes it."""
     width = x.shape[1]
@@ -42,6 +46,25 @@ def gram(x: Tensor) -> Tensor:
         add_gram(partial, part)
         total = partial if len(parts) == 1 else total + partial
     return mirror(total)
+
+
+def row_gram(rows: Tensor, weights: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Σ_p w_p r_p r_pᵀ over the columns r_p of `[..., n, P]`, `[..., n, n]`; differentiable.
+
+    Args:
+        rows: `[..., n, P]`; where they are narrower than the sum they are widened a few columns at a time.
+        weights: w, `[P]`; None for ones.
+        dtype: Of the sum; None for the wider one of rows and weights.
+    """
+    wide = dtype or (rows.dtype if weights is None else torch.promote_types(rows.dtype, weights.dtype))
+    if wide == rows.dtype:
+        return (rows if weights is None else rows * weights) @ rows.mT
+    step = max(1, _WIDE_BYTES // (8 * max(1, rows.shape[:-1].numel())))
+    total = rows.new_zeros(*rows.shape[:-1], rows.shape[-2], dtype=wide)
+    for start in range(0, rows.shape[-1], step):
+        part = rows[..., start : start + step].to(wide)
+        total = total + (part if weights is None else part * weights[start : start + step]) @ part.mT
+    return total
 
 
 def group_gram(x: Tensor) -> Tensor:

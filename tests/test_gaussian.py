@@ -82,16 +82,58 @@ def test_equal_seeds_give_equal_numbers_and_the_global_state_is_left_alone(kind)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_factor_always_exists(dtype) -> None:
-    """One singular and one slightly indefinite row among good ones: every row has a root."""
+    """Singular and slightly indefinite rows among good ones: every row has a root, and none touches another."""
     good = spd(4, c=5, dtype=dtype)
     v = torch.randn(5, 1, dtype=dtype)
-    bad = torch.stack([v @ v.T, v @ v.T - 1e-6 * torch.eye(5, dtype=dtype), torch.zeros(5, 5, dtype=dtype)])
-    covariance = torch.cat([good[:2], bad, good[2:]])
+    still = torch.diag(torch.tensor([1.0, 0, 4, 0, 1e-30], dtype=dtype))
+    bad = [v @ v.T, v @ v.T - 1e-6 * torch.eye(5, dtype=dtype), torch.zeros(5, 5, dtype=dtype), still]
+    covariance = torch.cat([good[:2], torch.stack(bad), good[2:]])
     root = covariance_root(covariance)
     assert root.dtype == dtype
     assert_close(root @ root.mT, covariance, "float32" if dtype == torch.float32 else "finite_difference")
-    assert torch.equal(root[:2], torch.linalg.cholesky(good[:2]))
-    assert torch.isfinite(Gaussian(torch.zeros(7, 5, dtype=dtype), covariance).sample(3)).all()
+    assert_close(root[:2], covariance_root(good[:2]), "float32" if dtype == torch.float32 else "algebra")
+    assert_close(root[5].diagonal(), still.diagonal().sqrt(), "float32" if dtype == torch.float32 else "algebra")
+    assert torch.isfinite(Gaussian(torch.zeros(8, 5, dtype=dtype), covariance).sample(3)).all()
+
+
+def rank_deficient(rows: int = 24, rank: int = 6) -> Tensor:
+    """M `[n, r]`, with two rows alike, and rows of very different lengths."""
+    m = torch.randn(rows, rank, dtype=torch.float64) * torch.logspace(0, -4, rows, dtype=torch.float64).unsqueeze(1)
+    m[1] = m[0]
+    return m
+
+
+@pytest.mark.parametrize("rounding", [1e-16, 6e-8])
+def test_the_root_moves_as_little_as_what_it_is_of(rounding) -> None:
+    """A root of M Mᵀ moves by the rounding of M, in units of every output's own deviation, whatever its rank."""
+    m = rank_deficient()
+    moved = m * (1 + rounding * torch.randn_like(m))
+    before, after = covariance_root(m @ m.mT), covariance_root(moved @ moved.mT)
+    assert ((after - before).norm(dim=1) / m.norm(dim=1)).max() < 1e-7 + 10 * rounding
+
+
+def test_the_root_knows_no_basis_and_no_order() -> None:
+    """Equal eigenvalues have no eigenvectors of their own; outputs in another order have the same root, reordered."""
+    m = torch.linalg.qr(torch.randn(7, 3, dtype=torch.float64)).Q
+    covariance = m @ m.mT  # eigenvalues 1, 1, 1, 0, 0, 0, 0
+    order = torch.randperm(7)
+    assert_close(
+        covariance_root(covariance[order][:, order]), covariance_root(covariance)[order][:, order], "finite_difference"
+    )
+
+
+def test_gradients_of_a_singular_covariance() -> None:
+    """With respect to what it is the square of, along which its rank stays what it is."""
+    torch.manual_seed(0)
+    m, noise = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+
+    def drawn(m: Tensor) -> Tensor:
+        return covariance_root(m @ m.mT) @ noise
+
+    # A zero eigenvalue is known to 1e-16, its root to 1e-8: quotients of small differences would show that.
+    assert torch.autograd.gradcheck(drawn, m.requires_grad_(), eps=1e-3, atol=1e-4, rtol=1e-4)
+    twice = torch.stack([spd(c=3), torch.diag(torch.tensor([1.0, 1.0, 2.0], dtype=torch.float64))]).requires_grad_()
+    assert torch.autograd.gradgradcheck(covariance_root, twice)
 
 
 def test_near_singular_float32_covariances() -> None:

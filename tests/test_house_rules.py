@@ -29,7 +29,7 @@ RANKS = {
     0: [
         "errors", "enums", "registry", "layout", "batch", "gaussian", "noise", "lending", "memory", "prior",
         "metrics", "hyperparameters", "arguments", "misfits", "fingerprint", "attributes", "witness", "gram",
-        "kronecker", "overrides", "positions", "targets",
+        "kronecker", "overrides", "positions", "symmetric_root", "targets",
     ],
     1: ["structures", "weights", "likelihoods", "curvature", "predictive"],
     2: ["fitting", "evidence", "tuning", "refinement"],

@@ -20,6 +20,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from laplace.gram import row_gram
+
 _ENTRY_COST = 16
 """An entry that is gathered takes about as long as this many in a matrix product."""
 
@@ -57,6 +59,10 @@ class Block(ABC):
         """Columns of the dense block, `[K, B, len(index)]`."""
         return torch.cat([piece[..., index] for piece in self.pieces()], 1)
 
+    def by_output(self) -> Tensor:
+        """The dense block with a row for every datum and output, `[B·K, p]`."""
+        return self.dense().expand(-1, self.n_data, -1).transpose(0, 1).flatten(0, 1)
+
     def pieces(self) -> Iterator[Tensor]:
         """Dense pieces `[K, b, p]` over consecutive data, each at most about `CHUNK_BYTES`."""
         per_datum = self.n_cotangents * self.size * 8
@@ -75,8 +81,8 @@ class Block(ABC):
         return torch.cat([(piece.square() @ weights).T for piece in self.pieces()])
 
     def weighted_gram(self, weights: Tensor) -> Tensor:
-        """Σ_p J_k w J_l, `[B, K, K]`, for weights `[p]`."""
-        return torch.cat([_gram(piece.transpose(0, 1), weights) for piece in self.pieces()])
+        """Σ_p J_k w J_l, `[B, K, K]`, for weights `[p]`, summed in their dtype: in float64 what is to be factored."""
+        return torch.cat([row_gram(piece.transpose(0, 1), weights) for piece in self.pieces()])
 
     def apply(self, vectors: Tensor) -> Tensor:
         """J v, `[S, B, K]`, for vectors `[S, p]`."""
@@ -103,11 +109,6 @@ class Block(ABC):
 def total(parts: Iterable[Tensor]) -> Tensor:
     """Sum of tensors."""
     return reduce(torch.add, parts)
-
-
-def _gram(piece: Tensor, weights: Tensor) -> Tensor:
-    """Σ_p J_k w J_l of a batch-first piece `[b, K, p]`."""
-    return (piece * weights) @ piece.transpose(1, 2)
 
 
 @dataclass(frozen=True)

@@ -192,8 +192,8 @@ class OuterBlock(Block):
     def weighted_gram(self, weights: Tensor) -> Tensor:
         if self.n_positions > 1:
             return super().weighted_gram(weights)
-        g = self.g[:, :, 0].flatten(2).transpose(0, 1)
-        gram = (g * self._pulled(weights).flatten(1).unsqueeze(1)) @ g.transpose(1, 2)
+        g = self.g[:, :, 0].flatten(2).transpose(0, 1).to(weights.dtype)
+        gram = (g * self._pulled(weights.to(self.g.dtype)).flatten(1).unsqueeze(1)) @ g.transpose(1, 2)
         return gram.expand(self.n_data, -1, -1)
 
 
@@ -295,7 +295,7 @@ class IndexBlock(Block):
 
     def weighted_gram(self, weights: Tensor) -> Tensor:
         merged, datum, row = self._merged()
-        g = merged.transpose(0, 1)
+        g = merged.transpose(0, 1).to(weights.dtype)
         grams = (g * weights.view(self.n_rows, 1, -1)[row]) @ g.transpose(1, 2)
         return grams.new_zeros(self.n_data, *grams.shape[1:]).index_add(0, datum, grams)
 

@@ -116,7 +116,7 @@ class HeadBlock(Block):
         return self.features.square() @ weights.view(self.n_outputs, -1).T
 
     def weighted_gram(self, weights: Tensor) -> Tensor:
-        return torch.diag_embed(self.weighted_norms(weights))
+        return torch.diag_embed(self.weighted_norms(weights.to(self.features.dtype))).to(weights.dtype)
 
 
 Head = HeadBlock | OuterBlock

@@ -19,10 +19,13 @@ class Jacobian:
     Attributes:
         blocks: One per treated tensor.
         positions: Of outputs with positions, their dimensions: the data here are rows, data × positions.
+        wide: Whether covariances of its outputs are summed in float64, since they are to be factored: the root of a
+            sum that was rounded in float32 is known to three digits (`laplace.symmetric_root`).
     """
 
     blocks: tuple[Block, ...]
     positions: tuple[int, ...] = ()
+    wide: bool = False
 
     @property
     def n_data(self) -> int:
@@ -64,7 +67,11 @@ class Jacobian:
 
     def rows(self, index: slice) -> Jacobian:
         """The Jacobian of a slice of the data."""
-        return Jacobian(tuple(block.rows(index) for block in self.blocks))
+        return Jacobian(tuple(block.rows(index) for block in self.blocks), wide=self.wide)
+
+    def summed_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which covariances are summed: this one, or float64 where that is wanted."""
+        return torch.float64 if self.wide else dtype
 
     def sum_over_blocks(self, function: Callable[[int, Block], Tensor]) -> Tensor:
         """Adds up what `function(position, block)` gives for every block."""

@@ -129,7 +129,7 @@ class BaseFunctionalLaplace(ParametricLaplace):
         """
         with own_mode(), torch.set_grad_enabled(self._keeps_graph):
             gaussian = self._latent(x, "joint" if joint else "full")
-            return (gaussian.mean.flatten() if joint else gaussian.mean), gaussian.covariance
+            return (gaussian.mean.flatten() if joint else gaussian.mean), gaussian.shown
 
     @checked
     def optimize_prior_precision(

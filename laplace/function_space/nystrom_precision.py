@@ -84,22 +84,24 @@ class NystromPrecision(Precision):
         one = torch.ones((), dtype=torch.float64, device=inside.device)
         found = Projected(inside, outside, self._spectrum[0]).at(one, self._delta)
         slope = self._slope(-1)
-        if slope is not None:
-            half = inside @ slope
-            found = found + ((half * inside).sum(-1) if outside.ndim < inside.ndim else half @ inside.mT)
-        return found.to(self.directions.dtype)
+        if slope is None:
+            return found
+        half = inside @ slope
+        return found + ((half * inside).sum(-1) if outside.ndim < inside.ndim else half @ inside.mT)
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         inside = self._projected(jacobian)
-        return self._at(inside, inside.new_zeros(*inside.shape[:2], inside.shape[1]))
+        found = self._at(inside, inside.new_zeros(*inside.shape[:2], inside.shape[1]))
+        return found.to(jacobian.summed_in(self.directions.dtype))
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
         inside = self._projected(jacobian)
-        return self._at(inside, inside.new_zeros(inside.shape[:2]))
+        return self._at(inside, inside.new_zeros(inside.shape[:2])).to(self.directions.dtype)
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         inside = self._projected(jacobian).flatten(0, 1)
-        return self._at(inside, inside.new_zeros(len(inside), len(inside)))
+        found = self._at(inside, inside.new_zeros(len(inside), len(inside)))
+        return found.to(jacobian.summed_in(self.directions.dtype))
 
     @property
     def _root(self) -> Tensor:
@@ -158,4 +160,5 @@ class NystromScan(Scan):
         shape = inside.shape[:2] if diagonal else (*inside.shape[:2], inside.shape[1])
         projected = Projected(inside, inside.new_zeros(shape), self.values)
         one = inside.new_ones(())
-        return lambda deltas: torch.stack([projected.at(one, delta) for delta in deltas]).to(self.directions.dtype)
+        dtype = self.directions.dtype if diagonal else jacobian.summed_in(self.directions.dtype)
+        return lambda deltas: torch.stack([projected.at(one, delta) for delta in deltas]).to(dtype)

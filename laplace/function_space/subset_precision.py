@@ -122,7 +122,7 @@ class SubsetPrecision(DualPrecision):
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         found = self.bases[0].variance(jacobian).at(*self.setting)
-        return self.moved(0, jacobian, found, "full").to(self.dtype)
+        return self.moved(0, jacobian, found, "full").to(jacobian.summed_in(self.dtype))
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
         found = self.bases[0].diagonal(jacobian).at(*self.setting)
@@ -130,7 +130,7 @@ class SubsetPrecision(DualPrecision):
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         found = self.bases[0].covariance(jacobian).at(*self.setting)
-        return self.moved(0, jacobian, found, "joint").to(self.dtype)
+        return self.moved(0, jacobian, found, "joint").to(jacobian.summed_in(self.dtype))
 
     # Weights: products with A = √w Sᵀ J and its transpose, block by block.
 
@@ -246,7 +246,8 @@ class IndependentPrecision(DualPrecision):
             for i, (basis, part) in enumerate(self._outputs(jacobian))
         ]
         size = len(found) * jacobian.n_data
-        return torch.diag_embed(torch.stack(found, -1)).permute(0, 2, 1, 3).reshape(size, size).to(self.dtype)
+        covariance = torch.diag_embed(torch.stack(found, -1)).permute(0, 2, 1, 3).reshape(size, size)
+        return covariance.to(jacobian.summed_in(self.dtype))
 
     def quad(self, vectors: Tensor) -> Tensor:
         raise self._no_weights()
@@ -298,7 +299,8 @@ class DualScan(Scan):
         if self.together:
             basis = self.bases[0]
             projected = basis.diagonal(jacobian) if diagonal else basis.variance(jacobian)
-            return lambda deltas: torch.stack([self._at(projected, delta) for delta in deltas]).to(self.dtype)
+            dtype = self.dtype if diagonal else jacobian.summed_in(self.dtype)
+            return lambda deltas: torch.stack([self._at(projected, delta) for delta in deltas]).to(dtype)
         parts = [b.diagonal(picked(jacobian, one_output(jacobian, c))) for c, b in enumerate(self.bases)]
 
         def at(deltas: Tensor) -> Tensor:

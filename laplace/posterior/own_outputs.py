@@ -116,9 +116,9 @@ class OwnVariances(GaussianSource):
     def mean(self) -> OutputRows:
         return self.source.mean()
 
-    def latent(self, form: str) -> Gaussian:
+    def latent(self, form: str, *, wide: bool = False) -> Gaussian:
         if form != "diagonal":
-            return self.source.latent(form)
+            return self.source.latent(form, wide=wide)
         mean, variance = (rows_of(part, self.la.channel_dim) for part in self._found())
         return Gaussian(mean.values, variance.values, mean.positions)
 

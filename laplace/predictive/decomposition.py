@@ -121,16 +121,16 @@ def of_gaussian(latent: Gaussian, sigma_noise: Tensor) -> Decomposition:
     Raises:
         CurvatureError: V + N is not positive definite.
     """
-    epistemic = latent.variance
+    epistemic = latent.variance.to(latent.mean)
     noise = sigma_noise.square().expand(latent.mean.shape[1])
     constant = latent.mean.shape[1] * math.log(2 * math.pi * math.e)
     if latent.is_diagonal:
         logdet = (epistemic + noise).log().sum(1)
     else:
-        root, info = torch.linalg.cholesky_ex(latent.covariance + torch.diag(noise))
+        root, info = torch.linalg.cholesky_ex(latent.covariance.double() + torch.diag(noise))
         if bool((info != 0).any()):
             raise CurvatureError("the predictive covariance is not positive definite: look at the prior precision.")
-        logdet = 2 * root.diagonal(dim1=1, dim2=2).log().sum(1)
+        logdet = 2 * root.diagonal(dim1=1, dim2=2).log().sum(1).to(epistemic)
     expected = 0.5 * (constant + noise.log().sum()).expand(len(latent.mean))
     return Decomposition(noise.expand_as(epistemic), epistemic, 0.5 * (constant + logdet), expected, latent.mean)
 

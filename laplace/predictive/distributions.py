@@ -31,15 +31,26 @@ def normal_of(gaussian: Gaussian) -> Normal | MultivariateNormal:
     if gaussian.is_diagonal:
         scale = gaussian.covariance.clamp(min=torch.finfo(gaussian.mean.dtype).tiny).sqrt()
         return Normal(unrolled(gaussian.mean, positions), unrolled(scale, positions))
-    root, info = torch.linalg.cholesky_ex(gaussian.covariance)
-    if bool((info != 0).any()):
+    root = _density_root(gaussian.covariance, torch.finfo(gaussian.mean.dtype).eps)
+    if root is None:
         raise CurvatureError(
             "the covariance of the outputs is singular, so that they have no density; ask for diagonal_output=True, or "
             "draw samples (latent_samples), which always exist."
         )
+    root = root.to(gaussian.mean)
     if gaussian.is_joint:
         return MultivariateNormal(gaussian.mean.flatten(), scale_tril=root)
     return MultivariateNormal(unrolled(gaussian.mean, positions), scale_tril=unrolled(root, positions))
+
+
+def _density_root(covariance: Tensor, eps: float) -> Tensor | None:
+    """Cholesky factor of `[..., n, n]`, or None where an output is known from the others but for a share of eps.
+
+    Such a share would be the rounding of the outputs' Jacobians, and a density all of its own making.
+    """
+    root, info = torch.linalg.cholesky_ex(covariance.double())
+    left, all_of_it = root.diagonal(dim1=-2, dim2=-1).square(), covariance.diagonal(dim1=-2, dim2=-1)
+    return None if bool((info != 0).any()) or bool((left <= eps * all_of_it).any()) else root
 
 
 def mixture_of(components: Sequence[Distribution], weights: Tensor) -> MixtureSameFamily:

@@ -37,6 +37,7 @@ def linearised(
     *,
     step: Tensor | None = None,
     create_graph: bool = False,
+    wide: bool = False,
 ) -> Gaussian:
     """N(f(x, θ*) + J (θ̂ − θ*), J P⁻¹ Jᵀ), the GLM predictive's latent (Immer et al., 2021).
 
@@ -48,6 +49,7 @@ def linearised(
             positions, B are rows, data × positions.
         step: θ̂ − θ*, `[P]`; None where it is zero.
         create_graph: Whether mean and covariance can be differentiated with respect to x.
+        wide: Whether covariances are summed in float64, since samples are to be drawn.
 
     Raises:
         InvalidData: No data, or outputs that are not finite.
@@ -58,12 +60,13 @@ def linearised(
         parts = list(pieces)
         jacobian = parts[0][0] if len(parts) == 1 else _joined(parts)
         mean = torch.cat([f for _, f in parts])
-        return _checked(Gaussian(mean, precision.functional_covariance(jacobian), parts[0][0].positions))
+        covariance = precision.functional_covariance(replace(jacobian, wide=wide))
+        return _checked(Gaussian(mean, covariance, parts[0][0].positions))
     contract: Callable[[Jacobian], Tensor] = (
         precision.functional_diagonal if form == "diagonal" else precision.functional_variance
     )
     with closing(pieces):
-        found = [(f, contracted(contract, jacobian), jacobian.positions) for jacobian, f in pieces]
+        found = [(f, contracted(contract, replace(jacobian, wide=wide)), jacobian.positions) for jacobian, f in pieces]
     if not found:
         raise InvalidData("the inputs hold no data to predict.")
     means, variances, positions = zip(*found, strict=True)

@@ -68,7 +68,7 @@ def probit(mean: Tensor, covariance: Tensor, inverse_link: InverseLink = softmax
         inverse_link: Softmax, or an element-wise map such as the sigmoid.
     """
     variance = Gaussian(mean, covariance).variance.clamp(min=0)
-    return inverse_link(mean / torch.sqrt(1 + math.pi / 8 * variance))
+    return inverse_link(mean / torch.sqrt(1 + math.pi / 8 * variance).to(mean))
 
 
 def monte_carlo(
@@ -138,7 +138,7 @@ def delta_elementwise(mean: Tensor, covariance: Tensor, inverse_link: InverseLin
         second = torch.zeros_like(leaf)
         if first.requires_grad:
             (second,) = torch.autograd.grad(first.sum(), leaf, create_graph=keeps_graph)
-    return inverse_link(mean) + 0.5 * second * Gaussian(mean, covariance).variance
+    return inverse_link(mean) + 0.5 * second * Gaussian(mean, covariance).variance.to(mean)
 
 
 def probabilities_within(values: Tensor) -> Tensor:
@@ -190,9 +190,8 @@ def log_concentrations(mean: Tensor, covariance: Tensor, normalise: bool = False
         α_k = (1 − 2/C + e^{μ_k} / C² · Σ_l e^{−μ_l}) / Σ_kk        (Hobbhahn et al., 2022)
 
     in log space, where nothing overflows. The numerator is positive for C ≥ 2, so α_k > 0 as long as
-    Σ_kk > 0. Conditional variances below ε times the largest variance (ε: machine precision of the input, of float64
-    if it is diagonal)
-    are rounding, whatever their sign, and count as that floor; hence a covariance of zero, or one that
+    Σ_kk > 0. Conditional variances below ε times the largest variance (ε: machine precision of the mean, of float64
+    for variances) are rounding, whatever their sign, and count as that floor; hence a covariance of zero, or one that
     conditioning exhausts, acts like a small multiple of the identity. Likewise t below the rounding of its
     sum counts as zero: such a Gaussian is conditioned already.
 
@@ -214,7 +213,7 @@ def log_concentrations(mean: Tensor, covariance: Tensor, normalise: bool = False
             "given: take its diagonal blocks."
         )
     # Variances alone meet no cancellation that float64 does not resolve; a row sum carries the input's rounding.
-    eps = torch.finfo(torch.float64 if gaussian.is_diagonal else covariance.dtype).eps
+    eps = torch.finfo(torch.float64 if gaussian.is_diagonal else mean.dtype).eps
     # The bridge depends on ratios within Σ only, so it is computed in units of the largest variance. Bounded means
     # keep float64 finite: at 1e100 any softmax is saturated.
     unit = gaussian.variance.detach().abs().amax(1, keepdim=True).double().clamp(min=1e-300)

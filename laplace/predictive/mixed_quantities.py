@@ -81,7 +81,7 @@ class MixedQuantities:
     @property
     def latent_covariance(self) -> Tensor:
         """Of the mixture, in the form that was asked for."""
-        return self.latent.covariance
+        return self.latent.shown
 
     @lazy
     def latent_variance(self) -> Tensor:

@@ -194,8 +194,8 @@ def laid_out(gaussian: Gaussian, channel_dim: int, *, joint: bool = False) -> tu
         `[B, *positions, C, C]`; of a joint Gaussian `[B·C]` and `[B·C, B·C]`.
     """
     if joint:
-        return gaussian.mean.flatten(), gaussian.covariance
-    mean, covariance = (unrolled(part, gaussian.positions) for part in (gaussian.mean, gaussian.covariance))
+        return gaussian.mean.flatten(), gaussian.shown
+    mean, covariance = (unrolled(part, gaussian.positions) for part in (gaussian.mean, gaussian.shown))
     if gaussian.is_diagonal:
         covariance = in_users_layout(covariance, channel_dim)
     return in_users_layout(mean, channel_dim), covariance

@@ -45,8 +45,13 @@ class GaussianSource(ABC):
         """Mean of the latents, `[B, C]`, without their covariance."""
 
     @abstractmethod
-    def latent(self, form: str) -> Gaussian:
-        """Gaussian of the latents; `form` is `"full"`, `"diagonal"` or `"joint"`."""
+    def latent(self, form: str, *, wide: bool = False) -> Gaussian:
+        """Gaussian of the latents.
+
+        Args:
+            form: `"full"`, `"diagonal"` or `"joint"`.
+            wide: Whether covariances are summed in float64, since samples are to be drawn.
+        """
 
 
 class SampleSource(ABC):
@@ -124,7 +129,9 @@ class Quantities:
     def _mean(self) -> OutputRows:
         if isinstance(self.source, SampleSource):
             return OutputRows(self._drawn.values.mean(0), self._drawn.positions)
-        known = next((self.__dict__[name] for name in ("latent", "_variances") if name in self.__dict__), None)
+        known = next(
+            (self.__dict__[name] for name in ("latent", "_drawable", "_variances") if name in self.__dict__), None
+        )
         return self.source.mean() if known is None else OutputRows(known.mean, known.positions)
 
     @property
@@ -144,13 +151,27 @@ class Quantities:
         return self._gaussian(self.options.form)
 
     @lazy
+    def _drawable(self) -> Gaussian:
+        """The same to draw from, with covariances that were summed in float64: in float32 a pass of its own.
+
+        Where the link draws, or everything is float64, `latent` has them.
+        """
+        there = self.options.form == "diagonal" or self._link_draws or self.sigma_noise.dtype == torch.float64
+        return self.latent if there else self._gaussian(self.options.form, wide=True)
+
+    @property
+    def _link_draws(self) -> bool:
+        """Whether the link draws from covariances."""
+        return self.options.link == LinkApprox.MC
+
+    @lazy
     def _variances(self) -> Gaussian:
         return self._gaussian("diagonal")
 
-    def _gaussian(self, form: str) -> Gaussian:
+    def _gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
         if isinstance(self.source, SampleSource):
             return moments_of(self._drawn, form)
-        return self.source.latent(form)
+        return self.source.latent(form, wide=wide or self._link_draws)
 
     @property
     def of_each(self) -> Gaussian:
@@ -170,12 +191,13 @@ class Quantities:
     @property
     def latent_covariance(self) -> Tensor:
         """Covariance of the outputs: `[B, C, C]`, `[B, C]` (`diagonal_output`) or `[B·C, B·C]` (`joint`)."""
-        return self.latent.covariance
+        return self.latent.shown
 
     @lazy
     def latent_variance(self) -> Tensor:
         """Variances of the outputs, without observation noise, `[B, C]`."""
-        return self.latent.variance if "latent" in self.__dict__ else self._variances.variance
+        known = self.latent if "latent" in self.__dict__ else self._variances
+        return known.variance.to(known.mean)
 
     @lazy
     def _drawn(self) -> OutputRows:
@@ -183,7 +205,8 @@ class Quantities:
             return self.own.latents(self.options.n_samples, self.draws())
         if isinstance(self.source, SampleSource):
             return self.source.samples(self.options.n_samples, self.draws())
-        return OutputRows(self.latent.sample(self.options.n_samples, self.draws()), self.latent.positions)
+        gaussian = self._drawable
+        return OutputRows(gaussian.sample(self.options.n_samples, self.draws()), gaussian.positions)
 
     @property
     def latent_samples(self) -> Tensor:

@@ -46,9 +46,11 @@ class LinearisedOutputs(GaussianSource):
             return latent.linearised_mean(self.engine, self.x, self.step, create_graph=self.through_x)
         return latent.outputs(self.engine, self.x, create_graph=self.through_x)
 
-    def latent(self, form: str) -> Gaussian:
+    def latent(self, form: str, *, wide: bool = False) -> Gaussian:
         self.check()
-        return latent.linearised(self.engine, self.precision, self.x, form, step=self.step, create_graph=self.through_x)
+        return latent.linearised(
+            self.engine, self.precision, self.x, form, step=self.step, create_graph=self.through_x, wide=wide
+        )
 
 
 @dataclass(frozen=True, eq=False)

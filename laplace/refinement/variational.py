@@ -111,7 +111,7 @@ def _at(refiner: Refiner, smoothing: Smoothing, fit: Fit, precision: Precision, 
     contract = precision.functional_diagonal if smoothing.independent else precision.functional_variance
     for batch in refiner.data.batches:
         with torch.no_grad():
-            parts = [contract(jacobian) for jacobian, _ in refiner.engine.jacobian(batch.x)]
+            parts = [contract(replace(jacobian, wide=True)) for jacobian, _ in refiner.engine.jacobian(batch.x)]
         roots.append(smoothing.root(torch.cat(parts)))
     model = replace(refiner.model, smoothing=smoothing, roots=roots)
     found = refiner.minimum(model, start, precision, show=False)

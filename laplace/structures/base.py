@@ -59,7 +59,7 @@ class Precision(ABC):
 
     @abstractmethod
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        """J_b P⁻¹ J_bᵀ, `[B, C, C]`."""
+        """J_b P⁻¹ J_bᵀ, `[B, C, C]`, in float64 if `jacobian.wide`."""
 
     @abstractmethod
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
@@ -67,7 +67,7 @@ class Precision(ABC):
 
     @abstractmethod
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        """J P⁻¹ Jᵀ over all data, `[B·C, B·C]`, data major and outputs minor."""
+        """J P⁻¹ Jᵀ over all data, `[B·C, B·C]`, data major and outputs minor, in float64 if `jacobian.wide`."""
 
     @abstractmethod
     def sample(self, noise: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
 from laplace.curvature.survey import Survey
+from laplace.gram import row_gram
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
@@ -154,14 +155,17 @@ class DiagPrecision(Precision):
         return vectors.detach() * self.diagonal.detach()
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        return jacobian.sum_over_blocks(lambda i, block: block.weighted_gram(self._variances[i]))
+        return jacobian.sum_over_blocks(lambda i, block: block.weighted_gram(self._summed(jacobian, i)))
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
         return jacobian.sum_over_blocks(lambda i, block: block.weighted_norms(self._variances[i]))
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        dense = jacobian.dense().flatten(0, 1)
-        return (dense * self.diagonal_of_inverse()) @ dense.T
+        return jacobian.sum_over_blocks(lambda i, block: row_gram(block.by_output(), self._summed(jacobian, i)))
+
+    def _summed(self, jacobian: Jacobian, i: int) -> Tensor:
+        """Variances of a tensor in the dtype in which covariances are summed."""
+        return self._variances[i].to(jacobian.summed_in(self._variances[i].dtype))
 
     def sample(self, noise: Tensor) -> Tensor:
         return noise * self.diagonal_of_inverse().sqrt()

@@ -154,7 +154,7 @@ class Spectra:
         if self.groups is None:
             return jacobian
         parts = (tuple(jacobian.blocks[i] for i in group) for group in self.groups)
-        return Jacobian(tuple(part[0] if len(part) == 1 else JoinedBlock(part) for part in parts))
+        return replace(jacobian, blocks=tuple(part[0] if len(part) == 1 else JoinedBlock(part) for part in parts))
 
     def project(self, jacobian: Jacobian, bases: Sequence[BlockSpectrum]) -> Jacobian:
         """A Jacobian in these bases, with one block for each."""

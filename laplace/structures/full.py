@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.curvature.jacobian import Jacobian
 from laplace.curvature.survey import Survey
 from laplace.errors import CurvatureError
-from laplace.gram import mirror
+from laplace.gram import mirror, row_gram
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import algebra
@@ -239,10 +239,8 @@ class FullPrecision(Precision):
         return self.scale @ self.scale.T
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        if jacobian.is_head:
-            return self._head_variance(jacobian)
-        roots = (self._coloured(piece) for piece in jacobian.pieces())
-        return torch.cat([root @ root.transpose(1, 2) for root in roots])
+        roots = self._head_roots(jacobian) if jacobian.is_head else (self._coloured(p) for p in jacobian.pieces())
+        return torch.cat([row_gram(root, dtype=jacobian.summed_in(root.dtype)) for root in roots])
 
     def _coloured(self, piece: Tensor) -> Tensor:
         """J L of a piece `[b, C, P]`, as one flat product: its rounding is that of joint covariances, graph or not."""
@@ -256,21 +254,19 @@ class FullPrecision(Precision):
             self._head["diagonal"] = self.covariance[order.unsqueeze(2), order.unsqueeze(1)]
         return ((phi @ self._head["diagonal"]) * phi).sum(2).T
 
-    def _head_variance(self, jacobian: Jacobian) -> Tensor:
-        """φᵀ Σ_cc' φ without J: C times less work than with it."""
+    def _head_roots(self, jacobian: Jacobian) -> Iterator[Tensor]:
+        """J L of a few data at a time, `[b, C, P]`, without J: row c is φᵀ L_c, C times less work than with it."""
         phi, order = jacobian.head_features()
-        c, width = order.shape
-        if "stacked" not in self._head:  # [D, C·C·D]
-            covariance = self.covariance[order.flatten()][:, order.flatten()].view(c, width, c, width)
-            self._head["stacked"] = covariance.permute(1, 0, 2, 3).reshape(width, -1)
+        if "stacked" not in self._head:  # [D, C·P]
+            self._head["stacked"] = self.scale[order].transpose(0, 1).flatten(1)
         stacked = self._head["stacked"]
         step = max(1, CHUNK_BYTES // (8 * stacked.shape[1]))
-        parts = [torch.einsum("bcdi,bi->bcd", (rows @ stacked).view(-1, c, c, width), rows) for rows in phi.split(step)]
-        return torch.cat(parts)
+        for rows in phi.split(step):
+            yield (rows @ stacked).unflatten(1, (len(order), -1))
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         root = jacobian.dense().flatten(0, 1) @ self.scale
-        return root @ root.T
+        return row_gram(root, dtype=jacobian.summed_in(root.dtype))
 
     def sample(self, noise: Tensor) -> Tensor:
         return noise @ self.scale.T

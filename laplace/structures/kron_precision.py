@@ -192,14 +192,16 @@ class KronPrecision(Precision):
         return found
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        return self.spectra.regrouped(jacobian).sum_over_blocks(lambda i, block: self._posterior[i].gram(block))
+        return self.spectra.regrouped(jacobian).sum_over_blocks(
+            lambda i, block: self._posterior[i].gram(block, wide=jacobian.wide)
+        )
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
         return self.spectra.regrouped(jacobian).sum_over_blocks(lambda i, block: self._posterior[i].norms(block))
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         return self.spectra.regrouped(jacobian).sum_over_blocks(
-            lambda i, block: self._posterior[i].covariance(block.dense().transpose(0, 1).flatten(0, 1))
+            lambda i, block: self._posterior[i].covariance(block, wide=jacobian.wide)
         )
 
     def sample(self, noise: Tensor) -> Tensor:

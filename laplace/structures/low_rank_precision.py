@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from laplace.curvature.jacobian import Jacobian
+from laplace.gram import row_gram
 from laplace.layout import Layout
 from laplace.prior import GaussianPrior
 from laplace.structures import subspace
@@ -180,19 +181,23 @@ class LowRankPrecision(Precision):
         inverse = self._deviations.square()
         basis = self.subspace.basis
         exact = len(solved.thetas) > 0 and solved.thetas.max().item() * torch.finfo(basis.dtype).eps > _CANCELLING
-        dtype = torch.float64 if exact else basis.dtype
+        wanted = basis.dtype if diagonal else jacobian.summed_in(basis.dtype)
+        dtype = torch.float64 if exact else wanted
         variances = tuple(part.to(dtype) for part in self.prior.layout.split(inverse))
         moments = _Moments.of(jacobian, basis, solved.rotation, variances, diagonal=diagonal)
-        return (moments.reduced(solved.thetas) + solved.moved(moments.z, -1, diagonal=diagonal)).to(basis.dtype)
+        return (moments.reduced(solved.thetas) + solved.moved(moments.z, -1, diagonal=diagonal)).to(wanted)
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         thetas, rotation = self._solved.thetas, self._solved.rotation
-        whitened = jacobian.dense().flatten(0, 1) * self._deviations
-        z = whitened @ (self.subspace.basis * self._deviations).T @ rotation.T.to(whitened)
+        rows = jacobian.dense().flatten(0, 1)
+        inside = subspace.inner(rows, self.subspace.basis, self._deviations.square()) @ rotation.T
+        total = row_gram(inside, 1 / (1 + thetas)) + self._solved.moved(inside, -1, diagonal=False)
         # What lies outside of the subspace is formed before it is squared, so that nothing cancels.
-        outside = whitened - z @ rotation.to(whitened) @ (self.subspace.basis * self._deviations)
-        inside = (z / (1 + thetas).to(z)) @ z.T
-        return outside @ outside.T + inside + self._solved.moved(z, -1, diagonal=False)
+        for part, basis, deviations in subspace.chunks(rows, self.subspace.basis, self._deviations.unsqueeze(0)):
+            wide = deviations.double()
+            outside = part.double() * wide - inside @ rotation @ (basis.double() * wide)
+            total = total + outside @ outside.T
+        return total.to(jacobian.summed_in(self.subspace.basis.dtype))
 
     def sample(self, noise: Tensor) -> Tensor:
         """D^(−1/2) (I + Z ((1 + θ)^(−1/2) − 1) Zᵀ) ε."""
@@ -315,6 +320,7 @@ class LowRankScan(Scan):
             if self.signed:
                 require_positive(1 + thetas, _RELATIVE)
             moments = _Moments(unit.prior / delta, unit.z / delta.sqrt())
-            return moments.reduced(thetas if self.signed else thetas.clamp(min=0)).to(dtype)
+            found = moments.reduced(thetas if self.signed else thetas.clamp(min=0))
+            return found.to(dtype if diagonal else jacobian.summed_in(dtype))
 
         return one_by_one(at)

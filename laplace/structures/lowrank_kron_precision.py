@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.curvature.blocks import Block
+from laplace.curvature.blocks import Block, total
 from laplace.curvature.jacobian import Jacobian
 from laplace.errors import CurvatureError
 from laplace.layout import Layout
@@ -240,8 +240,10 @@ class LowRankKronPrecision(Precision):
         return tuple(found)
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        dtype = self.prior.precision.dtype
-        return jacobian.sum_over_blocks(lambda i, block: self._solved[i].reduced(block, dtype, diagonal=False))
+        dtype = jacobian.summed_in(self.prior.precision.dtype)
+        blocks = tuple(block.cast(dtype) for block in jacobian.blocks) if jacobian.wide else jacobian.blocks
+        found = [part.reduced(block, dtype, diagonal=False) for part, block in zip(self._solved, blocks, strict=True)]
+        return total(found)
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
         dtype = self.prior.precision.dtype
@@ -250,7 +252,7 @@ class LowRankKronPrecision(Precision):
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         rows = [block.dense().transpose(0, 1).flatten(0, 1) for block in jacobian.blocks]
         parts = [solved.covariance(part) for solved, part in zip(self._solved, rows, strict=True)]
-        return torch.stack(parts).sum(0).to(self.prior.precision.dtype)
+        return torch.stack(parts).sum(0).to(jacobian.summed_in(self.prior.precision.dtype))
 
     def sample(self, noise: Tensor) -> Tensor:
         pieces = noise.double().split([part.size for part in self.parts], -1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace.curvature.blocks import Block, MappedBlock
+from laplace.gram import row_gram
 from laplace.structures.eigenblocks import BlockSpectrum
 from laplace.structures.powers import power
 
@@ -18,16 +19,16 @@ class PosteriorBlock(ABC):
     """A block P of a block-diagonal posterior precision, differentiable in what it was made of."""
 
     @abstractmethod
-    def gram(self, block: Block) -> Tensor:
-        """J P⁻¹ Jᵀ of every datum, `[B, C, C]`."""
+    def gram(self, block: Block, *, wide: bool) -> Tensor:
+        """J P⁻¹ Jᵀ of every datum, `[B, C, C]`; summed in float64 where that is wanted."""
 
     @abstractmethod
     def norms(self, block: Block) -> Tensor:
         """Its diagonals, `[B, C]`."""
 
     @abstractmethod
-    def covariance(self, rows: Tensor) -> Tensor:
-        """J P⁻¹ Jᵀ of rows `[n, p]`, `[n, n]`."""
+    def covariance(self, block: Block, *, wide: bool) -> Tensor:
+        """J P⁻¹ Jᵀ over all data, `[B·C, B·C]`, data major; likewise."""
 
     @abstractmethod
     def times(self, vectors: Tensor, exponent: float) -> Tensor:
@@ -58,15 +59,18 @@ class EigenBlock(PosteriorBlock):
     def _variances(self) -> Tensor:
         return 1 / self.values
 
-    def gram(self, block: Block) -> Tensor:
-        return self.spectrum.project(block).weighted_gram(self._variances)
+    def gram(self, block: Block, *, wide: bool) -> Tensor:
+        return self.spectrum.project(block).weighted_gram(self._summed(wide))
 
     def norms(self, block: Block) -> Tensor:
         return self.spectrum.project(block).weighted_norms(self._variances)
 
-    def covariance(self, rows: Tensor) -> Tensor:
-        projected = self.spectrum.rotate(rows)
-        return (projected / self.values) @ projected.T
+    def covariance(self, block: Block, *, wide: bool) -> Tensor:
+        return row_gram(self.spectrum.rotate(block.by_output()), self._summed(wide))
+
+    def _summed(self, wide: bool) -> Tensor:
+        """Variances in the dtype in which covariances are summed."""
+        return self._variances.double() if wide else self._variances
 
     def times(self, vectors: Tensor, exponent: float) -> Tensor:
         return self.spectrum.rotate(self.spectrum.rotate(vectors) * self.values**exponent, back=True)
@@ -97,8 +101,9 @@ class MovingBlock(PosteriorBlock):
     def _root(self) -> Tensor:
         return self.matrix(-0.5)
 
-    def gram(self, block: Block) -> Tensor:
-        return MappedBlock(block, lambda piece: piece @ self._root).weighted_gram(self._ones)
+    def gram(self, block: Block, *, wide: bool) -> Tensor:
+        ones = self._ones.double() if wide else self._ones
+        return MappedBlock(block, lambda piece: piece @ self._root).weighted_gram(ones)
 
     def norms(self, block: Block) -> Tensor:
         return MappedBlock(block, lambda piece: piece @ self._root).weighted_norms(self._ones)
@@ -107,9 +112,8 @@ class MovingBlock(PosteriorBlock):
     def _ones(self) -> Tensor:
         return self._root.new_ones(len(self._root))
 
-    def covariance(self, rows: Tensor) -> Tensor:
-        root = rows @ self._root
-        return root @ root.T
+    def covariance(self, block: Block, *, wide: bool) -> Tensor:
+        return row_gram(block.by_output() @ self._root, dtype=torch.float64 if wide else None)
 
     def times(self, vectors: Tensor, exponent: float) -> Tensor:
         return vectors @ self.matrix(exponent).to(vectors)

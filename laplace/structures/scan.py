@@ -13,6 +13,7 @@ from laplace.curvature.blocks import Block
 from laplace.curvature.factors import IndexBlock, OuterBlock
 from laplace.curvature.heads import HeadBlock
 from laplace.curvature.jacobian import Jacobian
+from laplace.gram import row_gram
 
 
 class Scan(ABC):
@@ -53,6 +54,8 @@ class SpectralScan(Scan):
         def at(precisions: Tensor) -> Tensor:
             values = [self.precisions(precision) for precision in precisions.split(1)]
             inverses = [1 / torch.stack(block) for block in zip(*values, strict=True)]
+            if jacobian.wide and not diagonal:
+                inverses = [inverse.double() for inverse in inverses]
             contract = _norms if diagonal else _grams
             return projected.sum_over_blocks(lambda i, block: contract(block, inverses[i]))
 
@@ -79,5 +82,5 @@ def _grams(block: Block, weights: Tensor) -> Tensor:
     found: list[Tensor] = []
     for piece in block.pieces():
         rows = piece.transpose(0, 1)  # [b, K, p]
-        found.append(torch.stack([(rows * weight) @ rows.transpose(1, 2) for weight in weights]))
+        found.append(torch.stack([row_gram(rows, weight) for weight in weights]))
     return torch.cat(found, 1)

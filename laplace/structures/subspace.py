@@ -22,7 +22,7 @@ _NOISE = 8
 """Rows up to so many units of rounding of the longest one are no directions of their own."""
 
 
-def _chunks(*blocks: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def chunks(*blocks: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Columns of blocks `[·, P]` side by side, at most about `_CHUNK_BYTES` of float64 each."""
     step = max(1, _CHUNK_BYTES // (8 * max(1, *(len(block) for block in blocks))))
     return zip(*(block.split(step, 1) for block in blocks), strict=True)
@@ -32,31 +32,31 @@ def inner(left: Tensor, right: Tensor, weights: Tensor | None = None) -> Tensor:
     """Inner products of rows `[l, P]` and `[m, P]`, with weights `[P]` if given: `[l, m]` in float64."""
     total = torch.zeros(len(left), len(right), dtype=torch.float64, device=left.device)
     if weights is None:
-        for a, b in _chunks(left, right):
+        for a, b in chunks(left, right):
             a64 = a.double()
             total += a64 @ (a64 if left is right else b.double()).T
     else:
-        for a, b, w in _chunks(left, right, weights.unsqueeze(0)):
+        for a, b, w in chunks(left, right, weights.unsqueeze(0)):
             total += (a.double() * w.double()) @ b.double().T
     return total
 
 
 def quadratic_forms(rows: Tensor, matrix: Tensor) -> Tensor:
     """q_pᵀ M q_p of every column q_p of rows `[l, P]`, `[P]` in float64."""
-    parts = [((matrix @ part.double()) * part.double()).sum(0) for (part,) in _chunks(rows)]
+    parts = [((matrix @ part.double()) * part.double()).sum(0) for (part,) in chunks(rows)]
     return torch.cat(parts)
 
 
 def rotate_(rows: Tensor, matrix: Tensor) -> None:
     """Replaces rows `[l, P]` by `matrix` `[l, l]` times them."""
-    for (part,) in _chunks(rows):
+    for (part,) in chunks(rows):
         part.copy_(matrix @ part.double())
 
 
 def rotated(rows: Tensor, matrix: Tensor) -> Tensor:
     """`matrix` `[m, l]` times rows `[l, P]`, in the dtype of the rows."""
     result = rows.new_empty(len(matrix), rows.shape[1])
-    for source, target in _chunks(rows, result):
+    for source, target in chunks(rows, result):
         target.copy_(matrix @ source.double())
     return result
 
@@ -110,7 +110,7 @@ def rayleigh_ritz_(basis: Tensor, products: Tensor) -> RitzPairs:
     order = values.abs().argsort(descending=True)
     values, rotation = values[order], vectors[:, order].T
     squares = torch.zeros_like(values)
-    for q, product in _chunks(basis, products):
+    for q, product in chunks(basis, products):
         u = rotation @ q.double()
         squares += (rotation @ product.double() - values.unsqueeze(1) * u).square().sum(1)
         q.copy_(u)

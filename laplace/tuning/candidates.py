@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -122,8 +122,9 @@ class Candidates:
         if self.predictive.pred_type == PredType.NN:
             return self._sampled(x)
         x = batches.to_device(x, self.la.problem.device)
+        wide = self.predictive.link_approx == LinkApprox.MC
         with closing(latent.shifted(self.la.engine.jacobian(x), self.la.refined_step)) as pieces:
-            parts = [(self._variances_of(jacobian), f, jacobian.positions) for jacobian, f in pieces]
+            parts = [(self._variances_of(replace(part, wide=wide)), f, part.positions) for part, f in pieces]
         mean = torch.cat([f for _, f, _ in parts]).to(self.priors.dtype)
         variances = [function for function, _, _ in parts]
         return lambda group: self._linearised(mean, variances, group), mean, parts[0][2]
@@ -179,7 +180,7 @@ class Candidates:
             return self._target(mean, variance[0])
         means = mean.expand(len(variance), -1, -1)
         if self.as_latent:
-            return means, variance
+            return means, variance.to(mean.dtype)
         rows = self._target(means.flatten(0, 1), variance.flatten(0, 1))
         return rows.unflatten(0, means.shape[:2]) if isinstance(rows, Tensor) else rows
 
@@ -195,7 +196,7 @@ class Candidates:
 
     def _target(self, mean: Tensor, variance: Tensor) -> Prediction:
         if self.as_latent:
-            return mean, variance
+            return mean, variance.to(mean.dtype)
         options, likelihood = self.predictive, self.la.likelihood_object
         return likelihood.predict(mean, variance, options.link_approx, options.n_samples, self._draws())
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from laplace import batch as batches
 from laplace.batch import Inputs
 from laplace.curvature.jacobian import Jacobian
-from laplace.enums import PredType
+from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument
 from laplace.lending import own_mode
 from laplace.overrides import POSTERIOR, PREDICTIONS, is_overridden
@@ -191,8 +191,9 @@ class SmoothLoss:
     def _variance(self, precision: Precision, batch: Batch) -> Tensor:
         """`[B, C]` or `[B, C, C]`, without gradient."""
         contract = precision.functional_diagonal if self.diagonal else precision.functional_variance
+        wide = self.predictive.link_approx == LinkApprox.MC
         with torch.no_grad():
-            return torch.cat([contract(jacobian) for jacobian in batch.jacobians])
+            return torch.cat([contract(replace(jacobian, wide=wide)) for jacobian in batch.jacobians])
 
     def _loss(self, variances: list[list[Tensor]], setting: Setting) -> Tensor:
         weights = self.subject.weights(setting)
@@ -221,7 +222,7 @@ class SmoothLoss:
 
     def _predicted(self, batch: Batch, variance: Tensor) -> Prediction:
         if self.as_latent:
-            return batch.mean, variance
+            return batch.mean, variance.to(batch.mean.dtype)
         options = self.predictive
         draws = torch.Generator(device=variance.device).manual_seed(self.seed)
         return self.subject.likelihood.predict(batch.mean, variance, options.link_approx, options.n_samples, draws)
@@ -263,5 +264,5 @@ def _directions(piece: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
     """
     if slope.ndim == 2:
         return piece.flatten(0, 1), slope.flatten()
-    values, vectors = torch.linalg.eigh(0.5 * (slope + slope.transpose(1, 2)))
+    values, vectors = torch.linalg.eigh(0.5 * (slope + slope.transpose(1, 2)).to(piece.dtype))
     return (vectors.transpose(1, 2) @ piece).flatten(0, 1), values.flatten()

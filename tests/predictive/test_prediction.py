@@ -91,8 +91,13 @@ def test_a_mean_pays_for_no_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
     _ = prediction.variance, prediction.interval(), prediction.latent_mean
     assert counted.count == 1
     assert prediction.latent_covariance.shape == (12, 3, 3)
-    _ = prediction.decomposition, prediction.distribution(), prediction.latent_samples
+    _ = prediction.decomposition, prediction.distribution()
     assert counted.count == 2
+    _ = prediction.latent_samples, prediction.latent_samples  # of a covariance that was summed in float64
+    assert counted.count == 3
+    drawn = la.predict(x, link_approx="mc")
+    _ = drawn.latent_covariance, drawn.latent_samples
+    assert counted.count == 4
 
 
 def test_repr_is_short_and_computes_nothing() -> None:

@@ -79,14 +79,14 @@ def test_what_it_cannot_do_is_refused() -> None:
 
 
 class Repeated(nn.Module):
-    """Calls a layer as often as it is told."""
+    """Calls a layer once, for more than eight data twice."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.head, self.times = nn.Linear(3, 3), nn.Linear(3, 2), 1
+        self.inner, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times):
+        for _ in range(1 if len(x) <= 8 else 2):
             x = torch.tanh(self.inner(x))
         return self.head(x)
 
@@ -94,7 +94,6 @@ class Repeated(nn.Module):
 def test_a_layer_that_is_called_again_is_refused() -> None:
     model, (x, y) = Repeated(), grid.data()
     la = Laplace(model, "classification", "all", "diag")
-    la.fit([(x, y % 2)])
-    model.times = 2
+    la.fit(list(zip(x.split(4), y.split(4) % 2, strict=True)))
     with pytest.raises(UnsupportedError, match="'inner' is called 2 times"):
         _ = la.predict(x, "nn", local_reparameterization=True).mean

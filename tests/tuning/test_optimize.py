@@ -533,6 +533,7 @@ def test_the_network_runs_once_per_batch(weights: str, structure: str, link: str
     calls: list[int] = []
     la = grid.make(weights, structure, model=Counting(calls))
     la.fit(grid.batches())
+    la.check_unchanged()  # which looks at data of the fit once
     calls.clear()
     quiet(la, val_loader=iter(validation("classification")), link_approx=link)
     assert calls == [5, 5, 2]
