@@ -12,7 +12,6 @@ parameter that fails every reading of its uses goes to the fallback ladder, whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +21,10 @@ from torch import Tensor
 from laplace.batch import Inputs
 from laplace.curvature.blocks import Block
 from laplace.curvature.factors import OuterBlock
-from laplace.curvature.native.capture import Capture, Owner, owners
+from laplace.curvature.native.candidates import Candidate, families
+from laplace.curvature.native.capture import Capture, owners
 from laplace.curvature.native.fallback import Rung, per_sample
-from laplace.curvature.native.layers import Reading, rule_for
+from laplace.curvature.native.layers import Reading
 from laplace.curvature.native.pieces import Term, block_of
 from laplace.curvature.native.rows import as_rows
 from laplace.errors import CurvatureError, InvalidData
@@ -82,7 +82,9 @@ class _Probe:
     coarsest: torch.dtype
 
 
-def make_plan(problem: Problem, taken: Capture, x: Inputs, n_data: int, *, repeated: bool = False) -> Plan:
+def make_plan(
+    problem: Problem, taken: Capture, x: Inputs, n_data: int, *, repeated: bool = False, ladder: bool = True
+) -> Plan | None:
     """Finds and proves an explanation for every treated tensor on one captured batch.
 
     Args:
@@ -92,6 +94,10 @@ def make_plan(problem: Problem, taken: Capture, x: Inputs, n_data: int, *, repea
         n_data: B.
         repeated: The data are one datum twice, a stand-in for a batch of one, in which every dimension could carry
             the data; which of its readings is meant makes no difference for one datum.
+        ladder: Whether tensors that no use explains go down the fallback ladder.
+
+    Returns:
+        The plan; None without the ladder, where a tensor needs it.
 
     Raises:
         InvalidData: Outputs or derivatives are not finite.
@@ -105,12 +111,17 @@ def make_plan(problem: Problem, taken: Capture, x: Inputs, n_data: int, *, repea
             plan.append(Explanation())
             continue
         expected = problem.slots[i].take(truth.to_dense())
-        candidates = _candidates(taken, [owner for owner in held if owner.slot == i], n_data)
-        passed = [c for c in candidates if _holds(problem, i, c, taken, probe, expected)]
-        if passed:
-            told = (repeated or len(passed) == 1) and bool(expected.any())
-            plan.append(replace(passed[0], proven=told and _anchored(passed[0], taken, n_data)))
+        own = [owner for owner in held if owner.slot == i]
+        for candidates in families(taken, own, problem.slots[i].name, n_data):
+            passed = [c for c in candidates if _holds(problem, i, c, taken, probe, expected)]
+            if passed:
+                told = (repeated or len(passed) == 1) and bool(expected.any())
+                proven = told and _anchored(passed[0], taken, n_data)
+                plan.append(Explanation(passed[0].terms, rule=passed[0].rule, proven=proven))
+                break
         else:
+            if not ladder:
+                return None
             plan.append(_prove_fallback(problem, i, x, probe, expected))
     return _with_rows(problem, tuple(plan), taken, probe)
 
@@ -167,7 +178,7 @@ def _is_identity(block: Block, unweighted: Tensor) -> bool:
     return g.numel() == unweighted.numel() and bool(torch.equal(g.flatten(), unweighted.to(g).flatten()))
 
 
-def _anchored(explanation: Explanation, taken: Capture, n_data: int) -> bool:
+def _anchored(explanation: Candidate, taken: Capture, n_data: int) -> bool:
     """Whether every use sees the batch itself in its first dimension.
 
     Where it sees another number of rows (views, time first, tokens routed to experts), or where rows are indexed on
@@ -231,37 +242,14 @@ def _probe(problem: Problem, taken: Capture, n_data: int) -> _Probe:
     return _Probe(r, unweighted, truths, gradients, coarsest)
 
 
-def _candidates(taken: Capture, held: Sequence[Owner], n_data: int) -> Iterator[Explanation]:
-    """Explanations of one tensor by its modules' rules, one for each reading that fits."""
-    rules = {id(owner.module): rule_for(owner.module) for owner in held}
-    attributes = {id(owner.module): owner.attribute for owner in held}
-    uses = [(n, use) for n, use in enumerate(taken.uses) if id(use.module) in rules]
-    for reading in Reading:
-        terms: list[Term] = []
-        positions = 0
-        for n, use in uses:
-            rule, attribute = rules[id(use.module)], attributes[id(use.module)]
-            if rule is None or attribute not in rule.parameters or not rule.accepts(use.module, use.x):
-                return
-            positions = max(positions, shared := rule.positions(use.module, use.x, n_data))
-            if shared == 0:
-                return
-            terms.append(Term(n, attribute, reading))
-        if terms and (reading is Reading.LEADING or positions > 1):
-            used = (rules[id(taken.uses[term.use].module)] for term in terms)  # of tied tensors not every owner is
-            words = " + ".join(dict.fromkeys(rule.name for rule in used if rule is not None))
-            where = "" if reading is Reading.LEADING else f" ({reading.value})"
-            yield Explanation(tuple(terms), rule=words + where + (f", {len(terms)} uses" if len(terms) > 1 else ""))
-
-
 def _holds(
-    problem: Problem, slot: int, candidate: Explanation, taken: Capture, probe: _Probe, expected: Tensor
+    problem: Problem, slot: int, candidate: Candidate, taken: Capture, probe: _Probe, expected: Tensor
 ) -> bool:
     """Whether the factors of a candidate reproduce autograd's number."""
     try:
         block = block_of(problem, slot, candidate.terms, taken.uses, probe.gradients, len(probe.r))
         actual = block.pull(probe.r.unsqueeze(0).to(block_dtype(expected.dtype)))
-    except (RuntimeError, IndexError) as error:  # shapes that this reading cannot have
+    except (RuntimeError, IndexError, TypeError) as error:  # shapes that this reading cannot have
         if ran_out(error):
             raise  # a reading that is refused for want of memory would be another curvature
         return False

@@ -77,13 +77,22 @@ RULES: Registry[LayerRule] = Registry("layer rule")
 
 
 def rule_for(module: nn.Module) -> LayerRule | None:
-    """The rule of a module's exact class, if there is one: a subclass may have another forward."""
-    kind = type(module)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    return RULES[name] if name in RULES else None
+    """The rule of a module's class, or of the nearest base class that has one.
+
+    A subclass may have another forward: whether the rule holds for it is for the probe to say.
+    """
+    for kind in type(module).__mro__:
+        name = _name(kind)
+        if name in RULES:
+            return RULES[name]
+    return None
 
 
 def files(rule: LayerRule, *kinds: type[nn.Module]) -> None:
-    """Files one rule for several module classes."""
+    """Files one rule for several module classes, and for the classes that derive from them."""
     for kind in kinds:
-        RULES.register(f"{kind.__module__}.{kind.__qualname__}")(rule)
+        RULES.register(_name(kind))(rule)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
