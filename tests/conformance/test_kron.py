@@ -71,7 +71,7 @@ def test_embedding_holds_counts_not_a_matrix() -> None:
 
 
 class _LargeBare(nn.Module):
-    """A parameter without a layer, too large for a dense block."""
+    """A parameter that is computed with before it is used, too large for a dense block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class _LargeBare(nn.Module):
         self.head = nn.Linear(28, 3, dtype=torch.float64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(x @ self.table))
+        return self.head(torch.tanh(x @ self.table.sin()))
 
 
 @pytest.mark.parametrize("kind", ["ggn", "ef"])

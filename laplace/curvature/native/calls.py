@@ -138,7 +138,7 @@ class SpreadCall(Call):
             index = table.index.reshape(1, -1).expand(n_data, -1)
             return table.rows_of(index, values.reshape(*values.shape[:2], -1, root.shape[-1]))
         if root.ndim < 2 or root.numel() <= DENSE_BLOCK_LIMIT:
-            return DenseBlock(values.flatten(2))
+            return DenseBlock(values.reshape(*values.shape[:2], -1))
         # A table of positions that is read from its first to its last row.
         rows = values.reshape(*values.shape[:2], -1, root.shape[-1])
         index = torch.arange(rows.shape[2], device=rows.device).expand(n_data, -1)

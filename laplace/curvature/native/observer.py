@@ -107,9 +107,13 @@ class Observer(TorchFunctionMode):
             roles[self.names[id(root)]] = "bias"
             if len(root) != len(bias):
                 rows["bias"] = (first, len(root))
-        if roles:
-            kept = x if self.keep_graph else x.detach()
-            self._record(LinearCall(name, roles, kept, rows, transposed), kept, z)
+        kept = x if self.keep_graph else x.detach()
+        if len({rows.get(role) for role in roles.values()}) < 2:
+            together = [roles] if roles else []
+        else:  # parts of different sizes share no output side
+            together = [{tensor: role} for tensor, role in roles.items()]
+        for some in together:
+            self._record(LinearCall(name, some, kept, rows, transposed), kept, z)
 
     def _place(self, tensor: Tensor) -> tuple[Tensor, int, bool] | None:
         """The treated tensor that this one is a view of, its first row there, and whether it is transposed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -75,12 +75,16 @@ def _merge(blocks: Sequence[Block]) -> Block:
     """Sums the uses of one tensor: as more positions where the layouts agree."""
     if len(blocks) == 1:
         return blocks[0]
+    read = [block for block in blocks if isinstance(block, IndexBlock)]
+    if len(read) == len(blocks):
+        index, counted = torch.cat([b.index for b in read], 1), torch.cat([b.counted for b in read], 1)
+        return IndexBlock(index, torch.cat([b.g for b in read], 2), read[0].n_rows, counted)
     outer = [block for block in blocks if isinstance(block, OuterBlock)]
-    alike = len(outer) == len(blocks) and len({block.input_first for block in outer}) == 1
-    if alike and len({block.a is None for block in outer}) == 1:
+    alike = {(block.input_first, block.unfolded, block.a is None) for block in outer}
+    if len(outer) == len(blocks) and len(alike) == 1:
         inputs = [block.a for block in outer if block.a is not None]
         a = torch.cat(inputs, 1) if inputs else None
-        return OuterBlock(a, torch.cat([b.g for b in outer], 2), outer[0].n_data, outer[0].input_first)
+        return replace(outer[0], a=a, g=torch.cat([b.g for b in outer], 2))
     return SumBlock(tuple(blocks))
 
 
