@@ -20,7 +20,7 @@ from laplace.curvature.engine import detached
 from laplace.curvature.native.capture import Use
 from laplace.curvature.native.passes import ForwardPass
 from laplace.curvature.native.pieces import reduce_features
-from laplace.curvature.native.plan import close
+from laplace.curvature.native.proof import close
 from laplace.errors import CurvatureError
 from laplace.memory import ran_out
 from laplace.weights.problem import Caller, Problem

@@ -26,14 +26,11 @@ from laplace.curvature.native.capture import Capture, owners
 from laplace.curvature.native.fallback import Rung, per_sample
 from laplace.curvature.native.layers import Reading
 from laplace.curvature.native.pieces import Term, block_of
+from laplace.curvature.native.proof import Probe, probe
 from laplace.curvature.native.rows import as_rows
-from laplace.errors import CurvatureError, InvalidData
+from laplace.errors import CurvatureError
 from laplace.memory import ran_out
 from laplace.weights.problem import Problem
-
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
-"""Relative error that rounding may leave in a product of a derivative with random vectors."""
-
 
 @dataclass(frozen=True)
 class Explanation:
@@ -62,26 +59,6 @@ Plan = tuple[Explanation, ...]
 """One explanation per slot."""
 
 
-@dataclass(frozen=True)
-class _Probe:
-    """The random numbers of one probe with what autograd says of them.
-
-    Attributes:
-        r: Weights of the data, `[B]`.
-        unweighted: u, a multiple of v for every datum, `[1, B, M]`.
-        truths: autograd.grad(f, tensor, r u) per slot, or None where f does not depend on the tensor.
-        gradients: Output gradients of every captured use for the unweighted cotangents.
-        coarsest: The least exact dtype among them and the outputs: that of the weights, or a lower one where the
-            network enters `torch.autocast` by itself.
-    """
-
-    r: Tensor
-    unweighted: Tensor
-    truths: tuple[Tensor | None, ...]
-    gradients: tuple[Tensor, ...]
-    coarsest: torch.dtype
-
-
 def make_plan(
     problem: Problem, taken: Capture, x: Inputs, n_data: int, *, repeated: bool = False, ladder: bool = True
 ) -> Plan | None:
@@ -103,17 +80,17 @@ def make_plan(
         InvalidData: Outputs or derivatives are not finite.
         CurvatureError: A tensor fails every rung, which means that the output of one datum depends on others.
     """
-    probe = _probe(problem, taken, n_data)
+    proof = probe(problem, taken, n_data)
     held = owners(problem)
     plan: list[Explanation] = []
-    for i, truth in enumerate(probe.truths):
+    for i, truth in enumerate(proof.truths):
         if truth is None:
             plan.append(Explanation())
             continue
         expected = problem.slots[i].take(truth.to_dense())
         own = [owner for owner in held if owner.slot == i]
         for candidates in families(taken, own, problem.slots[i].name, n_data):
-            passed = [c for c in candidates if _holds(problem, i, c, taken, probe, expected)]
+            passed = [c for c in candidates if _holds(problem, i, c, taken, proof, expected)]
             if passed:
                 told = (repeated or len(passed) == 1) and bool(expected.any())
                 proven = told and _anchored(passed[0], taken, n_data)
@@ -122,11 +99,11 @@ def make_plan(
         else:
             if not ladder:
                 return None
-            plan.append(_prove_fallback(problem, i, x, probe, expected))
-    return _with_rows(problem, tuple(plan), taken, probe)
+            plan.append(_prove_fallback(problem, i, x, proof, expected))
+    return _with_rows(problem, tuple(plan), taken, proof)
 
 
-def _with_rows(problem: Problem, plan: Plan, taken: Capture, probe: _Probe) -> Plan:
+def _with_rows(problem: Problem, plan: Plan, taken: Capture, proof: Probe) -> Plan:
     """Marks the heads, and of outputs with positions the tensors whose rows are data like any other.
 
     That is proved like everything else, with weights r of the rows instead of the data; tensors of one use go together,
@@ -134,11 +111,11 @@ def _with_rows(problem: Problem, plan: Plan, taken: Capture, probe: _Probe) -> P
     """
     if not taken.positions:
         return plan
-    rows = [_row_block(problem, i, explanation, taken, probe) for i, explanation in enumerate(plan)]
+    rows = [_row_block(problem, i, explanation, taken, proof) for i, explanation in enumerate(plan)]
     r = torch.randn(len(taken.rows), generator=torch.Generator().manual_seed(1)).to(taken.f)
     used = [i for i, block in enumerate(rows) if block is not None]
     stand_ins = [taken.stand_ins[problem.slots[i].name] for i in used]
-    weighted = (r[:, None] * probe.unweighted.view_as(taken.rows)).view_as(taken.f)
+    weighted = (r[:, None] * proof.unweighted.view_as(taken.rows)).view_as(taken.f)
     truths = torch.autograd.grad(taken.f, stand_ins, weighted, retain_graph=True, allow_unused=True) if used else ()
     held: dict[int, Block] = {}
     for i, truth in zip(used, truths, strict=True):
@@ -146,22 +123,23 @@ def _with_rows(problem: Problem, plan: Plan, taken: Capture, probe: _Probe) -> P
         if block is None or expected is None:
             continue
         actual = block.pull(r.unsqueeze(0).to(block_dtype(expected.dtype)))
-        if close(actual, expected, block.bound() * r.abs().max(), probe.coarsest):
+        scale = float(weighted.norm() / (proof.r[:, None] * proof.unweighted[0]).norm())
+        if proof.agree(i, actual, expected, block.bound() * r.abs().max(), scale):
             held[i] = block
     broken = {t.use for i, e in enumerate(plan) if i not in held for t in e.terms}
     return tuple(
-        replace(e, by_row=True, is_head=_ends(e, taken) and _is_identity(held[i], probe.unweighted))
+        replace(e, by_row=True, is_head=_ends(e, taken) and _is_identity(held[i], proof.unweighted))
         if i in held and e.terms[0].use not in broken
         else e
         for i, e in enumerate(plan)
     )
 
 
-def _row_block(problem: Problem, slot: int, explanation: Explanation, taken: Capture, probe: _Probe) -> Block | None:
+def _row_block(problem: Problem, slot: int, explanation: Explanation, taken: Capture, proof: Probe) -> Block | None:
     """The block of a tensor with rows for data, if it has a position for every one."""
     if len(explanation.terms) != 1 or explanation.terms[0].reading is not Reading.LEADING:
         return None
-    block = block_of(problem, slot, explanation.terms, taken.uses, probe.gradients, len(taken.f))
+    block = block_of(problem, slot, explanation.terms, taken.uses, proof.gradients, len(taken.f))
     return as_rows(block, taken.n_positions)
 
 
@@ -222,52 +200,18 @@ def unused_still(plan: Plan, problem: Problem, taken: Capture) -> bool:
     return all(gradient is None for gradient in found)
 
 
-def _probe(problem: Problem, taken: Capture, n_data: int) -> _Probe:
-    f, generator = taken.f, torch.Generator().manual_seed(0)
-    r = torch.randn(n_data, generator=generator).to(f) if n_data > 1 else torch.ones(1).to(f)
-    v = torch.randn(f.shape[1], generator=generator).to(f)
-    # A bias has the same Jacobian at every datum: cotangents that differ in size tell its rows apart all the same.
-    unweighted = (1 + torch.rand(n_data, 1, generator=generator).to(f)) * v
-    stand_ins = [taken.stand_ins[slot.name] for slot in problem.slots]
-    truths = torch.autograd.grad(f, stand_ins, r[:, None] * unweighted, retain_graph=True, allow_unused=True)
-    known = [f, *(truth.to_dense() for truth in truths if truth is not None)]
-    if not all(bool(tensor.isfinite().all()) for tensor in known):
-        raise InvalidData(
-            "the network's outputs or their derivatives are NaN or infinite; look at the inputs and at the network's "
-            "weights."
-        )
-    unweighted = unweighted.unsqueeze(0)
-    gradients = tuple(g.detach() for g in taken.gradients(unweighted, list(taken.uses)))
-    coarsest = max({tensor.dtype for tensor in (f, *gradients)}, key=lambda dtype: TOLERANCE.get(dtype, 0.0))
-    return _Probe(r, unweighted, truths, gradients, coarsest)
-
-
 def _holds(
-    problem: Problem, slot: int, candidate: Candidate, taken: Capture, probe: _Probe, expected: Tensor
+    problem: Problem, slot: int, candidate: Candidate, taken: Capture, proof: Probe, expected: Tensor
 ) -> bool:
     """Whether the factors of a candidate reproduce autograd's number."""
     try:
-        block = block_of(problem, slot, candidate.terms, taken.uses, probe.gradients, len(probe.r))
-        actual = block.pull(probe.r.unsqueeze(0).to(block_dtype(expected.dtype)))
+        block = block_of(problem, slot, candidate.terms, taken.uses, proof.gradients, len(proof.r))
+        actual = block.pull(proof.r.unsqueeze(0).to(block_dtype(expected.dtype)))
     except (RuntimeError, IndexError, TypeError) as error:  # shapes that this reading cannot have
         if ran_out(error):
             raise  # a reading that is refused for want of memory would be another curvature
         return False
-    return close(actual, expected, block.bound() * probe.r.abs().max(), probe.coarsest)
-
-
-def close(actual: Tensor, expected: Tensor, bound: Tensor, coarsest: torch.dtype | None = None) -> bool:
-    """Whether two vectors agree to the accuracy of the model's dtype.
-
-    Args:
-        actual: From factors.
-        expected: From autograd, in the model's dtype.
-        bound: Norm of what was added up: the scale of rounding errors where the sum cancels.
-        coarsest: A dtype in which a part of both may have been computed.
-    """
-    tolerance = max(TOLERANCE[expected.dtype], TOLERANCE.get(coarsest or expected.dtype, 0.0))
-    error = (actual - expected.to(actual)).norm()
-    return bool(error <= tolerance * (expected.norm().to(error) + 1e-2 * bound.to(error)))
+    return proof.agree(slot, actual, expected, block.bound() * proof.r.abs().max())
 
 
 def block_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -275,17 +219,17 @@ def block_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _prove_fallback(problem: Problem, slot: int, x: Inputs, probe: _Probe, expected: Tensor) -> Explanation:
+def _prove_fallback(problem: Problem, slot: int, x: Inputs, proof: Probe, expected: Tensor) -> Explanation:
     dtype = block_dtype(expected.dtype)
     for rung in Rung:
         try:
-            (values,) = per_sample(problem, x, probe.unweighted, [slot], rung)
+            (values,) = per_sample(problem, x, proof.unweighted, [slot], rung)
         except (RuntimeError, ValueError, TypeError) as error:  # the rung does not work for this network
             if ran_out(error) and rung is Rung.LOOP:  # the others take more
                 raise
             continue
-        actual = torch.einsum("bp,b->p", values[0].to(dtype), probe.r.to(dtype))
-        if close(actual, expected, values.norm() * probe.r.abs().max(), probe.coarsest):
+        actual = torch.einsum("bp,b->p", values[0].to(dtype), proof.r.to(dtype))
+        if proof.agree(slot, actual, expected, values.norm() * proof.r.abs().max()):
             return Explanation(rung=rung, rule=f"fallback: {rung.value}")
     raise CurvatureError(
         f"the Jacobian with respect to {problem.slots[slot].name!r} cannot be split over the data: the output of one "
