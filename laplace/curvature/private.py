@@ -109,7 +109,7 @@ def _features(watched: ForwardPass) -> Tensor | None:
     if problem.head is None:
         return None
     head = problem.module.get_submodule(problem.head)
-    uses = [use for use in taken.uses if use.module is head]
+    uses = [use for use in taken.uses if use.by is head]
     if len(uses) != 1 or not taken.is_head(uses[0]):
         return None
     x = uses[0].x.detach()

@@ -242,6 +242,7 @@ class WeightFit(BaseLaplace):
             fit = new if override or self._fit is None else self._fit.scaled(decay) + new
             mean = self.problem.mean().to(self._like.dtype)
             self.adopt(fit, mean, Fingerprint.of(self.weights.model), engine)
+        fitting.warn_of_diagonals(new, self.problem)
 
     def measured(
         self,

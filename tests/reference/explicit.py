@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 class Attention(nn.Module):
     """Multi-head attention with a packed projection, which is called once for every different input."""
 
-    names = {"in_proj_weight": "packed.weight", "in_proj_bias": "packed.bias",
+    names: ClassVar = {"in_proj_weight": "packed.weight", "in_proj_bias": "packed.bias",
              "out_proj.weight": "out.weight", "out_proj.bias": "out.bias"}  # fmt: skip
     batch_first = False  # of the encoder layer's question, which would look for more otherwise
 
@@ -67,7 +68,7 @@ class Attention(nn.Module):
 class Recurrent(nn.Module):
     """One layer of an LSTM or a GRU in one direction, from zero states."""
 
-    names = {f"{kind}_{side}_l0": f"{layer}.{kind}" for kind in ("weight", "bias")
+    names: ClassVar = {f"{kind}_{side}_l0": f"{layer}.{kind}" for kind in ("weight", "bias")
              for side, layer in (("ih", "given"), ("hh", "recurrent"))}  # fmt: skip
 
     def __init__(self, module: nn.RNNBase) -> None:

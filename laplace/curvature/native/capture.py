@@ -102,9 +102,7 @@ class Capture:
         return result
 
 
-def capture(
-    problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = False, observed: bool = False
-) -> Capture:
+def capture(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = False, observed: bool = False) -> Capture:
     """Runs the network on x with hooks on every module that owns a treated tensor and has a rule.
 
     Treated tensors are replaced by detached stand-ins that require gradients, whatever the user's

@@ -64,7 +64,7 @@ class Observer(TorchFunctionMode):
     # Products and tables.
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, result: Tensor | None = None) -> Tensor:
-        """x Wᵀ + b, with its use if a tensor is treated.
+        """X Wᵀ + b, with its use if a tensor is treated.
 
         Args:
             x: `[..., I]`.
@@ -124,8 +124,7 @@ class Observer(TorchFunctionMode):
             return None
         start = tensor.storage_offset() - root.storage_offset()
         if tensor.shape[1:] == root.shape[1:] and tensor.stride() == root.stride():
-            first, rest = divmod(start, root.stride(0))
-            return None if rest else (root, first, False)
+            return None if start % root.stride(0) else (root, int(start // root.stride(0)), False)
         turned = tensor.ndim == 2 and tensor.shape == root.shape[::-1] and tensor.stride() == root.stride()[::-1]
         return (root, 0, True) if turned and start == 0 else None
 
@@ -166,10 +165,10 @@ class Observer(TorchFunctionMode):
                     operand = known[0]
                     self._operands[id(part)] = Operand(part, operand.root, operand.name, operand.table)
         elif len(args) == len(tensors) == 2 and not kwargs and isinstance(result, Tensor):
-            self._meeting(name, *tensors, result)
+            self._meeting(name, tensors[0], tensors[1], result)
 
     def _expansion(self, operand: Operand, value: Tensor, result: Any) -> bool:
-        """o repeated along a first dimension that it does not have: that of the data, if the probe agrees."""
+        """O repeated along a first dimension that it does not have: that of the data, if the probe agrees."""
         repeated = operand.value is value and isinstance(result, Tensor) and result.shape[1:].numel() == value.numel()
         if repeated:
             self._spread("expanded", operand, result, None, 1.0)

@@ -32,6 +32,7 @@ from laplace.errors import CurvatureError
 from laplace.memory import ran_out
 from laplace.weights.problem import Problem
 
+
 @dataclass(frozen=True)
 class Explanation:
     """How the block of one tensor is made: from captured uses, or by a rung of the fallback ladder.
@@ -200,9 +201,7 @@ def unused_still(plan: Plan, problem: Problem, taken: Capture) -> bool:
     return all(gradient is None for gradient in found)
 
 
-def _holds(
-    problem: Problem, slot: int, candidate: Candidate, taken: Capture, proof: Probe, expected: Tensor
-) -> bool:
+def _holds(problem: Problem, slot: int, candidate: Candidate, taken: Capture, proof: Probe, expected: Tensor) -> bool:
     """Whether the factors of a candidate reproduce autograd's number."""
     try:
         block = block_of(problem, slot, candidate.terms, taken.uses, proof.gradients, len(proof.r))

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge
 
 from laplace.curvature.blocks import Block
 from laplace.curvature.native.layers import Reading
+from laplace.errors import CurvatureError
 
 
 class Call(ABC):
@@ -56,3 +57,14 @@ class Use:
     x: Tensor
     edge: GradientEdge
     shape: torch.Size
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, where it is one.
+
+        Raises:
+            CurvatureError: A function was called.
+        """
+        if isinstance(self.by, Call):
+            raise CurvatureError(f"{self.by.name} is no layer")
+        return self.by

@@ -81,17 +81,24 @@ def rule_for(module: nn.Module) -> LayerRule | None:
 
     A subclass may have another forward: whether the rule holds for it is for the probe to say.
     """
-    for kind in type(module).__mro__:
-        name = _name(kind)
-        if name in RULES:
-            return RULES[name]
-    return None
+    return rule_of(type(module))
+
+
+def rule_of(kind: type[nn.Module]) -> LayerRule | None:
+    """The rule of a module class, or of the nearest base class that has one."""
+    return next((RULES[name] for name in map(_name, kind.__mro__) if name in RULES), None)
 
 
 def files(rule: LayerRule, *kinds: type[nn.Module]) -> None:
-    """Files one rule for several module classes, and for the classes that derive from them."""
+    """Files one rule for several module classes, and for the classes that derive from them.
+
+    Raises:
+        InvalidArgument: A class has another rule of its own.
+    """
     for kind in kinds:
-        RULES.register(_name(kind))(rule)
+        name = _name(kind)
+        if name not in RULES or RULES[name] is not rule:
+            RULES.register(name)(rule)
 
 
 def _name(kind: type) -> str:
