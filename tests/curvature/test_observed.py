@@ -270,6 +270,34 @@ class _OwnOther(_Own):
         return super().forward(x) * self.weight.square().sum()
 
 
+class _Functional(nn.Module):
+    """Arguments by name, in any order, with options, and inside a transform of torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4, 4))
+        self.third, self.bias = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))
+        self.members = nn.Parameter(torch.randn(2, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(F.linear(weight=self.first, input=x, bias=self.bias))
+        h = torch.addmm(self.bias, h, mat2=self.second, beta=0.5).sin()
+        f = torch.matmul(input=h, other=self.third)
+        return torch.func.vmap(lambda w: F.linear(f, w))(self.members).mean(0)
+
+
+def test_arguments_by_name_and_options() -> None:
+    torch.manual_seed(0)
+    model, x, y = _Functional().double(), torch.randn(4, 3, dtype=torch.float64), torch.randint(3, (4,))
+    la = FullLaplace(model, "classification")
+    la.fit([(x, y)])
+    exact = reference.ggn(model, x, y, reference.trainable_names(model), "classification")
+    assert_close(la.H, exact, "backend")
+    found = la.coverage()
+    assert (found["first"], found["third"]) == ("F.linear", "torch.matmul")
+    assert all("fallback" in found[name] for name in ("second", "bias", "members"))
+
+
 def test_a_rule_for_a_layer_of_ones_own_in_one_line() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(6, 3, dtype=torch.float64), torch.randint(3, (6,))

@@ -65,6 +65,11 @@ class Capture:
     positions: tuple[int, ...] = ()
 
     @property
+    def watched(self) -> bool:
+        """Whether some use is that of a function."""
+        return any(isinstance(use.by, Call) for use in self.uses)
+
+    @property
     def n_positions(self) -> int:
         """T."""
         return prod(self.positions)

@@ -213,13 +213,17 @@ class NativeEngine(CurvatureEngine):
         """
         if self.problem.reduction is not None:
             return taken
-        self._observed = True
-        self._loop = prefers_loop(self.problem.module, stepwise=True)
-        again = self._capture(x, create_graph=create_graph)
-        if any(isinstance(use.by, Call) for use in again.uses):
-            return again
-        self._observed, self._loop = False, prefers_loop(self.problem.module)
-        return taken
+        try:
+            loop = prefers_loop(self.problem.module, stepwise=True)
+            again = capture(self.problem, x, loop=loop, create_graph=create_graph, observed=True)
+        except (RuntimeError, ValueError, TypeError) as error:  # a network that must not be watched
+            if ran_out(error):
+                raise
+            return taken
+        if not again.watched:
+            return taken
+        self._observed, self._loop = True, loop
+        return again
 
     @overload
     def _prove(self, taken: Capture, x: Inputs) -> Plan: ...

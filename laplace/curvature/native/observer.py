@@ -15,6 +15,15 @@ from laplace.curvature.native import attention, recurrent
 from laplace.curvature.native.calls import LinearCall, Operand, SpreadCall, TableCall
 from laplace.curvature.native.uses import Call, Use
 
+_ARGUMENTS = {
+    "linear": ("input", "weight", "bias"),
+    "addmm": ("input", "mat1", "mat2"),
+    "matmul": ("input", "other"),
+    "mm": ("input", "mat2"),
+    "embedding": ("input", "weight", "padding_idx", "max_norm"),
+}
+"""Products and tables, and what their arguments are called."""
+
 _SUMS = {"add": 1.0, "add_": 1.0, "sub": -1.0, "sub_": -1.0}
 _PRODUCTS = ("mul", "mul_")
 _EXPANSIONS = ("expand", "expand_as", "broadcast_to", "repeat")
@@ -39,10 +48,6 @@ class Observer(TorchFunctionMode):
         self._operands: dict[int, Operand] = {
             id(tensor): Operand(tensor, tensor, name) for name, tensor in stand_ins.items()
         }
-        self._handlers: dict[str, Callable[..., Any]] = {
-            "linear": self.linear, "addmm": self._addmm, "matmul": self._matmul, "mm": self._matmul,
-            "embedding": self._embedding,
-        }  # fmt: skip
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -55,34 +60,30 @@ class Observer(TorchFunctionMode):
             found = attention.run(self.linear, self.names, *args, **kwargs)
             return func(*args, **kwargs) if found is None else found
         result = func(*args, **kwargs)
-        if name in self._handlers:
-            self._handlers[name](*args, **kwargs, result=result)
+        if name in _ARGUMENTS:
+            self._note(name, dict(zip(_ARGUMENTS[name], args, strict=False)) | kwargs, result)
         else:
             self._follow(name, args, kwargs, result)
         return result
 
     # Products and tables.
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, result: Tensor | None = None) -> Tensor:
-        """X Wᵀ + b, with its use if a tensor is treated.
-
-        Args:
-            x: `[..., I]`.
-            weight: W.
-            bias: b.
-            result: The product, if it is known.
-        """
-        z = F.linear(x, weight, bias) if result is None else result
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`F.linear`, of which the use is recorded if a tensor is treated."""
+        z = F.linear(x, weight, bias)
         self._product("F.linear", x, weight, bias, z)
         return z
 
-    def _addmm(self, bias: Tensor, x: Tensor, weight: Tensor, *, result: Tensor, **options: Any) -> None:
-        if not options:
-            self._product("torch.addmm", x, weight, bias, result, stored_by_input=True)
-
-    def _matmul(self, x: Tensor, weight: Tensor, *, result: Tensor, **options: Any) -> None:
-        if not options:
-            self._product("torch.matmul", x, weight, None, result, stored_by_input=True)
+    def _note(self, name: str, given: Mapping[str, Any], result: Any) -> None:
+        """One of `_ARGUMENTS`; with options that they do not name, a product is left to the fallback."""
+        known = all(argument in _ARGUMENTS[name] for argument in given)
+        if name == "embedding":
+            self._embedding(given, result)
+        elif known and name == "linear":
+            self._product("F.linear", given["input"], given["weight"], given.get("bias"), result)
+        elif known:
+            *first, x, weight = (given[argument] for argument in _ARGUMENTS[name])
+            self._product(f"torch.{name}", x, weight, first[0] if first else None, result, stored_by_input=True)
 
     def recur(self, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> None:
         """A product that is repeated step by step, from all its inputs `[B, T, I]` and zeros added to its outputs."""
@@ -128,20 +129,9 @@ class Observer(TorchFunctionMode):
         turned = tensor.ndim == 2 and tensor.shape == root.shape[::-1] and tensor.stride() == root.stride()[::-1]
         return (root, 0, True) if turned and start == 0 else None
 
-    def _embedding(
-        self,
-        index: Tensor,
-        weight: Tensor,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        *,
-        result: Tensor,
-    ) -> None:
-        del norm_type, scale_grad_by_freq, sparse
-        if id(weight) not in self.names or max_norm is not None:
+    def _embedding(self, given: Mapping[str, Any], result: Tensor) -> None:
+        index, weight, padding_idx = given["input"], given["weight"], given.get("padding_idx")
+        if id(weight) not in self.names or given.get("max_norm") is not None:
             return
         padding = padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + len(weight)
         name = self.names[id(weight)]

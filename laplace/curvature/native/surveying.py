@@ -41,7 +41,7 @@ def surveyed(taken: ForwardPass, *, n_columns: int, n_terms: int, loop: bool, pr
     held = {use.x.untyped_storage().data_ptr() for use in taken.taken.uses}
     with torch.inference_mode(False), lent(taken.problem.module), _watched(taken, saved, widths):
         start = _now(taken.f)
-        again = capture(taken.problem, taken.x, loop=loop)
+        again = capture(taken.problem, taken.x, loop=loop, observed=taken.taken.watched)
         forward = _now(taken.f) - start
     del again
     heads, n_outputs = taken.heads(), taken.f.shape[1]
