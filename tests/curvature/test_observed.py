@@ -174,6 +174,21 @@ class _Adapted(nn.Linear):
         return super().forward(x) + x @ self.down.T @ self.up.t()
 
 
+class _Head(nn.Linear):
+    """As a library derives its heads."""
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "full"])
+def test_a_subclass_of_a_layer_is_one(structure: str) -> None:
+    x, y, evidence = torch.randn(6, 3), torch.randint(3, (6,)), []
+    for kind in (nn.Linear, _Head):
+        torch.manual_seed(0)
+        la = posterior(nn.Sequential(kind(3, 30), nn.Tanh(), kind(30, 3)), structure)
+        la.fit([(x, y)])
+        evidence.append(la.log_marginal_likelihood())
+    assert torch.equal(*evidence)
+
+
 class _Standardised(nn.Linear):
     """Not linear in its weight: the rule of its base class must be refused."""
 
