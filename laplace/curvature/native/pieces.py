@@ -49,7 +49,8 @@ def block_of(
 
 
 def _of_use(problem: Problem, term: Term, use: Use, g: Tensor, n_data: int) -> Block:
-    dtype = torch.promote_types(g.dtype, torch.float32)
+    # A network may compute in fewer digits than its weights have.
+    dtype = torch.promote_types(torch.promote_types(g.dtype, problem.dtype), torch.float32)
     if isinstance(use.by, Call):
         return use.by.block(term.attribute, g.to(dtype), n_data, term.reading)
     rule = rule_for(use.by)
