@@ -127,6 +127,56 @@ def test_recurrence_is_that_of_pytorch(name: str) -> None:
     assert not any("fallback" in words for n, words in la.coverage().items() if n.startswith("cell"))
 
 
+class _Steps(nn.Module):
+    """A cell that is called step by step."""
+
+    def __init__(self, cell: nn.RNNCellBase) -> None:
+        super().__init__()
+        self.cell, self.head = cell, nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t], state)
+        assert state is not None
+        return self.head(state[0] * state[1] if isinstance(state, tuple) else state)
+
+
+class _Packed(nn.Module):
+    """Sequences of unequal lengths, which PyTorch's own function runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTM(3, 2), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = 1 + (x[:, 0, 0] > 0).long()
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.head(self.cell(packed)[1][0][0])
+
+
+STEPS: dict[str, Callable[[], nn.Module]] = {
+    "lstm": lambda: _Steps(nn.LSTMCell(3, 2)),
+    "gru": lambda: _Steps(nn.GRUCell(3, 2, bias=False)),
+    "tanh": lambda: _Steps(nn.RNNCell(3, 2)),
+    "relu": lambda: _Steps(nn.RNNCell(3, 2, nonlinearity="relu")),
+    "packed": _Packed,
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_single_steps_and_packed_sequences(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = STEPS[name]().double(), torch.randn(4, 2, 3, dtype=torch.float64)
+    assert_close(observed(model, x), model(x).detach(), "algebra")
+    la = FullLaplace(model, "classification")
+    y = torch.tensor([0, 1, 2, 0])
+    la.fit([(x, y)])
+    assert_close(la.H, reference.ggn(model, x, y, reference.trainable_names(model), "classification"), "backend")
+    words = la.coverage()["cell.weight_hh" if name != "packed" else "cell.weight_hh_l0"]
+    assert words.startswith("fallback" if name == "packed" else "F.linear, 2 uses")
+
+
 class _Repeated(nn.Module):
     """One layer that is called three times."""
 

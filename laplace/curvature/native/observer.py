@@ -56,6 +56,8 @@ class Observer(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in recurrent.CELLS and any(id(w) in self.names for w in recurrent.weights_of(args)):
             return recurrent.run(name, args, self.linear, self.recur)
+        if name in recurrent.STEPS and not kwargs and any(id(w) in self.names for w in args):
+            return recurrent.step(name, args, self.linear)
         if func is F.multi_head_attention_forward:
             found = attention.run(self.linear, self.names, *args, **kwargs)
             return func(*args, **kwargs) if found is None else found

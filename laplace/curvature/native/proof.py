@@ -53,12 +53,13 @@ class Probe:
         Where a derivative is zero for a reason, as that of a softmax in the bias of its keys or of a norm over two
         channels in what it normalises, nothing but rounding is left of it, which no bound of the sum shows.
         """
-        largest = [torch.zeros((), dtype=torch.float64)] * len(self.truths)
+        largest = [torch.zeros(())] * len(self.truths)
         for factor in _SCALINGS:
             for i, (truth, scaled) in enumerate(zip(self.truths, self.again(factor), strict=True)):
                 if truth is not None and scaled is not None:
-                    difference = scaled.to_dense().double() / factor - truth.to_dense().double()
-                    largest[i] = torch.maximum(largest[i], difference.norm().cpu())
+                    dtype = torch.promote_types(truth.dtype, torch.float32)
+                    difference = scaled.to_dense().to(dtype) / factor - truth.to_dense().to(dtype)
+                    largest[i] = torch.maximum(largest[i].to(difference), difference.norm())
         return tuple(largest)
 
     def agree(self, slot: int, actual: Tensor, expected: Tensor, bound: Tensor, scale: float = 1.0) -> bool:

@@ -1,4 +1,4 @@
-"""LSTM, GRU and plain recurrent layers step by step: PyTorch runs all steps inside one function.
+"""LSTM, GRU and plain recurrent layers step by step: PyTorch runs all steps, or both products, inside one function.
 
 A recurrent weight is a linear layer whose positions are the steps. Zeros are added to its outputs at every step: the
 gradient with respect to them is that of all steps.
@@ -55,6 +55,19 @@ def run(name: str, args: tuple[Any, ...], linear: Linear, recur: Recur) -> tuple
         x = torch.cat(outputs, 2)
     ends = tuple(torch.stack(parts) for parts in zip(*last, strict=True))
     return (x if batch_first else x.transpose(0, 1), *ends)
+
+
+STEPS = {"lstm_cell": "lstm", "gru_cell": "gru", "rnn_tanh_cell": "rnn_tanh", "rnn_relu_cell": "rnn_relu"}
+"""Names of the functions of a single step, and which of `CELLS` it is of."""
+
+
+def step(name: str, args: tuple[Any, ...], linear: Linear) -> Any:
+    """The next state of one of `STEPS`: (h, c) of an LSTM, h of the others."""
+    x, first, given, recurrent, *biases = args
+    b_given, b_recurrent = biases if biases else (None, None)
+    state: State = tuple(first) if name == "lstm_cell" else (first,)
+    state = _CELL[STEPS[name]](linear(x, given, b_given), linear(state[0], recurrent, b_recurrent), state)
+    return state if name == "lstm_cell" else state[0]
 
 
 def _one_way(
