@@ -14,6 +14,7 @@ from tests import problems as catalogue
 from tests.problems import PROBLEMS, Problem
 from tests.reference import curvature, evidence, kfac, predictive
 from tests.reference.compare import assert_close
+from tests.reference.explicit import explicit
 
 ALL = [pytest.param(problem, id=problem.name) for problem in PROBLEMS.values()]
 KFAC = [pytest.param(problem, id=problem.name) for problem in catalogue.problems("kfac")]
@@ -235,10 +236,34 @@ def test_patches_times_weight_is_the_convolution(problem: Problem) -> None:
     assert_close(by_rows.transpose(1, 2), expected.flatten(2), "algebra")
 
 
-def test_kfac_refuses_a_module_that_is_called_twice() -> None:
-    problem = catalogue.get("reused_module")
-    with pytest.raises(ValueError, match="more than once"):
-        kfac.kfac(problem.make_model(), problem.x, problem.y, ["hidden.weight"], problem.likelihood)
+class _Pair(nn.Module):
+    """One layer on two halves of the inputs: in two calls, or in one with two positions."""
+
+    def __init__(self, together: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head, self.together = nn.Linear(3, 4).double(), nn.Linear(4, 2).double(), together
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.together:
+            return self.head(torch.tanh(self.layer(x.unflatten(1, (2, 3)))).sum(1))
+        return self.head(torch.tanh(self.layer(x[:, :3])) + torch.tanh(self.layer(x[:, 3:])))
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_calls_of_one_module_are_positions(approx: str) -> None:
+    x, y, names = _sampled(5, 6), torch.tensor([0, 1, 1, 0, 1]), ["layer.weight", "layer.bias"]
+    apart, together = (kfac.kfac(_Pair(t), x, y, names, "classification", approx) for t in (False, True))
+    assert_close(kfac.dense_kfac(apart, names), kfac.dense_kfac(together, names), "algebra")
+
+
+@pytest.mark.parametrize("name", ["transformer", "attention_time_major", "patches", "lstm", "lstm_time_major", "gru"])
+def test_layers_that_are_written_out_have_the_same_outputs(name: str) -> None:
+    problem = catalogue.get(name)
+    model = problem.make_model()
+    network, names = explicit(model)
+    assert_close(curvature.outputs(network, problem.x), curvature.outputs(model, problem.x), "algebra")
+    assert all(torch.equal(network.get_parameter(new), model.get_parameter(old)) for old, new in names.items())
 
 
 @pytest.mark.parametrize("vector", [False, True])

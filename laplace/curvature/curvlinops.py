@@ -20,7 +20,7 @@ from laplace.curvature.engine import CurvatureEngine, Groups
 from laplace.curvature.interface import CurvatureInterface
 from laplace.curvature.native.engine import MEMORY_BUDGET
 from laplace.curvature.native.passes import ForwardPass
-from laplace.curvature.native.plan import close
+from laplace.curvature.native.proof import close
 from laplace.curvature.package_backends import PackageEF, PackageGGN, PackageHessian
 from laplace.curvature.packages import LayerFactors, MakeNative, PackageEngine, Reasons, missing, reuse
 from laplace.curvature.private import PrivateBatch

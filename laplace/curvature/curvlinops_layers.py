@@ -19,7 +19,7 @@ def fault(watched: ForwardPass, slot: int, *, reduce: bool) -> str | None:
     term = watched.plan[slot].terms[0]
     use = watched.taken.uses[term.use]
     layer, x = use.module, use.x
-    if not isinstance(layer, nn.Linear | nn.Conv2d):
+    if type(layer) not in (nn.Linear, nn.Conv2d):
         return f"no Kronecker factors of {type(layer).__name__}"
     found = _of_convolution(layer) if isinstance(layer, nn.Conv2d) else None
     if found is not None:

@@ -22,7 +22,8 @@ class OuterBlock(Block):
         a: Inputs `[B, T, G, I]` of the G groups, or None for a bias (all ones, I = 1).
         g: Output gradients `[K, B, T, G, O]`; of a head in a basis of its outputs its rows, `[K, 1, 1, 1, O]`.
         n_data: B.
-        input_first: The tensor's layout is (G·I, O) instead of (G·O, I): transposed convolutions.
+        input_first: The tensor's layout is (G·I, O) instead of (G·O, I): transposed convolutions, products x W.
+        unfolded: g are the layer's output gradients in patches, and not those of its bias: transposed convolutions.
         identity: g is the identity, in some basis: the layer's outputs are the network's.
         rotated: The basis is another one, or only some of its rows are treated.
     """
@@ -31,6 +32,7 @@ class OuterBlock(Block):
     g: Tensor
     n_data: int
     input_first: bool = False
+    unfolded: bool = False
     identity: bool = False
     rotated: bool = False
 

@@ -25,6 +25,7 @@ from laplace.curvature.kron_parts import KronBlock, KronParts
 from laplace.curvature.native.capture import capture
 from laplace.curvature.native.engine import NativeEngine
 from laplace.curvature.native.passes import ForwardPass
+from laplace.curvature.native.uses import Call
 from laplace.curvature.private import private_batch
 from laplace.errors import CurvatureError, MissingDependency
 from laplace.lending import lent
@@ -333,6 +334,8 @@ def reuse(watched: ForwardPass) -> Reasons:
             reasons[i] = "the batch does not use it"
         elif len(explanation.terms) != 1:
             reasons[i] = "several uses" if explanation.terms else "no layer rule"
+        elif isinstance(watched.taken.uses[explanation.terms[0].use].by, Call):
+            reasons[i] = "no layer rule"
     return reasons
 
 

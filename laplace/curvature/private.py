@@ -20,7 +20,7 @@ from laplace.curvature.engine import detached
 from laplace.curvature.native.capture import Use
 from laplace.curvature.native.passes import ForwardPass
 from laplace.curvature.native.pieces import reduce_features
-from laplace.curvature.native.plan import close
+from laplace.curvature.native.proof import close
 from laplace.errors import CurvatureError
 from laplace.memory import ran_out
 from laplace.weights.problem import Caller, Problem
@@ -109,7 +109,7 @@ def _features(watched: ForwardPass) -> Tensor | None:
     if problem.head is None:
         return None
     head = problem.module.get_submodule(problem.head)
-    uses = [use for use in taken.uses if use.module is head]
+    uses = [use for use in taken.uses if use.by is head]
     if len(uses) != 1 or not taken.is_head(uses[0]):
         return None
     x = uses[0].x.detach()

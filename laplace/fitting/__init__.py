@@ -1,5 +1,6 @@
 """From data to one frozen `Fit`."""
 
+from laplace.fitting.diagonals import warn_of_diagonals
 from laplace.fitting.first_batch import FirstBatch
 from laplace.fitting.fit import (
     Fit,
@@ -23,5 +24,6 @@ __all__ = [
     "check_override",
     "check_weight",
     "require_rereadable",
+    "warn_of_diagonals",
     "warn_of_shards",
 ]

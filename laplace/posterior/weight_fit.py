@@ -261,6 +261,7 @@ class WeightFit(BaseLaplace):
                 fit.curvature.decompose(**self.precision_options)
             mean = self.problem.mean().to(self._like.dtype)
             self.adopt(fit, mean, Fingerprint.of(self.weights.model, first.witness), engine)
+        fitting.warn_of_diagonals(new, self.problem)
 
     def measured(
         self,

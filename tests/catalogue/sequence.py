@@ -44,3 +44,5 @@ def register() -> None:
         tokens=9,
     )
     add("tied_head", sequence.TiedHead, (5,), 4, tags="embedding tied shared", tokens=4)
+    add("stored_by_input", sequence.StoredByInput, (4, 3), 3, tags="shared")
+    add("patches", sequence.Patches, (4, 3), 3, tags="attention bare_parameter norm shared")

@@ -1,12 +1,13 @@
 """What a Kronecker-factored curvature should hold for every tensor of every problem, dense.
 
-Linear and convolution layers come from `tests.reference.kfac`; here are embeddings, transposed convolutions, and the
-exact blocks of everything that has no factors.
+Linear and convolution layers come from `tests.reference.kfac`, attention and recurrence from the same after they are
+written out as such; here are embeddings, transposed convolutions, and the exact blocks of all that has no factors.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -18,18 +19,29 @@ from tests import problems as catalogue
 from tests.conformance.cases import Case, dense, truth
 from tests.problems import Problem
 from tests.reference import curvature, kfac
+from tests.reference.explicit import chain, explicit
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d)
-# Tensors of layers that are called once, but which influence the outputs in another way as well, or whose activations
-# do not carry the data.
-_BYPASSED = {("functional_reuse", "hidden.weight"), ("embedding_padding", "position.weight")}
-_BYPASSED.add(("embedding_positions", "position.weight"))
+# Tensors of layers that are called once, but which influence the outputs in another way as well.
+_BYPASSED = {("functional_reuse", "hidden.weight")}
+# Layers that are written without their modules, with them.
+_WRITTEN_OUT: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "functional_only": lambda m: chain(inp=m.inp, tanh=nn.Tanh(), head=m.head),
+}  # fmt: skip
+# Parameters `[in, out]` that multiply from the right.
+_STORED_BY_INPUT = {"bare_parameter": ["mix"], "stored_by_input": ["hidden.weight", "hidden.bias"]}
+
+
+def _networks(problem: Problem) -> tuple[nn.Module, dict[str, str]]:
+    """The network with every linear map in a module that is called, and names in it that differ."""
+    model = problem.make_model()
+    return explicit(_WRITTEN_OUT.get(problem.name, lambda m: m)(model))
 
 
 def factored_names(problem: Problem) -> list[str]:
     """Parameters that have Kronecker factors: of known layers that run once, and used nowhere else."""
-    model = problem.make_model()
+    model, renamed = _networks(problem)
     calls: dict[str, int] = {}
     owners: dict[int, int] = {}
     for name, module in model.named_modules():
@@ -42,12 +54,14 @@ def factored_names(problem: Problem) -> list[str]:
         module.register_forward_hook(count)
     curvature.outputs(model, problem.x)
     modules = dict(model.named_modules())
-    found: list[str] = []
+    former = {new: old for old, new in renamed.items()}
+    found = list(_STORED_BY_INPUT.get(problem.name, []))
     for name, tensor in model.named_parameters():
         owner = name.rpartition(".")[0]
-        known = type(modules[owner]) in (*_LAYERS, *_TRANSPOSED, nn.Embedding)
-        if known and calls.get(owner) == 1 and owners[id(tensor)] == 1 and (problem.name, name) not in _BYPASSED:
-            found.append(name)
+        known = isinstance(modules[owner], (*_LAYERS, *_TRANSPOSED, nn.Embedding))
+        once = calls.get(owner) == 1 or owner.endswith(".recurrent")
+        if known and once and owners[id(tensor)] == 1 and (problem.name, name) not in _BYPASSED:
+            found.append(former.get(name, name))
     return found
 
 
@@ -59,15 +73,21 @@ def kron_truth(case: Case, approx: str = "expand", kind: str = "ggn") -> Tensor:
 @cache
 def _whole(name: str, approx: str, kind: str) -> Tensor:
     problem, known = _counted(catalogue.get(name)), truth(name)
-    model, exact = problem.make_model(), dense(catalogue.get(name), kind)
+    (model, renamed), exact = _networks(problem), dense(catalogue.get(name), kind)
     modules = dict(model.named_modules())
     factored = factored_names(problem)
-    plain = [n for n in factored if type(modules[n.rpartition(".")[0]]) in _LAYERS]
-    by_kfac = kfac.kfac(model, problem.x, problem.y, plain, problem.likelihood, approx, kind) if plain else {}
+    own = {n: renamed.get(n, n) for n in factored}
+    plain = [n for n, new in own.items() if isinstance(modules.get(new.rpartition(".")[0]), _LAYERS)]
+    by_name = kfac.kfac(
+        model, problem.x, problem.y, [own[n] for n in plain], problem.likelihood, approx, kind
+    ) if plain else {}  # fmt: skip
+    by_kfac = {n: by_name[own[n]] for n in plain}
     blocks: list[Tensor] = []
     for i, tensor in enumerate(known.names):
         inside = known.tensor_of == i
-        if tensor in by_kfac:
+        if tensor in _STORED_BY_INPUT.get(name, []):
+            blocks.append(_turned(problem, tensor, approx, kind))
+        elif tensor in by_kfac:
             blocks.append(kfac.dense_block(by_kfac[tensor]))
         elif tensor in factored:
             blocks.append(_by_positions(problem, tensor, approx, kind))
@@ -82,13 +102,71 @@ def _counted(problem: Problem) -> Problem:
     return replace(problem, x=problem.x[kept], y=problem.y[kept]) if "ignored_labels" in problem.tags else problem
 
 
+def _turned(problem: Problem, name: str, approx: str, kind: str) -> Tensor:
+    """A ⊗ B of z = x W + b: that of a linear layer with the transposed weight, with its two sides exchanged."""
+    model = problem.make_model()
+    stored = dict(model.named_parameters())
+    weight, *bias = (stored[n] for n in _STORED_BY_INPUT[problem.name])
+    layer = nn.Linear(*weight.shape, bias=bool(bias), dtype=weight.dtype)
+    with torch.no_grad():
+        layer.weight.copy_(weight.T)
+        if bias:
+            layer.bias.copy_(bias[0])
+    written = _MULTIPLIED[problem.name](model, layer)
+    own = "layer.bias" if name.endswith("bias") else "layer.weight"
+    factors = kfac.kfac(written, problem.x, problem.y, [own], problem.likelihood, approx, kind)
+    return kfac.dense_block([pair[::-1] for pair in factors[own]])
+
+
+class _Mixed(nn.Module):
+    """`BareParameter` with its matrix in a layer."""
+
+    def __init__(self, model: nn.Module, layer: nn.Module) -> None:
+        super().__init__()
+        self.model, self.layer = model, layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        m = self.model
+        h = self.layer(torch.tanh(m.inp(x)))  # pyright: ignore
+        return m.head(torch.tanh(h * m.scale)) * m.sharpness  # pyright: ignore
+
+
+class _Stored(nn.Module):
+    """`StoredByInput` with its weight in a layer."""
+
+    def __init__(self, model: nn.Module, layer: nn.Module) -> None:
+        super().__init__()
+        self.model, self.layer = model, layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        m = self.model
+        h = self.layer(torch.tanh(m.inp(x)))  # pyright: ignore
+        return m.head(torch.tanh(h)).mean(1)  # pyright: ignore
+
+
+_MULTIPLIED: dict[str, Callable[[nn.Module, nn.Module], nn.Module]] = {
+    "bare_parameter": _Mixed,
+    "stored_by_input": _Stored,
+}
+
+
 def _by_positions(problem: Problem, name: str, approx: str, kind: str) -> Tensor:
     """Block of an embedding's or a transposed convolution's parameter."""
     owner, _, attribute = name.rpartition(".")
     network = copy.deepcopy(problem.make_model()).requires_grad_(True)
     module = network.get_submodule(owner)
     kept: list[Tensor] = []
-    module.register_forward_hook(lambda _, args, z: kept.extend([args[0].detach(), z]))
+    n_data = len(problem.y)
+
+    def keep(_: nn.Module, args: tuple[Tensor, ...], z: Tensor) -> Tensor:
+        """A table that is read without the data is read for each of them."""
+        x = args[0].detach()
+        if isinstance(module, nn.Embedding) and x.ndim == 1:
+            x, z = x.expand(n_data, -1), z.expand(n_data, *z.shape)
+        kept.extend([x, z])
+        return z
+
+    module.register_forward_hook(keep)
     f = curvature.outputs(network, problem.x)
     x, z = kept
     g = torch.stack([torch.autograd.grad(column.sum(), z, retain_graph=True)[0] for column in f.T])

@@ -97,3 +97,59 @@ class TiedHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Indices `[B, T]` -> `[B, 4]`."""
         return self.head(torch.tanh(self.hidden(self.token(x))).mean(1))
+
+
+class ProductByInput(nn.Module):
+    """A layer whose weight is stored `[in, out]`, as GPT-2's are, on a view of all positions."""
+
+    def __init__(self, size_in: int, size_out: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(size_in, size_out) / 2), nn.Parameter(torch.zeros(size_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in]` -> `[..., out]`."""
+        flat = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
+        return flat.view(*x.shape[:-1], -1)
+
+
+class StoredByInput(nn.Module):
+    """Positions through a layer with a weight `[in, out]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.hidden, self.head = nn.Linear(3, 4), ProductByInput(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, T, 3]` -> `[B, 3]`."""
+        return self.head(torch.tanh(self.hidden(torch.tanh(self.inp(x))))).mean(1)
+
+
+class ScaleOnly(nn.Module):
+    """A norm with a scale alone, stored as w or as w − 1."""
+
+    def __init__(self, size: int, shift: float) -> None:
+        super().__init__()
+        self.weight, self.shift = nn.Parameter(torch.full((size,), 1 - shift)), shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The shape of the input."""
+        h = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        return h * (self.shift + self.weight.to(h.dtype)) if self.shift else self.weight * h
+
+
+class Patches(nn.Module):
+    """A class token and positions as bare parameters, norms with a scale alone, attention between unequal inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(3, 4)
+        self.token, self.positions = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(1, 6, 4))
+        self.before, self.after = ScaleOnly(4, 0.0), ScaleOnly(4, 1.0)
+        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, T, 3]` -> `[B, 3]`."""
+        h = torch.cat([self.token.expand(len(x), -1, -1), self.inp(x)], 1)
+        h = self.before(h + self.positions[:, : h.shape[1]])
+        h = self.after(h[:, :1] + self.attention(h[:, :1], h, h.sin(), need_weights=True)[0])
+        return self.head(h[:, 0])

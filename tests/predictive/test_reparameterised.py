@@ -94,6 +94,6 @@ class Repeated(nn.Module):
 def test_a_layer_that_is_called_again_is_refused() -> None:
     model, (x, y) = Repeated(), grid.data()
     la = Laplace(model, "classification", "all", "diag")
-    la.fit(list(zip(x.split(4), y.split(4) % 2, strict=True)))
+    la.fit(list(zip(x.split(4), (y % 2).split(4), strict=True)))
     with pytest.raises(UnsupportedError, match="'inner' is called 2 times"):
         _ = la.predict(x, "nn", local_reparameterization=True).mean

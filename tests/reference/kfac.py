@@ -45,7 +45,9 @@ def kfac(
     approx: str = "expand",
     kind: str = "ggn",
 ) -> Factors:
-    """Kronecker factors of the named parameters of Linear and convolution modules that are called once.
+    """Kronecker factors of the named parameters of Linear and convolution modules.
+
+    The positions of a module that is called several times are those of all its calls.
 
     Args:
         model: The network.
@@ -121,14 +123,11 @@ def _observe(model: nn.Module, x: Any, layer_names: Sequence[str]) -> tuple[dict
     """Rows of every named layer for one datum, and f `[1, C]`."""
     network = copy.deepcopy(model).requires_grad_(True)
     modules = dict(network.named_modules())
-    inputs: dict[str, Tensor] = {}
-    results: dict[str, Tensor] = {}
+    calls: list[tuple[str, Tensor, Tensor]] = []
 
     def keep(name: str) -> Any:
         def hook(_module: nn.Module, args: tuple[Tensor, ...], result: Tensor) -> Tensor:
-            if name in inputs:
-                raise ValueError(f"{name} is called more than once: its Kronecker factors are not defined here")
-            inputs[name], results[name] = args[0].detach().clone(), result
+            calls.append((name, args[0].detach().clone(), result))
             return result.clone()  # an in-place activation after the layer must not write into what was kept
 
         return hook
@@ -136,13 +135,17 @@ def _observe(model: nn.Module, x: Any, layer_names: Sequence[str]) -> tuple[dict
     for name in layer_names:
         modules[name].register_forward_hook(keep(name))
     f = outputs(network, x)
-    kept = [results[name] for name in layer_names]
+    kept = [z for _, _, z in calls]
     by_output = [torch.autograd.grad(f[0, c], kept, retain_graph=True) for c in range(f.shape[1])]
-    seen = {
-        name: _rows(modules[name], inputs[name], torch.stack([grads[i] for grads in by_output]))
-        for i, name in enumerate(layer_names)
-    }
-    return seen, f.detach()
+    found: dict[str, list[_Rows]] = {name: [] for name in layer_names}
+    for i, (name, a, _) in enumerate(calls):
+        found[name].append(_rows(modules[name], a, torch.stack([grads[i] for grads in by_output])))
+    return {name: _joined(rows) for name, rows in found.items()}, f.detach()
+
+
+def _joined(rows: list[_Rows]) -> _Rows:
+    """The rows of all calls of a layer."""
+    return _Rows(torch.cat([r.inputs for r in rows], 1), torch.cat([r.gradients for r in rows], 2))
 
 
 def _rows(module: nn.Module, a: Tensor, g: Tensor) -> _Rows:

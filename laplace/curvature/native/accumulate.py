@@ -217,7 +217,8 @@ class Origin:
 
     Attributes:
         use: Key of the layer's use: a weight and its bias share the output side of one use.
-        single: Whether the tensor has one use only, so that its factors are those of KFAC.
+        single: Whether the tensor has one use only. Of more, a small tensor has an exact block; the positions of all
+            uses are those of one layer in the factors of a large one.
         unused: Whether the batch does not need the tensor, so that another batch says in which form it is held.
     """
 
@@ -266,7 +267,8 @@ class KronSum:
                 self._put_diagonal(UNUSED, slot, block, first)
                 continue
             whole = block.whole if isinstance(block, PickedBlock) else block
-            if isinstance(whole, OuterBlock | IndexBlock) and self.origins[slot].single:
+            factored = isinstance(whole, OuterBlock | IndexBlock)
+            if factored and (self.origins[slot].single or block.size > DENSE_BLOCK_LIMIT):
                 self._kronecker(slot, whole, first, seen)
                 index = block.index if isinstance(block, PickedBlock) else None
                 self.blocks[slot] = replace(self.blocks[slot], size=block.size, index=index)
@@ -323,7 +325,7 @@ class KronSum:
 
     def _output_key(self, slot: int, block: OuterBlock | IndexBlock) -> str:
         """Shared by a weight and its bias, unless one of them sees other gradients than the layer's outputs'."""
-        own = isinstance(block, IndexBlock) or block.input_first or self.problem.slots[slot].entries is not None
+        own = isinstance(block, IndexBlock) or block.unfolded or self.problem.slots[slot].entries is not None
         return f"own:{slot}" if own else f"out:{self.origins[slot].use}"
 
     def _gram(self, key: str, rows: Tensor) -> Tensor:

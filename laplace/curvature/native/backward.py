@@ -21,14 +21,15 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 _RECURRENT = (nn.RNNBase,)
 
 
-def prefers_loop(module: nn.Module, *, twice: bool = False) -> bool:
+def prefers_loop(module: nn.Module, *, twice: bool = False, stepwise: bool = False) -> bool:
     """Whether the network holds layers whose vectorised backward pass is slow or missing.
 
     Args:
         module: The network.
         twice: Of passes that differentiate twice, which also for convolutions are faster when vectorised.
+        stepwise: Of passes in which recurrent layers run step by step, by operations that are vectorised.
     """
-    slow = _RECURRENT if twice else _CONVOLUTIONS + _RECURRENT
+    slow = (() if twice else _CONVOLUTIONS) + (() if stepwise else _RECURRENT)
     return any(isinstance(child, slow) for child in module.modules())
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from laplace.batch import Inputs
 from laplace.curvature.native.backward import pull
 from laplace.curvature.native.differentiable import differentiable
 from laplace.curvature.native.layers import rule_for
+from laplace.curvature.native.observer import Observer
+from laplace.curvature.native.uses import Call, Use
 from laplace.errors import InvalidArgument
 from laplace.weights.problem import Problem
 
@@ -41,26 +43,12 @@ def owners(problem: Problem) -> list[Owner]:
 
 
 @dataclass(frozen=True)
-class Use:
-    """One call of a module: its first input and the place of its output in autograd's graph.
-
-    The place (an edge) is taken instead of the output tensor, so that a later in-place operation on the
-    output does no harm and no copy is needed.
-    """
-
-    module: nn.Module
-    x: Tensor
-    edge: GradientEdge
-    shape: torch.Size
-
-
-@dataclass(frozen=True)
 class Capture:
     """Outputs of one forward pass with the uses of every hooked module.
 
     Attributes:
         f: Outputs `[B, M]`, with a graph that reaches the treated tensors: all M = T·C of a datum, C per position.
-        uses: Calls of the modules that own treated tensors and have a layer rule.
+        uses: Calls of the modules that own treated tensors and have a layer rule, then of functions, if observed.
         stand_ins: The tensors that were differentiated, by name.
         loop: Whether backward passes run one by one.
         create_graph: Whether gradients are to be differentiated again, with respect to x.
@@ -75,6 +63,11 @@ class Capture:
     create_graph: bool = False
     reduced: bool = False
     positions: tuple[int, ...] = ()
+
+    @property
+    def watched(self) -> bool:
+        """Whether some use is that of a function."""
+        return any(isinstance(use.by, Call) for use in self.uses)
 
     @property
     def n_positions(self) -> int:
@@ -92,6 +85,8 @@ class Capture:
         With positions it may be rearranged on the way; whether its rows are those of f is for a probe to say.
         """
         f = self.f
+        if isinstance(use.by, Call) and not use.by.whole:
+            return False
         if self.reduced and use.x.ndim > 2:
             return True
         if f.grad_fn is None or use.shape.numel() != f.numel():
@@ -112,19 +107,32 @@ class Capture:
         return result
 
 
-def capture(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = False) -> Capture:
+def capture(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = False, observed: bool = False) -> Capture:
     """Runs the network on x with hooks on every module that owns a treated tensor and has a rule.
 
     Treated tensors are replaced by detached stand-ins that require gradients, whatever the user's
     `requires_grad` says; no gradient reaches the user's tensors, and the hooks are gone when this returns.
+
+    Args:
+        problem: The network and its treated tensors.
+        x: Inputs.
+        loop: Whether backward passes run one by one.
+        create_graph: Whether gradients are to be differentiated again.
+        observed: Whether PyTorch's functions are watched as well as modules.
+
+    Raises:
+        InvalidArgument: Features are to be reduced, and there are positions behind them.
     """
     uses: list[Use] = []
     modules = {owner.module for owner in owners(problem) if rule_for(owner.module) is not None}
     stand_ins = problem.stand_ins()
+    treated = {slot.name: stand_ins[slot.name] for slot in problem.slots}
+    observer = Observer(treated, keep_graph=create_graph)
     with (
         torch.enable_grad(),
         _hooked(modules, uses, keep_graph=create_graph),
         differentiable(problem.module, twice=create_graph),
+        observer if observed else nullcontext(),
     ):
         last = problem.run(stand_ins, x)
         f = last.flatten(1)
@@ -135,8 +143,7 @@ def capture(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fal
             f"feature_reduction={problem.reduction!r}, but the network's outputs have positions, shape "
             f"{list(last.shape)}: nothing is reduced. Leave feature_reduction at None."
         )
-    treated = {slot.name: stand_ins[slot.name] for slot in problem.slots}
-    return Capture(f=f, uses=tuple(uses), stand_ins=treated, loop=loop, create_graph=create_graph,
+    return Capture(f=f, uses=(*uses, *observer.uses), stand_ins=treated, loop=loop, create_graph=create_graph,
                    reduced=problem.reduction is not None, positions=tuple(last.shape[1:-1]))  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from laplace.curvature.native.plan import Plan, make_plan, unused_still
 from laplace.curvature.native.products import Linearised
 from laplace.curvature.native.surveying import blank, outlined, surveyed
 from laplace.curvature.native.unused import check_unreached
+from laplace.curvature.native.uses import Call
 from laplace.curvature.survey import Survey
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory, UnsupportedError
 from laplace.lending import lent
@@ -74,6 +76,7 @@ class NativeEngine(CurvatureEngine):
         self.dtype = torch.promote_types(problem.dtype, torch.float32)
         self._loop = prefers_loop(problem.module)
         self._loop_twice = prefers_loop(problem.module, twice=True)
+        self._observed = False
         self._plans: dict[object, Plan] = {}
         self._rules: dict[str, str] = {}
         self._unreached: set[str] = set()
@@ -191,33 +194,72 @@ class NativeEngine(CurvatureEngine):
         """
         with torch.inference_mode(False), lent(self.problem.module):
             x = x if create_graph else detached(x)
-            taken = capture(self.problem, x, loop=self._loop, create_graph=create_graph)
-            n_data = taken.f.shape[0]
-            if n_data == 0:
+            taken = self._capture(x, create_graph=create_graph)
+            if taken.f.shape[0] == 0:
                 raise InvalidData("the batch holds no data.")
-            calls = tuple((id(use.module), use.x.shape) for use in taken.uses)
-            key = (batches.signature(x), taken.f.shape, taken.positions, calls)
-            plan = self._plans.get(key)
-            if plan is None or not unused_still(plan, self.problem, taken):
-                plan = self._prove(taken, x, n_data)
-                self._check_unreached(x, [i for i, explanation in enumerate(plan) if explanation.rule == "unused"])
-                self._remember(key, plan)
+            plan = self._known(taken, x)
+            if plan is None and not self._observed:
+                plan = self._prove(taken, x, ladder=False)
+                taken = taken if plan is not None else self._watched(taken, x, create_graph=create_graph)
+            if plan is None:
+                plan = self._prove(taken, x)
+            self._check_unreached(x, [i for i, explanation in enumerate(plan) if explanation.rule == "unused"])
+            self._remember(self._form(taken, x), plan)
             return ForwardPass(self.problem, x, taken, plan, self.memory_budget)
 
-    def _prove(self, taken: Capture, x: Inputs, n_data: int) -> Plan:
+    def _capture(self, x: Inputs, *, create_graph: bool = False) -> Capture:
+        return capture(self.problem, x, loop=self._loop, create_graph=create_graph, observed=self._observed)
+
+    def _form(self, taken: Capture, x: Inputs) -> object:
+        """What two batches share for which one plan holds."""
+        calls = tuple((use.by.name if isinstance(use.by, Call) else id(use.by), use.x.shape) for use in taken.uses)
+        return batches.signature(x), taken.f.shape, taken.positions, calls
+
+    def _known(self, taken: Capture, x: Inputs) -> Plan | None:
+        """The plan that was proven for batches of this form, if it still holds."""
+        plan = self._plans.get(self._form(taken, x))
+        return plan if plan is not None and unused_still(plan, self.problem, taken) else None
+
+    def _watched(self, taken: Capture, x: Inputs, *, create_graph: bool) -> Capture:
+        """The pass once more with PyTorch's functions watched, where modules do not explain every tensor.
+
+        From then on every pass is watched, if that found a use at all.
+        """
+        if self.problem.reduction is not None:
+            return taken
+        try:
+            loop = prefers_loop(self.problem.module, stepwise=True)
+            again = capture(self.problem, x, loop=loop, create_graph=create_graph, observed=True)
+        except (RuntimeError, ValueError, TypeError) as error:  # a network that must not be watched
+            if ran_out(error):
+                raise
+            return taken
+        if not again.watched:
+            return taken
+        self._observed, self._loop = True, loop
+        return again
+
+    @overload
+    def _prove(self, taken: Capture, x: Inputs) -> Plan: ...
+
+    @overload
+    def _prove(self, taken: Capture, x: Inputs, *, ladder: bool) -> Plan | None: ...
+
+    def _prove(self, taken: Capture, x: Inputs, *, ladder: bool = True) -> Plan | None:
         """A plan for a captured batch; for one datum that of the datum twice, so that batches of any size agree."""
+        n_data = len(taken.f)
         if n_data > 1:
-            return make_plan(self.problem, taken, x, n_data)
+            return make_plan(self.problem, taken, x, n_data, ladder=ladder)
         try:
             twice = batches.select(x, torch.zeros(2, dtype=torch.int64, device=taken.f.device), 1)
-            pair = capture(self.problem, twice, loop=self._loop)
+            pair = self._capture(twice)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:  # a network that takes one datum only
             if ran_out(error):
                 raise
-            return make_plan(self.problem, taken, x, n_data)
+            return make_plan(self.problem, taken, x, n_data, ladder=ladder)
         if len(pair.f) != 2 or len(pair.uses) != len(taken.uses):
-            return make_plan(self.problem, taken, x, n_data)
-        return make_plan(self.problem, pair, twice, 2, repeated=True)
+            return make_plan(self.problem, taken, x, n_data, ladder=ladder)
+        return make_plan(self.problem, pair, twice, 2, repeated=True, ladder=ladder)
 
     def _remember(self, key: object, plan: Plan) -> None:
         for slot, explanation in zip(self.problem.slots, plan, strict=True):

@@ -10,8 +10,8 @@ from torch import Tensor
 from laplace.batch import Inputs
 from laplace.curvature.engine import Bases, BatchSummary, Groups
 from laplace.curvature.native.engine import NativeEngine
-from laplace.curvature.native.plan import TOLERANCE
 from laplace.curvature.native.products import HessianProduct, add_rows
+from laplace.curvature.native.proof import TOLERANCE
 from laplace.errors import CurvatureError, UnsupportedError
 from laplace.lending import lent
 from laplace.memory import VECTOR, in_slices

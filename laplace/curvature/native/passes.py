@@ -77,7 +77,9 @@ class ForwardPass:
 
     def bytes_per_cotangent(self) -> int:
         """Bytes of output gradients that one cotangent holds; a head's are the cotangents themselves."""
-        held = sum(use.shape.numel() for use in self.taken.uses if not self.taken.is_head(use))
+        read = {term.use for explanation in self.plan for term in explanation.terms}
+        uses = [use for n, use in enumerate(self.taken.uses) if n in read]
+        held = sum(use.shape.numel() for use in uses if not self.taken.is_head(use))
         held += self.taken.f.numel() if self.positions and self.mixes else 0
         return 2 * held * self.f.element_size()
 

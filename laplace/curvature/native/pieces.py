@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from laplace.curvature.blocks import Block, PickedBlock, SumBlock
 from laplace.curvature.factors import IndexBlock, OuterBlock
-from laplace.curvature.native.capture import Use
 from laplace.curvature.native.layers import Reading, rule_for
+from laplace.curvature.native.uses import Call, Use
 from laplace.enums import FeatureReduction
 from laplace.errors import CurvatureError
 from laplace.weights.problem import Problem, Slot
@@ -19,7 +19,7 @@ from laplace.weights.problem import Problem, Slot
 
 @dataclass(frozen=True)
 class Term:
-    """One use of a tensor: the n-th captured call, the attribute that holds the tensor, the data's dimension."""
+    """One use of a tensor: the n-th captured call, the attribute or argument that it is, the data's dimension."""
 
     use: int
     attribute: str
@@ -49,16 +49,19 @@ def block_of(
 
 
 def _of_use(problem: Problem, term: Term, use: Use, g: Tensor, n_data: int) -> Block:
-    rule = rule_for(use.module)
+    # A network may compute in fewer digits than its weights have.
+    dtype = torch.promote_types(torch.promote_types(g.dtype, problem.dtype), torch.float32)
+    if isinstance(use.by, Call):
+        return use.by.block(term.attribute, g.to(dtype), n_data, term.reading)
+    rule = rule_for(use.by)
     if rule is None:
-        raise CurvatureError(f"no layer rule for {type(use.module).__name__}")
-    dtype = torch.promote_types(g.dtype, torch.float32)
+        raise CurvatureError(f"no layer rule for {type(use.by).__name__}")
     x = use.x if not use.x.is_floating_point() else use.x.to(dtype)
     g = g.to(dtype)
     if problem.reduction is not None and x.ndim > 2:
         x, g = reduce_features(x, problem.reduction), g.to(dtype)
-    a = rule.activation(use.module, term.attribute, x, n_data, term.reading)
-    return rule.block(use.module, term.attribute, a, g, n_data, term.reading)
+    a = rule.activation(use.by, term.attribute, x, n_data, term.reading)
+    return rule.block(use.by, term.attribute, a, g, n_data, term.reading)
 
 
 def reduce_features(features: Tensor, reduction: str) -> Tensor:
@@ -73,11 +76,16 @@ def _merge(blocks: Sequence[Block]) -> Block:
     """Sums the uses of one tensor: as more positions where the layouts agree."""
     if len(blocks) == 1:
         return blocks[0]
+    read = [block for block in blocks if isinstance(block, IndexBlock)]
+    if len(read) == len(blocks):
+        index, counted = torch.cat([b.index for b in read], 1), torch.cat([b.counted for b in read], 1)
+        return IndexBlock(index, torch.cat([b.g for b in read], 2), read[0].n_rows, counted)
     outer = [block for block in blocks if isinstance(block, OuterBlock)]
-    alike = len(outer) == len(blocks) and len({block.input_first for block in outer}) == 1
-    if alike and not any(block.a is None for block in outer):
-        a = torch.cat([block.a for block in outer if block.a is not None], 1)
-        return OuterBlock(a, torch.cat([b.g for b in outer], 2), outer[0].n_data, outer[0].input_first)
+    alike = {(block.input_first, block.unfolded, block.a is None) for block in outer}
+    if len(outer) == len(blocks) and len(alike) == 1:
+        inputs = [block.a for block in outer if block.a is not None]
+        a = torch.cat(inputs, 1) if inputs else None
+        return replace(outer[0], a=a, g=torch.cat([b.g for b in outer], 2))
     return SumBlock(tuple(blocks))
 
 

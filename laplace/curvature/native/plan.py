@@ -12,7 +12,6 @@ parameter that fails every reading of its uses goes to the fallback ladder, whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,17 +21,16 @@ from torch import Tensor
 from laplace.batch import Inputs
 from laplace.curvature.blocks import Block
 from laplace.curvature.factors import OuterBlock
-from laplace.curvature.native.capture import Capture, Owner, owners
+from laplace.curvature.native.candidates import Candidate, families
+from laplace.curvature.native.capture import Capture, owners
 from laplace.curvature.native.fallback import Rung, per_sample
-from laplace.curvature.native.layers import Reading, rule_for
+from laplace.curvature.native.layers import Reading
 from laplace.curvature.native.pieces import Term, block_of
+from laplace.curvature.native.proof import Probe, probe
 from laplace.curvature.native.rows import as_rows
-from laplace.errors import CurvatureError, InvalidData
+from laplace.errors import CurvatureError
 from laplace.memory import ran_out
 from laplace.weights.problem import Problem
-
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
-"""Relative error that rounding may leave in a product of a derivative with random vectors."""
 
 
 @dataclass(frozen=True)
@@ -62,27 +60,9 @@ Plan = tuple[Explanation, ...]
 """One explanation per slot."""
 
 
-@dataclass(frozen=True)
-class _Probe:
-    """The random numbers of one probe with what autograd says of them.
-
-    Attributes:
-        r: Weights of the data, `[B]`.
-        unweighted: u, a multiple of v for every datum, `[1, B, M]`.
-        truths: autograd.grad(f, tensor, r u) per slot, or None where f does not depend on the tensor.
-        gradients: Output gradients of every captured use for the unweighted cotangents.
-        coarsest: The least exact dtype among them and the outputs: that of the weights, or a lower one where the
-            network enters `torch.autocast` by itself.
-    """
-
-    r: Tensor
-    unweighted: Tensor
-    truths: tuple[Tensor | None, ...]
-    gradients: tuple[Tensor, ...]
-    coarsest: torch.dtype
-
-
-def make_plan(problem: Problem, taken: Capture, x: Inputs, n_data: int, *, repeated: bool = False) -> Plan:
+def make_plan(
+    problem: Problem, taken: Capture, x: Inputs, n_data: int, *, repeated: bool = False, ladder: bool = True
+) -> Plan | None:
     """Finds and proves an explanation for every treated tensor on one captured batch.
 
     Args:
@@ -92,30 +72,39 @@ def make_plan(problem: Problem, taken: Capture, x: Inputs, n_data: int, *, repea
         n_data: B.
         repeated: The data are one datum twice, a stand-in for a batch of one, in which every dimension could carry
             the data; which of its readings is meant makes no difference for one datum.
+        ladder: Whether tensors that no use explains go down the fallback ladder.
+
+    Returns:
+        The plan; None without the ladder, where a tensor needs it.
 
     Raises:
         InvalidData: Outputs or derivatives are not finite.
         CurvatureError: A tensor fails every rung, which means that the output of one datum depends on others.
     """
-    probe = _probe(problem, taken, n_data)
+    proof = probe(problem, taken, n_data)
     held = owners(problem)
     plan: list[Explanation] = []
-    for i, truth in enumerate(probe.truths):
+    for i, truth in enumerate(proof.truths):
         if truth is None:
             plan.append(Explanation())
             continue
         expected = problem.slots[i].take(truth.to_dense())
-        candidates = _candidates(taken, [owner for owner in held if owner.slot == i], n_data)
-        passed = [c for c in candidates if _holds(problem, i, c, taken, probe, expected)]
-        if passed:
-            told = (repeated or len(passed) == 1) and bool(expected.any())
-            plan.append(replace(passed[0], proven=told and _anchored(passed[0], taken, n_data)))
+        own = [owner for owner in held if owner.slot == i]
+        for candidates in families(taken, own, problem.slots[i].name, n_data):
+            passed = [c for c in candidates if _holds(problem, i, c, taken, proof, expected)]
+            if passed:
+                told = (repeated or len(passed) == 1) and bool(expected.any())
+                proven = told and _anchored(passed[0], taken, n_data)
+                plan.append(Explanation(passed[0].terms, rule=passed[0].rule, proven=proven))
+                break
         else:
-            plan.append(_prove_fallback(problem, i, x, probe, expected))
-    return _with_rows(problem, tuple(plan), taken, probe)
+            if not ladder:
+                return None
+            plan.append(_prove_fallback(problem, i, x, proof, expected))
+    return _with_rows(problem, tuple(plan), taken, proof)
 
 
-def _with_rows(problem: Problem, plan: Plan, taken: Capture, probe: _Probe) -> Plan:
+def _with_rows(problem: Problem, plan: Plan, taken: Capture, proof: Probe) -> Plan:
     """Marks the heads, and of outputs with positions the tensors whose rows are data like any other.
 
     That is proved like everything else, with weights r of the rows instead of the data; tensors of one use go together,
@@ -123,11 +112,11 @@ def _with_rows(problem: Problem, plan: Plan, taken: Capture, probe: _Probe) -> P
     """
     if not taken.positions:
         return plan
-    rows = [_row_block(problem, i, explanation, taken, probe) for i, explanation in enumerate(plan)]
+    rows = [_row_block(problem, i, explanation, taken, proof) for i, explanation in enumerate(plan)]
     r = torch.randn(len(taken.rows), generator=torch.Generator().manual_seed(1)).to(taken.f)
     used = [i for i, block in enumerate(rows) if block is not None]
     stand_ins = [taken.stand_ins[problem.slots[i].name] for i in used]
-    weighted = (r[:, None] * probe.unweighted.view_as(taken.rows)).view_as(taken.f)
+    weighted = (r[:, None] * proof.unweighted.view_as(taken.rows)).view_as(taken.f)
     truths = torch.autograd.grad(taken.f, stand_ins, weighted, retain_graph=True, allow_unused=True) if used else ()
     held: dict[int, Block] = {}
     for i, truth in zip(used, truths, strict=True):
@@ -135,22 +124,23 @@ def _with_rows(problem: Problem, plan: Plan, taken: Capture, probe: _Probe) -> P
         if block is None or expected is None:
             continue
         actual = block.pull(r.unsqueeze(0).to(block_dtype(expected.dtype)))
-        if close(actual, expected, block.bound() * r.abs().max(), probe.coarsest):
+        scale = float(weighted.norm() / (proof.r[:, None] * proof.unweighted[0]).norm())
+        if proof.agree(i, actual, expected, block.bound() * r.abs().max(), scale):
             held[i] = block
     broken = {t.use for i, e in enumerate(plan) if i not in held for t in e.terms}
     return tuple(
-        replace(e, by_row=True, is_head=_ends(e, taken) and _is_identity(held[i], probe.unweighted))
+        replace(e, by_row=True, is_head=_ends(e, taken) and _is_identity(held[i], proof.unweighted))
         if i in held and e.terms[0].use not in broken
         else e
         for i, e in enumerate(plan)
     )
 
 
-def _row_block(problem: Problem, slot: int, explanation: Explanation, taken: Capture, probe: _Probe) -> Block | None:
+def _row_block(problem: Problem, slot: int, explanation: Explanation, taken: Capture, proof: Probe) -> Block | None:
     """The block of a tensor with rows for data, if it has a position for every one."""
     if len(explanation.terms) != 1 or explanation.terms[0].reading is not Reading.LEADING:
         return None
-    block = block_of(problem, slot, explanation.terms, taken.uses, probe.gradients, len(taken.f))
+    block = block_of(problem, slot, explanation.terms, taken.uses, proof.gradients, len(taken.f))
     return as_rows(block, taken.n_positions)
 
 
@@ -167,7 +157,7 @@ def _is_identity(block: Block, unweighted: Tensor) -> bool:
     return g.numel() == unweighted.numel() and bool(torch.equal(g.flatten(), unweighted.to(g).flatten()))
 
 
-def _anchored(explanation: Explanation, taken: Capture, n_data: int) -> bool:
+def _anchored(explanation: Candidate, taken: Capture, n_data: int) -> bool:
     """Whether every use sees the batch itself in its first dimension.
 
     Where it sees another number of rows (views, time first, tokens routed to experts), or where rows are indexed on
@@ -211,75 +201,16 @@ def unused_still(plan: Plan, problem: Problem, taken: Capture) -> bool:
     return all(gradient is None for gradient in found)
 
 
-def _probe(problem: Problem, taken: Capture, n_data: int) -> _Probe:
-    f, generator = taken.f, torch.Generator().manual_seed(0)
-    r = torch.randn(n_data, generator=generator).to(f) if n_data > 1 else torch.ones(1).to(f)
-    v = torch.randn(f.shape[1], generator=generator).to(f)
-    # A bias has the same Jacobian at every datum: cotangents that differ in size tell its rows apart all the same.
-    unweighted = (1 + torch.rand(n_data, 1, generator=generator).to(f)) * v
-    stand_ins = [taken.stand_ins[slot.name] for slot in problem.slots]
-    truths = torch.autograd.grad(f, stand_ins, r[:, None] * unweighted, retain_graph=True, allow_unused=True)
-    known = [f, *(truth.to_dense() for truth in truths if truth is not None)]
-    if not all(bool(tensor.isfinite().all()) for tensor in known):
-        raise InvalidData(
-            "the network's outputs or their derivatives are NaN or infinite; look at the inputs and at the network's "
-            "weights."
-        )
-    unweighted = unweighted.unsqueeze(0)
-    gradients = tuple(g.detach() for g in taken.gradients(unweighted, list(taken.uses)))
-    coarsest = max({tensor.dtype for tensor in (f, *gradients)}, key=lambda dtype: TOLERANCE.get(dtype, 0.0))
-    return _Probe(r, unweighted, truths, gradients, coarsest)
-
-
-def _candidates(taken: Capture, held: Sequence[Owner], n_data: int) -> Iterator[Explanation]:
-    """Explanations of one tensor by its modules' rules, one for each reading that fits."""
-    rules = {id(owner.module): rule_for(owner.module) for owner in held}
-    attributes = {id(owner.module): owner.attribute for owner in held}
-    uses = [(n, use) for n, use in enumerate(taken.uses) if id(use.module) in rules]
-    for reading in Reading:
-        terms: list[Term] = []
-        positions = 0
-        for n, use in uses:
-            rule, attribute = rules[id(use.module)], attributes[id(use.module)]
-            if rule is None or attribute not in rule.parameters or not rule.accepts(use.module, use.x):
-                return
-            positions = max(positions, shared := rule.positions(use.module, use.x, n_data))
-            if shared == 0:
-                return
-            terms.append(Term(n, attribute, reading))
-        if terms and (reading is Reading.LEADING or positions > 1):
-            used = (rules[id(taken.uses[term.use].module)] for term in terms)  # of tied tensors not every owner is
-            words = " + ".join(dict.fromkeys(rule.name for rule in used if rule is not None))
-            where = "" if reading is Reading.LEADING else f" ({reading.value})"
-            yield Explanation(tuple(terms), rule=words + where + (f", {len(terms)} uses" if len(terms) > 1 else ""))
-
-
-def _holds(
-    problem: Problem, slot: int, candidate: Explanation, taken: Capture, probe: _Probe, expected: Tensor
-) -> bool:
+def _holds(problem: Problem, slot: int, candidate: Candidate, taken: Capture, proof: Probe, expected: Tensor) -> bool:
     """Whether the factors of a candidate reproduce autograd's number."""
     try:
-        block = block_of(problem, slot, candidate.terms, taken.uses, probe.gradients, len(probe.r))
-        actual = block.pull(probe.r.unsqueeze(0).to(block_dtype(expected.dtype)))
-    except (RuntimeError, IndexError) as error:  # shapes that this reading cannot have
+        block = block_of(problem, slot, candidate.terms, taken.uses, proof.gradients, len(proof.r))
+        actual = block.pull(proof.r.unsqueeze(0).to(block_dtype(expected.dtype)))
+    except (RuntimeError, IndexError, TypeError) as error:  # shapes that this reading cannot have
         if ran_out(error):
             raise  # a reading that is refused for want of memory would be another curvature
         return False
-    return close(actual, expected, block.bound() * probe.r.abs().max(), probe.coarsest)
-
-
-def close(actual: Tensor, expected: Tensor, bound: Tensor, coarsest: torch.dtype | None = None) -> bool:
-    """Whether two vectors agree to the accuracy of the model's dtype.
-
-    Args:
-        actual: From factors.
-        expected: From autograd, in the model's dtype.
-        bound: Norm of what was added up: the scale of rounding errors where the sum cancels.
-        coarsest: A dtype in which a part of both may have been computed.
-    """
-    tolerance = max(TOLERANCE[expected.dtype], TOLERANCE.get(coarsest or expected.dtype, 0.0))
-    error = (actual - expected.to(actual)).norm()
-    return bool(error <= tolerance * (expected.norm().to(error) + 1e-2 * bound.to(error)))
+    return proof.agree(slot, actual, expected, block.bound() * proof.r.abs().max())
 
 
 def block_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -287,17 +218,17 @@ def block_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _prove_fallback(problem: Problem, slot: int, x: Inputs, probe: _Probe, expected: Tensor) -> Explanation:
+def _prove_fallback(problem: Problem, slot: int, x: Inputs, proof: Probe, expected: Tensor) -> Explanation:
     dtype = block_dtype(expected.dtype)
     for rung in Rung:
         try:
-            (values,) = per_sample(problem, x, probe.unweighted, [slot], rung)
+            (values,) = per_sample(problem, x, proof.unweighted, [slot], rung)
         except (RuntimeError, ValueError, TypeError) as error:  # the rung does not work for this network
             if ran_out(error) and rung is Rung.LOOP:  # the others take more
                 raise
             continue
-        actual = torch.einsum("bp,b->p", values[0].to(dtype), probe.r.to(dtype))
-        if close(actual, expected, values.norm() * probe.r.abs().max(), probe.coarsest):
+        actual = torch.einsum("bp,b->p", values[0].to(dtype), proof.r.to(dtype))
+        if proof.agree(slot, actual, expected, values.norm() * proof.r.abs().max()):
             return Explanation(rung=rung, rule=f"fallback: {rung.value}")
     raise CurvatureError(
         f"the Jacobian with respect to {problem.slots[slot].name!r} cannot be split over the data: the output of one "

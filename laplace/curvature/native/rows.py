@@ -25,7 +25,7 @@ def as_rows(block: Block, n_positions: int) -> Block | None:
     if isinstance(block, IndexBlock) and block.index.shape[1] == n_positions:
         g = block.g.flatten(1, 2).unsqueeze(2)
         return replace(block, index=block.index.reshape(-1, 1), g=g, counted=block.counted.reshape(-1, 1))
-    if isinstance(block, OuterBlock) and block.n_positions == n_positions and not block.input_first:
+    if isinstance(block, OuterBlock) and block.n_positions == n_positions and not block.unfolded:
         a = None if block.a is None else block.a.flatten(0, 1).unsqueeze(1)
         return replace(block, a=a, g=block.g.flatten(1, 2).unsqueeze(2), n_data=block.n_data * n_positions)
     return None

@@ -79,7 +79,7 @@ def surveyed(taken: ForwardPass, outline: Survey) -> Survey:
     widths: list[int] = []
     with torch.inference_mode(False), lent(taken.problem.module), _watched(taken, saved, widths):
         start = _now(taken.f)
-        again = capture(taken.problem, taken.x, loop=outline.loop)
+        again = capture(taken.problem, taken.x, loop=outline.loop, observed=taken.taken.watched)
         forward = _now(taken.f) - start
     del again
     heads = taken.heads()

@@ -77,13 +77,29 @@ RULES: Registry[LayerRule] = Registry("layer rule")
 
 
 def rule_for(module: nn.Module) -> LayerRule | None:
-    """The rule of a module's exact class, if there is one: a subclass may have another forward."""
-    kind = type(module)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    return RULES[name] if name in RULES else None
+    """The rule of a module's class, or of the nearest base class that has one.
+
+    A subclass may have another forward: whether the rule holds for it is for the probe to say.
+    """
+    return rule_of(type(module))
+
+
+def rule_of(kind: type[nn.Module]) -> LayerRule | None:
+    """The rule of a module class, or of the nearest base class that has one."""
+    return next((RULES[name] for name in map(_name, kind.__mro__) if name in RULES), None)
 
 
 def files(rule: LayerRule, *kinds: type[nn.Module]) -> None:
-    """Files one rule for several module classes."""
+    """Files one rule for several module classes, and for the classes that derive from them.
+
+    Raises:
+        InvalidArgument: A class has another rule of its own.
+    """
     for kind in kinds:
-        RULES.register(f"{kind.__module__}.{kind.__qualname__}")(rule)
+        name = _name(kind)
+        if name not in RULES or RULES[name] is not rule:
+            RULES.register(name)(rule)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

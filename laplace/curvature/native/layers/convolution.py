@@ -87,7 +87,7 @@ class TransposedConvolutionRule(_Convolution):
             unfolded = unfolded.narrow(1 + d, 0, positions)
         unfolded = unfolded.unflatten(0, g.shape[:2])
         g = _merge_positions(reading.positions(unfolded, n_data, unfolded.ndim - 2, batched=True), batched=True)
-        return OuterBlock(a=a, g=g, n_data=n_data, input_first=True)
+        return OuterBlock(a=a, g=g, n_data=n_data, input_first=True, unfolded=True)
 
 
 def _input_space(module: nn.Module, output_space: Sequence[int]) -> list[int]:

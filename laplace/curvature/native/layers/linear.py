@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from laplace.curvature.blocks import Block
 from laplace.curvature.factors import OuterBlock
@@ -30,4 +29,4 @@ class LinearRule(LayerRule):
         return OuterBlock(a=a, g=g, n_data=n_data)
 
 
-files(LinearRule(), nn.Linear, NonDynamicallyQuantizableLinear)
+files(LinearRule(), nn.Linear)

@@ -1,0 +1,109 @@
+"""What a probe takes for equal: rounding of every dtype, also where a derivative is zero for a reason, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from laplace import DiagLaplace
+from laplace.errors import CurvatureError
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+class _Keys(nn.Module):
+    """Attention by hand: a softmax does not see the bias of its keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.query, self.key, self.value, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inp(x)
+        weights = torch.softmax(self.query(h) @ self.key(h).transpose(-1, -2) / 8**0.5, -1)
+        return self.head(self.norm(h + weights @ self.value(h)).mean(1))
+
+
+def _two_channels(norm: nn.Module, width: int) -> nn.Module:
+    """A norm over two channels gives ±1, whatever it is given."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(30, width), norm, nn.ReLU(), nn.Linear(width, 3))
+
+
+EXACTLY_ZERO: dict[str, Callable[[], nn.Module]] = {
+    "keys": _Keys,
+    "group norm": lambda: _two_channels(nn.GroupNorm(4, 8), 8),
+    "layer norm": lambda: _two_channels(nn.LayerNorm(2), 2),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", EXACTLY_ZERO)
+def test_derivatives_that_are_zero_for_a_reason_are_no_fault_of_the_model(name: str, dtype: torch.dtype) -> None:
+    for seed in (1, 2, 5, 14):
+        torch.manual_seed(seed)
+        model = EXACTLY_ZERO[name]().to(dtype).eval()
+        x, y = torch.randn(16, 5, 6).to(dtype), torch.randint(3, (16,))
+        la = DiagLaplace(model, "classification")
+        la.fit([(x, y)])
+        assert la.H.isfinite().all()
+
+
+class _Scaled(nn.Linear):
+    """No linear layer: its output has another derivative in the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + 0.2 * self.weight.square().sum())
+
+
+class _Rolled(nn.Module):
+    """A layer whose inputs are those of the next datum, on their way to and from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.roll(1, 0)).roll(-1, 0)
+
+
+WRONG: dict[str, Callable[[], nn.Module]] = {
+    "scaled": lambda: _Scaled(6, 6),
+    "rolled": _Rolled,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_readings_are_refused(name: str, dtype: torch.dtype) -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = nn.Sequential(WRONG[name](), nn.Tanh(), nn.Linear(6, 3)).to(dtype).eval()
+        la = DiagLaplace(model, "classification")
+        la.fit([(torch.randn(16, 6).to(dtype), torch.randint(3, (16,)))])
+        first = next(iter(la.coverage().values()))
+        assert first not in ("linear", "F.linear"), first
+
+
+class _Centred(nn.Module):
+    """The output of one datum depends on the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.inp(x))
+        return self.head(torch.tanh(h - h.mean(0)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_data_that_depend_on_each_other_are_refused(dtype: torch.dtype) -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        la = DiagLaplace(_Centred().to(dtype).eval(), "classification")
+        with pytest.raises(CurvatureError, match="depends on the others"):
+            la.fit([(torch.randn(16, 6).to(dtype), torch.randint(3, (16,)))])
