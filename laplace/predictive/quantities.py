@@ -133,11 +133,11 @@ class Quantities:
 
     @lazy
     def _drawable(self) -> Gaussian:
-        """The same to draw from, with covariances that were summed in float64: in float32 a pass of its own.
+        """The same to draw from, with (co)variances that were summed in float64: in float32 a pass of its own.
 
         Where the link draws, or everything is float64, `latent` has them.
         """
-        there = self.options.form == "diagonal" or self._link_draws or self.sigma_noise.dtype == torch.float64
+        there = self._link_draws or self.sigma_noise.dtype == torch.float64
         return self.latent if there else self._gaussian(self.options.form, wide=True)
 
     @property

@@ -178,7 +178,7 @@ class LowRankPrecision(Precision):
         inverse = self._deviations.square()
         basis = self.subspace.basis
         exact = len(thetas) > 0 and thetas.max().item() * torch.finfo(basis.dtype).eps > _CANCELLING
-        wanted = basis.dtype if diagonal else jacobian.summed_in(basis.dtype)
+        wanted = jacobian.summed_in(basis.dtype)
         dtype = torch.float64 if exact else wanted
         variances = tuple(part.to(dtype) for part in self.prior.layout.split(inverse))
         found = _Moments.of(jacobian, basis, rotation, variances, diagonal=diagonal).reduced(thetas)

@@ -68,12 +68,13 @@ def samples(la: Any, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tens
     def source() -> torch.Generator:
         return torch.Generator().manual_seed(0)
 
-    def outputs(*, joint: bool) -> Tensor:
-        return la.functional_samples(x, n_samples=N_SAMPLES, joint=joint, generator=source())
+    def outputs(**options: bool) -> tuple[Tensor, Tensor, Tensor]:
+        return la.functional_samples(x, n_samples=N_SAMPLES, generator=source(), **options), mean, deviation
 
     found = {
-        "outputs": (outputs(joint=False), mean, deviation),
-        "joint outputs": (outputs(joint=True), mean, deviation),
+        "outputs": outputs(),
+        "joint outputs": outputs(joint=True),
+        "single outputs": outputs(diagonal_output=True),
     }
     if not isinstance(la, BaseFunctionalLaplace):
         theta = la.sample(N_SAMPLES, source())

@@ -44,11 +44,14 @@ def test_on_other_machines(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("weights", "structure"), drawn.CELLS)
 def test_of_a_few_data_at_once(weights: str, structure: str, dtype: torch.dtype) -> None:
+    """Also where the data leave little of the prior's variance."""
     la, memory = drawn.fitted(weights, structure, dtype)
-    expected = drawn.samples(la, dtype)
-    with memory.of(5), pytest.warns(MemoryWarning):
-        found = drawn.samples(la, dtype)
-    check(found, expected)
+    for prior_precision in (1.0, 1e-4):
+        la.prior_precision = prior_precision
+        expected = drawn.samples(la, dtype)
+        with memory.of(5), pytest.warns(MemoryWarning):
+            found = drawn.samples(la, dtype)
+        check(found, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
