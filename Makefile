@@ -31,7 +31,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
 SOURCES := $(wildcard laplace tests examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format types unit test quickstart benchmark benchmark-peer parity clean
+.PHONY: help setup lint format types unit test test-portable quickstart benchmark benchmark-peer parity clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -59,6 +59,14 @@ unit: $(READY)  ## Run the tests alone (ARGS= for pytest)
 	$(PY) -m pytest -n $(WORKERS) $(ARGS)
 
 test: lint types unit  ## Check style, types and behaviour
+
+# Other processors by their instructions: PyTorch's own, and those of MKL, which only Intel's processors heed. Two threads
+# of one worker take the place of two workers.
+PORTABLE := -m pytest -m portable $(ARGS)
+test-portable: $(READY)  ## Check that numbers are the same with other instructions and threads (a part of the tests)
+	ATEN_CPU_CAPABILITY=default $(PY) $(PORTABLE) -n $(WORKERS)
+	ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2 LAPLACE_TEST_THREADS=2 $(PY) $(PORTABLE)
+	MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(PY) $(PORTABLE) -n $(WORKERS)
 
 quickstart: $(READY)  ## Train, fit, tune and plot on the digits data, in under a minute
 	PYTHONPATH=. $(PY) examples/quickstart.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -13,15 +14,18 @@ import torch
 hypothesis.settings.register_profile("laplace", deadline=None, derandomize=True, max_examples=30)
 hypothesis.settings.load_profile("laplace")
 
+THREADS = int(os.environ.get("LAPLACE_TEST_THREADS", "1"))
+"""Threads of PyTorch inside a test; `make test-portable` tries others."""
+
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 _MISSING = re.compile(r"could not import '([\w.]+)'")
 
 
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
-    """Every test starts from one seed, one thread and float32, whatever ran before it."""
+    """Every test starts from one seed, one number of threads and float32, whatever ran before it."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     yield
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)

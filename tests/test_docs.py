@@ -34,6 +34,7 @@ def tree_files(tree: str) -> set[str]:
     return files
 
 
+@pytest.mark.portable
 @each_page
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

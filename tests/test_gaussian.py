@@ -12,6 +12,8 @@ from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 from laplace.gaussian import Gaussian, covariance_root
 from tests.reference.compare import assert_close
 
+pytestmark = pytest.mark.portable
+
 B, C, N = 3, 2, 20_000
 
 

@@ -19,7 +19,8 @@ from laplace.noise import drawn_seed
 from laplace.overrides import is_overridden
 from laplace.positions import OutputRows, rows_of
 from laplace.posterior.overridden import method_of, wrong_shape
-from laplace.predictive.quantities import Draw, GaussianSource, OwnSamples, Quantities
+from laplace.predictive.quantities import Draw, OwnSamples, Quantities
+from laplace.predictive.sources import GaussianSource
 
 if TYPE_CHECKING:
     from laplace.batch import Inputs

@@ -19,9 +19,9 @@ from laplace.posterior import overridden, own_outputs
 from laplace.posterior.weight_posterior import WeightPosterior
 from laplace.predictive import latent
 from laplace.predictive.prediction import Prediction
-from laplace.predictive.quantities import Draws, GaussianSource, PredictionOptions, Quantities, SampleSource
+from laplace.predictive.quantities import Draws, PredictionOptions, Quantities
 from laplace.predictive.reparameterised import ReparameterisedOutputs
-from laplace.predictive.sources import LinearisedOutputs, SampledOutputs
+from laplace.predictive.sources import GaussianSource, LinearisedOutputs, SampledOutputs, SampleSource
 
 
 class WeightPredictor(WeightPosterior):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,49 +22,13 @@ from laplace.predictive.distributions import normal_of
 from laplace.predictive.latent import moments, needs_variances_only, with_noise
 from laplace.predictive.lazy import lazy
 from laplace.predictive.links import log_concentrations
+from laplace.predictive.sources import GaussianSource, SampleSource
 
 Draws = Callable[[], "torch.Generator | None"]
 """The source of randomness of one quantity; None for the global one."""
 
 _BRIDGES = {str(LinkApprox.BRIDGE): False, str(LinkApprox.BRIDGE_NORM): True}
 """Links with a Dirichlet, and whether the latents are rescaled first."""
-
-
-class GaussianSource(ABC):
-    """Latent outputs at some inputs that are Gaussian under the posterior.
-
-    Attributes:
-        create_graph: Whether results can be differentiated, with respect to hyper-parameters or the inputs.
-    """
-
-    create_graph: bool
-
-    @abstractmethod
-    def mean(self) -> OutputRows:
-        """Mean of the latents, `[B, C]`, without their covariance."""
-
-    @abstractmethod
-    def latent(self, form: str, *, wide: bool = False) -> Gaussian:
-        """Gaussian of the latents.
-
-        Args:
-            form: `"full"`, `"diagonal"` or `"joint"`.
-            wide: Whether covariances are summed in float64, since samples are to be drawn.
-        """
-
-
-class SampleSource(ABC):
-    """Latent outputs at some inputs that are known by samples alone, so that their moments are those of the samples.
-
-    Attributes:
-        create_graph: Whether results can be differentiated, with respect to hyper-parameters or the inputs.
-    """
-
-    create_graph: bool
-
-    @abstractmethod
-    def samples(self, n: int, generator: torch.Generator | None) -> OutputRows:
-        """Samples of the latents, `[n, B, C]`."""
 
 
 @dataclass(frozen=True)
@@ -152,11 +115,11 @@ class Quantities:
 
     @lazy
     def _drawable(self) -> Gaussian:
-        """The same to draw from, with covariances that were summed in float64: in float32 a pass of its own.
+        """The same to draw from, with (co)variances that were summed in float64: in float32 a pass of its own.
 
         Where the link draws, or everything is float64, `latent` has them.
         """
-        there = self.options.form == "diagonal" or self._link_draws or self.sigma_noise.dtype == torch.float64
+        there = self._link_draws or self.sigma_noise.dtype == torch.float64
         return self.latent if there else self._gaussian(self.options.form, wide=True)
 
     @property

@@ -29,7 +29,7 @@ from laplace.lending import lent
 from laplace.noise import standard_normal
 from laplace.positions import OutputRows
 from laplace.predictive.latent import finite, with_arguments
-from laplace.predictive.quantities import SampleSource
+from laplace.predictive.sources import SampleSource
 from laplace.weights.problem import Problem
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

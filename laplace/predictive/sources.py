@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,44 @@ from laplace.curvature.engine import CurvatureEngine
 from laplace.gaussian import Gaussian
 from laplace.positions import OutputRows
 from laplace.predictive import latent
-from laplace.predictive.quantities import GaussianSource, SampleSource
 from laplace.structures.base import Precision
+
+
+class GaussianSource(ABC):
+    """Latent outputs at some inputs that are Gaussian under the posterior.
+
+    Attributes:
+        create_graph: Whether results can be differentiated, with respect to hyper-parameters or the inputs.
+    """
+
+    create_graph: bool
+
+    @abstractmethod
+    def mean(self) -> OutputRows:
+        """Mean of the latents, `[B, C]`, without their covariance."""
+
+    @abstractmethod
+    def latent(self, form: str, *, wide: bool = False) -> Gaussian:
+        """Gaussian of the latents.
+
+        Args:
+            form: `"full"`, `"diagonal"` or `"joint"`.
+            wide: Whether covariances are summed in float64, since samples are to be drawn.
+        """
+
+
+class SampleSource(ABC):
+    """Latent outputs at some inputs that are known by samples alone, so that their moments are those of the samples.
+
+    Attributes:
+        create_graph: Whether results can be differentiated, with respect to hyper-parameters or the inputs.
+    """
+
+    create_graph: bool
+
+    @abstractmethod
+    def samples(self, n: int, generator: torch.Generator | None) -> OutputRows:
+        """Samples of the latents, `[n, B, C]`."""
 
 
 @dataclass(frozen=True, eq=False)

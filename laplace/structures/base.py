@@ -63,7 +63,7 @@ class Precision(ABC):
 
     @abstractmethod
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        """Its diagonals, `[B, C]`, at less cost."""
+        """Its diagonals, `[B, C]`, at less cost; one that cancels is summed in float64 if `jacobian.wide`."""
 
     @abstractmethod
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:

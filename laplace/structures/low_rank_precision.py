@@ -181,7 +181,7 @@ class LowRankPrecision(Precision):
         inverse = self._deviations.square()
         basis = self.subspace.basis
         exact = len(solved.thetas) > 0 and solved.thetas.max().item() * torch.finfo(basis.dtype).eps > _CANCELLING
-        wanted = basis.dtype if diagonal else jacobian.summed_in(basis.dtype)
+        wanted = jacobian.summed_in(basis.dtype)
         dtype = torch.float64 if exact else wanted
         variances = tuple(part.to(dtype) for part in self.prior.layout.split(inverse))
         moments = _Moments.of(jacobian, basis, solved.rotation, variances, diagonal=diagonal)

@@ -240,14 +240,16 @@ class LowRankKronPrecision(Precision):
         return tuple(found)
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        dtype = jacobian.summed_in(self.prior.precision.dtype)
-        blocks = tuple(block.cast(dtype) for block in jacobian.blocks) if jacobian.wide else jacobian.blocks
-        found = [part.reduced(block, dtype, diagonal=False) for part, block in zip(self._solved, blocks, strict=True)]
-        return total(found)
+        return self._reduced(jacobian, diagonal=False)
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        dtype = self.prior.precision.dtype
-        return jacobian.sum_over_blocks(lambda i, block: self._solved[i].reduced(block, dtype, diagonal=True))
+        return self._reduced(jacobian, diagonal=True)
+
+    def _reduced(self, jacobian: Jacobian, *, diagonal: bool) -> Tensor:
+        dtype = jacobian.summed_in(self.prior.precision.dtype)
+        blocks = tuple(block.cast(dtype) for block in jacobian.blocks) if jacobian.wide else jacobian.blocks
+        parts = zip(self._solved, blocks, strict=True)
+        return total(part.reduced(block, dtype, diagonal=diagonal) for part, block in parts)
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         rows = [block.dense().transpose(0, 1).flatten(0, 1) for block in jacobian.blocks]

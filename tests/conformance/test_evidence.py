@@ -18,6 +18,8 @@ from tests.reference import curvature as reference
 from tests.reference import evidence, kfac
 from tests.reference.compare import assert_close
 
+pytestmark = pytest.mark.portable
+
 PRIORS = ("scalar", "layerwise", "diag")
 
 

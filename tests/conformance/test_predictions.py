@@ -18,6 +18,8 @@ from tests.reference import curvature as reference
 from tests.reference import predictive
 from tests.reference.compare import assert_close
 
+pytestmark = pytest.mark.portable
+
 SOFTMAX = ("mlp_classification", "conv2d_grouped")
 REGRESSIONS = ("mlp_regression", "conv2d_regression", "mlp_regression_single", "embedding_positions")
 

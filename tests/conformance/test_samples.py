@@ -17,6 +17,8 @@ from tests.reference import curvature as reference
 from tests.reference import predictive
 from tests.reference.compare import assert_close
 
+pytestmark = pytest.mark.portable
+
 SAMPLES = 4000
 
 

@@ -17,6 +17,8 @@ from tests.reference import curvature as reference
 from tests.reference import evidence
 from tests.reference.compare import assert_close
 
+pytestmark = pytest.mark.portable
+
 NAMES = ["mlp_regression", "mlp_classification", "mlp_ignored_labels", "shared_positions", "dict_input", "tied_head"]
 
 

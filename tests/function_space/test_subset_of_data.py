@@ -22,6 +22,8 @@ from tests.reference import curvature as reference
 from tests.reference import evidence, gaussian_process
 from tests.reference.compare import assert_close
 
+pytestmark = pytest.mark.portable
+
 HYPER = {"prior_precision": 0.3, "prior_mean": 0.1, "temperature": 1.6}
 ALL = [
     "mlp_classification", "mlp_regression", "mlp_bernoulli_multi", "mlp_ignored_labels", "mlp_saturated", "prelu",

@@ -24,6 +24,8 @@ from tests.reference import curvature as reference
 from tests.reference import evidence, variational
 from tests.reference.compare import assert_close
 
+pytestmark = pytest.mark.portable
+
 NAMES = ["mlp_regression", "mlp_classification", "mlp_bernoulli_multi", "mlp_ignored_labels", "dict_input", "tied_head"]
 HYPER = {"prior_precision": 0.3, "prior_mean": 0.1, "temperature": 1.6}
 

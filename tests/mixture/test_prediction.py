@@ -15,6 +15,8 @@ from laplace.predictive.mixing import quantile
 from tests import grid
 from tests.reference.compare import assert_close
 
+pytestmark = pytest.mark.portable
+
 WEIGHTS = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
 
 

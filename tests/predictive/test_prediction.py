@@ -19,7 +19,10 @@ from tests.conformance.cases import Case, few, truth
 from tests.reference import predictive as reference
 from tests.reference.compare import assert_close
 
-pytestmark = pytest.mark.filterwarnings("ignore::laplace.errors.ApproximationWarning")
+pytestmark = [
+    pytest.mark.portable,
+    pytest.mark.filterwarnings("ignore::laplace.errors.ApproximationWarning"),
+]
 
 
 def fitted(likelihood: str, **options: Any) -> tuple[ParametricLaplace, Any]:

@@ -27,7 +27,8 @@ def test_bernoulli_against_brute_force(structure: str, weights: str) -> None:
     assert_close(found.elbo, value, "backend", label="bound")
     assert_close(la.mean, mean, "float32", label="mean")
     assert_close(torch.linalg.inv(la.evidence().precision.to_dense()), covariance, "float32", label="covariance")
-    assert list(found.values) == sorted(found.values)
+    climbs = zip(found.values[:-1], found.values[1:], strict=True)
+    assert all(after >= before - 1e-12 * abs(before) for before, after in climbs)
 
 
 @pytest.mark.parametrize("structure", ["full", "diag"])

@@ -35,6 +35,14 @@ def even(values: Tensor) -> Tensor:
     return (values.double() * 2**12).round() / 2**12
 
 
+def with_even_weights(model: nn.Module) -> nn.Module:
+    """The model, its weights rounded in the same way."""
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.copy_(even(tensor))
+    return model
+
+
 def inputs(dtype: torch.dtype) -> Tensor:
     """Fourteen data, two of them twice: 42 outputs of as few as 6 weights."""
     x = even(grid.data(seed=8)[0]).to(dtype)
@@ -45,10 +53,7 @@ def fitted(weights: str, structure: str, dtype: torch.dtype) -> tuple[Any, Memor
     """A posterior, and the memory of its network."""
     memory, kind = Memory(), structure.split(maxsplit=1)[0]
     options = {"subnetwork_indices": grid.INDICES} if weights == "subnetwork" else {}
-    model: nn.Module = Large(grid.network(), memory).to(dtype)
-    with torch.no_grad():
-        for tensor in model.parameters():
-            tensor.copy_(even(tensor))
+    model = with_even_weights(Large(grid.network(), memory).to(dtype))
     la = Laplace(model, "classification", weights, kind, **options, **FUNCTIONAL.get(structure, {}))
     la.fit([(even(x).to(dtype), y) for x, y in grid.batches()])
     return la, memory
@@ -63,12 +68,13 @@ def samples(la: Any, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tens
     def source() -> torch.Generator:
         return torch.Generator().manual_seed(0)
 
-    def outputs(*, joint: bool) -> Tensor:
-        return la.functional_samples(x, n_samples=N_SAMPLES, joint=joint, generator=source())
+    def outputs(**options: bool) -> tuple[Tensor, Tensor, Tensor]:
+        return la.functional_samples(x, n_samples=N_SAMPLES, generator=source(), **options), mean, deviation
 
     found = {
-        "outputs": (outputs(joint=False), mean, deviation),
-        "joint outputs": (outputs(joint=True), mean, deviation),
+        "outputs": outputs(),
+        "joint outputs": outputs(joint=True),
+        "single outputs": outputs(diagonal_output=True),
     }
     if not isinstance(la, BaseFunctionalLaplace):
         theta = la.sample(N_SAMPLES, source())

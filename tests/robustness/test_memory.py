@@ -24,6 +24,8 @@ from tests.reference.compare import assert_close
 from tests.robustness.faults import Large, Memory, memory_for, nothing_changes, posterior_bits, same_bits
 from tests.test_manners import prepared
 
+pytestmark = pytest.mark.portable
+
 X = grid.data(seed=8)[0]
 
 
