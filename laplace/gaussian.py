@@ -103,6 +103,9 @@ class Gaussian:
 def covariance_root(covariance: Tensor) -> Tensor:
     """A factor R with R Rᵀ = Σ that always exists, `[..., C, C]`: one rule, `scaled_root`, with all its derivatives.
 
+    Where outputs are independent by structure, as under a diagonal posterior of a last layer, no covariance is other
+    than zero: the same root is then known without a decomposition.
+
     Args:
         covariance: `[..., C, C]`; its symmetric part is used, negative eigenvalues count as zero.
 
@@ -110,6 +113,9 @@ def covariance_root(covariance: Tensor) -> Tensor:
         CurvatureError: An entry is NaN or infinite.
     """
     _check_finite(covariance)
+    variances = covariance.diagonal(dim1=-2, dim2=-1)
+    if not covariance.requires_grad and bool(covariance.count_nonzero() == variances.count_nonzero()):
+        return torch.diag_embed(_safe_sqrt(variances))
     return scaled_root(covariance)
 
 

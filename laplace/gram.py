@@ -63,7 +63,7 @@ def row_gram(rows: Tensor, weights: Tensor | None = None, dtype: torch.dtype | N
     total = rows.new_zeros(*rows.shape[:-1], rows.shape[-2], dtype=wide)
     for start in range(0, rows.shape[-1], step):
         part = rows[..., start : start + step].to(wide)
-        total = total + (part if weights is None else part * weights[start : start + step]) @ part.mT
+        total += (part if weights is None else part * weights[start : start + step]) @ part.mT
     return total
 
 

@@ -114,6 +114,18 @@ def test_the_root_moves_as_little_as_what_it_is_of(rounding) -> None:
     assert ((after - before).norm(dim=1) / m.norm(dim=1)).max() < 1e-7 + 10 * rounding
 
 
+def test_the_root_of_independent_outputs_needs_no_decomposition(monkeypatch) -> None:
+    """It is the same one, also where some rows do not vary; a graph leads to all entries."""
+    variances = torch.tensor([[1e-9, 4.0, 0.0], [9.0, 1e4, 1.0]], dtype=torch.float64)
+    covariance = torch.diag_embed(variances)
+    followed = covariance_root(covariance.clone().requires_grad_())
+    monkeypatch.setattr(torch.linalg, "eigh", None)
+    root = covariance_root(covariance)
+    assert_close(root, torch.diag_embed(variances.sqrt()), "exact")
+    assert_close(followed, root, "algebra")
+    assert followed.requires_grad
+
+
 def test_the_root_knows_no_basis_and_no_order() -> None:
     """Equal eigenvalues have no eigenvectors of their own; outputs in another order have the same root, reordered."""
     m = torch.linalg.qr(torch.randn(7, 3, dtype=torch.float64)).Q

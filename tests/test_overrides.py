@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from laplace import (
 from laplace.curvature import NativeGGN
 from laplace.curvature.interface import GGNInterface
 from laplace.errors import InvalidArgument, LaplaceError, ReadOnlyError, TuningWarning, UnsupportedError
-from laplace.overrides import HELD, HOOKS
+from laplace.overrides import HELD, HOOKS, MOMENTS
 from tests import problems as catalogue
 from tests.conformance.cases import Case, few
 from tests.reference.compare import assert_close
@@ -145,6 +146,65 @@ def test_prior_precision_diag(case: Case) -> None:
     assert_close(la.prior.quad(la.mean), plain.scatter, "backend")
     la.prior_precision, plain.prior_precision = 0.2, 0.6
     assert_close(la(X)[1], plain(X)[1], "backend", label="assigned anew")
+
+
+OWN = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+"""What users' methods below are differentiable in."""
+
+
+def own_factor(name: str) -> dict[str, Any]:
+    """A property, or a covariance of outputs, that is that of the library times `OWN`."""
+    if not name.startswith("functional"):
+        return {name: property(lambda self: OWN * getattr(super(type(self), self), name))}
+    return {name: lambda self, Js: OWN * getattr(super(type(self), self), name)(Js)}
+
+
+@pytest.mark.parametrize(
+    ("name", "joint"),
+    [
+        ("prior_precision_diag", False),
+        ("prior_precision_diag", True),
+        ("posterior_precision", False),
+        ("posterior_scale", True),
+        ("posterior_covariance", False),
+        ("functional_variance", False),
+        ("functional_covariance", True),
+    ],
+)
+def test_gradients_of_what_users_own_methods_compute_from(name: str, joint: bool) -> None:
+    """Predictions and samples are differentiable in it, as in the library's own hyper-parameters."""
+    la = derived(Case(PROBLEM, "full", "all"), **own_factor(name))
+
+    def read() -> Tensor:
+        drawn = la.sample(2, generator=torch.Generator().manual_seed(3)) if name in MOMENTS else OWN
+        return la(X[:3], joint=joint)[1].square().sum() + drawn.square().sum()
+
+    (found,) = torch.autograd.grad(read(), OWN)
+    sides: list[Tensor] = []
+    for step in (1e-5, -2e-5):
+        with torch.no_grad():
+            OWN.add_(step)
+            sides.append(read())
+    with torch.no_grad():
+        OWN.add_(1e-5)
+        assert not la(X[:3])[1].requires_grad
+    assert_close(found, (sides[0] - sides[1]) / 2e-5, "finite_difference")
+
+
+def test_covariances_of_a_given_posterior_are_summed_as_wide_as_the_library_s() -> None:
+    """Where samples are to be drawn, by one root of whatever precision."""
+    la = type("Scaled", (FullLaplace,), scaled("posterior_scale", 2.0))(PROBLEM.make_model().float(), "regression")
+    la.fit([(x.float(), y.float()) for x, y in PROBLEM.batches(4)])
+    jacobian, _ = next(la.engine.jacobian(X[:3].float()))
+    rows = jacobian.dense().double().flatten(0, 1) @ la.posterior_scale.double()
+    exact, precision, wide = rows @ rows.T, la.predictive_posterior(), replace(jacobian, wide=True)
+    blocks = torch.stack([exact.view(3, 2, 3, 2)[i, :, i] for i in range(3)])
+    for found, expected in (
+        (precision.functional_covariance(wide), exact),
+        (precision.functional_variance(wide), blocks),
+    ):
+        assert found.dtype == torch.float64
+        assert_close(found, expected, "float32")
 
 
 @pytest.mark.parametrize("cls", [FullLaplace, DiagLaplace, KronLaplace, LowRankLaplace])

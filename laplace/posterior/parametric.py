@@ -103,7 +103,7 @@ class ParametricLaplace(WeightPredictor, Tunable):
         """
         check_counts(0, n_samples=n_samples)
         check_generator(generator)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.follows_hyperparameters), own_precision():
+        with torch.set_grad_enabled(self.keeps_graph), own_precision():
             posterior = overridden.posterior_before(self, "sample")
             noise = standard_normal((n_samples, len(self.mean)), self.mean, generator)
             samples = self.mean + posterior.sample(noise)

@@ -19,7 +19,7 @@ from laplace.evidence import Evidence
 from laplace.fitting import Reading, planning
 from laplace.fitting.planning import FitPlan
 from laplace.lending import own_mode, own_precision, same_random_state
-from laplace.overrides import HYPERPARAMETERS, is_overridden
+from laplace.overrides import COVARIANCES, HYPERPARAMETERS, MOMENTS, is_overridden
 from laplace.posterior import first_outputs, overridden
 from laplace.posterior.weight_fit import WeightFit
 from laplace.prior import GaussianPrior
@@ -295,7 +295,16 @@ class WeightPosterior(WeightFit):
     @property
     def follows_hyperparameters(self) -> bool:
         """Whether a hyper-parameter requires a gradient: predictions are then differentiable in it."""
-        return any(t.requires_grad for t in (self.prior_precision, self.sigma_noise, self.temperature))
+        tensors = [self.prior_precision, self.sigma_noise, self.temperature]
+        if is_overridden(self, "prior", "prior_precision_diag"):
+            tensors.append(self.prior.precision)
+        return any(t.requires_grad for t in tensors)
+
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether predictions and samples keep a graph that leads to hyper-parameters, or into users' own methods."""
+        own = is_overridden(self, *MOMENTS, *COVARIANCES)
+        return torch.is_grad_enabled() and (own or self.follows_hyperparameters)
 
     def predictive_posterior(self) -> Precision:
         """The posterior as predictions and samples see it: with what users' classes override."""

@@ -103,7 +103,7 @@ class WeightPredictor(WeightPosterior):
     @property
     def _keeps_graph(self) -> bool:
         """Whether predictions are differentiable: in the inputs, or in hyper-parameters that ask for it."""
-        return self.enable_backprop or (torch.is_grad_enabled() and self.follows_hyperparameters)
+        return self.enable_backprop or self.keeps_graph
 
     def _linearised(self, x: Inputs) -> LinearisedOutputs:
         graph = self._keeps_graph

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from laplace.curvature.jacobian import Jacobian
+from laplace.gram import row_gram
 from laplace.structures.base import Precision
 
 
@@ -49,14 +50,14 @@ class GivenPrecision(Precision):
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         roots = (self._coloured(piece) for piece in jacobian.pieces())
-        return torch.cat([root @ root.mT for root in roots])
+        return torch.cat([row_gram(root, dtype=jacobian.summed_in(root.dtype)) for root in roots])
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
         return torch.cat([self._coloured(piece).square().sum(2) for piece in jacobian.pieces()])
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         root = self._coloured(jacobian.dense().flatten(0, 1))
-        return root @ root.T
+        return row_gram(root, dtype=jacobian.summed_in(root.dtype))
 
     def sample(self, noise: Tensor) -> Tensor:
         return noise * self.root if self._is_diagonal else noise @ self.root.T

@@ -14,6 +14,8 @@ from tests.conformance.cases import Case
 from tests.reference.compare import assert_close
 from tests.test_manners import picture
 
+pytestmark = pytest.mark.portable
+
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
