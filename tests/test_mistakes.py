@@ -736,6 +736,25 @@ def inside_of_ddp() -> tuple[Tensor, Tensor]:
     return predicted(model), oracle(net())
 
 
+def of_an_adapter_without_task_type() -> tuple[Tensor, Tensor]:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads a property that transformers renames
+        model, batch = peft.get_peft_model(tiny_gpt2(), config).eval(), tokens()
+    la = new(model, structure="diag")
+    la.fit([batch])
+    with torch.no_grad():
+        return torch.as_tensor(la.loss), model(**batch).loss * 15
+
+
+def of_a_tensordict() -> tuple[Tensor, Tensor]:
+    tensordict = pytest.importorskip("tensordict")
+    la = new(WithLabels())
+    la.fit([tensordict.TensorDict({"x": X, "labels": Y}, batch_size=[12])])
+    return la(tensordict.TensorDict({"x": X}, batch_size=[12])), oracle(WithLabels().net)
+
+
 def of_prompts_cut_off() -> tuple[Tensor, Tensor]:
     model, batch = of_prompts().eval(), tokens()
     given = ("input_ids", "attention_mask")
@@ -790,6 +809,8 @@ RIGHT: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
     "an overridden variance": of_an_override,
     "a gradient in the prior": of_a_gradient_in_the_prior,
     "inside of DistributedDataParallel": inside_of_ddp,
+    "an adapter without task_type": of_an_adapter_without_task_type,
+    "a TensorDict": of_a_tensordict,
     "a learned prompt whose outputs are cut off": of_prompts_cut_off,
 }  # fmt: skip
 
