@@ -24,7 +24,7 @@ IGNORED = -100
 """Label that Hugging Face's losses leave out, as PyTorch's do."""
 
 _MOVES: weakref.WeakKeyDictionary[nn.Module, bool | None] = weakref.WeakKeyDictionary()
-"""What the loss of a model was found to do, None where it has none; it takes a forward pass of one datum."""
+"""What the loss of a model was found to do, None where it has none; it takes a few forward passes of one datum."""
 
 
 def split(batch: Any, dict_key_y: str, model: nn.Module, ignore_index: int | None = IGNORED) -> tuple[Inputs, Tensor]:
