@@ -14,6 +14,9 @@ Attributes = dict[str, tuple[tuple[str, Any], ...]]
 _OWN = frozenset(vars(nn.Module()))
 """Attributes of every module: tables of parameters, submodules and hooks, and the flag of the training mode."""
 
+_NO_SETTINGS = frozenset({"name_or_path", "gradient_checkpointing", "activation_checkpointing", "_attn_implementation"})
+"""Where a network of transformers was loaded from, and ways of computing the same outputs."""
+
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _MOST, _DEPTH = 1024, 4
 _OTHER = object()
@@ -24,7 +27,7 @@ def attributes_of(model: nn.Module) -> Attributes:
     found: dict[str, list[tuple[str, Any]]] = {}
     for place, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in _OWN and (plain := _plain(value, _DEPTH)) is not _OTHER:
+            if name not in _OWN | _NO_SETTINGS and (plain := _plain(value, _DEPTH)) is not _OTHER:
                 found.setdefault(name, []).append((place, plain))
     return {name: tuple(values) for name, values in found.items()}
 

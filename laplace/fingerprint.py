@@ -32,7 +32,8 @@ class Fingerprint:
         versions: Identity and version of every tensor; only good within one process.
         norms: Norms of the floating-point tensors, per device.
         sums: Two weighted sums of every tensor, float64, `[n, 2]`.
-        attributes: Digests of the plain attributes at the fit, by name.
+        attributes: Digests of the plain attributes at the fit, by name; without those that a forward pass writes, as a
+            counter of calls, where a witness told them.
         witness: Some data of the fit with the outputs there, or None.
         seen: Attributes at which all was well when it was last looked at; None before that.
     """
@@ -58,6 +59,8 @@ class Fingerprint:
         """
         with undisturbed(model):
             known = digests(attributes_of(model)) if attributes is None else dict(attributes)
+            if witness is not None:
+                known = {name: digest for name, digest in known.items() if name not in witness.written}
             return cls(_places(model), _versions(model), _norms(model), checksums(model), known, witness)
 
     def check(self, model: nn.Module) -> Fingerprint:
@@ -86,6 +89,8 @@ class Fingerprint:
         if present == self.seen:
             return self
         names = changed(self.attributes, digests(present), common=self.witness is None)
+        if self.witness is not None:
+            names = [name for name in names if name not in self.witness.written]
         if self.witness is not None and not self.witness.agrees(model, changed=bool(names)):
             what = f"the attributes {names} of its modules did" if names else "a setting, a hook or the like did"
             raise ModelChangedError(
@@ -105,7 +110,8 @@ class Fingerprint:
         versions, norms = _versions(model), _norms(model)
         if versions == self.versions and _equal(norms, self.norms):
             return self
-        if _places(model) != self.places:
+        places = _places(model)
+        if len(places) == len(self.places) and places != self.places:
             raise ModelChangedError(
                 "the network was moved to another device or dtype after fit, and the posterior was not; move both by "
                 "la.to(device=..., dtype=...), or call fit again."

@@ -24,7 +24,7 @@ IGNORED = -100
 """Label that Hugging Face's losses leave out, as PyTorch's do."""
 
 _MOVES: weakref.WeakKeyDictionary[nn.Module, bool | None] = weakref.WeakKeyDictionary()
-"""What the loss of a model was found to do, None where it has none; it takes a forward pass of one datum."""
+"""What the loss of a model was found to do, None where it has none; it takes a few forward passes of one datum."""
 
 
 def split(batch: Any, dict_key_y: str, model: nn.Module, ignore_index: int | None = IGNORED) -> tuple[Inputs, Tensor]:
@@ -87,23 +87,33 @@ def _moves(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool:
 
 
 def _found(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool | None:
-    """Whether the first label counts nowhere in the model's loss of one datum; None for a model without such a loss.
+    """Whether of one datum's labels the last one counts in the model's loss and the first one does not.
 
-    Names of classes and of losses say too little: `BartForCausalLM` and `XLNetLMHeadModel` do not move their labels.
+    None for a model without such a loss, or with one that says neither. Names of classes and of losses say too little:
+    `BartForCausalLM` and `XLNetLMHeadModel` do not move their labels.
     """
     device = next(model.parameters(), y).device
     datum = batches.to_device(batches.select(x, slice(0, 1), len(y)), device)
-    labels = torch.full_like(y[:1], IGNORED, device=device)
-    first = labels.clone()
-    first[:, 0] = 0
+
+    def loss(position: int, label: int) -> Tensor | None:
+        labels = torch.full_like(y[:1], IGNORED, device=device)
+        labels[:, position] = label
+        found = _loss(model, datum, labels)
+        return None if found is None else found.nan_to_num()  # a mean over no labels
+
     with lent(model), own_mode(), torch.no_grad():
-        loss = _loss(model, datum, first)
-        if loss is None:
+        nothing = loss(0, IGNORED)
+        if nothing is None:
             return None
-        if loss.isnan() or loss == 0:  # a mean or a sum over no labels
-            return True
-        nothing = _loss(model, datum, labels)
-        return nothing is not None and bool(nothing == loss)  # what is left is no loss of labels
+
+        def counts(position: int) -> bool:
+            # Two classes: a loss may leave out one of them, or be zero to rounding.
+            found = (loss(position, label) for label in (0, 1))
+            return any(one is not None and not torch.equal(one, nothing) for one in found)
+
+        if counts(0):
+            return False
+        return True if y.shape[1] == 1 or counts(-1) else None
 
 
 def _loss(model: nn.Module, datum: Mapping[str, Any], labels: Tensor) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,16 +30,18 @@ class Witness:
         x: Inputs.
         outputs: Outputs at them, flat; evenly spaced entries where there are more than a million.
         call: How to call the network.
+        written: Names of plain attributes that a forward pass writes.
     """
 
     x: Inputs
     outputs: Tensor
     call: ForwardFn
+    written: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, x: Inputs, outputs: Tensor, call: ForwardFn) -> Witness:
+    def of(cls, x: Inputs, outputs: Tensor, call: ForwardFn, written: Iterable[str] = ()) -> Witness:
         """A witness of inputs that are its own, and of outputs `[B, …]`."""
-        return cls(x, _spaced(outputs), call)
+        return cls(x, _spaced(outputs), call, frozenset(written))
 
     def agrees(self, model: nn.Module, *, changed: bool) -> bool:
         """Whether the network has its outputs of then; one that does not run on these data any more has not.

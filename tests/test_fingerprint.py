@@ -289,6 +289,40 @@ def test_older_states_and_other_versions_of_packages() -> None:
         other.load_state_dict(la.state_dict() | {"attributes": 3})
 
 
+class Counting(nn.Module):
+    """Counts its passes, as a setting it does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.n_passes, self.name_or_path = grid.network(), 0, "here"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n_passes += 1
+        return self.body(x)
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_what_a_forward_pass_writes_and_where_a_network_is_from_are_no_settings(way: str) -> None:
+    model = Counting()
+    la = grid.make("all", "kron", model=model)
+    la.fit(grid.batches())
+    assert not {"n_passes", "name_or_path"} & la.state_dict()["attributes"].keys()
+    other = COPIES[way](la)
+    other.model(X)
+    other.model.name_or_path = "there"
+    other(X)
+    model(X)
+    la(X)
+    assert torch.equal(la(X), other(X))
+
+
+def test_further_tensors_are_not_said_to_have_been_moved() -> None:
+    model, la = fitted()
+    model.register_buffer("extra", torch.zeros(1))
+    with pytest.raises(ModelChangedError, match="weights or buffers changed"):
+        la(X)
+
+
 # Attributes.
 
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import laplace
@@ -30,109 +33,51 @@ from laplace.errors import (
     InvalidInputs,
     InvalidType,
     LaplaceError,
+    LaplaceWarning,
     ModelChangedError,
     NotFittedError,
+    OutOfMemory,
     StateError,
     TuningWarning,
     UnsupportedError,
 )
+from laplace.fitting.available import Available
 from laplace.weights.masks_scored import LargestMagnitudeSubnetMask
-from tests import grid
+from tests.mistaken import (
+    IMAGES,
+    WIDE,
+    XR,
+    Y1,
+    YR,
+    AlwaysDropped,
+    B,
+    C,
+    FixedBody,
+    Listed,
+    Matrix,
+    Net,
+    NoGrad,
+    OwnLinear,
+    R,
+    Sines,
+    Switched,
+    TwoHeads,
+    Unused,
+    WithLabels,
+    X,
+    Y,
+    conv,
+    fit,
+    fitted,
+    net,
+    new,
+    tiny_gpt2,
+    tiny_t5,
+    words,
+)
 from tests.reference import curvature as reference
 from tests.reference import predictive
 from tests.reference.compare import assert_close
-
-C, R, B = "classification", "regression", "bernoulli"
-X, Y = grid.data()
-XR, YR = grid.data(R)
-Y1 = YR[:, :1]
-WIDE = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
-IMAGES = torch.randn(12, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-
-
-def net(n_outputs: int = 3) -> nn.Module:
-    return grid.network(n_outputs=n_outputs)
-
-
-def conv() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 3))
-
-
-def words() -> nn.Module:
-    return nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(4, 3))
-
-
-def new(model: nn.Module | None = None, likelihood: str = C, weights: str = "all", structure: str = "full",
-        **options: Any) -> Any:  # fmt: skip
-    return Laplace(net() if model is None else model, likelihood, weights, structure, **options)
-
-
-def fitted(*args: Any, **options: Any) -> Any:
-    la = new(*args, **options)
-    la.fit([(X, Y if la.likelihood == C else YR)])
-    return la
-
-
-def fit(x: Any, y: Any, model: nn.Module | None = None, likelihood: str = C, weights: str = "all") -> None:
-    new(model, likelihood, weights).fit([(x, y)])
-
-
-class Net(nn.Module):
-    """A network of two layers and what users make of its outputs."""
-
-    def __init__(self, end: Callable[[Tensor], Any] = lambda f: f, n_outputs: int = 3) -> None:
-        super().__init__()
-        self.body, self.head, self.end = nn.Linear(3, 4), nn.Linear(4, n_outputs), end
-
-    def forward(self, x: Tensor) -> Any:
-        return self.end(self.head(torch.tanh(self.body(x))))
-
-
-class Unused(Net):
-    """Has a layer that it does not call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Linear(2, 2)
-
-
-class NoGrad(Net):
-    """Was decorated for evaluation."""
-
-    @torch.no_grad()
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x)
-
-
-class FixedBody(Net):
-    """Computes its features without gradients, and yet they are trainable."""
-
-    def forward(self, x: Tensor) -> Any:
-        with torch.no_grad():
-            features = torch.tanh(self.body(x))
-        return self.head(features)
-
-
-class Matrix(nn.Module):
-    """Multiplies by itself, without a layer of PyTorch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 3, generator=torch.Generator().manual_seed(0)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-
-class Listed(nn.Module):
-    """Hides its layers in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = [nn.Linear(3, 3)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[0](x)
 
 
 @dataclass(frozen=True)
@@ -163,6 +108,66 @@ def changed(la: Any, change: Callable[[Any], Any]) -> Any:
 
 def pair(la: Any, *others: Any) -> Any:
     return la, *others
+
+
+def switched() -> Any:
+    la = fitted(Switched())
+    la.model.enabled = False
+    return la(X)
+
+
+def of_two_processes() -> None:
+    with (
+        mock.patch("torch.distributed.is_available", return_value=True),
+        mock.patch("torch.distributed.is_initialized", return_value=True),
+        mock.patch("torch.distributed.get_world_size", return_value=2),
+        mock.patch("torch.distributed.get_rank", return_value=0),
+    ):
+        fit(X, Y)
+
+
+def without_memory() -> None:
+    """A full curvature of 12,003 weights takes 1.1 GiB; the machine is said to have 1 MiB."""
+    wide = nn.Sequential(nn.Linear(3, 3000), nn.Tanh(), nn.Linear(3000, 3))
+    with mock.patch("laplace.fitting.affordable.available", return_value=Available(2**20, "a test")):
+        fit(X, Y, wide)
+
+
+def hidden_hook() -> type:
+    class Own(laplace.FullLaplace):
+        def _curv_closure(self, X: Tensor, y: Tensor, N: int) -> Any:
+            return None
+
+    return Own
+
+
+def without_rule() -> None:
+    """Most weights of a Kronecker-factored posterior are held by their diagonal."""
+    fit_kron(nn.Sequential(nn.Linear(3, 40), Sines(40), nn.Linear(40, 3)))
+
+
+def fit_kron(model: nn.Module) -> Any:
+    la = new(model, structure="kron")
+    la.fit([(X, Y)])
+    return la
+
+
+def of_prompts() -> Any:
+    """A prompt of three learned positions before the tokens."""
+    peft = pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads a property that transformers renames
+        return peft.get_peft_model(tiny_gpt2(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
+def tokens() -> dict[str, Tensor]:
+    ids = torch.randint(11, (3, 6), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+
+def ambiguous_layout() -> None:
+    model = nn.Conv2d(3, 4, 3, padding=1)
+    new(model).fit([(torch.randn(2, 3, 4, 4), torch.randint(4, (2, 4, 4)))])
 
 
 LOADING: dict[str, Row] = {
@@ -207,6 +212,11 @@ LOADING: dict[str, Row] = {
         lambda: fitted().optimize_prior_precision(method="gridsearch", val_loader=[(WIDE, Y)]),
         "validation batch 0", "[12, 4]", "[B, …, 3]",
     ),
+    "a shard in every process": row(LaplaceWarning, of_two_processes, "process", "shard"),
+    "another key, caught as KeyError": row(
+        KeyError, lambda: new().fit([{"x": X, "y": Y}]), "batch 0", "dict_key_y"
+    ),
+    "a plan of targets": row(InvalidCall, lambda: new().plan(X, Y), "plan()", "train_loader"),
 }  # fmt: skip
 
 INPUTS: dict[str, Row] = {
@@ -278,6 +288,22 @@ TARGETS: dict[str, Row] = {
         InvalidData, lambda: fit(X, 2 * (Y1 > 0).float() - 1, net(1), B), "batch 0", "(y + 1) / 2"
     ),
     "one logit as classes": row(InvalidData, lambda: fit(X, (Y1[:, 0] > 0).long(), net(1)), "batch 0", "'bernoulli'"),
+    "the tokens themselves": row(
+        LaplaceWarning,
+        lambda: Laplace(nn.Embedding(5, 5), C, "all", "diag", dict_key_x="input").fit(
+            [{"input": (ids := torch.randint(5, (3, 4))), "labels": ids}]
+        ),
+        "labels", "every position is asked for the token that it sees",
+    ),
+    "channels that may be anywhere": row(InvalidData, ambiguous_layout, "channel_dim=1"),
+    "labels without those of a prompt": row(
+        InvalidData, lambda: new(of_prompts(), structure="diag").fit([tokens()]), "batch 0", "[3, 9, 11]", "[:, 2:-1]"
+    ),
+    "next tokens of all outputs": row(
+        InvalidData,
+        lambda: fit(tokens()["input_ids"], tokens()["labels"][:, 1:], nn.Embedding(11, 11)),
+        "batch 0", "[:, :-1] of next tokens",
+    ),
 }  # fmt: skip
 
 MODELS: dict[str, Row] = {
@@ -336,6 +362,22 @@ MODELS: dict[str, Row] = {
         InvalidType, lambda: fitted(forward_fn=lambda x: x), "forward_fn", "lambda model, x"
     ),
     "forward_fn that is none": row(InvalidType, lambda: new(forward_fn="forward"), "forward_fn", "lambda model, x"),
+    "a Softmax at the end": row(
+        InvalidData, lambda: fit(X, Y, nn.Sequential(net(), nn.Softmax(1))), "softmax", "return logits"
+    ),
+    "a Softmax at the end, last layer": row(
+        InvalidData, lambda: fit(X, Y, nn.Sequential(net(), nn.Softmax(1)), weights="last_layer"), "return logits"
+    ),
+    "a Sigmoid at the end": row(
+        InvalidData,
+        lambda: fit(X, (Y1 > 0).float(), nn.Sequential(net(1), nn.Sigmoid()), B),
+        "sigmoid", "return logits",
+    ),
+    "two heads": row(
+        ApproximationWarning, lambda: fit(X, Y, TwoHeads(), weights="last_layer"), "'one'", "'two'", "'all'"
+    ),
+    "an adapter switched after fit": row(LaplaceError, switched, "enabled", "call fit again"),
+    "dropout that never ends": row(ApproximationWarning, lambda: fit(X, Y, AlwaysDropped()), "random"),
 }  # fmt: skip
 
 CHOICES: dict[str, Row] = {
@@ -409,6 +451,8 @@ CHOICES: dict[str, Row] = {
         "did you mean 'n_params_subnet'",
     ),
     "one component": row(InvalidType, lambda: MixtureLaplace(fitted()), "components", "sequence"),
+    "diagonals under kron": row(ApproximationWarning, without_rule, "la.coverage()", "diagonal"),
+    "more than memory holds": row(OutOfMemory, without_memory, "would take", "hessian_structure='diag'"),
 }  # fmt: skip
 
 CALLS: dict[str, Row] = {
@@ -507,6 +551,11 @@ CALLS: dict[str, Row] = {
     "data forgotten that were never seen": row(
         InvalidData, lambda: fitted().forget([(X, Y), (X, Y)]), "24 data", "remove only data"
     ),
+    "a private hook overridden": row(UnsupportedError, hidden_hook, "_curv_closure", "backend="),
+    "another network assigned": row(
+        UnsupportedError, lambda: setattr(fitted(), "model", net()), "model", "make a new one"
+    ),
+    "a mean assigned": row(UnsupportedError, lambda: setattr(fitted(), "mean", torch.zeros(38)), "mean", "fit"),
 }  # fmt: skip
 
 MISTAKES = {
@@ -624,6 +673,106 @@ def fitted_again() -> tuple[Tensor, Tensor]:
     return la(X), oracle(la.model)
 
 
+def of_a_causal_model() -> tuple[Tensor, Tensor]:
+    model, batch = tiny_gpt2(), tokens()
+    labels = batch["labels"]
+    labels[0, 4:] = -100
+    la = Laplace(model, C, hessian_structure="diag")
+    la.fit([batch])
+    with torch.no_grad():
+        return torch.as_tensor(la.loss), model(**batch).loss * int((labels[:, 1:] != -100).sum())
+
+
+def of_a_derived_layer() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    own = nn.Sequential(OwnLinear(3, 30), nn.Tanh(), OwnLinear(30, 3))
+    plain = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Linear(30, 3))
+    plain.load_state_dict(own.state_dict())
+    return fit_kron(own).log_marginal_likelihood(), fit_kron(plain).log_marginal_likelihood()
+
+
+def of_labels_that_say_the_layout() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 3, padding=1)
+    x, y = torch.randn(2, 3, 5, 4), torch.randint(4, (2, 5, 4))
+    la = new(model)
+    la.fit([(x, y)])
+    rows = copy.deepcopy(model).double()(x.double())
+    return torch.as_tensor(la.loss), nn.functional.cross_entropy(rows, y, reduction="sum").detach()
+
+
+def of_a_whole_mapping() -> tuple[Tensor, Tensor]:
+    model = WithLabels()
+    la = new(model)
+    la.fit([{"x": X, "labels": Y}])
+    return la({"x": X}), oracle(model.net)
+
+
+def of_an_override() -> tuple[Tensor, Tensor]:
+    class Wider(laplace.FullLaplace):
+        def functional_variance(self, Js: Any) -> Tensor:
+            return 4 * super().functional_variance(Js)
+
+    la = Wider(net(3), R)
+    la.fit([(XR, (y := torch.randn(12, 3)))])
+    return la(XR)[1], 4 * oracle(net(3), XR, y, R)  # `oracle` predicts at X: use XR = grid.data("regression")[0]
+
+
+def of_a_gradient_in_the_prior() -> tuple[Tensor, Tensor]:
+    delta = torch.ones(1, requires_grad=True)
+    la = fitted(enable_backprop=True)
+    la.prior_precision = delta
+    (found,) = torch.autograd.grad(la(X)[:, 0].sum(), delta)
+    step = 1e-4
+    difference = (oracle(net(), prior=1 + step) - oracle(net(), prior=1 - step))[:, 0].sum() / (2 * step)
+    return found, difference.reshape(1)
+
+
+def inside_of_ddp() -> tuple[Tensor, Tensor]:
+    """Its constructor needs a process group, its forward pass here does not."""
+    model = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(model)
+    model.module = net()
+    return predicted(model), oracle(net())
+
+
+def of_an_adapter_without_task_type() -> tuple[Tensor, Tensor]:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads a property that transformers renames
+        model, batch = peft.get_peft_model(tiny_gpt2(), config).eval(), tokens()
+    la = new(model, structure="diag")
+    la.fit([batch])
+    with torch.no_grad():
+        return torch.as_tensor(la.loss), model(**batch).loss * 15
+
+
+def of_a_tensordict() -> tuple[Tensor, Tensor]:
+    tensordict = pytest.importorskip("tensordict")
+    la = new(WithLabels())
+    la.fit([tensordict.TensorDict({"x": X, "labels": Y}, batch_size=[12])])
+    return la(tensordict.TensorDict({"x": X}, batch_size=[12])), oracle(WithLabels().net)
+
+
+def of_prompts_cut_off() -> tuple[Tensor, Tensor]:
+    model, batch = of_prompts().eval(), tokens()
+    given = ("input_ids", "attention_mask")
+    la = new(model, structure="diag", forward_fn=lambda m, x: m(**{key: x[key] for key in given}).logits[:, 2:-1])
+    la.fit([batch])
+    with torch.no_grad():
+        return torch.as_tensor(la.loss), model(**batch).loss * 18
+
+
+def of_t5_with_labels_alone() -> tuple[Tensor, Tensor]:
+    batch = {"input_ids": torch.randint(1, 11, (3, 4)), "labels": torch.randint(1, 11, (3, 5))}
+    model = tiny_t5()
+    la = Laplace(model, C, last_layer_name="lm_head", hessian_structure="diag")
+    la.fit([batch])
+    with torch.no_grad():
+        return torch.as_tensor(la.loss), model(**batch).loss * 15
+
+
 RIGHT: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
     "a network left in training mode": of_a_training_network,
     "a frozen trunk": of_a_frozen_trunk,
@@ -652,6 +801,17 @@ RIGHT: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
     "in inference mode": in_inference_mode,
     "without gradients": without_gradients,
     "fitted again after more training": fitted_again,
+    "a causal language model with its collator's labels": of_a_causal_model,
+    "layers derived from nn.Linear": of_a_derived_layer,
+    "channels said by the labels": of_labels_that_say_the_layout,
+    "a mapping for forward(data, labels=None)": of_a_whole_mapping,
+    "T5 with labels alone": of_t5_with_labels_alone,
+    "an overridden variance": of_an_override,
+    "a gradient in the prior": of_a_gradient_in_the_prior,
+    "inside of DistributedDataParallel": inside_of_ddp,
+    "an adapter without task_type": of_an_adapter_without_task_type,
+    "a TensorDict": of_a_tensordict,
+    "a learned prompt whose outputs are cut off": of_prompts_cut_off,
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import batch as batches
+from laplace.attributes import attributes_of, changed, digests
 from laplace.batch import ForwardFn, Inputs
 from laplace.errors import ApproximationWarning, warn
 from laplace.lending import same_random_state, undisturbed
@@ -31,6 +32,7 @@ class FirstBatch:
         self.model = model
         self.call = _Eagerly(forward_fn or batches.call)
         self.witness: Witness | None = None
+        self._written: list[str] = []
 
     def look(self, x: Inputs, y: Tensor) -> None:
         """Looks at a batch that the fit has accepted.
@@ -49,7 +51,7 @@ class FirstBatch:
         if differ(once, again, self.model):
             warn(_RANDOM, ApproximationWarning)
         else:
-            self.witness = Witness.of(rows, once, self.call)
+            self.witness = Witness.of(rows, once, self.call, self._written)
 
     def _twice(self, rows: Inputs) -> tuple[Tensor, Tensor]:
         with same_random_state(self.model):
@@ -57,7 +59,14 @@ class FirstBatch:
             devices = {parameter.device for parameter in self.model.parameters() if parameter.is_cuda}
             for device in (torch.device("cpu"), *devices):
                 torch.rand(1, device=device)  # so that the next pass draws others
-            return once, outputs_at(self.model, rows, self.call)
+            return once, outputs_at(self.model, rows, self._noting)
+
+    def _noting(self, model: nn.Module, x: Inputs) -> object:
+        """Calls the network, and notes which plain attributes that writes; they are put back afterwards."""
+        before = digests(attributes_of(model))
+        output = self.call(model, x)
+        self._written = changed(before, digests(attributes_of(model)))
+        return output
 
 
 @dataclass(frozen=True)

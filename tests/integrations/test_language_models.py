@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from laplace import Laplace, MixtureLaplace, marglik_training
 from laplace.errors import ApproximationWarning, InvalidData, InvalidInputs
@@ -277,6 +278,43 @@ def test_a_model_that_says_nothing_of_its_loss_is_warned_of_once() -> None:
     other = batch()
     other["labels"] = torch.randint(0, VOCABULARY, (4, 6))
     fitted(Wrapped(trained("gpt2")), other)  # targets that are not the inputs are what the user says
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a class without weight": lambda f, y: F.cross_entropy(f, y, weight=torch.tensor([0.0, 1.0, 1.0]).to(f)),
+    "a class that is left out": lambda f, y: F.cross_entropy(f[y > 0], y[y > 0]),
+    "without a doubt": lambda f, y: F.cross_entropy(f + torch.tensor([1000.0, 0.0, 0.0]), y),
+    "without the ends": lambda f, y: F.cross_entropy(f[1:-1], y[1:-1]),
+    "without a loss": lambda f, y: f.sum() * float("nan"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_class_for_every_token_is_not_moved(name: str) -> None:
+    """Whatever the network's own loss leaves out at the first token."""
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(VOCABULARY, 3)
+
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+            f = self.table(input_ids)
+            return f if labels is None else (LOSSES[name](f.flatten(0, 1), labels.flatten()), f)
+
+    given = {"input_ids": batch()["input_ids"], "labels": torch.randint(3, (4, 6))}
+    model = Tagger()
+    la = Laplace(model, "classification", "all", "diag")
+    la.fit([given])
+    f = model.table(given["input_ids"]).flatten(0, 1)
+    assert_close(torch.as_tensor(la.loss), F.cross_entropy(f, given["labels"].flatten(), reduction="sum"), "float32")
+
+
+def test_a_causal_model_that_knows_nothing_yet() -> None:
+    """Equal outputs for every token, so that no label is likelier than another."""
+    model = gpt2(tie_word_embeddings=False).double()
+    nn.init.zeros_(model.lm_head.weight)
+    assert fitted(model, batch()).n_data == fitted(trained("gpt2"), batch()).n_data
 
 
 def test_the_model_is_left_as_it_is() -> None:
