@@ -93,7 +93,6 @@ def test_row_02_torch_uncertainty_wraps_a_posterior_in_a_module() -> None:
     assert_close(copy.deepcopy(wrapped)(new), truth.probit(new), "backend")
 
 
-@fails("F6", "what the constructor's names give back is refused by the constructor")
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
 @pytest.mark.parametrize("weights", ["all", "last_layer"])
 def test_row_03_lightning_uq_box_rebuilds_a_posterior_from_its_arguments(weights: str, structure: str) -> None:
