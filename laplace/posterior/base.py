@@ -283,9 +283,9 @@ def _checked_backend(backend: Any) -> type[CurvatureInterface]:
     """
     if backend is None:
         return NativeGGN
-    cls = backend if isinstance(backend, type) else type(backend)
-    if issubclass(cls, CurvatureInterface):
-        return cls
+    kind = backend if isinstance(backend, type) else type(backend)
+    if issubclass(kind, CurvatureInterface):
+        return kind
     raise InvalidType(
         f"backend={backend!r} is not accepted; give a class derived from "
         "laplace.curvature.CurvatureInterface, such as NativeGGN or NativeEF, and its options as backend_kwargs={...}."

@@ -280,7 +280,6 @@ def test_row_08_suq_fits_one_hot_labels_and_saves_the_object(tmp_path) -> None:
     assert_close(loaded(new), la(new), "exact")
 
 
-@fails("F2", "`_nn_predictive_samples` is absent")
 def test_row_09_scoring_rules_draw_predictions_of_sampled_weights() -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     la = KronLLLaplace(model, "classification")
@@ -310,7 +309,6 @@ class Ensemble(nn.Module):
         self.la = state["la"]
 
 
-@fails("F2", "`_nn_predictive_samples` is absent")
 def test_row_10_beyond_deep_ensembles_pickles_a_posterior_within_a_state(tmp_path) -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     first = Ensemble(model)
