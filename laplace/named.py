@@ -386,7 +386,7 @@ class LowRankKronSubnetLaplace(SubnetLaplace, LowRankKronLaplace):
 
 
 def _refuse_asdl_kwargs(given: Options) -> None:
-    if given is not None:
+    if given:
         raise InvalidArgument(
             "asdl_fisher_kwargs is only read by all-weights posteriors with an ASDL backend; pass backend_kwargs."
         )

@@ -329,7 +329,7 @@ def test_factory_default_and_positional_arguments() -> None:
         (("classification", "subnetwork", "full"), {}, TypeError, "subnetwork_indices"),
         (("classification", "all", "full"), {"asdl_fisher_kwargs": {}}, TypeError, "asdl_fisher_kwargs"),
         (("classification", "all", "full"), {"damping": True}, TypeError, "damping"),
-        (("classification", "last_layer", "kron"), {"asdl_fisher_kwargs": {}}, ValueError, "backend_kwargs"),
+        (("classification", "last_layer", "kron"), {"asdl_fisher_kwargs": {"a": 1}}, ValueError, "backend_kwargs"),
         (("classifcation", "all", "full"), {}, ValueError, "accepted are 'regression', 'classification'"),
         ((Gaussian, "all", "full"), {}, ValueError, "add parentheses"),
         ((None, "all", "full"), {}, ValueError, "likelihood=None"),

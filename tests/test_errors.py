@@ -443,7 +443,7 @@ def test_bad_indices(indices: Any, error: type[Exception]) -> None:
         ({"last_layer_name": "fc"}, "not a module.*'0', '3'"),
         ({"last_layer_name": "1"}, "of type Tanh"),
         ({"feature_reduction": "max"}, "pick_first"),
-        ({"asdl_fisher_kwargs": {}}, "backend_kwargs"),
+        ({"asdl_fisher_kwargs": {"a": 1}}, "backend_kwargs"),
     ],
 )
 def test_bad_last_layers(options: dict[str, Any], message: str) -> None:

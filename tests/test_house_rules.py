@@ -41,6 +41,9 @@ RANKS = {
 }  # fmt: skip
 RANK = {name: rank for rank, names in RANKS.items() for name in names}
 
+# The one place where the library knows its older names: a base of the class that users hold.
+LEGACY_MEMBERS = ("posterior/parametric.py", "laplace.compat.members")
+
 # Packages of other people's curvature, each at home in one file.
 CURVATURE_PACKAGES = {
     "backpack": "curvature/backpack.py",
@@ -382,6 +385,8 @@ def test_imports_run_one_way() -> None:
         if not module.startswith("laplace.") or importer == "__init__" or for_type_checkers(node):
             continue
         imported = component(module)
+        if (name_of(path), module) == LEGACY_MEMBERS:
+            continue
         if RANK.get(imported, 99) > RANK.get(importer, 99):
             found.append(f"{where(path, node)} {importer} imports {imported}")
     assert not found

@@ -93,8 +93,10 @@ class CurvatureInterface:
 
     @property
     def params_dict(self) -> dict[str, Tensor]:
-        """All parameters of `_model` by name, detached."""
-        return {name: tensor.detach() for name, tensor in self._model.named_parameters()}
+        """The tensors that are differentiated, by name, detached; of a frozen head all, which a last layer treats."""
+        named = dict(self._model.named_parameters())
+        treated = {name: tensor for name, tensor in named.items() if tensor.requires_grad} or named
+        return {name: tensor.detach() for name, tensor in treated.items()}
 
     @property
     def buffers_dict(self) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ from laplace.arguments import checked
 from laplace.batch import Inputs
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
 from laplace.errors import InvalidArgument
-from laplace.lending import own_mode
 from laplace.posterior.parametric import ParametricLaplace
 from laplace.predictive.prediction import Prediction
 from laplace.tuning import TuningResult
@@ -112,24 +111,6 @@ class BaseFunctionalLaplace(ParametricLaplace):
         return super().predictive_samples(
             x, _linearised(pred_type), n_samples, diagonal_output, generator, joint, **model_kwargs
         )
-
-    @checked
-    def predictive_moments(self, x: Inputs, *, joint: bool = False) -> tuple[Tensor, Tensor]:
-        """Mean and covariance of the latent outputs without noise.
-
-        Args:
-            x: Inputs of B data.
-            joint: Whether the covariance is of all data together.
-
-        Returns:
-            `[B, C]` and `[B, C, C]`, or `[B·C]` and `[B·C, B·C]`.
-
-        Raises:
-            NotFittedError: Before `fit`.
-        """
-        with own_mode(), torch.set_grad_enabled(self._keeps_graph):
-            gaussian = self._latent(x, "joint" if joint else "full")
-            return (gaussian.mean.flatten() if joint else gaussian.mean), gaussian.shown
 
     @checked
     def optimize_prior_precision(

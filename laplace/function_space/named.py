@@ -340,8 +340,9 @@ def require_ggn(backend: Backend, backend_kwargs: Options) -> None:
         InvalidArgument: An empirical Fisher, a Hessian, or sampled curvature.
     """
     if backend is not None and backend.kind != "ggn":
+        name = getattr(backend, "__name__", type(backend).__name__)
         raise InvalidArgument(
-            f"backend={backend.__name__} has curvature of kind {backend.kind!r}; a Gaussian process of the linearised "
+            f"backend={name} has curvature of kind {backend.kind!r}; a Gaussian process of the linearised "
             "network has that of the GGN: give backend=NativeGGN or another GGN backend."
         )
     if (backend_kwargs or {}).get("stochastic"):

@@ -276,16 +276,17 @@ overrides.check_class(BaseLaplace, BaseLaplace)
 
 
 def _checked_backend(backend: Any) -> type[CurvatureInterface]:
-    """The class that computes curvature, the native GGN by default.
+    """The class that computes curvature, the native GGN by default; an object, as `la.backend`, stands for its class.
 
     Raises:
-        InvalidType: Not a class derived from `CurvatureInterface`.
+        InvalidType: Neither a class derived from `CurvatureInterface` nor an object of one.
     """
     if backend is None:
         return NativeGGN
-    if isinstance(backend, type) and issubclass(backend, CurvatureInterface):
-        return backend
+    kind = backend if isinstance(backend, type) else type(backend)
+    if issubclass(kind, CurvatureInterface):
+        return kind
     raise InvalidType(
-        f"backend={backend!r} is not accepted; give a class (no object) derived from "
+        f"backend={backend!r} is not accepted; give a class derived from "
         "laplace.curvature.CurvatureInterface, such as NativeGGN or NativeEF, and its options as backend_kwargs={...}."
     )

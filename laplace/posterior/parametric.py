@@ -9,6 +9,7 @@ from torch import Tensor
 
 from laplace.arguments import checked
 from laplace.batch import Inputs
+from laplace.compat.members import LegacyMembers
 from laplace.curvature.jacobian import Jacobian
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument, InvalidType
@@ -25,7 +26,7 @@ from laplace.predictive.quantities import PredictionOptions
 from laplace.tuning import Subject, Tunable
 
 
-class ParametricLaplace(WeightPredictor, Tunable):
+class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
     """Base of all weight-space posteriors; a concrete class binds `structure` and `weights_type`.
 
     The arguments are those of `WeightFit`.
@@ -180,6 +181,27 @@ class ParametricLaplace(WeightPredictor, Tunable):
     def functional_covariance(self, Js: Tensor | Jacobian) -> Tensor:
         """J P⁻¹ Jᵀ over all data of Jacobians `[B, C, P]`, `[B·C, B·C]`, data major."""
         return overridden.posterior_before(self, "functional_covariance").functional_covariance(self._jacobian(Js))
+
+    @checked
+    def predictive_moments(
+        self, x: Inputs, *, joint: bool = False, diagonal_output: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and covariance of the linearised network's outputs, without noise, under any likelihood.
+
+        Args:
+            x: Inputs of B data.
+            joint: Whether the covariance is of all data together.
+            diagonal_output: Only variances of the outputs.
+
+        Returns:
+            `[B, C]` with `[B, C, C]`, or with `[B, C]` (`diagonal_output`), or `[B·C]` with `[B·C, B·C]` (`joint`).
+
+        Raises:
+            NotFittedError: Before `fit`.
+            ModelChangedError: The network was trained further after `fit`.
+        """
+        with own_mode(), torch.set_grad_enabled(self._keeps_graph):
+            return laid_out(self._latent(x, _form(joint, diagonal_output)), self.channel_dim, joint=joint)
 
     @checked
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:

@@ -122,7 +122,6 @@ def test_f1_the_model_of_all_weights_is_the_user_s() -> None:
 # F2: readers.
 
 
-@fails("F2", "`_glm_predictive_distribution` is absent")
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 @pytest.mark.parametrize(("weights", "structure"), CELLS)
 def test_f2_the_latent_gaussian_in_three_forms(weights: str, structure: str, likelihood: str) -> None:
@@ -138,7 +137,6 @@ def test_f2_the_latent_gaussian_in_three_forms(weights: str, structure: str, lik
         assert_close(got[1], expected[1], "backend")
 
 
-@fails("F2", "no public call gives the latent mean with `[B, C, C]`")
 @pytest.mark.parametrize(("weights", "structure"), CELLS)
 def test_f2_a_public_call_gives_the_same(weights: str, structure: str) -> None:
     la, truth = fitted(weights, structure, prior_precision=0.5)
@@ -151,7 +149,6 @@ def test_f2_a_public_call_gives_the_same(weights: str, structure: str) -> None:
     assert_close(covariance, truth.joint(new), "backend")
 
 
-@fails("F2", "`_nn_predictive_samples` and `_nn_functional_samples` are absent")
 @pytest.mark.parametrize(("weights", "structure"), CELLS)
 def test_f2_samples_of_weights_through_the_network(weights: str, structure: str) -> None:
     la, truth = fitted(weights, structure, prior_precision=5.0)
@@ -171,7 +168,6 @@ def test_f2_samples_of_weights_through_the_network(weights: str, structure: str)
     assert untouched(truth.model, before)
 
 
-@fails("F2", "`_H_factor`, `_device` and `_dtype` are absent")
 def test_f2_scale_device_and_dtype() -> None:
     la, truth = fitted("all", "full", "regression", sigma_noise=0.5)
     la.temperature = 2.0

@@ -85,7 +85,6 @@ def test_row_12_laplace_refinement_starts_from_moments_and_a_grid() -> None:
     assert float(full.prior_precision) == pytest.approx(best)
 
 
-@fails("F2", "`_glm_predictive_distribution` is absent")
 def test_row_13_memory_perturbation_reads_variances_of_logits() -> None:
     model, (x, y) = network(), classes()
     la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="kron", prior_precision=3.0)
@@ -111,7 +110,6 @@ def classes_by_key(base: type = BaseLaplace) -> dict[tuple[str, str], type]:
     return found
 
 
-@fails("F2", "`_glm_predictive_distribution` is absent")
 def test_row_14_variational_lla_hangs_its_own_attributes_on_a_posterior() -> None:
     model, (x, y), new = network(n_out=1), numbers(), new_inputs()
     found = classes_by_key()
@@ -132,7 +130,6 @@ def test_row_14_variational_lla_hangs_its_own_attributes_on_a_posterior() -> Non
     assert_close(la(new)[1], truth.latent(new)[1], "backend")
 
 
-@fails("F2", "`_H_factor` is absent")
 def test_row_15_riemannian_laplace_builds_distributions_from_the_scale() -> None:
     model, (x, y) = network(n_out=1), numbers()
     full = Laplace(model, "regression", "all", "full", sigma_noise=0.5, temperature=2.0)

@@ -266,7 +266,6 @@ def test_row_27_loading_is_patched_to_drop_the_stored_batch(monkeypatch) -> None
     assert_close(again(new), Truth(model, x, y, "classification", "kron", HEAD).probit(new), "backend")
 
 
-@fails("F2", "`_nn_predictive_samples` is absent")
 def test_row_28_active_learning_and_bounds_write_their_own_scores() -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     la = Laplace(model, "classification", "all", "full", prior_precision=0.7)

@@ -1,0 +1,64 @@
+"""Private names of laplace-torch that public code reads, in terms of what is public here."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from laplace.batch import Inputs
+
+
+class _Posterior(Protocol):
+    """The public members that the names below stand for."""
+
+    sigma_noise: Tensor
+    temperature: Tensor
+    prior_precision: Tensor
+
+    def predictive_moments(
+        self, x: Inputs, *, joint: bool = False, diagonal_output: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and covariance of the latent outputs."""
+        ...
+
+    def functional_samples(self, x: Inputs, *args: Any, **options: Any) -> Tensor:
+        """Samples of the latent outputs."""
+        ...
+
+    def predictive_samples(self, x: Inputs, *args: Any, **options: Any) -> Tensor:
+        """Samples of the target's mean."""
+        ...
+
+
+class LegacyMembers:
+    """Readers by the names that scripts written for laplace-torch use; a base of the class that users hold."""
+
+    def _glm_predictive_distribution(
+        self: _Posterior, X: Inputs, joint: bool = False, diagonal_output: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return self.predictive_moments(X, joint=joint, diagonal_output=diagonal_output)
+
+    def _nn_functional_samples(
+        self: _Posterior, X: Inputs, n_samples: int = 100, generator: torch.Generator | None = None, **model_kwargs: Any
+    ) -> Tensor:
+        return self.functional_samples(X, "nn", n_samples, generator=generator, **model_kwargs)
+
+    def _nn_predictive_samples(
+        self: _Posterior, X: Inputs, n_samples: int = 100, generator: torch.Generator | None = None, **model_kwargs: Any
+    ) -> Tensor:
+        return self.predictive_samples(X, "nn", n_samples, generator=generator, **model_kwargs)
+
+    @property
+    def _H_factor(self: _Posterior) -> Tensor:
+        """1/(σ²T): what the curvature of a GGN is multiplied with in the precision."""
+        return 1 / (self.sigma_noise.square() * self.temperature)
+
+    @property
+    def _device(self: _Posterior) -> torch.device:
+        return self.prior_precision.device
+
+    @property
+    def _dtype(self: _Posterior) -> torch.dtype:
+        return self.prior_precision.dtype
