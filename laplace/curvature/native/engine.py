@@ -212,7 +212,7 @@ class NativeEngine(CurvatureEngine):
 
     def _form(self, taken: Capture, x: Inputs) -> object:
         """What two batches share for which one plan holds."""
-        calls = tuple((use.by.name if isinstance(use.by, Call) else id(use.by), use.x.shape) for use in taken.uses)
+        calls = tuple((use.by.kind if isinstance(use.by, Call) else id(use.by), use.x.shape) for use in taken.uses)
         return batches.signature(x), taken.f.shape, taken.positions, calls
 
     def _known(self, taken: Capture, x: Inputs) -> Plan | None:
