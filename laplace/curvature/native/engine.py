@@ -170,7 +170,10 @@ class NativeEngine(CurvatureEngine):
     def _outline(self, taken: ForwardPass) -> Survey:
         columns, terms = self.n_columns(taken.f), self._n_terms(taken.f)
         columns *= taken.taken.n_positions if taken.mixes and self.apart else 1
-        return outlined(taken, n_columns=columns, n_terms=terms, loop=self._loop, product_budget=self._product_budget)
+        return outlined(
+            taken, n_columns=columns, n_terms=terms, loop=self._loop, product_budget=self._product_budget,
+            refused=taken.mixes and columns > self.max_passes,
+        )  # fmt: skip
 
     def n_columns(self, f: Tensor) -> int:
         """Cotangents that the curvature of outputs f `[B, C]` takes; 0 where it is known by its products alone."""
