@@ -77,7 +77,9 @@ def of_group(maximum: str | None, current: str | None, stat: str | None, prefix:
 
 
 def _group_files(groups: str) -> Iterator[tuple[str, str, str, str]]:
-    """Files of every group that holds the process, from its own to the root: limit, use, statistics; and what names there begin with.
+    """Files of every group that holds the process, from its own to the root: limit, use, statistics.
+
+    With them comes what the names in the statistics begin with.
 
     Args:
         groups: /proc/self/cgroup: lines `number:controllers:path`, of version 2 `0::path`.

@@ -211,7 +211,7 @@ def test_the_least_of_all_groups_counts() -> None:
         "/proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/job\n0::/\n",
         "/sys/fs/cgroup/memory/job/memory.limit_in_bytes": "700",
         "/sys/fs/cgroup/memory/job/memory.usage_in_bytes": "650",
-        "/sys/fs/cgroup/memory/job/memory.stat": "inactive_file 1\nactive_file 1\ntotal_inactive_file 20\ntotal_active_file 10",
+        "/sys/fs/cgroup/memory/job/memory.stat": "active_file 1\ntotal_inactive_file 20\ntotal_active_file 10",
         "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
         "/sys/fs/cgroup/memory/memory.usage_in_bytes": "1",
     }
