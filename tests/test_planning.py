@@ -151,3 +151,31 @@ def test_a_smaller_memory_budget_lowers_the_peak() -> None:
         for options in ({}, {"memory_budget": 2**14})
     )
     assert small.peak_bytes < large.peak_bytes and small.kept_bytes == large.kept_bytes
+
+
+class _TiedTokens(nn.Module):
+    """Tokens that attend to each other, of which the embedding is the head too: it takes passes for every position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.mix = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens)
+        return torch.tanh(self.mix(h.cumsum(1))) @ self.embedding.weight.T
+
+
+def test_what_takes_too_many_passes_is_not_recommended() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(9, (4, 5))
+    loader = [(tokens, tokens)]
+    named = {}
+    for most in (1000, 10):
+        la = Laplace(_TiedTokens(), "classification", "all", "full", backend_kwargs={"max_passes": most})
+        named[most] = {other.structure for other in la.plan(loader).cheaper}
+    assert {"kron", "diag"} <= named[1000]
+    assert named[10] <= {"lowrank"}
+    for structure in named[10]:
+        Laplace(_TiedTokens(), "classification", "all", structure, backend_kwargs={"max_passes": 10}).fit(loader)
+    with pytest.raises(UnsupportedError, match="max_passes"):
+        Laplace(_TiedTokens(), "classification", "all", "diag", backend_kwargs={"max_passes": 10}).fit(loader)

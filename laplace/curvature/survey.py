@@ -69,6 +69,7 @@ class Survey:
         budget: Bytes of output gradients held at once.
         product_budget: Bytes that the vectors hold with which curvature is multiplied at once.
         loop: Whether backward passes run one by one.
+        refused: Whether the columns are more backward passes than a batch may take.
         forward: Seconds of a forward pass; NaN where nothing was timed.
         backward: Seconds of one cotangent's backward pass, or NaN.
         rate: Multiplications with an addition per second, in matrix products, or NaN.
@@ -87,6 +88,7 @@ class Survey:
     budget: int
     product_budget: int
     loop: bool
+    refused: bool = False
     forward: float = nan
     backward: float = nan
     rate: float = nan

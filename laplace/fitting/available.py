@@ -47,8 +47,8 @@ def of_host(read: Read) -> Available | None:
     meminfo = of_meminfo(read("/proc/meminfo") or "")
     if meminfo is not None:
         found.append(Available(meminfo, "/proc/meminfo"))
-    for maximum, current, stat, inactive in _group_files(read("/proc/self/cgroup") or ""):
-        limit = of_group(read(maximum), read(current), read(stat), inactive)
+    for maximum, current, stat, prefix in _group_files(read("/proc/self/cgroup") or ""):
+        limit = of_group(read(maximum), read(current), read(stat), prefix)
         if limit is not None:
             found.append(Available(limit, maximum))
     return min(found, key=lambda one: one.size, default=None)
@@ -60,23 +60,26 @@ def of_meminfo(text: str) -> int | None:
     return None if value is None else _KIB * value
 
 
-def of_group(maximum: str | None, current: str | None, stat: str | None, inactive: str) -> int | None:
+def of_group(maximum: str | None, current: str | None, stat: str | None, prefix: str) -> int | None:
     """Bytes that the limit of a control group leaves; None without a limit.
 
     Args:
         maximum: The limit, a number or `max`.
         current: What is used, with cached files.
-        stat: Lines of a name and a number, one of which is that of cached files that are given up at once.
-        inactive: Its name.
+        stat: Lines of a name and a number, two of which are those of cached files, which are given up when memory runs
+            short: data and weights that were read lately are no reason to refuse a fit.
+        prefix: What their names begin with.
     """
     if maximum is None or current is None or not maximum.strip().isdigit():
         return None
-    cached = _entry(stat or "", inactive) or 0
+    cached = sum(_entry(stat or "", f"{prefix}{name}") or 0 for name in ("active_file", "inactive_file"))
     return max(0, int(maximum) - int(current) + cached)
 
 
 def _group_files(groups: str) -> Iterator[tuple[str, str, str, str]]:
-    """Files of every group that holds the process, from its own to the root: limit, use, statistics; and a name there.
+    """Files of every group that holds the process, from its own to the root: limit, use, statistics.
+
+    With them comes what the names in the statistics begin with.
 
     Args:
         groups: /proc/self/cgroup: lines `number:controllers:path`, of version 2 `0::path`.
@@ -88,11 +91,11 @@ def _group_files(groups: str) -> Iterator[tuple[str, str, str, str]]:
         for group in (own, *own.parents):
             if not controllers:
                 folder = f"/sys/fs/cgroup{group}".rstrip("/")
-                yield f"{folder}/memory.max", f"{folder}/memory.current", f"{folder}/memory.stat", "inactive_file"
+                yield f"{folder}/memory.max", f"{folder}/memory.current", f"{folder}/memory.stat", ""
             elif "memory" in controllers.split(","):
                 folder = f"/sys/fs/cgroup/memory{group}".rstrip("/")
                 limit, use = f"{folder}/memory.limit_in_bytes", f"{folder}/memory.usage_in_bytes"
-                yield limit, use, f"{folder}/memory.stat", "total_inactive_file"
+                yield limit, use, f"{folder}/memory.stat", "total_"
 
 
 def _entry(text: str, name: str) -> int | None:

@@ -135,7 +135,7 @@ def _choice(problem: Problem) -> str:
 
 
 def _default(survey: Survey, weights: str, structure: type[Curvature], n_batches: int | None) -> Estimate | None:
-    """A structure with its default options, or None where it does not fit the problem or cannot say."""
+    """A structure with its default options, or None where it does not fit the problem, cannot say, or is refused."""
     if structure.needs_columns and not survey.n_columns:
         return None
     options = structure.options()
@@ -143,6 +143,8 @@ def _default(survey: Survey, weights: str, structure: type[Curvature], n_batches
         structure.check(survey.layout, options)
         footprint = structure.footprint(survey, options)
     except (InvalidArgument, UnsupportedError):
+        return None
+    if survey.refused and not (survey.is_head or footprint.vectors):  # products with vectors take no columns
         return None
     return _estimate(survey, weights, structure, footprint, n_batches)
 

@@ -6,10 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laplace import DiagLaplace
+from laplace import DiagLaplace, FullLaplace
+from laplace.curvature.native.capture import capture
 from laplace.errors import CurvatureError
+from laplace.weights.all_weights import AllWeights
+from tests.reference import curvature as reference
+from tests.reference.compare import assert_close
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -107,3 +112,47 @@ def test_data_that_depend_on_each_other_are_refused(dtype: torch.dtype) -> None:
         la = DiagLaplace(_Centred().to(dtype).eval(), "classification")
         with pytest.raises(CurvatureError, match="depends on the others"):
             la.fit([(torch.randn(16, 6).to(dtype), torch.randint(3, (16,)))])
+
+
+class _Swapped(nn.Module):
+    """Applies two weights of one shape in an order that the batch decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner, outer = (self.first, self.second) if x.sum() > 0 else (self.second, self.first)
+        return F.linear(torch.tanh(F.linear(x, inner)), outer)
+
+
+def test_an_explanation_holds_for_the_tensors_that_it_was_proven_for() -> None:
+    torch.manual_seed(0)
+    model, x, y = _Swapped().double(), torch.rand(4, 3, dtype=torch.float64), torch.randint(3, (4,))
+    la = FullLaplace(model, "classification")
+    la.fit([(x, y), (-x, y)])
+    exact = sum(reference.ggn(model, data, y, ["first", "second"], "classification") for data in (x, -x))
+    assert_close(la.H, exact, "backend")
+
+
+class _Dropping(nn.LSTM):
+    """Dropout between its layers in evaluation mode too."""
+
+    def train(self, mode: bool = True) -> _Dropping:
+        del mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x)[0][:, -1]
+
+
+def test_dropout_between_recurrent_layers_is_left_to_pytorch() -> None:
+    torch.manual_seed(0)
+    model, x = _Dropping(3, 2, 2, dropout=0.5, batch_first=True).double(), torch.randn(4, 3, 3, dtype=torch.float64)
+    problem = AllWeights(model).problem
+    assert problem is not None
+    found: list[Tensor] = []
+    for run in (lambda: model(x), lambda: capture(problem, x, loop=False, observed=True).f):
+        torch.manual_seed(1)
+        found.append(run().detach())
+    assert_close(found[1], found[0], "algebra")

@@ -182,7 +182,7 @@ def test_linux_says_what_it_could_give() -> None:
 @pytest.mark.parametrize(
     ("maximum", "current", "stat", "left"),
     [
-        ("1000\n", "600\n", "active_file 7\ninactive_file 50\n", 450),
+        ("1000\n", "600\n", "active_file 7\ninactive_file 50\n", 457),
         ("1000", "600", None, 400),
         ("1000", "2000", "inactive_file 100", 0),
         ("max\n", "600", "", None),
@@ -190,7 +190,7 @@ def test_linux_says_what_it_could_give() -> None:
     ],
 )
 def test_a_control_group(maximum: str | None, current: str | None, stat: str | None, left: int | None) -> None:
-    assert available.of_group(maximum, current, stat, "inactive_file") == left
+    assert available.of_group(maximum, current, stat, "") == left
 
 
 def test_the_least_of_all_groups_counts() -> None:
@@ -211,7 +211,7 @@ def test_the_least_of_all_groups_counts() -> None:
         "/proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/job\n0::/\n",
         "/sys/fs/cgroup/memory/job/memory.limit_in_bytes": "700",
         "/sys/fs/cgroup/memory/job/memory.usage_in_bytes": "650",
-        "/sys/fs/cgroup/memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 30",
+        "/sys/fs/cgroup/memory/job/memory.stat": "active_file 1\ntotal_inactive_file 20\ntotal_active_file 10",
         "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
         "/sys/fs/cgroup/memory/memory.usage_in_bytes": "1",
     }

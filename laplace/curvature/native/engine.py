@@ -170,7 +170,10 @@ class NativeEngine(CurvatureEngine):
     def _outline(self, taken: ForwardPass) -> Survey:
         columns, terms = self.n_columns(taken.f), self._n_terms(taken.f)
         columns *= taken.taken.n_positions if taken.mixes and self.apart else 1
-        return outlined(taken, n_columns=columns, n_terms=terms, loop=self._loop, product_budget=self._product_budget)
+        return outlined(
+            taken, n_columns=columns, n_terms=terms, loop=self._loop, product_budget=self._product_budget,
+            refused=taken.mixes and columns > self.max_passes,
+        )  # fmt: skip
 
     def n_columns(self, f: Tensor) -> int:
         """Cotangents that the curvature of outputs f `[B, C]` takes; 0 where it is known by its products alone."""
@@ -212,7 +215,7 @@ class NativeEngine(CurvatureEngine):
 
     def _form(self, taken: Capture, x: Inputs) -> object:
         """What two batches share for which one plan holds."""
-        calls = tuple((use.by.name if isinstance(use.by, Call) else id(use.by), use.x.shape) for use in taken.uses)
+        calls = tuple((use.by.kind if isinstance(use.by, Call) else id(use.by), use.x.shape) for use in taken.uses)
         return batches.signature(x), taken.f.shape, taken.positions, calls
 
     def _known(self, taken: Capture, x: Inputs) -> Plan | None:

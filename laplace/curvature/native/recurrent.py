@@ -22,8 +22,11 @@ CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 def weights_of(args: tuple[Any, ...]) -> Sequence[Tensor]:
-    """The weights of a call; none of one with packed sequences, which is left to PyTorch."""
-    return args[2] if len(args) == 9 and isinstance(args[3], bool) else ()
+    """The weights of a call; none of one with packed sequences or dropout, which is left to PyTorch."""
+    if len(args) != 9 or not isinstance(args[3], bool):
+        return ()
+    _, _, weights, _, n_layers, dropout, training, _, _ = args
+    return () if training and dropout > 0 and n_layers > 1 else weights
 
 
 def run(name: str, args: tuple[Any, ...], linear: Linear, recur: Recur) -> tuple[Tensor, ...]:

@@ -29,7 +29,9 @@ _WIDTH = 512
 """Of the timed matrix product."""
 
 
-def outlined(taken: ForwardPass, *, n_columns: int, n_terms: int, loop: bool, product_budget: int) -> Survey:
+def outlined(
+    taken: ForwardPass, *, n_columns: int, n_terms: int, loop: bool, product_budget: int, refused: bool
+) -> Survey:
     """What the shapes of a captured batch say: without its graph, which is held by then, and without seconds.
 
     Args:
@@ -38,6 +40,7 @@ def outlined(taken: ForwardPass, *, n_columns: int, n_terms: int, loop: bool, pr
         n_terms: E.
         loop: Whether backward passes run one by one.
         product_budget: Bytes that the vectors of one pass may hold.
+        refused: Whether the columns are more backward passes than a batch may take.
     """
     return Survey(
         layout=taken.problem.layout,
@@ -53,6 +56,7 @@ def outlined(taken: ForwardPass, *, n_columns: int, n_terms: int, loop: bool, pr
         budget=taken.memory_budget,
         product_budget=product_budget,
         loop=loop,
+        refused=refused,
     )
 
 

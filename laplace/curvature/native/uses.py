@@ -30,6 +30,11 @@ class Call(ABC):
     whole: bool = False
     instead_of: Call | None = None
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What calls share for which one explanation holds: the function, and which tensor is which argument."""
+        return self.name, tuple(self.roles.items())
+
     @abstractmethod
     def positions(self, n_data: int) -> int:
         """Positions per datum in the leading dimensions, 0 if they cannot hold `n_data` data."""
