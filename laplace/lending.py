@@ -17,6 +17,9 @@ from laplace.errors import InvalidArgument, InvalidType
 
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 _LOCKS_GUARD = threading.Lock()
+_FUSED_GUARD = threading.Lock()
+_FUSED: list[bool] = []
+"""What the switch of PyTorch's fused encoder layers was set to before the calls that are under way."""
 
 
 def undisturbed(model: nn.Module) -> threading.RLock:
@@ -83,13 +86,33 @@ def lent(model: nn.Module) -> Iterator[None]:
     with undisturbed(model):
         states = [_State(module) for module in model.modules()]
         try:
-            with same_random_state(model):
+            with same_random_state(model), _one_network():
                 for state in states:
                     state.module.training = False
                 yield
         finally:
             for state in states:
                 state.restore()
+
+
+@contextmanager
+def _one_network() -> Iterator[None]:
+    """Turns PyTorch's fused encoder layers off, which run without gradients only and give zeros where data are padded.
+
+    With them a network would be one function where it is differentiated and another where it is not. The switch is one
+    of the process: the first call in any thread turns it, the last one puts it back.
+    """
+    with _FUSED_GUARD:
+        _FUSED.append(torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        with _FUSED_GUARD:
+            before = _FUSED[0]
+            _FUSED.pop()
+            if not _FUSED:
+                torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager
