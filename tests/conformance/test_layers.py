@@ -108,6 +108,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "layer norm without bias": (lambda: _Mean(nn.LayerNorm(3, bias=False), 3), TOKENS),
     "rms norm": (lambda: _Mean(nn.RMSNorm(3), 3), TOKENS),
     "instance norm": (lambda: _Mean(nn.InstanceNorm2d(4, affine=True), 3), IMAGE),
+    "instance norm with statistics": (
+        lambda: _Mean(nn.InstanceNorm2d(4, affine=True, track_running_stats=True), 3),
+        IMAGE,
+    ),
     "group norm of vectors": (lambda: nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4), nn.Linear(4, 3)), FLAT),
     "group norm of tokens": (lambda: _Mean(nn.GroupNorm(2, 4), 3), TOKENS),
     "batch norm of sequences": (lambda: _Mean(nn.BatchNorm1d(4), 3), TOKENS),

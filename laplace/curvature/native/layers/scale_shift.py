@@ -77,6 +77,11 @@ def _group_norm(module: nn.Module, x: Tensor) -> Tensor:
     return F.group_norm(x, module.num_groups, None, None, module.eps)  # pyright: ignore
 
 
+def _instance_norm(module: nn.Module, x: Tensor) -> Tensor:
+    mean, var = module.running_mean, module.running_var
+    return F.instance_norm(x, mean, var, use_input_stats=mean is None, eps=module.eps)  # pyright: ignore
+
+
 def _running_norm(module: nn.Module, x: Tensor) -> Tensor:
     mean, var = module.running_mean, module.running_var
     return torch.batch_norm(x, None, None, mean, var, False, 0.0, module.eps, False)  # pyright: ignore
@@ -90,5 +95,6 @@ def _negative_part(module: nn.Module, x: Tensor) -> Tensor:
 files(TrailingScaleRule("layer norm", _layer_norm), nn.LayerNorm)
 files(TrailingScaleRule("rms norm", _rms_norm), nn.RMSNorm)
 files(ChannelScaleRule("group norm", _group_norm), nn.GroupNorm)
+files(ChannelScaleRule("instance norm", _instance_norm), nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 files(ChannelScaleRule("batch norm", _running_norm), nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 files(ChannelScaleRule("prelu", _negative_part), nn.PReLU)
