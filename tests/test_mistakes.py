@@ -407,7 +407,7 @@ CHOICES: dict[str, Row] = {
         InvalidArgument, lambda: setattr(new(likelihood=R), "sigma_noise", 0.0), "sigma_noise", "positive"
     ),
     "a backend by name": row(InvalidType, lambda: new(backend="AsdlGGN"), "backend", "class", "NativeGGN"),
-    "a backend's object": row(InvalidType, lambda: new(backend=curvature.NativeGGN(net(), C)), "backend", "class"),
+    "a network for a backend": row(InvalidType, lambda: new(backend=net()), "backend", "class"),
     "a misspelt structure option": row(
         InvalidArgument, lambda: new(structure="lowrank", structure_kwargs={"rnk": 3}), "structure_kwargs", "rank"
     ),
