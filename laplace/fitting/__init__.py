@@ -4,7 +4,7 @@ from laplace.fitting.diagonals import warn_of_diagonals
 from laplace.fitting.first_batch import FirstBatch
 from laplace.fitting.fit import (
     Fit,
-    Reading,
+    ReadOptions,
     accumulate,
     begin_reading,
     check_decay,
@@ -17,7 +17,7 @@ from laplace.fitting.processes import warn_of_shards
 __all__ = [
     "FirstBatch",
     "Fit",
-    "Reading",
+    "ReadOptions",
     "accumulate",
     "begin_reading",
     "check_decay",

@@ -115,7 +115,7 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How the data of a fit are read.
 
     Attributes:
@@ -136,7 +136,7 @@ def accumulate(
     engine: CurvatureEngine,
     structure: type[Curvature],
     options: Any,
-    reading: Reading,
+    reading: ReadOptions,
 ) -> Fit:
     """Reads the data as often as the structure needs, and sums their curvature and loss.
 
@@ -148,7 +148,7 @@ def accumulate(
         reading: How they are read.
 
     Raises:
-        OutOfMemory: It does not.
+        OutOfMemory: Memory does not hold the fit.
         InvalidData: No data, a batch that cannot be used, or other data (or none) in a later reading; nothing has been
             changed then.
     """
@@ -167,7 +167,7 @@ def _fitted(
     engine: CurvatureEngine,
     structure: type[Curvature],
     sweep: Sweep,
-    reading: Reading,
+    reading: ReadOptions,
 ) -> Fit:
     """The fit after as many readings as the structure needs, of which `sweep` is the first."""
     first, number = None, 1

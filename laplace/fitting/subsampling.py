@@ -16,7 +16,7 @@ from laplace import targets as targets_of
 from laplace.batch import Inputs
 from laplace.curvature.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.fitting import Fit, Reading
+from laplace.fitting import Fit, ReadOptions
 from laplace.noise import check_generator, drawn_seed
 from laplace.positions import target_rows
 from laplace.predictive import latent
@@ -54,7 +54,7 @@ def accumulate(
     structure: type[Curvature],
     options: Any,
     subset: Subset,
-    reading: Reading,
+    reading: ReadOptions,
 ) -> Fit:
     """N/M times the curvature of M data that are drawn without replacement, with loss and number of all N.
 

@@ -18,7 +18,7 @@ from laplace.curvature.adapted import is_ours
 from laplace.curvature.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, NotFittedError
 from laplace.fingerprint import Fingerprint
-from laplace.fitting import FirstBatch, Fit, Reading, subsampling
+from laplace.fitting import FirstBatch, Fit, ReadOptions, subsampling
 from laplace.fitting.subsampling import Subset
 from laplace.lending import own_mode, require_module, same_random_state, undisturbed
 from laplace.likelihoods.base import Likelihood
@@ -246,14 +246,15 @@ class WeightFit(BaseLaplace):
             UnsupportedError: The structure is no sum over data, and the former fit cannot fade.
 
         Warns:
-            ApproximationWarning: Random outputs, several heads with a last layer, or one of several processes.
+            ApproximationWarning: Random outputs, several heads with a last layer, one of several processes, or many
+                weights that Kronecker factors could not hold.
         """
         fitting.check_override(override)
         fitting.check_decay(decay, override=override)
         batches.require_loader(train_loader, "train_loader")
         part = None if subset is None else Subset.drawn(subset, generator)
         first = FirstBatch(self.weights.model, self.weights.forward_fn)
-        reading = Reading(self.dict_key_y, progress_bar, first, check_memory)
+        reading = ReadOptions(self.dict_key_y, progress_bar, first, check_memory)
         new, engine = self.measured(train_loader, reading, go_on=not override, subset=part)
         with torch.inference_mode(False), torch.no_grad(), bars(progress_bar):
             fit = new if override or self._fit is None else self._fit.scaled(decay) + new
@@ -266,7 +267,7 @@ class WeightFit(BaseLaplace):
     def measured(
         self,
         train_loader: Iterable[Any],
-        reading: Reading,
+        reading: ReadOptions,
         *,
         go_on: bool = True,
         subset: Subset | None = None,

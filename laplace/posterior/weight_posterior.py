@@ -16,7 +16,7 @@ from laplace import fitting
 from laplace.arguments import checked
 from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedError, warn
 from laplace.evidence import Evidence
-from laplace.fitting import Reading, planning
+from laplace.fitting import ReadOptions, planning
 from laplace.fitting.planning import FitPlan
 from laplace.lending import own_mode, own_precision, same_random_state
 from laplace.overrides import COVARIANCES, HYPERPARAMETERS, MOMENTS, is_overridden
@@ -89,7 +89,7 @@ class WeightPosterior(WeightFit):
                 "difference would be no curvature of the data that are left. Use the exact GGN, or fit them anew."
             )
         self.check_unchanged()
-        removed, _ = self.measured(loader, Reading(self.dict_key_y, progress_bar, check_memory=True))
+        removed, _ = self.measured(loader, ReadOptions(self.dict_key_y, progress_bar, check_memory=True))
         with own_mode(), torch.no_grad():
             left = former.minus(removed.scaled(weight), signed=self.backend_cls.kind == "hessian")
             self._fit, self._posterior, self._refinement = left, None, None

@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace import fitting
 from laplace.curvature.native.kinds import GGNEngine
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
-from laplace.fitting import Fit, Reading
+from laplace.fitting import Fit, ReadOptions
 from laplace.noise import check_generator
 from laplace.refinement.glm import LinearModel
 from laplace.refinement.linear import LinearData
@@ -128,7 +128,7 @@ class Refiner:
             (batch.x, shifted.pack(shift, root, batch.y))
             for batch, shift, root in zip(self.data.batches, pushed, known, strict=True)
         ]
-        return fitting.accumulate(loader, own, la.structure, la.structure_options, Reading(la.dict_key_y))
+        return fitting.accumulate(loader, own, la.structure, la.structure_options, ReadOptions(la.dict_key_y))
 
     def precision(self, fit: Fit) -> Precision:
         """P of another fit at the present hyper-parameters."""

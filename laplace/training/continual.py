@@ -30,7 +30,7 @@ from laplace.curvature.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.evidence import Evidence
 from laplace.fingerprint import Fingerprint
-from laplace.fitting import FirstBatch, Fit, Reading
+from laplace.fitting import FirstBatch, Fit, ReadOptions
 from laplace.hyperparameters import check_counts
 from laplace.lending import flags_put_back, own_mode
 from laplace.misfits import called
@@ -115,7 +115,7 @@ class TaskFit:
             InvalidData: A batch cannot be used.
         """
         first = FirstBatch(la.weights.model, la.weights.forward_fn)
-        fit, engine = la.measured(train_loader, Reading(la.dict_key_y, progress_bar, first, check_memory=True))
+        fit, engine = la.measured(train_loader, ReadOptions(la.dict_key_y, progress_bar, first, check_memory=True))
         after = copy.copy(la)
         with torch.no_grad():
             mean = la.problem.mean().to(la.prior_mean.dtype)
