@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core.prior import GaussianPrior
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.fitting import Fit
 from laplace.likelihoods.base import Likelihood
-from laplace.prior import GaussianPrior
 from laplace.structures.algebra import kept_for_later
 from laplace.structures.base import Precision
 

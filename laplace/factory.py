@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from laplace import function_space, named
-from laplace.arguments import check_call, checked
+from laplace.core.arguments import check_call, checked
 from laplace.enums import FunctionalApproximation, HessianStructure, SubsetOfWeights
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood

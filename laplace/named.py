@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from laplace.batch import ForwardFn
+from laplace.core.batch import ForwardFn
 from laplace.curvature import CurvatureInterface
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument

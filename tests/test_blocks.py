@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from laplace.curvature.blocks import Block, DenseBlock, PickedBlock, SumBlock
-from laplace.curvature.factors import IndexBlock, OuterBlock
-from laplace.curvature.heads import HeadBlock
-from laplace.function_space.kernels import block_kernel
+from laplace.jacobian.blocks import Block, DenseBlock, PickedBlock, SumBlock
+from laplace.jacobian.factors import IndexBlock, OuterBlock
+from laplace.jacobian.heads import HeadBlock
+from laplace.jacobian.kernels import block_kernel
 from tests.reference.compare import assert_close
 
 K, B = 3, 4

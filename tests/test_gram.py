@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laplace.gram import add_gram, gram, group_gram, group_product, mirror
+from laplace.core.gram import add_gram, gram, group_gram, group_product, mirror
 from tests.reference.compare import assert_close
 
 

@@ -26,23 +26,24 @@ LONG_CLASSES = {"BaseLaplace", "ParametricLaplace"}
 
 # Who may import whom: a module imports from its own rank and from lower ones.
 RANKS = {
-    0: [
-        "errors", "enums", "registry", "layout", "batch", "gaussian", "noise", "lending", "memory", "prior",
-        "metrics", "hyperparameters", "arguments", "misfits", "fingerprint", "attributes", "witness", "gram",
-        "kronecker", "overrides", "positions", "symmetric_root", "targets",
-    ],
-    1: ["structures", "weights", "likelihoods", "curvature", "predictive"],
-    2: ["fitting", "evidence", "tuning", "refinement"],
-    3: ["posterior"],
-    4: ["named", "function_space"],
-    5: ["factory"],
-    6: ["compat", "mixture", "plotting", "training"],
-    7: ["integrations"],
+    0: ["errors", "enums"],
+    1: ["core", "metrics"],
+    2: ["network", "likelihoods"],
+    3: ["weights", "compat"],
+    4: ["jacobian"],
+    5: ["engines"],
+    6: ["curvature"],
+    7: ["structures"],
+    8: ["predictive"],
+    9: ["fitting", "evidence"],
+    10: ["tuning", "refinement"],
+    11: ["posterior"],
+    12: ["named", "function_space"],
+    13: ["factory"],
+    14: ["mixture", "plotting", "training"],
+    15: ["integrations"],
 }  # fmt: skip
 RANK = {name: rank for rank, names in RANKS.items() for name in names}
-
-# The one place where the library knows its older names: a base of the class that users hold.
-LEGACY_MEMBERS = ("posterior/parametric.py", "laplace.compat.members")
 
 # Packages of other people's curvature, each at home in one file.
 CURVATURE_PACKAGES = {
@@ -57,7 +58,14 @@ ALWAYS_THERE = {"torch", "numpy", "tqdm"}
 # Where the names of likelihoods are compared, and where mappings are told from pairs.
 LIKELIHOOD_HOMES = ("likelihoods/", "enums.py", "compat/")
 # The last four hold named tensors, state dicts and tables of hooks, not batches.
-MAPPING_HOMES = ("batch.py", "compat/", "layout.py", "structures/base.py", "posterior/state.py", "lending.py")
+MAPPING_HOMES = (
+    "core/batch.py",
+    "compat/",
+    "core/layout.py",
+    "structures/base.py",
+    "posterior/state.py",
+    "network/model_guard.py",
+)
 
 # Concrete methods that may be overridden: defaults that are right for every subclass, replaced where one has a
 # cheaper or a more special way. All else is abstract or final.
@@ -108,7 +116,7 @@ DEFAULTS = {
     # sum over data refuses to be weighted anew and to be subtracted from; few keep factorisations that are long.
     "Curvature": {"check", "footprint", "scaled", "minus", "decompose"},
     # Whoever reads every batch's loss has it summed; a subset knows its own at the end.
-    "Sweep": {"counted"},
+    "DataPass": {"counted"},
     # Posteriors over functions have another default predictive, and its name; one takes a list of candidates.
     "ParametricLaplace": {"functional_samples", "predictive_samples"},
     "Tunable": {"optimize_prior_precision", "optimize_hyperparameters"},
@@ -385,8 +393,6 @@ def test_imports_run_one_way() -> None:
         if not module.startswith("laplace.") or importer == "__init__" or for_type_checkers(node):
             continue
         imported = component(module)
-        if (name_of(path), module) == LEGACY_MEMBERS:
-            continue
         if RANK.get(imported, 99) > RANK.get(importer, 99):
             found.append(f"{where(path, node)} {importer} imports {imported}")
     assert not found

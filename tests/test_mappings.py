@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from laplace import Laplace, marglik_training
 from laplace.errors import InvalidData, MissingKey
-from laplace.lending import unwrap
+from laplace.network.model_guard import unwrap
 from tests.reference.compare import assert_close
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()

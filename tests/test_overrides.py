@@ -24,10 +24,10 @@ from laplace import (
     MixtureLaplace,
     ParametricLaplace,
 )
+from laplace.core.overrides import HELD, HOOKS, MOMENTS
 from laplace.curvature import NativeGGN
 from laplace.curvature.interface import GGNInterface
 from laplace.errors import InvalidArgument, LaplaceError, ReadOnlyError, TuningWarning, UnsupportedError
-from laplace.overrides import HELD, HOOKS, MOMENTS
 from tests import problems as catalogue
 from tests.conformance.cases import Case, few
 from tests.reference.compare import assert_close

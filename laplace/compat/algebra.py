@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from laplace.compat.kronecker import factors
+from laplace.core.gaussian import Gaussian
 from laplace.errors import CurvatureError
-from laplace.gaussian import Gaussian
-from laplace.kronecker import factors
 
 
 def invsqrt_precision(M: Tensor) -> Tensor:

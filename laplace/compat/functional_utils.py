@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from laplace import batch as batches
-from laplace.batch import Inputs
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.gaussian import Gaussian
 from laplace.errors import InvalidData, InvalidType
-from laplace.gaussian import Gaussian
-from laplace.lending import gradients_set_aside
+from laplace.network.model_guard import gradients_set_aside
 
 
 class _HasModel(Protocol):

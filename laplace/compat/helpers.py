@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
-from laplace import batch as batches
-from laplace import targets
-from laplace.batch import Inputs
+from laplace.compat.kronecker.scalars import is_scalar
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
 from laplace.enums import LinkApprox, PredType, PriorStructure
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.kronecker.scalars import is_scalar
-from laplace.lending import unwrap
 from laplace.metrics import accepted_by
+from laplace.network import next_token
+from laplace.network.model_guard import unwrap
 
 
 @runtime_checkable
@@ -99,7 +99,7 @@ def validate(
 
 def _predict(laplace: Predictor, batch: Inputs, dict_key_y: str, options: dict[str, str | int]) -> tuple[Tensor, ...]:
     """(probabilities, y) or (means, variances, y)."""
-    x, y = targets.split(batch, dict_key_y, unwrap(laplace.model))
+    x, y = next_token.split(batch, dict_key_y, unwrap(laplace.model))
     device = next(laplace.model.parameters()).device
     predicted = laplace(batches.to_device(x, device), **options)
     parts = predicted if isinstance(predicted, tuple) else (predicted,)

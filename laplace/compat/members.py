@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from laplace.batch import Inputs
+from laplace.core.batch import Inputs
 
 
 class _Posterior(Protocol):

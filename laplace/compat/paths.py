@@ -21,8 +21,8 @@ _ENUMS = _at(
     "PriorStructure",
 )
 _MATRIX = {
-    "Kron": "laplace.kronecker.matrix:Kron",
-    "KronDecomposed": "laplace.kronecker.decomposed:KronDecomposed",
+    "Kron": "laplace.compat.kronecker.matrix:Kron",
+    "KronDecomposed": "laplace.compat.kronecker.decomposed:KronDecomposed",
 }
 _METRICS = _at("laplace.metrics", "RunningNLLMetric")
 _EXTRACTOR = _at("laplace.weights.feature_extractor", "FeatureExtractor")

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace.curvature.engine import CurvatureEngine
+from laplace.core.random_numbers import drawn_seed
 from laplace.curvature.interface import CurvatureInterface
-from laplace.curvature.native.differentiable import differentiable
-from laplace.curvature.native.passes import ForwardPass
+from laplace.curvature.model_copy import PrivateBatch
 from laplace.curvature.package_backends import PackageEF, PackageGGN, PackageHessian
-from laplace.curvature.package_faults import asdl_fault, obstacles_of
 from laplace.curvature.packages import LayerFactors, MakeNative, PackageEngine, Reasons, missing
-from laplace.curvature.private import PrivateBatch
+from laplace.curvature.support_tables import asdl_fault, obstacles_of
+from laplace.engines.engine import CurvatureEngine
+from laplace.engines.native.differentiable import differentiable
+from laplace.engines.native.passes import ForwardPass
 from laplace.errors import CurvatureError
-from laplace.noise import drawn_seed
 from laplace.weights.problem import Problem
 
 INSTALL = "pip install --no-deps asdfghjkl, which brings the module asdl, leaves an installed PyTorch as it is"

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace.curvature.chain import chain_from
-from laplace.curvature.engine import CurvatureEngine, Groups
+from laplace.core.gram import gram
+from laplace.core.random_numbers import drawn_seed
 from laplace.curvature.interface import CurvatureInterface
-from laplace.curvature.native.passes import ForwardPass
+from laplace.curvature.model_copy import PrivateBatch
+from laplace.curvature.module_chain import chain_from
 from laplace.curvature.package_backends import PackageEF, PackageGGN
-from laplace.curvature.package_faults import (
+from laplace.curvature.packages import LayerFactors, MakeNative, PackageEngine, Reasons, missing
+from laplace.curvature.support_tables import (
     CHAIN,
     FACTORED,
     Faults,
@@ -32,10 +34,8 @@ from laplace.curvature.package_faults import (
     hessian_known,
     obstacles_of,
 )
-from laplace.curvature.packages import LayerFactors, MakeNative, PackageEngine, Reasons, missing
-from laplace.curvature.private import PrivateBatch
-from laplace.gram import gram
-from laplace.noise import drawn_seed
+from laplace.engines.engine import CurvatureEngine, Groups
+from laplace.engines.native.passes import ForwardPass
 from laplace.weights.problem import Problem
 
 INSTALL = (

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from laplace.core.random_numbers import drawn_seed
 from laplace.curvature.curvlinops_layers import fault
-from laplace.curvature.engine import CurvatureEngine, Groups
 from laplace.curvature.interface import CurvatureInterface
-from laplace.curvature.native.engine import MEMORY_BUDGET
-from laplace.curvature.native.passes import ForwardPass
-from laplace.curvature.native.proof import close
+from laplace.curvature.model_copy import PrivateBatch
 from laplace.curvature.package_backends import PackageEF, PackageGGN, PackageHessian
 from laplace.curvature.packages import LayerFactors, MakeNative, PackageEngine, Reasons, missing, reuse
-from laplace.curvature.private import PrivateBatch
+from laplace.engines.engine import CurvatureEngine, Groups
+from laplace.engines.native.engine import MEMORY_BUDGET
+from laplace.engines.native.passes import ForwardPass
+from laplace.engines.native.proof import close
 from laplace.errors import CurvatureError
 from laplace.likelihoods.base import Likelihood
-from laplace.noise import drawn_seed
 from laplace.weights.problem import Problem
 
 INSTALL = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from laplace.curvature.native.layers import Reading
-from laplace.curvature.native.passes import ForwardPass
+from laplace.engines.native.layers import Reading
+from laplace.engines.native.passes import ForwardPass
 
 
 def fault(watched: ForwardPass, slot: int, *, reduce: bool) -> str | None:

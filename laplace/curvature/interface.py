@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from laplace import batch as batches
-from laplace.batch import Inputs
-from laplace.curvature.adapted import DERIVATIVES, AdaptedEngine, users_methods
-from laplace.curvature.engine import CurvatureEngine
-from laplace.curvature.native.engine import NativeEngine
-from laplace.curvature.native.kinds import EFEngine, GGNEngine
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.overrides import check_backend_assignment
+from laplace.curvature.user_backend import DERIVATIVES, AdaptedEngine, users_methods
+from laplace.engines.engine import CurvatureEngine
+from laplace.engines.native.engine import NativeEngine
+from laplace.engines.native.kinds import EFEngine, GGNEngine
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
-from laplace.overrides import check_backend_assignment
 from laplace.weights.all_weights import AllWeights
 from laplace.weights.base import Weights
 from laplace.weights.feature_extractor import FeatureExtractor
@@ -29,7 +29,7 @@ from laplace.weights.problem import Problem
 from laplace.weights.subnetwork import Subnetwork
 
 if TYPE_CHECKING:
-    from laplace.kronecker import Kron
+    from laplace.compat.kronecker import Kron
 
 
 class CurvatureInterface:
@@ -184,7 +184,7 @@ class CurvatureInterface:
         Raises:
             UnsupportedError: This backend has none.
         """
-        from laplace.kronecker import Kron  # legacy values are imported by those who use them
+        from laplace.compat.kronecker import Kron  # legacy values are imported by those who use them
 
         summary, parts = self._engine_at(x).kron(x, y)
         share = summary.n_data / N

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from laplace.curvature.engine import CurvatureEngine
 from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
-from laplace.curvature.native.engine import MAX_PASSES, MEMORY_BUDGET
-from laplace.curvature.native.hessian import HessianEngine
-from laplace.curvature.native.kinds import EFEngine, GGNEngine
+from laplace.engines.engine import CurvatureEngine
+from laplace.engines.native.engine import MAX_PASSES, MEMORY_BUDGET
+from laplace.engines.native.hessian import HessianEngine
+from laplace.engines.native.kinds import EFEngine, GGNEngine
 from laplace.likelihoods.base import Likelihood
 from laplace.weights.problem import Problem
 

@@ -8,12 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from laplace.curvature.engine import CurvatureEngine
 from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
-from laplace.curvature.native.engine import MEMORY_BUDGET
-from laplace.curvature.native.hessian import HessianEngine
-from laplace.curvature.native.kinds import EFEngine, GGNEngine
 from laplace.curvature.packages import MakeNative
+from laplace.engines.engine import CurvatureEngine
+from laplace.engines.native.engine import MEMORY_BUDGET
+from laplace.engines.native.hessian import HessianEngine
+from laplace.engines.native.kinds import EFEngine, GGNEngine
 from laplace.likelihoods.base import Likelihood
 from laplace.weights.problem import Problem
 

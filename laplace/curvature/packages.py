@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace import batch as batches
-from laplace.batch import Inputs
-from laplace.curvature.engine import Bases, BatchSummary, CurvatureEngine, Groups, detached
-from laplace.curvature.jacobian import Jacobian
-from laplace.curvature.kron_parts import KronBlock, KronParts
-from laplace.curvature.native.capture import capture
-from laplace.curvature.native.engine import NativeEngine
-from laplace.curvature.native.passes import ForwardPass
-from laplace.curvature.native.uses import Call
-from laplace.curvature.private import private_batch
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.memory import DATUM, in_slices, ran_out
+from laplace.curvature.model_copy import private_batch
+from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine, Groups, detached
+from laplace.engines.kron_parts import KronBlock, KronParts
+from laplace.engines.native.capture import capture
+from laplace.engines.native.engine import NativeEngine
+from laplace.engines.native.passes import ForwardPass
+from laplace.engines.native.uses import Call
 from laplace.errors import CurvatureError, MissingDependency
-from laplace.lending import lent
-from laplace.memory import DATUM, in_slices, ran_out
+from laplace.jacobian.jacobian import Jacobian
+from laplace.network.model_guard import lent
 from laplace.weights.problem import Problem
 
 Reasons = dict[int, str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from laplace.curvature.native.layers.base import LayerRule, files, rule_of
+from laplace.engines.native.layers.base import LayerRule, files, rule_of
 from laplace.errors import InvalidArgument
 
 __all__ = ["LayerRule", "files", "like"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from laplace.curvature.survey import Survey
+from laplace.engines.profile import BatchProfile
 from laplace.enums import SubsetOfWeights
 from laplace.errors import OutOfMemory, UnsupportedError
 from laplace.fitting.available import Available, available
@@ -34,7 +34,7 @@ class MemoryCheck:
     structure: type[Curvature]
     options: Any
 
-    def __call__(self, survey: Survey) -> None:
+    def __call__(self, survey: BatchProfile) -> None:
         """Looks at what a batch shows, whose forward pass is held by now.
 
         Raises:
@@ -44,7 +44,7 @@ class MemoryCheck:
         if lacking is not None:
             raise self.refusal(survey, lacking)
 
-    def lacking(self, survey: Survey) -> Available | None:
+    def lacking(self, survey: BatchProfile) -> Available | None:
         """What there is, where that is less than the fit takes; None where it is enough, or nobody can say."""
         try:
             needed = self._bytes(survey)
@@ -55,10 +55,10 @@ class MemoryCheck:
         found = available(self.problem.device)
         return found if found is not None and found.size < needed else None
 
-    def _bytes(self, survey: Survey) -> int:
+    def _bytes(self, survey: BatchProfile) -> int:
         return self.structure.footprint(survey, self.options).fit_bytes(survey)
 
-    def refusal(self, survey: Survey, there: Available) -> OutOfMemory:
+    def refusal(self, survey: BatchProfile, there: Available) -> OutOfMemory:
         """The error, with other choices that memory holds."""
         plan = make_plan(survey, self.problem, self.structure, self.options, None)
         return OutOfMemory(
@@ -67,7 +67,7 @@ class MemoryCheck:
             f"({there.source}). {self._mend(survey, plan, there)} fit(..., check_memory=False) begins all the same."
         )
 
-    def _mend(self, survey: Survey, plan: FitPlan, there: Available) -> str:
+    def _mend(self, survey: BatchProfile, plan: FitPlan, there: Available) -> str:
         """What takes less: other choices, smaller batches, fewer weights."""
         chosen = plan.chosen
         others = [o for o in plan.cheaper if (o.weights, o.structure) != (chosen.weights, chosen.structure)]

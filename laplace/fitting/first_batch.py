@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from laplace import batch as batches
-from laplace.attributes import attributes_of, changed, digests
-from laplace.batch import ForwardFn, Inputs
+from laplace.core import batch as batches
+from laplace.core.batch import ForwardFn, Inputs
 from laplace.errors import ApproximationWarning, warn
-from laplace.lending import same_random_state, undisturbed
+from laplace.network.attributes import attributes_of, changed, digests
+from laplace.network.model_guard import same_random_state, undisturbed
+from laplace.network.witness import Witness, differ, first_rows, outputs_at
 from laplace.weights.discovery import hooks_fire
-from laplace.witness import Witness, differ, first_rows, outputs_at
 
 
 class FirstBatch:

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from laplace import batch as batches
-from laplace import targets
-from laplace.batch import Inputs
-from laplace.curvature.engine import BatchSummary, CurvatureEngine
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.hyperparameters import check_flag
+from laplace.core.memory import COTANGENT, ran_out
+from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory
 from laplace.fitting import planning
 from laplace.fitting.affordable import MemoryCheck
 from laplace.fitting.first_batch import FirstBatch
-from laplace.hyperparameters import check_flag
-from laplace.memory import COTANGENT, ran_out
-from laplace.structures.base import Curvature, Sweep, move, require_finite
+from laplace.network import next_token
+from laplace.structures.base import Curvature, DataPass, move, require_finite
 
 _NOTHING = 1e-9
 """Share of the data below which a count, a sum of weights that faded, is zero."""
@@ -166,7 +166,7 @@ def _fitted(
     loader: Iterable[Any],
     engine: CurvatureEngine,
     structure: type[Curvature],
-    sweep: Sweep,
+    sweep: DataPass,
     reading: ReadOptions,
 ) -> Fit:
     """The fit after as many readings as the structure needs, of which `sweep` is the first."""
@@ -229,7 +229,7 @@ def _read_up(structure: type[Curvature], number: int) -> str:
 def _read(
     loader: Iterable[Any],
     engine: CurvatureEngine,
-    sweep: Sweep,
+    sweep: DataPass,
     dict_key_y: str,
     first_batch: FirstBatch | None,
 ) -> BatchSummary | None:
@@ -239,7 +239,7 @@ def _read(
     for number, batch in enumerate(loader):
         try:
             with batches.named(f"batch {number}"):
-                kept = targets.counted(batch, dict_key_y, device, ignored, engine.problem.module)
+                kept = next_token.counted(batch, dict_key_y, device, ignored, engine.problem.module)
                 if kept is None:
                     continue
                 summary = sweep.add(*kept)

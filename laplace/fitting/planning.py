@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace import batch as batches
-from laplace import targets
-from laplace.batch import Inputs
-from laplace.curvature.survey import Survey
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.engines.profile import BatchProfile
 from laplace.enums import SubsetOfWeights
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.likelihoods.base import Likelihood
+from laplace.network import next_token
 from laplace.structures import STRUCTURES, Curvature
-from laplace.structures.footprint import Footprint
+from laplace.structures.cost import Cost
 from laplace.weights.problem import Problem
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -105,7 +105,7 @@ class FitPlan:
 
 
 def make_plan(
-    survey: Survey, problem: Problem, structure: type[Curvature], options: Any, n_batches: int | None
+    survey: BatchProfile, problem: Problem, structure: type[Curvature], options: Any, n_batches: int | None
 ) -> FitPlan:
     """The plan of one choice, with the cheaper ones of all registered structures.
 
@@ -134,7 +134,7 @@ def _choice(problem: Problem) -> str:
     return str(SubsetOfWeights.ALL if whole else SubsetOfWeights.SUBNETWORK)
 
 
-def _default(survey: Survey, weights: str, structure: type[Curvature], n_batches: int | None) -> Estimate | None:
+def _default(survey: BatchProfile, weights: str, structure: type[Curvature], n_batches: int | None) -> Estimate | None:
     """A structure with its default options, or None where it does not fit the problem, cannot say, or is refused."""
     if structure.needs_columns and not survey.n_columns:
         return None
@@ -150,7 +150,7 @@ def _default(survey: Survey, weights: str, structure: type[Curvature], n_batches
 
 
 def _estimate(
-    survey: Survey, weights: str, structure: type[Curvature], footprint: Footprint, n_batches: int | None
+    survey: BatchProfile, weights: str, structure: type[Curvature], footprint: Cost, n_batches: int | None
 ) -> Estimate:
     return Estimate(
         weights=weights,
@@ -172,7 +172,7 @@ def first_counted(
         InvalidData: No such batch.
     """
     for batch in loader:
-        kept = targets.counted(batch, dict_key_y, device, likelihood.ignore_index, model)
+        kept = next_token.counted(batch, dict_key_y, device, likelihood.ignore_index, model)
         if kept is not None:
             return kept
     raise InvalidData("the loader gave no data that count; a plan needs at least one datum.")

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from laplace import batch as batches
 from laplace import fitting
-from laplace import targets as targets_of
-from laplace.batch import Inputs
-from laplace.curvature.engine import BatchSummary, CurvatureEngine
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.positions import target_rows
+from laplace.core.random_numbers import check_generator, drawn_seed
+from laplace.engines.engine import BatchSummary, CurvatureEngine
+from laplace.engines.outputs import outputs
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.fitting import Fit, ReadOptions
-from laplace.noise import check_generator, drawn_seed
-from laplace.positions import target_rows
-from laplace.predictive import latent
+from laplace.network import next_token as targets_of
 from laplace.structures.base import Curvature
 
 
@@ -99,7 +99,7 @@ def _losses(data: Iterable[tuple[int, Inputs, Tensor]], engine: CurvatureEngine)
     n_data = n_inputs = n_outputs = 0
     for number, x, y in data:
         with batches.named(f"batch {number}"):
-            rows = latent.outputs(engine, x)
+            rows = outputs(engine, x)
             f = rows.values
             targets = engine.checked(f, target_rows(y, f, rows.positions, engine.problem.channel_dim))
         terms = likelihood.loss_terms(f, targets)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.arguments import checked
-from laplace.batch import Inputs
+from laplace.core.arguments import checked
+from laplace.core.batch import Inputs
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
 from laplace.errors import InvalidArgument
 from laplace.posterior.parametric import ParametricLaplace

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace import batch as batches
 from laplace import tuning
-from laplace.curvature.engine import CurvatureEngine
+from laplace.core import batch as batches
+from laplace.core.hyperparameters import as_tensor, positive
+from laplace.engines.engine import CurvatureEngine
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument
-from laplace.hyperparameters import as_tensor, positive
-from laplace.lending import own_mode
+from laplace.network.model_guard import own_mode
 from laplace.posterior.parametric import ParametricLaplace
 from laplace.predictive import latent
 from laplace.structures.base import Precision

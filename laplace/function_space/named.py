@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from laplace import tuning
-from laplace.arguments import checked
-from laplace.batch import ForwardFn
-from laplace.curvature.engine import CurvatureEngine
+from laplace.core.arguments import checked
+from laplace.core.batch import ForwardFn
+from laplace.core.prior import GaussianPrior
+from laplace.engines.engine import CurvatureEngine
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument
 from laplace.function_space.base import BaseFunctionalLaplace
 from laplace.function_space.held_out import asked_for_candidates, best_candidate, held_out_nll
-from laplace.function_space.nystrom import NystromCurvature
-from laplace.function_space.subset_of_data import SubsetCurvature, SubsetOptions
 from laplace.likelihoods.base import Likelihood
 from laplace.named import Backend, OfLastLayer, Options
-from laplace.prior import GaussianPrior
+from laplace.structures.gp.nystrom import NystromCurvature
+from laplace.structures.gp.subset_of_data import SubsetCurvature, SubsetOptions
 
 
 class FunctionalLaplace(BaseFunctionalLaplace):

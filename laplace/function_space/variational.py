@@ -18,22 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace import batch as batches
-from laplace.batch import Inputs
-from laplace.curvature.engine import BatchSummary, CurvatureEngine
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.hyperparameters import check_counts
+from laplace.core.layout import Layout
+from laplace.core.prior import GaussianPrior
+from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
-from laplace.function_space.held import HOLDS_INPUTS, from_state, state_of
-from laplace.function_space.kernels import kernel_at
-from laplace.function_space.observed import ObservingSweep, uncounted
-from laplace.function_space.subset_precision import DualScan, SubsetPrecision
 from laplace.function_space.variational_energy import Energy
 from laplace.function_space.variational_inducing import STRATEGIES, Inducing, Places, chosen, make_pool
 from laplace.function_space.variational_training import Training, TrainingSweep, start
-from laplace.hyperparameters import check_counts
-from laplace.layout import Layout
-from laplace.prior import GaussianPrior
+from laplace.jacobian.detached import HOLDS_INPUTS, from_state, state_of
+from laplace.jacobian.kernels import kernel_at
 from laplace.structures import algebra
-from laplace.structures.base import Curvature, Sweep, require_finite
+from laplace.structures.base import Curvature, DataPass, require_finite
+from laplace.structures.gp.observed import ObservingSweep, uncounted
+from laplace.structures.gp.subset_precision import DualScan, SubsetPrecision
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class VariationalCurvature(Curvature):
             return torch.einsum("mr,emn,nr->er", mixed, self.second, mixed)
 
     @classmethod
-    def sweep(cls, engine: CurvatureEngine, options: Any) -> Sweep:
+    def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
         return InducingSweep(engine, options)
 
     @classmethod
@@ -190,7 +190,7 @@ class VariationalPrecision(SubsetPrecision):
         return (self.scale_of_data.double() * data).sum() - (values * inverse).sum()
 
 
-class InducingSweep(Sweep):
+class InducingSweep(DataPass):
     """First reading: counts the data, and picks locations among them where none were given.
 
     Args:
@@ -214,7 +214,7 @@ class InducingSweep(Sweep):
             self.pool.add(x, y)
         return uncounted(y)
 
-    def finish(self) -> Sweep:
+    def finish(self) -> DataPass:
         training = self.options.training
         if training is None:
             raise UnsupportedError(

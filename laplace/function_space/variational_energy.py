@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace.core.gaussian import Gaussian
+from laplace.core.hyperparameters import check_counts
 from laplace.enums import LinkApprox
 from laplace.errors import InvalidArgument
-from laplace.gaussian import Gaussian
-from laplace.hyperparameters import check_counts
 from laplace.likelihoods.base import Likelihood
 
 

@@ -8,16 +8,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.batch import Inputs
-from laplace.curvature.engine import CurvatureEngine
-from laplace.curvature.jacobian import Jacobian
+from laplace.core.batch import Inputs
+from laplace.core.random_numbers import uniform
+from laplace.engines.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.function_space.dual import Span
-from laplace.function_space.held import held, picked
-from laplace.function_space.kernels import Scales, kernel
-from laplace.function_space.observed import jacobians
-from laplace.function_space.subset import Pool, joined
-from laplace.noise import uniform
+from laplace.jacobian.detached import held, picked
+from laplace.jacobian.jacobian import Jacobian
+from laplace.jacobian.kernels import Scales, kernel
+from laplace.structures.gp.dual import Span
+from laplace.structures.gp.observed import jacobians
+from laplace.structures.gp.subset import Pool, joined
 
 STRATEGIES = ("random", "kmeans")
 """How locations are chosen from the data."""

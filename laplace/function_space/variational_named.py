@@ -9,23 +9,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from laplace.arguments import checked
-from laplace.batch import ForwardFn, Inputs
-from laplace.curvature.engine import CurvatureEngine
+from laplace.core.arguments import checked
+from laplace.core.batch import ForwardFn, Inputs
+from laplace.core.prior import GaussianPrior
+from laplace.engines.engine import CurvatureEngine
 from laplace.enums import FeatureReduction
 from laplace.errors import NotFittedError
 from laplace.fitting import check_override
 from laplace.function_space.base import BaseFunctionalLaplace
 from laplace.function_space.held_out import held_out_nll
 from laplace.function_space.named import require_ggn
-from laplace.function_space.subset_precision import SubsetPrecision
 from laplace.function_space.variational import VariationalCurvature
 from laplace.function_space.variational_energy import Energy
 from laplace.function_space.variational_inducing import Inducing
 from laplace.function_space.variational_training import LEARNT, Training
 from laplace.likelihoods.base import Likelihood
 from laplace.named import Backend, OfLastLayer, Options
-from laplace.prior import GaussianPrior
+from laplace.structures.gp.subset_precision import SubsetPrecision
 
 
 class VaLLA(BaseFunctionalLaplace):

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from laplace.batch import Inputs
-from laplace.curvature.engine import BatchSummary, CurvatureEngine
-from laplace.curvature.jacobian import Jacobian
+from laplace.core.batch import Inputs
+from laplace.core.gaussian import Gaussian
+from laplace.core.hyperparameters import check_counts
+from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
-from laplace.function_space.kernels import kernel_at, kernel_diagonal
-from laplace.function_space.observed import jacobians, observed, uncounted
 from laplace.function_space.variational_energy import Energy, divergence
 from laplace.function_space.variational_inducing import Inducing, Places, inducing_jacobians
-from laplace.gaussian import Gaussian
-from laplace.hyperparameters import check_counts
-from laplace.structures.base import Sweep, require_finite
+from laplace.jacobian.jacobian import Jacobian
+from laplace.jacobian.kernels import kernel_at, kernel_diagonal
+from laplace.structures.base import DataPass, require_finite
+from laplace.structures.gp.observed import jacobians, observed, uncounted
 from laplace.weights.problem import Problem
 
 LEARNT = ("prior_precision", "sigma_noise", "inducing_locations")
@@ -197,7 +197,7 @@ def marginals(inducing: Inducing, root: Tensor, delta: Tensor, jacobian: Jacobia
     return (kernel_diagonal(jacobian) - solved.square().sum(2)).clamp(min=0) / delta
 
 
-class TrainingSweep(Sweep):
+class TrainingSweep(DataPass):
     """Readings of the data in which every batch is a step of Adam, until there were enough.
 
     Args:
@@ -218,7 +218,7 @@ class TrainingSweep(Sweep):
         root: Tensor,
         n_data: int,
         training: Training,
-        last: Callable[[Places, Inducing], Sweep],
+        last: Callable[[Places, Inducing], DataPass],
     ) -> None:
         self.energy, self.n_data, self.training, self.last = energy, n_data, training, last
         self.variables = Variables(engine, places, root, training)
@@ -249,7 +249,7 @@ class TrainingSweep(Sweep):
             delta, sigma = self.variables.prior_precision.detach(), self.variables.sigma_noise.detach()
             self.training.watch(self.variables.engine, inducing, delta, sigma, self.steps)
 
-    def finish(self) -> Sweep:
+    def finish(self) -> DataPass:
         self.epochs += 1
         training = self.training
         if self.epochs < training.n_epochs if training.n_epochs else self.steps < training.steps:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
+from laplace.core.registry import Registry
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.autodiff import LikelihoodFromLoss
 from laplace.likelihoods.base import Likelihood, NoiseFreeLikelihood, OutputHessian
@@ -12,7 +13,6 @@ from laplace.likelihoods.bernoulli import Bernoulli
 from laplace.likelihoods.categorical import Categorical
 from laplace.likelihoods.gaussian import Gaussian
 from laplace.likelihoods.preference import Preference
-from laplace.registry import Registry
 
 LIKELIHOODS: Registry[Callable[[], Likelihood]] = Registry("likelihood")
 LIKELIHOODS.register(Gaussian.name)(Gaussian)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.likelihoods.links import LINKS
 from laplace.likelihoods.output_hessian import OutputHessian
-from laplace.predictive.links import LINKS
 
 
 class Likelihood(ABC):
@@ -24,7 +24,7 @@ class Likelihood(ABC):
     Attributes:
         name: The string users write.
         has_noise: Whether `sigma_noise` is a parameter of this likelihood.
-        links: The link approximations that `predict` accepts, names in `laplace.predictive.links.LINKS`; empty if
+        links: The link approximations that `predict` accepts, names in `laplace.likelihoods.links.LINKS`; empty if
             the latent is the mean of the target under every link.
         latent_prediction: Whether predictions are the latent Gaussian itself, (mean, variance).
         ignore_index: Label that marks data which count nowhere, or None.

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from laplace.core.random_numbers import uniform
 from laplace.enums import LinkApprox
 from laplace.errors import InvalidData
 from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian
 from laplace.likelihoods.checks import check_outputs, check_tensor, check_values
-from laplace.noise import uniform
-from laplace.predictive.links import probabilities_within
+from laplace.likelihoods.links import probabilities_within
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from laplace.core.random_numbers import standard_normal
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.likelihoods.base import Likelihood, OutputHessian, check_kind
 from laplace.likelihoods.checks import check_outputs, check_values
-from laplace.noise import standard_normal
 
 
 @dataclass(frozen=True)

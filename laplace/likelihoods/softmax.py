@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from laplace.core.random_numbers import uniform
 from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian
-from laplace.noise import uniform
 
 SOFTMAX_LINKS = ("probit", "mc", "bridge", "bridge_norm", "delta")
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace.core.layout import flatten
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.layout import flatten
-from laplace.lending import require_module, undisturbed, unwrap
+from laplace.network.model_guard import require_module, undisturbed, unwrap
 from laplace.weights.base import trainable
 from laplace.weights.discovery import find_last_layer, require_linear
 

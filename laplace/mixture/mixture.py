@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace.arguments import checked
-from laplace.batch import Inputs
+from laplace.core.arguments import checked
+from laplace.core.batch import Inputs
+from laplace.core.hyperparameters import check_counts
 from laplace.enums import HessianStructure, LinkApprox, PredType, SubsetOfWeights
 from laplace.errors import InvalidArgument
 from laplace.factory import Laplace
-from laplace.hyperparameters import check_counts
 from laplace.likelihoods.base import Likelihood
 from laplace.mixture import mimo, state
 from laplace.mixture.posterior import MixturePosterior
@@ -32,7 +32,7 @@ from laplace.predictive.mixed_quantities import MixedQuantities
 from laplace.predictive.mixing import mixed
 from laplace.predictive.prediction import Prediction
 from laplace.predictive.quantities import Quantities
-from laplace.tuning import Subject, Tunable
+from laplace.tuning import PosteriorGroup, Tunable
 
 
 class MixtureLaplace(MixturePosterior, Tunable):
@@ -235,10 +235,10 @@ class MixtureLaplace(MixturePosterior, Tunable):
     # Tuning and state.
 
     @property
-    def _subject(self) -> Subject:
+    def _subject(self) -> PosteriorGroup:
         if self._rule == "evidence":
             check_same_data(self.components)
-        return Subject(self.components, partial(weights_at, self._rule, Subject(self.components)))
+        return PosteriorGroup(self.components, partial(weights_at, self._rule, PosteriorGroup(self.components)))
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all components and the weights' rule: tensors, numbers and strings only.

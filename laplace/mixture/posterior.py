@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from laplace.arguments import CheckedConstructor, checked
+from laplace.core.arguments import CheckedConstructor, checked
 from laplace.enums import HessianStructure, SubsetOfWeights
 from laplace.likelihoods.base import Likelihood
 from laplace.mixture.components import all_or_none, check_repeatable, check_same_outputs, make_components, shared

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from laplace.noise import uniform
+from laplace.core.random_numbers import uniform
 
 
 def choose(weights: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.tuning.settings import Setting
-from laplace.tuning.subject import Subject
+from laplace.tuning.subject import PosteriorGroup
 
 if TYPE_CHECKING:
     from laplace.posterior.parametric import ParametricLaplace
@@ -82,7 +82,7 @@ def log_evidences(posteriors: Sequence[ParametricLaplace]) -> Tensor:
     return torch.stack([value.to(values[0].device) for value in values])
 
 
-def weights_at(rule: Rule, subject: Subject, setting: Setting) -> Tensor:
+def weights_at(rule: Rule, subject: PosteriorGroup, setting: Setting) -> Tensor:
     """π at shared hyper-parameters, `[K]`, float64, with the graph of the setting."""
     if isinstance(rule, Tensor):
         return rule

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace import hyperparameters as hyper
-from laplace import overrides
-from laplace.arguments import CheckedConstructor, checked
-from laplace.batch import Inputs
+from laplace.core import hyperparameters as hyper
+from laplace.core import overrides
+from laplace.core.arguments import CheckedConstructor, checked
+from laplace.core.batch import Inputs
 from laplace.curvature import CurvatureInterface, NativeGGN
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument, InvalidType, LaplaceError
 from laplace.evidence import Evidence
-from laplace.lending import own_precision, require_module
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
+from laplace.network.model_guard import own_precision, require_module
 from laplace.structures.base import Precision
 
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from laplace import batch as batches
-from laplace.batch import ForwardFn, Inputs
-from laplace.curvature.engine import detached
-from laplace.lending import lent
+from laplace.core import batch as batches
+from laplace.core.batch import ForwardFn, Inputs
+from laplace.core.memory import ran_out
+from laplace.core.positions import channel_of, channels_last
+from laplace.engines.engine import detached
 from laplace.likelihoods.logits import require_logits
-from laplace.memory import ran_out
-from laplace.misfits import called
-from laplace.positions import channel_of, channels_last
+from laplace.network.misfits import called
+from laplace.network.model_guard import lent
 from laplace.weights.discovery import hooks_fire
 from laplace.weights.problem import Problem
 

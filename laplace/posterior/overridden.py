@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from laplace.curvature.jacobian import Jacobian
+from laplace.core.gaussian import covariance_root
+from laplace.core.overrides import COVARIANCES, MOMENTS, is_overridden
+from laplace.core.prior import GaussianPrior
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.fitting import Fit
-from laplace.gaussian import covariance_root
-from laplace.overrides import COVARIANCES, MOMENTS, is_overridden
-from laplace.prior import GaussianPrior
+from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
 from laplace.structures.base import Precision
 from laplace.structures.given import GivenPrecision
@@ -180,7 +180,7 @@ def _given(la: WeightPosterior, name: str, value: Any) -> Precision:
     Raises:
         InvalidArgument: It is none, or has another shape than the treated parameters ask for.
     """
-    from laplace.kronecker import Kron, KronDecomposed  # needed by nobody else who imports the library
+    from laplace.compat.kronecker import Kron, KronDecomposed  # needed by nobody else who imports the library
 
     if isinstance(value, Precision):
         return value

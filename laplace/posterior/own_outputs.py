@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from laplace.core.gaussian import Gaussian
+from laplace.core.overrides import is_overridden
+from laplace.core.positions import OutputRows, rows_of
+from laplace.core.random_numbers import drawn_seed
 from laplace.enums import PredType
 from laplace.errors import InvalidArgument
-from laplace.gaussian import Gaussian
-from laplace.noise import drawn_seed
-from laplace.overrides import is_overridden
-from laplace.positions import OutputRows, rows_of
 from laplace.posterior.overridden import method_of, wrong_shape
 from laplace.predictive.quantities import Draw, OwnSamples, Quantities
 from laplace.predictive.sources import GaussianSource
 
 if TYPE_CHECKING:
-    from laplace.batch import Inputs
+    from laplace.core.batch import Inputs
     from laplace.posterior.weight_posterior import WeightPosterior
 
 

@@ -7,23 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.arguments import checked
-from laplace.batch import Inputs
 from laplace.compat.members import LegacyMembers
-from laplace.curvature.jacobian import Jacobian
+from laplace.core.arguments import checked
+from laplace.core.batch import Inputs
+from laplace.core.hyperparameters import check_counts
+from laplace.core.overrides import is_overridden
+from laplace.core.positions import in_users_layout, unrolled
+from laplace.core.random_numbers import check_generator, standard_normal
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument, InvalidType
-from laplace.hyperparameters import check_counts
-from laplace.lending import own_mode, own_precision
-from laplace.noise import check_generator, standard_normal
-from laplace.overrides import is_overridden
-from laplace.positions import in_users_layout, unrolled
+from laplace.jacobian.jacobian import Jacobian
+from laplace.network.model_guard import own_mode, own_precision
 from laplace.posterior import overridden, own_outputs, state
 from laplace.posterior.weight_predictor import WeightPredictor
 from laplace.predictive import latent
 from laplace.predictive.prediction import Prediction, laid_out
 from laplace.predictive.quantities import PredictionOptions
-from laplace.tuning import Subject, Tunable
+from laplace.tuning import PosteriorGroup, Tunable
 
 
 class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
@@ -222,8 +222,8 @@ class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
     # Tuning and state.
 
     @property
-    def _subject(self) -> Subject:
-        return Subject((self,))
+    def _subject(self) -> PosteriorGroup:
+        return PosteriorGroup((self,))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides a prediction but the model's weights: tensors, numbers and strings only.

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from laplace.core.memory import ran_out
 from laplace.errors import InvalidArgument, LaplaceError, StateError, StateWarning, warn
-from laplace.fingerprint import Fingerprint, checksums, same_sums
 from laplace.fitting import Fit
-from laplace.lending import undisturbed
-from laplace.memory import ran_out
+from laplace.network.fingerprint import Fingerprint, checksums, same_sums
+from laplace.network.model_guard import undisturbed
 from laplace.posterior.first_outputs import set_channels
 from laplace.refinement.result import Refinement
 from laplace.structures.base import move as moved

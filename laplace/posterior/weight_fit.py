@@ -8,22 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace import batch as batches
 from laplace import fitting
-from laplace import hyperparameters as hyper
-from laplace.arguments import checked
-from laplace.batch import ForwardFn
+from laplace.core import batch as batches
+from laplace.core import hyperparameters as hyper
+from laplace.core.arguments import checked
+from laplace.core.batch import ForwardFn
+from laplace.core.overrides import require_structure
+from laplace.core.positions import channels_last
 from laplace.curvature import CurvatureInterface
-from laplace.curvature.adapted import is_ours
-from laplace.curvature.engine import CurvatureEngine
+from laplace.curvature.user_backend import is_ours
+from laplace.engines.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, NotFittedError
-from laplace.fingerprint import Fingerprint
 from laplace.fitting import FirstBatch, Fit, ReadOptions, subsampling
 from laplace.fitting.subsampling import Subset
-from laplace.lending import own_mode, require_module, same_random_state, undisturbed
 from laplace.likelihoods.base import Likelihood
-from laplace.overrides import require_structure
-from laplace.positions import channels_last
+from laplace.network.fingerprint import Fingerprint
+from laplace.network.model_guard import own_mode, require_module, same_random_state, undisturbed
 from laplace.posterior import first_outputs
 from laplace.posterior.base import BaseLaplace
 from laplace.refinement.result import Refinement

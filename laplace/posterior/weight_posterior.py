@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from laplace import fitting
-from laplace.arguments import checked
+from laplace.core.arguments import checked
+from laplace.core.overrides import COVARIANCES, HYPERPARAMETERS, MOMENTS, is_overridden
+from laplace.core.prior import GaussianPrior
 from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedError, warn
 from laplace.evidence import Evidence
 from laplace.fitting import ReadOptions, planning
 from laplace.fitting.planning import FitPlan
-from laplace.lending import own_mode, own_precision, same_random_state
-from laplace.overrides import COVARIANCES, HYPERPARAMETERS, MOMENTS, is_overridden
+from laplace.network.model_guard import own_mode, own_precision, same_random_state
 from laplace.posterior import first_outputs, overridden
 from laplace.posterior.weight_fit import WeightFit
-from laplace.prior import GaussianPrior
 from laplace.refinement.refine import refine
 from laplace.refinement.refiner import RefineOptions
 from laplace.refinement.result import Refinement

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.arguments import checked
-from laplace.batch import Inputs
+from laplace.core.arguments import checked
+from laplace.core.batch import Inputs
+from laplace.core.gaussian import Gaussian
+from laplace.core.overrides import PREDICTIONS, is_overridden
+from laplace.core.random_numbers import drawn_seed, standard_normal
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import UnsupportedError
-from laplace.gaussian import Gaussian
-from laplace.noise import drawn_seed, standard_normal
-from laplace.overrides import PREDICTIONS, is_overridden
 from laplace.posterior import overridden, own_outputs
 from laplace.posterior.weight_posterior import WeightPosterior
 from laplace.predictive import latent

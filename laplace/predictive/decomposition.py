@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.special import digamma, entr
 
+from laplace.core.gaussian import Gaussian
 from laplace.errors import CurvatureError
-from laplace.gaussian import Gaussian
 
 _REACH = 9.0
 _NODES = 361

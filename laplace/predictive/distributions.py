@@ -16,9 +16,9 @@ from torch.distributions import (
     Normal,
 )
 
+from laplace.core.gaussian import Gaussian
+from laplace.core.positions import unrolled
 from laplace.errors import CurvatureError, InvalidArgument
-from laplace.gaussian import Gaussian
-from laplace.positions import unrolled
 
 
 def normal_of(gaussian: Gaussian) -> Normal | MultivariateNormal:

@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace import batch as batches
-from laplace.arguments import hint
-from laplace.batch import Inputs
-from laplace.curvature.engine import CurvatureEngine, detached
-from laplace.curvature.jacobian import Jacobian
+from laplace.core import batch as batches
+from laplace.core.arguments import hint
+from laplace.core.batch import Inputs
+from laplace.core.gaussian import Gaussian
+from laplace.core.hyperparameters import check_counts
+from laplace.core.memory import DATUM, in_slices
+from laplace.core.positions import OutputRows, unrolled
+from laplace.core.random_numbers import check_generator
+from laplace.engines.engine import CurvatureEngine, detached
 from laplace.enums import PredType
 from laplace.errors import InvalidArgument, InvalidCall, InvalidData, UnsupportedError
-from laplace.gaussian import Gaussian
-from laplace.hyperparameters import check_counts
-from laplace.lending import lent
-from laplace.memory import DATUM, in_slices
-from laplace.noise import check_generator
-from laplace.positions import OutputRows, unrolled
-from laplace.predictive.links import LINKS
+from laplace.jacobian.jacobian import Jacobian
+from laplace.likelihoods.links import LINKS
+from laplace.network.model_guard import lent
 from laplace.structures.base import Precision
 from laplace.weights.problem import Problem
 
@@ -128,21 +128,6 @@ def linearised_mean(engine: CurvatureEngine, x: Inputs, step: Tensor, *, create_
         (mean, jacobian.positions) for jacobian, mean in shifted(engine.jacobian(x, create_graph=create_graph), step)
     ]
     return OutputRows(torch.cat([mean for mean, _ in parts]), parts[0][1])
-
-
-def outputs(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -> OutputRows:
-    """f(x, θ*), `[B, C]`, by one forward pass.
-
-    Raises:
-        InvalidData: Outputs that are not finite.
-    """
-    problem = engine.problem
-    x = batches.to_device(x, problem.device)
-    with lent(problem.module):
-        f = problem.run(problem.detached(), x if create_graph else detached(x))
-    rows = OutputRows.of(f.to(_dtype(f)))
-    _checked(Gaussian(rows.values, torch.zeros_like(rows.values)))
-    return rows
 
 
 def _checked(gaussian: Gaussian) -> Gaussian:

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar, overload
 
 import torch
 
-from laplace.lending import own_mode
+from laplace.network.model_guard import own_mode
 
 _T = TypeVar("_T")
 

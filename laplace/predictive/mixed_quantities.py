@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal
 
-from laplace.gaussian import Gaussian
-from laplace.lending import own_mode
-from laplace.positions import unrolled
+from laplace.core.gaussian import Gaussian
+from laplace.core.positions import unrolled
+from laplace.network.model_guard import own_mode
 from laplace.predictive.decomposition import Decomposition, entropy_of
 from laplace.predictive.distributions import mixture_of, normal_of
 from laplace.predictive.latent import with_noise

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 from torch.distributions import Distribution
 
-from laplace.gaussian import Gaussian
-from laplace.positions import in_users_layout, unrolled
+from laplace.core.gaussian import Gaussian
+from laplace.core.positions import in_users_layout, unrolled
 from laplace.predictive.decomposition import Decomposition
 from laplace.predictive.mixed_quantities import MixedQuantities
 from laplace.predictive.quantities import Quantities

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Dirichlet, Distribution
 
+from laplace.core.gaussian import Gaussian
+from laplace.core.positions import OutputRows, unrolled
+from laplace.core.random_numbers import drawn_seed, standard_normal
 from laplace.enums import LinkApprox
 from laplace.errors import InvalidArgument, UnsupportedError
-from laplace.gaussian import Gaussian
-from laplace.lending import own_mode
 from laplace.likelihoods.base import Likelihood
-from laplace.noise import drawn_seed, standard_normal
-from laplace.positions import OutputRows, unrolled
+from laplace.likelihoods.links import log_concentrations
+from laplace.network.model_guard import own_mode
 from laplace.predictive import decomposition as parts
 from laplace.predictive.decomposition import Decomposition
 from laplace.predictive.distributions import normal_of
 from laplace.predictive.latent import moments, needs_variances_only, with_noise
 from laplace.predictive.lazy import lazy
-from laplace.predictive.links import log_concentrations
 from laplace.predictive.sources import GaussianSource, SampleSource
 
 Draws = Callable[[], "torch.Generator | None"]

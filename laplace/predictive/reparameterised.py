@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from laplace import batch as batches
-from laplace.batch import Inputs
-from laplace.curvature.engine import detached
-from laplace.curvature.native.capture import owners
-from laplace.curvature.native.layers import rule_for
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.positions import OutputRows
+from laplace.core.random_numbers import standard_normal
+from laplace.engines.engine import detached
+from laplace.engines.native.capture import owners
+from laplace.engines.native.layers import rule_for
 from laplace.errors import UnsupportedError
-from laplace.lending import lent
-from laplace.noise import standard_normal
-from laplace.positions import OutputRows
+from laplace.network.model_guard import lent
 from laplace.predictive.latent import finite, with_arguments
 from laplace.predictive.sources import SampleSource
 from laplace.weights.problem import Problem

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.batch import Inputs
-from laplace.curvature.engine import CurvatureEngine
-from laplace.gaussian import Gaussian
-from laplace.positions import OutputRows
+from laplace.core.batch import Inputs
+from laplace.core.gaussian import Gaussian
+from laplace.core.positions import OutputRows
+from laplace.engines.engine import CurvatureEngine
+from laplace.engines.outputs import outputs
 from laplace.predictive import latent
 from laplace.structures.base import Precision
 
@@ -81,7 +82,7 @@ class LinearisedOutputs(GaussianSource):
         self.check()
         if self.step is not None:
             return latent.linearised_mean(self.engine, self.x, self.step, create_graph=self.through_x)
-        return latent.outputs(self.engine, self.x, create_graph=self.through_x)
+        return outputs(self.engine, self.x, create_graph=self.through_x)
 
     def latent(self, form: str, *, wide: bool = False) -> Gaussian:
         self.check()

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace import batch as batches
-from laplace import targets
-from laplace.batch import Inputs
-from laplace.curvature.native.engine import NativeEngine
-from laplace.curvature.native.products import Linearised, add_rows
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.positions import require_none
+from laplace.engines.native.engine import NativeEngine
+from laplace.engines.native.products import Linearised, add_rows
 from laplace.errors import InvalidData
-from laplace.positions import require_none
+from laplace.network import next_token
 
 KEPT_BYTES = 2**28
 """Bytes of graphs or features that are kept from one product to the next: fixed, as results must not depend on it."""
@@ -131,7 +131,7 @@ class LinearData:
         kept, device, ignored = 0, engine.problem.device, engine.likelihood.ignore_index
         for number, item in enumerate(loader):
             with batches.named(f"batch {number}"):
-                counted = targets.counted(item, dict_key_y, device, ignored, engine.problem.module)
+                counted = next_token.counted(item, dict_key_y, device, ignored, engine.problem.module)
                 if counted is None:
                     continue
                 batch = LinearBatch(engine, *counted)

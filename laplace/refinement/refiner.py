@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from laplace import fitting
-from laplace.curvature.native.kinds import GGNEngine
+from laplace.core.random_numbers import check_generator
+from laplace.engines.native.kinds import GGNEngine
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.fitting import Fit, ReadOptions
-from laplace.noise import check_generator
 from laplace.refinement.glm import LinearModel
+from laplace.refinement.likelihood_at_mode import Shifted
 from laplace.refinement.linear import LinearData
 from laplace.refinement.newton import Minimum, minimise
 from laplace.refinement.result import Refinement
-from laplace.refinement.shifted import Shifted
 from laplace.refinement.smoothing import NOWHERE, Smoothing
 from laplace.structures.base import Precision
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laplace.gaussian import covariance_root
+from laplace.core.gaussian import covariance_root
+from laplace.core.random_numbers import standard_normal
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.output_hessian import OutputHessian
-from laplace.noise import standard_normal
 
 _HERMITE = 32
 _WIDE = 2.0

@@ -1,6 +1,6 @@
 """Structures of the curvature: one file each, one line of registration."""
 
-from laplace.registry import Registry
+from laplace.core.registry import Registry
 from laplace.structures.base import AdditiveCurvature, Curvature, Precision
 from laplace.structures.block import BlockCurvature
 from laplace.structures.diag import DiagCurvature

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.batch import Inputs
-from laplace.curvature.engine import BatchSummary, CurvatureEngine
-from laplace.curvature.jacobian import Jacobian
-from laplace.curvature.survey import Survey
+from laplace.core.batch import Inputs
+from laplace.core.layout import Layout
+from laplace.core.prior import GaussianPrior
+from laplace.engines.engine import BatchSummary, CurvatureEngine
+from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
-from laplace.layout import Layout
-from laplace.prior import GaussianPrior
-from laplace.structures.footprint import Footprint
-from laplace.structures.scan import Scan
+from laplace.jacobian.jacobian import Jacobian
+from laplace.structures.cost import Cost
+from laplace.structures.variances_over_priors import VariancesOverPriors
 
 
 class Precision(ABC):
@@ -97,7 +97,7 @@ class Precision(ABC):
         """A root L of P⁻¹ = L Lᵀ: lower-triangular `[P, P]`, symmetric, or standard deviations `[P]`."""
 
 
-class Sweep(ABC):
+class DataPass(ABC):
     """One reading of the data, batch by batch."""
 
     @abstractmethod
@@ -109,7 +109,7 @@ class Sweep(ABC):
         """
 
     @abstractmethod
-    def finish(self) -> Curvature | Sweep:
+    def finish(self) -> Curvature | DataPass:
         """The curvature after the last reading, or the next reading."""
 
     def counted(self, read: BatchSummary) -> BatchSummary:
@@ -182,7 +182,7 @@ class Curvature(ABC):
         del layout, options  # most structures have no limit
 
     @classmethod
-    def footprint(cls, survey: Survey, options: Any) -> Footprint:
+    def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
         """Memory and work of a fit and of predictions.
 
         Args:
@@ -193,7 +193,7 @@ class Curvature(ABC):
 
     @classmethod
     @abstractmethod
-    def sweep(cls, engine: CurvatureEngine, options: Any) -> Sweep:
+    def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
         """The first reading of the data.
 
         Args:
@@ -256,7 +256,7 @@ class Curvature(ABC):
         del options  # most structures have nothing that takes minutes and is kept
 
     @abstractmethod
-    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> Scan:
+    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> VariancesOverPriors:
         """Functional variances at many scalar priors, after one factorisation."""
 
     @abstractmethod
@@ -295,11 +295,11 @@ class AdditiveCurvature(Curvature):
         """Whether every number is finite (of a matrix: its diagonal, which holds every square)."""
 
     @classmethod
-    def sweep(cls, engine: CurvatureEngine, options: Any) -> Sweep:
+    def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
         return _SumSweep(cls, engine)
 
 
-class _SumSweep(Sweep):
+class _SumSweep(DataPass):
     """Adds up batches."""
 
     def __init__(self, structure: type[AdditiveCurvature], engine: CurvatureEngine) -> None:

@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.batch import Inputs
-from laplace.curvature.engine import BatchSummary, CurvatureEngine, Groups
-from laplace.curvature.survey import Survey
+from laplace.core.batch import Inputs
+from laplace.core.gram import mirror
+from laplace.core.layout import Layout
+from laplace.core.prior import GaussianPrior
+from laplace.engines.engine import BatchSummary, CurvatureEngine, Groups
+from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument
-from laplace.gram import mirror
-from laplace.layout import Layout
-from laplace.prior import GaussianPrior
 from laplace.structures import algebra
 from laplace.structures.announced import Decompositions
 from laplace.structures.base import AdditiveCurvature, Curvature
+from laplace.structures.cost import DOUBLE, EIGH, Cost
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
-from laplace.structures.footprint import DOUBLE, EIGH, Footprint
 from laplace.structures.indefinite import SignedOptions, mended
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
-from laplace.structures.scan import SpectralScan
+from laplace.structures.variances_over_priors import SpectralScan
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,12 @@ class BlockCurvature(AdditiveCurvature):
         return summary, cls(tuple(sums), groups)
 
     @classmethod
-    def footprint(cls, survey: Survey, options: Any) -> Footprint:
+    def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
         sizes = [sum(survey.layout.sizes[i] for i in layer) for layer in survey.layout.layers]
         squares, largest = sum(size**2 for size in sizes), max(sizes)
         kept = survey.n_terms * squares * survey.itemsize
         data = survey.n_data * max(1, survey.n_columns)
-        return Footprint(
+        return Cost(
             kept=kept,
             running=kept if survey.n_columns else 2 * kept,
             adding=kept,

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.batch import Inputs
-from laplace.curvature.engine import BatchSummary, CurvatureEngine
-from laplace.curvature.jacobian import Jacobian
-from laplace.curvature.survey import Survey
-from laplace.gram import row_gram
-from laplace.layout import Layout
-from laplace.prior import GaussianPrior
+from laplace.core.batch import Inputs
+from laplace.core.gram import row_gram
+from laplace.core.layout import Layout
+from laplace.core.prior import GaussianPrior
+from laplace.engines.engine import BatchSummary, CurvatureEngine
+from laplace.engines.profile import BatchProfile
+from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
 from laplace.structures.base import AdditiveCurvature, Curvature, Precision
-from laplace.structures.footprint import Footprint, squares_of_sums
+from laplace.structures.cost import Cost, squares_of_sums
 from laplace.structures.indefinite import SignedOptions, mended, require_positive
-from laplace.structures.scan import SpectralScan
+from laplace.structures.variances_over_priors import SpectralScan
 
 _ENTRY = "entry"
 
@@ -50,10 +50,10 @@ class DiagCurvature(AdditiveCurvature):
         return summary, former + new if isinstance(former, DiagCurvature) else new
 
     @classmethod
-    def footprint(cls, survey: Survey, options: Any) -> Footprint:
+    def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
         numbers = survey.n_params * survey.itemsize
         kept = survey.n_terms * numbers
-        return Footprint(
+        return Cost(
             kept=kept,
             running=2 * kept,
             adding=3 * kept,

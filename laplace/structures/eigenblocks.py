@@ -9,14 +9,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.curvature.blocks import Block, JoinedBlock, MappedBlock
-from laplace.curvature.engine import Groups
-from laplace.curvature.factors import IndexBlock, OuterBlock
-from laplace.curvature.heads import HeadBlock
-from laplace.curvature.jacobian import Jacobian
-from laplace.curvature.kron_parts import KronBlock
+from laplace.core.prior import GaussianPrior
+from laplace.engines.engine import Groups
+from laplace.engines.kron_parts import KronBlock
 from laplace.errors import UnsupportedError
-from laplace.prior import GaussianPrior
+from laplace.jacobian.blocks import Block, JoinedBlock, MappedBlock
+from laplace.jacobian.factors import IndexBlock, OuterBlock
+from laplace.jacobian.heads import HeadBlock
+from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
 from laplace.structures.indefinite import without_rounding
 

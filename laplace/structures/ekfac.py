@@ -14,21 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.batch import Inputs
-from laplace.curvature.engine import BatchSummary, CurvatureEngine
-from laplace.curvature.kron_parts import KronBlock, KronParts
-from laplace.curvature.survey import Survey
+from laplace.core.batch import Inputs
+from laplace.core.layout import Layout
+from laplace.core.prior import GaussianPrior
+from laplace.engines.engine import BatchSummary, CurvatureEngine
+from laplace.engines.kron_parts import KronBlock, KronParts
+from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.layout import Layout
-from laplace.prior import GaussianPrior
 from laplace.structures import algebra
-from laplace.structures.base import Curvature, Sweep, require_finite
+from laplace.structures.base import Curvature, DataPass, require_finite
+from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, diag_spectrum
-from laplace.structures.footprint import DOUBLE, Footprint, Sides, widest_gradient
 from laplace.structures.kron import KronCurvature
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
-from laplace.structures.scan import SpectralScan
+from laplace.structures.variances_over_priors import SpectralScan
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class EkfacCurvature(Curvature):
         return len(self.corrected)
 
     @classmethod
-    def sweep(cls, engine: CurvatureEngine, options: Any) -> Sweep:
+    def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
         return _Factors(engine)
 
     @classmethod
-    def footprint(cls, survey: Survey, options: Any) -> Footprint:
+    def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
         kron, diag = KronCurvature.footprint(survey, None), DiagCurvature.footprint(survey, None)
         sides = Sides.of(survey)
         bases, doubles = sides.squares * survey.itemsize, sides.squares * DOUBLE
@@ -73,7 +73,7 @@ class EkfacCurvature(Curvature):
         decomposed = kron.kept + bases + doubles
         columns = 0 if survey.is_head else survey.at_once
         gradients = 2 * columns * survey.n_data * survey.itemsize * widest_gradient(survey)
-        return Footprint(
+        return Cost(
             kept=kron.kept + bases + diag.kept,
             running=max(kron.running, decomposed + diag.running),
             adding=max(kron.adding, decomposed + 4 * DOUBLE * sides.largest, decomposed + diag.adding),
@@ -174,7 +174,7 @@ _HELD = ("left", "right", "shape", "basis", "output_first")
 """What a basis consists of."""
 
 
-class _Factors(Sweep):
+class _Factors(DataPass):
     """The first reading: Kronecker factors."""
 
     def __init__(self, engine: CurvatureEngine) -> None:
@@ -184,14 +184,14 @@ class _Factors(Sweep):
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
         return self.inner.add(x, y)
 
-    def finish(self) -> Sweep:
+    def finish(self) -> DataPass:
         kron = self.inner.finish()
         if not isinstance(kron, KronCurvature):
             raise InvalidData("no batch was read.")
         return _Correction(self.engine, kron)
 
 
-class _Correction(Sweep):
+class _Correction(DataPass):
     """The second reading: the diagonal in the eigenbases."""
 
     def __init__(self, engine: CurvatureEngine, kron: KronCurvature) -> None:

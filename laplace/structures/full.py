@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.batch import Inputs
-from laplace.curvature.blocks import CHUNK_BYTES, DenseBlock
-from laplace.curvature.engine import BatchSummary, CurvatureEngine
-from laplace.curvature.jacobian import Jacobian
-from laplace.curvature.survey import Survey
+from laplace.core.batch import Inputs
+from laplace.core.gram import mirror, row_gram
+from laplace.core.layout import Layout
+from laplace.core.prior import GaussianPrior
+from laplace.engines.engine import BatchSummary, CurvatureEngine
+from laplace.engines.profile import BatchProfile
 from laplace.errors import CurvatureError
-from laplace.gram import mirror, row_gram
-from laplace.layout import Layout
-from laplace.prior import GaussianPrior
+from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock
+from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
 from laplace.structures.base import AdditiveCurvature, Curvature, Precision
-from laplace.structures.footprint import DOUBLE, Footprint
+from laplace.structures.cost import DOUBLE, Cost
 from laplace.structures.indefinite import SignedOptions, mended, require_positive
-from laplace.structures.scan import SpectralScan
+from laplace.structures.variances_over_priors import SpectralScan
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class FullCurvature(AdditiveCurvature):
         return summary, cls(values)
 
     @classmethod
-    def footprint(cls, survey: Survey, options: Any) -> Footprint:
+    def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
         square, columns = survey.n_params**2, survey.n_data * max(1, survey.n_columns)
         kept = survey.n_terms * square * survey.itemsize
         products = survey.n_columns == 0  # rows of the matrix, their transposes, and the sum
@@ -68,7 +68,7 @@ class FullCurvature(AdditiveCurvature):
             rows = survey.n_data * max(tensor.positions for tensor in survey.tensors)
             head = 2 * square * survey.itemsize // survey.n_outputs
             head += 2 * min(CHUNK_BYTES, rows * survey.n_params * survey.itemsize)
-        return Footprint(
+        return Cost(
             kept=kept,
             running=3 * kept if products else kept,
             adding=kept,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace.curvature.jacobian import Jacobian
-from laplace.gram import row_gram
+from laplace.core.gram import row_gram
+from laplace.jacobian.jacobian import Jacobian
 from laplace.structures.base import Precision
 
 

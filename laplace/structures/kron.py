@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.batch import Inputs
-from laplace.curvature.engine import BatchSummary, CurvatureEngine
-from laplace.curvature.kron_parts import UNUSED, KronBlock, KronParts
-from laplace.curvature.survey import Survey
-from laplace.layout import Layout
-from laplace.prior import GaussianPrior
+from laplace.core.batch import Inputs
+from laplace.core.layout import Layout
+from laplace.core.prior import GaussianPrior
+from laplace.engines.engine import BatchSummary, CurvatureEngine
+from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts
+from laplace.engines.profile import BatchProfile
 from laplace.structures import algebra
 from laplace.structures.announced import Decompositions, Size
 from laplace.structures.base import AdditiveCurvature, Curvature
+from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.eigenblocks import (
     BlockSpectrum,
     Spectra,
@@ -33,9 +34,8 @@ from laplace.structures.eigenblocks import (
     kron_spectrum,
     values_at,
 )
-from laplace.structures.footprint import DOUBLE, Footprint, Sides, widest_gradient
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
-from laplace.structures.scan import SpectralScan
+from laplace.structures.variances_over_priors import SpectralScan
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class KronCurvature(AdditiveCurvature):
         return summary, former + new if isinstance(former, KronCurvature) else new
 
     @classmethod
-    def footprint(cls, survey: Survey, options: Any) -> Footprint:
+    def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
         sides = Sides.of(survey)
         kept = sides.numbers(survey.n_terms) * survey.itemsize
         gradients = survey.n_data * survey.itemsize * widest_gradient(survey)
-        return Footprint(
+        return Cost(
             kept=kept,
             running=2 * kept,
             adding=3 * kept,

@@ -8,16 +8,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.curvature.jacobian import Jacobian
+from laplace.core.layout import Layout
+from laplace.core.prior import GaussianPrior
 from laplace.errors import CurvatureError
-from laplace.layout import Layout
-from laplace.prior import GaussianPrior
+from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
 from laplace.structures.base import Precision
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
 from laplace.structures.indefinite import require_positive
 from laplace.structures.posterior_blocks import EigenBlock, MovingBlock, PosteriorBlock
-from laplace.structures.scan import SpectralScan
+from laplace.structures.variances_over_priors import SpectralScan
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.batch import Inputs
-from laplace.curvature.blocks import CHUNK_BYTES
-from laplace.curvature.engine import BatchSummary, CurvatureEngine
-from laplace.curvature.survey import Survey
+from laplace.core.batch import Inputs
+from laplace.core.layout import Layout
+from laplace.core.prior import GaussianPrior
+from laplace.core.random_numbers import standard_normal
+from laplace.engines.engine import BatchSummary, CurvatureEngine
+from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
-from laplace.layout import Layout
-from laplace.noise import standard_normal
-from laplace.prior import GaussianPrior
+from laplace.jacobian.blocks import CHUNK_BYTES
 from laplace.structures import subspace
-from laplace.structures.base import Curvature, Sweep, require_finite
-from laplace.structures.footprint import Footprint
+from laplace.structures.base import Curvature, DataPass, require_finite
+from laplace.structures.cost import Cost
 from laplace.structures.indefinite import SignedOptions, mended
 from laplace.structures.low_rank_precision import LowRankPrecision, LowRankScan, Subspace
 
@@ -127,7 +127,7 @@ class LowRankCurvature(Curvature):
         return f"rank {self.rank}{share}, relative residual {self.residual:.2g}, largest eigenvalue cut {self.tail:.2g}"
 
     @classmethod
-    def sweep(cls, engine: CurvatureEngine, options: LowRankOptions) -> Sweep:
+    def sweep(cls, engine: CurvatureEngine, options: LowRankOptions) -> DataPass:
         """The first reading of the data.
 
         Raises:
@@ -143,13 +143,13 @@ class LowRankCurvature(Curvature):
         return _Reading.starting(engine, options, generator, wanted + options.oversampling)
 
     @classmethod
-    def footprint(cls, survey: Survey, options: Any) -> Footprint:
+    def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
         rank = _FIRST_RANK if options.is_share else int(options.rank)
         width = min(survey.n_params, rank + options.oversampling)
         row = survey.n_params * survey.itemsize
         blocks = (1 + survey.n_terms) * width * row  # the basis and its products
         kept = survey.n_terms * min(rank, width) * row
-        return Footprint(
+        return Cost(
             kept=kept,
             running=blocks,
             adding=blocks + kept,
@@ -253,7 +253,7 @@ def _basis_of(rows: Tensor) -> Tensor:
     return basis[basis.square().sum(1) > 0]
 
 
-class _Reading(Sweep):
+class _Reading(DataPass):
     """One product H Q with all columns of the basis, summed over the data.
 
     Args:
@@ -323,7 +323,7 @@ class _Reading(Sweep):
         if draws is not None and state is not None:
             draws.set_state(state)  # of sampled curvature the trace is that of the very same operator
 
-    def finish(self) -> Curvature | Sweep:
+    def finish(self) -> Curvature | DataPass:
         if self.products is None:
             raise InvalidData("no batch was read.")
         basis, products = self.basis, self.products

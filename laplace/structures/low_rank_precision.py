@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.curvature.jacobian import Jacobian
-from laplace.gram import row_gram
-from laplace.layout import Layout
-from laplace.prior import GaussianPrior
+from laplace.core.gram import row_gram
+from laplace.core.layout import Layout
+from laplace.core.prior import GaussianPrior
+from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import subspace
 from laplace.structures.base import Precision
 from laplace.structures.indefinite import require_positive
 from laplace.structures.powers import slopes
-from laplace.structures.scan import Scan, one_by_one
+from laplace.structures.variances_over_priors import VariancesOverPriors, one_by_one
 
 _CANCELLING = 1e-3
 """Share of a variance that rounding may take before it is computed in float64."""
@@ -295,7 +295,7 @@ class _Moments:
 
 
 @dataclass(frozen=True)
-class LowRankScan(Scan):
+class LowRankScan(VariancesOverPriors):
     """Functional variances at many scalar priors: the coordinates are those of a unit prior, rescaled.
 
     Attributes:

@@ -21,20 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.batch import Inputs
-from laplace.curvature.engine import BatchSummary, CurvatureEngine
-from laplace.curvature.kron_parts import UNUSED, KronBlock, KronParts, Probe
-from laplace.curvature.survey import Survey
+from laplace.core.batch import Inputs
+from laplace.core.hyperparameters import check_counts
+from laplace.core.layout import Layout
+from laplace.core.prior import GaussianPrior
+from laplace.engines.engine import BatchSummary, CurvatureEngine
+from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts, Probe
+from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.hyperparameters import check_counts
-from laplace.layout import Layout
-from laplace.prior import GaussianPrior
-from laplace.structures import algebra, kron_columns
-from laplace.structures.base import Curvature, Sweep, require_finite
+from laplace.structures import algebra, kronecker_eigenvectors
+from laplace.structures.base import Curvature, DataPass, require_finite
+from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
-from laplace.structures.footprint import DOUBLE, Footprint, Sides, widest_gradient
-from laplace.structures.kron_columns import Columns, columns_of
-from laplace.structures.kron_sides import Draws, Ranges, Side
+from laplace.structures.kronecker_eigenvectors import Columns, columns_of
+from laplace.structures.low_rank_factors import Draws, Ranges, Side
 from laplace.structures.lowrank_kron_precision import LowRankKronPrecision, LowRankKronScan, Part
 
 
@@ -93,17 +93,17 @@ class LowRankKronCurvature(Curvature):
         return len(self.diagonal)
 
     @classmethod
-    def sweep(cls, engine: CurvatureEngine, options: Any) -> Sweep:
+    def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
         return _Search(engine, options)
 
     @classmethod
-    def footprint(cls, survey: Survey, options: Any) -> Footprint:
+    def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
         diag, sides = DiagCurvature.footprint(survey, None), Sides.of(survey)
         width = options.rank + options.oversampling
         found = sides.columns(width) * (DOUBLE + survey.itemsize)  # random vectors, and their products
         gradients = survey.n_data * survey.itemsize * widest_gradient(survey)
         kept = diag.kept + sides.columns(options.rank) * survey.itemsize
-        return Footprint(
+        return Cost(
             kept=kept,
             running=diag.running + 2 * found,
             adding=max(diag.adding + 2 * found, kept + 4 * DOUBLE * survey.n_params),
@@ -173,7 +173,7 @@ class LowRankKronCurvature(Curvature):
 
     def _columns(self, block: KronBlock) -> Columns:
         if block.kind != "kron":
-            return kron_columns.none(block.size, self.diagonal.double())
+            return kronecker_eigenvectors.none(block.size, self.diagonal.double())
         output, key = self.sides[block.output], block.input
         if key is None:  # a bias has no input side, and no mean of it
             return columns_of(block, output, None, 1.0, self.rank)
@@ -214,7 +214,7 @@ def _added(a: Side | None, b: Side | None, rank: int) -> Side | None:
     return a.added(b, rank)
 
 
-class _Products(Sweep):
+class _Products(DataPass):
     """A reading of the data: products of the factors with a probe, and the diagonal in the first one.
 
     Args:
@@ -260,7 +260,7 @@ class _Search(_Products):
     def __init__(self, engine: CurvatureEngine, options: LowRankKronOptions) -> None:
         super().__init__(engine, options, Draws(options.rank + options.oversampling, options.seed))
 
-    def finish(self) -> Sweep:
+    def finish(self) -> DataPass:
         products, diagonal = self.sums()
         ranges = Ranges({key: product for key, product in products.factors.items() if product.ndim >= 3})
         return _Refinement(self.engine, self.chosen, ranges, diagonal)

@@ -14,16 +14,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.curvature.blocks import Block, total
-from laplace.curvature.jacobian import Jacobian
+from laplace.core.layout import Layout
+from laplace.core.prior import GaussianPrior
 from laplace.errors import CurvatureError
-from laplace.layout import Layout
-from laplace.prior import GaussianPrior
+from laplace.jacobian.blocks import Block, total
+from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
 from laplace.structures.base import Precision
-from laplace.structures.kron_columns import Columns
+from laplace.structures.kronecker_eigenvectors import Columns
 from laplace.structures.powers import shrinking_slopes
-from laplace.structures.scan import Scan, one_by_one
+from laplace.structures.variances_over_priors import VariancesOverPriors, one_by_one
 
 _ROUNDING = 32
 """A rest of the diagonal up to so many units of its rounding is zero."""
@@ -280,7 +280,7 @@ class LowRankKronPrecision(Precision):
 
 
 @dataclass(frozen=True)
-class LowRankKronScan(Scan):
+class LowRankKronScan(VariancesOverPriors):
     """Functional variances at many scalar priors: k² operations per entry for each, less than for a batch of data.
 
     Attributes:

@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.curvature.blocks import Block, MappedBlock
-from laplace.gram import row_gram
+from laplace.core.gram import row_gram
+from laplace.jacobian.blocks import Block, MappedBlock
 from laplace.structures.eigenblocks import BlockSpectrum
 from laplace.structures.powers import power
 

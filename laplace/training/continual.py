@@ -22,24 +22,24 @@ import torch
 from torch import Tensor
 from tqdm.auto import trange
 
-from laplace import batch as batches
-from laplace import targets
-from laplace.arguments import checked
-from laplace.batch import Inputs, require_rereadable
-from laplace.curvature.engine import CurvatureEngine
+from laplace.core import batch as batches
+from laplace.core.arguments import checked
+from laplace.core.batch import Inputs, require_rereadable
+from laplace.core.hyperparameters import check_counts
+from laplace.core.positions import as_rows
+from laplace.engines.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.evidence import Evidence
-from laplace.fingerprint import Fingerprint
 from laplace.fitting import FirstBatch, Fit, ReadOptions
-from laplace.hyperparameters import check_counts
-from laplace.lending import flags_put_back, own_mode
-from laplace.misfits import called
-from laplace.positions import as_rows
+from laplace.network import next_token
+from laplace.network.fingerprint import Fingerprint
+from laplace.network.misfits import called
+from laplace.network.model_guard import flags_put_back, own_mode
+from laplace.network.witness import Witness
 from laplace.posterior.first_outputs import call_of
 from laplace.structures.base import Precision
 from laplace.training.online import check_step_size
-from laplace.tuning.ascent import minimise
-from laplace.witness import Witness
+from laplace.tuning.optimise import minimise
 
 if TYPE_CHECKING:
     from laplace.posterior.parametric import ParametricLaplace
@@ -351,7 +351,7 @@ class _Descent:
         la = self.la
         for batch in self.loader:
             ignored = la.likelihood_object.ignore_index
-            kept = targets.counted(batch, la.dict_key_y, la.prior_mean.device, ignored, la.weights.model)
+            kept = next_token.counted(batch, la.dict_key_y, la.prior_mean.device, ignored, la.weights.model)
             if kept is not None:
                 yield kept
 

@@ -11,16 +11,16 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tqdm.auto import trange
 
-from laplace import batch as batches
-from laplace import targets
-from laplace.arguments import checked
-from laplace.batch import ForwardFn, Inputs
+from laplace.core import batch as batches
+from laplace.core.arguments import checked
+from laplace.core.batch import ForwardFn, Inputs
+from laplace.core.hyperparameters import check_counts
 from laplace.curvature import CurvatureInterface
 from laplace.enums import HessianStructure, Likelihood, PriorStructure
 from laplace.errors import TuningWarning, warn
-from laplace.hyperparameters import check_counts
-from laplace.lending import flags_put_back
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
+from laplace.network import next_token
+from laplace.network.model_guard import flags_put_back
 from laplace.posterior.parametric import ParametricLaplace
 from laplace.training.online import OnlineLaplace
 
@@ -124,7 +124,7 @@ def _train_epoch(online: OnlineLaplace, optimizer: Optimizer, scheduler: LRSched
     total, count = 0.0, 0
     for batch in online.train_loader:
         la, ignored = online.la, online.la.likelihood_object.ignore_index
-        x, y = targets.split(batch, la.dict_key_y, la.weights.model, ignored)
+        x, y = next_token.split(batch, la.dict_key_y, la.weights.model, ignored)
         kept = batches.without_ignored(x, y, ignored)
         if kept is None:
             continue

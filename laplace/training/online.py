@@ -17,23 +17,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 
-from laplace import batch as batches
-from laplace import targets
-from laplace.arguments import CheckedConstructor
-from laplace.batch import ForwardFn, Inputs, require_rereadable
+from laplace.core import batch as batches
+from laplace.core.arguments import CheckedConstructor
+from laplace.core.batch import ForwardFn, Inputs, require_rereadable
+from laplace.core.hyperparameters import check_counts
+from laplace.core.layout import flatten
+from laplace.core.positions import as_rows
 from laplace.curvature import CurvatureInterface
+from laplace.engines.outputs import outputs
 from laplace.enums import HessianStructure, Likelihood, PriorStructure, SubsetOfWeights
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 from laplace.factory import Laplace
-from laplace.hyperparameters import check_counts
-from laplace.layout import flatten
-from laplace.lending import own_mode, same_random_state
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
-from laplace.misfits import called
-from laplace.positions import as_rows
+from laplace.network import next_token
+from laplace.network.misfits import called
+from laplace.network.model_guard import own_mode, same_random_state
 from laplace.posterior.first_outputs import call_of
 from laplace.posterior.parametric import ParametricLaplace
-from laplace.predictive import latent
 from laplace.tuning.settings import spread
 
 
@@ -285,13 +285,13 @@ def _count(loader: Iterable[Any], la: ParametricLaplace) -> int:
     ignored, total = la.likelihood_object.ignore_index, 0
     per_row: int | None = None  # numbers in the target of one datum or position
     for batch in loader:
-        x, y = targets.split(batch, la.dict_key_y, la.weights.model, ignored)
+        x, y = next_token.split(batch, la.dict_key_y, la.weights.model, ignored)
         if ignored is not None:
             total += int((y != ignored).sum())
         elif y.ndim == 1:
             total += len(y)
         elif len(y):  # of targets [B, n] only the network knows whether n are outputs or positions
-            per_row = per_row or max(1, y.numel() // len(latent.outputs(la.engine, x).values))
+            per_row = per_row or max(1, y.numel() // len(outputs(la.engine, x).values))
             total += y.numel() // per_row
     if total == 0:
         raise InvalidData("train_loader gave no data that count; training needs at least one datum.")

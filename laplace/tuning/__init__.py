@@ -10,13 +10,13 @@ from laplace.tuning.choose import (
     report,
 )
 from laplace.tuning.objectives import Thresholds
-from laplace.tuning.subject import Subject
+from laplace.tuning.subject import PosteriorGroup
 from laplace.tuning.tunable import Tunable
 
 __all__ = [
     "Predictive",
     "SearchOptions",
-    "Subject",
+    "PosteriorGroup",
     "Thresholds",
     "Tunable",
     "TuningOptions",

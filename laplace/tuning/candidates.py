@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from laplace import batch as batches
-from laplace.batch import Inputs
-from laplace.curvature.blocks import CHUNK_BYTES
-from laplace.curvature.jacobian import Jacobian
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.overrides import POSTERIOR, PREDICTIONS, is_overridden
+from laplace.core.positions import rows_of
+from laplace.core.random_numbers import drawn_seed, standard_normal
+from laplace.engines.outputs import outputs
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import CurvatureError
-from laplace.noise import drawn_seed, standard_normal
-from laplace.overrides import POSTERIOR, PREDICTIONS, is_overridden
-from laplace.positions import rows_of
+from laplace.jacobian.blocks import CHUNK_BYTES
+from laplace.jacobian.jacobian import Jacobian
 from laplace.predictive import latent
 from laplace.tuning.scores import Prediction
 from laplace.tuning.settings import Setting
@@ -149,7 +150,7 @@ class Candidates:
     def _by_calling(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
         """Predictions by the posterior's own `__call__`, one candidate at a time."""
         la, options = self.la, self.predictive
-        rows = latent.outputs(la.engine, x)
+        rows = outputs(la.engine, x)
         pred_type = PredType.GP if la.structure.name == PredType.GP else options.pred_type
 
         def predict(group: slice) -> Prediction:

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core.hyperparameters import check_counts, positive
 from laplace.enums import PredType, TuningMethod
 from laplace.errors import InvalidArgument, TuningWarning, warn
-from laplace.hyperparameters import check_counts, positive
-from laplace.tuning.ascent import Evaluate, Search, minimise
 from laplace.tuning.candidates import Predictive
 from laplace.tuning.evidence import negative_evidence
+from laplace.tuning.gradient_loss import SmoothLoss
 from laplace.tuning.grid import Grid, make_axes, search_grid
 from laplace.tuning.objectives import make_objective
+from laplace.tuning.optimise import Evaluate, Search, minimise
 from laplace.tuning.settings import Coordinates, Setting, checked_names, restructured, spread
-from laplace.tuning.smooth import SmoothLoss
-from laplace.tuning.subject import Subject
+from laplace.tuning.subject import PosteriorGroup
 from laplace.tuning.validation import Validation
 
 EVIDENCE = "evidence"
@@ -110,7 +110,7 @@ def check_predictive(pred_type: Any) -> None:
     )
 
 
-def choose_prior_precision(subject: Subject, options: TuningOptions) -> TuningResult:
+def choose_prior_precision(subject: PosteriorGroup, options: TuningOptions) -> TuningResult:
     """The best prior precision by the chosen method; the posteriors are not changed.
 
     Raises:
@@ -155,7 +155,7 @@ def _powers(options: TuningOptions, like: Tensor) -> Tensor:
     return positive(name, torch.logspace(low, high, n, base, dtype=like.dtype, device=like.device))
 
 
-def choose_hyperparameters(subject: Subject, options: SearchOptions) -> TuningResult:
+def choose_hyperparameters(subject: PosteriorGroup, options: SearchOptions) -> TuningResult:
     """The best hyper-parameters by the chosen objective; the posteriors are not changed.
 
     Raises:
@@ -246,7 +246,7 @@ def _moved(coordinates: Coordinates, search: Search, *, sign: int) -> TuningResu
     )
 
 
-def _by_evidence(subject: Subject, result: TuningResult) -> TuningResult:
+def _by_evidence(subject: PosteriorGroup, result: TuningResult) -> TuningResult:
     """The result, with a note where a truncated curvature leaves out more than the prior adds.
 
     Directions that were cut count as if the data said nothing of them, so that their log det P / P₀ is missing, and
@@ -265,7 +265,7 @@ def _by_evidence(subject: Subject, result: TuningResult) -> TuningResult:
 
 
 def _on_grid(
-    subject: Subject,
+    subject: PosteriorGroup,
     axes: dict[str, Tensor],
     loss: Any,
     validation: Validation,

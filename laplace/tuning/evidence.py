@@ -7,23 +7,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from laplace.lending import own_mode
-from laplace.tuning.ascent import Evaluate
+from laplace.network.model_guard import own_mode
+from laplace.tuning.optimise import Evaluate
 from laplace.tuning.settings import Coordinates
-from laplace.tuning.subject import Subject
+from laplace.tuning.subject import PosteriorGroup
 
 if TYPE_CHECKING:
     from laplace.posterior.parametric import ParametricLaplace
 
 
-def negative_evidence(la: ParametricLaplace | Subject, coordinates: Coordinates) -> Evaluate:
+def negative_evidence(la: ParametricLaplace | PosteriorGroup, coordinates: Coordinates) -> Evaluate:
     """−log p(D) and its gradient.
 
     Args:
         la: A fitted posterior, or several; not changed.
         coordinates: What is tuned.
     """
-    subject = Subject.of(la)
+    subject = PosteriorGroup.of(la)
 
     def evaluate(logs: Tensor) -> tuple[float, Tensor]:
         with own_mode(), torch.enable_grad():

@@ -10,17 +10,17 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from laplace import batch as batches
-from laplace.batch import Inputs
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.hyperparameters import positive
+from laplace.core.positions import rows_that_count
 from laplace.errors import CurvatureError, InvalidArgument
-from laplace.hyperparameters import positive
-from laplace.lending import own_mode
-from laplace.positions import rows_that_count
+from laplace.network.model_guard import own_mode
 from laplace.tuning.candidates import Predict, Predictive
 from laplace.tuning.objectives import Objective, Running
 from laplace.tuning.scores import Prediction
 from laplace.tuning.settings import Setting
-from laplace.tuning.subject import CandidateSet, Subject
+from laplace.tuning.subject import CandidateSet, PosteriorGroup
 from laplace.tuning.validation import Validation, at_rows, checked_rows, entropy_of
 
 _RANGES = {"prior_precision": (-4, 4), "sigma_noise": (-2, 2), "temperature": (-2, 2)}
@@ -103,7 +103,7 @@ class Found:
 
 
 def search_grid(
-    subject: Subject,
+    subject: PosteriorGroup,
     grid: Grid,
     objective: Objective,
     validation: Validation,

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from laplace.core.hyperparameters import as_tensor, check_length, positive
+from laplace.core.layout import Layout
+from laplace.core.overrides import EVIDENCE, HYPERPARAMETERS, is_overridden
 from laplace.enums import PriorStructure
 from laplace.errors import InvalidArgument
 from laplace.evidence import Evidence
-from laplace.hyperparameters import as_tensor, check_length, positive
-from laplace.layout import Layout
-from laplace.overrides import EVIDENCE, HYPERPARAMETERS, is_overridden
 
 if TYPE_CHECKING:
     from laplace.posterior.parametric import ParametricLaplace

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from laplace.batch import Inputs
+from laplace.core.batch import Inputs
+from laplace.core.layout import Layout
 from laplace.enums import PriorStructure
 from laplace.errors import InvalidArgument
-from laplace.layout import Layout
-from laplace.lending import same_random_state
 from laplace.likelihoods.base import Likelihood
+from laplace.network.model_guard import same_random_state
 from laplace.predictive.mixing import mixed
 from laplace.tuning.candidates import Candidates, Predict, Predictive
 from laplace.tuning.scores import Prediction
@@ -48,7 +48,7 @@ class CandidateSet(Protocol):
 
 
 @dataclass(frozen=True)
-class Subject:
+class PosteriorGroup:
     """Posteriors that share their hyper-parameters; one posterior is a mixture of one.
 
     Attributes:
@@ -60,9 +60,9 @@ class Subject:
     weigh: Callable[[Setting], Tensor] | None = None
 
     @classmethod
-    def of(cls, la: ParametricLaplace | Subject) -> Subject:
+    def of(cls, la: ParametricLaplace | PosteriorGroup) -> PosteriorGroup:
         """A posterior as a subject."""
-        return la if isinstance(la, Subject) else cls((la,))
+        return la if isinstance(la, PosteriorGroup) else cls((la,))
 
     @property
     def first(self) -> ParametricLaplace:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.arguments import checked
+from laplace.core.arguments import checked
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
 from laplace.tuning.candidates import Predictive
 from laplace.tuning.choose import (
@@ -21,7 +21,7 @@ from laplace.tuning.choose import (
     choose_prior_precision,
     report,
 )
-from laplace.tuning.subject import Subject
+from laplace.tuning.subject import PosteriorGroup
 
 
 class Tunable(ABC):
@@ -35,7 +35,7 @@ class Tunable(ABC):
 
     @property
     @abstractmethod
-    def _subject(self) -> Subject:
+    def _subject(self) -> PosteriorGroup:
         """The posteriors that are tuned."""
 
     @checked

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from laplace import batch as batches
-from laplace import targets
-from laplace.batch import Inputs
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.positions import target_rows
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.checks import check_outputs
-from laplace.positions import target_rows
+from laplace.network import next_token
 from laplace.tuning.objectives import MeanScore, Objective
 from laplace.tuning.scores import Prediction, find_score
 
@@ -66,7 +66,7 @@ class Validation:
         for number, batch in enumerate(tqdm(self.loader, desc=label, disable=not progress_bar)):
             name = f"validation batch {number}"
             with batches.named(name):
-                kept = targets.counted(batch, la.dict_key_y, device, ignored, la.weights.model)
+                kept = next_token.counted(batch, la.dict_key_y, device, ignored, la.weights.model)
             if kept is not None:
                 empty = False
                 yield name, *kept

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from laplace.batch import ForwardFn, Inputs
+from laplace.core.batch import ForwardFn, Inputs
 from laplace.errors import InvalidArgument
 from laplace.weights.base import Weights, trainable
-from laplace.weights.problem import Problem, Slot
+from laplace.weights.problem import ParameterSlice, Problem
 
 
 class AllWeights(Weights):
@@ -30,7 +30,7 @@ class AllWeights(Weights):
                 "every parameter of the model is frozen (requires_grad=False), so no weight can be random; unfreeze "
                 "some, or use subset_of_weights='last_layer', which treats a frozen head."
             )
-        slots = tuple(Slot(name, tensor.shape) for name, tensor in tensors.items())
+        slots = tuple(ParameterSlice(name, tensor.shape) for name, tensor in tensors.items())
         self._whole = Problem(self.model, slots, forward_fn)
         self.problem = self._whole
 

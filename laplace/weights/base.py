@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from laplace.batch import ForwardFn, Inputs
-from laplace.lending import require_module, undisturbed, unwrap
+from laplace.core.batch import ForwardFn, Inputs
+from laplace.network.model_guard import require_module, undisturbed, unwrap
 from laplace.weights.problem import Problem
 
 
@@ -18,7 +18,7 @@ class Weights(ABC):
 
     Args:
         model: The network, kept by reference and never written to.
-        forward_fn: How to call it, or None for the default of `laplace.batch.call`.
+        forward_fn: How to call it, or None for the default of `laplace.core.batch.call`.
 
     Raises:
         InvalidType: The network is no module.

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from laplace.batch import ForwardFn, Inputs
+from laplace.core.batch import ForwardFn, Inputs
 from laplace.errors import InvalidArgument
-from laplace.lending import lent, unwrap
-from laplace.misfits import called
+from laplace.network.misfits import called
+from laplace.network.model_guard import lent, unwrap
 
 LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Modules that can be a last layer."""
@@ -31,7 +31,7 @@ def find_last_layer(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = 
     Args:
         model: The network; the inner module of a compiled one is watched.
         x: Inputs, a tensor, a tuple or a mapping.
-        forward_fn: How to call the model on inputs; None for the default of `laplace.batch.call`.
+        forward_fn: How to call the model on inputs; None for the default of `laplace.core.batch.call`.
 
     Returns:
         Name for `unwrap(model).get_submodule`; `""` if the model itself is a linear layer.

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from laplace import batch as batches
-from laplace.batch import Inputs
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument, NotFittedError
-from laplace.lending import unwrap
+from laplace.network.model_guard import unwrap
 from laplace.weights.discovery import find_last_layer, hooks_fire, require_linear
 
 

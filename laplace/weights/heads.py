@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace import batch as batches
-from laplace.batch import ForwardFn, Inputs
+from laplace.core import batch as batches
+from laplace.core.batch import ForwardFn, Inputs
+from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, UnsupportedError, warn
-from laplace.lending import lent, unwrap
-from laplace.memory import ran_out
+from laplace.network.model_guard import lent, unwrap
 from laplace.weights.discovery import has_parameters, has_run_inside, hooks_fire
 
 

@@ -6,17 +6,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from laplace import batch as batches
-from laplace.batch import ForwardFn, Inputs
+from laplace.core import batch as batches
+from laplace.core.batch import ForwardFn, Inputs
+from laplace.core.memory import ran_out
 from laplace.enums import FeatureReduction
 from laplace.errors import ApproximationWarning, InvalidArgument, warn
-from laplace.lending import undisturbed
-from laplace.memory import ran_out
+from laplace.network.model_guard import undisturbed
 from laplace.weights.base import Weights
 from laplace.weights.discovery import find_last_layer, require_linear
 from laplace.weights.feature_extractor import FeatureExtractor
 from laplace.weights.heads import treated_head
-from laplace.weights.problem import Problem, Slot
+from laplace.weights.problem import ParameterSlice, Problem
 
 
 class LastLayer(Weights):
@@ -103,7 +103,7 @@ class LastLayer(Weights):
         tensors = {f"{prefix}{key}": tensor for key, tensor in head.named_parameters()}
         # A head that is frozen altogether is still random; one with a frozen part keeps that part fixed.
         treated = {key: tensor for key, tensor in tensors.items() if tensor.requires_grad} or tensors
-        slots = tuple(Slot(key, tensor.shape) for key, tensor in treated.items())
+        slots = tuple(ParameterSlice(key, tensor.shape) for key, tensor in treated.items())
         return Problem(self.model, slots, self.forward_fn, self.reduction, head=name)
 
     def embed(self, samples: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from laplace import batch as batches
-from laplace.arguments import CheckedConstructor
-from laplace.batch import Inputs
+from laplace.core import batch as batches
+from laplace.core.arguments import CheckedConstructor
+from laplace.core.batch import Inputs
 from laplace.errors import InvalidArgument, InvalidData, NotFittedError
-from laplace.lending import unwrap
+from laplace.network.model_guard import unwrap
 from laplace.weights.discovery import find_last_layer, require_linear
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from laplace import batch as batches
-from laplace.batch import ForwardFn, Inputs
+from laplace.core import batch as batches
+from laplace.core.batch import ForwardFn, Inputs
+from laplace.core.layout import Layout
+from laplace.core.positions import ChannelsLast
 from laplace.errors import InvalidData
-from laplace.layout import Layout
-from laplace.lending import undisturbed
-from laplace.misfits import called
-from laplace.positions import ChannelsLast
+from laplace.network.misfits import called
+from laplace.network.model_guard import undisturbed
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterSlice:
     """One treated tensor of a problem.
 
     Attributes:
@@ -98,13 +98,13 @@ class Problem:
     Attributes:
         module: The network, never written to.
         slots: The treated tensors, in order.
-        forward_fn: How to call the module on inputs; None for the default of `laplace.batch.call`.
+        forward_fn: How to call the module on inputs; None for the default of `laplace.core.batch.call`.
         reduction: How a head applied to positions `[B, T, D]` is reduced, or None.
         head: Name of the head module of a last-layer problem, or None.
     """
 
     module: nn.Module
-    slots: tuple[Slot, ...]
+    slots: tuple[ParameterSlice, ...]
     forward_fn: ForwardFn | None = None
     reduction: str | None = None
     head: str | None = None

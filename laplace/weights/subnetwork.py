@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace.batch import ForwardFn, Inputs
+from laplace.core.batch import ForwardFn, Inputs
+from laplace.core.layout import flatten
 from laplace.errors import InvalidArgument, InvalidType
-from laplace.layout import flatten
-from laplace.lending import undisturbed
+from laplace.network.model_guard import undisturbed
 from laplace.weights.base import Weights, trainable
-from laplace.weights.problem import Problem, Slot
+from laplace.weights.problem import ParameterSlice, Problem
 
 
 class Subnetwork(Weights):
@@ -38,13 +38,13 @@ class Subnetwork(Weights):
         self._selected = Problem(self.model, self._slots(), forward_fn)
         self.problem = self._selected
 
-    def _slots(self) -> tuple[Slot, ...]:
-        slots: list[Slot] = []
+    def _slots(self) -> tuple[ParameterSlice, ...]:
+        slots: list[ParameterSlice] = []
         start = 0
         for name, shape in self._tensors.items():
             inside = self._order[(self._order >= start) & (self._order < start + shape.numel())] - start
             if len(inside):
-                slots.append(Slot(name, shape, None if len(inside) == shape.numel() else inside))
+                slots.append(ParameterSlice(name, shape, None if len(inside) == shape.numel() else inside))
             start += shape.numel()
         return tuple(slots)
 

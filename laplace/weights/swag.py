@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from laplace import batch as batches
-from laplace import targets
+from laplace.core import batch as batches
+from laplace.core.random_numbers import drawn_seed
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
-from laplace.lending import unwrap
-from laplace.misfits import called
-from laplace.noise import drawn_seed
+from laplace.network import next_token
+from laplace.network.misfits import called
+from laplace.network.model_guard import unwrap
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
@@ -103,7 +103,7 @@ def _train_epoch(
     device, empty = next(model.parameters()).device, True
     with torch.enable_grad():
         for batch in loader:
-            x, y = targets.split(batch, dict_key_y, model)
+            x, y = next_token.split(batch, dict_key_y, model)
             empty = False
             optimizer.zero_grad()
             f = batches.latent(called(model, None, batches.to_device(x, device)))

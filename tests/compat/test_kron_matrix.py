@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from laplace.compat.kronecker.decomposed import KronDecomposed
+from laplace.compat.kronecker.factors import dense
+from laplace.compat.kronecker.matrix import Kron
 from laplace.errors import CurvatureError, InvalidArgument
-from laplace.kronecker.decomposed import KronDecomposed
-from laplace.kronecker.factors import dense
-from laplace.kronecker.matrix import Kron
 
 F64 = torch.float64
 

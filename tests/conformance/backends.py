@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from laplace.batch import without_ignored
-from laplace.curvature.engine import CurvatureEngine
+from laplace.core.batch import without_ignored
+from laplace.engines.engine import CurvatureEngine
 from laplace.likelihoods import get_likelihood
 from laplace.structures import KronCurvature
 from laplace.weights.problem import Problem

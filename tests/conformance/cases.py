@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from laplace import Laplace, ParametricLaplace
+from laplace.core.prior import GaussianPrior
 from laplace.curvature import NativeEF, NativeGGN
-from laplace.prior import GaussianPrior
 from laplace.structures import STRUCTURES
 from tests import problems as catalogue
 from tests.problems import Problem

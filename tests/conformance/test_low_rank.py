@@ -10,9 +10,9 @@ from torch import Tensor
 
 from laplace import Laplace, LowRankLaplace
 from laplace.curvature import NativeEF, NativeGGN, NativeHessian
-from laplace.curvature.blocks import Block
-from laplace.curvature.factors import OuterBlock
 from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.jacobian.blocks import Block
+from laplace.jacobian.factors import OuterBlock
 from laplace.structures import subspace
 from laplace.structures.low_rank import LowRankCurvature
 from tests import problems as catalogue

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from laplace import Laplace
 from laplace.curvature import NativeGGN
 from laplace.errors import LaplaceError
-from laplace.structures import kron_columns
+from laplace.structures import kronecker_eigenvectors
 from laplace.structures.lowrank_kron import LowRankKronCurvature
 from tests import problems as catalogue
 from tests.conformance.cases import Case, cases, drawn, few, own_dense, thinned, truth
@@ -154,7 +154,7 @@ def test_seeds_decide_and_the_global_generator_is_left_alone() -> None:
 
 def test_no_factor_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor of a whole side leaves the fit: k (I + O) numbers and the diagonal are kept."""
-    monkeypatch.setattr("laplace.curvature.native.accumulate.group_gram", None)
+    monkeypatch.setattr("laplace.engines.native.accumulate.group_gram", None)
     model, x, y = decaying()
     la = Laplace(model, "classification", "all", "lowrank_kron", structure_kwargs={"rank": 4, "oversampling": 2})
     la.fit([(x, y)])
@@ -196,7 +196,7 @@ def test_pieces_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> N
         ]
 
     whole = numbers()
-    monkeypatch.setattr(kron_columns, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(kronecker_eigenvectors, "CHUNK_BYTES", 1)
     for one, other in zip(whole, numbers(), strict=True):
         assert_close(other, one, "algebra")
 

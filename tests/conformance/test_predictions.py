@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from laplace import ParametricLaplace
+from laplace.core.gaussian import Gaussian
 from laplace.errors import LaplaceError
-from laplace.gaussian import Gaussian
 from laplace.predictive import latent
 from tests import problems as catalogue
 from tests.conformance.cases import FEW, Case, by_turns, drawn, few, priors, truth

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laplace.curvature.engine import CurvatureEngine
+from laplace.engines.engine import CurvatureEngine
 from laplace.likelihoods import get_likelihood
 from laplace.weights.all_weights import AllWeights
 from tests.reference import curvature as reference

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from laplace import Laplace
-from laplace.curvature.native import accumulate
+from laplace.engines.native import accumulate
 from tests.conformance.cases import own_dense
 from tests.conformance.test_layers import SoftmaxByHand
 from tests.reference import curvature as reference

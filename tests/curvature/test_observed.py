@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from laplace import DiagLaplace, FullLaplace, KronLaplace
 from laplace.curvature import rules
-from laplace.curvature.native.capture import capture
+from laplace.engines.native.capture import capture
 from laplace.errors import InvalidArgument
 from laplace.weights.all_weights import AllWeights
 from tests.conformance.kron_truth import dense_of_factors

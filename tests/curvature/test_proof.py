@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laplace import DiagLaplace, FullLaplace
-from laplace.curvature.native.capture import capture
+from laplace.engines.native.capture import capture
 from laplace.errors import CurvatureError
 from laplace.weights.all_weights import AllWeights
 from tests.reference import curvature as reference

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from laplace import FunctionalLaplace, FunctionalLLLaplace, Laplace
 from laplace.curvature import NativeEF
-from laplace.curvature.blocks import Block
-from laplace.curvature.factors import OuterBlock
-from laplace.curvature.heads import HeadBlock
 from laplace.errors import InvalidArgument, InvalidData, NotFittedError, TuningWarning, UnsupportedError
-from laplace.function_space import dual, kernels
+from laplace.jacobian import kernels
+from laplace.jacobian.blocks import Block
+from laplace.jacobian.factors import OuterBlock
+from laplace.jacobian.heads import HeadBlock
 from laplace.refinement.function_space import mode
+from laplace.structures.gp import dual
 from tests import problems as catalogue
 from tests.reference import curvature as reference
 from tests.reference import evidence, gaussian_process

@@ -9,7 +9,7 @@ from torch import Tensor
 from laplace.enums import LinkApprox
 from laplace.errors import UnsupportedError
 from laplace.likelihoods import LIKELIHOODS, Bernoulli, Categorical, Gaussian, Preference, get_likelihood
-from laplace.predictive.links import LINKS
+from laplace.likelihoods.links import LINKS
 from tests.reference import predictive as reference
 from tests.reference.compare import assert_close
 

@@ -15,9 +15,9 @@ from laplace.errors import InvalidArgument, NotFittedError
 from laplace.metrics import gaussian_nll, nll
 from laplace.tuning import Predictive, Thresholds
 from laplace.tuning.evidence import negative_evidence
+from laplace.tuning.gradient_loss import SmoothLoss
 from laplace.tuning.objectives import make_objective
 from laplace.tuning.settings import Coordinates
-from laplace.tuning.smooth import SmoothLoss
 from laplace.tuning.validation import Validation
 from tests import grid
 from tests.mixture.test_mixture import RULES, batches, fitted, networks, parts

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributions import Dirichlet, MultivariateNormal
 
+from laplace.core.gaussian import Gaussian
 from laplace.errors import ApproximationWarning
-from laplace.gaussian import Gaussian
 from laplace.likelihoods import Bernoulli
+from laplace.likelihoods.links import delta, delta_elementwise, log_concentrations
 from laplace.predictive import decomposition
-from laplace.predictive.links import delta, delta_elementwise, log_concentrations
 from tests.reference import decomposition as reference
 from tests.reference.compare import assert_close
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laplace.errors import InvalidArgument
-from laplace.predictive.links import LINKS, bridge, bridge_norm, log_concentrations, monte_carlo, probit
+from laplace.likelihoods.links import LINKS, bridge, bridge_norm, log_concentrations, monte_carlo, probit
 from tests.reference import predictive as reference
 from tests.reference.compare import assert_close
 

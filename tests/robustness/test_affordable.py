@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from laplace import Laplace
 from laplace.curvature import GGNInterface, NativeHessian
-from laplace.curvature.survey import Survey
+from laplace.engines.profile import BatchProfile
 from laplace.errors import OutOfMemory
 from laplace.fitting import affordable, available
 from laplace.fitting.affordable import MemoryCheck
@@ -45,9 +45,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     return of
 
 
-def surveys(la: Any, loader: Any, monkeypatch: pytest.MonkeyPatch) -> list[Survey]:
+def surveys(la: Any, loader: Any, monkeypatch: pytest.MonkeyPatch) -> list[BatchProfile]:
     """What a fit shows to the check."""
-    seen: list[Survey] = []
+    seen: list[BatchProfile] = []
     monkeypatch.setattr(MemoryCheck, "__call__", lambda self, survey: seen.append(survey))
     la.fit(loader)
     return seen
@@ -57,7 +57,7 @@ def surveys(la: Any, loader: Any, monkeypatch: pytest.MonkeyPatch) -> list[Surve
 def test_a_fit_shows_what_a_plan_knows(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same shapes, without a pass of its own: but for the graph, which is there by then, and what is timed."""
     la = case.build()
-    planned: list[Survey] = []
+    planned: list[BatchProfile] = []
     loader = case.problem.batches(None)
     monkeypatch.setattr(
         "laplace.posterior.weight_posterior.planning.make_plan", lambda survey, *_: planned.append(survey)

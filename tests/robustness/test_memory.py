@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
+from laplace.core.memory import DATUM, in_slices, ran_out
 from laplace.curvature import NativeHessian
-from laplace.curvature.native import plan
+from laplace.engines.native import plan
 from laplace.errors import LaplaceError, MemoryWarning, OutOfMemory
-from laplace.memory import DATUM, in_slices, ran_out
 from laplace.structures import STRUCTURES
 from laplace.structures.full import FullPrecision
 from tests import grid

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laplace import Laplace
 from laplace.errors import UnsupportedError
-from laplace.predictive.links import LINKS
+from laplace.likelihoods.links import LINKS
 from tests import grid
 from tests.reference.compare import assert_close
 from tests.robustness import drawn

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from laplace.lending import unwrap
+from laplace.network.model_guard import unwrap
 from tests import grid
 
 N_THREADS, N_CALLS = 4, 24

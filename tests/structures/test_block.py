@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from laplace import BlockLaplace, FullLaplace, Laplace
-from laplace.curvature.blocks import CHUNK_BYTES
-from laplace.curvature.factors import OuterBlock
+from laplace.core.layout import Layout
 from laplace.errors import InvalidArgument
-from laplace.layout import Layout
+from laplace.jacobian.blocks import CHUNK_BYTES
+from laplace.jacobian.factors import OuterBlock
 from tests import problems as catalogue
 from tests.conformance.cases import Case, drawn
 from tests.reference.compare import assert_close

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace.errors import InvalidArgument
-from laplace.tuning.ascent import BOUND, Evaluate, minimise
+from laplace.tuning.optimise import BOUND, Evaluate, minimise
 
 AT = torch.tensor([1.0, -2.0], dtype=torch.float64)
 START = torch.zeros(2, dtype=torch.float64)

@@ -298,7 +298,7 @@ def test_passes_of_the_network(weights: str, structure: str, n_candidates: int) 
 
 def test_a_parameter_without_a_rule_is_not_differentiated_per_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pieces are computed when they are asked for: once, not once per candidate."""
-    from laplace.curvature import blocks
+    from laplace.jacobian import blocks
 
     monkeypatch.setattr(blocks, "CHUNK_BYTES", 8)
     calls: list[int] = []

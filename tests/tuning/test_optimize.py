@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from laplace import PriorStructure, TuningMethod
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, TuningWarning
 from laplace.metrics import RunningNLLMetric
-from laplace.structures.scan import SpectralScan
+from laplace.structures.variances_over_priors import SpectralScan
 from tests import grid
 
 X, Y = grid.data(seed=11)

@@ -13,12 +13,12 @@ from laplace import ParametricLaplace
 from laplace.errors import InvalidArgument, TuningWarning
 from laplace.metrics import RunningNLLMetric
 from laplace.structures import STRUCTURES
-from laplace.tuning.ascent import Evaluate
 from laplace.tuning.candidates import Predictive
 from laplace.tuning.evidence import negative_evidence
+from laplace.tuning.gradient_loss import SmoothLoss
 from laplace.tuning.objectives import make_objective
+from laplace.tuning.optimise import Evaluate
 from laplace.tuning.settings import Coordinates, Setting
-from laplace.tuning.smooth import SmoothLoss
 from laplace.tuning.validation import Validation
 from tests import grid
 from tests.reference.compare import assert_close

@@ -1,0 +1,1 @@
+"""Foundations: batches, flat parameter vectors, Gaussians, random numbers, memory; nothing here knows a posterior."""

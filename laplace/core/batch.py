@@ -1,0 +1,360 @@
+"""The only code that knows what a batch looks like: pairs, longer tuples and mappings.
+
+Inputs `x` are a tensor, a tuple of tensors (batches with more than two parts: all but the last) or a
+mapping (dict, `BatchEncoding`). Everything else in the library passes them along untouched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace.core.memory import ran_out
+from laplace.errors import InvalidArgument, InvalidData, InvalidType, MissingKey
+
+Inputs = Any
+"""A tensor, a tuple of tensors or a mapping of tensors."""
+
+ForwardFn = Callable[[nn.Module, Inputs], Any]
+
+LABELS = "labels"
+"""Default key of the targets, by which Hugging Face's models take theirs."""
+
+
+def split(batch: Any, dict_key_y: str) -> tuple[Inputs, Tensor]:
+    """Splits a batch of a loader into inputs and targets.
+
+    Raises:
+        InvalidData: A batch of another form.
+        MissingKey: A mapping without the targets' key.
+    """
+    if isinstance(batch, Mapping):
+        if dict_key_y not in batch.keys():  # noqa: SIM118  (a TensorDict iterates over its rows)
+            raise MissingKey(
+                f"the batch is a mapping with keys {sorted(map(str, batch.keys()))}, without "
+                f"dict_key_y={dict_key_y!r}; pass the key of the targets as dict_key_y."
+            )
+        return batch, _targets(batch[dict_key_y])
+    if isinstance(batch, Sequence) and len(batch) >= 2:
+        *inputs, y = batch
+        return (inputs[0] if len(inputs) == 1 else tuple(inputs)), _targets(y)
+    raise InvalidData(
+        f"a batch of type {type(batch).__name__} cannot be split; the loader must give pairs (x, y), tuples "
+        "(x1, x2, …, y) or mappings; for one batch of your own give [(x, y)]."
+    )
+
+
+def without_ignored(x: Inputs, y: Tensor, ignore_index: int | None) -> tuple[Inputs, Tensor] | None:
+    """The data whose labels are not the ignored one: those count nowhere. None if there are none.
+
+    Of data with a label per position those stay of which some position counts.
+    """
+    if ignore_index is None or y.is_floating_point() or y.ndim == 0:
+        return x, y
+    keep = (y != ignore_index).flatten(1).any(1) if y.ndim > 1 else y != ignore_index
+    if keep.all():
+        return x, y
+    return (select(x, keep, len(y)), y[keep]) if keep.any() else None
+
+
+def inputs(batch: Any) -> Inputs:
+    """Inputs of a batch with or without targets: a tensor, a mapping, `(x,)`, or all but the last part of a tuple.
+
+    Raises:
+        InvalidData: A batch of another form.
+    """
+    if isinstance(batch, Tensor | Mapping):
+        return batch
+    if isinstance(batch, Sequence) and batch:
+        parts = tuple(batch[:-1]) if len(batch) > 1 else tuple(batch)
+        return parts[0] if len(parts) == 1 else parts
+    raise InvalidData(
+        f"a batch of type {type(batch).__name__} holds no inputs; the loader must give tensors, mappings or tuples "
+        "(x, …, y)."
+    )
+
+
+def _targets(y: Any) -> Tensor:
+    if not isinstance(y, Tensor):
+        raise InvalidData(f"the targets are of type {type(y).__name__}; give a tensor, see torch.as_tensor.")
+    if y.ndim == 0:
+        raise InvalidData(
+            "the targets are one number without a batch dimension: the loader gives single samples; wrap the data set "
+            "in torch.utils.data.DataLoader(dataset, batch_size=...)."
+        )
+    return y
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Errors about data say of which batch they are.
+
+    Raises:
+        InvalidData: One was raised inside, of the same type; its message begins with `what`.
+    """
+    try:
+        yield
+    except InvalidData as error:
+        raise type(error)(f"{what}: {error}") from error.__cause__ or error
+
+
+def tensors(x: Inputs) -> list[Tensor]:
+    """All tensors among the inputs."""
+    if isinstance(x, Tensor):
+        return [x]
+    values = x.values() if isinstance(x, Mapping) else x
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def keys(x: Inputs) -> list[str] | None:
+    """Names of the inputs of a mapping; None of others."""
+    return sorted(map(str, x.keys())) if isinstance(x, Mapping) else None
+
+
+def transform(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
+    """Applies a function to every tensor among the inputs, keeping the container's type where it can be kept.
+
+    Raises:
+        InvalidData: The inputs are neither a tensor nor a container.
+    """
+    if isinstance(x, Tensor):
+        return function(x)
+    if isinstance(x, Mapping):
+        new = {key: function(value) if isinstance(value, Tensor) else value for key, value in x.items()}
+        return new if isinstance(x, dict) else _rebuild(x, new)
+    if not isinstance(x, Sequence) or (not tensors(x) and _holds_plain_numbers(x)):
+        raise InvalidData(
+            f"the inputs are of type {type(x).__name__}; give a tensor (see torch.as_tensor), a tuple or a mapping."
+        )
+    return tuple(function(value) if isinstance(value, Tensor) else value for value in x)
+
+
+def _holds_plain_numbers(x: Any) -> bool:
+    """Whether a sequence is one of numbers or letters, or of such sequences."""
+    while isinstance(x, list | tuple) and x:
+        x = x[0]
+    return isinstance(x, str | Real)
+
+
+def _rebuild(original: Mapping[Any, Any], new: dict[Any, Any]) -> Mapping[Any, Any]:
+    """A mapping of the same type (models read attributes off a `BatchEncoding`), else a plain dict."""
+    try:
+        return type(original)(new)  # pyright: ignore[reportCallIssue]
+    except TypeError:
+        return new
+
+
+def to_device(x: Inputs, device: torch.device) -> Inputs:
+    """Inputs with every tensor on `device`.
+
+    Raises:
+        InvalidData: One is on the meta device.
+    """
+
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            raise InvalidData("the inputs are on the meta device, which holds no numbers; give tensors that hold some.")
+        return tensor.to(device)
+
+    return transform(x, moved)
+
+
+def size(x: Inputs, dict_key_x: str) -> int:
+    """Number of samples, the leading dimension (of `x[dict_key_x]`, or of the first tensor)."""
+    if isinstance(x, Mapping) and isinstance(x.get(dict_key_x, None), Tensor):
+        return int(x[dict_key_x].shape[0])
+    found = tensors(x)
+    if not found or found[0].ndim == 0:
+        raise InvalidData("the inputs hold no tensor with a leading batch dimension.")
+    return int(found[0].shape[0])
+
+
+def select(x: Inputs, index: slice | Tensor, n: int) -> Inputs:
+    """Rows `index` of every tensor whose leading dimension is the batch size `n`."""
+    return transform(x, lambda tensor: tensor[index] if tensor.ndim and tensor.shape[0] == n else tensor)
+
+
+def signature(x: Inputs) -> tuple[Any, ...]:
+    """Shapes and dtypes of the inputs: what a proven capture plan may depend on."""
+    if isinstance(x, Mapping):
+        return tuple((str(k), tuple(v.shape), v.dtype) for k, v in x.items() if isinstance(v, Tensor))
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors(x))
+
+
+def call(model: nn.Module, x: Inputs) -> Any:
+    """Calls a model on inputs: `CallByName()`, the default."""
+    return CallByName()(model, x)
+
+
+@dataclass(frozen=True)
+class CallByName:
+    """The way of calling a model on whatever inputs are.
+
+    A tuple is spread. A mapping is spread by name into a model whose `forward` names its keys (a Hugging Face model),
+    less the keys that it does not know (with `**kwargs` it knows all) and less the targets; it goes whole to a model
+    whose `forward` needs one argument of another name (a user's wrapper), and to one that cannot do with the value of
+    its only argument (`def forward(self, x): ... x["x"]`).
+
+    Attributes:
+        dict_key_y: Key of the targets, which only a `forward` that cannot do without gets.
+    """
+
+    dict_key_y: str = LABELS
+
+    def __call__(self, model: nn.Module, x: Inputs) -> Any:
+        if isinstance(x, Tensor):
+            return model(x)
+        if not isinstance(x, Mapping):
+            return model(*x)
+        named = self.keywords(model, x)
+        if named is None:
+            return model(x)
+        try:
+            return model(**named)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, Warning) as error:
+            # Warning: a tensor that is indexed by a name warns before it raises.
+            if ran_out(error) or len(named) > 1 or set(_parameters(model)) - {self.dict_key_y} != set(named):
+                raise
+            return _whole(model, x, error)
+
+    def keywords(self, model: nn.Module, x: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What a model gets of a mapping by name; None where it gets the mapping whole."""
+        parameters = _parameters(model)
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        names = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        needed = [name for name, p in names.items() if p.default is p.empty]
+        held = ({self.dict_key_y} | ({LABELS, "label"} - names.keys())) - set(needed)
+        keys = [key for key in x.keys() if key not in held]  # noqa: SIM118  (a TensorDict iterates over its rows)
+        if len(needed) == 1 and needed[0] not in keys:
+            return None
+        if not names.keys() & set(keys) and (names or not takes_all):
+            return None
+        passed = {key: x[key] for key in keys if takes_all or key in names}
+        return passed | self._decoder_inputs(model, names, x, passed)
+
+    def _decoder_inputs(
+        self, model: nn.Module, names: Mapping[str, Any], x: Mapping[str, Any], passed: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Inputs of a decoder that the model would make of its labels, which it does not get."""
+        given = self.dict_key_y in x.keys() and self.dict_key_y not in passed  # noqa: SIM118
+        if not given or _DECODER[0] not in names or passed.keys() & set(_DECODER):
+            return {}
+        makers: Iterator[Any] = (getattr(part, _MAKER, None) for part in model.modules())
+        make = next((maker for maker in makers if callable(maker)), None)
+        return {} if make is None else {_DECODER[0]: make(labels=x[self.dict_key_y])}
+
+
+_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
+_MAKER = "prepare_decoder_input_ids_from_labels"
+
+
+def caller(model: nn.Module, forward_fn: ForwardFn | None, dict_key_y: str) -> ForwardFn | None:
+    """The way of calling a model on mappings whose targets are under a key; None for the default.
+
+    Where the key makes no difference to the model's `forward` it is the default, which packages know better.
+    """
+    if forward_fn is not None or dict_key_y == LABELS:
+        return forward_fn
+    concerned = any(takes(model, name) for name in (dict_key_y, LABELS, "label"))
+    return CallByName(dict_key_y) if concerned else None
+
+
+def takes(model: nn.Module, name: str) -> bool:
+    """Whether a model's `forward` has an argument of this name, or passes all on."""
+    parameters = _parameters(model)
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Parameters of a model's `forward`; of one that passes `*args, **kwargs` on to its only child, the child's.
+
+    So do `DistributedDataParallel` and models of PEFT.
+    """
+    while True:
+        parameters = inspect.signature(model.forward).parameters
+        children, kinds = list(model.children()), [p.kind for p in parameters.values()]
+        if len(children) != 1 or kinds != [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
+            return parameters
+        model = children[0]
+
+
+def _whole(model: nn.Module, x: Inputs, error: Exception) -> Any:
+    """What a model returns of a mapping as a whole, after an error by name; that error if neither way works."""
+    try:
+        return model(x)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as second:
+        if ran_out(second):
+            raise
+        raise error from None
+
+
+def latent(output: Any) -> Tensor:
+    """The network's output tensor, out of whatever a model returns (`.logits` of a `ModelOutput`).
+
+    Raises:
+        InvalidData: No tensor can be found.
+    """
+    if isinstance(output, Tensor):
+        return output
+    logits = part(output, "logits")
+    if isinstance(logits, Tensor):
+        return logits
+    raise InvalidData(
+        f"the model returned {type(output).__name__}; it must return a tensor [B, C] or an object with `.logits`. "
+        "Pass forward_fn=lambda model, x: ... to say which tensor is meant."
+    )
+
+
+def part(output: Any, name: str) -> Any:
+    """What a model returns under a name, in a mapping or an object; None where there is no such part."""
+    return output.get(name, None) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+def plain(x: Inputs) -> Any:
+    """Inputs as a state may hold them: a tensor, a dict, or a list for a tuple."""
+    if isinstance(x, Tensor):
+        return x
+    return dict(x.items()) if isinstance(x, Mapping) else list(x)
+
+
+def from_plain(state: Any) -> Inputs:
+    """The inputs of a state."""
+    return tuple(state) if isinstance(state, list) else state
+
+
+def require_loader(loader: Any, name: str) -> None:
+    """Refuses what cannot be iterated over, and single tensors, whose first dimension would count as batches.
+
+    Raises:
+        InvalidType: It is no loader.
+    """
+    indexed = getattr(type(loader), "__getitem__", None)  # what `iter` takes as well
+    if isinstance(loader, Tensor | Mapping | str) or not (isinstance(loader, Iterable) or indexed):
+        raise InvalidType(
+            f"{name} is of type {type(loader).__name__}; give a DataLoader, or any iterable of batches: [(x, y)] for a "
+            "single one."
+        )
+
+
+def require_rereadable(loader: Iterable[Any], reader: str) -> None:
+    """Refuses an iterator where data are read more than once, before a first batch is taken from it.
+
+    Args:
+        loader: Batches.
+        reader: Who reads them how often, for the message.
+
+    Raises:
+        InvalidArgument: The loader can be read only once.
+    """
+    if isinstance(loader, Iterator):
+        raise InvalidArgument(
+            f"{reader}, but the loader, a {type(loader).__name__}, can be read only once; give a DataLoader or a list "
+            "of batches."
+        )

@@ -1,0 +1,133 @@
+"""A Gaussian over network outputs, and a way to draw from it that never fails on a singular covariance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace.core.random_numbers import standard_normal
+from laplace.core.symmetric_root import scaled_root
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian:
+    """N(mean, covariance) over the C outputs of B inputs.
+
+    The shape of the covariance says its kind: `[B, C, C]` one block per row, rows independent; `[B, C]`
+    variances, everything independent; `[B·C, B·C]` joint over all rows, row-major (the output runs
+    fastest). The last two have one shape only for B = C = 1, where they mean the same.
+
+    Attributes:
+        mean: `[B, C]`.
+        covariance: `[B, C, C]`, `[B, C]` or `[B·C, B·C]`, in squared units of the outputs; of outputs in float32 it
+            may be float64, in which it should have been summed where samples are to be drawn (see `scaled_root`).
+        positions: Of outputs with positions, their dimensions: B is then the number of data × positions.
+
+    Raises:
+        InvalidArgument: The shapes do not belong together.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+    positions: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.mean.ndim != 2:
+            raise InvalidArgument(f"mean has shape {list(self.mean.shape)}; [B, C] is accepted: reshape the outputs.")
+        rows, outputs = self.mean.shape
+        joint = rows * outputs
+        accepted = [[rows, outputs, outputs], [rows, outputs], [joint, joint]]
+        if list(self.covariance.shape) not in accepted:
+            raise InvalidArgument(
+                f"covariance has shape {list(self.covariance.shape)}; for a mean {[rows, outputs]} accepted are "
+                f"{accepted[0]} (per row), {accepted[1]} (variances) and {accepted[2]} (joint)."
+            )
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether the covariance holds variances only, `[B, C]`."""
+        return self.covariance.shape == self.mean.shape
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the covariance couples rows, `[B·C, B·C]`."""
+        return self.covariance.ndim == 2 and not self.is_diagonal
+
+    @property
+    def variance(self) -> Tensor:
+        """Variances of all outputs, `[B, C]`, in the dtype of the covariance."""
+        if self.is_diagonal:
+            return self.covariance
+        return self.covariance.diagonal(dim1=-2, dim2=-1).reshape(self.mean.shape)
+
+    @property
+    def shown(self) -> Tensor:
+        """The covariance in the dtype of the mean, as users see it."""
+        return self.covariance.to(self.mean.dtype)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws, `[n, B, C]`: independent noise in every row, or jointly distributed rows for a joint covariance.
+
+        Differentiable in mean and covariance (reparametrised).
+
+        Args:
+            n: Number of draws, at least 1.
+            generator: Source of randomness, used on its own device; the global one if None.
+
+        Raises:
+            InvalidArgument: n is not positive.
+            InvalidData: The mean is not finite.
+            CurvatureError: The covariance is not finite.
+        """
+        if n < 1:
+            raise InvalidArgument(f"n={n} samples were asked for; give an integer of at least 1.")
+        if not torch.isfinite(self.mean).all():
+            raise InvalidData("The mean of the Gaussian has NaN or infinite entries: look at the network's outputs.")
+        noise = standard_normal((n, *self.mean.shape), self.mean, generator)
+        return self.mean + self._colour(noise)
+
+    def _colour(self, noise: Tensor) -> Tensor:
+        """Standard normal noise `[n, B, C]` to noise with this covariance."""
+        if self.is_diagonal:
+            _check_finite(self.covariance)
+            return noise * _safe_sqrt(self.covariance).to(noise)
+        root = covariance_root(self.covariance).to(noise)
+        if self.is_joint:
+            return (noise.flatten(1) @ root.T).view_as(noise)
+        return (root @ noise.permute(1, 2, 0)).permute(2, 0, 1)
+
+
+def covariance_root(covariance: Tensor) -> Tensor:
+    """A factor R with R Rᵀ = Σ that always exists, `[..., C, C]`: one rule, `scaled_root`, with all its derivatives.
+
+    Where outputs are independent by structure, as under a diagonal posterior of a last layer, no covariance is other
+    than zero: the same root is then known without a decomposition.
+
+    Args:
+        covariance: `[..., C, C]`; its symmetric part is used, negative eigenvalues count as zero.
+
+    Raises:
+        CurvatureError: An entry is NaN or infinite.
+    """
+    _check_finite(covariance)
+    variances = covariance.diagonal(dim1=-2, dim2=-1)
+    if not covariance.requires_grad and bool(covariance.count_nonzero() == variances.count_nonzero()):
+        return torch.diag_embed(_safe_sqrt(variances))
+    return scaled_root(covariance)
+
+
+def _safe_sqrt(variance: Tensor) -> Tensor:
+    """√max(v, 0) with a zero, not infinite, gradient where v ≤ 0."""
+    positive = variance > 0
+    return torch.where(positive, torch.where(positive, variance, 1.0).sqrt(), 0.0)
+
+
+def _check_finite(covariance: Tensor) -> None:
+    if not torch.isfinite(covariance).all():
+        raise CurvatureError(
+            "The covariance has NaN or infinite entries, so nothing can be drawn from it: look at the prior "
+            "precision, the noise and the curvature it was computed from."
+        )

@@ -1,6 +1,0 @@
-"""Layer rules, one small file per family; importing this package files them all."""
-
-from laplace.curvature.native.layers import convolution, embedding, linear, scale_shift
-from laplace.curvature.native.layers.base import RULES, LayerRule, Reading, rule_for
-
-__all__ = ["RULES", "LayerRule", "Reading", "convolution", "embedding", "linear", "rule_for", "scale_shift"]

@@ -1,0 +1,266 @@
+"""A user's own backend as an engine: the methods that it defines, and the library's for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.gram import mirror
+from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine, Groups, detached, require_no_positions
+from laplace.engines.kron_parts import KronBlock, KronParts
+from laplace.engines.native.accumulate import BlockSum, DiagSum, FullSum
+from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.jacobian.blocks import Block, DenseBlock
+from laplace.jacobian.jacobian import Jacobian
+from laplace.network.model_guard import gradients_set_aside, hooks_put_back, lent
+
+if TYPE_CHECKING:
+    from laplace.curvature.interface import CurvatureInterface
+
+_PUBLIC = ("full", "diag", "kron", "jacobians", "last_layer_jacobians", "gradients")
+DERIVATIVES = frozenset(("jacobians", "last_layer_jacobians", "gradients"))
+"""Those of which the library's curvature makes use when a user's method calls the library's by `super()`."""
+
+
+def is_ours(part: Any) -> bool:
+    """Whether a class or function belongs to the library."""
+    return part.__module__.startswith("laplace.")
+
+
+def users_methods(interface: CurvatureInterface) -> frozenset[str]:
+    """The public methods that a class outside of the library has defined."""
+    return frozenset(name for name in _PUBLIC if not is_ours(getattr(type(interface), name)))
+
+
+class AdaptedEngine(CurvatureEngine):
+    """Primitives from a user's `full`, `diag`, `kron`, `jacobians` and `gradients`.
+
+    Curvature that the class does not give itself follows from its Jacobians (GGN) or gradients (empirical Fisher) if it
+    defines them, then from its full matrix, and is the library's if it defines nothing that bears on it.
+
+    Args:
+        interface: The user's backend.
+        own: The library's engine of the same kind.
+        methods: Names of the methods that are the user's.
+        options: Keyword arguments of its `diag` and `kron`.
+
+    Raises:
+        UnsupportedError: One noise per output, for which such a backend keeps no terms.
+    """
+
+    def __init__(
+        self, interface: CurvatureInterface, own: CurvatureEngine, methods: frozenset[str], options: dict[str, Any]
+    ) -> None:
+        super().__init__(own.problem, own.likelihood)
+        if own.split_outputs:
+            raise UnsupportedError(
+                f"sigma_noise holds one noise per output, for which {type(interface).__name__} keeps no terms; give "
+                "one noise, or use backend=NativeGGN."
+            )
+        self.interface = interface
+        self.own = own
+        self.methods = methods
+        self.options = options
+        self.kind, self.name = interface.kind, type(interface).__name__
+        self.generator = own.generator
+        self.dtype = torch.promote_types(own.problem.dtype, torch.float32)
+
+    # Primitives.
+
+    def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
+        if "full" in self.methods:
+            return self._users_full(x, y, running)
+        if not self._gives_columns:
+            return self.own.full(x, y, running)
+        total = FullSum(range(len(self.problem.slots)), self.problem, 1, self.dtype, running)
+        summary, blocks = self._weighted(x, y)
+        total.add(blocks, 0)
+        return summary, total.values if running is not None else mirror(total.values)
+
+    def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
+        if "diag" in self.methods and bases is None:
+            with _borrowed(self.problem.module):
+                loss, values = self.interface.diag(x, y, **self.options)
+            return self._summary(x, y, loss), self._shaped("diag", values, 1).unsqueeze(0)
+        if self._gives_columns:
+            total = DiagSum(self.problem, 1, self.dtype, bases)
+            summary, blocks = self._weighted(x, y)
+            total.add(blocks, 0)
+            return summary, total.result()
+        if "full" in self.methods:
+            if bases is not None:
+                raise self._no_way("an eigenvalue correction")
+            summary, values = self._users_full(x, y, None)
+            return summary, values.diagonal(dim1=1, dim2=2)
+        return self.own.diag(x, y, bases)
+
+    def kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
+        if "kron" not in self.methods:
+            return self.own.kron(x, y)
+        n_data = batches.size(x, self.interface.dict_key_x)
+        with _borrowed(self.problem.module):
+            loss, kron = self.interface.kron(x, y, N=n_data, **self.options)
+        return self._summary(x, y, loss), self._parts(kron.kfacs, n_data)
+
+    def blocks(
+        self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[Tensor] | None = None
+    ) -> tuple[BatchSummary, tuple[Tensor, ...]]:
+        if self._gives_columns:
+            total = BlockSum(groups, self.problem, 1, self.dtype, running)
+            summary, found = self._weighted(x, y)
+            total.add(found, 0)
+            return summary, tuple(mirror(part) for part in total.result())
+        if "full" not in self.methods:
+            return self.own.blocks(x, y, groups, running)
+        summary, values = self._users_full(x, y, None)
+        slices = self.problem.layout.slices
+        parts: list[Tensor] = []
+        for n, group in enumerate(groups):
+            at = torch.cat([torch.arange(slices[i].start, slices[i].stop) for i in group]).to(values.device)
+            block = values[:, at][:, :, at]
+            parts.append(block if running is None else running[n].add_(block))
+        return summary, tuple(parts)
+
+    def matmul(
+        self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
+    ) -> tuple[BatchSummary, Tensor]:
+        if self._gives_columns:
+            summary, blocks = self._weighted(x, y)
+            columns = torch.cat([blocks[i].dense() for i in sorted(blocks)], 2).flatten(0, 1).to(vectors)  # [K·B, P]
+            products = (vectors @ columns.T) @ columns
+        elif "full" in self.methods:
+            summary, values = self._users_full(x, y, None)
+            products = vectors @ values.to(vectors)
+        else:
+            return self.own.matmul(x, y, vectors, running)
+        return summary, products if running is None else running.add_(products)
+
+    def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
+        name = self._jacobians
+        if name is None:
+            yield from self.own.jacobian(x, create_graph=create_graph)
+            return
+        with _borrowed(self.problem.module):
+            method = getattr(self.interface, name)
+            J, f = method(x, enable_backprop=True) if create_graph else method(x)
+        J, f = (J, f) if create_graph else (J.detach(), f.detach())
+        require_no_positions(f.shape[1:-1], self.name)
+        yield Jacobian.from_dense(self._shaped(name, J, 3), self.problem.layout.sizes), f
+
+    def coverage(self) -> dict[str, str]:
+        known = self.own.coverage()
+        name = type(self.interface).__qualname__
+        return {slot.name: known.get(slot.name, f"by {name}") for slot in self.problem.slots}
+
+    # How they come about.
+
+    @property
+    def _jacobians(self) -> str | None:
+        """The user's method that gives the Jacobians of this problem, or None."""
+        names = ("last_layer_jacobians", "jacobians") if self.interface.last_layer else ("jacobians",)
+        return next((name for name in names if name in self.methods), None)
+
+    @property
+    def _gives_columns(self) -> bool:
+        """Whether the user's methods say what the columns of the curvature's outer products are."""
+        if self.kind == "ef":
+            return "gradients" in self.methods or self._jacobians is not None
+        return self.kind == "ggn" and self._jacobians is not None
+
+    def _weighted(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Mapping[int, Block]]:
+        """Columns whose outer products add up to the curvature, as one block per tensor."""
+        if "gradients" in self.methods and self.kind == "ef":
+            factor = self.likelihood.torch_loss()[1]
+            with _borrowed(self.problem.module):
+                gradients, loss = self.interface.gradients(x, y)
+            columns = factor * self._shaped("gradients", gradients.detach(), 2).unsqueeze(0)
+            summary = self._summary(x, y, factor * loss)
+        else:
+            ((jacobian, f),) = self.jacobian(x)
+            f = f.to(self.dtype)
+            y = self.checked(f, y)
+            ef = self.kind == "ef"
+            u = self.likelihood.gradient(f, y).unsqueeze(0) if ef else self.likelihood.hessian(f, y).root()
+            columns = torch.einsum("kbc,bcp->kbp", u, jacobian.dense().to(u))
+            summary = BatchSummary(
+                self.likelihood.loss_terms(f, y).sum().reshape(1), self.likelihood.count(f, y), f.shape[1]
+            )
+        parts = columns.to(self.dtype).split(list(self.problem.layout.sizes), 2)
+        return summary, {i: DenseBlock(part) for i, part in enumerate(parts)}
+
+    def _users_full(self, x: Inputs, y: Tensor, running: Tensor | None) -> tuple[BatchSummary, Tensor]:
+        with _borrowed(self.problem.module):
+            loss, values = self.interface.full(x, y)
+        values = self._shaped("full", values, 2).unsqueeze(0)
+        return self._summary(x, y, loss), values if running is None else running.add_(values)
+
+    def _summary(self, x: Inputs, y: Tensor, loss: Tensor) -> BatchSummary:
+        """The user's loss, with the number of data and outputs that one forward pass tells."""
+        with torch.no_grad(), lent(self.problem.module):
+            f = self.problem.run(self.problem.detached(), detached(x)).to(self.dtype)
+        require_no_positions(f.shape[1:-1], self.name)
+        y = self.checked(f, y)
+        terms = torch.as_tensor(loss, dtype=self.dtype, device=f.device).detach().reshape(1)
+        return BatchSummary(terms, self.likelihood.count(f, y), f.shape[1])
+
+    def _shaped(self, method: str, values: Tensor, ndim: int) -> Tensor:
+        """What a user's method returned, if its shape can be right.
+
+        Raises:
+            InvalidArgument: It is not.
+        """
+        n_params = self.problem.layout.n_params
+        square = method != "full" or values.shape[0] == n_params
+        if values.ndim != ndim or values.shape[-1] != n_params or not square:
+            raise InvalidArgument(
+                f"{type(self.interface).__name__}.{method} returned a tensor of shape {tuple(values.shape)}; it must "
+                f"have {ndim} dimensions, the last one P = {n_params}, the number of treated parameters."
+            )
+        return values.to(self.dtype) if method in ("full", "diag") else values
+
+    def _parts(self, kfacs: Sequence[Sequence[Tensor]], n_data: int) -> KronParts:
+        """Sums over data from factors of which the input side is a mean over them."""
+        factors: dict[str, Tensor] = {}
+        blocks: list[KronBlock] = []
+        for i, (found, size) in enumerate(zip(kfacs, self.problem.layout.sizes, strict=True)):
+            sides = [side.detach().to(self.dtype) for side in found]
+            counts = [side.shape[-1] * (len(side) if side.ndim == 3 else 1) for side in sides]
+            if len(sides) == 1:
+                kind = "diag" if sides[0].ndim == 1 else "dense"
+                factors[f"{kind}:{i}"] = sides[0].unsqueeze(0)
+                blocks.append(KronBlock(kind, size, f"{kind}:{i}"))
+                product = counts[0]
+            else:
+                input_first = sides[0].ndim == 1  # the counts of an embedding's rows
+                inputs, output = sides if input_first else reversed(sides)
+                factors[f"out:{i}"] = (output if output.ndim == 3 else output.unsqueeze(0)).unsqueeze(0)
+                factors[f"in:{i}"] = n_data * (inputs.unsqueeze(0) if inputs.ndim == 2 else inputs)
+                factors[f"positions:{i}"] = torch.tensor(float(n_data), dtype=self.dtype, device=output.device)
+                blocks.append(KronBlock("kron", size, f"out:{i}", f"in:{i}", f"positions:{i}", input_first))
+                product = output.shape[-1] * counts[0 if input_first else 1]
+            if product != size:
+                raise InvalidArgument(
+                    f"{type(self.interface).__name__}.kron returned factors of {product} entries for "
+                    f"{self.problem.slots[i].name!r}, of which {size} are treated."
+                )
+        return KronParts(factors, tuple(blocks))
+
+    def _no_way(self, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{type(self.interface).__name__} gives a full curvature only, from which {what} does not follow; define "
+            "`jacobians` as well, or use backend=NativeGGN."
+        )
+
+
+@contextmanager
+def _borrowed(module: torch.nn.Module) -> Iterator[None]:
+    """For calls of a user's backend: evaluation mode, gradients enabled, the model put back afterwards."""
+    with lent(module), hooks_put_back(module), gradients_set_aside(module):  # noqa: SIM117
+        with torch.inference_mode(False), torch.enable_grad():
+            yield

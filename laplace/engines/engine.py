@@ -1,0 +1,197 @@
+"""What computes the numbers of a batch: primitives, from which each structure takes the one it needs."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from laplace.core.batch import Inputs
+from laplace.engines.kron_parts import KronParts, KronSketch, Probe
+from laplace.engines.profile import BatchProfile
+from laplace.errors import UnsupportedError
+from laplace.jacobian.blocks import Block
+from laplace.jacobian.jacobian import Jacobian
+from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.logits import require_logits
+from laplace.weights.problem import Problem
+
+
+@dataclass(frozen=True)
+class BatchSummary:
+    """What a batch contributes besides its curvature.
+
+    Attributes:
+        loss_terms: Summed unit negative log likelihood, `[1]`, or `[C]` with one noise per output.
+        n_data: Data that count.
+        n_outputs: C.
+    """
+
+    loss_terms: Tensor
+    n_data: int
+    n_outputs: int
+
+
+Bases = Sequence["Basis"]
+"""An orthogonal basis per treated tensor."""
+
+
+class Basis(Protocol):
+    """An orthogonal basis of the entries of one tensor."""
+
+    def project(self, block: Block) -> Block:
+        """A Jacobian block in this basis."""
+        ...
+
+
+class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engine)
+    """Base of all engines: every primitive refuses, by type, until an engine offers it.
+
+    Args:
+        problem: The network and its treated tensors.
+        likelihood: Loss and output Hessian.
+        split_outputs: Keep one curvature term per output, so that a vector noise can be changed after `fit`.
+
+    Attributes:
+        kind: `"ggn"`, `"ef"` or `"hessian"`: how the curvature scales with noise and temperature.
+        name: What users call it.
+        generator: Source of the draws of sampled curvature, or None.
+        inspect: Called once, by engines that can say, with what the next batch shows, before its curvature is summed.
+    """
+
+    kind: str = "ggn"
+    name: str = "CurvatureInterface"
+    generator: torch.Generator | None = None
+    inspect: Callable[[BatchProfile], None] | None = None
+
+    def __init__(self, problem: Problem, likelihood: Likelihood, *, split_outputs: bool = False) -> None:
+        self.problem = problem
+        self.likelihood = likelihood
+        self.split_outputs = split_outputs
+        self._seen = False
+
+    def checked(self, f: Tensor, y: Tensor) -> Tensor:
+        """Checked targets of outputs f `[B, C]`; the first outputs that an engine sees must be logits, if any need be.
+
+        Raises:
+            InvalidData: Outputs or targets that cannot be used.
+        """
+        y = self.likelihood.check_targets(f, y)
+        if not self._seen:
+            require_logits(self.likelihood, f, self.problem.dtype)
+            self._seen = True
+        return y
+
+    def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
+        """Diagonal of the unit curvature of a batch, `[E, P]`, or of Uᵀ H U with a basis U for every tensor."""
+        raise self._refusal("diag" if bases is None else "diag in a basis")
+
+    def kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
+        """Kronecker factors of the unit curvature of a batch."""
+        raise self._refusal("kron")
+
+    def sketch(self, x: Inputs, y: Tensor, probe: Probe, *, diagonal: bool) -> tuple[BatchSummary, KronSketch]:
+        """Products of the Kronecker factors of a batch with the matrices of a probe, and its diagonal if asked.
+
+        Here from the factors themselves, which an engine that can do without need not form.
+        """
+        summary, parts = self.kron(x, y)
+        return summary, KronSketch(parts.times(probe), self.diag(x, y)[1] if diagonal else None)
+
+    def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
+        """Unit curvature of a batch, `[E, P, P]`.
+
+        With a running sum it is added in place, and only the upper block triangle need be right: whoever holds the sum
+        completes it once, at the end.
+        """
+        raise self._refusal("full")
+
+    def blocks(
+        self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[Tensor] | None = None
+    ) -> tuple[BatchSummary, tuple[Tensor, ...]]:
+        """Blocks of the unit curvature of groups of tensors, `[E, p, p]` each; a running sum as in `full`."""
+        raise self._refusal("blocks")
+
+    def matmul(
+        self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
+    ) -> tuple[BatchSummary, Tensor]:
+        """Products `[E, R, P]` of the unit curvature of a batch with vectors `[E, R, P]` (`[1, R, P]`: for all).
+
+        With a running sum they are added in place, so that no second block of long vectors is held.
+        """
+        raise self._refusal("matmul")
+
+    def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
+        """Jacobians and outputs `[b, C]` of consecutive parts of a batch, each within the memory budget.
+
+        Of outputs with positions, b are rows, data × positions, and `Jacobian.positions` says their dimensions.
+
+        The network is lent as long as the generator is open: read it to its end, or close it.
+        """
+        raise self._refusal("jacobian")
+
+    def head_jacobian(self, x: Inputs, *, create_graph: bool = False) -> list[tuple[Jacobian, Tensor]] | None:
+        """What `jacobian` gives, where all treated tensors belong to a head, of which it is cheap; else None."""
+        parts = list(self.jacobian(x, create_graph=create_graph))
+        return parts if parts and all(jacobian.is_head for jacobian, _ in parts) else None
+
+    def survey(self, x: Inputs, y: Tensor) -> BatchProfile:
+        """Shapes, memory and seconds of a batch, without its curvature; no random numbers are drawn."""
+        raise UnsupportedError(
+            f"backend={self.name} does not say what a batch takes; only the library's own backends can be planned for."
+        )
+
+    def outline(self, x: Inputs | None = None) -> BatchProfile | None:
+        """What shapes alone show, of a batch or, without one, of the least of all batches; None of engines that cannot.
+
+        A lower bound of `survey`, without its seconds.
+        """
+        del x
+        return None
+
+    def coverage(self) -> dict[str, str]:
+        """Which rule or fallback explains each treated tensor; empty before the first batch."""
+        return {}
+
+    def _refusal(self, primitive: str) -> UnsupportedError:
+        needed = _NEEDED_BY.get(primitive, "this")
+        return UnsupportedError(
+            f"backend={self.name} does not offer the primitive {primitive!r} that hessian_structure={needed!r} "
+            "needs; use backend=NativeGGN, the default, or another structure."
+        )
+
+
+Groups = tuple[tuple[int, ...], ...]
+"""Positions of the treated tensors whose entries share a dense block."""
+
+_NEEDED_BY = {"blocks": "block", "matmul": "lowrank", "diag in a basis": "ekfac", "jacobian": "any"} | {
+    name: name for name in ("diag", "kron", "full")
+}
+
+
+def require_no_positions(positions: Sequence[int], name: str) -> None:
+    """Raises where outputs have positions, which only the library's own engines know.
+
+    Raises:
+        UnsupportedError: They have.
+    """
+    if positions:
+        raise UnsupportedError(
+            f"the network's outputs have positions, {list(positions)} besides data and channels, which backend={name} "
+            "does not know; use backend=NativeGGN, the default, or NativeEF."
+        )
+
+
+def detached(x: Inputs) -> Any:
+    """Inputs without a graph, and usable by autograd also when they were made under inference mode."""
+    from laplace.core import batch as batches
+
+    def clean(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone() if tensor.is_inference() else tensor.detach()
+
+    with torch.inference_mode(False):
+        return batches.transform(x, clean)

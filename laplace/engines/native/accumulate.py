@@ -1,0 +1,368 @@
+"""Sums over a batch: from the blocks of a weighted Jacobian to a diagonal, Kronecker factors or a full matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from laplace.core.gram import add_gram, group_gram, group_product
+from laplace.engines.engine import Bases, Groups
+from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT, UNUSED, KronBlock, KronParts, Probe
+from laplace.jacobian.blocks import CHUNK_BYTES, Block, PickedBlock
+from laplace.jacobian.factors import IndexBlock, OuterBlock
+from laplace.jacobian.heads import Head, HeadBlock
+from laplace.jacobian.jacobian import Jacobian
+from laplace.likelihoods.base import OutputHessian
+from laplace.weights.problem import Problem
+
+
+class DiagSum:
+    """Diagonal of the curvature, `[E, P]`, or of Uᵀ H U with a basis U for every tensor.
+
+    Args:
+        problem: The treated tensors.
+        n_terms: E.
+        dtype: Curvature dtype.
+        bases: U of every tensor, or None for the identity.
+    """
+
+    def __init__(self, problem: Problem, n_terms: int, dtype: torch.dtype, bases: Bases | None = None) -> None:
+        self.slices = problem.layout.slices
+        self.bases = bases
+        self.values = torch.zeros(n_terms, problem.layout.n_params, dtype=dtype, device=problem.device)
+
+    def in_basis(self, slot: int, block: Block) -> Block:
+        """The block in the basis of its tensor."""
+        return block if self.bases is None else self.bases[slot].project(block)
+
+    def add(self, blocks: Mapping[int, Block], first: int) -> None:
+        """Adds the squares of weighted blocks whose cotangents begin at term `first`."""
+        for slot, block in blocks.items():
+            target = self.values[:, self.slices[slot]]
+            squares = self.in_basis(slot, block).sum_of_squares(apart=len(target) > 1)
+            _add_terms(target, squares, first)
+
+    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
+        """Adds (uᵀ Λ u) φ_i² of a head, without a root of Λ; the blocks are in their bases, u the rows of g."""
+        for slot, block in blocks.items():
+            squares = _features(block).to(self.values.dtype).square()
+            target = self.values[:, self.slices[slot]].view(len(self.values), -1, squares.shape[1])
+            if isinstance(block, HeadBlock):
+                weights = hessian.diagonal().to(squares)  # [B, C]
+                # A term per output has the entries of that output alone.
+                (target[0] if len(target) == 1 else target.diagonal().T).add_(weights.T @ squares)
+                continue
+            directions = block.g[:, 0, 0, 0, :].to(squares)  # [C, O]
+            if len(target) == 1:
+                target[0] += hessian.diagonal_in(directions).T @ squares
+            else:
+                sums = hessian.diagonal().to(squares).T @ squares
+                target += directions.square().unsqueeze(2) * sums.unsqueeze(1)
+
+    def result(self) -> Tensor:
+        """`[E, P]`."""
+        return self.values
+
+
+class FullSum:
+    """Upper block triangle of the full curvature of some tensors, `[E, p, p]`.
+
+    Args:
+        slots: Positions of the tensors; their entries follow each other.
+        problem: All treated tensors.
+        n_terms: E.
+        dtype: Curvature dtype.
+        running: A running sum to add to in place, or None to start at zero.
+    """
+
+    def __init__(
+        self, slots: Sequence[int], problem: Problem, n_terms: int, dtype: torch.dtype, running: Tensor | None = None
+    ) -> None:
+        self.slices: dict[int, slice] = {}
+        size = 0
+        for i in slots:
+            self.slices[i] = slice(size, size + problem.slots[i].size)
+            size += problem.slots[i].size
+        if running is None:
+            running = torch.zeros(n_terms, size, size, dtype=dtype, device=problem.device)
+        self.values = running
+
+    def add(self, blocks: Mapping[int, Block], first: int) -> None:
+        """Adds Σ_kb J Jᵀ of weighted blocks whose cotangents begin at term `first`."""
+        for piece in Jacobian(tuple(blocks[i] for i in self.slices)).pieces():
+            if len(self.values) == 1:
+                add_gram(self.values[0], piece.flatten(0, 1))
+                continue
+            for k in range(piece.shape[1]):
+                add_gram(self.values[(first + k) % len(self.values)], piece[:, k])
+
+    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
+        """Adds Σ_b Λ_b ⊗ φ_b φ_bᵀ of a head that is the whole sum, φ = [features, 1].
+
+        With Λ = diag(d) − u uᵀ that is C Grams of φ, less one Gram of u ⊗ φ, C times less work than with a root.
+        """
+        features = {i: _features(blocks[i]) for i in self.slices}
+        dtype = self.values.dtype
+        for i, left in features.items():
+            for j, right in features.items():
+                if hessian.dense is None:
+                    self._add_grams(i, j, left, right, hessian.diag.to(dtype))
+                else:
+                    self._add_products(i, j, left, right, hessian.dense.to(dtype))
+        if hessian.dense is None and hessian.vec is not None:
+            step = self._rows_at_once(self.values.shape[1])
+            for rows, *parts in zip(
+                hessian.vec.split(step), *(part.split(step) for part in features.values()), strict=True
+            ):
+                vec = rows.to(dtype).unsqueeze(2)
+                stacked = torch.cat([(vec * part.unsqueeze(1)).flatten(1) for part in parts], 1)
+                add_gram(self.values[0], stacked, sign=-1.0)
+
+    def _rows_at_once(self, width: int) -> int:
+        """How many rows of so many numbers fit into a piece."""
+        return max(1, CHUNK_BYTES // (self.values.element_size() * width))
+
+    def _view(self, i: int, j: int, shape: tuple[int, int, int]) -> Tensor:
+        """Entries of two tensors as `[E, C, D_i, C, D_j]`."""
+        c, n_left, n_right = shape
+        return self.values[:, self.slices[i], self.slices[j]].view(-1, c, n_left, c, n_right)
+
+    def _add_grams(self, i: int, j: int, left: Tensor, right: Tensor, weights: Tensor) -> None:
+        """Σ_b d_bc φ φᵀ at the diagonal blocks (c, c), each in its own term where terms are kept apart."""
+        grams = torch.stack([left.T @ (d[:, None] * right) for d in weights.T])
+        view = self._view(i, j, (len(grams), left.shape[1], right.shape[1])).diagonal(dim1=1, dim2=3)
+        target = view[0] if len(view) == 1 else view.diagonal(dim1=0, dim2=3)
+        target.add_(grams.permute(1, 2, 0))
+
+    def _add_products(self, i: int, j: int, left: Tensor, right: Tensor, dense: Tensor) -> None:
+        """Σ_b Λ_bcd φ φᵀ for a Λ without structure."""
+        c, n_left, n_right = dense.shape[1], left.shape[1], right.shape[1]
+        products = left.new_zeros(n_left, c * c * n_right)
+        step = self._rows_at_once(c * c * n_right)
+        for a, middle, b in zip(left.split(step), dense.flatten(1).split(step), right.split(step), strict=True):
+            products += a.T @ (middle.unsqueeze(2) * b.unsqueeze(1)).flatten(1)
+        self._view(i, j, (c, n_left, n_right))[0].add_(products.view(n_left, c, c, n_right).transpose(0, 1))
+
+    def result(self) -> Tensor:
+        """`[E, P, P]`, of which the upper block triangle counts."""
+        return self.values
+
+
+class BlockSum:
+    """Full curvatures of groups of tensors: what lies on the block diagonal.
+
+    Args:
+        groups: Positions of the tensors that share a block.
+        problem: All treated tensors.
+        n_terms: E.
+        dtype: Curvature dtype.
+        running: Running sums to add to in place.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        problem: Problem,
+        n_terms: int,
+        dtype: torch.dtype,
+        running: Sequence[Tensor] | None = None,
+    ) -> None:
+        former = [None] * len(groups) if running is None else running
+        self.sums = [FullSum(g, problem, n_terms, dtype, r) for g, r in zip(groups, former, strict=True)]
+
+    def add(self, blocks: Mapping[int, Block], first: int) -> None:
+        """Adds the blocks to the sums of their groups."""
+        for part in self.sums:
+            if blocks.keys() >= part.slices.keys():
+                part.add(blocks, first)
+
+    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
+        """Adds a head to the sums of which it is the whole."""
+        for part in self.sums:
+            if blocks.keys() >= part.slices.keys():
+                part.add_head(blocks, hessian)
+
+    def result(self) -> tuple[Tensor, ...]:
+        """`[E, p, p]` of every group, of which the upper block triangle counts."""
+        return tuple(part.values for part in self.sums)
+
+
+def _add_terms(total: Tensor, values: Tensor, first: int) -> None:
+    """Adds values `[k, …]` of the cotangents from `first` on to their terms `[E, …]`.
+
+    A term is an output. Of outputs with positions the cotangents of one position follow each other, E at a time.
+    """
+    if len(total) == 1:
+        total += values
+    elif first + len(values) <= len(total):
+        total[first : first + len(values)] += values
+    else:
+        terms = torch.arange(first, first + len(values), device=total.device) % len(total)
+        total.index_add_(0, terms, values.to(total))
+
+
+def _features(block: Head) -> Tensor:
+    """Inputs of an unshared layer `[B, D]`, a 1 for its bias."""
+    if isinstance(block, HeadBlock):
+        return block.features
+    return block.g.new_ones(block.n_data, 1) if block.a is None else block.a[:, 0, 0]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the block of a tensor comes from.
+
+    Attributes:
+        use: Key of the layer's use: a weight and its bias share the output side of one use.
+        single: Whether the tensor has one use only. Of more, a small tensor has an exact block; the positions of all
+            uses are those of one layer in the factors of a large one.
+        unused: Whether the batch does not need the tensor, so that another batch says in which form it is held.
+    """
+
+    use: str
+    single: bool
+    unused: bool = False
+
+
+class KronSum:
+    """Kronecker factors by key; exact dense or diagonal blocks where a tensor has none.
+
+    Args:
+        problem: The treated tensors.
+        n_terms: E.
+        dtype: Curvature dtype.
+        origins: Where each tensor's block comes from.
+        reduce: KFAC-reduce (average positions before the outer product) instead of KFAC-expand.
+        probe: Matrices with which factors are multiplied as they are summed, so that none is formed; tensors without
+            factors are left out then.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        n_terms: int,
+        dtype: torch.dtype,
+        origins: Sequence[Origin],
+        *,
+        reduce: bool,
+        probe: Probe | None = None,
+    ) -> None:
+        self.problem = problem
+        self.n_terms = n_terms
+        self.dtype = dtype
+        self.origins = origins
+        self.reduce = reduce
+        self.probe = probe
+        self.factors: dict[str, Tensor] = {}
+        self.blocks: dict[int, KronBlock] = {}
+
+    def add(self, blocks: Mapping[int, Block], first: int) -> None:
+        """Adds weighted blocks whose cotangents begin at term `first` (the first chunk has `first` = 0)."""
+        seen: set[str] = set()
+        for slot, block in blocks.items():
+            if self.origins[slot].unused:
+                self._put_diagonal(UNUSED, slot, block, first)
+                continue
+            whole = block.whole if isinstance(block, PickedBlock) else block
+            factored = isinstance(whole, OuterBlock | IndexBlock)
+            if factored and (self.origins[slot].single or block.size > DENSE_BLOCK_LIMIT):
+                self._kronecker(slot, whole, first, seen)
+                index = block.index if isinstance(block, PickedBlock) else None
+                self.blocks[slot] = replace(self.blocks[slot], size=block.size, index=index)
+            else:
+                self._exact(slot, block, first)
+
+    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
+        """Adds A = Σ φφᵀ and B = Σ Λ of a head, without a root of Λ."""
+        for slot, block in blocks.items():
+            output = f"out:{self.origins[slot].use}"
+            if output not in self.factors:
+                self.factors[output] = self._head_side(output, hessian)
+            a = None if block.is_bias else _features(block).unsqueeze(1)
+            self._inputs(slot, block.size, output, a, block.n_data)
+
+    def _head_side(self, key: str, hessian: OutputHessian) -> Tensor:
+        """B = Σ Λ, `[E, 1, C, C]`, or its products `[E, 1, C, w]`."""
+        n_outputs = hessian.diag.shape[1]
+        if self.probe is None:
+            total = hessian.total()
+            total = total if self.n_terms == 1 else torch.diag_embed(torch.diag(total.diagonal()))
+        else:
+            matrix = self.probe(key, 1, n_outputs)[0].to(hessian.diag)
+            total = hessian.total_times(matrix)
+            if self.n_terms > 1:
+                total = torch.diag(hessian.diagonal().sum(0)).unsqueeze(2) * matrix
+        return total.reshape(self.n_terms, 1, n_outputs, -1).to(self.dtype)
+
+    def _kronecker(self, slot: int, block: OuterBlock | IndexBlock, first: int, seen: set[str]) -> None:
+        output = self._output_key(slot, block)
+        if output not in seen:
+            seen.add(output)
+            self._put_terms(output, self._output_side(output, block), first)
+        if first > 0:
+            return
+        if isinstance(block, OuterBlock):
+            a = block.a.mean(1, keepdim=True) if self.reduce and block.a is not None else block.a
+            positions = block.n_data * (1 if self.reduce else block.n_positions)
+            self._inputs(slot, block.size, output, a, positions, input_first=block.input_first)
+        else:
+            counts = torch.bincount(block.index[block.index >= 0], minlength=block.n_rows).to(self.dtype)
+            self.factors |= {f"in:{slot}": counts, f"positions:{slot}": block.counted.sum().to(self.dtype)}
+            self.blocks[slot] = KronBlock("kron", block.size, output, f"in:{slot}", f"positions:{slot}", True)
+
+    def _inputs(
+        self, slot: int, size: int, output: str, a: Tensor | None, positions: int, *, input_first: bool = False
+    ) -> None:
+        key = None if a is None else f"in:{slot}"
+        if a is not None:
+            self.factors[f"in:{slot}"] = self._gram(f"in:{slot}", a)
+        count = torch.tensor(float(positions), dtype=self.dtype, device=self.problem.device)
+        self.factors[f"positions:{slot}"] = count
+        self.blocks[slot] = KronBlock("kron", size, output, key, f"positions:{slot}", input_first)
+
+    def _output_key(self, slot: int, block: OuterBlock | IndexBlock) -> str:
+        """Shared by a weight and its bias, unless one of them sees other gradients than the layer's outputs'."""
+        own = isinstance(block, IndexBlock) or block.unfolded or self.problem.slots[slot].entries is not None
+        return f"own:{slot}" if own else f"out:{self.origins[slot].use}"
+
+    def _gram(self, key: str, rows: Tensor) -> Tensor:
+        """Σ x xᵀ of rows `[..., G, n]`, `[G, n, n]`, or its product with the probe of this side, `[G, n, w]`."""
+        if self.probe is None:
+            return group_gram(rows)
+        return group_product(rows, self.probe(key, *rows.shape[-2:]).to(rows))
+
+    def _output_side(self, key: str, block: OuterBlock | IndexBlock) -> Tensor:
+        """Σ g gᵀ over data and positions, `[k, G, O, O]`, or `[1, G, O, O]` where terms are not kept apart."""
+        if isinstance(block, IndexBlock):
+            # Always expand: the mean of one-hot vectors has no diagonal second moment.
+            g = block.g[:, block.counted].unsqueeze(2)
+        else:
+            g = block.g.sum(2) if self.reduce else block.g
+        return torch.stack([self._gram(key, term) for term in (g.unsqueeze(0) if self.n_terms == 1 else g)])
+
+    def _exact(self, slot: int, block: Block, first: int) -> None:
+        if block.size > DENSE_BLOCK_LIMIT or self.probe is not None:
+            self._put_diagonal("diag", slot, block, first)
+            return
+        self.blocks[slot] = KronBlock("dense", block.size, f"dense:{slot}")
+        for piece in block.pieces():
+            self._put_terms(f"dense:{slot}", piece.transpose(1, 2) @ piece, first)
+
+    def _put_diagonal(self, kind: str, slot: int, block: Block, first: int) -> None:
+        self.blocks[slot] = KronBlock(kind, block.size, f"{kind}:{slot}")
+        if self.probe is None:
+            self._put_terms(f"{kind}:{slot}", block.sum_of_squares(apart=self.n_terms > 1), first)
+
+    def _put_terms(self, key: str, values: Tensor, first: int) -> None:
+        """Adds values `[k, ...]` of the terms from `first` on, or their sum where terms are not kept apart."""
+        if self.n_terms == 1:
+            values, first = values.sum(0, keepdim=True), 0
+        total = self.factors.setdefault(key, values.new_zeros(self.n_terms, *values.shape[1:]))
+        _add_terms(total, values, first)
+
+    def result(self) -> KronParts:
+        """All factors."""
+        return KronParts(self.factors, tuple(self.blocks[i] for i in range(len(self.problem.slots))))

@@ -1,0 +1,334 @@
+"""The native engine: captured forward passes with proven plans, from which every quantity follows."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.memory import DATUM, POSITION, in_slices, ran_out
+from laplace.core.positions import target_rows
+from laplace.engines.engine import BatchSummary, CurvatureEngine, detached
+from laplace.engines.native.backward import prefers_loop
+from laplace.engines.native.capture import Capture, capture
+from laplace.engines.native.passes import ForwardPass
+from laplace.engines.native.plan import Plan, make_plan, unused_still
+from laplace.engines.native.products import Linearised
+from laplace.engines.native.surveying import blank, outlined, surveyed
+from laplace.engines.native.unused import check_unreached
+from laplace.engines.native.uses import Call
+from laplace.engines.profile import BatchProfile
+from laplace.errors import InvalidArgument, InvalidData, OutOfMemory, UnsupportedError
+from laplace.jacobian.jacobian import Jacobian
+from laplace.likelihoods.base import Likelihood
+from laplace.network.model_guard import lent
+from laplace.weights.problem import Problem
+
+MEMORY_BUDGET = 2**30
+"""Bytes of output gradients held at once: fixed, so that results do not depend on the machine."""
+
+MAX_PASSES = 4096
+"""Backward passes that one batch of outputs with positions may take, one per position and output."""
+
+_MAX_PLANS = 64
+
+_CACHED = 2**26
+"""Bytes that vectors hold at once on a CPU, where larger passes are slower than several small ones."""
+
+_COPIES = 4
+"""Activations that a vector holds on its way through a pass that is differentiated twice."""
+
+
+class NativeEngine(CurvatureEngine):
+    """What every kind of native curvature shares: Jacobians from layer inputs and output gradients, proven plans.
+
+    Args:
+        problem: The network and its treated tensors.
+        likelihood: Loss and output Hessian.
+        memory_budget: Bytes of output gradients held at once.
+        split_outputs: Keep one curvature term per output.
+        max_passes: Backward passes that a batch of outputs with positions may take.
+
+    Raises:
+        InvalidArgument: A memory budget or a number of passes that is not positive.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        likelihood: Likelihood,
+        *,
+        memory_budget: int = MEMORY_BUDGET,
+        split_outputs: bool = False,
+        max_passes: int = MAX_PASSES,
+    ) -> None:
+        super().__init__(problem, likelihood, split_outputs=split_outputs)
+        if max_passes <= 0:
+            raise InvalidArgument(f"max_passes={max_passes} backward passes; it must be positive.")
+        self.max_passes = max_passes
+        if memory_budget <= 0:
+            raise InvalidArgument(f"memory_budget={memory_budget} bytes; it must be positive.")
+        self.memory_budget = memory_budget
+        self.dtype = torch.promote_types(problem.dtype, torch.float32)
+        self._loop = prefers_loop(problem.module)
+        self._loop_twice = prefers_loop(problem.module, twice=True)
+        self._observed = False
+        self._plans: dict[object, Plan] = {}
+        self._rules: dict[str, str] = {}
+        self._unreached: set[str] = set()
+
+    # Primitives of every kind.
+
+    def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
+        n_data, step, held = self._first_pass(x, create_graph=create_graph)
+
+        def computed(part: slice) -> ForwardPass | tuple[Jacobian, Tensor]:
+            some = x if part == slice(0, n_data) else batches.select(x, part, n_data)
+            taken = held.pop() if held else self.forward(some, create_graph=create_graph)
+            if taken.n_data != part.stop - part.start:
+                raise OutOfMemory(
+                    f"memory ran out, and the inputs cannot be split: {part.stop - part.start} rows of their first "
+                    f"tensor give the outputs of {taken.n_data} data. Give fewer data at once."
+                )
+            return taken if taken.mixes and taken.n_data == 1 else (taken.jacobian(), taken.own_rows)
+
+        for _, found in in_slices(n_data, step, computed, DATUM):
+            if isinstance(found, ForwardPass):
+                yield from self._positions(found)
+            else:
+                yield found
+
+    def _first_pass(self, x: Inputs, *, create_graph: bool) -> tuple[int, int, list[ForwardPass]]:
+        """Number of data, how many of them fit the memory budget at once, and the pass that serves all if they do."""
+        try:
+            taken = self.forward(x, create_graph=create_graph)
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):
+                raise
+            count = batches.size(x, "")
+            return count, count, []
+        outputs = taken.f.shape[1]
+        if taken.mixes:
+            outputs *= taken.taken.n_positions
+            self.check_passes(outputs, "a linearised prediction")
+        parts = max(1, min(taken.n_data, -(-taken.bytes_per_cotangent() * outputs // self.memory_budget)))
+        return taken.n_data, -(-taken.n_data // parts), [taken] if parts == 1 else []
+
+    def _positions(self, taken: ForwardPass) -> Generator[tuple[Jacobian, Tensor]]:
+        """The Jacobian of one datum, by as many of its positions at once as the memory budget allows."""
+        step = max(1, self.memory_budget // max(1, taken.bytes_per_cotangent() * taken.f.shape[1]))
+
+        def computed(part: slice) -> tuple[Jacobian, Tensor]:
+            return taken.jacobian(part), taken.own_rows[part]
+
+        for _, found in in_slices(len(taken.f), step, computed, POSITION):
+            yield found
+
+    def head_jacobian(self, x: Inputs, *, create_graph: bool = False) -> list[tuple[Jacobian, Tensor]] | None:
+        taken = self.forward(x, create_graph=create_graph)
+        if len(taken.heads()) < len(taken.plan):
+            return None
+        return [(taken.jacobian(), taken.own_rows)]
+
+    def check_passes(self, count: int, what: str) -> None:
+        """Refuses work that takes a backward pass per position and output where that is too much.
+
+        Raises:
+            UnsupportedError: More than `max_passes`.
+        """
+        if count <= self.max_passes:
+            return
+        mend = "Use pred_type='nn'"
+        if what == "a fit":
+            drawn = "backend_kwargs={'stochastic': True} (a pass per sample), " if self.apart else ""
+            mend = f"Use {drawn}hessian_structure='lowrank' (products alone), or fewer data, the subsampled GGN, with "
+            mend += "a higher budget"
+        head = "subset_of_weights='last_layer', which takes none; or " if self.problem.head is None else ""
+        raise UnsupportedError(
+            f"{what} of outputs with positions takes {count:,} backward passes for every batch here, one per position "
+            f"and output; the budget is max_passes={self.max_passes:,}. {mend}; or {head}raise it by "
+            f"backend_kwargs={{'max_passes': {count}}}."
+        )
+
+    def survey(self, x: Inputs, y: Tensor) -> BatchProfile:
+        taken, _ = self.observe(x, y)
+        return surveyed(taken, self._outline(taken))
+
+    def outline(self, x: Inputs | None = None) -> BatchProfile:
+        if x is not None:
+            return self._outline(self.forward(x))
+        f = torch.zeros(1, 1, dtype=self.dtype, device=self.problem.device)
+        return blank(
+            self.problem.layout, n_columns=self.n_columns(f), itemsize=self.dtype.itemsize,
+            product_budget=self._product_budget, loop=self._loop,
+        )  # fmt: skip
+
+    def _outline(self, taken: ForwardPass) -> BatchProfile:
+        columns, terms = self.n_columns(taken.f), self._n_terms(taken.f)
+        columns *= taken.taken.n_positions if taken.mixes and self.apart else 1
+        return outlined(
+            taken, n_columns=columns, n_terms=terms, loop=self._loop, product_budget=self._product_budget,
+            refused=taken.mixes and columns > self.max_passes,
+        )  # fmt: skip
+
+    def n_columns(self, f: Tensor) -> int:
+        """Cotangents that the curvature of outputs f `[B, C]` takes; 0 where it is known by its products alone."""
+        return 0
+
+    @property
+    def apart(self) -> bool:
+        """Whether positions of a datum need cotangents of their own: not those of independent random draws."""
+        return True
+
+    def coverage(self) -> dict[str, str]:
+        return dict(self._rules)
+
+    # How they come about.
+
+    def forward(self, x: Inputs, *, create_graph: bool = False) -> ForwardPass:
+        """One captured forward pass in evaluation mode, with a plan proven for this form of input.
+
+        Raises:
+            InvalidData: A batch of no data.
+        """
+        with torch.inference_mode(False), lent(self.problem.module):
+            x = x if create_graph else detached(x)
+            taken = self._capture(x, create_graph=create_graph)
+            if taken.f.shape[0] == 0:
+                raise InvalidData("the batch holds no data.")
+            plan = self._known(taken, x)
+            if plan is None and not self._observed:
+                plan = self._prove(taken, x, ladder=False)
+                taken = taken if plan is not None else self._watched(taken, x, create_graph=create_graph)
+            if plan is None:
+                plan = self._prove(taken, x)
+            self._check_unreached(x, [i for i, explanation in enumerate(plan) if explanation.rule == "unused"])
+            self._remember(self._form(taken, x), plan)
+            return ForwardPass(self.problem, x, taken, plan, self.memory_budget)
+
+    def _capture(self, x: Inputs, *, create_graph: bool = False) -> Capture:
+        return capture(self.problem, x, loop=self._loop, create_graph=create_graph, observed=self._observed)
+
+    def _form(self, taken: Capture, x: Inputs) -> object:
+        """What two batches share for which one plan holds."""
+        calls = tuple((use.by.kind if isinstance(use.by, Call) else id(use.by), use.x.shape) for use in taken.uses)
+        return batches.signature(x), taken.f.shape, taken.positions, calls
+
+    def _known(self, taken: Capture, x: Inputs) -> Plan | None:
+        """The plan that was proven for batches of this form, if it still holds."""
+        plan = self._plans.get(self._form(taken, x))
+        return plan if plan is not None and unused_still(plan, self.problem, taken) else None
+
+    def _watched(self, taken: Capture, x: Inputs, *, create_graph: bool) -> Capture:
+        """The pass once more with PyTorch's functions watched, where modules do not explain every tensor.
+
+        From then on every pass is watched, if that found a use at all.
+        """
+        if self.problem.reduction is not None:
+            return taken
+        try:
+            loop = prefers_loop(self.problem.module, stepwise=True)
+            again = capture(self.problem, x, loop=loop, create_graph=create_graph, observed=True)
+        except (RuntimeError, ValueError, TypeError) as error:  # a network that must not be watched
+            if ran_out(error):
+                raise
+            return taken
+        if not again.watched:
+            return taken
+        self._observed, self._loop = True, loop
+        return again
+
+    @overload
+    def _prove(self, taken: Capture, x: Inputs) -> Plan: ...
+
+    @overload
+    def _prove(self, taken: Capture, x: Inputs, *, ladder: bool) -> Plan | None: ...
+
+    def _prove(self, taken: Capture, x: Inputs, *, ladder: bool = True) -> Plan | None:
+        """A plan for a captured batch; for one datum that of the datum twice, so that batches of any size agree."""
+        n_data = len(taken.f)
+        if n_data > 1:
+            return make_plan(self.problem, taken, x, n_data, ladder=ladder)
+        try:
+            twice = batches.select(x, torch.zeros(2, dtype=torch.int64, device=taken.f.device), 1)
+            pair = self._capture(twice)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # a network that takes one datum only
+            if ran_out(error):
+                raise
+            return make_plan(self.problem, taken, x, n_data, ladder=ladder)
+        if len(pair.f) != 2 or len(pair.uses) != len(taken.uses):
+            return make_plan(self.problem, taken, x, n_data, ladder=ladder)
+        return make_plan(self.problem, pair, twice, 2, repeated=True, ladder=ladder)
+
+    def _remember(self, key: object, plan: Plan) -> None:
+        for slot, explanation in zip(self.problem.slots, plan, strict=True):
+            if self._rules.get(slot.name, "unused") == "unused":
+                self._rules[slot.name] = explanation.rule
+        if all(explanation.proven for explanation in plan):
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.pop(next(iter(self._plans)))
+            self._plans[key] = plan
+
+    def _check_unreached(self, x: Inputs, slots: Sequence[int]) -> None:
+        """Looks once at tensors that autograd does not reach; `check_unreached` says for what."""
+        names = [self.problem.slots[i].name for i in slots]
+        if not self._unreached.issuperset(names):
+            self._unreached.update(names)
+            check_unreached(self.problem, x, names)
+
+    def observe(self, x: Inputs, y: Tensor) -> tuple[ForwardPass, Tensor]:
+        """A forward pass with a proven plan, and checked targets."""
+        taken = self.forward(x)
+        targets = self.targets(taken.f, y, taken.positions)
+        inspect, self.inspect = self.inspect, None
+        if inspect is not None:
+            inspect(self._outline(taken))
+        return taken, targets
+
+    def targets(self, f: Tensor, y: Tensor, positions: tuple[int, ...]) -> Tensor:
+        """Checked targets of outputs f, `[B·T, C]`."""
+        return self.checked(f.to(self.dtype), target_rows(y, f, positions, self.problem.channel_dim))
+
+    def _differentiable(self, x: Inputs) -> Capture:
+        """A captured forward pass whose gradients can be differentiated again; no rule need hold.
+
+        Raises:
+            InvalidData: A batch of no data.
+        """
+        taken = capture(self.problem, detached(x), loop=self._loop_twice, create_graph=True)
+        if taken.f.shape[0] == 0:
+            raise InvalidData("the batch holds no data.")
+        if taken.f.is_leaf:
+            self._check_unreached(x, range(len(self.problem.slots)))
+        for slot in self.problem.slots:
+            self._rules.setdefault(slot.name, "products with vectors")
+        return taken
+
+    def linear(self, x: Inputs) -> Linearised:
+        """The outputs of a batch as a linear function of the treated entries, which outlives the call."""
+        with torch.inference_mode(False), lent(self.problem.module):
+            return Linearised(self.problem, self._differentiable(x))
+
+    def per_call(self, taken: Capture, count: int) -> int:
+        """Of `count` vectors, how many go through one vectorised pass within the memory budget."""
+        held = sum(use.shape.numel() for use in taken.uses) + taken.f.numel()
+        gradients = sum(slot.shape.numel() for slot in self.problem.slots)  # of a loop twice: as a list, and stacked
+        per_vector = (_COPIES * held + 2 * gradients) * taken.f.element_size()
+        return max(1, min(count, self._product_budget // per_vector))
+
+    @property
+    def _product_budget(self) -> int:
+        """Bytes that the vectors of one vectorised pass may hold."""
+        return min(self.memory_budget, _CACHED) if self.problem.device.type == "cpu" else self.memory_budget
+
+    def _n_terms(self, f: Tensor) -> int:
+        return f.shape[1] if self.split_outputs else 1
+
+    def summary(self, f: Tensor, y: Tensor) -> BatchSummary:
+        """What a batch with outputs f `[B, C]` and checked targets contributes besides its curvature."""
+        terms = self.likelihood.loss_terms(f.to(self.dtype), y)
+        return BatchSummary(terms, self.likelihood.count(f, y), f.shape[1])

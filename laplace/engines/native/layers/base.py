@@ -1,0 +1,105 @@
+"""What a layer rule is: how the input of a module and the gradient of its output explain a parameter."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import Enum
+
+from torch import Tensor, nn
+
+from laplace.core.registry import Registry
+from laplace.jacobian.blocks import Block
+
+
+class Reading(Enum):
+    """Where the data lie in the leading dimensions of an activation.
+
+    `LEADING` reads `(B, T, …)` and `(B·T, …)`, `TRAILING` reads `(T, B, …)` and `(T·B, …)`. Shapes cannot tell
+    the two apart (T may equal B); the probe of `plan.py` does.
+    """
+
+    LEADING = "batch first"
+    TRAILING = "batch second"
+
+    def positions(self, tensor: Tensor, n_data: int, n_features: int, *, batched: bool = False) -> Tensor:
+        """`[B, T, *features]` of an activation with `n_features` trailing dimensions.
+
+        Args:
+            tensor: The activation; with `batched`, under one more leading dimension [K].
+            n_data: B.
+            n_features: Number of trailing dimensions that are not data or positions.
+            batched: Whether a leading [K] is kept.
+        """
+        lead = tuple(tensor.shape[:1]) if batched else ()
+        features = tuple(tensor.shape[tensor.ndim - n_features :])
+        if self is Reading.LEADING:
+            return tensor.reshape(*lead, n_data, -1, *features)
+        return tensor.reshape(*lead, -1, n_data, *features).transpose(len(lead), len(lead) + 1)
+
+
+class LayerRule(ABC):
+    """The Jacobian blocks of one family of layers.
+
+    Attributes:
+        parameters: Attribute names of the parameters that this rule explains.
+        name: Name in the coverage report.
+    """
+
+    parameters: tuple[str, ...] = ("weight", "bias")
+    name: str
+
+    def accepts(self, module: nn.Module, x: Tensor) -> bool:
+        """Whether the rule holds for this module and input."""
+        return True
+
+    @abstractmethod
+    def positions(self, module: nn.Module, x: Tensor, n_data: int) -> int:
+        """Positions per datum in the leading dimensions of the input, 0 if they cannot hold `n_data` data."""
+
+    @abstractmethod
+    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, reading: Reading) -> Tensor | None:
+        """What of the forward pass the parameter's block needs; computed once for all cotangents."""
+
+    @abstractmethod
+    def block(
+        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, reading: Reading
+    ) -> Block:
+        """The block from the activation and the gradients `[K, *shape of the module's output]`."""
+
+
+def evenly(total: int, n_data: int) -> int:
+    """Positions per datum, 0 if the total is no multiple of the data."""
+    return total // n_data if total % n_data == 0 else 0
+
+
+RULES: Registry[LayerRule] = Registry("layer rule")
+"""Rules by the qualified name of the module class they are for."""
+
+
+def rule_for(module: nn.Module) -> LayerRule | None:
+    """The rule of a module's class, or of the nearest base class that has one.
+
+    A subclass may have another forward: whether the rule holds for it is for the probe to say.
+    """
+    return rule_of(type(module))
+
+
+def rule_of(kind: type[nn.Module]) -> LayerRule | None:
+    """The rule of a module class, or of the nearest base class that has one."""
+    return next((RULES[name] for name in map(_name, kind.__mro__) if name in RULES), None)
+
+
+def files(rule: LayerRule, *kinds: type[nn.Module]) -> None:
+    """Files one rule for several module classes, and for the classes that derive from them.
+
+    Raises:
+        InvalidArgument: A class has another rule of its own.
+    """
+    for kind in kinds:
+        name = _name(kind)
+        if name not in RULES or RULES[name] is not rule:
+            RULES.register(name)(rule)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

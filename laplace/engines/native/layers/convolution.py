@@ -1,0 +1,119 @@
+"""Convolutions of any dimension, stride, padding mode, dilation and grouping, and their transposes.
+
+A convolution is a linear layer on patches: a are the unfolded patches `[B, T, G, I]` with
+I = (input channels of a group)·(kernel size), z the outputs `[B, T, G, O]`. A transposed convolution is the
+adjoint: there the *gradients* are unfolded, and a are the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from laplace.engines.native.layers.base import LayerRule, Reading, evenly, files
+from laplace.jacobian.blocks import Block
+from laplace.jacobian.factors import OuterBlock
+
+
+def patches(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int) -> Tensor:
+    """Patches `[N, *positions, G, channels of a group · kernel size]` of an already padded `[N, channels, *space]`."""
+    dims = len(kernel)
+    for d in range(dims):
+        reach = (kernel[d] - 1) * dilation[d] + 1
+        x = x.unfold(2 + d, reach, stride[d])[..., :: dilation[d]]
+    x = x.unflatten(1, (groups, -1))  # [N, G, c, *positions, *kernel]
+    positions = range(3, 3 + dims)
+    return x.permute(0, *positions, 1, 2, *range(3 + dims, 3 + 2 * dims)).flatten(2 + dims)
+
+
+def _padded(module: nn.Module, x: Tensor) -> Tensor:
+    """The input as the convolution sees it, in any padding mode."""
+    amount: list[int] = module._reversed_padding_repeated_twice  # pyright: ignore
+    if module.padding_mode != "zeros":
+        return F.pad(x, amount, mode=module.padding_mode)  # pyright: ignore
+    return F.pad(x, amount) if any(amount) else x
+
+
+class _Convolution(LayerRule):
+    """Inputs `[N, channels, *space]` with the data in N."""
+
+    def accepts(self, module: nn.Module, x: Tensor) -> bool:
+        return x.ndim == 2 + len(module.kernel_size)  # pyright: ignore[reportArgumentType]
+
+    def positions(self, module: nn.Module, x: Tensor, n_data: int) -> int:
+        return evenly(x.shape[0], n_data)
+
+
+class ConvolutionRule(_Convolution):
+    """z = W ∗ x + b."""
+
+    name = "convolution"
+
+    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, reading: Reading) -> Tensor | None:
+        if attribute == "bias":
+            return None
+        a = patches(_padded(module, x), module.kernel_size, module.stride, module.dilation, module.groups)  # pyright: ignore
+        return _merge_positions(reading.positions(a, n_data, a.ndim - 1))
+
+    def block(
+        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, reading: Reading
+    ) -> Block:
+        return OuterBlock(a=a, g=_output_gradients(module, g, n_data, reading), n_data=n_data)
+
+
+class TransposedConvolutionRule(_Convolution):
+    """z = Wᵀ ∗ x + b: entry (i, o, k) of the weight meets x_i at t and g_o at stride·t + dilation·k − padding."""
+
+    name = "transposed convolution"
+
+    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, reading: Reading) -> Tensor | None:
+        if attribute == "bias":
+            return None
+        a = x.unflatten(1, (module.groups, -1)).movedim((1, 2), (-2, -1))  # pyright: ignore
+        return _merge_positions(reading.positions(a, n_data, a.ndim - 1))
+
+    def block(
+        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, reading: Reading
+    ) -> Block:
+        if a is None:
+            return OuterBlock(a=None, g=_output_gradients(module, g, n_data, reading), n_data=n_data)
+        kernel, stride, padding = module.kernel_size, module.stride, module.padding
+        amount = [side for p in reversed(padding) for side in (p, p)]  # pyright: ignore
+        unfolded = patches(F.pad(g.flatten(0, 1), amount), kernel, stride, module.dilation, module.groups)  # pyright: ignore
+        for d, positions in enumerate(_input_space(module, g.shape[3:])):
+            # An output padding leaves windows that no input position writes.
+            unfolded = unfolded.narrow(1 + d, 0, positions)
+        unfolded = unfolded.unflatten(0, g.shape[:2])
+        g = _merge_positions(reading.positions(unfolded, n_data, unfolded.ndim - 2, batched=True), batched=True)
+        return OuterBlock(a=a, g=g, n_data=n_data, input_first=True, unfolded=True)
+
+
+def _input_space(module: nn.Module, output_space: Sequence[int]) -> list[int]:
+    """Spatial shape of a transposed convolution's input, from its output's."""
+    sizes = zip(
+        output_space,
+        module.kernel_size,  # pyright: ignore
+        module.stride,  # pyright: ignore
+        module.padding,  # pyright: ignore
+        module.dilation,  # pyright: ignore
+        module.output_padding,  # pyright: ignore
+        strict=True,
+    )
+    return [(out + 2 * p - d * (k - 1) - 1 - extra) // s + 1 for out, k, s, p, d, extra in sizes]
+
+
+def _merge_positions(tensor: Tensor, *, batched: bool = False) -> Tensor:
+    """`[(K,) B, T', *space, G, I]` as `[(K,) B, T, G, I]`."""
+    return tensor.flatten(1 + batched, -3)
+
+
+def _output_gradients(module: nn.Module, g: Tensor, n_data: int, reading: Reading) -> Tensor:
+    """`[K, N, channels, *space]` as `[K, B, T, G, O]`."""
+    g = g.unflatten(2, (module.groups, -1)).movedim((2, 3), (-2, -1))  # pyright: ignore
+    return _merge_positions(reading.positions(g, n_data, g.ndim - 2, batched=True), batched=True)
+
+
+files(ConvolutionRule(), nn.Conv1d, nn.Conv2d, nn.Conv3d)
+files(TransposedConvolutionRule(), nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -1,0 +1,32 @@
+"""Linear layers, on `[B, I]` or with positions that share the weight, `[B, T, I]`."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from laplace.engines.native.layers.base import LayerRule, Reading, evenly, files
+from laplace.jacobian.blocks import Block
+from laplace.jacobian.factors import OuterBlock
+
+
+class LinearRule(LayerRule):
+    """z = W a + b: the weight's block is Σ_t g ⊗ a, the bias's Σ_t g."""
+
+    name = "linear"
+
+    def positions(self, module: nn.Module, x: Tensor, n_data: int) -> int:
+        return evenly(x.shape[:-1].numel(), n_data) if x.ndim >= 2 else 0
+
+    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, reading: Reading) -> Tensor | None:
+        if attribute == "bias":
+            return None
+        return reading.positions(x, n_data, 1).unsqueeze(2)
+
+    def block(
+        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, reading: Reading
+    ) -> Block:
+        g = reading.positions(g, n_data, 1, batched=True).unsqueeze(3)
+        return OuterBlock(a=a, g=g, n_data=n_data)
+
+
+files(LinearRule(), nn.Linear)

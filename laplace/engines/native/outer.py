@@ -1,0 +1,262 @@
+"""Curvatures that are sums of outer products, Σ (Jᵀu)(Jᵀu)ᵀ: one forward pass and K backward passes per batch."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from laplace.core.batch import Inputs
+from laplace.core.gram import mirror
+from laplace.core.memory import COTANGENT, VECTOR, in_slices
+from laplace.core.positions import rows_that_count
+from laplace.engines.engine import Bases, BatchSummary, Groups
+from laplace.engines.kron_parts import KronParts, KronSketch, Probe
+from laplace.engines.native.accumulate import BlockSum, DiagSum, FullSum, KronSum, Origin
+from laplace.engines.native.columns import Columns, RowColumns
+from laplace.engines.native.engine import MAX_PASSES, MEMORY_BUDGET, NativeEngine
+from laplace.engines.native.passes import ForwardPass
+from laplace.engines.native.plan import Plan
+from laplace.engines.native.products import Linearised, add_rows
+from laplace.engines.native.rows import counted, counted_head
+from laplace.errors import InvalidArgument
+from laplace.jacobian.blocks import Block
+from laplace.jacobian.factors import OuterBlock
+from laplace.jacobian.heads import Head, HeadBlock
+from laplace.likelihoods.base import Likelihood, OutputHessian
+from laplace.network.model_guard import lent
+from laplace.weights.problem import Problem
+
+
+class _Sum(Protocol):
+    """What `_accumulate` adds to."""
+
+    def add(self, blocks: Mapping[int, Block], first: int) -> None: ...
+
+    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None: ...
+
+
+class OuterEngine(NativeEngine):
+    """Curvature Σ_kb (J_bᵀ u_kb)(J_bᵀ u_kb)ᵀ, without `[B, C, P]`.
+
+    Args:
+        problem: The network and its treated tensors.
+        likelihood: Loss and output Hessian.
+        kfac_approx: `"expand"` or `"reduce"`: how Kronecker factors treat positions that share a weight
+            (Eschenhagen et al., 2023).
+        memory_budget: Bytes of output gradients held at once.
+        split_outputs: Keep one curvature term per output.
+        max_passes: Backward passes that a batch of outputs with positions may take.
+
+    Raises:
+        InvalidArgument: Unknown `kfac_approx` or a memory budget that is not positive.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        likelihood: Likelihood,
+        *,
+        kfac_approx: str = "expand",
+        memory_budget: int = MEMORY_BUDGET,
+        split_outputs: bool = False,
+        max_passes: int = MAX_PASSES,
+    ) -> None:
+        super().__init__(
+            problem, likelihood, memory_budget=memory_budget, split_outputs=split_outputs, max_passes=max_passes
+        )
+        if kfac_approx not in ("expand", "reduce"):
+            raise InvalidArgument(f"kfac_approx={kfac_approx!r}; accepted are 'expand' and 'reduce'.")
+        self.kfac_approx = kfac_approx
+
+    @abstractmethod
+    def cotangents(self, f: Tensor, y: Tensor) -> Columns:
+        """Columns u_k, `[K, B, C]`, with curvature Σ_kb (Jᵀu)(Jᵀu)ᵀ."""
+
+    def output_hessian(self, f: Tensor, y: Tensor) -> OutputHessian | None:
+        """Output Hessian of which a head needs no root, or None where only cotangents are known."""
+        return None
+
+    # Primitives.
+
+    def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
+        taken, y = self.observe(x, y)
+        total = DiagSum(self.problem, self._n_terms(taken.f), self.dtype, bases)
+        heads = taken.head_blocks(taken.heads())
+        projected = {i: total.in_basis(i, block) for i, block in heads.items()}
+        found = {i: block for i, block in projected.items() if isinstance(block, HeadBlock | OuterBlock)}
+        self._accumulate(taken, y, total, heads=found)
+        return self.summary(taken.f, y), total.result()
+
+    def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
+        taken, y = self.observe(x, y)
+        slots = range(len(taken.plan))
+        total = FullSum(slots, self.problem, self._n_terms(taken.f), self.dtype, running)
+        heads = taken.head_blocks(taken.heads())
+        self._accumulate(taken, y, total, heads=heads if len(heads) == len(slots) else {}, groups=(tuple(slots),))
+        return self.summary(taken.f, y), total.values if running is not None else mirror(total.values)
+
+    def blocks(
+        self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[Tensor] | None = None
+    ) -> tuple[BatchSummary, tuple[Tensor, ...]]:
+        taken, y = self.observe(x, y)
+        total = BlockSum(groups, self.problem, self._n_terms(taken.f), self.dtype, running)
+        heads = set(taken.heads())
+        whole = [i for group in groups if heads.issuperset(group) for i in group]
+        self._accumulate(taken, y, total, heads=taken.head_blocks(whole), groups=groups)
+        found = total.result()
+        return self.summary(taken.f, y), found if running is not None else tuple(mirror(block) for block in found)
+
+    def kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
+        taken, y = self.observe(x, y)
+        total = self._kron_sum(taken, None)
+        self._accumulate(taken, y, total, heads=taken.head_blocks(taken.heads()))
+        return self.summary(taken.f, y), total.result()
+
+    def sketch(self, x: Inputs, y: Tensor, probe: Probe, *, diagonal: bool) -> tuple[BatchSummary, KronSketch]:
+        taken, y = self.observe(x, y)
+        sides, exact = self._kron_sum(taken, probe), DiagSum(self.problem, self._n_terms(taken.f), self.dtype)
+        total = _Both(sides, exact) if diagonal else sides
+        self._accumulate(taken, y, total, heads=taken.head_blocks(taken.heads()))
+        return self.summary(taken.f, y), KronSketch(sides.result(), exact.result() if diagonal else None)
+
+    def _kron_sum(self, taken: ForwardPass, probe: Probe | None) -> KronSum:
+        reduce, terms = self.kfac_approx == "reduce", self._n_terms(taken.f)
+        return KronSum(self.problem, terms, self.dtype, _origins(taken.plan), reduce=reduce, probe=probe)
+
+    def matmul(
+        self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
+    ) -> tuple[BatchSummary, Tensor]:
+        with torch.inference_mode(False), lent(self.problem.module):
+            taken = self._differentiable(x)
+            f = taken.rows.detach()
+            y = self.targets(f, y, taken.positions)
+            linear, inner = Linearised(self.problem, taken), _Inner.of(self, f, y)
+            step = self.per_call(taken, vectors.shape[1])
+            vectors = vectors.expand(self._n_terms(f), -1, -1)
+            total = torch.zeros_like(vectors, memory_format=torch.contiguous_format) if running is None else running
+            for term, rows, sums in zip(inner.terms(len(vectors)), vectors, total, strict=True):
+
+                def product(part: slice, rows: Tensor = rows, term: int | None = term) -> list[Tensor | None]:
+                    pushed = linear.push(rows[part])
+                    weighted = inner.times(pushed.reshape(len(pushed), *f.shape), term)
+                    return linear.pull(weighted.view_as(pushed))
+
+                for part, found in in_slices(len(rows), step, product, VECTOR):
+                    add_rows(self.problem, found, sums[part])
+        return self.summary(f, y), total
+
+    def _accumulate(
+        self, taken: ForwardPass, y: Tensor, total: _Sum, heads: Mapping[int, Head], groups: Groups = ()
+    ) -> None:
+        """Adds the curvature of a batch: of heads without a root of Λ, of the rest by chunks of cotangents.
+
+        Of outputs with positions, rows are the data of tensors that allow it (`JacobianRule.by_row`), and ignored ones
+        are left out; other tensors get cotangents of their own for every position.
+
+        Args:
+            taken: The batch.
+            y: Checked targets.
+            total: What to add to.
+            heads: Blocks of heads.
+            groups: Tensors that `total` needs in one form.
+        """
+        kept = rows_that_count(y, taken.positions, self.likelihood.ignore_index)
+        hessian = self.output_hessian(*(rows if kept is None else rows[kept] for rows in (taken.f, y)))
+        if hessian is None:
+            heads = {}
+        elif heads:
+            total.add_head(heads if kept is None else {i: counted_head(b, kept) for i, b in heads.items()}, hessian)
+        rest = [i for i in range(len(taken.plan)) if i not in heads]
+        if not rest:
+            return
+        columns = self.cotangents(taken.f, y)
+        step = max(1, self.memory_budget // taken.bytes_per_column())
+        mixed = {i for i in rest if not taken.by_row(i)}
+        mixed |= {i for group in groups if mixed & set(group) for i in group}
+        if mixed and len(columns) > self.max_passes:  # refused before any of them are made
+            self.check_passes(len(columns) * (taken.taken.n_positions if self.apart else 1), "a fit")
+        if simple := [i for i in rest if i not in mixed]:
+
+            def computed(part: slice) -> dict[int, Block]:
+                return taken.row_blocks(columns[part].to(taken.f.dtype), only=simple)
+
+            for part, blocks in in_slices(len(columns), step, computed, COTANGENT):
+                total.add(blocks if kept is None else {i: counted(b, kept) for i, b in blocks.items()}, part.start)
+        if mixed:
+            self._accumulate_mixed(taken, columns, step, [i for i in rest if i in mixed], total)
+
+    def _accumulate_mixed(self, taken: ForwardPass, columns: Columns, step: int, only: list[int], total: _Sum) -> None:
+        """Adds the curvature of tensors that take cotangents of their own for every position."""
+        apart = RowColumns(columns[:].to(taken.f.dtype), taken.n_data, apart=self.apart)
+        self.check_passes(len(apart), "a fit")
+        for part, blocks in in_slices(len(apart), step, lambda part: taken.blocks(apart[part], only), COTANGENT):
+            total.add(blocks, part.start)
+
+
+class _Both:
+    """Two sums of the same blocks: one backward pass for both."""
+
+    def __init__(self, first: _Sum, second: _Sum) -> None:
+        self.sums = first, second
+
+    def add(self, blocks: Mapping[int, Block], first: int) -> None:
+        for part in self.sums:
+            part.add(blocks, first)
+
+    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
+        for part in self.sums:
+            part.add_head(blocks, hessian)
+
+
+class _Inner:
+    """The matrix M_b = Σ_k u_kb u_kbᵀ between J and Jᵀ, applied without being built.
+
+    Args:
+        hessian: M itself, where it is known.
+        columns: u, `[K, B, C]`, where it is not.
+    """
+
+    def __init__(self, hessian: OutputHessian | None, columns: Tensor | None) -> None:
+        self.hessian = hessian
+        self.columns = columns
+
+    @classmethod
+    def of(cls, engine: OuterEngine, f: Tensor, y: Tensor) -> _Inner:
+        """That of an engine on a batch."""
+        hessian = engine.output_hessian(f, y)
+        return cls(hessian, None if hessian is not None else engine.cotangents(f, y)[:])
+
+    def terms(self, count: int) -> list[int | None]:
+        """The output of every term, or None where one term holds all."""
+        return [None] if count == 1 else list(range(count))
+
+    def times(self, vectors: Tensor, term: int | None) -> Tensor:
+        """M v of `[R, B, C]`, only the part of one output where terms are kept apart."""
+        if self.hessian is not None:
+            product = self.hessian.times(vectors.to(self.hessian.diag))
+            if term is None:
+                return product
+            only = torch.zeros_like(product)
+            only[..., term] = product[..., term]
+            return only
+        columns = self.columns if self.columns is not None else vectors.new_zeros(0, *vectors.shape[1:])
+        weights = torch.einsum("kbc,rbc->rkb", columns, vectors.to(columns))
+        return torch.einsum("kbc,rkb->rbc", columns, weights)
+
+
+def _origins(plan: Plan) -> list[Origin]:
+    """Keys by which a weight and its bias share an output side: the first tensor of the same use."""
+    first: dict[object, int] = {}
+    origins: list[Origin] = []
+    for i, explanation in enumerate(plan):
+        key = tuple((term.use, term.reading) for term in explanation.terms) or i
+        origins.append(
+            Origin(
+                str(first.setdefault(key, i)), single=len(explanation.terms) == 1, unused=explanation.rule == "unused"
+            )
+        )
+    return origins

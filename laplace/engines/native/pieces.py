@@ -1,0 +1,102 @@
+"""From captured uses and gradients to the block of one tensor: merged over uses, restricted to the selection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from laplace.engines.native.layers import Reading, rule_for
+from laplace.engines.native.uses import Call, Use
+from laplace.enums import FeatureReduction
+from laplace.errors import CurvatureError
+from laplace.jacobian.blocks import Block, PickedBlock, SumBlock
+from laplace.jacobian.factors import IndexBlock, OuterBlock
+from laplace.weights.problem import ParameterSlice, Problem
+
+
+@dataclass(frozen=True)
+class Term:
+    """One use of a tensor: the n-th captured call, the attribute or argument that it is, the data's dimension."""
+
+    use: int
+    attribute: str
+    reading: Reading
+
+
+def block_of(
+    problem: Problem,
+    slot: int,
+    terms: Sequence[Term],
+    uses: Sequence[Use],
+    gradients: Sequence[Tensor],
+    n_data: int,
+) -> Block:
+    """The block of one slot.
+
+    Args:
+        problem: The network and its treated tensors.
+        slot: Which tensor.
+        terms: Its uses.
+        uses: All captured uses.
+        gradients: `[K, *output shape]` of every captured use.
+        n_data: B.
+    """
+    blocks = [_of_use(problem, term, uses[term.use], gradients[term.use], n_data) for term in terms]
+    return select(_merge(blocks), problem.slots[slot])
+
+
+def _of_use(problem: Problem, term: Term, use: Use, g: Tensor, n_data: int) -> Block:
+    # A network may compute in fewer digits than its weights have.
+    dtype = torch.promote_types(torch.promote_types(g.dtype, problem.dtype), torch.float32)
+    if isinstance(use.by, Call):
+        return use.by.block(term.attribute, g.to(dtype), n_data, term.reading)
+    rule = rule_for(use.by)
+    if rule is None:
+        raise CurvatureError(f"no layer rule for {type(use.by).__name__}")
+    x = use.x if not use.x.is_floating_point() else use.x.to(dtype)
+    g = g.to(dtype)
+    if problem.reduction is not None and x.ndim > 2:
+        x, g = reduce_features(x, problem.reduction), g.to(dtype)
+    a = rule.activation(use.by, term.attribute, x, n_data, term.reading)
+    return rule.block(use.by, term.attribute, a, g, n_data, term.reading)
+
+
+def reduce_features(features: Tensor, reduction: str) -> Tensor:
+    """Features with positions, `[B, …, D]`, as `[B, D]`: the first, the last, or their mean."""
+    flat = features.flatten(1, -2)
+    if reduction == FeatureReduction.PICK_FIRST:
+        return flat[:, 0]
+    return flat[:, -1] if reduction == FeatureReduction.PICK_LAST else flat.mean(1)
+
+
+def _merge(blocks: Sequence[Block]) -> Block:
+    """Sums the uses of one tensor: as more positions where the layouts agree."""
+    if len(blocks) == 1:
+        return blocks[0]
+    read = [block for block in blocks if isinstance(block, IndexBlock)]
+    if len(read) == len(blocks):
+        index, counted = torch.cat([b.index for b in read], 1), torch.cat([b.counted for b in read], 1)
+        return IndexBlock(index, torch.cat([b.g for b in read], 2), read[0].n_rows, counted)
+    outer = [block for block in blocks if isinstance(block, OuterBlock)]
+    alike = {(block.input_first, block.unfolded, block.a is None) for block in outer}
+    if len(outer) == len(blocks) and len(alike) == 1:
+        inputs = [block.a for block in outer if block.a is not None]
+        a = torch.cat(inputs, 1) if inputs else None
+        return replace(outer[0], a=a, g=torch.cat([b.g for b in outer], 2))
+    return SumBlock(tuple(blocks))
+
+
+def select(block: Block, slot: ParameterSlice) -> Block:
+    """The treated entries of a block: sliced factors, then single entries where they are not rows × columns."""
+    selection = slot.selection
+    if selection is None or slot.entries is None:
+        return block
+    if isinstance(block, SumBlock):
+        return SumBlock(tuple(select(part, slot) for part in block.parts))
+    if isinstance(block, IndexBlock) or (isinstance(block, OuterBlock) and block.groups == 1):
+        sliced = block.restrict(selection.rows, selection.cols)
+        return sliced if selection.index is None else PickedBlock(sliced, selection.index)
+    return PickedBlock(block, slot.entries)

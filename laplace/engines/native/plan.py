@@ -1,0 +1,239 @@
+"""Which rule explains which parameter: decided by what was captured, and proved by a probe.
+
+A module's type promises nothing: the hook of a module called through its weight never fires, a parametrised
+weight is recomputed, and the data may lie in another dimension than the first. So a candidate plan must
+reproduce one number that autograd knows for certain, with random r `[B]` and u `[B, C]`,
+
+    Σ_b r_b J_bᵀ u_b  =  autograd.grad(f, parameter, r u),
+
+where the left side uses the per-datum factors of cotangents u, *unweighted*, and weighs them after. A
+parameter that fails every reading of its uses goes to the fallback ladder, which is probed the same way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.core.batch import Inputs
+from laplace.core.memory import ran_out
+from laplace.engines.native.candidates import Candidate, families
+from laplace.engines.native.capture import Capture, owners
+from laplace.engines.native.fallback import Fallback, per_sample
+from laplace.engines.native.layers import Reading
+from laplace.engines.native.pieces import Term, block_of
+from laplace.engines.native.proof import Probe, probe
+from laplace.engines.native.rows import as_rows
+from laplace.errors import CurvatureError
+from laplace.jacobian.blocks import Block
+from laplace.jacobian.factors import OuterBlock
+from laplace.weights.problem import Problem
+
+
+@dataclass(frozen=True)
+class JacobianRule:
+    """How the block of one tensor is made: from captured uses, or by a rung of the fallback ladder.
+
+    Attributes:
+        terms: Uses whose contributions add up; empty if the tensor does not influence the outputs.
+        rung: The rung of the fallback, or None.
+        rule: Words for the coverage report.
+        by_row: Whether, of outputs with positions, every row depends on one position of the layer's input, its own, so
+            that rows are data like any other and their cost does not grow with the square of the positions.
+        is_head: Whether, besides, the layer's outputs are the network's.
+        proven: Whether the explanation holds for the next batch of this form too. It does not where the batch could
+            not tell it from another (zeros, equal data) or where the place of the data may depend on them.
+    """
+
+    terms: tuple[Term, ...] = ()
+    rung: Fallback | None = None
+    rule: str = "unused"
+    proven: bool = True
+    by_row: bool = False
+    is_head: bool = False
+
+
+Plan = tuple[JacobianRule, ...]
+"""One explanation per slot."""
+
+
+def make_plan(
+    problem: Problem, taken: Capture, x: Inputs, n_data: int, *, repeated: bool = False, ladder: bool = True
+) -> Plan | None:
+    """Finds and proves an explanation for every treated tensor on one captured batch.
+
+    Args:
+        problem: The network and its treated tensors.
+        taken: The captured batch.
+        x: Its inputs.
+        n_data: B.
+        repeated: The data are one datum twice, a stand-in for a batch of one, in which every dimension could carry
+            the data; which of its readings is meant makes no difference for one datum.
+        ladder: Whether tensors that no use explains go down the fallback ladder.
+
+    Returns:
+        The plan; None without the ladder, where a tensor needs it.
+
+    Raises:
+        InvalidData: Outputs or derivatives are not finite.
+        CurvatureError: A tensor fails every rung, which means that the output of one datum depends on others.
+    """
+    proof = probe(problem, taken, n_data)
+    held = owners(problem)
+    plan: list[JacobianRule] = []
+    for i, truth in enumerate(proof.truths):
+        if truth is None:
+            plan.append(JacobianRule())
+            continue
+        expected = problem.slots[i].take(truth.to_dense())
+        own = [owner for owner in held if owner.slot == i]
+        for candidates in families(taken, own, problem.slots[i].name, n_data):
+            passed = [c for c in candidates if _holds(problem, i, c, taken, proof, expected)]
+            if passed:
+                told = (repeated or len(passed) == 1) and bool(expected.any())
+                proven = told and _anchored(passed[0], taken, n_data)
+                plan.append(JacobianRule(passed[0].terms, rule=passed[0].rule, proven=proven))
+                break
+        else:
+            if not ladder:
+                return None
+            plan.append(_prove_fallback(problem, i, x, proof, expected))
+    return _with_rows(problem, tuple(plan), taken, proof)
+
+
+def _with_rows(problem: Problem, plan: Plan, taken: Capture, proof: Probe) -> Plan:
+    """Marks the heads, and of outputs with positions the tensors whose rows are data like any other.
+
+    That is proved like everything else, with weights r of the rows instead of the data; tensors of one use go together,
+    since they share their output gradients.
+    """
+    if not taken.positions:
+        return plan
+    rows = [_row_block(problem, i, explanation, taken, proof) for i, explanation in enumerate(plan)]
+    r = torch.randn(len(taken.rows), generator=torch.Generator().manual_seed(1)).to(taken.f)
+    used = [i for i, block in enumerate(rows) if block is not None]
+    stand_ins = [taken.stand_ins[problem.slots[i].name] for i in used]
+    weighted = (r[:, None] * proof.unweighted.view_as(taken.rows)).view_as(taken.f)
+    truths = torch.autograd.grad(taken.f, stand_ins, weighted, retain_graph=True, allow_unused=True) if used else ()
+    held: dict[int, Block] = {}
+    for i, truth in zip(used, truths, strict=True):
+        block, expected = rows[i], problem.slots[i].take(truth.to_dense()) if truth is not None else None
+        if block is None or expected is None:
+            continue
+        actual = block.pull(r.unsqueeze(0).to(block_dtype(expected.dtype)))
+        scale = float(weighted.norm() / (proof.r[:, None] * proof.unweighted[0]).norm())
+        if proof.agree(i, actual, expected, block.bound() * r.abs().max(), scale):
+            held[i] = block
+    broken = {t.use for i, e in enumerate(plan) if i not in held for t in e.terms}
+    return tuple(
+        replace(e, by_row=True, is_head=_ends(e, taken) and _is_identity(held[i], proof.unweighted))
+        if i in held and e.terms[0].use not in broken
+        else e
+        for i, e in enumerate(plan)
+    )
+
+
+def _row_block(problem: Problem, slot: int, explanation: JacobianRule, taken: Capture, proof: Probe) -> Block | None:
+    """The block of a tensor with rows for data, if it has a position for every one."""
+    if len(explanation.terms) != 1 or explanation.terms[0].reading is not Reading.LEADING:
+        return None
+    block = block_of(problem, slot, explanation.terms, taken.uses, proof.gradients, len(taken.f))
+    return as_rows(block, taken.n_positions)
+
+
+def _ends(explanation: JacobianRule, taken: Capture) -> bool:
+    """Whether the outputs of a tensor's one use are the network's."""
+    return len(explanation.terms) == 1 and taken.is_head(taken.uses[explanation.terms[0].use])
+
+
+def _is_identity(block: Block, unweighted: Tensor) -> bool:
+    """Whether output gradients are the cotangents, row by row: the rows of the layer are those of the network."""
+    if not isinstance(block, OuterBlock) or block.groups != 1:
+        return False
+    g = block.g[0, :, 0, 0]
+    return g.numel() == unweighted.numel() and bool(torch.equal(g.flatten(), unweighted.to(g).flatten()))
+
+
+def _anchored(explanation: Candidate, taken: Capture, n_data: int) -> bool:
+    """Whether every use sees the batch itself in its first dimension.
+
+    Where it sees another number of rows (views, time first, tokens routed to experts), or where rows are indexed on
+    their way to the outputs (a batch sorted by length), which row belongs to which datum may be decided by the data:
+    such a plan is right for its batch and is proven anew for the next.
+    """
+    terms = explanation.terms
+    if _permutes(taken.f):
+        return False
+    return all(t.reading is Reading.LEADING and taken.uses[t.use].x.shape[0] == n_data for t in terms)
+
+
+_INDEXING = ("Index", "Gather", "Scatter", "Sort", "MaskedS", "Put", "Pack", "Unique")
+"""Parts of the names of autograd's nodes that can move rows."""
+
+
+def _permutes(f: Tensor) -> bool:
+    """Whether an operation that can move rows lies between a treated tensor and the outputs."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [f.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if any(part in node.name() for part in _INDEXING):
+            return True
+        waiting.extend(following for following, _ in node.next_functions)
+    return False
+
+
+def unused_still(plan: Plan, problem: Problem, taken: Capture) -> bool:
+    """Whether the tensors that a cached plan found unused are unused in this pass too, at the cost of a look."""
+    names = [slot.name for slot, explanation in zip(problem.slots, plan, strict=True) if explanation.rule == "unused"]
+    if not names:
+        return True
+    f = taken.f
+    found = torch.autograd.grad(
+        f, [taken.stand_ins[name] for name in names], torch.ones_like(f), retain_graph=True, allow_unused=True
+    )
+    return all(gradient is None for gradient in found)
+
+
+def _holds(problem: Problem, slot: int, candidate: Candidate, taken: Capture, proof: Probe, expected: Tensor) -> bool:
+    """Whether the factors of a candidate reproduce autograd's number."""
+    try:
+        block = block_of(problem, slot, candidate.terms, taken.uses, proof.gradients, len(proof.r))
+        actual = block.pull(proof.r.unsqueeze(0).to(block_dtype(expected.dtype)))
+    except (RuntimeError, IndexError, TypeError) as error:  # shapes that this reading cannot have
+        if ran_out(error):
+            raise  # a reading that is refused for want of memory would be another curvature
+        return False
+    return proof.agree(slot, actual, expected, block.bound() * proof.r.abs().max())
+
+
+def block_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which factors are contracted: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _prove_fallback(problem: Problem, slot: int, x: Inputs, proof: Probe, expected: Tensor) -> JacobianRule:
+    dtype = block_dtype(expected.dtype)
+    for rung in Fallback:
+        try:
+            (values,) = per_sample(problem, x, proof.unweighted, [slot], rung)
+        except (RuntimeError, ValueError, TypeError) as error:  # the rung does not work for this network
+            if ran_out(error) and rung is Fallback.LOOP:  # the others take more
+                raise
+            continue
+        actual = torch.einsum("bp,b->p", values[0].to(dtype), proof.r.to(dtype))
+        if proof.agree(slot, actual, expected, values.norm() * proof.r.abs().max()):
+            return JacobianRule(rung=rung, rule=f"fallback: {rung.value}")
+    raise CurvatureError(
+        f"the Jacobian with respect to {problem.slots[slot].name!r} cannot be split over the data: the output of one "
+        "datum depends on the others. A BatchNorm without running statistics does that in evaluation mode, and so "
+        "does a model whose inputs do not carry the data in their first dimension, or one that rounds its numbers to "
+        "fewer digits than its weights and outputs have. Data that are meant to depend on each other, as nodes of a "
+        "graph do, go in as positions of one datum: inputs [1, N, ...], outputs [1, N, C]."
+    )

@@ -1,0 +1,122 @@
+"""Products of curvature with vectors by autograd alone: no Jacobian, no factors, one batch of activations.
+
+J v is the derivative of Jᵀ u with respect to u, so that reverse mode gives both directions (Pearlmutter, 1994;
+Schraudolph, 2002), for every module that can be differentiated twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from laplace.core.memory import ran_out
+from laplace.engines.native.backward import pull, slow_batching_accepted, stack
+from laplace.engines.native.capture import Capture
+from laplace.weights.problem import Problem
+
+_COPIES = 4
+"""Activations that a graph holds which can be differentiated twice, per output of a layer."""
+
+
+class Linearised:
+    """The outputs of one batch as a linear function of the treated entries, and its transpose.
+
+    Args:
+        problem: The network and its treated tensors.
+        taken: A forward pass that was captured with `create_graph`.
+
+    Attributes:
+        f: Outputs `[B, C]`.
+        n_bytes: About how much the graph holds.
+    """
+
+    def __init__(self, problem: Problem, taken: Capture) -> None:
+        self.problem = problem
+        self.f = taken.f
+        self.loop = taken.loop
+        self.n_bytes = _COPIES * self.f.element_size() * (self.f.numel() + sum(u.shape.numel() for u in taken.uses))
+        self.tensors = [taken.stand_ins[slot.name] for slot in problem.slots]
+        with torch.enable_grad():
+            self._cotangent = torch.zeros_like(self.f, requires_grad=True)
+            self._gradients = torch.autograd.grad(
+                self.f, self.tensors, self._cotangent, create_graph=True, allow_unused=True
+            )
+
+    def push(self, vectors: Tensor) -> Tensor:
+        """J v of vectors `[R, P]`, `[R, B, C]`."""
+        parts = self.problem.layout.split(vectors.to(self.f.dtype))
+        pairs = _used(self.problem, self._gradients, parts)
+        if pairs:
+            (pushed,) = _products([g for g, _ in pairs], [self._cotangent], [v for _, v in pairs], loop=self.loop)
+            if pushed is not None:
+                return pushed
+        return self.f.new_zeros(len(vectors), *self.f.shape)
+
+    def pull(self, cotangents: Tensor) -> list[Tensor | None]:
+        """Jᵀ u of cotangents `[R, B, C]`, `[R, *shape]` per tensor, for `add_rows`."""
+        return pull(self.f, self.tensors, cotangents.to(self.f.dtype), loop=self.loop)
+
+
+class HessianProduct:
+    """∇² of a loss as a linear function of the treated entries.
+
+    Args:
+        problem: The network and its treated tensors.
+        taken: A forward pass that was captured with `create_graph`.
+        loss: 0-dim, a function of its outputs.
+    """
+
+    def __init__(self, problem: Problem, taken: Capture, loss: Tensor) -> None:
+        self.problem = problem
+        self.loop = taken.loop
+        self.dtype = taken.f.dtype
+        self.tensors = [taken.stand_ins[slot.name] for slot in problem.slots]
+        with torch.enable_grad():
+            self._gradients = torch.autograd.grad(loss, self.tensors, create_graph=True, allow_unused=True)
+
+    def times(self, vectors: Tensor) -> list[Tensor | None]:
+        """∇² loss · v of vectors `[R, P]`, `[R, *shape]` per tensor, for `add_rows`."""
+        parts = self.problem.layout.split(vectors.to(self.dtype))
+        pairs = _used(self.problem, self._gradients, parts)
+        if not pairs:
+            return [None] * len(self.tensors)
+        return _products([g for g, _ in pairs], self.tensors, [v for _, v in pairs], loop=self.loop)
+
+
+def _used(problem: Problem, gradients: Sequence[Tensor | None], parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Gradients that can be differentiated, each with its part `[R, *shape]` of the vectors."""
+    return [
+        (gradient, slot.place(part).reshape(len(part), *slot.shape))
+        for gradient, slot, part in zip(gradients, problem.slots, parts, strict=True)
+        if gradient is not None and gradient.requires_grad
+    ]
+
+
+def add_rows(problem: Problem, gradients: Sequence[Tensor | None], total: Tensor) -> None:
+    """Adds gradients `[R, *shape]` per slot to rows of treated entries, `[R, P]`."""
+    for gradient, slot, part in zip(gradients, problem.slots, problem.layout.split(total), strict=True):
+        if gradient is not None:
+            part += slot.take_rows(gradient)
+
+
+def _products(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], vectors: Sequence[Tensor], *, loop: bool
+) -> list[Tensor | None]:
+    """Derivatives of Σ outputs · v for R vectors `[R, *shape]` per output, `[R, *shape]` per input; None where zero."""
+    if not loop and len(vectors[0]) > 1:
+        try:
+            with slow_batching_accepted():
+                return list(_derivatives(outputs, inputs, vectors, batched=True))
+        except RuntimeError as error:  # an operation on the way has no batching rule
+            if ran_out(error):
+                raise
+    rows = [_derivatives(outputs, inputs, row, batched=False) for row in zip(*vectors, strict=True)]
+    return [stack(found) for found in zip(*rows, strict=True)]
+
+
+def _derivatives(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], vectors: Sequence[Tensor], *, batched: bool
+) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(outputs, inputs, vectors, retain_graph=True, allow_unused=True, is_grads_batched=batched)

@@ -1,0 +1,33 @@
+"""Outputs of the network at the weights of a fit, without Jacobians."""
+
+from __future__ import annotations
+
+import torch
+
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.positions import OutputRows
+from laplace.engines.engine import CurvatureEngine, detached
+from laplace.errors import InvalidData
+from laplace.network.model_guard import lent
+
+
+def outputs(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -> OutputRows:
+    """f(x, θ*), `[B, C]`, by one forward pass.
+
+    Args:
+        engine: Knows the network and the parameters.
+        x: Inputs.
+        create_graph: Whether the graph leads to `x`.
+
+    Raises:
+        InvalidData: Outputs that are not finite.
+    """
+    problem = engine.problem
+    x = batches.to_device(x, problem.device)
+    with lent(problem.module):
+        f = problem.run(problem.detached(), x if create_graph else detached(x))
+    rows = OutputRows.of(f.to(torch.promote_types(f.dtype, torch.float32)))
+    if not bool(rows.values.detach().isfinite().all()):
+        raise InvalidData("the network's outputs are NaN or infinite; look at the inputs and at the network's weights.")
+    return rows

@@ -1,0 +1,172 @@
+"""What one batch of data shows of the work and memory of a fit: shapes, and the seconds of a few small pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import nan
+
+from laplace.core.layout import Layout
+from laplace.jacobian.blocks import CHUNK_BYTES
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """How one treated tensor enters the outputs.
+
+    Attributes:
+        size: p, treated entries.
+        factored: Whether its Jacobian is a sum of outer products.
+        indexed: Whether their input side is one-hot (embeddings), of `n_inputs` rows.
+        groups: G.
+        n_outputs: O of a group; p without factors.
+        n_inputs: I of a group; 1 for a bias and without factors.
+        positions: T, positions that share the tensor.
+        is_bias: Whether there is no input side.
+        is_head: Whether the layer's outputs are the network's.
+        copied: Bytes of inputs that are laid out anew for the contraction (unfolded images), for the whole batch.
+    """
+
+    size: int
+    factored: bool = False
+    indexed: bool = False
+    groups: int = 1
+    n_outputs: int = 1
+    n_inputs: int = 1
+    positions: int = 1
+    is_bias: bool = False
+    is_head: bool = False
+    copied: int = 0
+
+    @property
+    def output_side(self) -> int:
+        """Entries of the output side of a Kronecker product, G·O²."""
+        return self.groups * self.n_outputs**2
+
+    @property
+    def input_side(self) -> int:
+        """Entries of its input side, G·I², or I counts."""
+        if self.is_bias:
+            return 0
+        return self.n_inputs if self.indexed else self.groups * self.n_inputs**2
+
+
+@dataclass(frozen=True)
+class BatchProfile:
+    """What is known of a batch; all bytes are those of the whole batch.
+
+    Attributes:
+        layout: The treated tensors.
+        tensors: One per treated tensor.
+        n_data: B.
+        n_outputs: C.
+        n_columns: K, backward passes that the curvature takes; 0 for one that is known by its products alone.
+        n_terms: E.
+        itemsize: Bytes of a number of the curvature.
+        graph: Bytes that a forward pass keeps for backward passes.
+        widest: Bytes that the widest layer takes in and gives out.
+        gradients: Bytes of the output gradients of one cotangent.
+        budget: Bytes of output gradients held at once.
+        product_budget: Bytes that the vectors hold with which curvature is multiplied at once.
+        loop: Whether backward passes run one by one.
+        refused: Whether the columns are more backward passes than a batch may take.
+        forward: Seconds of a forward pass; NaN where nothing was timed.
+        backward: Seconds of one cotangent's backward pass, or NaN.
+        rate: Multiplications with an addition per second, in matrix products, or NaN.
+    """
+
+    layout: Layout
+    tensors: tuple[TensorShape, ...]
+    n_data: int
+    n_outputs: int
+    n_columns: int
+    n_terms: int
+    itemsize: int
+    graph: int
+    widest: int
+    gradients: int
+    budget: int
+    product_budget: int
+    loop: bool
+    refused: bool = False
+    forward: float = nan
+    backward: float = nan
+    rate: float = nan
+
+    @property
+    def n_params(self) -> int:
+        """P."""
+        return self.layout.n_params
+
+    @property
+    def is_head(self) -> bool:
+        """Whether every treated tensor belongs to the head, which needs no backward pass."""
+        return all(tensor.is_head for tensor in self.tensors)
+
+    @property
+    def at_once(self) -> int:
+        """Cotangents whose gradients are held at once, at least 1."""
+        per_column = 2 * (self.gradients + self.n_data * self.n_outputs * self.itemsize)
+        return max(1, min(self.n_columns, self.budget // max(1, per_column)))
+
+    @property
+    def batch_bytes(self) -> int:
+        """Held while a batch is contracted: graph, gradients (as they arrive and stacked), and unfolded inputs."""
+        return self._held(self.at_once)
+
+    @property
+    def jacobian_bytes(self) -> int:
+        """Held while a batch is predicted: as `batch_bytes`, with one cotangent per output."""
+        most = max(1, self.n_outputs)
+        share = min(1.0, self.budget / max(1, 2 * self.gradients * most))  # the batch is split beyond the budget
+        return int(share * self._held(most))
+
+    def _held(self, at_once: int) -> int:
+        cotangents = 2 * at_once * self.n_data * self.n_outputs * self.itemsize
+        if self.is_head:  # no cotangents, but the outputs' Hessians
+            return self.widest + 4 * self.n_data * self.n_outputs * self.itemsize
+        copied = sum(tensor.copied for tensor in self.tensors)
+        dense = sum(tensor.size for tensor in self.tensors if not tensor.factored) * self.n_data * self.itemsize
+        copied += min(2 * at_once * dense, self.budget)
+        return max(self.graph + 2 * at_once * self.gradients + copied + cotangents, self.widest)
+
+    def product_bytes(self, n_vectors: int) -> int:
+        """Held while a batch is multiplied with vectors: a graph of gradients, and the vectors that fit the budget."""
+        per_vector = 4 * (self.gradients + self.n_data * self.n_outputs * self.itemsize)
+        rows = 2 * self.n_params * self.itemsize
+        at_once = max(1, min(n_vectors, self.product_budget // (per_vector + rows)))
+        return 2 * self.graph + (1 if self.loop else at_once) * per_vector + at_once * rows
+
+    def piece_bytes(self, sizes: Sequence[int], together: int = 1) -> int:
+        """Of the largest dense piece `[k, b, p]` that is multiplied out of tensors of these sizes.
+
+        Args:
+            sizes: p of every tensor.
+            together: k, cotangents that cannot be split.
+        """
+        largest = max(sizes, default=0) * together * self.itemsize
+        whole = largest * self.n_data * max(1, self.at_once // together)
+        return max(min(whole, CHUNK_BYTES * self.itemsize // 8), largest)
+
+    @property
+    def shared_sizes(self) -> list[int]:
+        """Sizes of the tensors whose squares need dense pieces: without factors, or with several positions."""
+        return [t.size for t in self.tensors if not t.is_head and (not t.factored or t.positions > 1)]
+
+    @property
+    def reading_seconds(self) -> float:
+        """One batch through the network, K times back."""
+        return self.forward + (0.0 if self.is_head else self.n_columns * self.backward)
+
+    def of_one_datum(self) -> BatchProfile:
+        """The same with batches of one datum."""
+        tensors = tuple(replace(tensor, copied=tensor.copied // self.n_data) for tensor in self.tensors)
+        return replace(self, n_data=1, gradients=self.gradients // self.n_data, tensors=tensors)
+
+    def head(self) -> BatchProfile | None:
+        """The same batch where the last layer alone is treated; None where the survey saw no head."""
+        kept = [i for i, tensor in enumerate(self.tensors) if tensor.is_head]
+        if not kept:
+            return None
+        layout = Layout(tuple(self.layout.names[i] for i in kept), tuple(self.layout.sizes[i] for i in kept))
+        return replace(self, layout=layout, tensors=tuple(self.tensors[i] for i in kept), graph=0, gradients=0)

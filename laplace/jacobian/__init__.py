@@ -1,0 +1,1 @@
+"""The factored Jacobian: blocks of outer products, and what is contracted from them."""

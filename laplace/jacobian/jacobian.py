@@ -1,0 +1,83 @@
+"""The Jacobian of a problem: one block per treated tensor, never all multiplied out at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace.jacobian.blocks import CHUNK_BYTES, Block, DenseBlock, total
+from laplace.jacobian.heads import HeadBlock
+
+
+@dataclass(frozen=True)
+class Jacobian:
+    """All blocks of a problem, in the order of its slots.
+
+    Attributes:
+        blocks: One per treated tensor.
+        positions: Of outputs with positions, their dimensions: the data here are rows, data × positions.
+        wide: Whether covariances of its outputs are summed in float64, since they are to be factored: the root of a
+            sum that was rounded in float32 is known to three digits (`laplace.core.symmetric_root`).
+    """
+
+    blocks: tuple[Block, ...]
+    positions: tuple[int, ...] = ()
+    wide: bool = False
+
+    @property
+    def n_data(self) -> int:
+        """B."""
+        return self.blocks[0].n_data
+
+    @property
+    def n_cotangents(self) -> int:
+        """K (= C for the Jacobian of the network)."""
+        return self.blocks[0].n_cotangents
+
+    @property
+    def is_head(self) -> bool:
+        """Whether every tensor belongs to a layer whose outputs are the network's: J = I ⊗ [φ, 1]."""
+        return all(isinstance(block, HeadBlock) for block in self.blocks)
+
+    def head_features(self) -> tuple[Tensor, Tensor]:
+        """Of a head: features φ `[B, D]` (a 1 for the bias) and the place of every (output, feature), `[C, D]`."""
+        features: list[Tensor] = []
+        places: list[Tensor] = []
+        start = 0
+        for block in self.blocks:
+            if isinstance(block, HeadBlock):
+                features.append(block.features)
+                entries = torch.arange(start, start + block.size, device=block.features.device)
+                places.append(entries.view(-1, block.n_inputs))
+            start += block.size
+        return torch.cat(features, 1), torch.cat(places, 1)
+
+    def dense(self) -> Tensor:
+        """`[B, K, P]`, for whoever insists."""
+        return torch.cat([block.dense() for block in self.blocks], 2).transpose(0, 1)
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Dense pieces `[b, K, P]` over consecutive data, each at most about `CHUNK_BYTES`."""
+        step = max(1, CHUNK_BYTES // (8 * self.n_cotangents * sum(block.size for block in self.blocks)))
+        for start in range(0, self.n_data, step):
+            yield self.rows(slice(start, start + step)).dense()
+
+    def rows(self, index: slice) -> Jacobian:
+        """The Jacobian of a slice of the data."""
+        return Jacobian(tuple(block.rows(index) for block in self.blocks), wide=self.wide)
+
+    def summed_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which covariances are summed: this one, or float64 where that is wanted."""
+        return torch.float64 if self.wide else dtype
+
+    def sum_over_blocks(self, function: Callable[[int, Block], Tensor]) -> Tensor:
+        """Adds up what `function(position, block)` gives for every block."""
+        return total(function(i, block) for i, block in enumerate(self.blocks))
+
+    @classmethod
+    def from_dense(cls, values: Tensor, sizes: tuple[int, ...]) -> Jacobian:
+        """Wraps a dense Jacobian `[B, C, P]`."""
+        return cls(tuple(DenseBlock(part) for part in values.transpose(0, 1).split(list(sizes), 2)))

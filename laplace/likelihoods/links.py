@@ -1,0 +1,282 @@
+"""Link approximations: the mean of the target under Gaussian latents, E[inverse_link(f)] for f ~ N(μ, Σ).
+
+All are pure functions, differentiable in mean and covariance. A covariance is `[B, C, C]` or, for a
+diagonal one, `[B, C]`. Softmax links return rows that sum to 1 for every finite input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace.core.gaussian import Gaussian
+from laplace.core.registry import Registry
+from laplace.errors import ApproximationWarning, InvalidArgument, warn
+
+InverseLink = Callable[[Tensor], Tensor]
+
+Apply = Callable[[Tensor, Tensor, InverseLink, int, torch.Generator | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Link:
+    """An entry of `LINKS`.
+
+    Attributes:
+        apply: `(mean, covariance, inverse_link, n_samples, generator) -> [B, C]`.
+        diagonal: Whether only the variances are read, so that the caller may compute those alone.
+        elementwise: The same for an inverse link that acts on every output alone, which reads variances only; None
+            where `apply` serves every inverse link.
+    """
+
+    apply: Apply
+    diagonal: bool = False
+    elementwise: Apply | None = None
+
+    def serving(self, *, independent: bool) -> tuple[Apply, bool]:
+        """The function for inverse links that act on outputs alone, or together, and whether it reads variances only.
+
+        Args:
+            independent: Whether the inverse link acts on every output alone.
+        """
+        if independent and self.elementwise is not None:
+            return self.elementwise, True
+        return self.apply, self.diagonal
+
+
+LINKS: Registry[Link] = Registry("link_approx")
+
+
+def softmax(f: Tensor) -> Tensor:
+    """Softmax over the last dimension."""
+    return torch.softmax(f, dim=-1)
+
+
+def probit(mean: Tensor, covariance: Tensor, inverse_link: InverseLink = softmax) -> Tensor:
+    """Probit approximation: inverse_link(μ / √(1 + π/8 · diag Σ)), `[B, C]`.
+
+    For the sigmoid this is MacKay's (1992) approximation of ∫ σ(f) N(f; μ, v) df; for softmax its
+    multi-class extension (Gibbs, 1997).
+
+    Args:
+        mean: `[B, C]`.
+        covariance: `[B, C, C]` or variances `[B, C]`; only the variances are read.
+        inverse_link: Softmax, or an element-wise map such as the sigmoid.
+    """
+    variance = Gaussian(mean, covariance).variance.clamp(min=0)
+    return inverse_link(mean / torch.sqrt(1 + math.pi / 8 * variance).to(mean))
+
+
+def monte_carlo(
+    mean: Tensor,
+    covariance: Tensor,
+    inverse_link: InverseLink = softmax,
+    n_samples: int = 100,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Average of inverse_link over draws from N(μ, Σ), `[B, C]`; standard error O(n_samples^−½).
+
+    Raises:
+        InvalidArgument: n_samples is not positive.
+    """
+    samples = Gaussian(mean, covariance).sample(n_samples, generator)
+    largest = torch.finfo(samples.dtype).max
+    return inverse_link(samples.clamp(-largest, largest)).mean(0)
+
+
+def delta(mean: Tensor, covariance: Tensor) -> Tensor:
+    """Delta method: softmax(μ) + ½ tr(B Σ), B the Hessian of the softmax at μ, `[B, C]`.
+
+    (Daxberger et al., 2021, appendix B.4.6.) With p = softmax(μ) and v_k = (e_k − p)ᵀ Σ (e_k − p) it is
+
+        p_k (1 + ½ (v_k − Σ_l p_l v_l)),
+
+    which sums to 1. Where the variance is too large for an expansion at the mean, entries become negative: the
+    correction is then scaled down, by one factor per row, to the last point at which none is, and a warning says so.
+
+    Args:
+        mean: `[B, C]`.
+        covariance: `[B, C, C]` or variances `[B, C]` (the diagonal matrix).
+
+    Warns:
+        ApproximationWarning: Some rows were scaled down.
+    """
+    p = torch.softmax(mean.double(), 1)
+    gaussian = Gaussian(mean, covariance)
+    # In units of the largest variance nothing overflows.
+    unit = gaussian.variance.detach().abs().amax(1, keepdim=True).double().clamp(min=1e-300)
+    variance = gaussian.variance.double() / unit
+    if gaussian.is_diagonal:
+        mixed = variance * p
+    else:
+        mixed = ((covariance.double() / unit.unsqueeze(2)) @ p.unsqueeze(2)).squeeze(2)
+    spread = variance - 2 * mixed  # v_k up to a constant
+    spread = 0.5 * (spread - (p * spread).sum(1, keepdim=True))
+    lowest = -spread.amin(1, keepdim=True)
+    limited = unit * lowest > 1
+    _warn_of(limited, "probabilities would be negative")
+    factor = torch.where(limited, 1 / torch.where(limited, lowest, 1.0), unit)
+    return (p * (1 + factor * spread).clamp(min=0)).to(mean)
+
+
+def delta_elementwise(mean: Tensor, covariance: Tensor, inverse_link: InverseLink) -> Tensor:
+    """Delta method for a link g that acts on every output alone: g(μ) + ½ g″(μ) diag Σ, `[B, C]`.
+
+    Args:
+        mean: `[B, C]`.
+        covariance: `[B, C, C]` or variances `[B, C]`; only the variances are read.
+        inverse_link: g, twice differentiable.
+    """
+    keeps_graph = torch.is_grad_enabled() and mean.requires_grad
+    with torch.enable_grad():
+        leaf = mean if keeps_graph else mean.detach().requires_grad_()
+        (first,) = torch.autograd.grad(inverse_link(leaf).sum(), leaf, create_graph=True)
+        second = torch.zeros_like(leaf)
+        if first.requires_grad:
+            (second,) = torch.autograd.grad(first.sum(), leaf, create_graph=keeps_graph)
+    return inverse_link(mean) + 0.5 * second * Gaussian(mean, covariance).variance.to(mean)
+
+
+def probabilities_within(values: Tensor) -> Tensor:
+    """Probabilities of an expansion, cut to [0, 1].
+
+    Warns:
+        ApproximationWarning: Some were outside: the variance is too large for an expansion at the mean.
+    """
+    # Not finite: an infinite variance times a vanishing derivative.
+    values = values.nan_to_num(nan=0.5)
+    _warn_of(((values < 0) | (values > 1)).any(1), "probabilities would be outside of [0, 1]")
+    return values.clamp(0, 1)
+
+
+def _warn_of(rows: Tensor, what: str) -> None:
+    count = int(rows.sum())
+    if count:
+        warn(
+            f"link_approx='delta': the variances of {count} of {len(rows)} data are too large for a second-order "
+            f"expansion at the mean, {what}; they were cut. Use link_approx='probit' or 'mc'.",
+            ApproximationWarning,
+        )
+
+
+def bridge(mean: Tensor, covariance: Tensor) -> Tensor:
+    """Laplace bridge: mean of the Dirichlet that matches the Gaussian, `[B, C]`.
+
+    See `log_concentrations`. (Hobbhahn, Kristiadi and Hennig, 2022, "Fast predictive uncertainty for
+    classification with Bayesian deep networks".)
+    """
+    return softmax(log_concentrations(mean, covariance)).to(mean)
+
+
+def bridge_norm(mean: Tensor, covariance: Tensor) -> Tensor:
+    """Laplace bridge after rescaling the latents so that the mean variance is √(C/2), `[B, C]`.
+
+    With c = mean_k(Σ_kk) / √(C/2): μ ← μ/√c, Σ ← Σ/c (Hobbhahn et al., 2022). As the variance goes to
+    zero, μ/√c grows without bound and the prediction goes to the most probable class.
+    """
+    return softmax(log_concentrations(mean, covariance, normalise=True)).to(mean)
+
+
+def log_concentrations(mean: Tensor, covariance: Tensor, normalise: bool = False) -> Tensor:
+    """Logarithms of the Dirichlet concentrations of the Laplace bridge, `[B, C]`, float64.
+
+    Softmax ignores a shift of all latents, so the Gaussian is first conditioned on Σ_c f_c = 0:
+    with s = Σ1 and t = 1ᵀΣ1, μ ← μ − s (1ᵀμ)/t and Σ ← Σ − s sᵀ/t. Then
+
+        α_k = (1 − 2/C + e^{μ_k} / C² · Σ_l e^{−μ_l}) / Σ_kk        (Hobbhahn et al., 2022)
+
+    in log space, where nothing overflows. The numerator is positive for C ≥ 2, so α_k > 0 as long as
+    Σ_kk > 0. Conditional variances below ε times the largest variance (ε: machine precision of the mean, of float64
+    for variances) are rounding, whatever their sign, and count as that floor; hence a covariance of zero, or one that
+    conditioning exhausts, acts like a small multiple of the identity. Likewise t below the rounding of its
+    sum counts as zero: such a Gaussian is conditioned already.
+
+    Args:
+        mean: `[B, C]`, C ≥ 2.
+        covariance: `[B, C, C]` or variances `[B, C]` (the diagonal matrix).
+        normalise: Rescale the latents as in `bridge_norm`.
+
+    Raises:
+        InvalidArgument: C < 2 or shapes that do not belong together.
+    """
+    gaussian = Gaussian(mean, covariance)
+    n_classes = mean.shape[1]
+    if n_classes < 2:
+        raise InvalidArgument("The Laplace bridge needs at least 2 outputs, 1 was given: use link_approx='probit'.")
+    if gaussian.is_joint:
+        raise InvalidArgument(
+            "The Laplace bridge takes one covariance per row, [B, C, C] or [B, C]; a joint one was "
+            "given: take its diagonal blocks."
+        )
+    # Variances alone meet no cancellation that float64 does not resolve; a row sum carries the input's rounding.
+    eps = torch.finfo(torch.float64 if gaussian.is_diagonal else mean.dtype).eps
+    # The bridge depends on ratios within Σ only, so it is computed in units of the largest variance. Bounded means
+    # keep float64 finite: at 1e100 any softmax is saturated.
+    unit = gaussian.variance.detach().abs().amax(1, keepdim=True).double().clamp(min=1e-300)
+    variance = gaussian.variance.double() / unit
+    row_sums = variance if gaussian.is_diagonal else _row_sums(covariance, unit)
+    centred, conditional = _condition_on_zero_sum(mean.double().clamp(-1e100, 1e100), variance, row_sums, eps)
+    if normalise:
+        centred = centred / _excess(conditional, unit, n_classes).sqrt()
+        unit = math.sqrt(n_classes / 2) / conditional.mean(1, keepdim=True)  # that of Σ/c, whatever the first one was
+    log_constant = math.log(1 - 2 / n_classes) if n_classes > 2 else -math.inf
+    peak = centred + torch.logsumexp(-centred, 1, keepdim=True) - 2 * math.log(n_classes)
+    return torch.logaddexp(peak, peak.new_tensor(log_constant)) - conditional.log() - unit.log()
+
+
+def _row_sums(covariance: Tensor, unit: Tensor) -> Tensor:
+    """Σ1 / unit, `[B, C]`, summed in float64 without a copy of Σ.
+
+    A positive semi-definite Σ has |Σ_kl| ≤ unit, so that C bounds a row sum up to rounding; beyond 2C it overflowed.
+    """
+    n_classes = covariance.shape[-1]
+    sums = covariance.sum(2, dtype=torch.float64) / unit
+    return sums.nan_to_num(nan=0.0).clamp(-2 * n_classes, 2 * n_classes)
+
+
+def _condition_on_zero_sum(mean: Tensor, variance: Tensor, row_sums: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Mean and variances, `[B, C]`, given that the latents sum to zero; needs only diag Σ and Σ1."""
+    n_classes = mean.shape[1]
+    total = row_sums.sum(1, keepdim=True)
+    informative = total > 4 * eps * n_classes * variance.sum(1, keepdim=True)
+    gain = torch.where(informative, row_sums / torch.where(informative, total, 1.0), 1 / n_classes)
+    centred = mean - gain * mean.sum(1, keepdim=True)
+    conditional = variance - torch.where(informative, gain * row_sums, 0.0)
+    floor = (eps * variance.detach().amax(1, keepdim=True)).clamp(min=1e-300)
+    return centred, torch.maximum(conditional, floor)
+
+
+def _excess(conditional: Tensor, unit: Tensor, n_classes: int) -> Tensor:
+    """The scale c = mean variance / √(C/2), `[B, 1]`, in the original units, bounded away from zero."""
+    return (conditional.mean(1, keepdim=True) * unit / math.sqrt(n_classes / 2)).clamp(min=1e-200)
+
+
+def _bridge_link(mean: Tensor, covariance: Tensor, *_: object) -> Tensor:
+    return bridge(mean, covariance)
+
+
+def _bridge_norm_link(mean: Tensor, covariance: Tensor, *_: object) -> Tensor:
+    return bridge_norm(mean, covariance)
+
+
+def _probit_link(mean: Tensor, covariance: Tensor, inverse_link: InverseLink, *_: object) -> Tensor:
+    return probit(mean, covariance, inverse_link)
+
+
+def _delta_link(mean: Tensor, covariance: Tensor, *_: object) -> Tensor:
+    return delta(mean, covariance)
+
+
+def _delta_elementwise_link(mean: Tensor, covariance: Tensor, inverse_link: InverseLink, *_: object) -> Tensor:
+    return delta_elementwise(mean, covariance, inverse_link)
+
+
+LINKS.register("probit")(Link(_probit_link, diagonal=True))
+LINKS.register("mc")(Link(monte_carlo))
+LINKS.register("bridge")(Link(_bridge_link))
+LINKS.register("bridge_norm")(Link(_bridge_norm_link))
+LINKS.register("delta")(Link(_delta_link, elementwise=_delta_elementwise_link))

@@ -1,0 +1,1 @@
+"""The user's network: preserved during calls, checked for changes between them."""

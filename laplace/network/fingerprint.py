@@ -1,0 +1,172 @@
+"""Notices that a network was changed after `fit`, without a copy of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace.errors import ModelChangedError, ModelChangedWarning, warn
+from laplace.network.attributes import Attributes, attributes_of, changed, digests
+from laplace.network.model_guard import undisturbed
+from laplace.network.witness import Witness
+
+_PERIOD = 4096
+"""Entries are weighed by their place modulo this number, so that no tensor is copied."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Versions and checksums of a model's tensors, and what else decides its outputs.
+
+    Versions and norms are compared first, at the cost of reading the weights once; only if one of them differs are
+    the checksums. The norms notice what autograd does not count: writes through `.data`. The witness notices what is no
+    tensor, an adapter that was switched, say: its outputs are compared once, and again whenever plain attributes of
+    modules have changed. Without a witness, of which copies and states hold none, the attributes alone are compared.
+
+    Attributes:
+        places: Device and dtype of every tensor.
+        versions: Identity and version of every tensor; only good within one process.
+        norms: Norms of the floating-point tensors, per device.
+        sums: Two weighted sums of every tensor, float64, `[n, 2]`.
+        attributes: Digests of the plain attributes at the fit, by name; without those that a forward pass writes, as a
+            counter of calls, where a witness told them.
+        witness: Some data of the fit with the outputs there, or None.
+        seen: Attributes at which all was well when it was last looked at; None before that.
+    """
+
+    places: tuple[tuple[torch.device, torch.dtype], ...]
+    versions: tuple[tuple[int, int], ...]
+    norms: tuple[Tensor, ...]
+    sums: Tensor
+    attributes: Mapping[str, str]
+    witness: Witness | None = field(default=None, repr=False)
+    seen: Attributes | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, witness: Witness | None = None, attributes: Mapping[str, str] | None = None
+    ) -> Fingerprint:
+        """The fingerprint of a model's present tensors.
+
+        Args:
+            model: The network.
+            witness: Data of the fit, or None.
+            attributes: Digests at the fit, of a state; None for those of the present attributes.
+        """
+        with undisturbed(model):
+            known = digests(attributes_of(model)) if attributes is None else dict(attributes)
+            if witness is not None:
+                known = {name: digest for name, digest in known.items() if name not in witness.written}
+            return cls(_places(model), _versions(model), _norms(model), checksums(model), known, witness)
+
+    def check(self, model: nn.Module) -> Fingerprint:
+        """This fingerprint, or an equal one with new versions.
+
+        Raises:
+            ModelChangedError: The tensors differ, or were moved, or the outputs of the witness differ.
+
+        Warns:
+            ModelChangedWarning: There is no witness, and attributes differ.
+        """
+        with undisturbed(model):
+            return self._same_tensors(model)._same_outputs(model)
+
+    def moved(self, model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> Fingerprint:
+        """The fingerprint of the same model after it was moved."""
+        witness = None if self.witness is None else self.witness.moved(model, device, dtype)
+        return Fingerprint.of(model, witness, self.attributes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: no data."""
+        return vars(self) | {"witness": None}
+
+    def _same_outputs(self, model: nn.Module) -> Fingerprint:
+        present = attributes_of(model)
+        if present == self.seen:
+            return self
+        names = changed(self.attributes, digests(present), common=self.witness is None)
+        if self.witness is not None:
+            names = [name for name in names if name not in self.witness.written]
+        if self.witness is not None and not self.witness.agrees(model, changed=bool(names)):
+            what = f"the attributes {names} of its modules did" if names else "a setting, a hook or the like did"
+            raise ModelChangedError(
+                f"the network's outputs at data of the fit are not what they were, though no weight changed; {what} "
+                "(an adapter that was switched or disabled, say). Put that back, or call fit again."
+            )
+        if self.witness is None and names:
+            warn(
+                f"the attributes {names} of the network's modules differ from those at fit; whether its outputs do "
+                "(after an adapter was switched, say) is not known, since the posterior holds no data: one that was "
+                "loaded or copied never does. Put them back, or call fit again.",
+                ModelChangedWarning,
+            )
+        return replace(self, seen=present)
+
+    def _same_tensors(self, model: nn.Module) -> Fingerprint:
+        versions, norms = _versions(model), _norms(model)
+        if versions == self.versions and _equal(norms, self.norms):
+            return self
+        places = _places(model)
+        if len(places) == len(self.places) and places != self.places:
+            raise ModelChangedError(
+                "the network was moved to another device or dtype after fit, and the posterior was not; move both by "
+                "la.to(device=..., dtype=...), or call fit again."
+            )
+        if not same_sums(checksums(model), self.sums):
+            raise ModelChangedError(
+                "the network's weights or buffers changed after fit (a call in training mode writes the running "
+                "statistics of BatchNorm), so its predictions do not belong to this posterior any more; call fit "
+                "again, or load the weights and buffers at which it was fitted."
+            )
+        return replace(self, versions=versions, norms=norms)
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _versions(model: nn.Module) -> tuple[tuple[int, int], ...]:
+    return tuple((id(t), 0 if t.is_inference() else t._version) for t in _tensors(model))
+
+
+def _places(model: nn.Module) -> tuple[tuple[torch.device, torch.dtype], ...]:
+    return tuple((t.device, t.dtype) for t in _tensors(model))
+
+
+def _norms(model: nn.Module) -> tuple[Tensor, ...]:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in _tensors(model):
+        if tensor.is_floating_point():
+            by_device.setdefault(tensor.device, []).append(tensor.detach())
+    return tuple(torch.stack(torch._foreach_norm(tensors)) for tensors in by_device.values())
+
+
+def _equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y.to(x.device)) for x, y in zip(a, b, strict=True))
+
+
+def checksums(model: nn.Module) -> Tensor:
+    """Two weighted sums per tensor, `[n, 2]`, float64 on the CPU."""
+    with torch.no_grad(), undisturbed(model):
+        rows = [_sums(tensor) for tensor in _tensors(model)]
+    return torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.float64)
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    whole = flat.numel() // _PERIOD * _PERIOD
+    columns = flat[:whole].view(-1, _PERIOD).sum(0, dtype=torch.float64)
+    rest = flat[whole:].double()
+    columns[: len(rest)] += rest
+    places = torch.arange(1, _PERIOD + 1, device=flat.device, dtype=torch.float64)
+    return torch.stack([columns.sum(), columns @ torch.cos(places)]).cpu()
+
+
+def same_sums(a: Tensor, b: Tensor) -> bool:
+    """Whether two checksums agree up to the order of float64 sums."""
+    return a.shape == b.shape and bool(torch.allclose(a, b, rtol=1e-9, atol=1e-9, equal_nan=True))

@@ -1,0 +1,143 @@
+"""Targets of batches as the model's own loss reads them: a causal language model is asked for the next token.
+
+Hugging Face's collator gives such a model `labels = input_ids`, −100 on pads, and the model moves them by one position
+inside its loss. Here the labels of a mapping are moved alike, so that all else sees targets of the position they are
+at: y_t is the token at t + 1, and the last position has none. Pairs (x, y) are never moved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace.core import batch as batches
+from laplace.core.batch import CallByName, Inputs
+from laplace.core.memory import ran_out
+from laplace.errors import ApproximationWarning, warn
+from laplace.network.model_guard import lent, own_mode
+
+IGNORED = -100
+"""Label that Hugging Face's losses leave out, as PyTorch's do."""
+
+_MOVES: weakref.WeakKeyDictionary[nn.Module, bool | None] = weakref.WeakKeyDictionary()
+"""What the loss of a model was found to do, None where it has none; it takes a few forward passes of one datum."""
+
+
+def split(batch: Any, dict_key_y: str, model: nn.Module, ignore_index: int | None = IGNORED) -> tuple[Inputs, Tensor]:
+    """Inputs of a batch, and targets of the positions they are at.
+
+    Args:
+        batch: What a loader gives.
+        dict_key_y: Key of the targets, for mappings; only those under `"labels"`, by which the model takes its own,
+            are moved.
+        model: The network, whose own loss says whether they are.
+        ignore_index: Label of the last position, which has no target.
+
+    Raises:
+        InvalidData: A batch of another form.
+        MissingKey: A mapping without the targets' key.
+    """
+    x, y = batches.split(batch, dict_key_y)
+    if x is not batch or dict_key_y != batches.LABELS or not _labels_tokens(x, y) or not _moves(model, x, y):
+        return x, y
+    return x, torch.cat([y[:, 1:], torch.full_like(y[:, :1], IGNORED if ignore_index is None else ignore_index)], 1)
+
+
+def counted(
+    batch: Any, dict_key_y: str, device: torch.device, ignore_index: int | None, model: nn.Module
+) -> tuple[Inputs, Tensor] | None:
+    """Inputs and targets of the data of a batch that count, on a device; None if there are none.
+
+    Raises:
+        InvalidData: A batch of another form.
+        MissingKey: A mapping without the targets' key.
+    """
+    x, y = split(batch, dict_key_y, model, ignore_index)
+    return batches.without_ignored(batches.to_device(x, device), y.to(device), ignore_index)
+
+
+def _labels_tokens(x: Mapping[str, Any], y: Tensor) -> bool:
+    """Whether there is a label for every token: others, cut or moved already, are not the model's own."""
+    if y.ndim != 2 or y.is_floating_point() or y.numel() == 0:
+        return False
+    return any(value.shape[:2] == y.shape for value in _inputs(x))
+
+
+def _moves(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool:
+    """Whether the model's own loss compares the outputs at t with the label at t + 1; found once for every model."""
+    if model not in _MOVES:
+        try:
+            found = _MOVES[model] = _found(model, x, y)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            if ran_out(error):
+                raise
+            found = None  # of this batch, which may be at fault itself
+        if found is None and _sees(x, y):
+            warn(
+                "the targets under 'labels' are the inputs: every position is asked for the token that it sees. For a "
+                "model of the next token give pairs (x, y) with y = labels[:, 1:] and -100 in the last column, or a "
+                "model whose forward takes labels and returns its loss, which says where they belong.",
+                ApproximationWarning,
+            )
+    return _MOVES.get(model) is True
+
+
+def _found(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool | None:
+    """Whether of one datum's labels the last one counts in the model's loss and the first one does not.
+
+    None for a model without such a loss, or with one that says neither. Names of classes and of losses say too little:
+    `BartForCausalLM` and `XLNetLMHeadModel` do not move their labels.
+    """
+    device = next(model.parameters(), y).device
+    datum = batches.to_device(batches.select(x, slice(0, 1), len(y)), device)
+
+    def loss(position: int, label: int) -> Tensor | None:
+        labels = torch.full_like(y[:1], IGNORED, device=device)
+        labels[:, position] = label
+        found = _loss(model, datum, labels)
+        return None if found is None else found.nan_to_num()  # a mean over no labels
+
+    with lent(model), own_mode(), torch.no_grad():
+        nothing = loss(0, IGNORED)
+        if nothing is None:
+            return None
+
+        def counts(position: int) -> bool:
+            # Two classes: a loss may leave out one of them, or be zero to rounding.
+            found = (loss(position, label) for label in (0, 1))
+            return any(one is not None and not torch.equal(one, nothing) for one in found)
+
+        if counts(0):
+            return False
+        return True if y.shape[1] == 1 or counts(-1) else None
+
+
+def _loss(model: nn.Module, datum: Mapping[str, Any], labels: Tensor) -> Tensor | None:
+    """The model's own loss of a datum with labels `[1, T]`, all of whose positions are seen, 0-dim."""
+    named = CallByName().keywords(model, datum)
+    if named is not None and not batches.takes(model, batches.LABELS):
+        return None
+    arguments = (dict(datum.items()) if named is None else named) | {batches.LABELS: labels}
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == labels.shape:
+        arguments["attention_mask"] = torch.ones_like(mask)  # some losses leave pads out, whatever their label
+    output = model(arguments) if named is None else model(**arguments)
+    if isinstance(output, tuple | list):
+        output = output[0]
+    loss = output if isinstance(output, Tensor) else batches.part(output, "loss")
+    return loss if isinstance(loss, Tensor) and loss.ndim == 0 else None
+
+
+def _sees(x: Mapping[str, Any], y: Tensor) -> bool:
+    """Whether every target that counts is what an input has at its position."""
+    counts = y != IGNORED
+    alike = [value == y for value in _inputs(x) if value.shape == y.shape]
+    return bool(counts.any()) and any(bool(same[counts].all()) for same in alike)
+
+
+def _inputs(x: Mapping[str, Any]) -> list[Tensor]:
+    return [value for key, value in x.items() if key != batches.LABELS and isinstance(value, Tensor)]

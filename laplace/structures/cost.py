@@ -1,0 +1,149 @@
+"""What a structure takes: bytes and multiplications, from what one batch showed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
+from laplace.engines.profile import BatchProfile
+
+DOUBLE = 8
+"""Bytes of the float64 numbers in which factorisations are done."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one structure takes on one kind of batch.
+
+    Attributes:
+        kept: Bytes of the fitted curvature.
+        running: Bytes of sums that are held while a batch is read.
+        adding: Bytes of sums when a batch is added, the graph being gone.
+        pieces: Bytes of what a fit multiplies out, contracts and drops.
+        posterior: Bytes that the first prediction makes and keeps, or passes through.
+        projecting: Bytes of what a prediction multiplies out or rotates, and drops.
+        vectors: With how many vectors the curvature is multiplied; 0 for sums of outer products.
+        readings: How often the data are read.
+        work: Multiplications per batch besides those of the passes through the network.
+        between: Multiplications of factorisations between two readings.
+        solve: Multiplications of the factorisations that the first prediction needs.
+    """
+
+    kept: int
+    running: int
+    adding: int
+    pieces: int = 0
+    posterior: int = 0
+    projecting: int = 0
+    vectors: int = 0
+    readings: int = 1
+    work: float = 0.0
+    between: float = 0.0
+    solve: float = 0.0
+
+    def fit_bytes(self, survey: BatchProfile) -> int:
+        """Peak of a fit above what was held before it."""
+        reading = survey.product_bytes(self.vectors) if self.vectors else survey.batch_bytes
+        return max(self.running + reading + self.pieces, self.adding)
+
+    def predict_bytes(self, survey: BatchProfile) -> int:
+        """Peak of the first prediction of a batch above what was held after the fit."""
+        return self.posterior + survey.jacobian_bytes + self.projecting
+
+    def fit_seconds(self, survey: BatchProfile) -> float:
+        """One batch, in all readings."""
+        passes = survey.reading_seconds
+        if self.vectors:  # J v by differentiating twice, then Jᵀ u: about three backward passes
+            passes = survey.forward + 3 * self.vectors * survey.backward
+        return self.readings * (passes + self.work / survey.rate)
+
+    def predict_seconds(self, survey: BatchProfile) -> float:
+        """The first prediction of a batch, with the factorisation."""
+        passes = survey.forward + (0.0 if survey.is_head else survey.n_outputs * survey.backward)
+        return passes + (self.work + self.solve) / survey.rate
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The matrices of all Kronecker products, and the exact blocks beside them.
+
+    Attributes:
+        outputs: Groups and width of every output side and dense block.
+        inputs: Groups and width of every input side.
+        vectors: Numbers of diagonals and counts.
+        rows: Multiplications of their sums over a batch.
+    """
+
+    outputs: tuple[tuple[int, int], ...]
+    inputs: tuple[tuple[int, int], ...]
+    vectors: int
+    rows: float
+
+    @classmethod
+    def of(cls, survey: BatchProfile) -> Sides:
+        """Those of a survey; a small tensor without factors has a dense block, a large one a diagonal."""
+        outputs: list[tuple[int, int]] = []
+        inputs: list[tuple[int, int]] = []
+        vectors, rows = 0, 0.0
+        for layer in survey.layout.layers:
+            for position, tensor in enumerate(survey.tensors[i] for i in layer):
+                if not tensor.factored:
+                    dense = tensor.size <= DENSE_BLOCK_LIMIT
+                    outputs += [(1, tensor.size)] if dense else []
+                    vectors += 0 if dense else tensor.size
+                    rows += survey.n_data * survey.n_columns * tensor.size * (tensor.size if dense else 1)
+                    continue
+                if not (tensor.is_bias and position):  # which shares the output side of its weight
+                    outputs.append((tensor.groups, tensor.n_outputs))
+                    columns = 1 if tensor.is_head else survey.n_columns
+                    rows += survey.n_data * tensor.positions * columns * tensor.output_side
+                if tensor.indexed:
+                    vectors += tensor.n_inputs
+                elif not tensor.is_bias:
+                    inputs.append((tensor.groups, tensor.n_inputs))
+                    rows += survey.n_data * tensor.positions * tensor.input_side
+        return cls(tuple(outputs), tuple(inputs), vectors, rows)
+
+    def numbers(self, n_terms: int) -> int:
+        """Of all sums, those of the output sides once per term."""
+        return n_terms * (_squares(self.outputs) + self.vectors) + _squares(self.inputs)
+
+    @property
+    def squares(self) -> int:
+        """Entries of all eigenbases."""
+        return _squares(self.outputs + self.inputs)
+
+    @property
+    def largest(self) -> int:
+        """Entries of the largest eigenbasis."""
+        return max(groups * width**2 for groups, width in self.outputs + self.inputs)
+
+    def columns(self, count: int) -> int:
+        """Numbers of `count` vectors for every side."""
+        return sum(groups * width * min(width, count) for groups, width in self.outputs + self.inputs)
+
+    @property
+    def solve(self) -> float:
+        """Multiplications of all eigendecompositions."""
+        return sum(EIGH * groups * width**3 for groups, width in self.outputs + self.inputs)
+
+
+def _squares(sides: tuple[tuple[int, int], ...]) -> int:
+    return sum(groups * width**2 for groups, width in sides)
+
+
+EIGH = 12.0
+"""Multiplications of an eigendecomposition of n × n over n³, at the speed of a matrix product in float32."""
+
+
+def squares_of_sums(survey: BatchProfile) -> float:
+    """Multiplications of the squared Jacobian of every tensor: pieces where positions share it, else two factors."""
+    rest = [t for t in survey.tensors if not t.is_head]
+    per_column = sum(t.size * (1 + t.positions if t.positions > 1 else 1) for t in rest)
+    head = sum(t.size for t in survey.tensors if t.is_head)
+    return float(survey.n_data * (max(1, survey.n_columns) * per_column + head))
+
+
+def widest_gradient(survey: BatchProfile) -> int:
+    """Numbers of one datum's output gradients of the widest layer."""
+    return max(tensor.positions * tensor.groups * tensor.n_outputs for tensor in survey.tensors)

@@ -1,0 +1,1 @@
+"""Gaussian processes of linearised networks: posteriors by kernels between data."""

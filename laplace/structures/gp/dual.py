@@ -1,0 +1,221 @@
+"""The posterior of a linearised network seen from its data: kernels between M data instead of a P × P matrix.
+
+With A = Sᵀ J, where S Sᵀ = Λ, the precision P = w Aᵀ A + D has the dual Gram matrix G = A D⁻¹ Aᵀ = U λ Uᵀ, and
+
+    J* P⁻¹ J*ᵀ = (K** − V Vᵀ) + V (1 + w λ)⁻¹ Vᵀ,    V = K*M S U λ^(−½)
+
+which is equation A.6 of Immer et al. (2021), K** − K*M (K_MM + Λ⁻¹)⁻¹ K_M*, in a form that needs no inverse of a
+singular Λ or kernel: data without curvature, duplicates and dependent outputs drop out as zero eigenvalues. V holds the
+coordinates of J* in the space that the data span; outside of it the prior stays.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from laplace.jacobian.blocks import CHUNK_BYTES
+from laplace.jacobian.detached import picked
+from laplace.jacobian.jacobian import Jacobian
+from laplace.jacobian.kernels import Scales, kernel, kernel_at, kernel_diagonal
+from laplace.structures import algebra
+
+_DOUBLE = 8
+
+
+class Span(ABC):
+    """R rows A = Sᵀ J of kept Jacobians: what they span is where the posterior differs from the prior.
+
+    Attributes:
+        parts: Jacobians of consecutive data.
+    """
+
+    parts: tuple[Jacobian, ...]
+
+    @abstractmethod
+    def gram(self, weights: Tensor | None, scales: Scales) -> Tensor:
+        """G = A D⁻¹ Aᵀ, `[R, R]`, float64, differentiable in both arguments.
+
+        Args:
+            weights: w of every output, `[C]`, or of all, `[1]`.
+            scales: Prior variance of every tensor.
+        """
+
+    @abstractmethod
+    def lift(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        """S u of columns `[R, n]`, `[M·C, n]`, in their dtype."""
+
+    @abstractmethod
+    def lower(self, outputs: Tensor, weights: Tensor | None) -> Tensor:
+        """Sᵀ f of outputs `[n, M, C]`, `[n, R]`, in their dtype."""
+
+    @cached_property
+    def unit(self) -> Basis:
+        """The basis at w = 1 and D = 1, of which every other scalar w and D is a rescaling."""
+        return self.basis(None, None)
+
+    def basis(self, weights: Tensor | None, scales: Scales) -> Basis:
+        """Eigenvectors of G, without those of eigenvalues that are zero but for rounding."""
+        with torch.no_grad(), algebra.kept_for_later():
+            gram = self.gram(weights, scales)
+            values, vectors = algebra.eigh(0.5 * (gram + gram.T))
+            floor = len(values) * torch.finfo(values.dtype).eps * values.amax() if len(values) else 0.0
+            kept = values > floor
+            values, vectors = values[kept], vectors[:, kept]
+            return Basis(self.parts, values, vectors, self.lift(vectors / values.sqrt(), weights), scales)
+
+
+@dataclass(frozen=True)
+class Dual(Span):
+    """Kept Jacobians and roots of the output Hessians of M data.
+
+    Attributes:
+        parts: Jacobians of consecutive data, with C cotangents.
+        roots: S of every datum, Λ = S Sᵀ, `[M, C, K]`.
+    """
+
+    parts: tuple[Jacobian, ...]
+    roots: Tensor
+
+    def output(self, c: int) -> Dual:
+        """One output by itself: its Jacobian, and the diagonal entry of Λ."""
+        picks = tuple(picked(part, one_output(part, c)) for part in self.parts)
+        diagonal = self.roots[:, c].square().sum(1).sqrt()
+        return Dual(picks, diagonal.view(-1, 1, 1))
+
+    @cached_property
+    def kernel(self) -> Tensor:
+        """K_MM = J Jᵀ, `[M, C, M, C]`, float64."""
+        return _symmetric(self.parts)
+
+    @cached_property
+    def kernels(self) -> tuple[Tensor, ...]:
+        """The share of every treated tensor in it: what a prior per tensor weighs anew."""
+        count = len(self.parts[0].blocks)
+        return tuple(_symmetric([Jacobian((part.blocks[i],)) for part in self.parts]) for i in range(count))
+
+    def gram(self, weights: Tensor | None, scales: Scales) -> Tensor:
+        with algebra.kept_for_later():
+            values = self.kernel if scales is None else sum(
+                (s.double().reshape(()) * k for s, k in zip(scales, self.kernels, strict=True)),
+                torch.zeros((), dtype=torch.float64, device=self.roots.device),
+            )  # fmt: skip
+            roots = self._weighted(weights)
+            half = torch.einsum("mcnd,ndl->mcnl", values, roots)
+            return torch.einsum("mck,mcnl->mknl", roots, half).reshape(roots.shape[0] * roots.shape[2], -1)
+
+    def _weighted(self, weights: Tensor | None) -> Tensor:
+        roots = self.roots.double()
+        return roots if weights is None else weights.double().sqrt().view(1, -1, 1) * roots
+
+    def lift(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        roots = self._weighted(weights).to(rows)
+        inner = rows.view(roots.shape[0], roots.shape[2], -1)
+        return torch.einsum("mck,mkr->mcr", roots, inner).flatten(0, 1)
+
+    def lower(self, outputs: Tensor, weights: Tensor | None) -> Tensor:
+        return torch.einsum("smc,mck->smk", outputs, self._weighted(weights).to(outputs)).flatten(1)
+
+
+@dataclass(frozen=True)
+class Basis:
+    """An orthonormal basis of what the data span.
+
+    Attributes:
+        parts: The Jacobians of the data.
+        values: λ, `[r]`, float64.
+        vectors: U, `[R, r]`.
+        dual: S U λ^(−½), `[M·C, r]`: V = K*M `dual`.
+        scales: Prior variance of every tensor in the kernel, or None for ones.
+    """
+
+    parts: tuple[Jacobian, ...]
+    values: Tensor
+    vectors: Tensor
+    dual: Tensor
+    scales: Scales
+
+    def coordinates(self, jacobian: Jacobian) -> Tensor:
+        """V, `[B, C, r]`, by rows of K*M that fit a chunk."""
+        per_datum = _DOUBLE * jacobian.n_cotangents * len(self.dual)
+        step = max(1, CHUNK_BYTES // per_datum)
+        rows = [self._rows(jacobian.rows(slice(i, i + step))) for i in range(0, jacobian.n_data, step)]
+        return torch.cat(rows)
+
+    def _rows(self, jacobian: Jacobian) -> Tensor:
+        found, start = 0.0, 0
+        for part in self.parts:
+            stop = start + part.n_data * part.n_cotangents
+            cross = kernel(jacobian, part, self.scales)
+            found = found + cross.flatten(2) @ self.dual[start:stop]
+            start = stop
+        return torch.as_tensor(found)
+
+    def variance(self, jacobian: Jacobian) -> Projected:
+        """Between the outputs of every datum."""
+        inside = self.coordinates(jacobian)
+        outside = kernel_at(jacobian, self.scales) - inside @ inside.mT
+        return Projected(inside, 0.5 * (outside + outside.mT), self.values)
+
+    def diagonal(self, jacobian: Jacobian) -> Projected:
+        """Of every output by itself."""
+        inside = self.coordinates(jacobian)
+        outside = kernel_diagonal(jacobian, self.scales) - inside.square().sum(2)
+        return Projected(inside, outside.clamp(min=0), self.values)
+
+    def covariance(self, jacobian: Jacobian) -> Projected:
+        """Between all outputs of all data."""
+        inside = self.coordinates(jacobian).flatten(0, 1)
+        whole = kernel(jacobian, jacobian, self.scales).reshape(len(inside), len(inside))
+        outside = whole - inside @ inside.T
+        return Projected(inside, 0.5 * (outside + outside.T), self.values)
+
+
+@dataclass(frozen=True)
+class Projected:
+    """A prior covariance, split into what the data span and the rest.
+
+    Attributes:
+        inside: V, `[..., n, r]`.
+        outside: K** − V Vᵀ, `[..., n, n]`, or its diagonals `[..., n]`.
+        values: λ, `[r]`.
+    """
+
+    inside: Tensor
+    outside: Tensor
+    values: Tensor
+
+    def at(self, weight: Tensor, prior: Tensor) -> Tensor:
+        """The posterior covariance at a scalar w and δ, 0-dim each: `outside`/δ + V (δ + w λ)⁻¹ Vᵀ."""
+        weight, prior = weight.double(), prior.double()
+        gain = 1 / (prior + weight * self.values)
+        if self.outside.ndim < self.inside.ndim:
+            return self.outside / prior + self.inside.square() @ gain
+        return self.outside / prior + (self.inside * gain) @ self.inside.mT
+
+
+def one_output(jacobian: Jacobian, c: int) -> Tensor:
+    """The output c of every datum, for `picked`."""
+    device = jacobian.blocks[0].bound().device
+    return torch.full((jacobian.n_data,), c, dtype=torch.long, device=device)
+
+
+def _symmetric(parts: tuple[Jacobian, ...] | list[Jacobian]) -> Tensor:
+    """The kernel between all parts, `[M, C, M, C]`; each pair once."""
+    with torch.no_grad(), algebra.kept_for_later():
+        rows = [list(_row(parts, i)) for i in range(len(parts))]
+        full = [
+            [rows[i][j - i] if j >= i else rows[j][i - j].permute(2, 3, 0, 1) for j in range(len(parts))]
+            for i in range(len(parts))
+        ]
+        return torch.cat([torch.cat(row, 2) for row in full])
+
+
+def _row(parts: tuple[Jacobian, ...] | list[Jacobian], i: int) -> Iterator[Tensor]:
+    for j in range(i, len(parts)):
+        yield kernel(parts[i], parts[j])

@@ -1,0 +1,254 @@
+"""Curvature in the span of a few Jacobians: the Nyström approximation of the kernel (Deng et al., 2022, "ELLA").
+
+Of M data one output each gives a row of J; the k leading eigenvectors of their kernel K = J Jᵀ = U Λ Uᵀ span the
+directions V = Jᵀ U Λ^(−½) in weight space, orthonormal. The features of any datum are φ(x) = J(x) V, `[C, k]`, and all
+data are seen through them: G = Σ_n φ_nᵀ Λ_n φ_n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.core.batch import Inputs
+from laplace.core.hyperparameters import check_counts
+from laplace.core.layout import Layout
+from laplace.core.prior import GaussianPrior
+from laplace.engines.engine import BatchSummary, CurvatureEngine
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
+from laplace.jacobian.detached import held, picked
+from laplace.jacobian.jacobian import Jacobian
+from laplace.jacobian.kernels import kernel
+from laplace.structures import algebra
+from laplace.structures.base import Curvature, DataPass, require_finite
+from laplace.structures.gp.nystrom_precision import NystromPrecision, NystromScan, features
+from laplace.structures.gp.observed import ObservingSweep, jacobians, uncounted
+from laplace.structures.gp.subset import Pool, make_score
+
+
+@dataclass(frozen=True)
+class NystromOptions:
+    """How the directions are found.
+
+    Attributes:
+        subsample_size: M, data whose Jacobians span them.
+        n_eigenvalues: K, how many are kept.
+        seed: Of the choice of data, and (plus 1) of their outputs.
+        balanced: Whether the classes take turns in the choice.
+        watch: Called with the curvature and the number of data so far every `watch_batches` batches of the second
+            reading, and at its end.
+        watch_batches: Batches between these calls, or None for the end alone.
+
+    Raises:
+        InvalidArgument: Not 0 < k ≤ M.
+    """
+
+    subsample_size: int
+    n_eigenvalues: int
+    seed: int = 1234
+    balanced: bool = False
+    watch: Callable[[CurvatureEngine, NystromCurvature, int], None] | None = None
+    watch_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        check_counts(subsample_size=self.subsample_size, n_eigenvalues=self.n_eigenvalues)
+        if self.n_eigenvalues > self.subsample_size:
+            raise InvalidArgument(
+                f"n_eigenvalues={self.n_eigenvalues} exceeds subsample_size={self.subsample_size}: M data span at most "
+                "M directions."
+            )
+        if self.watch_batches is not None:
+            check_counts(val_steps=self.watch_batches)
+
+
+@dataclass(frozen=True)
+class NystromCurvature(Curvature):
+    """G in the span of V; outside of it there is neither curvature nor variance.
+
+    Attributes:
+        directions: Vᵀ, orthonormal rows, `[k, P]`.
+        gram: G, `[E, k, k]`, float64.
+    """
+
+    directions: Tensor
+    gram: Tensor
+    name = "gp"
+    options = NystromOptions
+    readings = 2
+
+    @property
+    def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return len(self.gram)
+
+    @property
+    def note(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return f"Nyström approximation with {len(self.directions)} directions"
+
+    @cached_property
+    def unit(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues and eigenvectors of the sum of all terms."""
+        return algebra.eigh(self.gram.sum(0))
+
+    @classmethod
+    def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
+        return DirectionSweep(engine, options)
+
+    @classmethod
+    def zeros(cls, prior: GaussianPrior) -> Curvature:
+        raise UnsupportedError(
+            "a Nyström approximation has no density over weights before fit; call fit(train_loader)."
+        )
+
+    def __add__(self, other: Curvature) -> NystromCurvature:
+        raise CurvatureError(
+            "curvature in the span of other directions cannot be added; fit all data together with override=True."
+        )
+
+    def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> NystromPrecision:
+        """The posterior in the span.
+
+        Raises:
+            UnsupportedError: More than one prior precision.
+        """
+        if not prior.is_scalar:
+            raise UnsupportedError(
+                "the Nyström approximation takes one prior precision: its directions are orthonormal under that alone. "
+                "Use functional_approximation='sod' for one per tensor, or hessian_structure='full' or 'lowrank'."
+            )
+        return NystromPrecision(self.directions, self.gram, self.unit, weights, prior)
+
+    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> NystromScan:
+        values, vectors = algebra.eigh(torch.tensordot(weights.to(self.gram), self.gram, 1))
+        return NystromScan(self.directions, vectors, values)
+
+    def state(self) -> dict[str, Any]:
+        return {"directions": self.directions, "gram": self.gram}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> NystromCurvature:
+        return cls(state["directions"], state["gram"].double())
+
+    def forms(self) -> tuple[str, ...]:
+        return ()
+
+    def public(self) -> Tensor:
+        """G, `[k, k]`."""
+        return self.gram.sum(0).to(self.directions.dtype)
+
+
+class DirectionSweep(DataPass):
+    """First reading: picks M data, and finds the directions that one output of each span.
+
+    Args:
+        engine: Computes Jacobians.
+        options: How many.
+    """
+
+    def __init__(self, engine: CurvatureEngine, options: NystromOptions) -> None:
+        self.engine = engine
+        self.options = options
+        score = make_score("random", engine, torch.Generator().manual_seed(options.seed))
+        self.pool = Pool(options.subsample_size, score, balanced=options.balanced)
+
+    def add(self, x: Inputs, y: Tensor) -> BatchSummary:
+        if self.options.balanced and (y.ndim != 1 or y.is_floating_point()):
+            raise InvalidArgument(
+                f"balanced=True takes class labels, [B] integers; the targets have shape {list(y.shape)} and dtype "
+                f"{y.dtype}. Leave it out."
+            )
+        self.pool.add(x, y)
+        return uncounted(y)
+
+    def finish(self) -> GramSweep:
+        directions = _directions(list(self._rows()), self.options.n_eigenvalues)
+        return GramSweep(self.engine, directions, self.options)
+
+    def _rows(self) -> Iterator[Jacobian]:
+        """A row of the Jacobian per datum, of an output at random."""
+        generator = torch.Generator().manual_seed(self.options.seed + 1)
+        for rows in self.pool.chunks():
+            for jacobian, f in jacobians(self.engine, rows.x):
+                outputs = torch.randint(f.shape[1], (len(f),), generator=generator).to(f.device)
+                yield held(picked(jacobian, outputs))
+
+
+def _directions(parts: list[Jacobian], count: int) -> Tensor:
+    """The `count` leading directions of rows of J, `[k, P]`, orthonormal.
+
+    Raises:
+        InvalidArgument: The rows span fewer.
+    """
+    gram = torch.cat([torch.cat([kernel(a, b)[:, 0, :, 0] for b in parts], 1) for a in parts])
+    values, vectors = algebra.eigh(0.5 * (gram + gram.T))
+    size = max(len(gram), sum(block.size for block in parts[0].blocks))
+    spanned = int((values > size * torch.finfo(values.dtype).eps * values[-1]).sum())
+    if count > spanned:
+        raise InvalidArgument(
+            f"n_eigenvalues={count}, but the Jacobians of the {len(gram)} data span {spanned} directions; give at most "
+            "that, or a larger subsample_size."
+        )
+    weights = vectors[:, -count:] / values[-count:].sqrt()
+    counts = [part.n_data for part in parts]
+    rows = torch.stack([_pulled(parts, weight.split(counts)) for weight in weights.T])
+    # Pulled in the model's dtype; the span is what counts, in any orthonormal basis.
+    return torch.linalg.qr(rows.double().T).Q.T.to(rows.dtype).contiguous()
+
+
+def _pulled(parts: list[Jacobian], weights: tuple[Tensor, ...]) -> Tensor:
+    found = []
+    for part, weight in zip(parts, weights, strict=True):
+        pulled = [block.pull(weight.unsqueeze(0).to(block.bound())) for block in part.blocks]
+        found.append(torch.cat(pulled))
+    return torch.stack(found).sum(0)
+
+
+class GramSweep(ObservingSweep):
+    """Second reading: sums G over all data.
+
+    Args:
+        engine: Computes Jacobians.
+        directions: Vᵀ, `[k, P]`.
+        options: Who watches.
+    """
+
+    def __init__(self, engine: CurvatureEngine, directions: Tensor, options: NystromOptions) -> None:
+        super().__init__(engine)
+        self.directions = directions
+        self.options = options
+        self.batches = self.seen = 0
+        self.gram: Tensor | None = None
+
+    def add(self, x: Inputs, y: Tensor) -> BatchSummary:
+        for jacobian, f, targets in self.observed(x, y):
+            phi = features(self.directions, jacobian)
+            curved = self.engine.likelihood.hessian(f.double(), targets).times(phi)
+            terms = "ckl" if self.engine.split_outputs else "kl"
+            gram = torch.einsum(f"kbc,lbc->{terms}", phi, curved)
+            require_finite(bool(gram.isfinite().all()))
+            self.gram = gram if self.gram is None else self.gram + gram
+        self.batches, self.seen = self.batches + 1, self.seen + len(y)
+        every = self.options.watch_batches
+        if every and self.batches % every == 0:
+            self._watch()
+        return uncounted(y, self.n_outputs)
+
+    def _watch(self) -> NystromCurvature:
+        curvature = self._curvature()
+        if self.options.watch is not None:
+            self.options.watch(self.engine, curvature, self.seen)
+        return curvature
+
+    def finish(self) -> NystromCurvature:
+        every = self.options.watch_batches
+        return self._curvature() if every and self.batches % every == 0 else self._watch()
+
+    def _curvature(self) -> NystromCurvature:
+        if self.gram is None:
+            raise InvalidData("no batch was read.")
+        gram = self.gram if self.gram.ndim == 3 else self.gram.unsqueeze(0)
+        return NystromCurvature(self.directions, 0.5 * (gram + gram.mT))

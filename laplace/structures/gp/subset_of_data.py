@@ -1,0 +1,214 @@
+"""Curvature of a subset of the data, kept as factored Jacobians (Immer et al., 2021, appendix A.2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.hyperparameters import check_counts
+from laplace.core.layout import Layout
+from laplace.core.prior import GaussianPrior
+from laplace.engines.engine import BatchSummary, CurvatureEngine
+from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
+from laplace.jacobian.detached import HOLDS_INPUTS, from_state, held, state_of
+from laplace.jacobian.jacobian import Jacobian
+from laplace.structures.base import Curvature, DataPass, require_finite
+from laplace.structures.gp.dual import Dual
+from laplace.structures.gp.observed import ObservingSweep, uncounted
+from laplace.structures.gp.subset import SELECTIONS, Pool, Rows, make_score
+from laplace.structures.gp.subset_precision import DualPrecision, DualScan, IndependentPrecision, SubsetPrecision
+
+
+@dataclass(frozen=True)
+class SubsetOptions:
+    """How a subset is chosen and used.
+
+    Attributes:
+        n_subset: M.
+        seed: Of random subsets.
+        selection: `"random"`, `"top"` or `"leverage"`, see `laplace.structures.gp.subset.make_score`.
+        independent_outputs: A Gaussian process per output, with the diagonal of Λ.
+        prior_factor: What the prior precision is multiplied with; None for N/M (appendix A.2.2).
+
+    Raises:
+        InvalidArgument: A value that is not accepted.
+    """
+
+    n_subset: int
+    seed: int = 0
+    selection: str = "random"
+    independent_outputs: bool = False
+    prior_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        check_counts(n_subset=self.n_subset)
+        if self.selection not in SELECTIONS:
+            raise InvalidArgument(f"selection={self.selection!r}; accepted are {list(SELECTIONS)}.")
+        if self.prior_factor is not None and not 0 < self.prior_factor < math.inf:
+            raise InvalidArgument(f"prior_factor={self.prior_factor}; it must be positive and finite, or None for N/M.")
+
+
+@dataclass(frozen=True)
+class SubsetCurvature(Curvature):
+    """The unit curvature Σ_m J_mᵀ Λ_m J_m of M out of N data, never multiplied out.
+
+    Attributes:
+        dual: Jacobians and roots of Λ.
+        n_seen: N.
+        independent: Whether every output is by itself.
+        factor: What the prior precision is multiplied with, or None for N/M.
+        n_terms: 1, or C with one noise per output.
+    """
+
+    dual: Dual
+    n_seen: float
+    independent: bool
+    factor: float | None
+    n_terms: int
+    name = "gp"
+    options = SubsetOptions
+
+    @property
+    def n_subset(self) -> int:
+        """M."""
+        return len(self.dual.roots)
+
+    @property
+    def share(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """M/N: the evidence is that of the subset."""
+        return self.n_subset / self.n_seen
+
+    @property
+    def prior_factor(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.n_seen / self.n_subset if self.factor is None else self.factor
+
+    @property
+    def note(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        outputs = "every output by itself" if self.independent else "all outputs together"
+        return (
+            f"subset of {self.n_subset} of {self.n_seen:g} data, {outputs}, "
+            f"prior precision times {self.prior_factor:.4g}; {HOLDS_INPUTS}"
+        )
+
+    @cached_property
+    def duals(self) -> tuple[Dual, ...]:
+        """Of all outputs together, or of every output."""
+        if not self.independent:
+            return (self.dual,)
+        return tuple(self.dual.output(c) for c in range(self.dual.roots.shape[1]))
+
+    @classmethod
+    def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
+        return SubsetSweep(engine, options)
+
+    @classmethod
+    def zeros(cls, prior: GaussianPrior) -> Curvature:
+        raise UnsupportedError("a Gaussian process has no density over weights before fit; call fit(train_loader).")
+
+    def __add__(self, other: Curvature) -> SubsetCurvature:
+        if not isinstance(other, SubsetCurvature):
+            return NotImplemented
+        if self.dual.roots.shape[1:] != other.dual.roots.shape[1:] or self.independent != other.independent:
+            raise CurvatureError("the subsets have other outputs, or are used otherwise; fit with override=True.")
+        dual = Dual((*self.dual.parts, *other.dual.parts), torch.cat([self.dual.roots, other.dual.roots]))
+        return SubsetCurvature(dual, self.n_seen + other.n_seen, self.independent, self.factor, self.n_terms)
+
+    def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> DualPrecision:
+        """The posterior under the prior precision times `prior_factor`.
+
+        Raises:
+            UnsupportedError: A prior that varies within a tensor.
+        """
+        if not prior.is_constant_per_tensor:
+            raise UnsupportedError(
+                "hessian_structure='gp' takes one prior precision, or one per parameter tensor: a kernel of factors "
+                "knows no single weights. Use hessian_structure='full', 'diag' or 'block' for one per parameter."
+            )
+        scaled = GaussianPrior(self.prior_factor * prior.precision, prior.mean, prior.layout)
+        kind = IndependentPrecision if self.independent else SubsetPrecision
+        return kind(self.duals, weights, scaled, self.dual.roots.dtype)
+
+    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> DualScan:
+        dtype, together = self.dual.roots.dtype, not self.independent
+        if weights.numel() == 1:
+            return DualScan(tuple(dual.unit for dual in self.duals), weights[0], self.prior_factor, dtype, together)
+        one = torch.ones((), dtype=torch.float64, device=weights.device)
+        parts = weights.split(1) if self.independent else (weights,)
+        bases = tuple(dual.basis(part, None) for dual, part in zip(self.duals, parts, strict=True))
+        return DualScan(bases, one, self.prior_factor, dtype, together)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "parts": [state_of(part) for part in self.dual.parts],
+            "roots": self.dual.roots,
+            "n_seen": self.n_seen,
+            "independent": self.independent,
+            "factor": self.factor,
+            "n_terms": self.n_terms,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> SubsetCurvature:
+        dual = Dual(tuple(from_state(part) for part in state["parts"]), state["roots"])
+        return cls(dual, state["n_seen"], state["independent"], state["factor"], state["n_terms"])
+
+    def forms(self) -> tuple[str, ...]:
+        return ()
+
+    def public(self) -> Tensor:
+        """The kernel J Jᵀ of the subset, `[M·C, M·C]`."""
+        size = self.n_subset * self.dual.roots.shape[1]
+        return self.dual.kernel.reshape(size, size).to(self.dual.roots.dtype)
+
+
+class SubsetSweep(ObservingSweep):
+    """One reading: the inputs of the subset are picked as the data pass by, and differentiated at the end.
+
+    Args:
+        engine: Computes Jacobians.
+        options: How the subset is chosen.
+    """
+
+    def __init__(self, engine: CurvatureEngine, options: SubsetOptions) -> None:
+        super().__init__(engine)
+        self.options = options
+        # The numbers that decide do not depend on the device.
+        generator = torch.Generator().manual_seed(options.seed)
+        self.pool = Pool(options.n_subset, make_score(options.selection, engine, generator))
+
+    def add(self, x: Inputs, y: Tensor) -> BatchSummary:
+        self.pool.add(x, y)
+        return uncounted(y)
+
+    def finish(self) -> SubsetCurvature:
+        parts: list[Jacobian] = []
+        roots: list[Tensor] = []
+        for rows in self.pool.chunks():
+            for jacobian, root in self._differentiated(rows):
+                parts.append(jacobian)
+                roots.append(root)
+        root = torch.cat(roots)
+        terms = root.shape[1] if self.engine.split_outputs else 1
+        return SubsetCurvature(
+            Dual(tuple(parts), root), self.pool.seen, self.options.independent_outputs, self.options.prior_factor, terms
+        )
+
+    def _differentiated(self, rows: Rows) -> Iterator[tuple[Jacobian, Tensor]]:
+        """Jacobians and roots of Λ of consecutive data; the loss is that of the subset, the number that of all data.
+
+        Raises:
+            InvalidData: A target or an output cannot be used.
+        """
+        with batches.named(f"the subset, of batches {sorted(set(rows.batches))}"):
+            for jacobian, f, targets in self.observed(rows.x, rows.y):
+                root = self.engine.likelihood.hessian(f, targets).root().permute(1, 2, 0)
+                require_finite(bool(root.isfinite().all()))
+                yield held(jacobian), root.contiguous()

@@ -1,0 +1,148 @@
+"""Columns of a low-rank matrix that are Kronecker products of two short vectors, multiplied out a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.engines.kron_parts import KronBlock
+from laplace.jacobian.blocks import CHUNK_BYTES
+from laplace.structures.low_rank_factors import Side
+
+_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Orthonormal columns u_k = left_k ⊗ right_k, and how much each weighs in every term.
+
+    Attributes:
+        left: `[K, M]`, M entries of the first dimension (of all groups: zero outside of a column's own).
+        right: `[K, R]`.
+        values: λ_e, `[E, K]`, none of which is negative.
+        index: Treated entries within the M · R, `[p]`, or None for all.
+    """
+
+    left: Tensor
+    right: Tensor
+    values: Tensor
+    index: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.left)
+
+    @property
+    def size(self) -> int:
+        """Number of treated entries, p."""
+        return self.left.shape[1] * self.right.shape[1] if self.index is None else len(self.index)
+
+    def pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """Consecutive entries of all columns, `[K, n]`, at most about `CHUNK_BYTES` at a time."""
+        width = 1 if self.index is not None else self.right.shape[1]
+        step = max(1, CHUNK_BYTES // (_BYTES * max(1, len(self)) * width))
+        for start in range(0, self.size // width, step):
+            stop = min(start + step, self.size // width)
+            yield slice(start * width, stop * width), self._entries(start, stop)
+
+    def _entries(self, start: int, stop: int) -> Tensor:
+        if self.index is not None:
+            at = self.index[start:stop]
+            return self.left[:, at // self.right.shape[1]] * self.right[:, at % self.right.shape[1]]
+        return (self.left[:, start:stop, None] * self.right[:, None, :]).flatten(1)
+
+    def rows(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """A few whole columns `[n, p]` at a time, at most about `CHUNK_BYTES`, but one."""
+        step = max(1, CHUNK_BYTES // (_BYTES * self.size))
+        for start in range(0, len(self), step):
+            some = slice(start, start + step)
+            part = Columns(self.left[some].to(dtype), self.right[some].to(dtype), self.values[:, some], self.index)
+            stop = self.size if self.index is not None else part.left.shape[1]
+            yield some, part._entries(0, stop)
+
+    def diagonal(self, weights: Tensor) -> Tensor:
+        """Σ_k c_k u_k², `[p]`, for weights c `[K]`."""
+        full = (weights.unsqueeze(1) * self.left.square()).T @ self.right.square()
+        return full.flatten() if self.index is None else full.flatten()[self.index]
+
+    def gram(self, weights: Tensor) -> Tensor:
+        """Σ_p w_p u_p u_pᵀ over entries, `[K, K]`, for weights w `[p]`; differentiable in them."""
+        return _WeightedGram.apply(weights, self)  # pyright: ignore[reportReturnType]
+
+    def forms(self, matrix: Tensor) -> Tensor:
+        """Σ_kl u_k M_kl u_l at every entry, `[p]`, for M `[K, K]`."""
+        parts = [((matrix @ piece) * piece).sum(0) for _, piece in self.pieces()]
+        return torch.cat(parts) if parts else self.left.new_zeros(0)
+
+    def inside(self, vectors: Tensor) -> Tensor:
+        """Σ_p u_p v_p of vectors `[..., p]`, `[..., K]`."""
+        total = vectors.new_zeros(*vectors.shape[:-1], len(self))
+        for at, piece in self.pieces():
+            total = total + vectors[..., at] @ piece.T
+        return total
+
+    def combined(self, coordinates: Tensor) -> Tensor:
+        """Σ_k c_k u_k of coordinates `[..., K]`, `[..., p]`."""
+        return torch.cat([coordinates @ piece for _, piece in self.pieces()], -1)
+
+
+class _WeightedGram(torch.autograd.Function):
+    """Its gradient u_pᵀ g u_p is computed from the factors again, so that no `[K, p]` is kept for it."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, columns: Columns) -> Tensor:
+        ctx.columns = columns
+        total = weights.new_zeros(len(columns), len(columns))
+        for at, piece in columns.pieces():
+            total += (piece * weights[at]) @ piece.T
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.columns.forms(gradients[0]), None
+
+
+def none(size: int, like: Tensor) -> Columns:
+    """No columns of `size` entries."""
+    return Columns(like.new_zeros(0, size), like.new_zeros(0, 1), like.new_zeros(1, 0))
+
+
+def columns_of(block: KronBlock, output: Side, inputs: Side | Tensor | None, positions: float, rank: int) -> Columns:
+    """The columns of a Kronecker-factored block with the largest eigenvalues, float64.
+
+    Args:
+        block: What the sides mean.
+        output: Output side.
+        inputs: Input side, counts `[V]`, or None for a bias.
+        positions: Number by which the input side is divided.
+        rank: Columns, at most.
+    """
+    vectors, values = _input_eigen(inputs, output, rank)
+    products = values.unsqueeze(3) * output.values.unsqueeze(2) / positions  # [E, G, r_in, r_out]
+    totals = products.sum(0)
+    order = totals.flatten().argsort(descending=True, stable=True)[:rank]
+    floor = totals.max() * torch.finfo(output.basis.dtype).eps
+    order = order[totals.flatten()[order] > floor]  # what is less is rounding
+    group, i, j = order // totals[0].numel(), order // totals.shape[2] % totals.shape[1], order % totals.shape[2]
+    sides = vectors.mT[group, i], output.basis.double().mT[group, j]
+    left, right = sides if block.input_first else sides[::-1]
+    groups = torch.nn.functional.one_hot(group, len(totals)).to(left)
+    left = (groups.unsqueeze(2) * left.unsqueeze(1)).flatten(1)
+    return Columns(left, right, products.flatten(1)[:, order], block.index)
+
+
+def _input_eigen(inputs: Side | Tensor | None, output: Side, rank: int) -> tuple[Tensor, Tensor]:
+    """Eigenvectors `[G, n, r]` and eigenvalues `[1, G, r]` of the input side."""
+    if inputs is None:
+        ones = output.basis.new_ones(1, len(output.basis), 1, dtype=torch.float64)
+        return ones[0].unsqueeze(2), ones
+    if isinstance(inputs, Side):
+        return inputs.basis.double(), inputs.values
+    counts = inputs.double()
+    order = counts.argsort(descending=True, stable=True)[:rank]
+    vectors = torch.nn.functional.one_hot(order, len(counts)).T.to(counts)
+    return vectors.unsqueeze(0), counts[order].reshape(1, 1, -1)

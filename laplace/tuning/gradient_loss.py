@@ -1,0 +1,268 @@
+"""A validation loss and its gradient in every hyper-parameter, without any further pass of the network.
+
+The variance of an output is v = jᵀ P⁻¹ j. With z = P⁻¹ j its derivative is dv = −zᵀ (dP) z, so that for a loss L(v)
+
+    dL = −Σ (∂L/∂v) d(zᵀ P z)    at a constant z,
+
+and zᵀ P z is `Precision.quad`, which every structure can differentiate. z is L (Lᵀ j) for the root L of P⁻¹ that
+samples are drawn with; Lᵀ is the transpose of a linear map, which autograd applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.overrides import POSTERIOR, PREDICTIONS, is_overridden
+from laplace.core.positions import rows_that_count
+from laplace.enums import LinkApprox, PredType
+from laplace.errors import InvalidArgument
+from laplace.jacobian.jacobian import Jacobian
+from laplace.network.model_guard import own_mode
+from laplace.predictive import latent
+from laplace.predictive.mixing import mixed
+from laplace.structures.base import Precision
+from laplace.tuning.candidates import Predictive, shared_seed
+from laplace.tuning.objectives import Objective
+from laplace.tuning.scores import Prediction
+from laplace.tuning.settings import Coordinates, Setting
+from laplace.tuning.subject import PosteriorGroup
+from laplace.tuning.validation import Validation, at_rows, checked_rows, entropy_of
+
+if TYPE_CHECKING:
+    from laplace.posterior.parametric import ParametricLaplace
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the network says of a batch.
+
+    Attributes:
+        jacobians: Of consecutive parts.
+        mean: Outputs, `[B, C]`.
+        y: Checked targets; zeros `[B]` of foreign inputs.
+        kept: Rows that count, of outputs with positions; None for all.
+    """
+
+    jacobians: list[Jacobian]
+    mean: Tensor
+    y: Tensor
+    kept: Tensor | None = None
+
+    @property
+    def n_data(self) -> int:
+        """Data that count."""
+        return len(self.y) if self.kept is None else len(self.kept)
+
+
+class SmoothLoss:
+    """A validation loss of linearised predictions; the network runs once, when it is made.
+
+    Args:
+        la: A fitted posterior, or several that predict as a mixture; not changed.
+        coordinates: What is tuned.
+        objective: The loss.
+        validation: The data.
+        predictive: Link, samples and generator.
+        progress_bar: Show one for the pass over the data.
+
+    Raises:
+        InvalidArgument: `pred_type="nn"`, or thresholds.
+        InvalidData: No validation data.
+    """
+
+    def __init__(
+        self,
+        la: ParametricLaplace | PosteriorGroup,
+        coordinates: Coordinates,
+        objective: Objective,
+        validation: Validation,
+        predictive: Predictive,
+        *,
+        progress_bar: bool = False,
+    ) -> None:
+        kind = latent.check_options(predictive.pred_type, predictive.link_approx, predictive.n_samples, None)
+        if kind == PredType.NN or objective.thresholds:
+            what = "pred_type='nn'" if kind == PredType.NN else "Thresholds"
+            raise InvalidArgument(f"{what} has no gradient in the hyper-parameters; use method='grid'.")
+        self.subject = PosteriorGroup.of(la)
+        for posterior in self.subject.posteriors:
+            posterior.check_unchanged()
+            if is_overridden(posterior, *PREDICTIONS):
+                raise InvalidArgument(
+                    f"class {type(posterior).__name__} predicts by a method of its own (one of "
+                    f"{', '.join(PREDICTIONS)}), whose gradient in the hyper-parameters is not known; use "
+                    "method='grid'."
+                )
+        self.coordinates = coordinates
+        self.objective = objective
+        self.validation = validation
+        self.predictive = predictive
+        likelihood = self.subject.likelihood
+        self.as_latent = likelihood.latent_prediction and likelihood.has_noise
+        independent = likelihood.independent_outputs
+        reads_variances = latent.needs_variances_only(predictive.link_approx, independent=independent)
+        self.diagonal = not objective.whole_covariance if self.as_latent else reads_variances
+        with own_mode(), torch.no_grad():
+            first = self.subject.first
+            data = validation.batches(first, progress_bar=progress_bar)
+            self.data = [self._run(*batch) for batch in data]
+            self.foreign: list[list[Batch]] = []
+            if validation.ood_loader is not None:
+                self.entropy = entropy_of(likelihood)
+                foreign = validation.foreign(first, progress_bar=progress_bar)
+                self.foreign = [self._run(*batch) for batch in foreign]
+        self.seed = shared_seed(predictive.generator, first.prior_precision.device)
+
+    def __call__(self, logs: Tensor) -> tuple[float, Tensor]:
+        """The loss and its gradient at logarithms `[n]`."""
+        if any(is_overridden(la, *POSTERIOR) for la in self.subject.posteriors):
+            return self._through_users_methods(logs)
+        with own_mode(), torch.enable_grad():
+            leaf = logs.clone().requires_grad_()
+            setting = self.coordinates.setting(leaf)
+            precisions = [setting.evidence(la).precision for la in self.subject.posteriors]
+            # What a precision keeps must not depend on who asks first: with a graph, or without.
+            still = self.coordinates.setting(logs.detach())
+            constants = [still.evidence(la).precision for la in self.subject.posteriors]
+            pairs = list(zip(precisions, constants, strict=True))
+            every = [*self.data, *self.foreign]
+            variances = [
+                [
+                    self._variance(constant, part).requires_grad_()
+                    for constant, part in zip(constants, batch, strict=True)
+                ]
+                for batch in every
+            ]
+            loss = self._loss(variances, setting)
+            if not loss.requires_grad:
+                raise InvalidArgument(
+                    f"{self.objective.name} cannot be differentiated; use method='grid', or compute it with torch."
+                )
+            leaves = [variance for batch in variances for variance in batch]
+            direct, *slopes = torch.autograd.grad(loss, [leaf, *leaves], allow_unused=True, retain_graph=True)
+            gradient = torch.zeros_like(leaf) if direct is None else direct
+            parts = [(part, pair) for batch in every for part, pair in zip(batch, pairs, strict=True)]
+            for (part, (precision, constant)), slope in zip(parts, slopes, strict=True):
+                if slope is not None:
+                    gradient = gradient + self._through(precision, constant, part, slope, leaf)
+            return loss.item(), gradient
+
+    def _through_users_methods(self, logs: Tensor) -> tuple[float, Tensor]:
+        """The same where users compute the posterior, of which only autograd knows the derivative."""
+        with own_mode(), torch.enable_grad():
+            leaf = logs.clone().requires_grad_()
+            setting = self.coordinates.setting(leaf)
+            variances = [
+                [
+                    self._held_variance(la, setting, part)
+                    for la, part in zip(self.subject.posteriors, batch, strict=True)
+                ]
+                for batch in (*self.data, *self.foreign)
+            ]
+            loss = self._loss(variances, setting)
+            if not loss.requires_grad:
+                raise InvalidArgument(
+                    f"{self.objective.name} does not depend on the hyper-parameters in a way that autograd knows; use "
+                    "method='grid', or compute the posterior with torch."
+                )
+            (gradient,) = torch.autograd.grad(loss, leaf)
+            return loss.item(), gradient
+
+    def _held_variance(self, la: ParametricLaplace, setting: Setting, batch: Batch) -> Tensor:
+        """`[B, C]` or `[B, C, C]`, with its graph."""
+        with setting.held_by(la):
+            precision = la.predictive_posterior()
+            contract = precision.functional_diagonal if self.diagonal else precision.functional_variance
+            return torch.cat([contract(jacobian) for jacobian in batch.jacobians])
+
+    def _run(self, name: str, x: Inputs, y: Tensor | None = None) -> list[Batch]:
+        """One pass of every network over a batch."""
+        with batches.named(name):
+            return [_passed(la, x, y) for la in self.subject.posteriors]
+
+    def _variance(self, precision: Precision, batch: Batch) -> Tensor:
+        """`[B, C]` or `[B, C, C]`, without gradient."""
+        contract = precision.functional_diagonal if self.diagonal else precision.functional_variance
+        wide = self.predictive.link_approx == LinkApprox.MC
+        with torch.no_grad():
+            return torch.cat([contract(replace(jacobian, wide=wide)) for jacobian in batch.jacobians])
+
+    def _loss(self, variances: list[list[Tensor]], setting: Setting) -> Tensor:
+        weights = self.subject.weights(setting)
+        loss = self._mean_of(self.objective, self.data, variances[: len(self.data)], setting.sigma_noise, weights)
+        if not self.foreign:
+            return loss
+        outside = variances[len(self.data) :]
+        entropy = self._mean_of(self.entropy, self.foreign, outside, setting.sigma_noise, weights)
+        ratio = sum(batch[0].n_data for batch in self.foreign) / sum(batch[0].n_data for batch in self.data)
+        return loss - self.validation.ood_weight * ratio * entropy
+
+    def _mean_of(
+        self,
+        objective: Objective,
+        data: list[list[Batch]],
+        variances: list[list[Tensor]],
+        sigma: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        running = objective.fresh()
+        for batch, found in zip(data, variances, strict=True):
+            predictions = [self._predicted(part, variance) for part, variance in zip(batch, found, strict=True)]
+            y, kept = batch[0].y, batch[0].kept
+            running.update(at_rows(mixed(predictions, weights), kept), y if kept is None else y[kept], sigma)
+        return running.result()
+
+    def _predicted(self, batch: Batch, variance: Tensor) -> Prediction:
+        if self.as_latent:
+            return batch.mean, variance.to(batch.mean.dtype)
+        options = self.predictive
+        draws = torch.Generator(device=variance.device).manual_seed(self.seed)
+        return self.subject.likelihood.predict(batch.mean, variance, options.link_approx, options.n_samples, draws)
+
+    def _through(self, precision: Precision, constant: Precision, batch: Batch, slope: Tensor, leaf: Tensor) -> Tensor:
+        """Σ (∂L/∂v) dv/d(log h), `[n]`, of one batch."""
+        total, start = torch.zeros_like(leaf), 0
+        for piece in _pieces(batch.jacobians):
+            rows, slopes = _directions(piece, slope[start : start + len(piece)])
+            start += len(piece)
+            quadratic = precision.quad(constant.solve(rows))
+            (gradient,) = torch.autograd.grad(-(slopes * quadratic).sum(), leaf, retain_graph=True)
+            total = total + gradient
+        return total
+
+
+def _passed(la: ParametricLaplace, x: Inputs, y: Tensor | None) -> Batch:
+    """One pass of a network over a batch."""
+    x = batches.to_device(x, la.problem.device)
+    with closing(latent.shifted(la.engine.jacobian(x), la.refined_step)) as pieces:
+        parts = list(pieces)
+    mean = torch.cat([f for _, f in parts]).to(la.prior_precision.dtype)
+    positions = parts[0][0].positions
+    y = checked_rows(la, mean, y, positions)
+    kept = rows_that_count(y, positions, la.likelihood_object.ignore_index)
+    return Batch([jacobian for jacobian, _ in parts], mean, y, kept)
+
+
+def _pieces(jacobians: list[Jacobian]) -> Iterator[Tensor]:
+    """Dense pieces `[b, C, P]` over consecutive data."""
+    for jacobian in jacobians:
+        yield from jacobian.pieces()
+
+
+def _directions(piece: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows j `[m, P]` and slopes γ `[m]` with Σ_kl slope_kl d(J_k P⁻¹ J_lᵀ) = Σ_m γ_m d(jᵀ P⁻¹ j).
+
+    For variances the rows are those of J. For covariances they are J rotated into the eigenbasis of the slope.
+    """
+    if slope.ndim == 2:
+        return piece.flatten(0, 1), slope.flatten()
+    values, vectors = torch.linalg.eigh(0.5 * (slope + slope.transpose(1, 2)).to(piece.dtype))
+    return (vectors.transpose(1, 2) @ piece).flatten(0, 1), values.flatten()

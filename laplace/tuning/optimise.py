@@ -1,0 +1,172 @@
+"""One engine for every smooth objective: Adam or L-BFGS on logarithms, and the best value seen."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from laplace.core.hyperparameters import check_counts
+from laplace.errors import InvalidArgument
+
+Evaluate = Callable[[Tensor], tuple[float, Tensor]]
+"""Maps a vector of logarithms `[n]` to the value to be made small and its gradient `[n]`."""
+
+BOUND = 23.0
+"""Largest |log| that a search reaches from a start within it: 1e-10 to 1e10."""
+
+
+@dataclass
+class Search:
+    """The course of a search.
+
+    Attributes:
+        best: Where the best value was seen, `[n]`.
+        best_value: That value; infinite before the first finite one.
+        slope: Largest entry of the gradient there.
+        values: All values in order.
+        bad: How many values or gradients were not finite.
+        converged: Whether the gradient vanished, or nothing got better any more.
+    """
+
+    best: Tensor
+    best_value: float = math.inf
+    slope: float = math.inf
+    values: list[float] = field(default_factory=list)
+    bad: int = 0
+    converged: bool = False
+
+    def saw(self, logs: Tensor, value: float, gradient: Tensor) -> bool:
+        """Takes note of an evaluation; False where it is not finite."""
+        self.values.append(value)
+        if not math.isfinite(value) or not bool(gradient.isfinite().all()):
+            self.bad += 1
+            return False
+        if value < self.best_value:
+            self.best, self.best_value = logs.detach().clone(), value
+            self.slope = gradient.abs().max().item()
+        return True
+
+    def is_flat(self) -> bool:
+        """Whether all values were the same number but for rounding."""
+        finite = [value for value in self.values if math.isfinite(value)]
+        return len(finite) > 1 and max(finite) - min(finite) <= 1e-7 * abs(max(finite, key=abs))
+
+    def at_bound(self) -> bool:
+        """Whether the best value lies where the search was stopped."""
+        return bool((self.best.abs() >= BOUND).any())
+
+
+class _Finished(Exception):
+    """A signal out of the line search, never seen by callers: the gradient is small enough, or there is none."""
+
+
+def minimise(
+    evaluate: Evaluate,
+    start: Tensor,
+    *,
+    method: str,
+    n_steps: int,
+    lr: float,
+    tolerance: float,
+    label: str = "tuning",
+    progress_bar: bool = False,
+) -> Search:
+    """Makes a function of logarithms small.
+
+    Args:
+        evaluate: The function with its gradient.
+        start: `[n]`.
+        method: `"adam"` or `"lbfgs"` (with a strong Wolfe line search).
+        n_steps: Steps of Adam, or iterations of L-BFGS.
+        lr: Step size of Adam; L-BFGS finds its own.
+        tolerance: The search ends where no entry of the gradient exceeds it times max(1, |value|); 0 never ends early.
+        label: Name of the progress bar.
+        progress_bar: Show one.
+
+    Raises:
+        InvalidArgument: No step, a step size or tolerance out of range, an unknown method, or no finite value at the
+            start.
+    """
+    check_counts(n_steps=n_steps)
+    if not 0 < lr < math.inf:
+        raise InvalidArgument(f"lr={lr}; it must be positive and finite.")
+    if not 0 <= tolerance < math.inf:
+        raise InvalidArgument(f"tolerance={tolerance}; it must be at least 0 and finite.")
+    if method not in _METHODS:
+        raise InvalidArgument(f"method={method!r}; accepted are {[*_METHODS, 'grid']}.")
+    search = Search(start.detach().clone())
+    bound = start.abs().clamp(min=BOUND)
+
+    with tqdm(total=n_steps + 1 if method == "adam" else None, desc=label, disable=not progress_bar) as bar:
+
+        def step(logs: Tensor) -> tuple[float, Tensor] | None:
+            inside = torch.minimum(torch.maximum(logs.detach(), -bound), bound)
+            value, gradient = evaluate(inside)
+            bar.update()
+            if not search.saw(inside, value, gradient):
+                return None
+            if gradient.abs().max().item() <= tolerance * max(1.0, abs(value)):
+                search.converged = True
+                raise _Finished
+            # Outside of the bound nothing changes.
+            return value, gradient.where(inside == logs.detach(), 0.0)
+
+        with contextlib.suppress(_Finished):
+            search.converged = _METHODS[method](step, start.detach().clone(), n_steps, lr, search)
+        if len(search.values) == 1 and search.slope == 0:  # a minimum, or a flat function?
+            search.saw(start + 1, *evaluate(start + 1))
+    if not math.isfinite(search.best_value):
+        raise InvalidArgument(
+            "the objective is not finite where the search starts; check the data, the fit and the start."
+        )
+    return search
+
+
+Step = Callable[[Tensor], tuple[float, Tensor] | None]
+
+
+def _adam(step: Step, logs: Tensor, n_steps: int, lr: float, search: Search) -> bool:
+    """After a value that is not finite Adam begins anew at the best point, with half the step size."""
+    logs.requires_grad_()
+    optimizer = torch.optim.Adam([logs], lr=lr)
+    for _ in range(n_steps + 1):
+        found = step(logs)
+        if found is None:
+            if not math.isfinite(search.best_value):
+                return False
+            lr = lr / 2
+            logs = search.best.clone().requires_grad_()
+            optimizer = torch.optim.Adam([logs], lr=lr)
+            continue
+        logs.grad = found[1]
+        optimizer.step()
+    return False
+
+
+def _lbfgs(step: Step, logs: Tensor, n_steps: int, lr: float, search: Search) -> bool:
+    """A value that is not finite counts as a very bad one, which the line search steps back from."""
+    logs.requires_grad_()
+    optimizer = torch.optim.LBFGS(
+        [logs], lr=1.0, max_iter=n_steps, max_eval=4 * n_steps, tolerance_grad=0.0, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        found = step(logs)
+        if found is None and not math.isfinite(search.best_value):
+            raise _Finished
+        value, gradient = (1e3 * (1 + abs(search.best_value)), torch.zeros_like(logs)) if found is None else found
+        logs.grad = gradient
+        return logs.new_tensor(value)
+
+    optimizer.step(closure)
+    spent = optimizer.state[logs]
+    return spent["n_iter"] < n_steps and spent["func_evals"] < 4 * n_steps
+
+
+_METHODS: dict[str, Callable[[Step, Tensor, int, float, Search], bool]] = {"adam": _adam, "lbfgs": _lbfgs}
