@@ -16,7 +16,7 @@ from torch import Tensor
 import laplace
 from laplace import BaseLaplace
 from laplace.likelihoods import LIKELIHOODS
-from laplace.predictive.links import LINKS
+from laplace.likelihoods.links import LINKS
 from tests.fixtures.cases import CASES, FOLDER, OWN, WEIGHTS, Case
 from tests.fixtures.numbers import numbers
 from tests.reference.compare import assert_close
