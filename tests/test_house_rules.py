@@ -71,15 +71,34 @@ MAPPING_HOMES = (
 # cheaper or a more special way. All else is abstract or final.
 DEFAULTS = {
     # Contractions of the dense pieces are right for every block; blocks of factors need no pieces.
-    "Block": {
+    "Contractions": {
         "apply",
-        "cast",
+        "bound",
+        "contracts_factors",
         "entries",
-        "multiplies_out",
         "pull",
         "sum_of_squares",
         "weighted_norms",
         "weighted_gram",
+    },
+    # So is a dense block in the place of one whose factors would be selected, folded, rotated or stored.
+    "Block": {
+        "add",
+        "cast",
+        "detached",
+        "fold_cotangents",
+        "fold_positions",
+        "from_state",
+        "in_basis",
+        "join",
+        "kernel_by_factors",
+        "product",
+        "product_index",
+        "select_entries",
+        "select_outputs",
+        "shape",
+        "state",
+        "terms",
     },
     # A backend that lacks a primitive refuses by an error that names it; none is required of all backends.
     # A sketch follows from whole factors.

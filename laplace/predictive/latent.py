@@ -96,7 +96,7 @@ def contracted(contract: Callable[[Jacobian], Tensor], jacobian: Jacobian) -> Te
     n_data = jacobian.n_data
 
     def computed(part: slice) -> Tensor:
-        return contract(jacobian if part == slice(0, n_data) else jacobian.rows(part))
+        return contract(jacobian if part == slice(0, n_data) else jacobian.at(part))
 
     parts = [values for _, values in in_slices(n_data, n_data, computed, DATUM)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

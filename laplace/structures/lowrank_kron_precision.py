@@ -17,7 +17,8 @@ from torch import Tensor
 from laplace.core.layout import Layout
 from laplace.core.prior import GaussianPrior
 from laplace.errors import CurvatureError
-from laplace.jacobian.blocks import Block, total
+from laplace.jacobian.blocks import Block
+from laplace.jacobian.contractions import total
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
 from laplace.structures.base import Precision

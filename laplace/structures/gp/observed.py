@@ -14,6 +14,9 @@ from laplace.errors import InvalidData
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures.base import DataPass, require_finite
 
+HOLDS_INPUTS = "held with the inputs of the layers there, which in a first layer are data"
+"""Text that `repr` says of a posterior whose states and pickles hold data: those that its kernels are between."""
+
 
 def jacobians(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -> Iterator[tuple[Jacobian, Tensor]]:
     """Jacobians and outputs `[b, C]` of consecutive parts of a batch, differentiable in x with `create_graph`.
