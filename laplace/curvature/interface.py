@@ -17,8 +17,9 @@ from laplace.core.batch import Inputs
 from laplace.core.overrides import check_backend_assignment
 from laplace.curvature.user_backend import DERIVATIVES, AdaptedEngine, users_methods
 from laplace.engines.engine import CurvatureEngine
+from laplace.engines.native.empirical_fisher import EFEngine
 from laplace.engines.native.engine import NativeEngine
-from laplace.engines.native.kinds import EFEngine, GGNEngine
+from laplace.engines.native.ggn import GGNEngine
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
 from laplace.weights.all_weights import AllWeights

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
 from laplace.curvature.packages import MakeNative
 from laplace.engines.engine import CurvatureEngine
+from laplace.engines.native.empirical_fisher import EFEngine
 from laplace.engines.native.engine import MEMORY_BUDGET
+from laplace.engines.native.ggn import GGNEngine
 from laplace.engines.native.hessian import HessianEngine
-from laplace.engines.native.kinds import EFEngine, GGNEngine
 from laplace.likelihoods.base import Likelihood
 from laplace.weights.problem import Problem
 

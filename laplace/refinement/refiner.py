@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laplace import fitting
 from laplace.core.random_numbers import check_generator
-from laplace.engines.native.kinds import GGNEngine
+from laplace.engines.native.ggn import GGNEngine
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.fitting import Fit, ReadOptions
 from laplace.refinement.glm import LinearModel

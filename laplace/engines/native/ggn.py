@@ -1,4 +1,4 @@
-"""The kinds of outer-product curvature: exact and Monte-Carlo GGN, empirical Fisher."""
+"""The generalised Gauss–Newton matrix, exact or sampled."""
 
 from __future__ import annotations
 
@@ -79,19 +79,3 @@ class GGNEngine(OuterEngine):
 
     def output_hessian(self, f: Tensor, y: Tensor) -> OutputHessian | None:
         return None if self.stochastic else self.likelihood.hessian(f.to(self.dtype), y)
-
-
-class EFEngine(OuterEngine):
-    """Empirical Fisher Σ_b g_b g_bᵀ, g_b the gradient of the unit negative log likelihood of datum b.
-
-    Of outputs with positions every one that counts is an observation: Σ_bt g_bt g_btᵀ.
-    """
-
-    kind = "ef"
-    name = "NativeEF"
-
-    def cotangents(self, f: Tensor, y: Tensor) -> Tensor:
-        return self.likelihood.gradient(f.to(self.dtype), y).unsqueeze(0)
-
-    def n_columns(self, f: Tensor) -> int:
-        return 1
