@@ -118,10 +118,8 @@ class Refiner:
         """Curvature, in the posterior's structure, and loss at f_lin(x, θ* + step)."""
         la, engine, first = self.la, self.engine, self.data.batches[0]
         shifted = Shifted(la.likelihood_object, smoothing, first.y[0], first.f.shape[1], rooted=roots is not None)
-        own = GGNEngine(
-            engine.problem, shifted, kfac_approx=engine.kfac_approx, memory_budget=engine.memory_budget,
-            split_outputs=engine.split_outputs,
-        )  # fmt: skip
+        exact = replace(engine.options, stochastic=False, generator=None)
+        own = GGNEngine(engine.problem, shifted, exact)
         known = [None] * len(self.data.batches) if roots is None else roots
         pushed = self.data.push(step)
         loader = [
