@@ -28,12 +28,12 @@ class BatchSummary:
 
     Attributes:
         loss_terms: Summed unit negative log likelihood, `[1]`, or `[C]` with one noise per output.
-        n_data: Data that count.
+        n_data: Data that count; 0-dim where a device knows it.
         n_outputs: C.
     """
 
     loss_terms: Tensor
-    n_data: int
+    n_data: int | Tensor
     n_outputs: int
 
 

@@ -13,6 +13,7 @@ from laplace.core import batch as batches
 from laplace.core import hyperparameters as hyper
 from laplace.core.arguments import checked
 from laplace.core.batch import ForwardFn
+from laplace.core.checks import named
 from laplace.core.overrides import is_ours, require_structure
 from laplace.core.positions import channels_last
 from laplace.curvature import CurvatureInterface
@@ -296,7 +297,7 @@ class WeightFit(BaseLaplace):
         fitting.warn_of_shards()
         with own_mode(), torch.no_grad(), same_random_state(self.weights.model), bars(reading.progress_bar):
             x, y, train_loader = fitting.begin_reading(train_loader, self.dict_key_y, self._like.device)
-            with batches.named("batch 0"):
+            with named("batch 0"):
                 problem = first_outputs.problem_of(self, x, y)
             # Their lengths could not be checked while the last layer was unknown.
             self._prior_precision = self._checked_prior("prior_precision", self._prior_precision)
