@@ -115,10 +115,6 @@ DEFAULTS = {
         "coverage",
         "survey",
     },
-    # An interface of no curvature has Jacobians; each backend says which engine is behind it.
-    "CurvatureInterface": {"_engine"},
-    "GGNInterface": {"_engine"},
-    "EFInterface": {"_engine"},
     # None, "only cotangents are known", is right for every kind; the exact GGN saves a root by saying more.
     "OuterEngine": {"output_hessian"},
     # Curvature that is no sum of outer products has no columns; positions share a pass if they are random draws.

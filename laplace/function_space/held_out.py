@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace import tuning
-from laplace.core import batch as batches
+from laplace.core.checks import named
 from laplace.core.hyperparameters import as_tensor, positive
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import LinkApprox, PredType
@@ -40,7 +40,7 @@ def held_out_nll(
     """
     likelihood, total, count = la.likelihood_object, 0.0, 0
     for name, x, y in Validation(loader).batches(la):
-        with batches.named(name):
+        with named(name):
             found = latent.linearised(engine, precision, x, "diagonal")
             targets = likelihood.check_targets(found.mean, y)
         variance = found.covariance if likelihood.has_noise else None
@@ -91,7 +91,7 @@ def best_candidate(
         predictive = tuning.Predictive(str(PredType.GLM), str(LinkApprox.PROBIT), 1, None)
         losses = Losses(Candidates(la, settings, predictive, whole_covariance=objective.whole_covariance), objective)
         for name, x, y in Validation(loader).batches(la):
-            with batches.named(name):
+            with named(name):
                 losses.update(x, y)
         values = losses.results()
     finite = values.isfinite()
