@@ -17,8 +17,9 @@ class LikelihoodFromLoss(NoiseFreeLikelihood):
     """Base of users' own likelihoods: write three methods and a name.
 
     The density should be log-concave in f, as its Hessian is the output Hessian of the GGN (otherwise
-    `OutputHessian.root` raises). Predictions average `inverse_link` over samples; list further names in
-    `links` if they fit (`"probit"` suits sigmoids and softmax).
+    `OutputHessian.root` raises). Predictions average `inverse_link` over samples, `link_approx="mc"`; list
+    further names of `LINKS` in `links` if they fit (`"probit"` suits sigmoids and softmax). Variances, entropies and
+    intervals are by samples too; `conditional` makes them cheaper, and gives a distribution.
 
     Example:
         class Poisson(LikelihoodFromLoss):
@@ -34,8 +35,6 @@ class LikelihoodFromLoss(NoiseFreeLikelihood):
             def inverse_link(self, f):
                 return f.exp()
     """
-
-    links = ("mc",)
 
     @abstractmethod
     def negative_log_likelihood(self, f: Tensor, y: Tensor) -> Tensor:
@@ -94,6 +93,22 @@ class LikelihoodFromLoss(NoiseFreeLikelihood):
         targets = self.sample(f.detach(), n_samples, generator)
         per_batch = vmap(grad(self.negative_log_likelihood))
         return torch.stack([per_batch(f, target) for target in targets])
+
+    def sample_targets(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """One target of `sample` for every row of outputs `[..., C]`."""
+        targets = self.sample(f.detach().flatten(0, -2), 1, generator)[0]
+        return targets.unflatten(0, f.shape[:-1])
+
+    def log_density(self, f: Tensor, y: Tensor) -> Tensor:
+        """−`negative_log_likelihood` of outputs `[..., C]` and a target for each of them, `[...]`."""
+        rows = f.flatten(0, -2)
+        each = vmap(self.negative_log_likelihood)(rows, y.flatten(0, f.ndim - 2))
+        return -each.view(f.shape[:-1])
+
+    def target_variance(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """½ (y − y′)² of two targets of `sample`, of which Var(y | f) is the mean."""
+        first, second = self.sample_targets(torch.stack([f, f]), generator)
+        return 0.5 * (first - second).square()
 
     def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:
         """Not defined by the mean of the target alone.
