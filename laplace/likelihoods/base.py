@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from laplace.core.random_numbers import global_numbers
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.likelihoods.links import LINKS
 from laplace.likelihoods.output_hessian import OutputHessian
@@ -167,8 +166,6 @@ class Likelihood(ABC):
             UnsupportedError: This likelihood has no such link.
         """
 
-    # p(y | f) as a distribution, for targets by samples.
-
     def conditional(self, f: Tensor) -> Distribution:
         """p(y | f) as a distribution of PyTorch with batch shape `[...]` and events `[C]`, for outputs `[..., C]`.
 
@@ -180,19 +177,6 @@ class Likelihood(ABC):
             "entropies follow: define conditional(f) in its class, a torch.distributions.Distribution with events [C] "
             "for outputs f [..., C], e.g. Independent(Poisson(f.exp()), 1)."
         )
-
-    def sample_targets(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One y of p(y | f) for every row of outputs `[..., C]`."""
-        with global_numbers(generator):
-            return self.conditional(f).sample()
-
-    def log_density(self, f: Tensor, y: Tensor) -> Tensor:
-        """Log p(y | f), `[...]`, of outputs `[..., C]` and a y for each of them."""
-        return self.conditional(f).log_prob(y)
-
-    def target_variance(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Var(y | f) of outputs `[..., C]`, or an unbiased estimate of it."""
-        return self.conditional(f).variance
 
     @abstractmethod
     def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:

@@ -44,11 +44,8 @@ class LabelTarget(Target):
     def entropy_of(self, probabilities: Tensor) -> Tensor:
         """Entropy of labels with probabilities `[..., C]`, `[...]`."""
 
-    def probabilities(self, rows: Mixture) -> Tensor:
-        return rows.mean
-
-    def probability_samples(self, rows: Mixture) -> Tensor:
-        return rows.mean_samples
+    def require_probabilities(self, what: str, rows: Mixture) -> None:
+        """Their mean is one."""
 
     def variance(self, rows: Mixture) -> Tensor:
         """P (1 − p), of an indicator."""

@@ -17,58 +17,91 @@ class Density(Protocol):
     """p(y | f): the attributes and methods of a `Likelihood` that targets use."""
 
     @property
-    def name(self) -> str: ...
-    @property
-    def ignore_index(self) -> int | None: ...
-    @property
-    def independent_outputs(self) -> bool: ...
-    @property
-    def links(self) -> tuple[str, ...]: ...
+    def name(self) -> str:
+        """The string users write."""
+        ...
 
-    def inverse_link(self, f: Tensor) -> Tensor: ...
+    @property
+    def ignore_index(self) -> int | None:
+        """Label that marks data which count nowhere, or None."""
+        ...
+
+    @property
+    def independent_outputs(self) -> bool:
+        """True if loss and inverse link act on every output alone."""
+        ...
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        """Names of the links that `predict` accepts."""
+        ...
+
+    def inverse_link(self, f: Tensor) -> Tensor:
+        """E[y | f] of latents `[..., C]`."""
+        ...
+
     def predict(
         self, mean: Tensor, covariance: Tensor, link: str, n_samples: int, generator: torch.Generator | None
-    ) -> Tensor: ...
-    def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor: ...
-    def conditional(self, f: Tensor) -> Distribution: ...
-    def sample_targets(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor: ...
-    def log_density(self, f: Tensor, y: Tensor) -> Tensor: ...
-    def target_variance(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor: ...
+    ) -> Tensor:
+        """E[y] under f ~ N(mean, covariance), `[B, C]`."""
+        ...
+
+    def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:
+        """Negative log predictive density of each datum, `[B]`."""
+        ...
+
+    def conditional(self, f: Tensor) -> Distribution:
+        """p(y | f) as a distribution of PyTorch."""
+        ...
 
 
 class Outputs(Protocol):
-    """Outputs of B rows under a posterior, or under a mixture of posteriors.
-
-    Attributes:
-        likelihood: p(y | f).
-        sigma_noise: 0-dim or `[C]`.
-        sampled: True if the outputs are known by samples alone.
-        positions: Dimensions of the positions among the rows, empty for outputs `[B, C]`.
-        mean: E[y] by the link, `[B, C]`.
-        mean_samples: Samples of E[y | f], `[S, B, C]`.
-        latent_mean: E[f], `[B, C]`.
-        latent_variance: Var(f), `[B, C]`.
-        latent_samples: Samples of f, `[S, B, C]`.
-    """
+    """Outputs of B rows under a posterior, or under a mixture of posteriors."""
 
     @property
-    def likelihood(self) -> Density: ...
+    def likelihood(self) -> Density:
+        """p(y | f)."""
+        ...
+
     @property
-    def sigma_noise(self) -> Tensor: ...
+    def sigma_noise(self) -> Tensor:
+        """0-dim or `[C]`."""
+        ...
+
     @property
-    def sampled(self) -> bool: ...
+    def sampled(self) -> bool:
+        """True if the outputs are known by samples alone."""
+        ...
+
     @property
-    def positions(self) -> tuple[int, ...]: ...
+    def positions(self) -> tuple[int, ...]:
+        """Dimensions of the positions among the rows, empty for outputs `[B, C]`."""
+        ...
+
     @property
-    def mean(self) -> Tensor: ...
+    def mean(self) -> Tensor:
+        """E[y] by the link, `[B, C]`."""
+        ...
+
     @property
-    def mean_samples(self) -> Tensor: ...
+    def mean_samples(self) -> Tensor:
+        """Samples of E[y | f], `[S, B, C]`."""
+        ...
+
     @property
-    def latent_mean(self) -> Tensor: ...
+    def latent_mean(self) -> Tensor:
+        """E[f], `[B, C]`."""
+        ...
+
     @property
-    def latent_variance(self) -> Tensor: ...
+    def latent_variance(self) -> Tensor:
+        """Var(f), `[B, C]`."""
+        ...
+
     @property
-    def latent_samples(self) -> Tensor: ...
+    def latent_samples(self) -> Tensor:
+        """Samples of f, `[S, B, C]`."""
+        ...
 
     def draws(self) -> torch.Generator | None:
         """A source of randomness, in the same state at every call; None for the global one."""
@@ -76,46 +109,56 @@ class Outputs(Protocol):
 
 
 class Component(Outputs, Protocol):
-    """Outputs of B rows under one posterior.
-
-    Attributes:
-        link: Name of the link.
-        n_samples: Number of Monte-Carlo samples, S.
-        latent: Gaussian of f in the form that was asked for.
-        marginals: Gaussian of f with variances alone.
-        of_each: Gaussian of f of every row: with `diagonal_output` its variances, else its covariances.
-        decomposition: Aleatoric and epistemic parts.
-        log_concentrations: Logarithms of the concentrations of the link's Dirichlet, `[B, C]`; None without one.
-    """
+    """Outputs of B rows under one posterior."""
 
     @property
-    def link(self) -> str: ...
+    def link(self) -> str:
+        """Name of the link."""
+        ...
+
     @property
-    def n_samples(self) -> int: ...
+    def n_samples(self) -> int:
+        """Number of Monte-Carlo samples, S."""
+        ...
+
     @property
-    def latent(self) -> Gaussian: ...
+    def latent(self) -> Gaussian:
+        """Gaussian of f in the form that was asked for."""
+        ...
+
     @property
-    def marginals(self) -> Gaussian: ...
+    def marginals(self) -> Gaussian:
+        """Gaussian of f with variances alone."""
+        ...
+
     @property
-    def of_each(self) -> Gaussian: ...
+    def of_each(self) -> Gaussian:
+        """Gaussian of f of every row: with `diagonal_output` its variances, else its covariances."""
+        ...
+
     @property
-    def decomposition(self) -> Decomposition: ...
+    def decomposition(self) -> Decomposition:
+        """Aleatoric and epistemic parts."""
+        ...
+
     @property
-    def log_concentrations(self) -> Tensor | None: ...
+    def log_concentrations(self) -> Tensor | None:
+        """Logarithms of the concentrations of the link's Dirichlet, `[B, C]`; None without one."""
+        ...
 
 
 class Mixture(Outputs, Protocol):
-    """Outputs of B rows under Σ_k π_k p_k; under a single posterior they are a mixture of one.
-
-    Attributes:
-        components: Outputs under every p_k.
-        weights: π, `[K]`.
-    """
+    """Outputs of B rows under Σ_k π_k p_k; under a single posterior they are a mixture of one."""
 
     @property
-    def components(self) -> Sequence[Component]: ...
+    def components(self) -> Sequence[Component]:
+        """Outputs under every p_k."""
+        ...
+
     @property
-    def weights(self) -> Tensor: ...
+    def weights(self) -> Tensor:
+        """π, `[K]`."""
+        ...
 
     def average(self, values: Sequence[Tensor]) -> Tensor:
         """Σ_k π_k v_k."""

@@ -11,7 +11,7 @@ from laplace.errors import InvalidData
 from laplace.likelihoods.checks import check_labels, check_outputs
 from laplace.likelihoods.decomposition import Decomposition
 from laplace.likelihoods.label_targets import ClassTarget
-from laplace.likelihoods.outputs import Density, Mixture
+from laplace.likelihoods.outputs import Mixture
 from laplace.likelihoods.softmax import SoftmaxLikelihood
 from laplace.likelihoods.target import Target
 
@@ -19,11 +19,10 @@ from laplace.likelihoods.target import Target
 class RewardTarget(Target):
     """The reward of a single item: it is never observed, and known as a latent alone."""
 
+    subject = "single rewards"
+
     def decomposition(self, rows: Mixture) -> Decomposition:
         self.refuse("decomposition", rows.likelihood)
-
-    def described(self, likelihood: Density) -> str:
-        return "single rewards"
 
 
 class PreferenceTarget(ClassTarget):

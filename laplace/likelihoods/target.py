@@ -29,10 +29,12 @@ class Target:
 
     Attributes:
         kind: Name of the kind, for messages.
+        subject: Name of what is predicted, for messages; None for that of the likelihood.
         mean_is_latent: True if E[y] = E[f], so that no link is needed.
     """
 
     kind: str = "other"
+    subject: str | None = None
     mean_is_latent: bool = False
 
     @property
@@ -50,13 +52,13 @@ class Target:
         """Aleatoric and epistemic parts under one posterior."""
         self.refuse("decomposition", rows.likelihood)
 
-    def probabilities(self, rows: Mixture) -> Tensor:
-        """Probabilities of the classes or labels by the link, `[B, C]`."""
-        self.refuse("probabilities", rows.likelihood)
+    def require_probabilities(self, what: str, rows: Mixture) -> None:
+        """Raises where E[y] is no probability.
 
-    def probability_samples(self, rows: Mixture) -> Tensor:
-        """Samples of them, `[S, B, C]`."""
-        self.refuse("probability_samples", rows.likelihood)
+        Raises:
+            UnsupportedError: It is none.
+        """
+        self.refuse(what, rows.likelihood)
 
     def variance(self, rows: Mixture) -> Tensor:
         """Var(y), `[B, C]`."""
@@ -137,14 +139,11 @@ class Target:
         Raises:
             UnsupportedError: Always.
         """
+        given = self.subject or f"likelihood={likelihood.name!r} (target_kind={self.kind!r})"
         raise UnsupportedError(
-            f"{what} has no meaning for {self.described(likelihood)}; mean, latent_mean, latent_covariance and "
-            "latent_samples always have one."
+            f"{what} has no meaning for {given}; mean, latent_mean, latent_covariance and latent_samples always have "
+            "one."
         )
-
-    def described(self, likelihood: Density) -> str:
-        """What the target is of, in messages."""
-        return f"likelihood={likelihood.name!r} (target_kind={self.kind!r})"
 
 
 def mean_of(summary: Summary) -> Tensor:
@@ -160,8 +159,14 @@ def variance_of(summary: Summary) -> Tensor | None:
     return variance.diagonal(dim1=-2, dim2=-1) if variance.ndim > mean.ndim else variance
 
 
-def sample_interval(samples: Tensor, level: float) -> tuple[Tensor, Tensor]:
-    """Central quantiles of samples `[S, B, C]`, `[B, C]` each."""
-    ends = samples.new_tensor([0.5 - 0.5 * level, 0.5 + 0.5 * level])
-    lower, upper = torch.quantile(samples, ends, dim=0).unbind(0)
-    return lower, upper
+def sample_interval(samples: Tensor, level: float, *, outward: bool = False) -> tuple[Tensor, Tensor]:
+    """Central quantiles of samples `[S, B, C]`, `[B, C]` each.
+
+    Args:
+        samples: The samples.
+        level: Share between the ends.
+        outward: End at samples, so that counts end at counts, instead of between them.
+    """
+    low, high = samples.new_tensor([0.5 - 0.5 * level, 0.5 + 0.5 * level])
+    down, up = ("lower", "higher") if outward else ("linear", "linear")
+    return torch.quantile(samples, low, 0, interpolation=down), torch.quantile(samples, high, 0, interpolation=up)

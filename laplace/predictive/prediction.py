@@ -107,7 +107,8 @@ class Prediction:
         Raises:
             UnsupportedError: The target has none (a regression, single rewards).
         """
-        return self._outputs(self.target.probabilities(self.rows))
+        self.target.require_probabilities("probabilities", self.rows)
+        return self.mean
 
     @property
     def probability_samples(self) -> Tensor:
@@ -116,7 +117,8 @@ class Prediction:
         Raises:
             UnsupportedError: The target has none.
         """
-        return self._outputs(self.target.probability_samples(self.rows), 1)
+        self.target.require_probabilities("probability_samples", self.rows)
+        return self._outputs(self.rows.mean_samples, 1)
 
     @lazy
     def variance(self) -> Tensor:

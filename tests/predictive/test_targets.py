@@ -45,12 +45,6 @@ class Described(Counts):
     def conditional(self, f: Tensor) -> Distribution:
         return Independent(Poisson(f.exp()), 1)
 
-    def sample_targets(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return super(LikelihoodFromLoss, self).sample_targets(f, generator)
-
-    def target_variance(self, f: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return super(LikelihoodFromLoss, self).target_variance(f, generator)
-
 
 @dataclass(frozen=True)
 class Silent(SoftmaxLikelihood):
@@ -136,8 +130,10 @@ def test_a_distribution_is_a_mixture_over_samples() -> None:
     assert_close(distribution.mean, found.mean, "algebra")
     assert_close(distribution.variance, found.variance, "algebra")
     assert distribution.log_prob(torch.ones_like(found.mean)).shape == found.mean.shape[:1]
-    with pytest.raises(UnsupportedError, match=r"define conditional\(f\)"):
-        counts()[0].distribution()
+    found, *_ = counts(n_samples=50)  # the same, by the methods of the likelihood
+    y = torch.poisson(found.mean)
+    assert_close(found.distribution().log_prob(y), distribution.log_prob(y), "algebra")
+    assert found.distribution().sample((2,)).shape == (2, *found.mean.shape)
 
 
 def test_mixtures_by_samples() -> None:
