@@ -15,6 +15,7 @@ from laplace.errors import InvalidData
 from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian
 from laplace.likelihoods.checks import check_outputs, check_tensor, check_values
 from laplace.likelihoods.links import probabilities_within
+from laplace.likelihoods.targets import TARGETS
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class Bernoulli(NoiseFreeLikelihood):
     """p(y | f) = Π_c σ(f_c)^{y_c} (1 − σ(f_c))^{1 − y_c}; targets in [0, 1], soft ones included."""
 
     name = "bernoulli"
-    links = ("probit", "mc", "delta")
-    target_kind = "binary"
+    target = TARGETS["binary"]
+    response = "sigmoid"
     independent_outputs = True
     activation = "sigmoid"
 

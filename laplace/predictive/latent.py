@@ -151,16 +151,6 @@ def _joined(parts: list[tuple[Jacobian, Tensor]]) -> Jacobian:
     return Jacobian.from_dense(torch.cat([jacobian.dense() for jacobian, _ in parts]), sizes)
 
 
-def with_noise(gaussian: Gaussian, sigma: Tensor) -> Gaussian:
-    """The Gaussian of noisy targets: σ² added to every variance."""
-    noise = sigma.square().expand(gaussian.mean.shape[1])
-    if gaussian.is_diagonal:
-        return replace(gaussian, covariance=gaussian.covariance + noise)
-    if gaussian.is_joint:
-        return replace(gaussian, covariance=gaussian.covariance + torch.diag(noise.repeat(len(gaussian.mean))))
-    return replace(gaussian, covariance=gaussian.covariance + torch.diag(noise))
-
-
 Sampler = Callable[[Tensor], Tensor]
 """Maps weights `[S, P]` to outputs `[S, B, C]`, or `[S, B, *positions, C]`."""
 
@@ -216,17 +206,6 @@ def finite(samples: Tensor) -> Tensor:
     return samples
 
 
-def moments(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance `[B, …]` of samples `[S, B, …]`.
-
-    Raises:
-        InvalidArgument: One sample, which has no variance.
-    """
-    if len(samples) < 2:
-        raise InvalidArgument("n_samples=1: the variance of a sampled prediction needs at least 2 samples.")
-    return samples.mean(0), samples.var(0)
-
-
 def _at_samples(jacobian: Jacobian, f: Tensor, steps: Tensor) -> Tensor:
     """F + J (θ_s − θ*), `[S, B, C]`."""
     return f.to(_dtype(f)) + moved_by(jacobian, steps)
@@ -254,16 +233,6 @@ class _Partial(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs, **self.arguments)
-
-
-def needs_variances_only(link: str, *, independent: bool) -> bool:
-    """Whether a link reads no covariance between outputs.
-
-    Args:
-        link: A name in `LINKS`.
-        independent: Whether the likelihood's inverse link acts on every output alone.
-    """
-    return LINKS[link].serving(independent=independent)[1]
 
 
 _OPTIONS = ("pred_type", "joint", "link_approx", "n_samples", "diagonal_output", "generator")

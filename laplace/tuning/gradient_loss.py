@@ -107,10 +107,9 @@ class SmoothLoss:
         self.validation = validation
         self.predictive = predictive
         likelihood = self.subject.likelihood
-        self.as_latent = likelihood.latent_prediction and likelihood.has_noise
-        independent = likelihood.independent_outputs
-        reads_variances = latent.needs_variances_only(predictive.link_approx, independent=independent)
-        self.diagonal = not objective.whole_covariance if self.as_latent else reads_variances
+        self.diagonal = likelihood.target.reads_variances(
+            likelihood, predictive.link_approx, whole_covariance=objective.whole_covariance
+        )
         with own_mode(), torch.no_grad():
             first = self.subject.first
             data = validation.batches(first, progress_bar=progress_bar)
@@ -222,11 +221,11 @@ class SmoothLoss:
         return running.result()
 
     def _predicted(self, batch: Batch, variance: Tensor) -> Prediction:
-        if self.as_latent:
-            return batch.mean, variance.to(batch.mean.dtype)
-        options = self.predictive
+        options, likelihood = self.predictive, self.subject.likelihood
         draws = torch.Generator(device=variance.device).manual_seed(self.seed)
-        return self.subject.likelihood.predict(batch.mean, variance, options.link_approx, options.n_samples, draws)
+        return likelihood.target.summary(
+            likelihood, batch.mean, variance, options.link_approx, options.n_samples, draws
+        )
 
     def _through(self, precision: Precision, constant: Precision, batch: Batch, slope: Tensor, leaf: Tensor) -> Tensor:
         """Σ (∂L/∂v) dv/d(log h), `[n]`, of one batch."""
