@@ -147,6 +147,21 @@ DEFAULTS = {
     # posterior that is no Laplace approximation of all data is a lower bound, which lacks something. Moments and
     # determinants follow from each other, and some know them more directly; users see P dense, or as it is held.
     "Precision": {"product", "slack", "logdet", "public", "covariance", "scale"},
+    # What follows from dense matrices alone is what a structure may have a faster way for.
+    "DenseDefaults": {"precision", "scan", "scaled", "minus", "footprint"},
+    "PrecisionFromDense": {
+        "logdet",
+        "logdet_ratio",
+        "quad",
+        "product",
+        "functional_variance",
+        "functional_diagonal",
+        "functional_covariance",
+        "sample",
+        "diagonal_of_inverse",
+        "to_dense",
+        "scale",
+    },
     # A head is multiplied with a root without its Jacobian.
     "RootPrecision": {"coloured", "functional_diagonal", "covariance"},
     # Most posteriors are sums over data; one that is trained takes the options of its training.

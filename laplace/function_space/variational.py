@@ -97,7 +97,6 @@ class VariationalCurvature(Curvature):
     second: Tensor
     total: Tensor
     name = "gp"
-    predictive = "gp"
     options = VariationalOptions
     readings = 2
     weighed = False

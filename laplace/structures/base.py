@@ -102,7 +102,6 @@ class Curvature(ABC):
         is_diagonal: Whether the posterior's variances say everything of it.
         is_variational: Whether a variational posterior can have this structure: its precision is any that is a sum of
             curvature and prior.
-        predictive: What users call its linearised predictive.
     """
 
     name: str
@@ -114,7 +113,6 @@ class Curvature(ABC):
     weighed: bool = True
     is_diagonal: bool = False
     is_variational: bool = False
-    predictive: str = "glm"
 
     # Before data are read.
 

@@ -80,7 +80,6 @@ class NystromCurvature(Curvature):
     directions: Tensor
     gram: Tensor
     name = "gp"
-    predictive = "gp"
     options = NystromOptions
     readings = 2
 

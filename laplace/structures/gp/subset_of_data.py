@@ -75,7 +75,6 @@ class SubsetCurvature(Curvature):
     factor: float | None
     terms: int
     name = "gp"
-    predictive = "gp"
     options = SubsetOptions
 
     @property
