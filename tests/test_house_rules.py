@@ -39,7 +39,7 @@ RANKS = {
     10: ["tuning", "refinement"],
     11: ["posterior"],
     12: ["named", "function_space"],
-    13: ["factory"],
+    13: ["cells", "factory"],
     14: ["mixture", "plotting", "training"],
     15: ["integrations"],
 }  # fmt: skip
