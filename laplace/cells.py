@@ -20,12 +20,18 @@ from laplace.weights import WEIGHTS, Weights
 
 _GP, _DEFAULT = str(HessianStructure.GP), Cell("", "").family
 
-_CONSTRUCTORS: dict[str, tuple[type[ParametricLaplace], str]] = {
-    str(SubsetOfWeights.ALL): (ParametricLaplace, ""),
-    str(SubsetOfWeights.LAST_LAYER): (LLLaplace, "LL"),
-    str(SubsetOfWeights.SUBNETWORK): (SubnetLaplace, "Subnet"),
+_CONSTRUCTORS: dict[str, tuple[type[ParametricLaplace], ...]] = {
+    SubsetOfWeights.LAST_LAYER: (LLLaplace,),
+    SubsetOfWeights.SUBNETWORK: (SubnetLaplace,),
 }
-"""Bases with the constructor of their weights, and their part of names; others take `weights_options`."""
+"""Bases with a constructor of their own; that of other weights has `weights_options`."""
+
+_SHORT: dict[str, str] = {
+    SubsetOfWeights.ALL: "",
+    SubsetOfWeights.LAST_LAYER: "LL",
+    SubsetOfWeights.SUBNETWORK: "Subnet",
+}
+"""Weights in the names of classes."""
 
 
 def class_of(cell: Cell) -> type[ParametricLaplace]:
@@ -49,7 +55,7 @@ def families() -> list[str]:
 
 def _registered() -> list[Cell]:
     """Cells of registered parts that go together: no posterior over functions is of a subnetwork."""
-    over_functions = product((str(SubsetOfWeights.ALL), str(SubsetOfWeights.LAST_LAYER)), [_GP], FAMILIES)
+    over_functions = product(("all", "last_layer"), [_GP], FAMILIES)
     return [Cell(*names) for names in (*product(WEIGHTS, STRUCTURES), *over_functions)]
 
 
@@ -59,8 +65,8 @@ def _structure(cell: Cell) -> type[Curvature]:
 
 def _name(cell: Cell) -> str:
     """`("last_layer", "tri_diagonal")` → `"TriDiagonalLLLaplace"`."""
-    _, weights = _CONSTRUCTORS.get(cell.weights, (None, _camel(cell.weights)))
-    return f"{_camel(cell.family if cell.structure == _GP else cell.structure)}{weights}Laplace"
+    structure = cell.family if cell.structure == _GP else cell.structure
+    return f"{_camel(structure)}{_SHORT.get(cell.weights, _camel(cell.weights))}Laplace"
 
 
 def _camel(name: str) -> str:
@@ -70,8 +76,10 @@ def _camel(name: str) -> str:
 @cache
 def _made(cell: Cell, weights_type: type[Weights], structure: type[Curvature]) -> type[ParametricLaplace]:
     """A class of registered parts, with the constructor of its weights."""
-    constructor, _ = _CONSTRUCTORS.get(cell.weights, (ParametricLaplace, ""))
-    bases = (constructor,) if cell.structure != _GP else tuple({constructor: None, BaseFunctionalLaplace: None})
+    bases = (
+        *_CONSTRUCTORS.get(cell.weights, ()),
+        BaseFunctionalLaplace if cell.structure == _GP else ParametricLaplace,
+    )
     members = {"__doc__": f"Posterior of {structure.__name__}, over {weights_type.__name__}.", "__module__": __name__}
     return type(_name(cell), bases, members | {"structure": structure, "weights_type": weights_type})
 

@@ -117,11 +117,8 @@ DEFAULTS = {
     "Curvature": {"check", "footprint", "scaled", "minus", "decompose"},
     # Whoever reads every batch's loss has it summed; a subset knows its own at the end.
     "DataPass": {"counted"},
-    # Posteriors over functions have another default predictive, and its name; one takes a list of candidates.
-    "ParametricLaplace": {"functional_samples", "predictive_samples"},
+    # Posteriors over functions tune their prior on validation data where there are any; one takes a list of candidates.
     "Tunable": {"optimize_prior_precision", "optimize_hyperparameters"},
-    "BaseFunctionalLaplace": {"optimize_hyperparameters"},
-    "WeightPredictor": {"predict"},
     # The gradient of a quadratic form is right for every precision; most have a cheaper product. The evidence of a
     # posterior that is no Laplace approximation of all data is a lower bound, which lacks something.
     "Precision": {"product", "slack"},

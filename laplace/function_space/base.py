@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,8 +12,6 @@ from laplace.core.arguments import checked
 from laplace.core.batch import Inputs
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
 from laplace.errors import InvalidArgument
-from laplace.posterior.base import Backend, Options
-from laplace.posterior.binding import bind
 from laplace.posterior.parametric import ParametricLaplace
 from laplace.predictive.names import FUNCTION_SPACE
 
@@ -101,31 +99,3 @@ class BaseFunctionalLaplace(ParametricLaplace):
             log_prior_prec_max, grid_size, link_approx, n_samples, verbose, progress_bar, log_prior_prec_base,
             generator,
         )  # fmt: skip
-
-
-def bind_with_ggn(la: BaseFunctionalLaplace, given: Mapping[str, Any]) -> None:
-    """Constructs a posterior over functions from all arguments of its class's constructor, as `bind` does.
-
-    Raises:
-        InvalidArgument: The backend's curvature is no Σ J Λ J with the exact Λ.
-    """
-    _require_exact_ggn(given["backend"], given["backend_kwargs"])
-    bind(la, given)
-
-
-def _require_exact_ggn(backend: Backend, backend_kwargs: Options) -> None:
-    """Refuses an empirical Fisher, a Hessian, or sampled curvature.
-
-    Raises:
-        InvalidArgument: It is one of these.
-    """
-    if backend is not None and backend.kind != "ggn":
-        name = getattr(backend, "__name__", type(backend).__name__)
-        raise InvalidArgument(
-            f"backend={name} has curvature of kind {backend.kind!r}; a Gaussian process of the linearised "
-            "network has that of the GGN: give backend=NativeGGN or another GGN backend."
-        )
-    if (backend_kwargs or {}).get("stochastic"):
-        raise InvalidArgument(
-            "backend_kwargs has stochastic=True, but a Gaussian process takes the exact output Hessian; leave it out."
-        )

@@ -17,11 +17,12 @@ from laplace.core.hyperparameters import check_counts
 from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import FeatureReduction
-from laplace.function_space.base import BaseFunctionalLaplace, bind_with_ggn
+from laplace.function_space.base import BaseFunctionalLaplace
 from laplace.function_space.held_out import asked_for_candidates, best_candidate, held_out_nll
 from laplace.likelihoods.base import Likelihood
 from laplace.named import OfLastLayer
 from laplace.posterior.base import Backend, Options
+from laplace.posterior.binding import bind
 from laplace.structures.gp.nystrom import DirectionSweep, NystromCurvature, Watch
 from laplace.structures.gp.subset_of_data import SubsetCurvature
 
@@ -92,7 +93,7 @@ class FunctionalLaplace(BaseFunctionalLaplace):
         prior_factor: float | None = None,
         forward_fn: ForwardFn | None = None,
     ) -> None:
-        bind_with_ggn(self, locals())
+        bind(self, locals())
 
 
 class FunctionalLLLaplace(OfLastLayer, FunctionalLaplace):
@@ -123,11 +124,11 @@ class FunctionalLLLaplace(OfLastLayer, FunctionalLaplace):
         prior_factor: float | None = None,
         forward_fn: ForwardFn | None = None,
     ) -> None:
-        bind_with_ggn(self, locals())
+        bind(self, locals())
 
 
 def _bind(la: ELLA, given: Mapping[str, Any]) -> None:
-    bind_with_ggn(la, given)
+    bind(la, given)
     la.fit_history_ = {}
 
 

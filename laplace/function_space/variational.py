@@ -92,6 +92,7 @@ class VariationalCurvature(Curvature):
     second: Tensor
     total: Tensor
     name = "gp"
+    exact_ggn = True
     options = VariationalOptions
     readings = 2
     weighed = False

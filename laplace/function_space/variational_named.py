@@ -15,7 +15,7 @@ from laplace.engines.engine import CurvatureEngine
 from laplace.enums import FeatureReduction
 from laplace.errors import NotFittedError
 from laplace.fitting import check_override
-from laplace.function_space.base import BaseFunctionalLaplace, bind_with_ggn
+from laplace.function_space.base import BaseFunctionalLaplace
 from laplace.function_space.held_out import held_out_nll
 from laplace.function_space.variational import InducingSweep, VariationalCurvature
 from laplace.function_space.variational_energy import Energy
@@ -24,6 +24,7 @@ from laplace.function_space.variational_training import LEARNT, Training
 from laplace.likelihoods.base import Likelihood
 from laplace.named import OfLastLayer
 from laplace.posterior.base import Backend, Options
+from laplace.posterior.binding import bind
 from laplace.structures.gp.subset_precision import SubsetPrecision
 
 
@@ -195,7 +196,7 @@ class VaLLA(BaseFunctionalLaplace):
 
 
 def _bind(la: VaLLA, given: Mapping[str, Any]) -> None:
-    bind_with_ggn(la, given)
+    bind(la, given)
     Energy(la.likelihood_object, la.alpha, la.mc_softmax_samples)  # refused now, not at fit
     la.fit_history_ = {}
 

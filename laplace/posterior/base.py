@@ -110,6 +110,8 @@ class BaseLaplace(CheckedConstructor, ABC):
         self.backend_cls = _checked_backend(backend)
         self.backend_kwargs = dict(backend_kwargs or {})
         self.asdl_fisher_kwargs = dict(asdl_fisher_kwargs or {})
+        if self.structure.exact_ggn:
+            _require_exact_ggn(self.backend_cls, self.backend_kwargs)
         self.precision_options = dict(precision_options or {})
         if self.backend_cls.kind == "hessian" and isinstance(self.structure_options, SignedOptions):
             self.precision_options["indefinite"] = self.structure_options.indefinite
@@ -347,3 +349,20 @@ def _checked_backend(backend: Any) -> type[CurvatureInterface]:
         f"backend={backend!r} is not accepted; give a class derived from "
         "laplace.curvature.CurvatureInterface, such as NativeGGN or NativeEF, and its options as backend_kwargs={...}."
     )
+
+
+def _require_exact_ggn(backend: type[CurvatureInterface], options: dict[str, Any]) -> None:
+    """Refuses an empirical Fisher, a Hessian, or sampled curvature.
+
+    Raises:
+        InvalidArgument: It is one of these.
+    """
+    if backend.kind != "ggn":
+        raise InvalidArgument(
+            f"backend={backend.__name__} has curvature of kind {backend.kind!r}; a Gaussian process of the linearised "
+            "network has that of the GGN: give backend=NativeGGN or another GGN backend."
+        )
+    if options.get("stochastic"):
+        raise InvalidArgument(
+            "backend_kwargs has stochastic=True, but a Gaussian process takes the exact output Hessian; leave it out."
+        )

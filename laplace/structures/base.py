@@ -134,6 +134,7 @@ class Curvature(ABC):
         share: Of the data seen, how many the likelihood of the evidence counts: less than 1 for a subset.
         prior_factor: What its precisions multiply the prior precision with.
         tail: Largest absolute eigenvalue that was seen and left out; 0 where nothing is.
+        exact_ggn: True if it is of Jacobians and exact output Hessians, which backends of other curvature lack.
         needs_columns: Whether it is of factors of outer products, which curvature known by its products alone lacks.
         weighed: Whether noise and temperature scale it in the precision, and not in the bound of the evidence alone.
         n_terms: E: curvature terms kept apart, one per output under a vector noise, else 1.
@@ -147,6 +148,7 @@ class Curvature(ABC):
     share: float = 1.0
     prior_factor: float = 1.0
     tail: float = 0.0
+    exact_ggn: bool = False
     needs_columns: bool = False
     weighed: bool = True
     n_terms: int

@@ -88,6 +88,7 @@ class NystromCurvature(Curvature):
     directions: Tensor
     gram: Tensor
     name = "gp"
+    exact_ggn = True
     options = NystromOptions
     readings = 2
 
