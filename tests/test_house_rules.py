@@ -39,7 +39,7 @@ RANKS = {
     10: ["tuning", "refinement"],
     11: ["posterior"],
     12: ["named", "function_space"],
-    13: ["factory"],
+    13: ["cells", "factory"],
     14: ["mixture", "plotting", "training"],
     15: ["integrations"],
 }  # fmt: skip
@@ -174,11 +174,8 @@ DEFAULTS = {
     "AdditiveCurvature": {"with_batch", "is_finite"},
     # Whoever reads every batch's loss has it summed; a subset knows its own at the end, and is no sum.
     "DataPass": {"counted", "sums"},
-    # Posteriors over functions have another default predictive, and its name; one takes a list of candidates.
-    "ParametricLaplace": {"functional_samples", "predictive_samples"},
+    # Posteriors over functions tune their prior on validation data where there are any; one takes a list of candidates.
     "Tunable": {"optimize_prior_precision", "optimize_hyperparameters"},
-    "BaseFunctionalLaplace": {"optimize_hyperparameters"},
-    "WeightPredictor": {"predict"},
     # The gradient of a quadratic form is right for every precision; most have a cheaper product. The evidence of a
     # posterior that is no Laplace approximation of all data is a lower bound, which lacks something. Moments and
     # determinants follow from each other, and some know them more directly; users see P dense, or as it is held.
