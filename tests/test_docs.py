@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
-from laplace.engines.native.engine import MEMORY_BUDGET
+from laplace.engines.options import MEMORY_BUDGET
 from laplace.jacobian.contractions import CHUNK_BYTES
 
 ROOT = Path(__file__).parents[1]

@@ -118,10 +118,6 @@ DEFAULTS = {
         "coverage",
         "survey",
     },
-    # An interface of no curvature has Jacobians; each backend says which engine is behind it.
-    "CurvatureInterface": {"_engine"},
-    "GGNInterface": {"_engine"},
-    "EFInterface": {"_engine"},
     # None, "only cotangents are known", is right for every kind; the exact GGN saves a root by saying more.
     "OuterEngine": {"output_hessian"},
     # Curvature that is no sum of outer products has no columns; positions share a pass if they are random draws.
@@ -129,7 +125,28 @@ DEFAULTS = {
     # Most rules hold for every module of their class.
     "LayerRule": {"accepts"},
     # PyTorch has a loss module for some likelihoods only, and users' backends know some names only.
-    "Likelihood": {"count", "loss", "torch_loss", "peer_name"},
+    # Few say how y is distributed given f beyond what their target knows; regression needs no link.
+    "Likelihood": {"count", "loss", "torch_loss", "peer_name", "conditional", "links"},
+    # What a target does not say is refused; of most the link is E[y], and losses read it alone.
+    "Target": {
+        "by_rows",
+        "decompose",
+        "decomposition",
+        "distribution",
+        "entropy",
+        "interval",
+        "mixed_entropy",
+        "of",
+        "probability_distribution",
+        "reads_variances",
+        "require_probabilities",
+        "scores",
+        "summary",
+        "summary_of_samples",
+        "variance",
+    },
+    # Samples serve all labels; some have closed forms, or quadrature.
+    "LabelTarget": {"decompose", "interval", "scores"},
     # A single reward is its own mean; an expansion of a sigmoid may leave [0, 1].
     "NoiseFreeLikelihood": {"predict"},
     # Only a last layer has a name, and a choice of all weights nothing to remember.

@@ -264,7 +264,7 @@ class BoundSweep(ObservingSweep):
             terms = "c" if self.engine.split_outputs else ""
             second = torch.einsum(f"mbc,nbc->{terms}mn", cross, hessian.times(cross))
             total = torch.einsum(f"bcd->{terms}", within)
-            require_finite(bool(second.isfinite().all()) and bool(total.isfinite().all()))
+            require_finite(second.isfinite().all() & total.isfinite().all())
             self.second = second if self.second is None else self.second + second
             self.total = total if self.total is None else self.total + total
         return uncounted(y)

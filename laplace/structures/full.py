@@ -135,8 +135,8 @@ class FullCurvature(AdditiveCurvature):
 
         return SpectralScan(project, precisions)
 
-    def is_finite(self) -> bool:
-        return bool(self.sums.diagonal(dim1=1, dim2=2).isfinite().all())
+    def is_finite(self) -> Tensor:
+        return self.sums.diagonal(dim1=1, dim2=2).isfinite().all()
 
     def state(self) -> dict[str, Any]:
         return {"values": self.values}

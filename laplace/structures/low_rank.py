@@ -312,7 +312,7 @@ class _Reading(DataPass):
         if self.measures_trace:
             self._add_trace(x, y)
         summary, self.products = self.engine.matmul(x, y, self.basis, self.products)
-        require_finite(bool(self.products.sum().isfinite()))
+        require_finite(self.products.sum().isfinite())
         return summary
 
     def _add_trace(self, x: Inputs, y: Tensor) -> None:

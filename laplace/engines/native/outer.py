@@ -17,16 +17,14 @@ from laplace.engines.engine import Bases, BatchSummary, Groups
 from laplace.engines.kron_parts import KronParts, KronSketch, Probe
 from laplace.engines.native.accumulate import BlockSum, DiagSum, FullSum, KronSum, Origin
 from laplace.engines.native.columns import Columns, RowColumns
-from laplace.engines.native.engine import MAX_PASSES, MEMORY_BUDGET, NativeEngine
+from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.native.plan import Plan
 from laplace.engines.native.products import Linearised, add_rows
-from laplace.errors import InvalidArgument
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.heads import Head, as_head
-from laplace.likelihoods.base import Likelihood, OutputHessian
+from laplace.likelihoods.base import OutputHessian
 from laplace.network.model_guard import lent
-from laplace.weights.problem import Problem
 
 
 class _Sum(Protocol):
@@ -40,35 +38,8 @@ class _Sum(Protocol):
 class OuterEngine(NativeEngine):
     """Curvature Σ_kb (J_bᵀ u_kb)(J_bᵀ u_kb)ᵀ, without `[B, C, P]`.
 
-    Args:
-        problem: The network and its treated tensors.
-        likelihood: Loss and output Hessian.
-        kfac_approx: `"expand"` or `"reduce"`: how Kronecker factors treat positions that share a weight
-            (Eschenhagen et al., 2023).
-        memory_budget: Bytes of output gradients held at once.
-        split_outputs: Keep one curvature term per output.
-        max_passes: Backward passes that a batch of outputs with positions may take.
-
-    Raises:
-        InvalidArgument: Unknown `kfac_approx` or a memory budget that is not positive.
+    The arguments are those of `NativeEngine`.
     """
-
-    def __init__(
-        self,
-        problem: Problem,
-        likelihood: Likelihood,
-        *,
-        kfac_approx: str = "expand",
-        memory_budget: int = MEMORY_BUDGET,
-        split_outputs: bool = False,
-        max_passes: int = MAX_PASSES,
-    ) -> None:
-        super().__init__(
-            problem, likelihood, memory_budget=memory_budget, split_outputs=split_outputs, max_passes=max_passes
-        )
-        if kfac_approx not in ("expand", "reduce"):
-            raise InvalidArgument(f"kfac_approx={kfac_approx!r}; accepted are 'expand' and 'reduce'.")
-        self.kfac_approx = kfac_approx
 
     @abstractmethod
     def cotangents(self, f: Tensor, y: Tensor) -> Columns:
@@ -121,7 +92,7 @@ class OuterEngine(NativeEngine):
         return self.summary(taken.f, y), KronSketch(sides.result(), exact.result() if diagonal else None)
 
     def _kron_sum(self, taken: ForwardPass, probe: Probe | None) -> KronSum:
-        reduce, terms = self.kfac_approx == "reduce", self._n_terms(taken.f)
+        reduce, terms = self.options.kfac_approx == "reduce", self._n_terms(taken.f)
         return KronSum(self.problem, terms, self.dtype, _origins(taken.plan), reduce=reduce, probe=probe)
 
     def matmul(

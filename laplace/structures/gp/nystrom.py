@@ -228,7 +228,7 @@ class GramSweep(ObservingSweep):
             curved = self.engine.likelihood.hessian(f.double(), targets).times(phi)
             terms = "ckl" if self.engine.split_outputs else "kl"
             gram = torch.einsum(f"kbc,lbc->{terms}", phi, curved)
-            require_finite(bool(gram.isfinite().all()))
+            require_finite(gram.isfinite())
             self.gram = gram if self.gram is None else self.gram + gram
         self.batches, self.seen = self.batches + 1, self.seen + len(y)
         every = self.options.watch_batches

@@ -61,7 +61,7 @@ class ObservingSweep(DataPass):
         """As the function of this name; the loss is counted."""
         for jacobian, f, targets in observed(self.engine, x, y):
             losses = self.engine.likelihood.loss_terms(f, targets).detach()
-            require_finite(bool(losses.isfinite().all()))
+            require_finite(losses.isfinite())
             self.losses = losses if self.losses is None else self.losses + losses
             self.n_outputs = f.shape[1]
             yield jacobian, f, targets

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.checks import named
 from laplace.core.hyperparameters import check_counts
 from laplace.core.layout import Layout
 from laplace.core.prior import GaussianPrior
@@ -206,8 +206,8 @@ class SubsetSweep(ObservingSweep):
         Raises:
             InvalidData: A target or an output cannot be used.
         """
-        with batches.named(f"the subset, of batches {sorted(set(rows.batches))}"):
+        with named(f"the subset, of batches {sorted(set(rows.batches))}"):
             for jacobian, f, targets in self.observed(rows.x, rows.y):
                 root = self.engine.likelihood.hessian(f, targets).root().permute(1, 2, 0)
-                require_finite(bool(root.isfinite().all()))
+                require_finite(root.isfinite())
                 yield jacobian.detached(), root.contiguous()

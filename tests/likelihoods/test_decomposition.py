@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.distributions import Dirichlet, MultivariateNormal
 
 from laplace.core.gaussian import Gaussian
+from laplace.core.scores import binary_entropy, class_entropy
 from laplace.errors import ApproximationWarning
-from laplace.likelihoods import Bernoulli
+from laplace.likelihoods import Bernoulli, decomposition
 from laplace.likelihoods.links import delta, delta_elementwise, log_concentrations
-from laplace.predictive import decomposition
+from laplace.likelihoods.points import Points
 from tests.reference import decomposition as reference
 from tests.reference.compare import assert_close
 
@@ -57,7 +58,10 @@ def test_delta_beyond_its_reach_stays_a_distribution_and_says_so() -> None:
 @pytest.mark.parametrize("c", [2, 4])
 def test_class_samples(c: int) -> None:
     probabilities = torch.randn(30, 5, c, dtype=torch.float64).softmax(-1)
-    found, expected = decomposition.of_class_samples(probabilities), reference.parts(probabilities)
+    found, expected = (
+        decomposition.of_probabilities(Points(probabilities), class_entropy),
+        reference.parts(probabilities),
+    )
     for name in PARTS:
         assert_close(getattr(found, name), expected[name], "algebra", label=name)
     mean = probabilities.mean(0)
@@ -67,7 +71,7 @@ def test_class_samples(c: int) -> None:
 
 def test_binary_samples_are_two_classes() -> None:
     first = torch.rand(30, 5, 1, dtype=torch.float64)
-    found = decomposition.of_binary_samples(first)
+    found = decomposition.of_probabilities(Points(first), binary_entropy)
     expected = reference.parts(torch.cat([first, 1 - first], 2))
     assert_close(found.aleatoric, expected["aleatoric"][:, :1], "algebra")
     assert_close(found.epistemic, expected["epistemic"][:, :1], "algebra")
@@ -78,7 +82,8 @@ def test_binary_samples_are_two_classes() -> None:
 @pytest.mark.parametrize("spread", [0.0, 0.5, 20.0])
 def test_binary_quadrature(spread: float) -> None:
     mean, variance = 3 * torch.randn(6, 2, dtype=torch.float64), spread * torch.rand(6, 2, dtype=torch.float64)
-    found = decomposition.of_binary_gaussian(mean, variance, torch.sigmoid)
+    points = Points.of_gaussian(mean, variance).map(torch.sigmoid)
+    found = decomposition.of_probabilities(points, binary_entropy)
     expected = reference.binary_parts(mean, variance)
     for name in PARTS:
         assert_close(getattr(found, name), expected[name], "backend", label=name)

@@ -53,13 +53,17 @@ def _density_root(covariance: Tensor, eps: float) -> Tensor | None:
     return None if bool((info != 0).any()) or bool((left <= eps * all_of_it).any()) else root
 
 
-def mixture_of(components: Sequence[Distribution], weights: Tensor) -> MixtureSameFamily:
+def mixture_of(components: Sequence[Distribution], weights: Tensor) -> Distribution:
     """Σ_k π_k p_k of Gaussians or Dirichlets of one kind and batch shape, each batch entry a mixture of its own.
+
+    One component is returned as it is.
 
     Args:
         components: K of `Normal`, `MultivariateNormal`, `Dirichlet`, or `Independent` of the first.
         weights: π, `[K]`.
     """
+    if len(components) == 1:
+        return components[0]
     batch = components[0].batch_shape
     stacked = _stacked(components, len(batch))
     logits = weights.log().expand(*batch, len(components))
