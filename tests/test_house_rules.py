@@ -21,8 +21,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 MAX_FILE, MAX_FUNCTION, MEDIAN_FUNCTION, MAX_METHODS = 400, 60, 10, 15
 
-# Classes that carry the names of the contract and may have more public methods; blocks of factors, whose methods are all
-# answers to what any block is asked.
+# Classes that carry the names of the contract and may have more public methods; blocks of factors, all of whose methods
+# are what any block is asked.
 LONG_CLASSES = {"BaseLaplace", "ParametricLaplace", "HeadBlock", "IndexBlock", "OuterBlock"}
 
 # Who may import whom: a module imports from its own rank and from lower ones.

@@ -97,9 +97,7 @@ class OuterBlock(FactoredBlock):
 
     def state(self) -> dict[str, Any]:
         layout = {"input_first": self.input_first, "unfolded": self.unfolded}
-        # What the form of a state holds besides: constants, and what follows from g.
-        constant = {"n_data": self.n_data, "identity": False, "rotated": False}
-        return {"kind": "outer", "a": self.a, "g": self.g, **layout, **constant}
+        return {"kind": "outer", "a": self.a, "g": self.g, **layout}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> OuterBlock:
