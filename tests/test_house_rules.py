@@ -21,8 +21,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 MAX_FILE, MAX_FUNCTION, MEDIAN_FUNCTION, MAX_METHODS = 400, 60, 10, 15
 
-# Classes that carry the names of the contract and may have more public methods.
-LONG_CLASSES = {"BaseLaplace", "ParametricLaplace"}
+# Classes that carry the names of the contract and may have more public methods; blocks of factors, all of whose methods
+# are what any block is asked.
+LONG_CLASSES = {"BaseLaplace", "ParametricLaplace", "HeadBlock", "IndexBlock", "OuterBlock"}
 
 # Who may import whom: a module imports from its own rank and from lower ones.
 RANKS = {
@@ -100,6 +101,8 @@ DEFAULTS = {
         "state",
         "terms",
     },
+    # Rows of gradients in patches are not those of the layer's outputs.
+    "FactoredBlock": {"fold_positions"},
     # A backend that lacks a primitive refuses by an error that names it; none is required of all backends.
     # A sketch follows from whole factors.
     "CurvatureEngine": {
