@@ -11,18 +11,13 @@ import pytest
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
 from laplace.engines.native.engine import MEMORY_BUDGET
 from laplace.jacobian.blocks import CHUNK_BYTES
+from tests.source import house
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_TREE = re.compile(r"^```\nlaplace/\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-
-
-def tree_entries(tree: str) -> list[str]:
-    """Files and folders of the package as a tree lists them: names at the start of lines, two blanks between names."""
-    return [name for line in tree.splitlines() for name in re.findall(r"\w+(?:\.py|/)", line[:23])]
 
 
 @pytest.mark.portable
@@ -74,9 +69,6 @@ def _resolves(dotted: str) -> bool:
 
 
 def test_the_house_is_the_one_that_stands() -> None:
-    (tree,) = _TREE.findall((ROOT / "docs" / "design.md").read_text("utf-8"))
     package = ROOT / "laplace"
     folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
-    assert sorted(tree_entries(tree)) == sorted(
-        folders | {path.name for path in package.glob("*.py")} - {"__init__.py"}
-    )
+    assert sorted(house()) == sorted(folders | {path.name for path in package.glob("*.py")} - {"__init__.py"})
