@@ -25,9 +25,11 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": f"docs_{page.stem}"}
-    for number, text in enumerate(_PYTHON.findall(page.read_text("utf-8"))):
-        exec(compile(text, f"{page.name}, example {number}", "exec", dont_inherit=True), namespace)
-    assert namespace
+    text = page.read_text("utf-8")
+    examples = _PYTHON.findall(text)
+    assert len(examples) == text.count("```py"), "an example that is not seen"
+    for number, example in enumerate(examples):
+        exec(compile(example, f"{page.name}, example {number}", "exec", dont_inherit=True), namespace)
 
 
 @each_page
