@@ -186,15 +186,6 @@ def test_sampled_curvature_draws_anew_in_every_batch_and_from_its_own_generator(
     assert torch.equal(state, torch.get_rng_state()), "the global generator was used"
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_memory_budget_changes_nothing(name: str) -> None:
-    case = Case(catalogue.get("mlp_classification"), "full", "mixed")
-    engines = [engine_of(BACKENDS[name], case, **options) for options in ({}, {"memory_budget": 1})]
-    for primitive in ("full", "blocks", "matmul"):
-        a, b = (computed(engine, primitive, case) for engine in engines)
-        assert_close(a, b, "algebra", label=primitive)
-
-
 # Networks of which a copy is not the network.
 
 
