@@ -74,3 +74,42 @@ def test_the_house_is_the_one_that_stands() -> None:
     package = ROOT / "laplace"
     folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
     assert sorted(house()) == sorted(folders | {path.name for path in package.glob("*.py")} - {"__init__.py"})
+
+
+# Every formula of docs/mathematics.md has its place in the code.
+
+_PLACE = re.compile(r"`([\w/]+)\.py:([\w.]+)`")
+_PAGE = (ROOT / "docs" / "mathematics.md").read_text("utf-8")
+
+
+def mathematics() -> tuple[list[str], list[list[str]]]:
+    """Displayed lines of the page, and the cells of its tables' rows; the first row of each table names the columns."""
+    text = re.sub(r"^```.*?^```$", "", _PAGE, flags=re.DOTALL | re.MULTILINE)
+    rows = re.findall(r"^\|(.*)\|$", text, re.MULTILINE)
+    return re.findall(r"^ {4}(\S.*)$", text, re.MULTILINE), [re.split(r"(?<!\\)\|", row) for row in rows]
+
+
+def test_equations_are_numbered_and_each_has_its_place() -> None:
+    displayed, rows = mathematics()
+    numbers = [re.search(r"\((\d+)\)$", line) for line in displayed]
+    assert [number[1] if number else "" for number in numbers] == [str(i + 1) for i in range(len(displayed))]
+    placed = {number for first, *_ in rows for number in re.findall(r"\((\d+)\)", first)}
+    assert placed == {number[1] for number in numbers if number}
+
+
+def test_every_row_of_formulas_has_its_place() -> None:
+    _, rows = mathematics()
+    lines = [i for i, row in enumerate(rows) if not "".join(row).strip("-")]
+    headers = {i - 1 for i in lines}
+    assert all(rows[i][-1].strip() == "file:function" for i in headers)
+    assert not [row for i, row in enumerate(rows) if i not in headers | set(lines) and not _PLACE.search(row[-1])]
+
+
+@pytest.mark.parametrize(("file", "name"), sorted(set(_PLACE.findall(_PAGE))))
+def test_places_of_formulas_exist(file: str, name: str) -> None:
+    """Defined there, not only imported or inherited."""
+    module = importlib.import_module(f"laplace.{file.replace('/', '.')}")
+    first, _, attribute = name.partition(".")
+    owner = vars(module).get(first)
+    assert owner is not None and owner.__module__ == module.__name__
+    assert not attribute or attribute in vars(owner)
