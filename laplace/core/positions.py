@@ -114,7 +114,7 @@ def channel_of(f: Tensor, y: Tensor) -> int | None:
 
 
 def unrolled(rows: Tensor, positions: tuple[int, ...], dim: int = 0) -> Tensor:
-    """OutputRows `[…, B·T, …]` in dimension `dim` as `[…, B, *positions, …]`."""
+    """Rows `[…, B·T, …]` in dimension `dim` as `[…, B, *positions, …]`."""
     return rows.unflatten(dim, (-1, *positions)) if positions else rows
 
 
@@ -155,8 +155,8 @@ def rows_that_count(y: Tensor, positions: tuple[int, ...], ignore_index: int | N
     """Rows of outputs with positions whose labels are not the ignored one, `[n]`; None for all."""
     if not positions or ignore_index is None or y.ndim != 1:
         return None
-    kept = y != ignore_index
-    return None if bool(kept.all()) else kept.nonzero().flatten()
+    counts = y != ignore_index
+    return None if bool(counts.all()) else counts.nonzero().flatten()
 
 
 def target_rows(y: Tensor, f: Tensor, positions: tuple[int, ...], channel_dim: int) -> Tensor:
