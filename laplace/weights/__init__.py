@@ -1,1 +1,1 @@
-"""Which weights are random: all, the last layer, or a subnetwork chosen by a mask."""
+"""Choices of the random weights: all, the last layer, or a subnetwork chosen by a mask."""
