@@ -168,17 +168,16 @@ DEFAULTS = {
 # Folders in which some docstring still begins as a clause, some local is still named by what was done to it, and some
 # word is still the library's own.
 CLAUSES = {
-    "compat", "core", "curvature", "engines", "enums", "factory", "fitting", "function_space", "integrations",
-    "jacobian", "likelihoods", "metrics", "mixture", "network", "posterior", "predictive", "refinement",
-    "structures", "training", "tuning", "weights",
+    "curvature", "engines", "factory", "fitting", "function_space", "jacobian", "likelihoods", "metrics",
+    "mixture", "posterior", "predictive", "refinement", "structures", "training", "tuning",
 }  # fmt: skip
 PARTICIPLES = {
-    "compat", "core", "curvature", "engines", "fitting", "function_space", "jacobian", "likelihoods", "mixture",
-    "network", "posterior", "predictive", "refinement", "structures", "training", "tuning", "weights",
+    "curvature", "engines", "fitting", "function_space", "jacobian", "likelihoods", "mixture", "posterior",
+    "predictive", "refinement", "structures", "training", "tuning",
 }  # fmt: skip
 OWN_WORDS = {
-    "core", "curvature", "engines", "fitting", "function_space", "jacobian", "metrics", "mixture", "named",
-    "network", "posterior", "predictive", "structures", "training", "tuning", "weights",
+    "curvature", "engines", "fitting", "function_space", "jacobian", "metrics", "mixture", "named", "network",
+    "posterior", "predictive", "structures", "training", "tuning", "weights",
 }  # fmt: skip
 _CLAUSE = re.compile(r"(What|Whether|How|Which|Of which|Of what|Where|When|Why|Who)\b")
 _PARTICIPLE = {"found", "taken", "kept", "held"}
