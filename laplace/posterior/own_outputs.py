@@ -19,7 +19,7 @@ from laplace.core.random_numbers import drawn_seed
 from laplace.enums import PredType
 from laplace.errors import InvalidArgument
 from laplace.posterior.overridden import method_of, wrong_shape
-from laplace.predictive.quantities import Draw, OwnSamples, Quantities
+from laplace.predictive.posterior_outputs import Draw, OwnSamples, PosteriorOutputs
 from laplace.predictive.sources import GaussianSource
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def users_samples(la: WeightPosterior, n_samples: int, generator: torch.Generato
 
 
 def own_quantities(
-    la: WeightPosterior, rows: Quantities, x: Inputs, kind: PredType, model_kwargs: dict[str, Any]
-) -> Quantities:
+    la: WeightPosterior, rows: PosteriorOutputs, x: Inputs, kind: PredType, model_kwargs: dict[str, Any]
+) -> PosteriorOutputs:
     """A prediction with users' own samples, and their own variances of the linearised outputs.
 
     Args:

@@ -21,8 +21,8 @@ from laplace.network.model_guard import own_mode, own_precision
 from laplace.posterior import overridden, own_outputs, state
 from laplace.posterior.weight_predictor import WeightPredictor
 from laplace.predictive import latent
+from laplace.predictive.posterior_outputs import PredictionOptions
 from laplace.predictive.prediction import Prediction, laid_out
-from laplace.predictive.quantities import PredictionOptions
 from laplace.tuning import PosteriorGroup, Tunable
 
 
@@ -85,12 +85,12 @@ class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
             joint, diagonal_output = False, True
         options = PredictionOptions(str(link_approx), n_samples, _form(joint, diagonal_output))
         rows = self._quantities(x, kind, options, lambda: generator, model_kwargs)
-        prediction = Prediction(self._as_overridden(rows, x, kind, model_kwargs), self.channel_dim)
+        prediction = Prediction.of(self._as_overridden(rows, x, kind, model_kwargs), self.channel_dim)
         if not likelihood.latent_prediction or (fitting and not likelihood.has_noise):
             return prediction.mean
         gaussian = prediction.latent
         if observation_noise:
-            gaussian = latent.with_noise(gaussian, prediction.sigma_noise)
+            gaussian = gaussian.plus_noise(prediction.sigma_noise)
         return laid_out(gaussian, self.channel_dim, joint=joint)
 
     @checked

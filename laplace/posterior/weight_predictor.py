@@ -18,8 +18,8 @@ from laplace.errors import UnsupportedError
 from laplace.posterior import overridden, own_outputs
 from laplace.posterior.weight_posterior import WeightPosterior
 from laplace.predictive import latent
+from laplace.predictive.posterior_outputs import Draws, PosteriorOutputs, PredictionOptions
 from laplace.predictive.prediction import Prediction
-from laplace.predictive.quantities import Draws, PredictionOptions, Quantities
 from laplace.predictive.reparameterised import ReparameterisedOutputs
 from laplace.predictive.sources import GaussianSource, LinearisedOutputs, SampledOutputs, SampleSource
 
@@ -72,29 +72,31 @@ class WeightPredictor(WeightPosterior):
         draws = replayed(generator, self._like.device)
         if not local_reparameterization:
             rows = self._quantities(x, kind, options, draws, model_kwargs)
-            return Prediction(self._as_overridden(rows, x, kind, model_kwargs), self.channel_dim)
+            return Prediction.of(self._as_overridden(rows, x, kind, model_kwargs), self.channel_dim)
         if kind != PredType.NN or self.structure.name != "diag":
             raise UnsupportedError(
                 f"local_reparameterization=True with pred_type={str(kind)!r} and "
                 f"hessian_structure={self.structure.name!r}: it draws from a diagonal posterior through the network; "
                 "use pred_type='nn' and hessian_structure='diag'."
             )
-        return Prediction(self._of(self._reparameterised(x, model_kwargs), options, draws), self.channel_dim)
+        return Prediction.of(self._of(self._reparameterised(x, model_kwargs), options, draws), self.channel_dim)
 
     def _quantities(
         self, x: Inputs, kind: PredType, options: PredictionOptions, draws: Draws, model_kwargs: dict[str, Any]
-    ) -> Quantities:
+    ) -> PosteriorOutputs:
         if kind == PredType.NN:
             latent.check_model_kwargs(self.problem.module, model_kwargs)
             return self._of(self._sampled(x, model_kwargs), options, draws)
         latent.refuse_model_kwargs(model_kwargs)
         return self._of(self._linearised(x), options, draws)
 
-    def _of(self, source: GaussianSource | SampleSource, options: PredictionOptions, draws: Draws) -> Quantities:
+    def _of(self, source: GaussianSource | SampleSource, options: PredictionOptions, draws: Draws) -> PosteriorOutputs:
         sigma = self.sigma_noise if source.create_graph else self.sigma_noise.detach()
-        return Quantities(source, self.likelihood_object, sigma, options, draws)
+        return PosteriorOutputs(source, self.likelihood_object, sigma, options, draws)
 
-    def _as_overridden(self, rows: Quantities, x: Inputs, kind: PredType, model_kwargs: dict[str, Any]) -> Quantities:
+    def _as_overridden(
+        self, rows: PosteriorOutputs, x: Inputs, kind: PredType, model_kwargs: dict[str, Any]
+    ) -> PosteriorOutputs:
         """A prediction with what users' classes override of it, besides covariances and samples of the weights."""
         if not is_overridden(self, *PREDICTIONS):
             return rows
