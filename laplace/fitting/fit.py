@@ -22,7 +22,7 @@ from laplace.fitting import planning
 from laplace.fitting.affordable import MemoryCheck
 from laplace.fitting.first_batch import FirstBatch
 from laplace.network import next_token
-from laplace.structures.base import Curvature, DataPass, move, require_finite
+from laplace.structures.base import Curvature, DataPass, require_finite
 
 _NOTHING = 1e-9
 """Share of the data below which a count, a sum of weights that faded, is zero."""
@@ -101,8 +101,8 @@ class Fit:
 
     def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Fit:
         """The same elsewhere."""
-        curvature = type(self.curvature).from_state(move(self.curvature.state(), device, dtype))
-        return replace(self, curvature=curvature, loss_terms=self.loss_terms.to(device=device, dtype=dtype))
+        curvature, losses = self.curvature.moved(device, dtype), self.loss_terms.to(device=device, dtype=dtype)
+        return replace(self, curvature=curvature, loss_terms=losses)
 
     def _check_matches(self, other: Fit) -> None:
         if self.n_outputs != other.n_outputs:
