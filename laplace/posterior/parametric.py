@@ -62,7 +62,8 @@ class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
             x: Inputs, a tensor, tuple or mapping.
             pred_type: `"glm"`, the linearised network (Immer et al., 2021), or `"nn"`, sampled weights.
             joint: Covariance over all inputs; with classification, samples of `link_approx="mc"` are joint.
-            link_approx: `"probit"`, `"mc"`, `"bridge"`, `"bridge_norm"` or `"delta"`; `"nn"` always samples.
+            link_approx: One of the links of the likelihood, names in `laplace.likelihoods.links.LINKS`; `"nn"` always
+                samples.
             n_samples: Monte-Carlo samples.
             diagonal_output: Only variances of the outputs.
             generator: Source of randomness; equal seeds give equal bits.
