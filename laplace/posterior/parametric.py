@@ -87,6 +87,8 @@ class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
         options = PredictionOptions(str(link_approx), n_samples, _form(joint, diagonal_output))
         rows = self._quantities(x, kind, options, lambda: generator, model_kwargs)
         prediction = Prediction.of(self._as_overridden(rows, x, kind, model_kwargs), self.channel_dim)
+        if likelihood.moment_prediction:
+            return prediction.mean, prediction.variance
         if not likelihood.latent_prediction or (fitting and not likelihood.has_noise):
             return prediction.mean
         gaussian = prediction.latent
