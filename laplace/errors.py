@@ -32,7 +32,13 @@ class InvalidCall(InvalidArgument, TypeError):
 
 
 class InvalidData(LaplaceError, ValueError):
-    """A batch of data cannot be used; the message names the batch and the fault."""
+    """A batch of data cannot be used; the message names the batch and the fault.
+
+    Attributes:
+        is_named: True if the message names the batch already.
+    """
+
+    is_named: bool = False
 
 
 class MissingKey(InvalidData, KeyError):
@@ -102,7 +108,7 @@ class MemoryWarning(LaplaceWarning):
 
 
 class SlowWarning(LaplaceWarning):
-    """Work of minutes is ahead, and nothing would show that it goes on."""
+    """Work of minutes is ahead and nothing would show that it goes on, or a structure lacks the fast way."""
 
 
 def warn(message: str, category: type[LaplaceWarning]) -> None:

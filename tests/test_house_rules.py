@@ -62,7 +62,7 @@ MAPPING_HOMES = (
     "core/batch.py",
     "compat/",
     "core/layout.py",
-    "structures/base.py",
+    "structures/fields.py",
     "posterior/state.py",
     "network/model_guard.py",
 )
@@ -71,15 +71,34 @@ MAPPING_HOMES = (
 # cheaper or a more special way. All else is abstract or final.
 DEFAULTS = {
     # Contractions of the dense pieces are right for every block; blocks of factors need no pieces.
-    "Block": {
+    "Contractions": {
         "apply",
-        "cast",
+        "bound",
+        "contracts_factors",
         "entries",
-        "multiplies_out",
         "pull",
         "sum_of_squares",
         "weighted_norms",
         "weighted_gram",
+    },
+    # So is a dense block in the place of one whose factors would be selected, folded, rotated or stored.
+    "Block": {
+        "add",
+        "cast",
+        "detached",
+        "fold_cotangents",
+        "fold_positions",
+        "from_state",
+        "in_basis",
+        "join",
+        "kernel_by_factors",
+        "product",
+        "product_index",
+        "select_entries",
+        "select_outputs",
+        "shape",
+        "state",
+        "terms",
     },
     # A backend that lacks a primitive refuses by an error that names it; none is required of all backends.
     # A sketch follows from whole factors.
@@ -96,10 +115,6 @@ DEFAULTS = {
         "coverage",
         "survey",
     },
-    # An interface of no curvature has Jacobians; each backend says which engine is behind it.
-    "CurvatureInterface": {"_engine"},
-    "GGNInterface": {"_engine"},
-    "EFInterface": {"_engine"},
     # None, "only cotangents are known", is right for every kind; the exact GGN saves a root by saying more.
     "OuterEngine": {"output_hessian"},
     # Curvature that is no sum of outer products has no columns; positions share a pass if they are random draws.
@@ -134,18 +149,57 @@ DEFAULTS = {
     # Only a last layer has a name, and a choice of all weights nothing to remember.
     "Weights": {"named", "state", "for_backend"},
     # Most structures have no limit of size; one that does not say what it takes cannot be planned for; one that is no
-    # sum over data refuses to be weighted anew and to be subtracted from; few keep factorisations that are long.
-    "Curvature": {"check", "footprint", "scaled", "minus", "decompose"},
-    # Whoever reads every batch's loss has it summed; a subset knows its own at the end.
-    "DataPass": {"counted"},
+    # sum over data refuses to be weighted anew and to be subtracted from; few keep factorisations that are long, are
+    # of a part of the data, or have something to say of themselves. Without data there is the prior. Many priors are
+    # asked for one by one unless a basis is known in which they rescale; a state is that of the fields.
+    "Curvature": {
+        "check",
+        "footprint",
+        "before_data",
+        "scaled",
+        "minus",
+        "n_terms",
+        "share",
+        "prior_factor",
+        "decompose",
+        "scan",
+        "state",
+        "from_state",
+        "note",
+        "forms",
+        "public",
+    },
+    # Batches are summed apart and then added, unless an engine adds to a running sum; a matrix is as finite as its
+    # diagonal.
+    "AdditiveCurvature": {"with_batch", "is_finite"},
+    # Whoever reads every batch's loss has it summed; a subset knows its own at the end, and is no sum.
+    "DataPass": {"counted", "sums"},
     # Posteriors over functions have another default predictive, and its name; one takes a list of candidates.
     "ParametricLaplace": {"functional_samples", "predictive_samples"},
     "Tunable": {"optimize_prior_precision", "optimize_hyperparameters"},
     "BaseFunctionalLaplace": {"optimize_hyperparameters"},
     "WeightPredictor": {"predict"},
     # The gradient of a quadratic form is right for every precision; most have a cheaper product. The evidence of a
-    # posterior that is no Laplace approximation of all data is a lower bound, which lacks something.
-    "Precision": {"product", "slack"},
+    # posterior that is no Laplace approximation of all data is a lower bound, which lacks something. Moments and
+    # determinants follow from each other, and some know them more directly; users see P dense, or as it is held.
+    "Precision": {"product", "slack", "logdet", "public", "covariance", "scale"},
+    # What follows from dense matrices alone is what a structure may have a faster way for.
+    "DenseDefaults": {"precision", "scan", "scaled", "minus", "footprint"},
+    "PrecisionFromDense": {
+        "logdet",
+        "logdet_ratio",
+        "quad",
+        "product",
+        "functional_variance",
+        "functional_diagonal",
+        "functional_covariance",
+        "sample",
+        "diagonal_of_inverse",
+        "to_dense",
+        "scale",
+    },
+    # A head is multiplied with a root without its Jacobian.
+    "RootPrecision": {"coloured", "functional_diagonal", "covariance"},
     # Most posteriors are sums over data; one that is trained takes the options of its training.
     "WeightFit": {"fit"},
 }

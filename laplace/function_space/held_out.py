@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace import tuning
-from laplace.core import batch as batches
+from laplace.core.checks import named
 from laplace.core.hyperparameters import as_tensor, positive
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import LinkApprox, PredType
@@ -43,7 +43,7 @@ def held_out_nll(
     narrow = likelihood.target.reads_variances(likelihood, LinkApprox.PROBIT, whole_covariance=False)
     form = "diagonal" if narrow else "full"
     for name, x, y in Validation(loader).batches(la):
-        with batches.named(name):
+        with named(name):
             found = latent.linearised(engine, precision, x, form)
             targets = likelihood.check_targets(found.mean, y)
         summary = likelihood.target.summary(likelihood, found.mean, found.covariance, LinkApprox.PROBIT)
@@ -93,7 +93,7 @@ def best_candidate(
         predictive = tuning.Predictive(str(PredType.GLM), str(LinkApprox.PROBIT), 1, None)
         losses = Losses(Candidates(la, settings, predictive, whole_covariance=objective.whole_covariance), objective)
         for name, x, y in Validation(loader).batches(la):
-            with batches.named(name):
+            with named(name):
                 losses.update(x, y)
         values = losses.results()
     finite = values.isfinite()

@@ -27,13 +27,14 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
 from laplace.function_space.variational_energy import Energy
 from laplace.function_space.variational_inducing import STRATEGIES, Inducing, Places, chosen, make_pool
-from laplace.function_space.variational_training import Training, TrainingSweep, start
-from laplace.jacobian.detached import HOLDS_INPUTS, from_state, state_of
+from laplace.function_space.variational_training import Training, TrainingPass, start
+from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.kernels import kernel_at
 from laplace.structures import algebra
-from laplace.structures.base import Curvature, DataPass, require_finite
-from laplace.structures.gp.observed import ObservingSweep, uncounted
+from laplace.structures.base import Curvature, DataPass, require_finite, those_known
+from laplace.structures.gp.observed import HOLDS_INPUTS, ObservingPass, uncounted
 from laplace.structures.gp.subset_precision import DualScan, SubsetPrecision
+from laplace.structures.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,11 @@ class VariationalCurvature(Curvature):
     weighed = False
 
     @property
-    def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def n_terms(self) -> int:
         return len(self.total)
 
     @property
-    def note(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def note(self) -> str:
         return f"variational approximation with {len(self.inducing.root)} inducing outputs; {HOLDS_INPUTS}"
 
     @cached_property
@@ -117,10 +118,10 @@ class VariationalCurvature(Curvature):
 
     @classmethod
     def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
-        return InducingSweep(engine, options)
+        return InducingPass(engine, options)
 
     @classmethod
-    def zeros(cls, prior: GaussianPrior) -> Curvature:
+    def before_data(cls, prior: GaussianPrior) -> Precision:
         raise UnsupportedError(
             "a variational approximation has no density over weights before fit; call fit(train_loader)."
         )
@@ -148,7 +149,7 @@ class VariationalCurvature(Curvature):
 
     def state(self) -> dict[str, Any]:
         return {
-            "parts": [state_of(part) for part in self.inducing.parts],
+            "parts": [part.state() for part in self.inducing.parts],
             "root": self.inducing.root,
             "locations": batches.plain(self.places.x),
             "classes": self.places.classes,
@@ -158,12 +159,9 @@ class VariationalCurvature(Curvature):
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> VariationalCurvature:
-        inducing = Inducing(tuple(from_state(part) for part in state["parts"]), state["root"].double())
+        inducing = Inducing(tuple(Jacobian.from_state(part) for part in state["parts"]), state["root"].double())
         places = Places(batches.from_plain(state["locations"]), state["classes"])
         return cls(inducing, places, state["second"].double(), state["total"].double())
-
-    def forms(self) -> tuple[str, ...]:
-        return ()
 
     def public(self) -> Tensor:
         """L Lᵀ, `[M, M]`, float64: the curvature of the inducing outputs."""
@@ -190,7 +188,7 @@ class VariationalPrecision(SubsetPrecision):
         return (self.scale_of_data.double() * data).sum() - (values * inverse).sum()
 
 
-class InducingSweep(DataPass):
+class InducingPass(DataPass):
     """First reading: counts the data, and picks locations among them where none were given.
 
     Args:
@@ -223,8 +221,8 @@ class InducingSweep(DataPass):
             )
         places, root = self._start(training)
         engine = self.engine
-        return TrainingSweep(
-            engine, self.energy, places, root, self.n_data, training, lambda *found: BoundSweep(engine, *found)
+        return TrainingPass(
+            engine, self.energy, places, root, self.n_data, training, lambda *found: BoundPass(engine, *found)
         )
 
     def _start(self, training: Training) -> tuple[Places, Tensor]:
@@ -240,7 +238,7 @@ class InducingSweep(DataPass):
         return start(self.engine, places, self.n_data, training)
 
 
-class BoundSweep(ObservingSweep):
+class BoundPass(ObservingPass):
     """Last reading: what the evidence lower bound needs to know of all data.
 
     Args:
@@ -264,10 +262,13 @@ class BoundSweep(ObservingSweep):
             terms = "c" if self.engine.split_outputs else ""
             second = torch.einsum(f"mbc,nbc->{terms}mn", cross, hessian.times(cross))
             total = torch.einsum(f"bcd->{terms}", within)
-            require_finite(bool(second.isfinite().all()) and bool(total.isfinite().all()))
+            require_finite(second.isfinite().all() & total.isfinite().all())
             self.second = second if self.second is None else self.second + second
             self.total = total if self.total is None else self.total + total
         return uncounted(y)
+
+    def sums(self) -> dict[str, Tensor]:
+        return those_known(losses=self.losses, second=self.second, total=self.total)
 
     def finish(self) -> VariationalCurvature:
         if self.second is None or self.total is None:

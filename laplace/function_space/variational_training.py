@@ -197,7 +197,7 @@ def marginals(inducing: Inducing, root: Tensor, delta: Tensor, jacobian: Jacobia
     return (kernel_diagonal(jacobian) - solved.square().sum(2)).clamp(min=0) / delta
 
 
-class TrainingSweep(DataPass):
+class TrainingPass(DataPass):
     """Readings of the data in which every batch is a step of Adam, until there were enough.
 
     Args:
@@ -233,7 +233,7 @@ class TrainingSweep(DataPass):
             loss = objective(self.variables, self.energy, x, y, self.n_data, self.generator)
             # Locations that no Jacobian depends on, as those of a lone bias, stay where they are.
             gradients = torch.autograd.grad(loss, self.variables.leaves, materialize_grads=True)
-        require_finite(bool(loss.detach().isfinite()))
+        require_finite(loss.isfinite())
         for leaf, gradient in zip(self.variables.leaves, gradients, strict=True):
             leaf.grad = gradient
         self.optimizer.step()

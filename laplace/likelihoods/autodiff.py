@@ -13,7 +13,7 @@ from torch.func import grad, jacrev, vmap
 
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian
-from laplace.likelihoods.checks import check_outputs, check_tensor
+from laplace.likelihoods.checks import check_outputs, check_tensor, require_finite_targets
 
 
 class LikelihoodFromLoss(NoiseFreeLikelihood):
@@ -65,8 +65,7 @@ class LikelihoodFromLoss(NoiseFreeLikelihood):
                 f"Targets have shape {list(y.shape)}, outputs {list(f.shape)}; one row of targets per datum is "
                 "accepted: give targets [B, ...]."
             )
-        if not torch.isfinite(y).all():
-            raise InvalidData("Targets have NaN or infinite entries: remove those data before fitting.")
+        require_finite_targets(y)
         return y.to(f) if y.is_floating_point() else y.to(f.device)
 
     def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:

@@ -116,9 +116,9 @@ class Likelihood(ABC):
             "backend, NativeGGN."
         )
 
-    def count(self, f: Tensor, y: Tensor) -> int:
-        """Number of data in the batch that count (ignored labels do not); y is checked already."""
-        return int(f.shape[0]) if self.ignore_index is None else int((y != self.ignore_index).sum())
+    def count(self, f: Tensor, y: Tensor) -> int | Tensor:
+        """Number of data that count (ignored labels do not), a 0-dim tensor where a device knows it; y is checked."""
+        return f.shape[0] if self.ignore_index is None else (y != self.ignore_index).sum()
 
     @abstractmethod
     def log_likelihood(

@@ -13,10 +13,10 @@ from laplace.core import batch as batches
 from laplace.core import hyperparameters as hyper
 from laplace.core.arguments import checked
 from laplace.core.batch import ForwardFn
-from laplace.core.overrides import require_structure
+from laplace.core.checks import named
+from laplace.core.overrides import is_ours, require_structure
 from laplace.core.positions import channels_last
 from laplace.curvature import CurvatureInterface
-from laplace.curvature.user_backend import is_ours
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, NotFittedError
 from laplace.fitting import FirstBatch, Fit, ReadOptions, subsampling
@@ -137,7 +137,7 @@ class WeightFit(BaseLaplace):
         return self._engine
 
     def _make_backend(self, problem: Problem) -> CurvatureInterface:
-        """An object of the backend's class.
+        """An object of the backend's class, for direct calls and for methods of users' classes.
 
         A class of the user's sees the names "regression" and "classification" only, and is called with
         `asdl_fisher_kwargs`, which the library's take in the constructor.
@@ -158,9 +158,12 @@ class WeightFit(BaseLaplace):
             ) from error
 
     def _make_engine(self, problem: Problem, *, split_outputs: bool) -> CurvatureEngine:
-        backend = self._make_backend(problem)
-        options = self.asdl_fisher_kwargs
-        return backend.engine(problem, self.likelihood_object, split_outputs=split_outputs, **options)
+        backend, likelihood = self.backend_cls, self.likelihood_object
+        if is_ours(backend):
+            given = {**self.backend_kwargs, **self.asdl_fisher_kwargs}
+            return backend.engine_for(problem, likelihood, given, split_outputs=split_outputs)
+        own = self._make_backend(problem)
+        return own.engine(problem, likelihood, split_outputs=split_outputs, **self.asdl_fisher_kwargs)
 
     def _fitting_engine(self, problem: Problem, *, go_on: bool) -> CurvatureEngine:
         """An engine for a fit: one that keeps a term per output under a vector noise.
@@ -294,7 +297,7 @@ class WeightFit(BaseLaplace):
         fitting.warn_of_shards()
         with own_mode(), torch.no_grad(), same_random_state(self.weights.model), bars(reading.progress_bar):
             x, y, train_loader = fitting.begin_reading(train_loader, self.dict_key_y, self._like.device)
-            with batches.named("batch 0"):
+            with named("batch 0"):
                 problem = first_outputs.problem_of(self, x, y)
             # Their lengths could not be checked while the last layer was unknown.
             self._prior_precision = self._checked_prior("prior_precision", self._prior_precision)

@@ -360,8 +360,7 @@ class WeightPosterior(WeightFit):
 
     def _density(self) -> Precision:
         if self._fit is None:
-            weights = torch.ones(1, dtype=self._like.dtype, device=self._like.device)
-            return self.structure.zeros(self.prior).precision(weights, self.prior)
+            return self.structure.before_data(self.prior)
         return self._precision()
 
     def _precision(self) -> Precision:

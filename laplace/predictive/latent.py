@@ -14,6 +14,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.arguments import hint
 from laplace.core.batch import Inputs
+from laplace.core.checks import require
 from laplace.core.gaussian import Gaussian
 from laplace.core.hyperparameters import check_counts
 from laplace.core.memory import DATUM, in_slices
@@ -96,7 +97,7 @@ def contracted(contract: Callable[[Jacobian], Tensor], jacobian: Jacobian) -> Te
     n_data = jacobian.n_data
 
     def computed(part: slice) -> Tensor:
-        return contract(jacobian if part == slice(0, n_data) else jacobian.rows(part))
+        return contract(jacobian if part == slice(0, n_data) else jacobian.at(part))
 
     parts = [values for _, values in in_slices(n_data, n_data, computed, DATUM)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -131,11 +132,13 @@ def linearised_mean(engine: CurvatureEngine, x: Inputs, step: Tensor, *, create_
 
 
 def _checked(gaussian: Gaussian) -> Gaussian:
-    if not bool(gaussian.mean.detach().isfinite().all()) or bool(gaussian.variance.detach().isnan().any()):
-        raise InvalidData(
+    require(
+        gaussian.mean.isfinite().all() & ~gaussian.variance.isnan().any(),
+        lambda: InvalidData(
             "the network's outputs or their variances are NaN or infinite; look at the inputs and at the network's "
             "weights."
-        )
+        ),
+    )
     return gaussian
 
 
@@ -192,12 +195,14 @@ def finite(samples: Tensor) -> Tensor:
     Raises:
         InvalidData: NaN or infinite ones.
     """
-    if not bool(samples.detach().isfinite().all()):
-        raise InvalidData(
+    require(
+        samples.isfinite(),
+        lambda: InvalidData(
             "outputs of the network at sampled weights are NaN or infinite: look at the inputs and at the network's "
             "weights. Where those are right the posterior is too wide for sampled weights; raise prior_precision, or "
             "use pred_type='glm'."
-        )
+        ),
+    )
     return samples
 
 

@@ -29,7 +29,7 @@ def refine(la: WeightPosterior, loader: Iterable[Any], method: str, options: Ref
     """
     if method not in METHODS:
         raise InvalidArgument(f"method={method!r}; accepted are {list(METHODS)}.")
-    if method == "variational" and la.structure.name not in ("full", "diag"):
+    if method == "variational" and not la.structure.is_variational:
         raise UnsupportedError(
             f"method='variational' has a full or a diagonal covariance, hessian_structure={la.structure.name!r} is "
             "neither; use hessian_structure='full' or 'diag', or method='map', which every structure takes."

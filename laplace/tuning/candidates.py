@@ -18,7 +18,7 @@ from laplace.core.random_numbers import drawn_seed, standard_normal
 from laplace.engines.outputs import outputs
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import CurvatureError
-from laplace.jacobian.blocks import CHUNK_BYTES
+from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian
 from laplace.predictive import latent
 from laplace.tuning.scores import Prediction

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.checks import named
 from laplace.core.overrides import POSTERIOR, PREDICTIONS, is_overridden
 from laplace.core.positions import rows_that_count
 from laplace.enums import LinkApprox, PredType
@@ -184,7 +185,7 @@ class SmoothLoss:
 
     def _run(self, name: str, x: Inputs, y: Tensor | None = None) -> list[Batch]:
         """One pass of every network over a batch."""
-        with batches.named(name):
+        with named(name):
             return [_passed(la, x, y) for la in self.subject.posteriors]
 
     def _variance(self, precision: Precision, batch: Batch) -> Tensor:

@@ -21,14 +21,15 @@ from laplace.core.layout import Layout
 from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
-from laplace.jacobian.detached import held, picked
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.kernels import kernel
-from laplace.structures import algebra
-from laplace.structures.base import Curvature, DataPass, require_finite
+from laplace.structures import algebra, fields
+from laplace.structures.base import Curvature, DataPass, require_finite, those_known
+from laplace.structures.gp.dual import pulled
 from laplace.structures.gp.nystrom_precision import NystromPrecision, NystromScan, features
-from laplace.structures.gp.observed import ObservingSweep, jacobians, uncounted
+from laplace.structures.gp.observed import ObservingPass, jacobians, uncounted
 from laplace.structures.gp.subset import Pool, make_score
+from laplace.structures.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,11 @@ class NystromCurvature(Curvature):
     readings = 2
 
     @property
-    def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def n_terms(self) -> int:
         return len(self.gram)
 
     @property
-    def note(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def note(self) -> str:
         return f"Nyström approximation with {len(self.directions)} directions"
 
     @cached_property
@@ -96,10 +97,10 @@ class NystromCurvature(Curvature):
 
     @classmethod
     def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
-        return DirectionSweep(engine, options)
+        return DirectionPass(engine, options)
 
     @classmethod
-    def zeros(cls, prior: GaussianPrior) -> Curvature:
+    def before_data(cls, prior: GaussianPrior) -> Precision:
         raise UnsupportedError(
             "a Nyström approximation has no density over weights before fit; call fit(train_loader)."
         )
@@ -126,22 +127,16 @@ class NystromCurvature(Curvature):
         values, vectors = algebra.eigh(torch.tensordot(weights.to(self.gram), self.gram, 1))
         return NystromScan(self.directions, vectors, values)
 
-    def state(self) -> dict[str, Any]:
-        return {"directions": self.directions, "gram": self.gram}
-
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> NystromCurvature:
-        return cls(state["directions"], state["gram"].double())
-
-    def forms(self) -> tuple[str, ...]:
-        return ()
+        return fields.from_state(cls, state | {"gram": state["gram"].double()})
 
     def public(self) -> Tensor:
         """G, `[k, k]`."""
         return self.gram.sum(0).to(self.directions.dtype)
 
 
-class DirectionSweep(DataPass):
+class DirectionPass(DataPass):
     """First reading: picks M data, and finds the directions that one output of each span.
 
     Args:
@@ -164,9 +159,9 @@ class DirectionSweep(DataPass):
         self.pool.add(x, y)
         return uncounted(y)
 
-    def finish(self) -> GramSweep:
+    def finish(self) -> GramPass:
         directions = _directions(list(self._rows()), self.options.n_eigenvalues)
-        return GramSweep(self.engine, directions, self.options)
+        return GramPass(self.engine, directions, self.options)
 
     def _rows(self) -> Iterator[Jacobian]:
         """A row of the Jacobian per datum, of an output at random."""
@@ -174,7 +169,7 @@ class DirectionSweep(DataPass):
         for rows in self.pool.chunks():
             for jacobian, f in jacobians(self.engine, rows.x):
                 outputs = torch.randint(f.shape[1], (len(f),), generator=generator).to(f.device)
-                yield held(picked(jacobian, outputs))
+                yield jacobian.select_outputs(outputs).detached()
 
 
 def _directions(parts: list[Jacobian], count: int) -> Tensor:
@@ -193,21 +188,12 @@ def _directions(parts: list[Jacobian], count: int) -> Tensor:
             "that, or a larger subsample_size."
         )
     weights = vectors[:, -count:] / values[-count:].sqrt()
-    counts = [part.n_data for part in parts]
-    rows = torch.stack([_pulled(parts, weight.split(counts)) for weight in weights.T])
+    rows = torch.stack([pulled(parts, weight.unsqueeze(1)) for weight in weights.T])
     # Pulled in the model's dtype; the span is what counts, in any orthonormal basis.
     return torch.linalg.qr(rows.double().T).Q.T.to(rows.dtype).contiguous()
 
 
-def _pulled(parts: list[Jacobian], weights: tuple[Tensor, ...]) -> Tensor:
-    found = []
-    for part, weight in zip(parts, weights, strict=True):
-        pulled = [block.pull(weight.unsqueeze(0).to(block.bound())) for block in part.blocks]
-        found.append(torch.cat(pulled))
-    return torch.stack(found).sum(0)
-
-
-class GramSweep(ObservingSweep):
+class GramPass(ObservingPass):
     """Second reading: sums G over all data.
 
     Args:
@@ -229,7 +215,7 @@ class GramSweep(ObservingSweep):
             curved = self.engine.likelihood.hessian(f.double(), targets).times(phi)
             terms = "ckl" if self.engine.split_outputs else "kl"
             gram = torch.einsum(f"kbc,lbc->{terms}", phi, curved)
-            require_finite(bool(gram.isfinite().all()))
+            require_finite(gram.isfinite())
             self.gram = gram if self.gram is None else self.gram + gram
         self.batches, self.seen = self.batches + 1, self.seen + len(y)
         every = self.options.watch_batches
@@ -242,6 +228,9 @@ class GramSweep(ObservingSweep):
         if self.options.watch is not None:
             self.options.watch(self.engine, curvature, self.seen)
         return curvature
+
+    def sums(self) -> dict[str, Tensor]:
+        return those_known(losses=self.losses, gram=self.gram)
 
     def finish(self) -> NystromCurvature:
         every = self.options.watch_batches

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from laplace.core.prior import GaussianPrior
 from laplace.errors import UnsupportedError
-from laplace.jacobian.detached import picked
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.kernels import Scales, kernel, kernel_at, kernel_diagonal
 from laplace.structures import algebra
-from laplace.structures.base import Precision
-from laplace.structures.gp.dual import Basis, Projected, Span, one_output
+from laplace.structures.gp.dual import Basis, Projected, Span, one_output, pulled
 from laplace.structures.powers import shrinking_slopes
+from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import VariancesOverPriors
 
 
@@ -63,9 +62,6 @@ class DualPrecision(Precision):
                 total = total + values.clamp(min=0).log1p().sum()
         return total
 
-    def logdet(self) -> Tensor:
-        return self.logdet_ratio() + self.prior.logdet()
-
     @property
     def moves(self) -> bool:
         """Whether what the data span, as `bases` hold it, depends on a hyper-parameter that requires a gradient."""
@@ -108,10 +104,6 @@ class DualPrecision(Precision):
         one = torch.ones((), dtype=torch.float64, device=self.weights.device)
         return one, one
 
-    @property
-    def public(self) -> Tensor:
-        return self.to_dense()
-
 
 @dataclass(frozen=True)
 class SubsetPrecision(DualPrecision):
@@ -143,10 +135,9 @@ class SubsetPrecision(DualPrecision):
     def _pull(self, rows: Tensor) -> Tensor:
         """Aᵀ u of `[S, R]`, `[S, P]`."""
         dual = self.duals[0]
-        counts = [part.n_data for part in dual.parts]
-        outputs = dual.lift(rows.T, self.weights).T.unflatten(1, (sum(counts), -1))
-        pulled = [_pulled(dual.parts, row.split(counts)) for row in outputs]
-        return torch.stack(pulled)
+        n_data = sum(part.n_data for part in dual.parts)
+        outputs = dual.lift(rows.T, self.weights).T.unflatten(1, (n_data, -1))
+        return torch.stack([pulled(dual.parts, row) for row in outputs])
 
     def quad(self, vectors: Tensor) -> Tensor:
         rows = vectors.reshape(-1, vectors.shape[-1])
@@ -197,21 +188,6 @@ class SubsetPrecision(DualPrecision):
         rows = self._push(torch.eye(self.prior.layout.n_params, dtype=self.dtype, device=self.weights.device)).T
         return rows.T @ rows + torch.diag(self.prior.diagonal())
 
-    @property
-    def covariance(self) -> Tensor:
-        return self.scale @ self.scale.T
-
-    @cached_property
-    def scale(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The root that samples are drawn with, `[P, P]`."""
-        return self.sample(torch.eye(self.prior.layout.n_params, dtype=self.dtype, device=self.weights.device)).T
-
-
-def _pulled(parts: tuple[Jacobian, ...], rows: tuple[Tensor, ...]) -> Tensor:
-    """Jᵀ u, `[P]`, of u `[m, C]` for the m data of every part."""
-    found = [torch.cat([block.pull(row.T) for block in part.blocks]) for part, row in zip(parts, rows, strict=True)]
-    return torch.stack(found).sum(0)
-
 
 def _joint_kernel(jacobian: Jacobian, scales: Scales) -> Tensor:
     """K between all outputs of all data, `[B·C, B·C]`, float64."""
@@ -228,7 +204,7 @@ class IndependentPrecision(DualPrecision):
 
     def _outputs(self, jacobian: Jacobian) -> Iterator[tuple[Basis, Jacobian]]:
         for c, basis in enumerate(self.bases):
-            yield basis, picked(jacobian, one_output(jacobian, c))
+            yield basis, jacobian.select_outputs(one_output(jacobian, c))
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         return torch.diag_embed(self.functional_diagonal(jacobian))
@@ -259,10 +235,6 @@ class IndependentPrecision(DualPrecision):
         raise self._no_weights()
 
     def to_dense(self) -> Tensor:
-        raise self._no_weights()
-
-    @property
-    def covariance(self) -> Tensor:
         raise self._no_weights()
 
     @property
@@ -301,7 +273,7 @@ class DualScan(VariancesOverPriors):
             projected = basis.diagonal(jacobian) if diagonal else basis.variance(jacobian)
             dtype = self.dtype if diagonal else jacobian.summed_in(self.dtype)
             return lambda deltas: torch.stack([self._at(projected, delta) for delta in deltas]).to(dtype)
-        parts = [b.diagonal(picked(jacobian, one_output(jacobian, c))) for c, b in enumerate(self.bases)]
+        parts = [b.diagonal(jacobian.select_outputs(one_output(jacobian, c))) for c, b in enumerate(self.bases)]
 
         def at(deltas: Tensor) -> Tensor:
             found = torch.stack([torch.cat([self._at(part, delta) for part in parts], 1) for delta in deltas])
