@@ -72,7 +72,8 @@ class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
             x: Inputs, a tensor, tuple or mapping.
             pred_type: `"glm"`, the linearised network (Immer et al., 2021), or `"nn"`, sampled weights.
             joint: Covariance over all inputs; with classification, samples of `link_approx="mc"` are joint.
-            link_approx: `"probit"`, `"mc"`, `"bridge"`, `"bridge_norm"` or `"delta"`; `"nn"` always samples.
+            link_approx: One of the links of the likelihood, names in `laplace.likelihoods.links.LINKS`; `"nn"` always
+                samples.
             n_samples: Monte-Carlo samples.
             diagonal_output: Only variances of the outputs.
             generator: Source of randomness; equal seeds give equal bits.
@@ -96,6 +97,8 @@ class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
         options = PredictionOptions(str(link_approx), n_samples, _form(joint, diagonal_output))
         rows = self._quantities(x, kind, options, lambda: generator, model_kwargs)
         prediction = Prediction.of(self._as_overridden(rows, x, kind, model_kwargs), self.channel_dim)
+        if likelihood.moment_prediction:
+            return prediction.mean, prediction.variance
         if not likelihood.latent_prediction or (fitting and not likelihood.has_noise):
             return prediction.mean
         gaussian = prediction.latent

@@ -56,7 +56,8 @@ class WeightPredictor(WeightPosterior):
             x: Inputs, a tensor, tuple or mapping.
             pred_type: `"glm"`, the linearised network (Immer et al., 2021), or `"nn"`, sampled weights.
             joint: Covariance over all inputs.
-            link_approx: `"probit"`, `"mc"`, `"bridge"`, `"bridge_norm"` or `"delta"`; `"nn"` always samples.
+            link_approx: One of the links of the likelihood, names in `laplace.likelihoods.links.LINKS`; `"nn"` always
+                samples.
             n_samples: Monte-Carlo samples, of whatever is sampled.
             diagonal_output: Only variances of the outputs.
             generator: Source of randomness; its state is copied, so that what is drawn does not depend on the order of
