@@ -26,6 +26,7 @@ def tree_entries(tree: str) -> list[str]:
 
 
 @pytest.mark.portable
+@pytest.mark.filterwarnings("ignore::laplace.errors.SlowWarning")  # a structure may be written in its shortest form
 @each_page
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
