@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from laplace import function_space, named
+from laplace.base import BaseLaplace
 from laplace.core.arguments import check_call, checked
 from laplace.enums import FunctionalApproximation, HessianStructure, SubsetOfWeights
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
-from laplace.posterior.base import BaseLaplace
 
 __all__ = ["Laplace", "function_space", "named"]
 

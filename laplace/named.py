@@ -15,7 +15,7 @@ from laplace.curvature import CurvatureInterface
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
-from laplace.posterior.parametric import ParametricLaplace
+from laplace.parametric import ParametricLaplace
 from laplace.structures import (
     BlockCurvature,
     DiagCurvature,

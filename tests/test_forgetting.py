@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from laplace import Laplace
 from laplace.curvature import NativeHessian
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, ModelChangedError, UnsupportedError
-from laplace.posterior.parametric import ParametricLaplace
+from laplace.parametric import ParametricLaplace
 from laplace.structures import STRUCTURES, Curvature
 from laplace.structures.diag import DiagCurvature
 from tests import grid

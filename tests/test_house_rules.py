@@ -63,7 +63,7 @@ MAPPING_HOMES = (
     "compat/",
     "core/layout.py",
     "structures/base.py",
-    "posterior/state.py",
+    "state.py",
     "network/model_guard.py",
 )
 

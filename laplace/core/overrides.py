@@ -67,12 +67,7 @@ _PYTHONS = (object, ABC, Generic, Protocol)
 _FREE = frozenset({"_key", "_abc_impl", "_originals"})
 """Private names of the library's classes that users may define: the key by which `Laplace(...)` finds a class."""
 
-HELD = frozenset(
-    {
-        "_like", "_prior_precision", "_prior_mean", "_sigma_noise", "_temperature", "_fit", "_refinement", "_mean",
-        "_backend", "_engine", "_posterior",
-    }
-)  # fmt: skip
+HELD = frozenset({"_posterior"})
 """Private attributes of objects: a definition in a class would be hidden by them."""
 
 _FIXED = {"model": "the network", "likelihood": "the likelihood"}

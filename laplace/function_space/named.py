@@ -241,7 +241,7 @@ class ELLA(BaseFunctionalLaplace):
             prior = GaussianPrior(self.prior_precision.detach(), self.prior_mean.detach(), engine.problem.layout)
             precision = curvature.precision(scale.expand(curvature.n_terms), prior)
             history["processed_examples"].append(seen)
-            loss = held_out_nll(self, engine, precision, self.sigma_noise.detach(), val_loader or ())
+            loss = held_out_nll(self.snapshot(), engine, precision, self.sigma_noise.detach(), val_loader or ())
             history["val_nll"].append(loss)
 
         given = self.structure_options
@@ -287,8 +287,8 @@ class ELLA(BaseFunctionalLaplace):
                 tune, objective, method, val_loader=val_loader, grid=grid, **options
             )
         else:
-            result = best_candidate(self, *listed)
-            result.setting.assign(self)
+            result = best_candidate(self.snapshot(), *listed)
+            self._take_over(self._group.assigned(**result.values_of()))
         self.fit_history_.setdefault("tuning", []).append(result)
         return result
 

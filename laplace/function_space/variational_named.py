@@ -153,7 +153,7 @@ class VaLLA(BaseFunctionalLaplace):
             self.seed, self._watch(val_loader, history), val_steps, history["objective"],
         )  # fmt: skip
         check_override(override)
-        former = None if override or self._fit is None else self._fit.curvature
+        former = None if override or not self.is_fitted else self.fitted().curvature
         given = self.structure_options
         self.structure_options = replace(given, training=training, former=former)
         try:
@@ -174,7 +174,7 @@ class VaLLA(BaseFunctionalLaplace):
             prior = GaussianPrior(delta.to(like).reshape(1), self.prior_mean.detach(), engine.problem.layout)
             precision = SubsetPrecision((inducing,), like.new_ones(1), prior, like.dtype)
             history["val_step"].append(step)
-            history["val_nll"].append(held_out_nll(self, engine, precision, sigma, val_loader))
+            history["val_nll"].append(held_out_nll(self.snapshot(), engine, precision, sigma, val_loader))
 
         return watch
 

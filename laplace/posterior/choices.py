@@ -1,0 +1,75 @@
+"""The choices that a posterior is made by, and the backends and engines that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from laplace.core.batch import ForwardFn
+from laplace.curvature import CurvatureInterface
+from laplace.curvature.user_backend import is_ours
+from laplace.engines.engine import CurvatureEngine
+from laplace.errors import InvalidArgument
+from laplace.likelihoods.base import Likelihood
+from laplace.structures.base import Curvature
+from laplace.weights.base import Weights
+from laplace.weights.problem import Problem
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """Everything that was chosen when a posterior was made, besides the random weights and the hyper-parameters.
+
+    Attributes:
+        likelihood: p(y | f), as it was given.
+        likelihood_object: The same as an object.
+        structure: Structure of the curvature.
+        structure_options: Its options.
+        precision_options: Options of its precisions.
+        backend_cls: Class of the curvature backend.
+        backend_kwargs: Options of its constructor.
+        asdl_fisher_kwargs: Options of the ASDL backends.
+        forward_fn: How the user calls the network; None for `model(x)`.
+        dict_key_x: Key of the inputs, for mappings.
+        dict_key_y: Key of the targets, for mappings.
+        channel_dim: Dimension of the network's outputs that holds the channels; None where that is not known.
+    """
+
+    likelihood: Likelihood | str
+    likelihood_object: Likelihood
+    structure: type[Curvature]
+    structure_options: Any
+    precision_options: dict[str, Any]
+    backend_cls: type[CurvatureInterface]
+    backend_kwargs: dict[str, Any]
+    asdl_fisher_kwargs: dict[str, Any]
+    forward_fn: ForwardFn | None
+    dict_key_x: str
+    dict_key_y: str
+    channel_dim: int | None
+
+    def backend(self, weights: Weights, problem: Problem) -> CurvatureInterface:
+        """A backend as users call it.
+
+        A class of the user's sees the names "regression" and "classification" only, and is called with
+        `asdl_fisher_kwargs`, which the library's take in the constructor.
+
+        Raises:
+            InvalidArgument: The constructor does not know an option.
+        """
+        backend, ours = self.backend_cls, is_ours(self.backend_cls)
+        model, choice = weights.for_backend(problem)
+        options = {**choice, **self.backend_kwargs, **(self.asdl_fisher_kwargs if ours else {})}
+        name = self.likelihood if ours else self.likelihood_object.peer_name
+        try:
+            return backend(model, name, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y, **options)
+        except TypeError as error:
+            raise InvalidArgument(
+                f"backend={backend.__name__} could not be made with "
+                f"backend_kwargs={sorted(self.backend_kwargs)}: {error}"
+            ) from error
+
+    def engine(self, weights: Weights, problem: Problem, *, split_outputs: bool) -> CurvatureEngine:
+        """An engine, which keeps one curvature term per output with `split_outputs`."""
+        backend = self.backend(weights, problem)
+        return backend.engine(problem, self.likelihood_object, split_outputs=split_outputs, **self.asdl_fisher_kwargs)
