@@ -32,7 +32,13 @@ class InvalidCall(InvalidArgument, TypeError):
 
 
 class InvalidData(LaplaceError, ValueError):
-    """A batch of data cannot be used; the message names the batch and the fault."""
+    """A batch of data cannot be used; the message names the batch and the fault.
+
+    Attributes:
+        is_named: True if the message names the batch already.
+    """
+
+    is_named: bool = False
 
 
 class MissingKey(InvalidData, KeyError):

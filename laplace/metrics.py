@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from laplace.core import scores
 from laplace.errors import InvalidArgument, InvalidData
 
 IGNORE_INDEX = -100
@@ -46,7 +47,7 @@ def brier(probs: Tensor, y: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
         InvalidData: As for `nll`.
     """
     probs, y = _counted(probs, y, ignore_index)
-    return (probs - torch.nn.functional.one_hot(y, probs.shape[1])).square().sum(1).mean()
+    return scores.class_brier(probs, y).mean()
 
 
 def accuracy(probs: Tensor, y: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
@@ -70,7 +71,7 @@ def mean_confidence(probs: Tensor) -> Tensor:
     Args:
         probs: Class probabilities `[..., C]`.
     """
-    return probs.amax(-1).mean()
+    return scores.class_confidence(probs).mean()
 
 
 def calibration_bins(
@@ -93,11 +94,10 @@ def calibration_bins(
         InvalidArgument: `n_bins` is not positive.
         InvalidData: As for `nll`.
     """
-    if n_bins < 1:
-        raise InvalidArgument(f"n_bins={n_bins!r} is not accepted; give a positive number of bins.")
+    _check_bins(n_bins)
     probs, y = _counted(probs, y, ignore_index)
     confidence, predicted = probs.max(1)
-    bins = (confidence * n_bins).ceil().long().sub(1).clamp(0, n_bins - 1)
+    bins = scores.confidence_bins(confidence, n_bins)
 
     def summed(values: Tensor) -> Tensor:
         return torch.zeros(n_bins, dtype=probs.dtype, device=probs.device).index_add_(0, bins, values)
@@ -120,8 +120,9 @@ def expected_calibration_error(probs: Tensor, y: Tensor, n_bins: int = 15, ignor
         InvalidArgument: `n_bins` is not positive.
         InvalidData: As for `nll`.
     """
-    count, confidence, correct = calibration_bins(probs, y, n_bins, ignore_index)
-    return (count * (correct - confidence).abs()).sum() / count.sum()
+    _check_bins(n_bins)
+    probs, y = _counted(probs, y, ignore_index)
+    return scores.binned_gaps(probs, y, n_bins).mean(0).abs().sum().to(probs.dtype)
 
 
 def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
@@ -138,8 +139,8 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
         InvalidData: A set is empty or holds NaN.
     """
     scores_in, scores_out = scores_in.flatten(), scores_out.flatten()
-    for name, scores in (("scores_in", scores_in), ("scores_out", scores_out)):
-        if scores.numel() == 0 or bool(scores.isnan().any()):
+    for name, values in (("scores_in", scores_in), ("scores_out", scores_out)):
+        if values.numel() == 0 or bool(values.isnan().any()):
             raise InvalidData(f"{name} is empty or holds NaN; give one finite score per datum.")
     ranked = scores_out.sort().values
     below = torch.searchsorted(ranked, scores_in).double() + torch.searchsorted(ranked, scores_in, right=True)
@@ -168,6 +169,11 @@ def maximum_calibration_error(probs: Tensor, y: Tensor, n_bins: int = 15, ignore
     Arguments and errors are those of `mean_calibration_error`.
     """
     return _gaps(probs, y, n_bins, ignore_index).max()
+
+
+def _check_bins(n_bins: int) -> None:
+    if n_bins < 1:
+        raise InvalidArgument(f"n_bins={n_bins!r} is not accepted; give a positive number of bins.")
 
 
 def _gaps(probs: Tensor, y: Tensor, n_bins: int, ignore_index: int) -> Tensor:
@@ -216,7 +222,7 @@ def gaussian_crps(mean: Tensor, var: Tensor, y: Tensor) -> Tensor:
         InvalidData: Shapes do not match, there is no datum, or a variance is not positive.
     """
     _check_gaussian(mean, var, y)
-    return crps_terms(mean, var, y).sum(1).mean()
+    return scores.gaussian_crps(mean, var, y).mean()
 
 
 def regression_calibration_error(mean: Tensor, var: Tensor, y: Tensor, n_levels: int = 20) -> Tensor:
@@ -252,18 +258,9 @@ def _check_gaussian(mean: Tensor, var: Tensor, y: Tensor) -> None:
         raise InvalidData("var is not positive for some rows; add the observation noise to a latent variance.")
 
 
-def crps_terms(mean: Tensor, var: Tensor, y: Tensor) -> Tensor:
-    """The continuous ranked probability score of every entry, unchecked; shapes are broadcast. See `gaussian_crps`."""
-    scale = var.sqrt()
-    z = (y - mean) / scale
-    density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
-    # 2Φ(z) − 1 = erf(z/√2), which keeps its digits around 0.
-    return scale * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))
-
-
 @runtime_checkable
-class RunningMetric(Protocol):
-    """What a metric over batches offers; every `torchmetrics.Metric` does."""
+class AccumulatingMetric(Protocol):
+    """Protocol of metrics over batches that are read once."""
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """Takes a batch of predictions and targets."""
@@ -273,18 +270,17 @@ class RunningMetric(Protocol):
         """Returns the metric of everything since the last reset."""
         ...
 
+
+@runtime_checkable
+class RunningMetric(AccumulatingMetric, Protocol):
+    """Protocol of metrics over batches that start anew; every `torchmetrics.Metric` follows it."""
+
     def reset(self) -> None:
         """Forgets everything."""
         ...
 
 
-class _Updated(Protocol):
-    """What takes in batches."""
-
-    def update(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-def accepted_by(metric: _Updated, row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def accepted_by(metric: AccumulatingMetric, row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What a metric's `update` takes of `(mean, variance, y)`: all, or `(mean, y)`; a pair as it is.
 
     Three arguments where it requires three: `weight=None` would be another's third. Sums and wrappers of metrics have

@@ -21,8 +21,8 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import own_mode, own_precision
 from laplace.posterior.predictor import Predictor, precision_before, replayed
 from laplace.predictive import latent
+from laplace.predictive.posterior_outputs import PredictionOptions
 from laplace.predictive.prediction import Prediction, laid_out
-from laplace.predictive.quantities import PredictionOptions
 
 
 class Predicting(ABC):
@@ -82,12 +82,13 @@ class Predicting(ABC):
         if kind == PredType.NN:
             joint, diagonal_output = False, True
         options = PredictionOptions(str(link_approx), n_samples, _form(joint, diagonal_output))
-        prediction = Prediction(predictor.predicted(x, kind, options, lambda: generator, model_kwargs), channel_dim)
+        rows = predictor.predicted(x, kind, options, lambda: generator, model_kwargs)
+        prediction = Prediction.of(rows, channel_dim)
         if not likelihood.latent_prediction or (fitting and not likelihood.has_noise):
             return prediction.mean
         gaussian = prediction.latent
         if observation_noise:
-            gaussian = latent.with_noise(gaussian, prediction.sigma_noise)
+            gaussian = gaussian.plus_noise(prediction.sigma_noise)
         return laid_out(gaussian, channel_dim, joint=joint)
 
     @checked
@@ -132,7 +133,7 @@ class Predicting(ABC):
         posterior.check_unchanged()
         draws = replayed(generator, posterior.hypers.device)
         if not local_reparameterization:
-            return Prediction(predictor.predicted(x, kind, options, draws, model_kwargs), posterior.channel_dim)
+            return Prediction.of(predictor.predicted(x, kind, options, draws, model_kwargs), posterior.channel_dim)
         structure = posterior.choices.structure.name
         if kind != PredType.NN or structure != "diag":
             raise UnsupportedError(
@@ -140,7 +141,7 @@ class Predicting(ABC):
                 f"hessian_structure={structure!r}: it draws from a diagonal posterior through the network; "
                 "use pred_type='nn' and hessian_structure='diag'."
             )
-        return Prediction(predictor.reparameterised(x, options, draws, model_kwargs), posterior.channel_dim)
+        return Prediction.of(predictor.reparameterised(x, options, draws, model_kwargs), posterior.channel_dim)
 
     @checked
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:

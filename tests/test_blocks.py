@@ -1,4 +1,4 @@
-"""Entries of blocks of factors: gathered where they are few, contracted with zeros elsewhere where they are many."""
+"""Blocks of the Jacobian: every contraction, selection, fold and other form is that of the dense values."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from laplace.jacobian.blocks import Block, DenseBlock, PickedBlock, SumBlock
-from laplace.jacobian.factors import IndexBlock, OuterBlock
-from laplace.jacobian.heads import HeadBlock
+from laplace.errors import StateError
+from laplace.jacobian.blocks import Block, DenseBlock, MappedBlock, PickedBlock, SumBlock, from_state
+from laplace.jacobian.heads import HeadBlock, RotatedHeadBlock, as_head
+from laplace.jacobian.index import IndexBlock
+from laplace.jacobian.joined import JoinedBlock
 from laplace.jacobian.kernels import block_kernel
+from laplace.jacobian.kronecker import ProductBasis
+from laplace.jacobian.lazy import LazyBlock
+from laplace.jacobian.outer import OuterBlock
+from laplace.weights.problem import Selection
 from tests.reference.compare import assert_close
 
 K, B = 3, 4
@@ -21,12 +27,17 @@ def draw(*shape: int) -> Tensor:
 
 def outer(positions: int, groups: int = 1, *, inputs: int = 5, outputs: int = 2, input_first: bool = False) -> Block:
     a = draw(B, positions, groups, inputs)
-    return OuterBlock(a, draw(K, B, positions, groups, outputs), B, input_first=input_first)
+    return OuterBlock(a, draw(K, B, positions, groups, outputs), input_first=input_first)
 
 
 def embedding(positions: int, rows: int = 4, width: int = 3) -> Block:
     index = torch.randint(-1, rows, (B, positions))
     return IndexBlock(index, draw(K, B, positions, width), rows, index >= 0)
+
+
+def lazy() -> Block:
+    values = draw(K, B + 2, 7)
+    return LazyBlock(lambda data: values[:, data], (K, 7), (1, B + 1), values.norm())
 
 
 BLOCKS = {
@@ -36,15 +47,68 @@ BLOCKS = {
     "input first": lambda: outer(2, input_first=True),
     "input first, groups": lambda: outer(1, 2, input_first=True),
     "more positions than the weight has entries": lambda: outer(20),
-    "bias": lambda: OuterBlock(None, draw(K, B, 2, 1, 6), B),
+    "bias": lambda: OuterBlock(None, draw(K, B, 2, 1, 6)),
     "head": lambda: HeadBlock(draw(B, 5), K),
     "head's bias": lambda: HeadBlock(torch.ones(B, 1, dtype=torch.float64), K, is_bias=True),
+    "head in another basis": lambda: RotatedHeadBlock(draw(B, 5), draw(K, 2)),
+    "head's bias in another basis": lambda: RotatedHeadBlock(torch.ones(B, 1).double(), draw(K, 2), is_bias=True),
     "embedding": lambda: embedding(5),
     "dense": lambda: DenseBlock(draw(K, B, 7)),
+    "lazy": lazy,
     "sum": lambda: SumBlock((outer(1), outer(2))),
+    "joined": lambda: JoinedBlock((outer(1), DenseBlock(draw(K, B, 2)))),
+    "mapped": lambda: MappedBlock(outer(2), lambda piece: 2 * piece),
     "wide": lambda: outer(1, inputs=40, outputs=30),
     "wide, positions": lambda: outer(2, inputs=40, outputs=30),
 }
+
+
+def check(block: Block, truth: Tensor) -> None:
+    """Every contraction and every selection, fold and other form of a block, against its dense values `[K, B, p]`."""
+    check_contractions(block, truth)
+    for form in (block.cast(torch.float64), block.detached(), from_state(block.detached().state())):
+        check_contractions(form, truth)
+    assert block.cast(torch.float32).dense().dtype == torch.float32
+    index, outputs = torch.tensor([2, 0, 2]), torch.tensor([1, 0, 2, 2])
+    assert_close(block.at(slice(1, 3)).dense(), truth[:, 1:3], "algebra")
+    assert_close(block.at(index).dense(), truth[:, index], "algebra")
+    check_contractions(block.select_outputs(outputs), truth[outputs, torch.arange(B)][None])
+    check_contractions(block.join([block, block.at(slice(None))]), torch.cat([truth] * 3))
+    check_contractions(block.join([DenseBlock(truth)]), torch.cat([truth] * 2))
+    check_contractions(block.add([block, DenseBlock(truth)]), 3 * truth)
+    check_contractions(block.add([block, block]), 3 * truth)
+    check_contractions(block.fold_cotangents(len(truth)), truth.transpose(0, 1).flatten(0, 1)[None])
+    for other in (block, block.at(index), DenseBlock(truth[:2])):
+        kernel = torch.einsum("kbp,lmp->kblm", truth, other.dense())
+        assert_close(block_kernel(block, other), kernel, "algebra")
+        assert_close(block_kernel(other, block), kernel.permute(2, 3, 0, 1), "algebra")
+
+
+def check_contractions(block: Block, truth: Tensor) -> None:
+    k, b, p = truth.shape
+    assert (block.n_cotangents, block.n_data, block.size) == (k, b, p)
+    weights, vectors, cotangents = torch.rand(2, p, dtype=torch.float64), draw(2, p), draw(k, b)
+    grams = torch.einsum("kbp,np,lbp->nbkl", truth, weights, truth)
+    index = torch.randperm(p)[:3]
+    assert_close(block.dense(), truth, "algebra")
+    assert_close(block.by_output(), truth.transpose(0, 1).flatten(0, 1), "algebra")
+    assert_close(block.entries(index), truth[..., index], "algebra")
+    assert block.bound() >= truth.norm() - 1e-12
+    assert_close(block.sum_of_squares(), truth.square().sum((0, 1))[None], "algebra")
+    assert_close(block.sum_of_squares(apart=True), truth.square().sum(1), "algebra")
+    assert_close(block.weighted_norms(weights[0]), grams[0].diagonal(dim1=1, dim2=2), "algebra")
+    assert_close(block.weighted_gram(weights[0]), grams[0], "algebra")
+    assert_close(block.weighted_norms_each(weights), grams.diagonal(dim1=2, dim2=3), "algebra")
+    assert_close(block.weighted_gram_each(weights), grams, "algebra")
+    assert_close(block.apply(vectors), torch.einsum("kbp,sp->sbk", truth, vectors), "algebra")
+    assert_close(block.pull(cotangents), torch.einsum("kb,kbp->p", cotangents, truth), "algebra")
+    assert block.shape([]).size == p
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_operation_is_that_of_the_dense_block(name: str) -> None:
+    block = BLOCKS[name]()
+    check(block, block.dense())
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -52,51 +116,101 @@ BLOCKS = {
 def test_picked_entries_are_those_of_the_dense_block(name: str, many: bool) -> None:
     whole = BLOCKS[name]()
     index = torch.randperm(whole.size)[: max(2, whole.size * 2 // 3) if many else 2]
-    truth = whole.dense()[..., index]
-    picked = PickedBlock(whole, index)
-    weights = torch.rand(len(index), dtype=torch.float64)
-    grams = torch.einsum("kbp,p,lbp->bkl", truth, weights, truth)
-    assert_close(picked.dense(), truth, "algebra")
-    assert_close(whole.entries(index), truth, "algebra")
-    assert_close(picked.rows(slice(1, 3)).dense(), truth[:, 1:3], "algebra")
-    assert_close(picked.sum_of_squares(), truth.square().sum((0, 1))[None], "algebra")
-    assert_close(picked.sum_of_squares(apart=True), truth.square().sum(1), "algebra")
-    assert_close(picked.weighted_norms(weights), grams.diagonal(dim1=1, dim2=2), "algebra")
-    assert_close(picked.weighted_gram(weights), grams, "algebra")
-    assert_close(picked.apply(weights[None]), torch.einsum("kbp,p->bk", truth, weights)[None], "algebra")
+    check(PickedBlock(whole, index), whole.dense()[..., index])
+
+
+MATRICES = {
+    "weight": (lambda: outer(2), (2, 5)),
+    "stored by input": (lambda: outer(2, input_first=True), (5, 2)),
+    "groups": (lambda: outer(1, 3), (6, 5)),
+    "table": (lambda: embedding(5), (4, 3)),
+    "dense": (lambda: DenseBlock(draw(K, B, 8)), (4, 2)),
+    "sum": (lambda: SumBlock((outer(1), outer(2))), (2, 5)),
+}
+
+
+@pytest.mark.parametrize("entries", [[0, 1], [0, 2], [1, 2, 5], [3, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]])
+@pytest.mark.parametrize("name", MATRICES)
+def test_selected_entries_are_those_of_the_dense_block(name: str, entries: list[int]) -> None:
+    make, shape = MATRICES[name]
+    block, index = make(), torch.tensor(entries)
+    check(block.select_entries(Selection.of(index, torch.Size(shape)), index), block.dense()[..., index])
+
+
+@pytest.mark.parametrize("output_first", [True, False])
+@pytest.mark.parametrize("name", ["weight", "stored by input", "table", "dense"])
+@pytest.mark.parametrize("sides", ["both", "left", "right"])
+def test_a_block_in_a_product_of_bases(name: str, sides: str, output_first: bool) -> None:
+    make, (left, right) = MATRICES[name]
+    block, u, v = make(), orthogonal(left), orthogonal(right)
+    basis = ProductBasis(None if sides == "right" else u[None], None if sides == "left" else v[None],
+                         (1, left, right), output_first)  # fmt: skip
+    u, v = (torch.eye(len(q)).double() if side == sides else q for q, side in ((u, "right"), (v, "left")))
+    truth = torch.einsum("kbcd,ce,df->kbef", block.dense().unflatten(2, (left, right)), u, v).flatten(2)
+    check_contractions(block.in_basis(basis), truth)
+    assert_close(basis.rotate(block.dense()), truth, "algebra")
+    assert_close(basis.rotate(truth, back=True), block.dense(), "algebra")
+
+
+def orthogonal(n: int) -> Tensor:
+    return torch.linalg.qr(draw(n, n))[0]
+
+
+@pytest.mark.parametrize("name", ["positions", "groups", "input first", "embedding", "picked"])
+def test_positions_as_data(name: str) -> None:
+    block = PickedBlock(outer(2), torch.tensor([1, 4])) if name == "picked" else BLOCKS[name]()
+    n_positions = {"positions": 3, "embedding": 5}.get(name, 2)
+    folded = block.fold_positions(n_positions)
+    assert folded is not None
+    assert (folded.n_data, folded.size) == (B * n_positions, block.size)
+    summed = folded.dense().unflatten(1, (B, n_positions)).sum(2)
+    assert_close(summed, block.dense(), "algebra")
+    check_contractions(folded, folded.dense())
+    assert block.fold_positions(n_positions + 1) is None
+
+
+def test_cotangents_of_several_chunks_are_joined_whether_they_are_held_or_not() -> None:
+    """The last chunk of a fallback may be small enough to be held where the ones before it are not."""
+    block, last = lazy(), DenseBlock(draw(1, B, 7))
+    joined = block.join([last])
+    truth = torch.cat([block.dense(), last.values])
+    check(joined.at(slice(None)), truth)
+    assert_close(joined.at(slice(1, 3)).dense(), truth[:, 1:3], "algebra")
+
+
+def test_a_state_of_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(StateError, match="'unheard'"):
+        from_state({"kind": "unheard"})
 
 
 def test_few_entries_are_gathered_and_many_contracted() -> None:
     whole = outer(1, inputs=40, outputs=30)
-    assert PickedBlock(whole, torch.arange(2)).multiplies_out
-    assert not PickedBlock(whole, torch.arange(900)).multiplies_out
-    assert PickedBlock(outer(2, inputs=40, outputs=30), torch.arange(900)).multiplies_out
+    assert PickedBlock(whole, torch.arange(2)).gathers
+    assert not PickedBlock(whole, torch.arange(900)).gathers
+    assert PickedBlock(outer(2, inputs=40, outputs=30), torch.arange(900)).gathers
 
 
 @pytest.mark.parametrize("is_bias", [False, True])
 def test_a_head_is_a_block_whose_gradients_are_the_identity(is_bias: bool) -> None:
     phi = torch.ones(B, 1, dtype=torch.float64) if is_bias else draw(B, 5)
-    head = HeadBlock(phi, K, is_bias)
-    truth = torch.einsum("kc,bd->kbcd", torch.eye(K, dtype=torch.float64), phi).flatten(2)
-    weights, vectors, c = torch.rand(head.size, dtype=torch.float64), draw(2, head.size), draw(K, B)
-    assert_close(head.dense(), truth, "algebra")
-    assert_close(head.weighted_norms(weights), torch.einsum("kbp,p->bk", truth.square(), weights), "algebra")
-    assert_close(head.weighted_gram(weights), torch.einsum("kbp,p,lbp->bkl", truth, weights, truth), "algebra")
-    assert_close(head.sum_of_squares(), truth.square().sum((0, 1))[None], "algebra")
-    assert_close(head.sum_of_squares(apart=True), truth.square().sum(1), "algebra")
-    assert_close(head.apply(vectors), torch.einsum("kbp,sp->sbk", truth, vectors), "algebra")
-    assert_close(head.pull(c), torch.einsum("kb,kbp->p", c, truth), "algebra")
-    assert head.bound() >= truth.norm() - 1e-12
-    u, v = (torch.linalg.qr(draw(n, n))[0] for n in (K, phi.shape[1]))
-    rotated = torch.einsum("kbcd,ce,df->kbef", truth.unflatten(2, (K, -1)), u, v).flatten(2)
-    assert_close(head.project(u[None], None if is_bias else v[None]).dense(), rotated if not is_bias else rotated / v,
-                 "algebra")  # fmt: skip
+    truth = torch.einsum("kc,bd->kbcd", torch.eye(K, dtype=torch.float64), phi)
+    head, u, v = HeadBlock(phi, K, is_bias), orthogonal(K), torch.eye(1).double() if is_bias else orthogonal(5)
+    check(head, truth.flatten(2))
+    rotated = head.in_basis(ProductBasis(u[None], None if is_bias else v[None], (1, K, len(v))))
+    check(rotated, torch.einsum("kbcd,ce,df->kbef", truth, u, v).flatten(2))
+    assert as_head(rotated) is rotated
+
+
+def outer_of(head: HeadBlock) -> OuterBlock:
+    """The block of a head with the identity for output gradients."""
+    g = torch.eye(head.n_outputs, dtype=head.features.dtype)[:, None, None, None].expand(-1, head.n_data, -1, -1, -1)
+    return OuterBlock(head.features[:, None, None], g)
 
 
 def test_kernels_of_heads() -> None:
     x, y, outputs = HeadBlock(draw(B, 5), K), HeadBlock(draw(2, 5), K), torch.tensor([2, 0])
-    for other in (y, y.at(outputs), y.multiplied()):
-        truth = torch.einsum("kbp,lmp->kblm", x.dense(), other.dense().expand(-1, 2, -1))
+    for other in (y, y.select_outputs(outputs), outer_of(y), DenseBlock(y.dense())):
+        truth = torch.einsum("kbp,lmp->kblm", x.dense(), other.dense())
         assert_close(block_kernel(x, other), truth, "algebra")
         assert_close(block_kernel(other, x), truth.permute(2, 3, 0, 1), "algebra")
-    assert_close(y.at(outputs).dense()[0], y.dense()[outputs, torch.arange(2)], "algebra")
+    assert_close(y.select_outputs(outputs).dense()[0], y.dense()[outputs, torch.arange(2)], "algebra")

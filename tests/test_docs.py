@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
-from laplace.engines.native.engine import MEMORY_BUDGET
-from laplace.jacobian.blocks import CHUNK_BYTES
+from laplace.engines.options import MEMORY_BUDGET
+from laplace.jacobian.contractions import CHUNK_BYTES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

@@ -36,12 +36,15 @@ RANKS = {
     7: ["structures"],
     8: ["predictive"],
     9: ["fitting", "evidence"],
-    10: ["tuning", "refinement"],
-    11: ["posterior"],
-    12: ["named", "function_space"],
-    13: ["factory"],
-    14: ["mixture", "plotting", "training"],
-    15: ["integrations"],
+    10: ["posterior"],
+    11: ["tuning", "refinement"],
+    12: ["base", "predicting"],
+    13: ["state"],
+    14: ["parametric"],
+    15: ["named", "function_space"],
+    16: ["factory"],
+    17: ["mixture", "plotting", "training"],
+    18: ["integrations"],
 }  # fmt: skip
 RANK = {name: rank for rank, names in RANKS.items() for name in names}
 
@@ -71,15 +74,34 @@ MAPPING_HOMES = (
 # cheaper or a more special way. All else is abstract or final.
 DEFAULTS = {
     # Contractions of the dense pieces are right for every block; blocks of factors need no pieces.
-    "Block": {
+    "Contractions": {
         "apply",
-        "cast",
+        "bound",
+        "contracts_factors",
         "entries",
-        "multiplies_out",
         "pull",
         "sum_of_squares",
         "weighted_norms",
         "weighted_gram",
+    },
+    # So is a dense block in the place of one whose factors would be selected, folded, rotated or stored.
+    "Block": {
+        "add",
+        "cast",
+        "detached",
+        "fold_cotangents",
+        "fold_positions",
+        "from_state",
+        "in_basis",
+        "join",
+        "kernel_by_factors",
+        "product",
+        "product_index",
+        "select_entries",
+        "select_outputs",
+        "shape",
+        "state",
+        "terms",
     },
     # A backend that lacks a primitive refuses by an error that names it; none is required of all backends.
     # A sketch follows from whole factors.
@@ -96,10 +118,6 @@ DEFAULTS = {
         "coverage",
         "survey",
     },
-    # An interface of no curvature has Jacobians; each backend says which engine is behind it.
-    "CurvatureInterface": {"_engine"},
-    "GGNInterface": {"_engine"},
-    "EFInterface": {"_engine"},
     # None, "only cotangents are known", is right for every kind; the exact GGN saves a root by saying more.
     "OuterEngine": {"output_hessian"},
     # Curvature that is no sum of outer products has no columns; positions share a pass if they are random draws.
@@ -107,7 +125,28 @@ DEFAULTS = {
     # Most rules hold for every module of their class.
     "LayerRule": {"accepts"},
     # PyTorch has a loss module for some likelihoods only, and users' backends know some names only.
-    "Likelihood": {"count", "loss", "torch_loss", "peer_name"},
+    # Few say how y is distributed given f beyond what their target knows; regression needs no link.
+    "Likelihood": {"count", "loss", "torch_loss", "peer_name", "conditional", "links"},
+    # What a target does not say is refused; of most the link is E[y], and losses read it alone.
+    "Target": {
+        "by_rows",
+        "decompose",
+        "decomposition",
+        "distribution",
+        "entropy",
+        "interval",
+        "mixed_entropy",
+        "of",
+        "probability_distribution",
+        "reads_variances",
+        "require_probabilities",
+        "scores",
+        "summary",
+        "summary_of_samples",
+        "variance",
+    },
+    # Samples serve all labels; some have closed forms, or quadrature.
+    "LabelTarget": {"decompose", "interval", "scores"},
     # A single reward is its own mean; an expansion of a sigmoid may leave [0, 1].
     "NoiseFreeLikelihood": {"predict"},
     # Only a last layer has a name, and a choice of all weights nothing to remember.
@@ -118,15 +157,14 @@ DEFAULTS = {
     # Whoever reads every batch's loss has it summed; a subset knows its own at the end.
     "DataPass": {"counted"},
     # Posteriors over functions have another default predictive, and its name; one takes a list of candidates.
-    "ParametricLaplace": {"functional_samples", "predictive_samples"},
+    "Predicting": {"predict", "functional_samples", "predictive_samples"},
     "Tunable": {"optimize_prior_precision", "optimize_hyperparameters"},
     "BaseFunctionalLaplace": {"optimize_hyperparameters"},
-    "WeightPredictor": {"predict"},
     # The gradient of a quadratic form is right for every precision; most have a cheaper product. The evidence of a
     # posterior that is no Laplace approximation of all data is a lower bound, which lacks something.
     "Precision": {"product", "slack"},
     # Most posteriors are sums over data; one that is trained takes the options of its training.
-    "WeightFit": {"fit"},
+    "ParametricLaplace": {"fit"},
 }
 
 

@@ -30,6 +30,9 @@ TOLERANCES: dict[str, Tolerance] = {
     "exact": Tolerance(relative=1e-14, scaled=1e-14, absolute=0.0),
     # linear algebra in float64: products, solves and factorisations of well-conditioned matrices
     "algebra": Tolerance(relative=1e-10, scaled=1e-10, absolute=1e-12),
+    # float64 numbers of the same posterior by another version or on another processor. The floors are for what is left
+    # where larger numbers cancel: gradients of the evidence, covariances between data, a ratio of determinants near 1
+    "fixture": Tolerance(relative=1e-9, scaled=1e-12, absolute=1e-12),
     # a curvature backend against the dense oracle, float64
     "backend": Tolerance(relative=1e-8, scaled=1e-8, absolute=1e-12),
     # float32 computations against a float64 truth

@@ -7,10 +7,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from benchmarks.peer.run import Line
+from benchmarks.peer.line import Line
 
 LAST = 3
 """A slope is that of so many of the largest sizes: below them constant costs hide it."""

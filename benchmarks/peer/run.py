@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.peer import growth
+from benchmarks.peer.line import HEADER, Half, Line
 from benchmarks.peer.protocol import Begin, Failed
 from benchmarks.peer.side import ROOT, Side
 from benchmarks.peer.workloads import Workload, workloads
@@ -39,66 +39,6 @@ class Limits:
 
 
 QUICK, LONG = Limits(3, 3.0, 30.0), Limits(9, 30.0)
-
-
-@dataclass(frozen=True)
-class Half:
-    """One package at one workload.
-
-    Attributes:
-        seconds: Of the runs that count.
-        first: Seconds of the first run, which does not count.
-        extra_mib: Peak memory of the first run, beyond model and data; for predictions also beyond the posterior.
-        failure: What kept it from an answer; else empty.
-    """
-
-    seconds: tuple[float, ...] = ()
-    first: float = float("nan")
-    extra_mib: float = float("nan")
-    failure: str = ""
-
-    @property
-    def median(self) -> float:
-        """Median seconds; NaN without a run."""
-        return statistics.median(self.seconds) if self.seconds else float("nan")
-
-
-@dataclass(frozen=True)
-class Line:
-    """A workload by both packages."""
-
-    workload: Workload
-    theirs: Half
-    ours: Half
-
-    @property
-    def ratios(self) -> list[float]:
-        """Theirs / ours, of each pair."""
-        return [a / b for a, b in zip(self.theirs.seconds, self.ours.seconds, strict=False)]
-
-    def __str__(self) -> str:
-        ratios = self.ratios
-        spread = f"{min(ratios):.3g} – {max(ratios):.3g}" if ratios else ""
-        median = f"{statistics.median(ratios):.3g}" if ratios else ""
-        first = f"{self.theirs.first / self.ours.first:.3g}" if ratios else ""
-        return (
-            f"{self.workload.name:<58} {median:>7} {spread:<15} {first:>6} {_ms(self.theirs):>22} {_ms(self.ours):>22} "
-            f"{_mib(self.theirs):>8} {_mib(self.ours):>8}"
-        )
-
-
-HEADER = (
-    f"{'workload':<58} {'median':>7} {'range':<15} {'first':>6} {'there, ms':>22} {'here, ms':>22} "
-    f"{'MiB':>8} {'MiB':>8}"
-)
-
-
-def _ms(half: Half) -> str:
-    return half.failure or f"{1e3 * half.median:.1f}"
-
-
-def _mib(half: Half) -> str:
-    return "" if half.failure else f"{half.extra_mib:.0f}"
 
 
 def compare(sides: tuple[Side, Side], workload: Workload, state: Path, limits: Limits) -> Line:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -14,22 +14,9 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.enums import LinkApprox, PredType, PriorStructure
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.metrics import accepted_by
+from laplace.metrics import AccumulatingMetric, accepted_by
 from laplace.network import next_token
 from laplace.network.model_guard import unwrap
-
-
-@runtime_checkable
-class RunningMetric(Protocol):
-    """A metric that takes in batches (the protocol of torchmetrics)."""
-
-    def update(self, *args: Tensor) -> None:
-        """Takes in predictions and targets."""
-        ...
-
-    def compute(self) -> Tensor | float:
-        """The value over everything taken in."""
-        ...
 
 
 class Predictor(Protocol):
@@ -51,7 +38,7 @@ def get_nll(out_dist: Tensor, targets: Tensor) -> Tensor:
 def validate(
     laplace: Predictor,
     val_loader: Iterable[Any],
-    loss: RunningMetric | Callable[..., Any],
+    loss: AccumulatingMetric | Callable[..., Any],
     pred_type: str = PredType.GLM,
     link_approx: str = LinkApprox.PROBIT,
     n_samples: int = 100,
@@ -81,7 +68,7 @@ def validate(
         "n_samples": n_samples,
         "fitting": True,
     }
-    running = isinstance(loss, RunningMetric)
+    running = isinstance(loss, AccumulatingMetric)
     kept: list[tuple[Tensor, ...]] = []
     seen = False
     for batch in val_loader:

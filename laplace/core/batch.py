@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace.core.checks import is_true
 from laplace.core.memory import ran_out
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, MissingKey
 
@@ -59,7 +59,7 @@ def without_ignored(x: Inputs, y: Tensor, ignore_index: int | None) -> tuple[Inp
     if ignore_index is None or y.is_floating_point() or y.ndim == 0:
         return x, y
     keep = (y != ignore_index).flatten(1).any(1) if y.ndim > 1 else y != ignore_index
-    if keep.all():
+    if is_true(keep.all()):
         return x, y
     return (select(x, keep, len(y)), y[keep]) if keep.any() else None
 
@@ -90,19 +90,6 @@ def _targets(y: Any) -> Tensor:
             "in torch.utils.data.DataLoader(dataset, batch_size=...)."
         )
     return y
-
-
-@contextmanager
-def named(what: str) -> Iterator[None]:
-    """Errors about data say of which batch they are.
-
-    Raises:
-        InvalidData: One was raised inside, of the same type; its message begins with `what`.
-    """
-    try:
-        yield
-    except InvalidData as error:
-        raise type(error)(f"{what}: {error}") from error.__cause__ or error
 
 
 def tensors(x: Inputs) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -68,6 +68,15 @@ class Gaussian:
         """The covariance in the dtype of the mean, as users see it."""
         return self.covariance.to(self.mean.dtype)
 
+    def plus_noise(self, sigma: Tensor) -> Gaussian:
+        """The Gaussian of noisy targets: σ², 0-dim or `[C]`, added to every variance."""
+        noise = sigma.square().expand(self.mean.shape[1])
+        if self.is_diagonal:
+            return replace(self, covariance=self.covariance + noise)
+        if self.is_joint:
+            return replace(self, covariance=self.covariance + torch.diag(noise.repeat(len(self.mean))))
+        return replace(self, covariance=self.covariance + torch.diag(noise))
+
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws, `[n, B, C]`: independent noise in every row, or jointly distributed rows for a joint covariance.
 
@@ -98,6 +107,17 @@ class Gaussian:
         if self.is_joint:
             return (noise.flatten(1) @ root.T).view_as(noise)
         return (root @ noise.permute(1, 2, 0)).permute(2, 0, 1)
+
+
+def sample_moments(samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance `[B, …]` of samples `[S, B, …]`.
+
+    Raises:
+        InvalidArgument: One sample, which has no variance.
+    """
+    if len(samples) < 2:
+        raise InvalidArgument("n_samples=1: the variance of a sampled prediction needs at least 2 samples.")
+    return samples.mean(0), samples.var(0)
 
 
 def covariance_root(covariance: Tensor) -> Tensor:

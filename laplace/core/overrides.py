@@ -144,10 +144,10 @@ def check_class(cls: type, root: type) -> None:
     Raises:
         UnsupportedError: It overrides a private hook, which would have no effect, or chooses no weights and structure.
     """
-    if _is_ours(cls):
+    if is_ours(cls):
         setattr(cls, _ORIGINALS, {name: getattr(cls, name, None) for name in _KNOWN})
         return
-    if not any(_is_ours(base) and issubclass(base, root) and base is not root for base in cls.__mro__):
+    if not any(is_ours(base) and issubclass(base, root) and base is not root for base in cls.__mro__):
         raise UnsupportedError(
             f"class {cls.__name__} derives from {root.__name__}, which has neither weights nor a structure; derive "
             "from a class that has both, such as FullLaplace or KronLLLaplace, or bind a structure of your own to "
@@ -170,14 +170,14 @@ def check_class(cls: type, root: type) -> None:
 
 def _original(cls: type, name: str) -> Any:
     """What the library defines of a user's class."""
-    bases = (base for base in cls.__mro__ if _is_ours(base) and _ORIGINALS in vars(base))
+    bases = (base for base in cls.__mro__ if is_ours(base) and _ORIGINALS in vars(base))
     return next((vars(base)[_ORIGINALS][name] for base in bases if name in vars(base)), None)
 
 
 def _users_names(cls: type) -> Iterator[str]:
     """Private names that the class has from classes of users."""
     for base in cls.__mro__:
-        if base not in _PYTHONS and not _is_ours(base):
+        if base not in _PYTHONS and not is_ours(base):
             for name in vars(base):
                 if name.startswith("_") and not name.startswith("__") and _owner(cls, name) is base:
                     yield name
@@ -185,12 +185,13 @@ def _users_names(cls: type) -> Iterator[str]:
 
 def _own_names(cls: type) -> set[str]:
     """Private names of the library that the class has."""
-    found = {name for base in cls.__mro__ if _is_ours(base) for name in vars(base)}
+    found = {name for base in cls.__mro__ if is_ours(base) for name in vars(base)}
     return {name for name in found | HELD if name.startswith("_") and not name.startswith("__")} - _FREE
 
 
-def _is_ours(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == _LIBRARY
+def is_ours(part: Any) -> bool:
+    """True if a class or function belongs to the library."""
+    return part.__module__.partition(".")[0] == _LIBRARY
 
 
 def require_structure(cls: type) -> None:
@@ -231,7 +232,7 @@ def check_backend_assignment(backend: object, name: str) -> None:
     Raises:
         ReadOnlyError: That was tried.
     """
-    if name in ("lossfunc", "factor") and _is_ours(type(backend)):
+    if name in ("lossfunc", "factor") and is_ours(type(backend)):
         raise ReadOnlyError(
             f"{name} of {type(backend).__name__} is assigned, but the curvature is that of the likelihood: instead, "
             "pass a likelihood object of your own (docs/design.md, A likelihood), or reshape targets in the loader."
@@ -242,7 +243,7 @@ def refused(la: object, name: str, error: AttributeError) -> AttributeError:
     """The error of an assignment that Python refused: of a property that is computed, one that says what to do."""
     owner = _owner(type(la), name)
     found = None if owner is None else vars(owner)[name]
-    if owner is None or not _is_ours(owner) or not isinstance(found, property) or found.fset is not None:
+    if owner is None or not is_ours(owner) or not isinstance(found, property) or found.fset is not None:
         return error
     remedy = _READ_ONLY.get(name, "it is computed: to compute it in another way, override it in a class of your own")
     return ReadOnlyError(f"{name} of {type(la).__name__} cannot be assigned; {remedy}.")

@@ -155,8 +155,8 @@ def rows_that_count(y: Tensor, positions: tuple[int, ...], ignore_index: int | N
     """Rows of outputs with positions whose labels are not the ignored one, `[n]`; None for all."""
     if not positions or ignore_index is None or y.ndim != 1:
         return None
-    kept = y != ignore_index
-    return None if bool(kept.all()) else kept.nonzero().flatten()
+    rows = (y != ignore_index).nonzero().flatten()
+    return None if len(rows) == len(y) else rows
 
 
 def target_rows(y: Tensor, f: Tensor, positions: tuple[int, ...], channel_dim: int) -> Tensor:

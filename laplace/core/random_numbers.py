@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -32,6 +35,28 @@ def drawn_seed(generator: torch.Generator | None = None) -> int:
     """A seed from a source of randomness, which it advances; None is the global one."""
     device = "cpu" if generator is None else generator.device
     return int(torch.randint(2**62, (1,), generator=generator, device=device))
+
+
+def another(generator: torch.Generator | None) -> torch.Generator | None:
+    """A generator of numbers other than those that this one gives, which it advances; None for the global one."""
+    if generator is None:
+        return None
+    return torch.Generator(device=generator.device).manual_seed(drawn_seed(generator))
+
+
+@contextmanager
+def global_numbers(generator: torch.Generator | None) -> Iterator[None]:
+    """Global random numbers that follow a source of randomness, for code that takes none; the global state is kept.
+
+    Args:
+        generator: The source; None leaves the global one as it is.
+    """
+    if generator is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(drawn_seed(generator))
+        yield
 
 
 def uniform(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None = None) -> Tensor:

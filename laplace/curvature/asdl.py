@@ -16,15 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from laplace.core.random_numbers import drawn_seed
-from laplace.curvature.interface import CurvatureInterface
+from laplace.curvature.interface import CurvatureInterface, EFInterface
 from laplace.curvature.model_copy import PrivateBatch
-from laplace.curvature.package_backends import PackageEF, PackageGGN, PackageHessian
-from laplace.curvature.packages import LayerFactors, MakeNative, PackageEngine, Reasons, missing
+from laplace.curvature.package_backends import PackageGGN, PackageInterface
+from laplace.curvature.packages import LayerFactors, PackageEngine, Reasons, missing
 from laplace.curvature.support_tables import asdl_fault, obstacles_of
-from laplace.engines.engine import CurvatureEngine
 from laplace.engines.native.differentiable import differentiable
+from laplace.engines.native.empirical_fisher import EFEngine
+from laplace.engines.native.ggn import GGNEngine
+from laplace.engines.native.hessian import HessianEngine
 from laplace.engines.native.passes import ForwardPass
+from laplace.engines.options import EngineOptions
 from laplace.errors import CurvatureError
+from laplace.likelihoods.base import Likelihood
 from laplace.weights.problem import Problem
 
 INSTALL = "pip install --no-deps asdfghjkl, which brings the module asdl, leaves an installed PyTorch as it is"
@@ -48,35 +52,21 @@ def _importing() -> Iterator[None]:
 class AsdlEngine(PackageEngine):
     """Fisher matrices of ASDL, exact, sampled or empirical.
 
-    Args:
-        make_native: Makes the native engine of the same kind.
-        problem: The network and its treated tensors.
-        fisher_type: What ASDL calls this kind of curvature.
-        num_samples: Targets drawn per datum, for the sampled kind.
-        generator: Source of a fresh seed for every batch, since ASDL draws from the global state; None for the kinds
-            that draw nothing.
+    The arguments are those of `PackageEngine`.
+
+    Attributes:
+        fisher_type: ASDL's name of this kind of curvature.
     """
 
     package = "asdl"
+    fisher_type: str
 
-    def __init__(
-        self,
-        make_native: MakeNative,
-        problem: Problem,
-        fisher_type: str,
-        *,
-        num_samples: int = 1,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(make_native, problem)
+    def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
+        super().__init__(problem, likelihood, options)
         with _importing():
             import asdl.fisher
             import asdl.gradient
         self.fisher, self.gradient = asdl.fisher, asdl.gradient
-        self.name = f"Asdl{self.native.name.removeprefix('Native')}"
-        self.fisher_type = fisher_type
-        self.num_samples = num_samples
-        self.draws = generator
 
     def computes(self) -> Mapping[str, Callable[..., Any]]:
         return {"full": self._full, "diag": self._diag, "kron": self._kron, "jacobian": self._jacobian}
@@ -130,14 +120,14 @@ class AsdlEngine(PackageEngine):
         Targets are drawn one per pass: of several ASDL divides the gradients by their number, and so the Fisher by
         its square.
         """
-        if self.draws is not None:
-            torch.manual_seed(drawn_seed(self.draws))
+        if self.generator is not None:
+            torch.manual_seed(drawn_seed(self.generator))
         total: list[Tensor] = []
-        for _ in range(self.num_samples):
+        for _ in range(self.options.num_samples):
             self._pass(batch, shape)
             found = [values.detach() for values in read()]
             total = [former + values for former, values in zip(total, found, strict=True)] if total else found
-        return [values / self.num_samples for values in total]
+        return [values / self.options.num_samples for values in total]
 
     def _pass(self, batch: PrivateBatch, shape: str) -> None:
         """One forward and backward pass, which leave their result in the attribute `fisher` of private modules."""
@@ -190,15 +180,35 @@ def _fisher(module: nn.Module) -> Any:
     return module.fisher
 
 
+class AsdlGGNEngine(AsdlEngine):
+    """GGN, exact or sampled; the arguments are those of the base."""
+
+    name = "AsdlGGN"
+    native_type = GGNEngine
+
+    def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
+        super().__init__(problem, likelihood, options)
+        self.fisher_type = "fisher_mc" if options.stochastic else "fisher_exact"
+
+
+class AsdlEFEngine(AsdlEngine):
+    """Empirical Fisher; the arguments are those of the base."""
+
+    name = "AsdlEF"
+    native_type = EFEngine
+    fisher_type = "fisher_emp"
+
+
 class AsdlHessianEngine(PackageEngine):
     """The exact Hessian by differentiating twice, one row after the other; the arguments are those of the base."""
 
     package = "asdl"
     name = "AsdlHessian"
+    native_type = HessianEngine
     needs_plan = False
 
-    def __init__(self, make_native: MakeNative, problem: Problem) -> None:
-        super().__init__(make_native, problem)
+    def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
+        super().__init__(problem, likelihood, options)
         with _importing():
             import asdl.hessian
         self.hessian = asdl.hessian
@@ -262,33 +272,23 @@ class AsdlGGN(AsdlInterface, PackageGGN):
     The arguments are those of `PackageGGN`.
     """
 
-    def _by_package(
-        self, make_native: MakeNative, problem: Problem, generator: torch.Generator | None
-    ) -> CurvatureEngine:
-        if generator is None:
-            return AsdlEngine(make_native, problem, "fisher_exact")
-        return AsdlEngine(make_native, problem, "fisher_mc", num_samples=self.num_samples, generator=generator)
+    engine_type = AsdlGGNEngine
 
 
-class AsdlEF(AsdlInterface, PackageEF):
+class AsdlEF(AsdlInterface, PackageInterface, EFInterface):
     """Empirical Fisher by ASDL: structures `full`, `diag` and `kron`, and Jacobians; the rest is native.
 
-    The arguments are those of `PackageBackend`.
+    The arguments are those of `PackageInterface`.
     """
 
-    def _by_package(
-        self, make_native: MakeNative, problem: Problem, generator: torch.Generator | None
-    ) -> CurvatureEngine:
-        return AsdlEngine(make_native, problem, "fisher_emp")
+    engine_type = AsdlEFEngine
 
 
-class AsdlHessian(AsdlInterface, PackageHessian):
+class AsdlHessian(AsdlInterface, PackageInterface):
     """Exact Hessian by ASDL, which may be indefinite: structure `full`; the rest is native.
 
-    The arguments are those of `PackageBackend`.
+    The arguments are those of `PackageInterface`.
     """
 
-    def _by_package(
-        self, make_native: MakeNative, problem: Problem, generator: torch.Generator | None
-    ) -> CurvatureEngine:
-        return AsdlHessianEngine(make_native, problem)
+    kind = "hessian"
+    engine_type = AsdlHessianEngine

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from laplace.core.gram import gram
 from laplace.core.random_numbers import drawn_seed
-from laplace.curvature.interface import CurvatureInterface
+from laplace.curvature.interface import CurvatureInterface, EFInterface
 from laplace.curvature.model_copy import PrivateBatch
 from laplace.curvature.module_chain import chain_from
-from laplace.curvature.package_backends import PackageEF, PackageGGN
-from laplace.curvature.packages import LayerFactors, MakeNative, PackageEngine, Reasons, missing
+from laplace.curvature.package_backends import PackageGGN, PackageInterface
+from laplace.curvature.packages import LayerFactors, PackageEngine, Reasons, missing
 from laplace.curvature.support_tables import (
     CHAIN,
     FACTORED,
@@ -34,8 +34,12 @@ from laplace.curvature.support_tables import (
     hessian_known,
     obstacles_of,
 )
-from laplace.engines.engine import CurvatureEngine, Groups
+from laplace.engines.engine import Groups
+from laplace.engines.native.empirical_fisher import EFEngine
+from laplace.engines.native.ggn import GGNEngine
 from laplace.engines.native.passes import ForwardPass
+from laplace.engines.options import EngineOptions
+from laplace.likelihoods.base import Likelihood
 from laplace.weights.problem import Problem
 
 INSTALL = (
@@ -60,17 +64,14 @@ def _package() -> ModuleType:
 class BackPackEngine(PackageEngine):
     """What both kinds of curvature share: layers, and gradients per datum.
 
-    Args:
-        make_native: Makes the native engine of the same kind.
-        problem: The network and its treated tensors.
+    The arguments are those of `PackageEngine`.
     """
 
     package = "backpack"
 
-    def __init__(self, make_native: MakeNative, problem: Problem) -> None:
-        super().__init__(make_native, problem)
+    def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
+        super().__init__(problem, likelihood, options)
         self.backpack = _package()
-        self.name = f"BackPack{self.native.name.removeprefix('Native')}"
 
     @abstractmethod
     def computes(self) -> Mapping[str, Callable[..., Any]]: ...
@@ -119,26 +120,10 @@ class BackPackEngine(PackageEngine):
 
 
 class BackPackGGNEngine(BackPackEngine):
-    """GGN by a propagated root of the output Hessian, exact or sampled.
+    """GGN by a propagated root of the output Hessian, exact or sampled; the arguments are those of the base."""
 
-    Args:
-        make_native: Makes the native engine of the same kind.
-        problem: The network and its treated tensors.
-        num_samples: Targets drawn per datum for a sampled root, or None for the exact one.
-        generator: Source of a fresh seed for every batch, since BackPACK draws from the global state.
-    """
-
-    def __init__(
-        self,
-        make_native: MakeNative,
-        problem: Problem,
-        *,
-        num_samples: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(make_native, problem)
-        self.num_samples = num_samples
-        self.generator = generator
+    name = "BackPackGGN"
+    native_type = GGNEngine
 
     def computes(self) -> Mapping[str, Callable[..., Any]]:
         return {
@@ -157,7 +142,7 @@ class BackPackGGNEngine(BackPackEngine):
         return {i: self.factor * self.problem.slots[i].take(value) for i, value in zip(own, found, strict=True)}
 
     def _kron(self, batch: PrivateBatch, own: Sequence[int]) -> dict[int, LayerFactors]:
-        found = self._propagated(batch, own, "KFLR" if self.num_samples is None else "KFAC", FACTORED)
+        found = self._propagated(batch, own, "KFAC" if self.options.stochastic else "KFLR", FACTORED)
         factors: dict[int, LayerFactors] = {}
         for i, (output, *inputs) in zip(own, found, strict=True):
             n_data = len(batch.y)  # BackPACK's input side is a mean over the data
@@ -183,13 +168,18 @@ class BackPackGGNEngine(BackPackEngine):
         extensions = self.backpack.extensions
         if self.generator is not None:
             torch.manual_seed(drawn_seed(self.generator))
-        if self.num_samples is None:
+        if not self.options.stochastic:
             return getattr(extensions, quantity if quantity == "KFLR" else f"{quantity}Exact")()
-        return getattr(extensions, quantity if quantity == "KFAC" else f"{quantity}MC")(mc_samples=self.num_samples)
+        return getattr(extensions, quantity if quantity == "KFAC" else f"{quantity}MC")(
+            mc_samples=self.options.num_samples
+        )
 
 
 class BackPackEFEngine(BackPackEngine):
     """Empirical Fisher by gradients per datum, or by the sums of their squares; the arguments are those of the base."""
+
+    name = "BackPackEF"
+    native_type = EFEngine
 
     def computes(self) -> Mapping[str, Callable[..., Any]]:
         return {"full": self._full, "blocks": self._blocks, "diag": self._diag, "jacobian": self._jacobian}
@@ -254,20 +244,13 @@ class BackPackGGN(BackPackInterface, PackageGGN):
     The arguments are those of `PackageGGN`.
     """
 
-    def _by_package(
-        self, make_native: MakeNative, problem: Problem, generator: torch.Generator | None
-    ) -> CurvatureEngine:
-        samples = None if generator is None else self.num_samples
-        return BackPackGGNEngine(make_native, problem, num_samples=samples, generator=generator)
+    engine_type = BackPackGGNEngine
 
 
-class BackPackEF(BackPackInterface, PackageEF):
+class BackPackEF(BackPackInterface, PackageInterface, EFInterface):
     """Empirical Fisher by BackPACK: structures `full` and `diag`, blocks and Jacobians; the rest is native.
 
-    The arguments are those of `PackageBackend`.
+    The arguments are those of `PackageInterface`.
     """
 
-    def _by_package(
-        self, make_native: MakeNative, problem: Problem, generator: torch.Generator | None
-    ) -> CurvatureEngine:
-        return BackPackEFEngine(make_native, problem)
+    engine_type = BackPackEFEngine

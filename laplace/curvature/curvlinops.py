@@ -17,14 +17,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace.core.random_numbers import drawn_seed
 from laplace.curvature.curvlinops_layers import fault
-from laplace.curvature.interface import CurvatureInterface
+from laplace.curvature.interface import CurvatureInterface, EFInterface
 from laplace.curvature.model_copy import PrivateBatch
-from laplace.curvature.package_backends import PackageEF, PackageGGN, PackageHessian
-from laplace.curvature.packages import LayerFactors, MakeNative, PackageEngine, Reasons, missing, reuse
-from laplace.engines.engine import CurvatureEngine, Groups
-from laplace.engines.native.engine import MEMORY_BUDGET
+from laplace.curvature.package_backends import PackageGGN, PackageInterface
+from laplace.curvature.packages import LayerFactors, PackageEngine, Reasons, missing, reuse
+from laplace.engines.engine import Groups
+from laplace.engines.native.empirical_fisher import EFEngine
+from laplace.engines.native.ggn import GGNEngine
+from laplace.engines.native.hessian import HessianEngine
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.native.proof import close
+from laplace.engines.options import MEMORY_BUDGET, EngineOptions
 from laplace.errors import CurvatureError
 from laplace.likelihoods.base import Likelihood
 from laplace.weights.problem import Problem
@@ -46,41 +49,23 @@ def _package() -> ModuleType:
 class CurvlinopsEngine(PackageEngine):
     """Operators of curvlinops on single batches, and its Kronecker factors.
 
-    Args:
-        make_native: Makes the native engine of the same kind.
-        problem: The network and its treated tensors.
+    The arguments are those of `PackageEngine`.
+
+    Attributes:
         operator: Name of the operator of products.
-        fisher_type: What KFAC calls this kind of curvature, or None where there is no KFAC.
-        squared: Whether the curvature is quadratic in the loss, and so in the factor of its module.
-        kfac_approx: `"expand"` or `"reduce"`.
-        num_samples: Targets drawn per datum, for sampled kinds.
-        generator: Source of a fresh seed for every batch, or None for kinds that draw nothing.
+        fisher_type: KFAC's name of this kind of curvature, or None where there is no KFAC.
+        squared: True if the curvature is quadratic in the loss, and so in the factor of its module.
     """
 
     package = "curvlinops"
+    operator: str
+    fisher_type: str | None = None
+    squared: bool = False
 
-    def __init__(
-        self,
-        make_native: MakeNative,
-        problem: Problem,
-        operator: str,
-        *,
-        fisher_type: str | None = None,
-        squared: bool = False,
-        kfac_approx: str = "expand",
-        num_samples: int = 1,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(make_native, problem)
+    def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
+        super().__init__(problem, likelihood, options)
         self.curvlinops = _package()
-        self.name = f"Curvlinops{self.native.name.removeprefix('Native')}"
-        self.needs_plan = self.kind != "hessian"
-        self.operator = operator
-        self.scale = self.factor**2 if squared else self.factor
-        self.fisher_type = fisher_type
-        self.kfac_approx = kfac_approx
-        self.num_samples = num_samples
-        self.generator = generator
+        self.scale = self.factor**2 if self.squared else self.factor
 
     def computes(self) -> Mapping[str, Callable[..., Any]]:
         whole = {"full": self._full, "blocks": self._blocks, "matmul": self._matmul}
@@ -91,7 +76,7 @@ class CurvlinopsEngine(PackageEngine):
             return {}
         reasons = reuse(watched)
         for i in range(len(watched.plan)):
-            found = None if i in reasons else fault(watched, i, reduce=self.kfac_approx == "reduce")
+            found = None if i in reasons else fault(watched, i, reduce=self.options.kfac_approx == "reduce")
             if found is not None:
                 reasons[i] = found
         return reasons
@@ -175,14 +160,14 @@ class CurvlinopsEngine(PackageEngine):
         """Options of a sampled operator: a seed of its own for every batch."""
         if self.generator is None:
             return {}
-        return {"mc_samples": self.num_samples, "seed": drawn_seed(self.generator)}
+        return {"mc_samples": self.options.num_samples, "seed": drawn_seed(self.generator)}
 
     # Kronecker factors.
 
     def _kron(self, batch: PrivateBatch, slots: Sequence[int]) -> dict[int, LayerFactors]:
         kfac = self._operator(
             "KFACLinearOperator", batch, [batch.tensors[i] for i in slots], fisher_type=self.fisher_type,
-            kfac_approx=self.kfac_approx, num_per_example_loss_terms=1, separate_weight_and_bias=True,
+            kfac_approx=self.options.kfac_approx, num_per_example_loss_terms=1, separate_weight_and_bias=True,
             **self._drawn(),
         )  # fmt: skip
         kfac.compute_kronecker_factors()  # once: a second call would add to the first
@@ -194,7 +179,7 @@ class CurvlinopsEngine(PackageEngine):
         name = names[batch.copies[use.module]]
         shape = batch.input_shape(slot)
         shared = use.shape[2:].numel() if isinstance(use.module, nn.Conv2d) else shape[1:-1].numel()
-        if self.kfac_approx == "reduce":
+        if self.options.kfac_approx == "reduce":
             shared = 1
         positions = shape[0] * shared
         output = self.scale * kfac._gradient_covariances[name]
@@ -214,6 +199,37 @@ def _differentiable_forward() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+class CurvlinopsGGNEngine(CurvlinopsEngine):
+    """GGN, exact or sampled; the arguments are those of the base."""
+
+    name = "CurvlinopsGGN"
+    native_type = GGNEngine
+
+    def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
+        super().__init__(problem, likelihood, options)
+        drawn = ("FisherMCLinearOperator", "mc")
+        self.operator, self.fisher_type = drawn if options.stochastic else ("GGNLinearOperator", "type-2")
+
+
+class CurvlinopsEFEngine(CurvlinopsEngine):
+    """Empirical Fisher; the arguments are those of the base."""
+
+    name = "CurvlinopsEF"
+    native_type = EFEngine
+    operator = "EFLinearOperator"
+    fisher_type = "empirical"
+    squared = True
+
+
+class CurvlinopsHessianEngine(CurvlinopsEngine):
+    """Exact Hessian; the arguments are those of the base."""
+
+    name = "CurvlinopsHessian"
+    native_type = HessianEngine
+    needs_plan = False
+    operator = "HessianLinearOperator"
 
 
 class CurvlinopsInterface(CurvatureInterface):
@@ -250,6 +266,10 @@ class CurvlinopsGGN(CurvlinopsInterface, PackageGGN):
         MissingDependency: By the first batch, if curvlinops is not installed.
     """
 
+    engine_type = CurvlinopsGGNEngine
+    engine_options = ("stochastic", "num_samples", "generator", "kfac_approx", "memory_budget")
+    synonyms: Mapping[str, str] = {"mc_samples": "num_samples"}
+
     def __init__(
         self,
         model: nn.Module,
@@ -273,17 +293,8 @@ class CurvlinopsGGN(CurvlinopsInterface, PackageGGN):
         )  # fmt: skip
         self.kfac_approx = kfac_approx
 
-    def _by_package(
-        self, make_native: MakeNative, problem: Problem, generator: torch.Generator | None
-    ) -> CurvatureEngine:
-        operator, kind = ("GGN", "type-2") if generator is None else ("FisherMC", "mc")
-        return CurvlinopsEngine(
-            make_native, problem, f"{operator}LinearOperator", fisher_type=kind, kfac_approx=self.kfac_approx,
-            num_samples=self.num_samples, generator=generator,
-        )  # fmt: skip
 
-
-class CurvlinopsEF(CurvlinopsInterface, PackageEF):
+class CurvlinopsEF(CurvlinopsInterface, PackageInterface, EFInterface):
     """Empirical Fisher by curvlinops: structures `full` and `kron`, blocks and products; the rest is native.
 
     Args:
@@ -299,6 +310,9 @@ class CurvlinopsEF(CurvlinopsInterface, PackageEF):
     Raises:
         MissingDependency: By the first batch, if curvlinops is not installed.
     """
+
+    engine_type = CurvlinopsEFEngine
+    engine_options = ("kfac_approx", "memory_budget")
 
     def __init__(
         self,
@@ -317,22 +331,12 @@ class CurvlinopsEF(CurvlinopsInterface, PackageEF):
         )
         self.kfac_approx = kfac_approx
 
-    def _by_package(
-        self, make_native: MakeNative, problem: Problem, generator: torch.Generator | None
-    ) -> CurvatureEngine:
-        return CurvlinopsEngine(
-            make_native, problem, "EFLinearOperator", fisher_type="empirical", squared=True,
-            kfac_approx=self.kfac_approx,
-        )  # fmt: skip
 
-
-class CurvlinopsHessian(CurvlinopsInterface, PackageHessian):
+class CurvlinopsHessian(CurvlinopsInterface, PackageInterface):
     """Exact Hessian by curvlinops, which may be indefinite: structure `full`, blocks and products; the rest is native.
 
-    The arguments are those of `PackageBackend`.
+    The arguments are those of `PackageInterface`.
     """
 
-    def _by_package(
-        self, make_native: MakeNative, problem: Problem, generator: torch.Generator | None
-    ) -> CurvatureEngine:
-        return CurvlinopsEngine(make_native, problem, "HessianLinearOperator")
+    kind = "hessian"
+    engine_type = CurvlinopsHessianEngine

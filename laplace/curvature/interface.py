@@ -1,11 +1,14 @@
 """The public face of a backend: what users call, and what they derive their own backends from.
 
-An interface is made of a model and a likelihood and returns plain tensors. The library computes with the engine behind
-it; of a class of the user's, every public method that it defines itself takes the place of the engine's primitive.
+A class names an engine and the options of that engine that its constructor takes. Fits make the engine from these two
+alone; objects serve direct calls, which return plain tensors. Of a class of the user's, every public method that it
+defines takes the place of a primitive of the engine, which is then made from an object.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from laplace.core import batch as batches
+from laplace.core.arguments import hint
 from laplace.core.batch import Inputs
 from laplace.core.overrides import check_backend_assignment
-from laplace.curvature.user_backend import DERIVATIVES, AdaptedEngine, users_methods
+from laplace.curvature.user_backend import DERIVATIVES, UserBackendEngine, users_methods
 from laplace.engines.engine import CurvatureEngine
+from laplace.engines.native.empirical_fisher import EFEngine
 from laplace.engines.native.engine import NativeEngine
-from laplace.engines.native.kinds import EFEngine, GGNEngine
+from laplace.engines.native.ggn import GGNEngine
+from laplace.engines.options import EngineOptions
+from laplace.errors import InvalidArgument
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
 from laplace.weights.all_weights import AllWeights
@@ -30,6 +37,9 @@ from laplace.weights.subnetwork import Subnetwork
 
 if TYPE_CHECKING:
     from laplace.compat.kronecker import Kron
+
+_CHOICES = ("last_layer", "subnetwork_indices")
+"""Arguments of constructors that a `Problem` makes superfluous."""
 
 
 class CurvatureInterface:
@@ -45,9 +55,15 @@ class CurvatureInterface:
 
     Attributes:
         kind: `"ggn"`, `"ef"` or `"hessian"`: how the curvature scales with noise and temperature.
+        engine_type: Class of the engine that computes it.
+        engine_options: Names of the options of the engine that the constructor takes and the object holds.
+        synonyms: Other names of options, in the constructor alone.
     """
 
     kind: str = "ggn"
+    engine_type: type[CurvatureEngine] = NativeEngine
+    engine_options: tuple[str, ...] = ()
+    synonyms: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -83,7 +99,7 @@ class CurvatureInterface:
 
     @cached_property
     def factor(self) -> float:
-        """What makes `lossfunc` the unit negative log likelihood: ½ for regression, else 1."""
+        """Factor that makes `lossfunc` the unit negative log likelihood: ½ for regression, else 1."""
         return get_likelihood(self.likelihood).torch_loss()[1]
 
     @property
@@ -112,15 +128,37 @@ class CurvatureInterface:
 
     # The engine behind.
 
-    @cached_property
-    def _engines(self) -> dict[bool, CurvatureEngine]:
-        """Engines of direct calls, for the last layer and for the other choices of weights."""
-        return {}
+    @classmethod
+    def engine_for(
+        cls, problem: Problem, likelihood: Likelihood, given: Mapping[str, Any], *, split_outputs: bool = False
+    ) -> CurvatureEngine:
+        """Makes the library's engine of this kind of curvature, without an object of this class.
+
+        Args:
+            problem: The network and its treated tensors.
+            likelihood: Loss and output Hessian.
+            given: Keyword arguments of the constructor.
+            split_outputs: Keep one curvature term per output.
+
+        Raises:
+            InvalidArgument: An option that the constructor does not take, or a value that is not accepted.
+        """
+        accepted = (*_CHOICES, *cls.engine_options)
+        unknown = sorted(set(given) - set(accepted) - set(cls.synonyms))
+        if unknown:
+            meant = hint(unknown[0], accepted) or f"accepted are {', '.join(cls.engine_options) or 'none'}."
+            raise InvalidArgument(
+                f"backend={cls.__name__} could not be made with backend_kwargs={sorted(given)}: it has no option "
+                f"{unknown[0]!r}; {meant}"
+            )
+        options = {name: given[name] for name in cls.engine_options if name in given}
+        options |= {name: given[other] for other, name in cls.synonyms.items() if given.get(other) is not None}
+        return cls.engine_type(problem, likelihood, EngineOptions(**options, split_outputs=split_outputs))
 
     def engine(
         self, problem: Problem, likelihood: Likelihood, *, split_outputs: bool = False, **options: Any
     ) -> CurvatureEngine:
-        """What computes the curvature of a problem: the library's engine, with the user's own methods in its place.
+        """The library's engine of this object, with the user's own methods in place of its primitives.
 
         Args:
             problem: The network and its treated tensors.
@@ -128,23 +166,28 @@ class CurvatureInterface:
             split_outputs: Keep one curvature term per output.
             **options: Options that the user's own `diag` and `kron` are called with.
         """
-        own = self._engine(problem, likelihood, split_outputs)
+        builtin = self.engine_type(problem, likelihood, replace(self._options, split_outputs=split_outputs))
         methods = users_methods(self)
-        return AdaptedEngine(self, own, methods, options) if methods else own
+        return UserBackendEngine(self, builtin, methods, options) if methods else builtin
 
-    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
-        """The library's engine of this kind of curvature."""
-        return NativeEngine(problem, likelihood, split_outputs=split_outputs)
+    @property
+    def _options(self) -> EngineOptions:
+        return EngineOptions(**{name: getattr(self, name) for name in self.engine_options})
+
+    @cached_property
+    def _engines(self) -> dict[bool, CurvatureEngine]:
+        """Engines of direct calls, for the last layer and for the other choices of weights."""
+        return {}
 
     def _engine_at(self, x: Inputs, *without: str, last_layer: bool = False) -> CurvatureEngine:
         """The engine for a direct call of a public method, which must not call the methods `without` again."""
         key = last_layer or self.last_layer
         if key not in self._engines:  # kept, so that random draws go on from call to call
             problem = self._weights(last_layer=key).discover(x)
-            self._engines[key] = self._engine(problem, get_likelihood(self.likelihood), False)
-        own = self._engines[key]
+            self._engines[key] = self.engine_type(problem, get_likelihood(self.likelihood), self._options)
+        builtin = self._engines[key]
         methods = (users_methods(self) & DERIVATIVES) - set(without)
-        return AdaptedEngine(self, own, methods, {}) if methods else own
+        return UserBackendEngine(self, builtin, methods, {}) if methods else builtin
 
     def _weights(self, *, last_layer: bool) -> Weights:
         if last_layer:
@@ -187,10 +230,10 @@ class CurvatureInterface:
         from laplace.compat.kronecker import Kron  # legacy values are imported by those who use them
 
         summary, parts = self._engine_at(x).kron(x, y)
-        share = summary.n_data / N
+        share = int(summary.n_data) / N
         blocks = [
-            [share * factor if len(factors) == 2 and (position == 0) is block.input_first else factor
-             for position, factor in enumerate(factors)]
+            [share * factor if len(factors) == 2 and (side == 0) is block.input_first else factor
+             for side, factor in enumerate(factors)]
             for block, factors in zip(parts.blocks, parts.kfacs(), strict=True)
         ]  # fmt: skip
         return summary.loss_terms.sum(), Kron(blocks)
@@ -202,7 +245,7 @@ class CurvatureInterface:
 
         Args:
             x: Inputs of B data.
-            enable_backprop: Whether they can be differentiated with respect to x.
+            enable_backprop: Keep the graph that leads to x.
         """
         return self._joined(self._engine_at(x, "jacobians"), x, enable_backprop)
 
@@ -222,8 +265,8 @@ class CurvatureInterface:
 
         Args:
             x: Inputs of B data.
-            outputs: Which outputs, `[B]` or `[B, s]`.
-            enable_backprop: Whether they can be differentiated with respect to x.
+            outputs: Indices of the outputs, `[B]` or `[B, s]`.
+            enable_backprop: Keep the graph that leads to x.
         """
         Js, f = self.jacobians(x, enable_backprop)
         chosen = outputs.view(len(f), -1, 1).to(Js.device)
@@ -260,6 +303,9 @@ class GGNInterface(CurvatureInterface):
         num_samples: Targets drawn per datum.
     """
 
+    engine_type = GGNEngine
+    engine_options = ("stochastic", "num_samples")
+
     def __init__(
         self,
         model: nn.Module,
@@ -275,16 +321,9 @@ class GGNInterface(CurvatureInterface):
         self.stochastic = stochastic
         self.num_samples = num_samples
 
-    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
-        return GGNEngine(
-            problem, likelihood, stochastic=self.stochastic, num_samples=self.num_samples, split_outputs=split_outputs
-        )
-
 
 class EFInterface(CurvatureInterface):
     """Empirical Fisher backends: Σ_b g_b g_bᵀ, g_b the gradient of the unit negative log likelihood of datum b."""
 
     kind = "ef"
-
-    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
-        return EFEngine(problem, likelihood, split_outputs=split_outputs)
+    engine_type = EFEngine

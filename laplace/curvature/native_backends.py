@@ -6,12 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
-from laplace.engines.engine import CurvatureEngine
-from laplace.engines.native.engine import MAX_PASSES, MEMORY_BUDGET
 from laplace.engines.native.hessian import HessianEngine
-from laplace.engines.native.kinds import EFEngine, GGNEngine
+from laplace.engines.options import MAX_PASSES, MEMORY_BUDGET
 from laplace.likelihoods.base import Likelihood
-from laplace.weights.problem import Problem
 
 
 class NativeGGN(GGNInterface):
@@ -31,6 +28,8 @@ class NativeGGN(GGNInterface):
         memory_budget: Bytes of output gradients held at once; results do not depend on it but by rounding.
         max_passes: Backward passes that a batch of outputs with positions may take, one per position and output.
     """
+
+    engine_options = ("stochastic", "num_samples", "generator", "kfac_approx", "memory_budget", "max_passes")
 
     def __init__(
         self,
@@ -56,13 +55,6 @@ class NativeGGN(GGNInterface):
         self.memory_budget = memory_budget
         self.max_passes = max_passes
 
-    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
-        return GGNEngine(
-            problem, likelihood, stochastic=self.stochastic, num_samples=self.num_samples, generator=self.generator,
-            kfac_approx=self.kfac_approx, memory_budget=self.memory_budget, split_outputs=split_outputs,
-            max_passes=self.max_passes,
-        )  # fmt: skip
-
 
 class NativeEF(EFInterface):
     """Empirical Fisher Σ_b g_b g_bᵀ, g_b the gradient of the unit negative log likelihood of datum b.
@@ -78,6 +70,8 @@ class NativeEF(EFInterface):
         memory_budget: Bytes of output gradients held at once.
         max_passes: Backward passes that a batch of outputs with positions may take, one per position.
     """
+
+    engine_options = ("kfac_approx", "memory_budget", "max_passes")
 
     def __init__(
         self,
@@ -96,12 +90,6 @@ class NativeEF(EFInterface):
         self.kfac_approx = kfac_approx
         self.memory_budget = memory_budget
         self.max_passes = max_passes
-
-    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
-        return EFEngine(
-            problem, likelihood, kfac_approx=self.kfac_approx, memory_budget=self.memory_budget,
-            split_outputs=split_outputs, max_passes=self.max_passes,
-        )  # fmt: skip
 
 
 class NativeHessian(CurvatureInterface):
@@ -122,6 +110,8 @@ class NativeHessian(CurvatureInterface):
     """
 
     kind = "hessian"
+    engine_type = HessianEngine
+    engine_options = ("memory_budget", "max_passes")
 
     def __init__(
         self,
@@ -138,9 +128,3 @@ class NativeHessian(CurvatureInterface):
         super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
         self.memory_budget = memory_budget
         self.max_passes = max_passes
-
-    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
-        return HessianEngine(
-            problem, likelihood, memory_budget=self.memory_budget, split_outputs=split_outputs,
-            max_passes=self.max_passes,
-        )  # fmt: skip

@@ -1,24 +1,16 @@
-"""What backends by other people's packages share: the arguments, and the native engine behind each of them."""
+"""Constructors that the backends of several packages share."""
 
 from __future__ import annotations
-
-from abc import ABC, abstractmethod
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
-from laplace.curvature.packages import MakeNative
-from laplace.engines.engine import CurvatureEngine
-from laplace.engines.native.engine import MEMORY_BUDGET
-from laplace.engines.native.hessian import HessianEngine
-from laplace.engines.native.kinds import EFEngine, GGNEngine
+from laplace.curvature.interface import CurvatureInterface, GGNInterface
+from laplace.engines.options import MEMORY_BUDGET
 from laplace.likelihoods.base import Likelihood
-from laplace.weights.problem import Problem
 
 
-class PackageBackend(CurvatureInterface, ABC):
+class PackageInterface(CurvatureInterface):
     """Base of backends by a package.
 
     Args:
@@ -30,14 +22,11 @@ class PackageBackend(CurvatureInterface, ABC):
         dict_key_y: Key of the targets in mappings.
         memory_budget: Bytes of Jacobians, or of activations of vectorised passes, that are held at once.
 
-    Attributes:
-        kfac_approx: Which Kronecker factors the native engine computes where the package has none.
-
     Raises:
         MissingDependency: By the first batch, if the package is not installed.
     """
 
-    kfac_approx: str = "expand"
+    engine_options = ("memory_budget",)
 
     def __init__(
         self,
@@ -53,15 +42,9 @@ class PackageBackend(CurvatureInterface, ABC):
         super().__init__(model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y)
         self.memory_budget = memory_budget
 
-    @abstractmethod
-    def _by_package(
-        self, make_native: MakeNative, problem: Problem, generator: torch.Generator | None
-    ) -> CurvatureEngine:
-        """The package's engine; the generator is that of sampled curvature, else None."""
 
-
-class PackageGGN(PackageBackend, GGNInterface):
-    """GGN by a package, exact or sampled.
+class PackageGGN(PackageInterface, GGNInterface):
+    """Base of GGN backends by a package, exact or sampled.
 
     Args:
         model: The network.
@@ -78,6 +61,8 @@ class PackageGGN(PackageBackend, GGNInterface):
     Raises:
         MissingDependency: By the first batch, if the package is not installed.
     """
+
+    engine_options = ("stochastic", "num_samples", "generator", "memory_budget")
 
     def __init__(
         self,
@@ -98,35 +83,3 @@ class PackageGGN(PackageBackend, GGNInterface):
         )
         self.generator = generator
         self.memory_budget = memory_budget
-
-    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
-        generator = self.generator or torch.Generator(device=problem.device).manual_seed(torch.initial_seed())
-        native = partial(
-            GGNEngine, likelihood=likelihood, stochastic=self.stochastic, num_samples=self.num_samples,
-            generator=generator, kfac_approx=self.kfac_approx, memory_budget=self.memory_budget,
-            split_outputs=split_outputs,
-        )  # fmt: skip
-        return self._by_package(native, problem, generator if self.stochastic else None)
-
-
-class PackageEF(PackageBackend, EFInterface):
-    """Empirical Fisher by a package; arguments as of `PackageBackend`."""
-
-    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
-        native = partial(
-            EFEngine, likelihood=likelihood, kfac_approx=self.kfac_approx, memory_budget=self.memory_budget,
-            split_outputs=split_outputs,
-        )  # fmt: skip
-        return self._by_package(native, problem, None)
-
-
-class PackageHessian(PackageBackend):
-    """Exact Hessian by a package, which may be indefinite; arguments as of `PackageBackend`."""
-
-    kind = "hessian"
-
-    def _engine(self, problem: Problem, likelihood: Likelihood, split_outputs: bool) -> CurvatureEngine:
-        native = partial(
-            HessianEngine, likelihood=likelihood, memory_budget=self.memory_budget, split_outputs=split_outputs
-        )
-        return self._by_package(native, problem, None)

@@ -27,16 +27,15 @@ from laplace.engines.native.capture import capture
 from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.native.uses import Call
+from laplace.engines.options import EngineOptions
 from laplace.errors import CurvatureError, MissingDependency
 from laplace.jacobian.jacobian import Jacobian
+from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import lent
 from laplace.weights.problem import Problem
 
 Reasons = dict[int, str]
 """Why tensors, by position, are not the package's."""
-
-MakeNative = Callable[[Problem], NativeEngine]
-"""Makes the native engine of the same kind, of all treated tensors or of some."""
 
 _WHOLE = ("full", "blocks", "matmul", "jacobian")
 """Quantities of all tensors together: one of them that is routed takes the others along."""
@@ -64,26 +63,29 @@ class PackageEngine(CurvatureEngine):
     """Primitives by a package where it is right, by the native engine of the same kind elsewhere.
 
     Args:
-        make_native: Makes the native engine of a problem; called anew for the tensors that are not the package's.
         problem: The network and its treated tensors.
+        likelihood: Loss and output Hessian.
+        options: What is sampled, and how much is computed at once.
 
     Attributes:
         package: Name of the package.
-        needs_plan: Whether the network's outputs must split over the data, as all but the Hessian's must.
+        native_type: Class of the native engine of the same kind.
+        needs_plan: True if the network's outputs must split over the data, as all but the Hessian's must.
 
     Raises:
         UnsupportedError: The likelihood has no loss of PyTorch, which packages read.
     """
 
     package: str
+    native_type: type[NativeEngine]
     needs_plan: bool = True
 
-    def __init__(self, make_native: MakeNative, problem: Problem) -> None:
-        self.native = make_native(problem)
-        super().__init__(problem, self.native.likelihood, split_outputs=self.native.split_outputs)
-        self.kind, self.generator = self.native.kind, self.native.generator
-        self.loss, self.factor = self.likelihood.torch_loss()
-        self._make_native = make_native
+    def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
+        super().__init__(problem, likelihood, options)
+        self.native = self.native_type(problem, likelihood, options)
+        self.kind = self.native.kind
+        self.generator = self.native.generator if options.stochastic else None
+        self.loss, self.factor = likelihood.torch_loss()
         self._rest: dict[tuple[int, ...], NativeEngine] = {}
         self._reasons: Reasons = {}
 
@@ -269,7 +271,8 @@ class PackageEngine(CurvatureEngine):
         """The native engine of some of the tensors."""
         if slots not in self._rest:
             some = tuple(self.problem.slots[i] for i in slots)
-            self._rest[slots] = self._make_native(replace(self.problem, slots=some))
+            options = replace(self.options, generator=self.native.generator)  # draws go on
+            self._rest[slots] = self.native_type(replace(self.problem, slots=some), self.likelihood, options)
         return self._rest[slots]
 
     def _origins(self, watched: ForwardPass) -> list[int]:

@@ -1,10 +1,10 @@
-"""A user's own backend as an engine: the methods that it defines, and the library's for the rest."""
+"""The engine of a user's backend: primitives from the methods that its class defines, the library's for the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.gram import mirror
+from laplace.core.overrides import is_ours
 from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine, Groups, detached, require_no_positions
 from laplace.engines.kron_parts import KronBlock, KronParts
 from laplace.engines.native.accumulate import BlockSum, DiagSum, FullSum
@@ -20,33 +21,58 @@ from laplace.jacobian.blocks import Block, DenseBlock
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import gradients_set_aside, hooks_put_back, lent
 
-if TYPE_CHECKING:
-    from laplace.curvature.interface import CurvatureInterface
+_METHODS = ("full", "diag", "kron", "jacobians", "last_layer_jacobians", "gradients")
 
-_PUBLIC = ("full", "diag", "kron", "jacobians", "last_layer_jacobians", "gradients")
 DERIVATIVES = frozenset(("jacobians", "last_layer_jacobians", "gradients"))
-"""Those of which the library's curvature makes use when a user's method calls the library's by `super()`."""
+"""Methods that the library's curvature calls back into when a user's method calls it by `super()`."""
 
 
-def is_ours(part: Any) -> bool:
-    """Whether a class or function belongs to the library."""
-    return part.__module__.startswith("laplace.")
+class UserBackend(Protocol):
+    """The part of a `CurvatureInterface` that its engine reads."""
+
+    kind: str
+    last_layer: bool
+    dict_key_x: str
+
+    def full(self, x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss, 0-dim, and curvature `[P, P]` of a batch."""
+        ...
+
+    def diag(self, x: Inputs, y: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """Loss and diagonal `[P]`."""
+        ...
+
+    def kron(self, x: Inputs, y: Tensor, N: int, **options: Any) -> tuple[Tensor, Any]:
+        """Loss and Kronecker factors, a `Kron`."""
+        ...
+
+    def jacobians(self, x: Inputs, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
+        """Jacobians `[B, C, P]` and outputs `[B, C]`."""
+        ...
+
+    def last_layer_jacobians(self, x: Inputs, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
+        """The same with respect to the last layer."""
+        ...
+
+    def gradients(self, x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients `[B, P]` of the loss at every datum, and its sum."""
+        ...
 
 
-def users_methods(interface: CurvatureInterface) -> frozenset[str]:
-    """The public methods that a class outside of the library has defined."""
-    return frozenset(name for name in _PUBLIC if not is_ours(getattr(type(interface), name)))
+def users_methods(backend: UserBackend) -> frozenset[str]:
+    """Names of the public methods that a class outside of the library has defined."""
+    return frozenset(name for name in _METHODS if not is_ours(getattr(type(backend), name)))
 
 
-class AdaptedEngine(CurvatureEngine):
+class UserBackendEngine(CurvatureEngine):
     """Primitives from a user's `full`, `diag`, `kron`, `jacobians` and `gradients`.
 
     Curvature that the class does not give itself follows from its Jacobians (GGN) or gradients (empirical Fisher) if it
     defines them, then from its full matrix, and is the library's if it defines nothing that bears on it.
 
     Args:
-        interface: The user's backend.
-        own: The library's engine of the same kind.
+        backend: The user's backend.
+        builtin: The library's engine of the same kind.
         methods: Names of the methods that are the user's.
         options: Keyword arguments of its `diag` and `kron`.
 
@@ -55,21 +81,21 @@ class AdaptedEngine(CurvatureEngine):
     """
 
     def __init__(
-        self, interface: CurvatureInterface, own: CurvatureEngine, methods: frozenset[str], options: dict[str, Any]
+        self, backend: UserBackend, builtin: CurvatureEngine, methods: frozenset[str], options: dict[str, Any]
     ) -> None:
-        super().__init__(own.problem, own.likelihood)
-        if own.split_outputs:
+        super().__init__(builtin.problem, builtin.likelihood, builtin.options)
+        if builtin.split_outputs:
             raise UnsupportedError(
-                f"sigma_noise holds one noise per output, for which {type(interface).__name__} keeps no terms; give "
+                f"sigma_noise holds one noise per output, for which {type(backend).__name__} keeps no terms; give "
                 "one noise, or use backend=NativeGGN."
             )
-        self.interface = interface
-        self.own = own
+        self.backend = backend
+        self.builtin = builtin
         self.methods = methods
-        self.options = options
-        self.kind, self.name = interface.kind, type(interface).__name__
-        self.generator = own.generator
-        self.dtype = torch.promote_types(own.problem.dtype, torch.float32)
+        self.call_options = options
+        self.kind, self.name = backend.kind, type(backend).__name__
+        self.generator = builtin.generator
+        self.dtype = torch.promote_types(builtin.problem.dtype, torch.float32)
 
     # Primitives.
 
@@ -77,7 +103,7 @@ class AdaptedEngine(CurvatureEngine):
         if "full" in self.methods:
             return self._users_full(x, y, running)
         if not self._gives_columns:
-            return self.own.full(x, y, running)
+            return self.builtin.full(x, y, running)
         total = FullSum(range(len(self.problem.slots)), self.problem, 1, self.dtype, running)
         summary, blocks = self._weighted(x, y)
         total.add(blocks, 0)
@@ -86,7 +112,7 @@ class AdaptedEngine(CurvatureEngine):
     def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
         if "diag" in self.methods and bases is None:
             with _borrowed(self.problem.module):
-                loss, values = self.interface.diag(x, y, **self.options)
+                loss, values = self.backend.diag(x, y, **self.call_options)
             return self._summary(x, y, loss), self._shaped("diag", values, 1).unsqueeze(0)
         if self._gives_columns:
             total = DiagSum(self.problem, 1, self.dtype, bases)
@@ -98,14 +124,14 @@ class AdaptedEngine(CurvatureEngine):
                 raise self._no_way("an eigenvalue correction")
             summary, values = self._users_full(x, y, None)
             return summary, values.diagonal(dim1=1, dim2=2)
-        return self.own.diag(x, y, bases)
+        return self.builtin.diag(x, y, bases)
 
     def kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
         if "kron" not in self.methods:
-            return self.own.kron(x, y)
-        n_data = batches.size(x, self.interface.dict_key_x)
+            return self.builtin.kron(x, y)
+        n_data = batches.size(x, self.backend.dict_key_x)
         with _borrowed(self.problem.module):
-            loss, kron = self.interface.kron(x, y, N=n_data, **self.options)
+            loss, kron = self.backend.kron(x, y, N=n_data, **self.call_options)
         return self._summary(x, y, loss), self._parts(kron.kfacs, n_data)
 
     def blocks(
@@ -113,11 +139,11 @@ class AdaptedEngine(CurvatureEngine):
     ) -> tuple[BatchSummary, tuple[Tensor, ...]]:
         if self._gives_columns:
             total = BlockSum(groups, self.problem, 1, self.dtype, running)
-            summary, found = self._weighted(x, y)
-            total.add(found, 0)
+            summary, columns = self._weighted(x, y)
+            total.add(columns, 0)
             return summary, tuple(mirror(part) for part in total.result())
         if "full" not in self.methods:
-            return self.own.blocks(x, y, groups, running)
+            return self.builtin.blocks(x, y, groups, running)
         summary, values = self._users_full(x, y, None)
         slices = self.problem.layout.slices
         parts: list[Tensor] = []
@@ -138,37 +164,37 @@ class AdaptedEngine(CurvatureEngine):
             summary, values = self._users_full(x, y, None)
             products = vectors @ values.to(vectors)
         else:
-            return self.own.matmul(x, y, vectors, running)
+            return self.builtin.matmul(x, y, vectors, running)
         return summary, products if running is None else running.add_(products)
 
     def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
         name = self._jacobians
         if name is None:
-            yield from self.own.jacobian(x, create_graph=create_graph)
+            yield from self.builtin.jacobian(x, create_graph=create_graph)
             return
         with _borrowed(self.problem.module):
-            method = getattr(self.interface, name)
+            method = getattr(self.backend, name)
             J, f = method(x, enable_backprop=True) if create_graph else method(x)
         J, f = (J, f) if create_graph else (J.detach(), f.detach())
         require_no_positions(f.shape[1:-1], self.name)
         yield Jacobian.from_dense(self._shaped(name, J, 3), self.problem.layout.sizes), f
 
     def coverage(self) -> dict[str, str]:
-        known = self.own.coverage()
-        name = type(self.interface).__qualname__
+        known = self.builtin.coverage()
+        name = type(self.backend).__qualname__
         return {slot.name: known.get(slot.name, f"by {name}") for slot in self.problem.slots}
 
-    # How they come about.
+    # The user's methods.
 
     @property
     def _jacobians(self) -> str | None:
         """The user's method that gives the Jacobians of this problem, or None."""
-        names = ("last_layer_jacobians", "jacobians") if self.interface.last_layer else ("jacobians",)
+        names = ("last_layer_jacobians", "jacobians") if self.backend.last_layer else ("jacobians",)
         return next((name for name in names if name in self.methods), None)
 
     @property
     def _gives_columns(self) -> bool:
-        """Whether the user's methods say what the columns of the curvature's outer products are."""
+        """True if the user's methods give the columns of the curvature's outer products."""
         if self.kind == "ef":
             return "gradients" in self.methods or self._jacobians is not None
         return self.kind == "ggn" and self._jacobians is not None
@@ -178,7 +204,7 @@ class AdaptedEngine(CurvatureEngine):
         if "gradients" in self.methods and self.kind == "ef":
             factor = self.likelihood.torch_loss()[1]
             with _borrowed(self.problem.module):
-                gradients, loss = self.interface.gradients(x, y)
+                gradients, loss = self.backend.gradients(x, y)
             columns = factor * self._shaped("gradients", gradients.detach(), 2).unsqueeze(0)
             summary = self._summary(x, y, factor * loss)
         else:
@@ -196,7 +222,7 @@ class AdaptedEngine(CurvatureEngine):
 
     def _users_full(self, x: Inputs, y: Tensor, running: Tensor | None) -> tuple[BatchSummary, Tensor]:
         with _borrowed(self.problem.module):
-            loss, values = self.interface.full(x, y)
+            loss, values = self.backend.full(x, y)
         values = self._shaped("full", values, 2).unsqueeze(0)
         return self._summary(x, y, loss), values if running is None else running.add_(values)
 
@@ -210,7 +236,7 @@ class AdaptedEngine(CurvatureEngine):
         return BatchSummary(terms, self.likelihood.count(f, y), f.shape[1])
 
     def _shaped(self, method: str, values: Tensor, ndim: int) -> Tensor:
-        """What a user's method returned, if its shape can be right.
+        """Checks the shape of a tensor that a user's method returned.
 
         Raises:
             InvalidArgument: It is not.
@@ -219,7 +245,7 @@ class AdaptedEngine(CurvatureEngine):
         square = method != "full" or values.shape[0] == n_params
         if values.ndim != ndim or values.shape[-1] != n_params or not square:
             raise InvalidArgument(
-                f"{type(self.interface).__name__}.{method} returned a tensor of shape {tuple(values.shape)}; it must "
+                f"{type(self.backend).__name__}.{method} returned a tensor of shape {tuple(values.shape)}; it must "
                 f"have {ndim} dimensions, the last one P = {n_params}, the number of treated parameters."
             )
         return values.to(self.dtype) if method in ("full", "diag") else values
@@ -228,8 +254,8 @@ class AdaptedEngine(CurvatureEngine):
         """Sums over data from factors of which the input side is a mean over them."""
         factors: dict[str, Tensor] = {}
         blocks: list[KronBlock] = []
-        for i, (found, size) in enumerate(zip(kfacs, self.problem.layout.sizes, strict=True)):
-            sides = [side.detach().to(self.dtype) for side in found]
+        for i, (kfac, size) in enumerate(zip(kfacs, self.problem.layout.sizes, strict=True)):
+            sides = [side.detach().to(self.dtype) for side in kfac]
             counts = [side.shape[-1] * (len(side) if side.ndim == 3 else 1) for side in sides]
             if len(sides) == 1:
                 kind = "diag" if sides[0].ndim == 1 else "dense"
@@ -246,14 +272,14 @@ class AdaptedEngine(CurvatureEngine):
                 product = output.shape[-1] * counts[0 if input_first else 1]
             if product != size:
                 raise InvalidArgument(
-                    f"{type(self.interface).__name__}.kron returned factors of {product} entries for "
+                    f"{type(self.backend).__name__}.kron returned factors of {product} entries for "
                     f"{self.problem.slots[i].name!r}, of which {size} are treated."
                 )
         return KronParts(factors, tuple(blocks))
 
     def _no_way(self, what: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{type(self.interface).__name__} gives a full curvature only, from which {what} does not follow; define "
+            f"{type(self.backend).__name__} gives a full curvature only, from which {what} does not follow; define "
             "`jacobians` as well, or use backend=NativeGGN."
         )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.engines.kron_parts import KronParts, KronSketch, Probe
+from laplace.engines.options import EngineOptions
 from laplace.engines.profile import BatchProfile
 from laplace.errors import UnsupportedError
 from laplace.jacobian.blocks import Block
@@ -27,12 +28,12 @@ class BatchSummary:
 
     Attributes:
         loss_terms: Summed unit negative log likelihood, `[1]`, or `[C]` with one noise per output.
-        n_data: Data that count.
+        n_data: Data that count; 0-dim where a device knows it.
         n_outputs: C.
     """
 
     loss_terms: Tensor
-    n_data: int
+    n_data: int | Tensor
     n_outputs: int
 
 
@@ -54,7 +55,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
     Args:
         problem: The network and its treated tensors.
         likelihood: Loss and output Hessian.
-        split_outputs: Keep one curvature term per output, so that a vector noise can be changed after `fit`.
+        options: What is sampled, and how much is computed at once.
 
     Attributes:
         kind: `"ggn"`, `"ef"` or `"hessian"`: how the curvature scales with noise and temperature.
@@ -68,10 +69,11 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
     generator: torch.Generator | None = None
     inspect: Callable[[BatchProfile], None] | None = None
 
-    def __init__(self, problem: Problem, likelihood: Likelihood, *, split_outputs: bool = False) -> None:
+    def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
         self.problem = problem
         self.likelihood = likelihood
-        self.split_outputs = split_outputs
+        self.options = options
+        self.split_outputs = options.split_outputs
         self._seen = False
 
     def checked(self, f: Tensor, y: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.checks import require
 from laplace.core.positions import OutputRows
 from laplace.engines.engine import CurvatureEngine, detached
 from laplace.errors import InvalidData
@@ -28,6 +29,10 @@ def outputs(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -
     with lent(problem.module):
         f = problem.run(problem.detached(), x if create_graph else detached(x))
     rows = OutputRows.of(f.to(torch.promote_types(f.dtype, torch.float32)))
-    if not bool(rows.values.detach().isfinite().all()):
-        raise InvalidData("the network's outputs are NaN or infinite; look at the inputs and at the network's weights.")
+    require(
+        rows.values.isfinite(),
+        lambda: InvalidData(
+            "the network's outputs are NaN or infinite; look at the inputs and at the network's weights."
+        ),
+    )
     return rows

@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.checks import Conditions, named
 from laplace.core.hyperparameters import check_flag
 from laplace.core.memory import COTANGENT, ran_out
 from laplace.engines.engine import BatchSummary, CurvatureEngine
@@ -190,7 +191,7 @@ def _fitted(
         found = sweep.finish()
         if isinstance(found, Curvature):
             kept, used = sweep.counted(first), None if engine.generator is None else engine.generator.get_state()
-            return Fit(found, kept.loss_terms, kept.n_data, kept.n_outputs, _report(engine, found), used)
+            return Fit(found, kept.loss_terms, int(kept.n_data), kept.n_outputs, _report(engine, found), used)
         sweep = found
 
 
@@ -236,22 +237,25 @@ def _read(
     """Feeds every batch to a sweep; returns the sums of what they contribute besides curvature, None without data."""
     total: BatchSummary | None = None
     device, ignored = engine.problem.device, engine.likelihood.ignore_index
+    conditions = Conditions()  # read once a batch: some are those of the batch before
     for number, batch in enumerate(loader):
         try:
-            with batches.named(f"batch {number}"):
+            with conditions.collected(), named(f"batch {number}"):
                 kept = next_token.counted(batch, dict_key_y, device, ignored, engine.problem.module)
                 if kept is None:
                     continue
                 summary = sweep.add(*kept)
-                require_finite(bool(summary.loss_terms.isfinite().all()))
+                require_finite(summary.loss_terms.isfinite())
                 if total is None and first_batch is not None:
+                    conditions.read()
                     first_batch.look(*kept)
                 total = _extended(total, summary)
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
                 raise
             raise OutOfMemory(f"batch {number}: {_out_of_memory(error)}") from error
-    return total
+    conditions.read()
+    return None if total is None else replace(total, n_data=int(total.n_data))
 
 
 def _out_of_memory(error: BaseException) -> str:
@@ -283,7 +287,7 @@ def begin_reading(loader: Iterable[Any], dict_key_y: str, device: torch.device) 
         head = next(iterator)
     except StopIteration:
         raise InvalidData(_NO_DATA) from None
-    with batches.named("batch 0"):
+    with named("batch 0"):
         x, y = batches.split(head, dict_key_y)
         return batches.to_device(x, device), y.to(device), _Begun(loader, head, iterator)
 

@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from laplace import fitting
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.checks import named
 from laplace.core.positions import target_rows
 from laplace.core.random_numbers import check_generator, drawn_seed
 from laplace.engines.engine import BatchSummary, CurvatureEngine
@@ -88,7 +89,7 @@ def accumulate(
     if subset.size == n_inputs:
         return fit
     curvature = fit.curvature.scaled(n_inputs / subset.size)
-    facts = {"loss_terms": summary.loss_terms, "n_data": summary.n_data, "n_outputs": summary.n_outputs}
+    facts = {"loss_terms": summary.loss_terms, "n_data": int(summary.n_data), "n_outputs": summary.n_outputs}
     return replace(fit, curvature=curvature, **facts)
 
 
@@ -98,7 +99,7 @@ def _losses(data: Iterable[tuple[int, Inputs, Tensor]], engine: CurvatureEngine)
     total: Tensor | None = None
     n_data = n_inputs = n_outputs = 0
     for number, x, y in data:
-        with batches.named(f"batch {number}"):
+        with named(f"batch {number}"):
             rows = outputs(engine, x)
             f = rows.values
             targets = engine.checked(f, target_rows(y, f, rows.positions, engine.problem.channel_dim))
@@ -114,7 +115,7 @@ def _counted(loader: Iterable[Any], engine: CurvatureEngine, dict_key_y: str) ->
     """The data that count, batch by batch, with the number of the batch."""
     device, ignored = engine.problem.device, engine.likelihood.ignore_index
     for number, item in enumerate(loader):
-        with batches.named(f"batch {number}"):
+        with named(f"batch {number}"):
             kept = targets_of.counted(item, dict_key_y, device, ignored, engine.problem.module)
         if kept is not None:
             yield number, *kept

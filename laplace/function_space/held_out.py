@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace import tuning
-from laplace.core import batch as batches
+from laplace.core.checks import named
 from laplace.core.hyperparameters import Hyperparameters, as_tensor, positive
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import LinkApprox, PredType
@@ -22,6 +22,7 @@ from laplace.structures.base import Precision
 from laplace.tuning.candidates import Candidates
 from laplace.tuning.grid import Losses
 from laplace.tuning.objectives import make_objective
+from laplace.tuning.scores import negative_log_density
 from laplace.tuning.validation import Validation
 
 
@@ -38,13 +39,14 @@ def held_out_nll(
         loader: The data.
     """
     likelihood, total, count = posterior.likelihood, 0.0, 0
+    narrow = likelihood.target.reads_variances(likelihood, LinkApprox.PROBIT, whole_covariance=False)
+    form = "diagonal" if narrow else "full"
     for name, x, y in Validation(loader).batches(posterior):
-        with batches.named(name):
-            found = latent.linearised(engine, precision, x, "diagonal")
+        with named(name):
+            found = latent.linearised(engine, precision, x, form)
             targets = likelihood.check_targets(found.mean, y)
-        variance = found.covariance if likelihood.has_noise else None
-        prediction = likelihood.predict(found.mean, found.covariance, LinkApprox.PROBIT)
-        total += likelihood.predictive_nll(prediction, variance, targets, sigma_noise).sum().item()
+        summary = likelihood.target.summary(likelihood, found.mean, found.covariance, LinkApprox.PROBIT)
+        total += negative_log_density(likelihood, summary, targets, sigma_noise).sum().item()
         count += len(targets)
     return total / count
 
@@ -93,7 +95,7 @@ def best_candidate(
             Candidates(posterior, settings, predictive, whole_covariance=objective.whole_covariance), objective
         )
         for name, x, y in Validation(loader).batches(posterior):
-            with batches.named(name):
+            with named(name):
                 losses.update(x, y)
         values = losses.results()
     finite = values.isfinite()

@@ -28,11 +28,11 @@ from laplace.errors import CurvatureError, InvalidArgument, InvalidData, Unsuppo
 from laplace.function_space.variational_energy import Energy
 from laplace.function_space.variational_inducing import STRATEGIES, Inducing, Places, chosen, make_pool
 from laplace.function_space.variational_training import Training, TrainingSweep, start
-from laplace.jacobian.detached import HOLDS_INPUTS, from_state, state_of
+from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.kernels import kernel_at
 from laplace.structures import algebra
 from laplace.structures.base import Curvature, DataPass, require_finite
-from laplace.structures.gp.observed import ObservingSweep, uncounted
+from laplace.structures.gp.observed import HOLDS_INPUTS, ObservingSweep, uncounted
 from laplace.structures.gp.subset_precision import DualScan, SubsetPrecision
 
 
@@ -148,7 +148,7 @@ class VariationalCurvature(Curvature):
 
     def state(self) -> dict[str, Any]:
         return {
-            "parts": [state_of(part) for part in self.inducing.parts],
+            "parts": [part.state() for part in self.inducing.parts],
             "root": self.inducing.root,
             "locations": batches.plain(self.places.x),
             "classes": self.places.classes,
@@ -158,7 +158,7 @@ class VariationalCurvature(Curvature):
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> VariationalCurvature:
-        inducing = Inducing(tuple(from_state(part) for part in state["parts"]), state["root"].double())
+        inducing = Inducing(tuple(Jacobian.from_state(part) for part in state["parts"]), state["root"].double())
         places = Places(batches.from_plain(state["locations"]), state["classes"])
         return cls(inducing, places, state["second"].double(), state["total"].double())
 
@@ -264,7 +264,7 @@ class BoundSweep(ObservingSweep):
             terms = "c" if self.engine.split_outputs else ""
             second = torch.einsum(f"mbc,nbc->{terms}mn", cross, hessian.times(cross))
             total = torch.einsum(f"bcd->{terms}", within)
-            require_finite(bool(second.isfinite().all()) and bool(total.isfinite().all()))
+            require_finite(second.isfinite().all() & total.isfinite().all())
             self.second = second if self.second is None else self.second + second
             self.total = total if self.total is None else self.total + total
         return uncounted(y)

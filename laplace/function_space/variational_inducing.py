@@ -12,7 +12,6 @@ from laplace.core.batch import Inputs
 from laplace.core.random_numbers import uniform
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.jacobian.detached import held, picked
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.kernels import Scales, kernel
 from laplace.structures.gp.dual import Span
@@ -111,8 +110,8 @@ def inducing_jacobians(engine: CurvatureEngine, places: Places, *, create_graph:
     start = 0
     for jacobian, f in jacobians(engine, places.x, create_graph=create_graph):
         stop = start + len(f)
-        rows = picked(jacobian, _classes(places)[start:stop])
-        parts.append(rows if create_graph else held(rows))
+        rows = jacobian.select_outputs(_classes(places)[start:stop])
+        parts.append(rows if create_graph else rows.detached())
         start = stop
     return tuple(parts)
 

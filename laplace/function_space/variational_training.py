@@ -233,7 +233,7 @@ class TrainingSweep(DataPass):
             loss = objective(self.variables, self.energy, x, y, self.n_data, self.generator)
             # Locations that no Jacobian depends on, as those of a lone bias, stay where they are.
             gradients = torch.autograd.grad(loss, self.variables.leaves, materialize_grads=True)
-        require_finite(bool(loss.detach().isfinite()))
+        require_finite(loss.isfinite())
         for leaf, gradient in zip(self.variables.leaves, gradients, strict=True):
             leaf.grad = gradient
         self.optimizer.step()

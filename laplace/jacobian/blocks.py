@@ -1,6 +1,6 @@
-"""Blocks of the factored Jacobian: what can be contracted, and the blocks that hold or compute dense values.
+"""Blocks of the factored Jacobian: one per tensor, closed under selections, folds and changes of basis.
 
-For one treated tensor, K cotangents u_k and B data, a block stands for
+For one tensor, K cotangents u_k and B data, a block stands for
 
     J[k, b, :] = ∂(u_kᵀ f_b) / ∂(entries of the tensor),    [K, B, p].
 
@@ -12,103 +12,163 @@ share the weight, Σ_t g[k, b, t] ⊗ a[b, t], and every method contracts those 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from laplace.core.gram import row_gram
+from laplace.core.registry import Registry
+from laplace.errors import StateError
+from laplace.jacobian.contractions import Contractions, total
+from laplace.jacobian.kronecker import KroneckerFactored, ProductBasis
+from laplace.jacobian.shape import TensorShape
+from laplace.weights.problem import Selection
 
 _ENTRY_COST = 16
 """An entry that is gathered takes about as long as this many in a matrix product."""
 
-CHUNK_BYTES = 32 * 2**20
-"""Bytes of a dense per-layer piece [K, b, p] that is contracted and dropped as it is made."""
 
+class Block(Contractions):
+    """Jacobian `[K, B, p]` with respect to the random entries of one tensor.
 
-class Block(ABC):
-    """Jacobian with respect to the treated entries of one tensor.
-
-    Attributes:
-        size: p, the number of treated entries.
-        n_cotangents: K.
-        n_data: B.
+    A new block gives its sizes, `dense` and `at`, and is right everywhere. Where factors are less work than dense
+    values, it overrides the contractions, and what keeps the factors: selections, folds, states.
     """
 
-    size: int
-    n_cotangents: int
-    n_data: int
+    # Other data, outputs and entries.
 
     @abstractmethod
-    def dense(self) -> Tensor:
-        """`[K, B, p]`."""
+    def at(self, data: slice | Tensor) -> Block:
+        """The block of some of the data: a slice, or indices `[n]`."""
 
-    @abstractmethod
-    def rows(self, index: slice) -> Block:
-        """The block of a slice of the data."""
+    def select_outputs(self, outputs: Tensor) -> Block:
+        """One cotangent of every datum, `outputs` `[B]`: a block `[1, B, p]`."""
+        data = torch.arange(len(outputs), device=outputs.device)
+        return DenseBlock(self.dense()[outputs, data].unsqueeze(0))
 
-    @property
-    def multiplies_out(self) -> bool:
-        """Whether contractions with weights go through dense pieces, since the block has no factors for them."""
-        return True
+    def select_entries(self, selection: Selection, entries: Tensor) -> Block:
+        """Some entries of the tensor.
 
-    def entries(self, index: Tensor) -> Tensor:
-        """Columns of the dense block, `[K, B, len(index)]`."""
-        return torch.cat([piece[..., index] for piece in self.pieces()], 1)
+        Args:
+            selection: The entries as rows × columns and an index.
+            entries: The same as flat indices `[q]`.
+        """
+        return PickedBlock(self, entries)
 
-    def by_output(self) -> Tensor:
-        """The dense block with a row for every datum and output, `[B·K, p]`."""
-        return self.dense().expand(-1, self.n_data, -1).transpose(0, 1).flatten(0, 1)
+    def join(self, others: Sequence[Block]) -> Block:
+        """The block with the cotangents of other blocks `[K_i, B, p]` of the same tensor and data appended."""
+        return DenseBlock(torch.cat([self.dense(), *(other.dense() for other in others)]))
 
-    def pieces(self) -> Iterator[Tensor]:
-        """Dense pieces `[K, b, p]` over consecutive data, each at most about `CHUNK_BYTES`."""
-        per_datum = self.n_cotangents * self.size * 8
-        step = max(1, CHUNK_BYTES // per_datum)
-        for start in range(0, self.n_data, step):
-            yield self.rows(slice(start, start + step)).dense()
+    def add(self, others: Sequence[Block]) -> Block:
+        """The sum with other blocks of the same tensor, cotangents and data: its other uses in the network."""
+        return SumBlock((self, *others))
 
-    def sum_of_squares(self, *, apart: bool = False) -> Tensor:
-        """Σ J² over data and cotangents, `[1, p]`, or over data with the cotangents `apart`, `[K, p]`."""
-        if apart:
-            return total(piece.square().sum(1) for piece in self.pieces())
-        return total(piece.square().flatten(0, 1).sum(0, keepdim=True) for piece in self.pieces())
+    # Outputs with positions.
 
-    def weighted_norms(self, weights: Tensor) -> Tensor:
-        """Σ_p J² w, `[B, K]`, for weights `[p]`."""
-        return torch.cat([(piece.square() @ weights).T for piece in self.pieces()])
+    def fold_positions(self, n_positions: int) -> Block | None:
+        """A block `[K, B, p]` of a layer with T positions as one of B·T data with one position each.
 
-    def weighted_gram(self, weights: Tensor) -> Tensor:
-        """Σ_p J_k w J_l, `[B, K, K]`, for weights `[p]`, summed in their dtype: in float64 what is to be factored."""
-        return torch.cat([row_gram(piece.transpose(0, 1), weights) for piece in self.pieces()])
+        That is the Jacobian of rows only where position t of the layer alone reaches row t.
 
-    def apply(self, vectors: Tensor) -> Tensor:
-        """J v, `[S, B, K]`, for vectors `[S, p]`."""
-        return torch.cat([torch.einsum("kbp,sp->sbk", piece, vectors) for piece in self.pieces()], 1)
+        Returns:
+            The block, or None where its positions cannot be told apart, or are not T.
+        """
+        del n_positions
+        return None
+
+    def fold_cotangents(self, n_positions: int) -> Block:
+        """A block `[S·C, B, p]` of the cotangents of S positions as one of rows, `[C, B·S, p]`, data major."""
+        return DenseBlock(by_row(self.dense(), n_positions))
+
+    # The same values in another form.
 
     def cast(self, dtype: torch.dtype) -> Block:
         """The block in another dtype."""
         return MappedBlock(self, lambda piece: piece.to(dtype))
 
-    def pull(self, cotangents: Tensor) -> Tensor:
-        """Σ_kb c_kb J_kb, `[p]`, for scalars `[K, B]`."""
-        result, start = cotangents.new_zeros(self.size), 0
-        for piece in self.pieces():
-            stop = start + piece.shape[1]
-            result = result + torch.einsum("kbp,kb->p", piece, cotangents[:, start:stop])
-            start = stop
-        return result
+    def in_basis(self, basis: ProductBasis) -> Block:
+        """The block in another basis of its entries."""
+        return MappedBlock(self, basis.rotate)
 
-    @abstractmethod
-    def bound(self) -> Tensor:
-        """A cheap upper bound of the Frobenius norm of J, 0-dim: the scale against which errors are judged."""
+    def detached(self) -> Block:
+        """The block as plain tensors, without graphs or references to a network."""
+        return DenseBlock(self.dense().detach().contiguous())
+
+    def state(self) -> dict[str, Any]:
+        """A detached block as tensors, numbers and strings, its `kind` among `BLOCKS` among them."""
+        return DenseBlock(self.dense()).state()
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Block:
+        """The block of a state of this kind."""
+        return cls(**{name: value for name, value in state.items() if name != "kind"})
+
+    # What it is made of.
+
+    @property
+    def terms(self) -> tuple[Block, ...]:
+        """Blocks of which it is the sum."""
+        return (self,)
+
+    @property
+    def product(self) -> KroneckerFactored | None:
+        """The sum of outer products that it is, or is entries of; None without factors."""
+        return None
+
+    @property
+    def product_index(self) -> Tensor | None:
+        """Indices `[p]` of its entries within `product`; None for all."""
+        return None
+
+    def kernel_by_factors(self, other: Block) -> Callable[[], Tensor] | None:
+        """The kernel Σ_p J[k, b, p] J'[l, m, p], `[K, B, L, M]`, float64, by factors of both blocks.
+
+        Returns:
+            Computes the kernel; None where this block knows no way, or dense pieces are less work.
+        """
+        del other
+        return None
+
+    def shape(self, inputs: Sequence[Tensor]) -> TensorShape:
+        """What work and memory depend on.
+
+        Args:
+            inputs: Inputs of layers: factors that are views of them are no copies.
+        """
+        del inputs
+        return TensorShape(self.size, n_outputs=self.size)
 
 
-def total(parts: Iterable[Tensor]) -> Tensor:
-    """Sum of tensors."""
-    return reduce(torch.add, parts)
+BLOCKS: Registry[type[Block]] = Registry("kind of block")
+"""Blocks that states hold, by name."""
+
+
+def from_state(state: Mapping[str, Any]) -> Block:
+    """The block of a state.
+
+    Raises:
+        StateError: Its kind is unknown.
+    """
+    if state["kind"] not in BLOCKS:
+        raise StateError(f"the state holds a block of kind {state['kind']!r}, known are {list(BLOCKS)}.")
+    return BLOCKS[state["kind"]].from_state(state)
+
+
+B = TypeVar("B", bound=Block)
+
+
+def all_of(kind: type[B], blocks: Sequence[Block]) -> list[B] | None:
+    """The blocks, if all are of one kind."""
+    alike = [block for block in blocks if isinstance(block, kind)]
+    return alike if len(alike) == len(blocks) else None
+
+
+def by_row(values: Tensor, n_positions: int) -> Tensor:
+    """`[S·C, B, …]` as `[C, B·S, …]`."""
+    return values.unflatten(0, (n_positions, -1)).movedim(0, 2).flatten(1, 2)
 
 
 @dataclass(frozen=True)
@@ -122,61 +182,28 @@ class DenseBlock(Block):
     values: Tensor
 
     @property
-    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def size(self) -> int:
         return self.values.shape[2]
 
     @property
-    def n_cotangents(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def n_cotangents(self) -> int:
         return self.values.shape[0]
 
     @property
-    def n_data(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def n_data(self) -> int:
         return self.values.shape[1]
 
     def dense(self) -> Tensor:
         return self.values
 
-    def bound(self) -> Tensor:
-        return self.values.norm()
+    def at(self, data: slice | Tensor) -> DenseBlock:
+        return DenseBlock(self.values[:, data])
 
-    def rows(self, index: slice) -> Block:
-        return DenseBlock(self.values[:, index])
-
-    def cast(self, dtype: torch.dtype) -> Block:
+    def cast(self, dtype: torch.dtype) -> DenseBlock:
         return DenseBlock(self.values.to(dtype))
 
-
-@dataclass(frozen=True)
-class LazyBlock(Block):
-    """A dense block that is too large to hold: pieces are computed when they are asked for.
-
-    Attributes:
-        compute: Gives `[K, b, p]` of a slice of the data.
-        size: p.
-        n_cotangents: K.
-        span: First and last + 1 datum of this block.
-        norm: The bound.
-    """
-
-    compute: Callable[[slice], Tensor]
-    size: int
-    n_cotangents: int
-    span: tuple[int, int]
-    norm: Tensor
-
-    @property
-    def n_data(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.span[1] - self.span[0]
-
-    def dense(self) -> Tensor:
-        return self.compute(slice(*self.span))
-
-    def bound(self) -> Tensor:
-        return self.norm
-
-    def rows(self, index: slice) -> Block:
-        start, stop, _ = index.indices(self.n_data)
-        return replace(self, span=(self.span[0] + start, self.span[0] + stop))
+    def state(self) -> dict[str, Any]:
+        return {"kind": "dense", "values": self.values}
 
 
 @dataclass(frozen=True)
@@ -186,67 +213,90 @@ class SumBlock(Block):
     parts: tuple[Block, ...]
 
     @property
-    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def size(self) -> int:
         return self.parts[0].size
 
     @property
-    def n_cotangents(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def n_cotangents(self) -> int:
         return self.parts[0].n_cotangents
 
     @property
-    def n_data(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def n_data(self) -> int:
         return self.parts[0].n_data
 
+    @property
+    def terms(self) -> tuple[Block, ...]:
+        return self.parts
+
+    def _each(self, function: Callable[[Block], Block]) -> SumBlock:
+        return SumBlock(tuple(function(part) for part in self.parts))
+
     def dense(self) -> Tensor:
-        return reduce(torch.add, (part.dense() for part in self.parts))
+        return total(part.dense() for part in self.parts)
 
     def bound(self) -> Tensor:
         return total(part.bound() for part in self.parts)
-
-    def rows(self, index: slice) -> Block:
-        return SumBlock(tuple(part.rows(index) for part in self.parts))
-
-    def cast(self, dtype: torch.dtype) -> Block:
-        return SumBlock(tuple(part.cast(dtype) for part in self.parts))
 
     def apply(self, vectors: Tensor) -> Tensor:
         return total(part.apply(vectors) for part in self.parts)
 
+    def at(self, data: slice | Tensor) -> SumBlock:
+        return self._each(lambda part: part.at(data))
+
+    def select_outputs(self, outputs: Tensor) -> SumBlock:
+        return self._each(lambda part: part.select_outputs(outputs))
+
+    def select_entries(self, selection: Selection, entries: Tensor) -> SumBlock:
+        return self._each(lambda part: part.select_entries(selection, entries))
+
+    def join(self, others: Sequence[Block]) -> Block:
+        alike = all_of(SumBlock, others)
+        if alike is None:
+            return super().join(others)
+        parts = zip(self.parts, *(other.parts for other in alike), strict=True)
+        return SumBlock(tuple(first.join(rest) for first, *rest in parts))
+
+    def fold_cotangents(self, n_positions: int) -> SumBlock:
+        return self._each(lambda part: part.fold_cotangents(n_positions))
+
+    def cast(self, dtype: torch.dtype) -> SumBlock:
+        return self._each(lambda part: part.cast(dtype))
+
+    def detached(self) -> SumBlock:
+        return self._each(lambda part: part.detached())
+
+    def state(self) -> dict[str, Any]:
+        return {"kind": "sum", "parts": [part.state() for part in self.parts]}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> SumBlock:
+        return cls(tuple(from_state(part) for part in state["parts"]))
+
+    def shape(self, inputs: Sequence[Tensor]) -> TensorShape:
+        copied = sum(part.shape(inputs).copied for part in self.parts)
+        return TensorShape(self.size, n_outputs=self.size, copied=copied)
+
 
 @dataclass(frozen=True)
-class JoinedBlock(Block):
-    """The tensors of one layer side by side, where they share a basis.
+class _Wrapper(Block):
+    """A block made of another one with the same cotangents and data."""
 
-    Attributes:
-        parts: A block of every tensor, in the order of their entries.
-    """
-
-    parts: tuple[Block, ...]
+    whole: Block
 
     @property
-    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return sum(part.size for part in self.parts)
+    def n_cotangents(self) -> int:
+        return self.whole.n_cotangents
 
     @property
-    def n_cotangents(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.parts[0].n_cotangents
-
-    @property
-    def n_data(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.parts[0].n_data
-
-    def dense(self) -> Tensor:
-        return torch.cat([part.dense().expand(-1, self.n_data, -1) for part in self.parts], 2)
+    def n_data(self) -> int:
+        return self.whole.n_data
 
     def bound(self) -> Tensor:
-        return total(part.bound() for part in self.parts)
-
-    def rows(self, index: slice) -> Block:
-        return JoinedBlock(tuple(part.rows(index) for part in self.parts))
+        return self.whole.bound()
 
 
 @dataclass(frozen=True)
-class MappedBlock(Block):
+class MappedBlock(_Wrapper):
     """A block in another basis, where it has no factors to rotate.
 
     Attributes:
@@ -254,33 +304,21 @@ class MappedBlock(Block):
         rotate: Maps `[..., p]` to `[..., p]`.
     """
 
-    whole: Block
     rotate: Callable[[Tensor], Tensor]
 
     @property
-    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def size(self) -> int:
         return self.whole.size
-
-    @property
-    def n_cotangents(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.whole.n_cotangents
-
-    @property
-    def n_data(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.whole.n_data
 
     def dense(self) -> Tensor:
         return self.rotate(self.whole.dense())
 
-    def bound(self) -> Tensor:
-        return self.whole.bound()
-
-    def rows(self, index: slice) -> Block:
-        return MappedBlock(self.whole.rows(index), self.rotate)
+    def at(self, data: slice | Tensor) -> MappedBlock:
+        return MappedBlock(self.whole.at(data), self.rotate)
 
 
 @dataclass(frozen=True)
-class PickedBlock(Block):
+class PickedBlock(_Wrapper):
     """Single entries of another block (a selection that is not rows × columns).
 
     Attributes:
@@ -288,50 +326,68 @@ class PickedBlock(Block):
         index: Which entries, `[p]`.
     """
 
-    whole: Block
     index: Tensor
 
     @property
-    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def size(self) -> int:
         return len(self.index)
 
     @property
-    def n_cotangents(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.whole.n_cotangents
-
-    @property
-    def n_data(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.whole.n_data
-
-    @property
-    def multiplies_out(self) -> bool:
+    def gathers(self) -> bool:
         """True for few entries: their products cost less than contractions of the whole block with zeros elsewhere."""
-        return self.whole.multiplies_out or _ENTRY_COST * self.n_cotangents * self.size < self.whole.size
+        few = _ENTRY_COST * self.n_cotangents * self.size < self.whole.size
+        return few or not self.whole.contracts_factors
+
+    @property
+    def product(self) -> KroneckerFactored | None:
+        return self.whole.product
+
+    @property
+    def product_index(self) -> Tensor | None:
+        return self.index
 
     def dense(self) -> Tensor:
         return self.whole.entries(self.index)
 
-    def bound(self) -> Tensor:
-        return self.whole.bound()
+    def at(self, data: slice | Tensor) -> PickedBlock:
+        return PickedBlock(self.whole.at(data), self.index)
 
-    def rows(self, index: slice) -> Block:
-        return PickedBlock(self.whole.rows(index), self.index)
+    def join(self, others: Sequence[Block]) -> Block:
+        alike = all_of(PickedBlock, others)
+        if alike is None:
+            return super().join(others)
+        return PickedBlock(self.whole.join([other.whole for other in alike]), self.index)
+
+    def fold_positions(self, n_positions: int) -> PickedBlock | None:
+        whole = self.whole.fold_positions(n_positions)
+        return None if whole is None else PickedBlock(whole, self.index)
+
+    def fold_cotangents(self, n_positions: int) -> PickedBlock:
+        return PickedBlock(self.whole.fold_cotangents(n_positions), self.index)
+
+    def shape(self, inputs: Sequence[Tensor]) -> TensorShape:
+        shape = self.whole.shape(inputs)
+        return replace(shape, size=self.size, n_outputs=shape.n_outputs if shape.factored else self.size)
 
     def _spread(self, weights: Tensor) -> Tensor:
         """Weights `[p]` of the entries as those of the whole block, zero elsewhere."""
         return weights.new_zeros(self.whole.size).index_copy(0, self.index, weights)
 
     def sum_of_squares(self, *, apart: bool = False) -> Tensor:
-        if self.multiplies_out:
+        if self.gathers:
             return super().sum_of_squares(apart=apart)
         return self.whole.sum_of_squares(apart=apart)[:, self.index]
 
     def weighted_norms(self, weights: Tensor) -> Tensor:
-        return (
-            super().weighted_norms(weights) if self.multiplies_out else self.whole.weighted_norms(self._spread(weights))
-        )
+        if self.gathers:
+            return super().weighted_norms(weights)
+        return self.whole.weighted_norms(self._spread(weights))
 
     def weighted_gram(self, weights: Tensor) -> Tensor:
-        return (
-            super().weighted_gram(weights) if self.multiplies_out else self.whole.weighted_gram(self._spread(weights))
-        )
+        if self.gathers:
+            return super().weighted_gram(weights)
+        return self.whole.weighted_gram(self._spread(weights))
+
+
+BLOCKS.register("dense")(DenseBlock)
+BLOCKS.register("sum")(SumBlock)

@@ -1,24 +1,56 @@
-"""The block of a layer whose outputs are the network's: J = I ⊗ φ, of which the identity is never built."""
+"""Blocks of a layer whose outputs are the network's: J = I ⊗ φ, of which the identity is never built."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from laplace.jacobian.blocks import Block
-from laplace.jacobian.factors import OuterBlock
+from laplace.jacobian.blocks import BLOCKS, Block
+from laplace.jacobian.kronecker import ProductBasis
+from laplace.jacobian.outer import OuterBlock
+from laplace.jacobian.shape import TensorShape
+from laplace.likelihoods.output_hessian import OutputHessian
+
+
+class Head(Block):
+    """A block of a layer whose outputs are the network's, in their basis or another one.
+
+    Attributes:
+        features: φ, `[B, D]`; ones `[B, 1]` of a bias.
+        is_bias: True for a bias.
+    """
+
+    features: Tensor
+    is_bias: bool
+
+    @abstractmethod
+    def at(self, data: slice | Tensor) -> Head:
+        """The block of some of the data: a slice, or indices `[n]`."""
+
+    @abstractmethod
+    def ggn_diagonal(self, hessian: OutputHessian, *, apart: bool) -> Tensor:
+        """Diagonal of Σ_b J_bᵀ Λ_b J_b, `[1, p]`, without a root of Λ.
+
+        Args:
+            hessian: Output Hessians Λ of the data.
+            apart: Take the diagonals of Λ alone, with a row for every output, `[C, p]`.
+        """
 
 
 @dataclass(frozen=True)
-class HeadBlock(Block):
+class HeadBlock(Head):
     """∂f_k / ∂W_cd = δ_kc φ_d of a weight `(C, D)`, or of a bias, with φ = 1 and D = 1.
 
     Attributes:
         features: φ, `[B, D]`; ones `[B, 1]` of a bias.
         n_outputs: C.
-        is_bias: Whether the tensor is a bias.
+        is_bias: True for a bias.
     """
 
     features: Tensor
@@ -26,88 +58,121 @@ class HeadBlock(Block):
     is_bias: bool = False
 
     @classmethod
-    def of(cls, block: OuterBlock, n_outputs: int) -> HeadBlock:
-        """From the block of the layer with any output gradients, which are not read."""
+    def of(cls, block: Block, n_outputs: int) -> HeadBlock | None:
+        """From the block of a layer with any output gradients, which are not read; None of one that is no head."""
+        if not isinstance(block, OuterBlock) or block.input_first:
+            return None
         if block.a is None:
             return cls(block.g.new_ones(block.n_data, 1), n_outputs, is_bias=True)
         return cls(block.a[:, 0, 0], n_outputs)
 
+    # Sizes.
+
     @property
-    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def size(self) -> int:
         return self.n_outputs * self.n_inputs
 
     @property
-    def n_cotangents(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def n_cotangents(self) -> int:
         return self.n_outputs
 
     @property
-    def n_data(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def n_data(self) -> int:
         return len(self.features)
 
     @property
     def n_inputs(self) -> int:
-        """D."""
+        """Number of features D."""
         return self.features.shape[1]
 
-    def multiplied(self) -> OuterBlock:
-        """The same block with the identity as its output gradients, `[C, C]`."""
-        return self._with_gradients(torch.eye(self.n_outputs, dtype=self.features.dtype, device=self.features.device))
+    def shape(self, inputs: Sequence[Tensor]) -> TensorShape:
+        del inputs
+        return TensorShape(
+            self.size, factored=True, n_outputs=self.n_outputs, n_inputs=self.n_inputs, is_bias=self.is_bias,
+            is_head=True,
+        )  # fmt: skip
 
-    def _with_gradients(self, basis: Tensor, *, rotated: bool = False) -> OuterBlock:
-        """Output gradients that are the rows of a basis `[C, K]`, for every datum."""
+    # Other data and outputs, and the same values in another form.
+
+    def at(self, data: slice | Tensor) -> HeadBlock:
+        return replace(self, features=self.features[data])
+
+    def select_outputs(self, outputs: Tensor) -> OuterBlock:
         a = None if self.is_bias else self.features[:, None, None]
-        g = basis[:, None, None, None, :]
-        return OuterBlock(a, g, self.n_data, identity=True, rotated=rotated)
-
-    def dense(self) -> Tensor:
-        return self.multiplied().dense()
-
-    def rows(self, index: slice) -> HeadBlock:
-        return replace(self, features=self.features[index])
-
-    def counted(self, kept: Tensor) -> HeadBlock:
-        """The block of the data `kept` alone, indices `[n]`."""
-        return replace(self, features=self.features[kept])
-
-    def at(self, outputs: Tensor) -> OuterBlock:
-        """One output of every datum, `outputs` `[B]`: a block with one cotangent."""
-        a = None if self.is_bias else self.features[:, None, None]
-        g = torch.nn.functional.one_hot(outputs, self.n_outputs).to(self.features)
-        return OuterBlock(a, g[None, :, None, None], self.n_data)
+        g = F.one_hot(outputs, self.n_outputs).to(self.features)
+        return OuterBlock(a, g[None, :, None, None])
 
     def cast(self, dtype: torch.dtype) -> HeadBlock:
         return replace(self, features=self.features.to(dtype))
 
-    @property
-    def multiplies_out(self) -> bool:
-        return False
+    def in_basis(self, basis: ProductBasis) -> Block:
+        if not basis.output_first:
+            return super().in_basis(basis)
+        head = self if basis.inputs is None else replace(self, features=self.features @ basis.inputs[0])
+        return head if basis.output is None else RotatedHeadBlock(head.features, basis.output[0], self.is_bias)
 
-    def entries(self, index: Tensor) -> Tensor:
-        output, feature = index // self.n_inputs, index % self.n_inputs
-        found = self.features.new_zeros(self.n_outputs, self.n_data, len(index))
-        found[output, :, torch.arange(len(index), device=index.device)] = self.features[:, feature].T
-        return found
+    def detached(self) -> HeadBlock:
+        return replace(self, features=self.features.detach().contiguous())
+
+    def state(self) -> dict[str, Any]:
+        return {"kind": "head", "features": self.features, "n_outputs": self.n_outputs, "is_bias": self.is_bias}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> HeadBlock:
+        return cls(state["features"], state["n_outputs"], state["is_bias"])
+
+    def kernel_by_factors(self, other: Block) -> Callable[[], Tensor]:
+        """The kernel with any block: the other's columns of an output, contracted with the features."""
+        return lambda: self._kernel(other)
+
+    def _kernel(self, other: Block) -> Tensor:
+        features = self.features.double()
+        if isinstance(other, HeadBlock):
+            eye = torch.eye(self.n_outputs, dtype=torch.float64, device=features.device)
+            return (features @ other.features.double().T)[None, :, None] * eye[:, None, :, None]
+        if isinstance(other, OuterBlock) and other.n_positions == other.groups == 1 and not other.input_first:
+            a = features.new_ones(other.n_data, 1) if other.a is None else other.a[:, 0, 0].double()
+            return torch.einsum("bm,lmk->kblm", features @ a.T, other.g[:, :, 0, 0].double())
+        pieces = (piece.double().unflatten(2, (self.n_outputs, -1)) for piece in other.pieces())
+        return torch.cat([torch.einsum("bd,lmkd->kblm", features, piece) for piece in pieces], 3)
+
+    # Contractions: an output has weights of its own, and every one is a product with the features.
+
+    @property
+    def contracts_factors(self) -> bool:
+        return True
+
+    def dense(self) -> Tensor:
+        eye = torch.eye(self.n_outputs, dtype=self.features.dtype, device=self.features.device)
+        return torch.einsum("kc,bd->kbcd", eye, self.features).flatten(2)
 
     def bound(self) -> Tensor:
         return self.features.norm() * self.n_outputs**0.5
 
+    def entries(self, index: Tensor) -> Tensor:
+        output, feature = index // self.n_inputs, index % self.n_inputs
+        entries = self.features.new_zeros(self.n_outputs, self.n_data, len(index))
+        entries[output, :, torch.arange(len(index), device=index.device)] = self.features[:, feature].T
+        return entries
+
     def pull(self, cotangents: Tensor) -> Tensor:
         return (cotangents @ self.features).flatten()
 
-    def project(self, output_basis: Tensor | None, input_basis: Tensor | None) -> HeadBlock | OuterBlock:
-        """The block in other bases, `[1, C, C']` and `[1, D, D']`; None leaves a side as it is."""
-        block = self if input_basis is None else replace(self, features=self.features @ input_basis[0])
-        return block if output_basis is None else block._with_gradients(output_basis[0], rotated=True)
-
-    # An output has weights of its own, and every contraction is a product with the features.
-
     def sum_of_squares(self, *, apart: bool = False) -> Tensor:
         squares = self.features.square().sum(0)
+        return self._on_diagonal(squares.expand(self.n_outputs, -1), apart=apart)
+
+    def ggn_diagonal(self, hessian: OutputHessian, *, apart: bool) -> Tensor:
+        squares = self.features.square()
+        return self._on_diagonal(hessian.diagonal().to(squares).T @ squares, apart=apart)
+
+    def _on_diagonal(self, values: Tensor, *, apart: bool) -> Tensor:
+        """Values `[C, D]` of the entries, `[1, C·D]`, or in a row for every output, which has its own, `[C, C·D]`."""
         if not apart:
-            return squares.repeat(self.n_outputs).unsqueeze(0)
-        found = squares.new_zeros(self.n_outputs, self.n_outputs, self.n_inputs)
-        found.diagonal(dim1=0, dim2=1).copy_(squares.unsqueeze(1).expand(-1, self.n_outputs))
-        return found.flatten(1)
+            return values.reshape(1, -1)
+        rows = values.new_zeros(self.n_outputs, *values.shape)
+        rows.diagonal().copy_(values.T)
+        return rows.flatten(1)
 
     def apply(self, vectors: Tensor) -> Tensor:
         return self.features @ vectors.view(len(vectors), self.n_outputs, -1).mT
@@ -119,5 +184,92 @@ class HeadBlock(Block):
         return torch.diag_embed(self.weighted_norms(weights.to(self.features.dtype))).to(weights.dtype)
 
 
-Head = HeadBlock | OuterBlock
-"""The block of a head, in the network's outputs or in another basis of them."""
+@dataclass(frozen=True)
+class RotatedHeadBlock(Head):
+    """A head in another basis of its outputs: J_k = Σ_o u_ko (the head's row o).
+
+    Attributes:
+        features: φ, `[B, D]`; ones `[B, 1]` of a bias.
+        basis: u, `[C, O]`.
+        is_bias: True for a bias.
+    """
+
+    features: Tensor
+    basis: Tensor
+    is_bias: bool = False
+
+    @property
+    def head(self) -> HeadBlock:
+        """The head with outputs in this basis."""
+        return HeadBlock(self.features, self.basis.shape[1], self.is_bias)
+
+    @property
+    def size(self) -> int:
+        return self.basis.shape[1] * self.features.shape[1]
+
+    @property
+    def n_cotangents(self) -> int:
+        return len(self.basis)
+
+    @property
+    def n_data(self) -> int:
+        return len(self.features)
+
+    def at(self, data: slice | Tensor) -> RotatedHeadBlock:
+        return replace(self, features=self.features[data])
+
+    def cast(self, dtype: torch.dtype) -> RotatedHeadBlock:
+        return replace(self, features=self.features.to(dtype), basis=self.basis.to(dtype))
+
+    @property
+    def contracts_factors(self) -> bool:
+        return True
+
+    def dense(self) -> Tensor:
+        return torch.einsum("co,bd->cbod", self.basis, self.features).flatten(2)
+
+    def bound(self) -> Tensor:
+        return self.basis.norm() * self.features.norm()
+
+    def pull(self, cotangents: Tensor) -> Tensor:
+        return self.head.pull(self.basis.T @ cotangents)
+
+    def sum_of_squares(self, *, apart: bool = False) -> Tensor:
+        squares = self.basis.square() if apart else self.basis.square().sum(0, keepdim=True)
+        return (squares.unsqueeze(2) * self.features.square().sum(0)).flatten(1)
+
+    def ggn_diagonal(self, hessian: OutputHessian, *, apart: bool) -> Tensor:
+        squares = self.features.square()
+        basis = self.basis.to(squares)
+        if not apart:
+            return (hessian.diagonal_in(basis).T.to(squares) @ squares).reshape(1, -1)
+        sums = hessian.diagonal().to(squares).T @ squares  # [C, D]
+        return (basis.square().unsqueeze(2) * sums.unsqueeze(1)).flatten(1)
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        return self.head.apply(vectors) @ self.basis.T
+
+    def weighted_norms(self, weights: Tensor) -> Tensor:
+        return self.head.weighted_norms(weights) @ self.basis.square().T
+
+    def weighted_gram(self, weights: Tensor) -> Tensor:
+        head = self.head.at(slice(0, 1)) if self.is_bias else self.head  # whose data are all the same
+        norms = head.weighted_norms(weights.to(head.features.dtype)).to(weights.dtype)
+        basis = self.basis.to(weights.dtype)
+        return ((basis * norms.unsqueeze(1)) @ basis.T).expand(self.n_data, -1, -1)
+
+
+def as_head(block: Block) -> Head | None:
+    """The block where its layer's outputs are the network's, in any basis; else None."""
+    return block if isinstance(block, Head) else None
+
+
+def gradients_are(block: Block, cotangents: Tensor) -> bool:
+    """True if a layer's output gradients are the cotangents `[1, ...]`: its rows are those of the network."""
+    if not isinstance(block, OuterBlock) or block.groups > 1:
+        return False
+    g = block.g[0, :, 0, 0]
+    return g.numel() == cotangents.numel() and bool(torch.equal(g.flatten(), cotangents.to(g).flatten()))
+
+
+BLOCKS.register("head")(HeadBlock)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace.jacobian.blocks import CHUNK_BYTES, Block, DenseBlock, total
+from laplace.jacobian.blocks import Block, DenseBlock, from_state
+from laplace.jacobian.contractions import CHUNK_BYTES, total
 from laplace.jacobian.heads import HeadBlock
 
 
@@ -63,21 +65,45 @@ class Jacobian:
         """Dense pieces `[b, K, P]` over consecutive data, each at most about `CHUNK_BYTES`."""
         step = max(1, CHUNK_BYTES // (8 * self.n_cotangents * sum(block.size for block in self.blocks)))
         for start in range(0, self.n_data, step):
-            yield self.rows(slice(start, start + step)).dense()
+            yield self.at(slice(start, start + step)).dense()
 
-    def rows(self, index: slice) -> Jacobian:
-        """The Jacobian of a slice of the data."""
-        return Jacobian(tuple(block.rows(index) for block in self.blocks), wide=self.wide)
+    def at(self, data: slice | Tensor) -> Jacobian:
+        """The Jacobian of some of the data: a slice, or indices `[n]`."""
+        return Jacobian(tuple(block.at(data) for block in self.blocks), wide=self.wide)
+
+    def select_outputs(self, outputs: Tensor) -> Jacobian:
+        """The Jacobian of one output of every datum, `outputs` `[B]`, with one cotangent."""
+        return Jacobian(tuple(block.select_outputs(outputs) for block in self.blocks))
+
+    def detached(self) -> Jacobian:
+        """The Jacobian as plain tensors, without graphs or references to a network, as states hold it.
+
+        Parameters without factors are multiplied out.
+        """
+        return Jacobian(tuple(block.detached() for block in self.blocks))
 
     def summed_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which covariances are summed: this one, or float64 where that is wanted."""
         return torch.float64 if self.wide else dtype
 
     def sum_over_blocks(self, function: Callable[[int, Block], Tensor]) -> Tensor:
-        """Adds up what `function(position, block)` gives for every block."""
+        """Adds up what `function(index, block)` gives for every block."""
         return total(function(i, block) for i, block in enumerate(self.blocks))
 
     @classmethod
     def from_dense(cls, values: Tensor, sizes: tuple[int, ...]) -> Jacobian:
         """Wraps a dense Jacobian `[B, C, P]`."""
         return cls(tuple(DenseBlock(part) for part in values.transpose(0, 1).split(list(sizes), 2)))
+
+    def state(self) -> list[dict[str, Any]]:
+        """A detached Jacobian as tensors, numbers and strings."""
+        return [block.state() for block in self.blocks]
+
+    @classmethod
+    def from_state(cls, state: Sequence[Mapping[str, Any]]) -> Jacobian:
+        """The Jacobian of a state.
+
+        Raises:
+            StateError: It is malformed.
+        """
+        return cls(tuple(from_state(block) for block in state))

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution, constraints
 from torch.func import grad, jacrev, vmap
 
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian
-from laplace.likelihoods.checks import check_outputs, check_tensor
+from laplace.likelihoods.checks import check_outputs, check_tensor, require_finite_targets
 
 
 class LikelihoodFromLoss(NoiseFreeLikelihood):
     """Base of users' own likelihoods: write three methods and a name.
 
     The density should be log-concave in f, as its Hessian is the output Hessian of the GGN (otherwise
-    `OutputHessian.root` raises). Predictions average `inverse_link` over samples; list further names in
-    `links` if they fit (`"probit"` suits sigmoids and softmax).
+    `OutputHessian.root` raises). Predictions average `inverse_link` over samples, `link_approx="mc"`; list
+    further names of `LINKS` in `links` if they fit (`"probit"` suits sigmoids and softmax). Variances, entropies and
+    intervals are by samples too; `conditional` makes them cheaper, and gives a distribution.
 
     Example:
         class Poisson(LikelihoodFromLoss):
@@ -34,8 +38,6 @@ class LikelihoodFromLoss(NoiseFreeLikelihood):
             def inverse_link(self, f):
                 return f.exp()
     """
-
-    links = ("mc",)
 
     @abstractmethod
     def negative_log_likelihood(self, f: Tensor, y: Tensor) -> Tensor:
@@ -63,8 +65,7 @@ class LikelihoodFromLoss(NoiseFreeLikelihood):
                 f"Targets have shape {list(y.shape)}, outputs {list(f.shape)}; one row of targets per datum is "
                 "accepted: give targets [B, ...]."
             )
-        if not torch.isfinite(y).all():
-            raise InvalidData("Targets have NaN or infinite entries: remove those data before fitting.")
+        require_finite_targets(y)
         return y.to(f) if y.is_floating_point() else y.to(f.device)
 
     def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
@@ -95,6 +96,10 @@ class LikelihoodFromLoss(NoiseFreeLikelihood):
         per_batch = vmap(grad(self.negative_log_likelihood))
         return torch.stack([per_batch(f, target) for target in targets])
 
+    def conditional(self, f: Tensor) -> Distribution:
+        """p(y | f) by `sample` and `negative_log_likelihood`, of targets with C entries per datum."""
+        return DistributionFromLoss(self, f)
+
     def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:
         """Not defined by the mean of the target alone.
 
@@ -106,3 +111,59 @@ class LikelihoodFromLoss(NoiseFreeLikelihood):
             "predictive_nll(prediction, variance, y, sigma_noise) -> [B] in its class, "
             "give `loss`, or tune by the evidence."
         )
+
+
+class DistributionFromLoss(Distribution):
+    """p(y | f) by the methods of a likelihood.
+
+    Args:
+        likelihood: Has `sample`, `negative_log_likelihood` and `inverse_link`.
+        f: Outputs `[..., C]`.
+    """
+
+    def __init__(self, likelihood: LikelihoodFromLoss, f: Tensor) -> None:
+        super().__init__(f.shape[:-1], f.shape[-1:], validate_args=False)
+        self.likelihood = likelihood
+        self.f = f
+
+    @property
+    def arg_constraints(self) -> dict[str, constraints.Constraint]:
+        """None."""
+        return {}
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """All targets."""
+        return constraints.real_vector
+
+    @property
+    def mean(self) -> Tensor:
+        """E[y | f], `[..., C]`."""
+        return self.likelihood.inverse_link(self.f)
+
+    @property
+    def variance(self) -> Tensor:
+        """½ (y − y′)² of two samples, of which Var(y | f) is the mean, `[..., C]`."""
+        first, second = self.sample((2,))
+        return 0.5 * (first - second).square()
+
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
+        """Targets `[*sample_shape, ..., C]`, of the global random numbers.
+
+        Raises:
+            UnsupportedError: The likelihood has targets of another shape.
+        """
+        rows = self.f.detach().flatten(0, -2)
+        targets = self.likelihood.sample(rows, math.prod(sample_shape))
+        if targets.shape[1:] != rows.shape:
+            raise UnsupportedError(
+                f"likelihood={self.likelihood.name!r} has targets {list(targets.shape[1:])} of outputs "
+                f"{list(rows.shape)}, whose moments are not known: define conditional(f) in its class."
+            )
+        return targets.view(*sample_shape, *self.f.shape)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log p(value | f), `[...]`, of targets `[..., C]`."""
+        f, y = torch.broadcast_tensors(self.f, value)
+        each = vmap(self.likelihood.negative_log_likelihood)(f.flatten(0, -2), y.flatten(0, -2))
+        return -each.view(f.shape[:-1])

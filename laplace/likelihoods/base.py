@@ -9,13 +9,17 @@ and `log_likelihood`, so that a fitted curvature outlives a change of either.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.likelihoods.links import LINKS
 from laplace.likelihoods.output_hessian import OutputHessian
+from laplace.likelihoods.target import Target
+from laplace.likelihoods.targets import TARGETS
 
 
 class Likelihood(ABC):
@@ -23,27 +27,44 @@ class Likelihood(ABC):
 
     Attributes:
         name: The string users write.
-        has_noise: Whether `sigma_noise` is a parameter of this likelihood.
-        links: The link approximations that `predict` accepts, names in `laplace.likelihoods.links.LINKS`; empty if
-            the latent is the mean of the target under every link.
-        latent_prediction: Whether predictions are the latent Gaussian itself, (mean, variance).
+        target: What predictions say of y: its variance, entropy, intervals, distributions and scores; by samples
+            unless the class has one of `laplace.likelihoods.targets`, or one of its own. A class that writes
+            `target_kind`, `"class"`, `"binary"`, `"real"` or `"other"`, has the target of that name.
+        has_noise: True if `sigma_noise` is a parameter of this likelihood.
+        links: Link approximations that `predict` accepts, names in `laplace.likelihoods.links.LINKS`; empty if E[y]
+            needs none.
+        latent_prediction: True if `la(x)` is the latent Gaussian itself, (mean, variance).
+        moment_prediction: True if `la(x)` is (E[y], Var[y]).
         ignore_index: Label that marks data which count nowhere, or None.
-        target_kind: What a prediction says of the target: `"class"` (probabilities `[B, C]` of one label), `"binary"`
-            (a probability per output), `"real"` (mean and variance), or `"other"`, of which tuning knows no score
-            but `predictive_nll`.
-        independent_outputs: Whether loss and inverse link act on every output alone.
+        independent_outputs: True if loss and inverse link act on every output alone.
         activation: `"softmax"` or `"sigmoid"` for a likelihood that takes it of the outputs, so that outputs of which
             the network has taken it already are refused.
     """
 
     name: str
+    target: Target = TARGETS["other"]
     has_noise: bool = False
-    links: tuple[str, ...] = ()
     latent_prediction: bool = False
+    moment_prediction: bool = False
     ignore_index: int | None = None
-    target_kind: str = "other"
     independent_outputs: bool = False
     activation: str | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        kind = vars(cls).get("target_kind")
+        if isinstance(kind, str):
+            cls.target = TARGETS[kind]
+
+    @property
+    def target_kind(self) -> str:
+        """Name of the kind of target."""
+        return self.target.kind
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        """Names in `LINKS`."""
+        return ()
 
     @abstractmethod
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
@@ -95,9 +116,9 @@ class Likelihood(ABC):
             "backend, NativeGGN."
         )
 
-    def count(self, f: Tensor, y: Tensor) -> int:
-        """Number of data in the batch that count (ignored labels do not); y is checked already."""
-        return int(f.shape[0]) if self.ignore_index is None else int((y != self.ignore_index).sum())
+    def count(self, f: Tensor, y: Tensor) -> int | Tensor:
+        """Number of data that count (ignored labels do not), a 0-dim tensor where a device knows it; y is checked."""
+        return f.shape[0] if self.ignore_index is None else (y != self.ignore_index).sum()
 
     @abstractmethod
     def log_likelihood(
@@ -145,6 +166,18 @@ class Likelihood(ABC):
             UnsupportedError: This likelihood has no such link.
         """
 
+    def conditional(self, f: Tensor) -> Distribution:
+        """p(y | f) as a distribution of PyTorch with batch shape `[...]` and events `[C]`, for outputs `[..., C]`.
+
+        Raises:
+            UnsupportedError: The class does not define it.
+        """
+        raise UnsupportedError(
+            f"likelihood={self.name!r} does not say how y is distributed given f, from which samples, variances and "
+            "entropies follow: define conditional(f) in its class, a torch.distributions.Distribution with events [C] "
+            "for outputs f [..., C], e.g. Independent(Poisson(f.exp()), 1)."
+        )
+
     @abstractmethod
     def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:
         """Negative log predictive density of each datum, `[B]`: what tuning minimises on validation data.
@@ -158,7 +191,19 @@ class Likelihood(ABC):
 
 
 class NoiseFreeLikelihood(Likelihood):
-    """A likelihood without a noise parameter: temperature alone scales it, `sigma_noise` is not read."""
+    """A likelihood without a noise parameter: temperature alone scales it, `sigma_noise` is not read.
+
+    Attributes:
+        response: `"softmax"` or `"sigmoid"` where `inverse_link` is that function, for which links are made; None for
+            any other.
+    """
+
+    response: str | None = None
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        """Those that serve the inverse link."""
+        return tuple(name for name, link in LINKS.items() if link.serves(self.response))
 
     def predict(
         self,

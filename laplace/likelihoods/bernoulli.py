@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from laplace.core.checks import require
 from laplace.core.random_numbers import uniform
 from laplace.enums import LinkApprox
 from laplace.errors import InvalidData
 from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian
 from laplace.likelihoods.checks import check_outputs, check_tensor, check_values
 from laplace.likelihoods.links import probabilities_within
+from laplace.likelihoods.targets import TARGETS
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,8 @@ class Bernoulli(NoiseFreeLikelihood):
     """p(y | f) = Π_c σ(f_c)^{y_c} (1 − σ(f_c))^{1 − y_c}; targets in [0, 1], soft ones included."""
 
     name = "bernoulli"
-    links = ("probit", "mc", "delta")
-    target_kind = "binary"
+    target = TARGETS["binary"]
+    response = "sigmoid"
     independent_outputs = True
     activation = "sigmoid"
 
@@ -37,11 +39,13 @@ class Bernoulli(NoiseFreeLikelihood):
         if f.shape[1] == 1 and y.ndim == 1:
             y = y.unsqueeze(1)
         y = check_values(f, y)
-        if ((y < 0) | (y > 1)).any():
-            raise InvalidData(
+        require(
+            (y >= 0) & (y <= 1),
+            lambda: InvalidData(
                 f"Targets reach from {y.min().item():.3g} to {y.max().item():.3g}; likelihood='bernoulli' accepts "
                 "[0, 1]: map labels -1 and 1 by (y + 1) / 2, and use 'classification' for class indices."
-            )
+            ),
+        )
         return y
 
     def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:

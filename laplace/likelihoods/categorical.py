@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace.errors import InvalidData
 from laplace.likelihoods.checks import check_labels, check_outputs
-from laplace.likelihoods.softmax import SOFTMAX_LINKS, SoftmaxLikelihood
+from laplace.likelihoods.softmax import SoftmaxLikelihood
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,6 @@ class Categorical(SoftmaxLikelihood):
     """
 
     name = "classification"
-    links = SOFTMAX_LINKS
     activation = "softmax"
     ignore_index: int | None = -100
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from laplace.core.checks import require
 from laplace.errors import InvalidData
 
 
@@ -16,10 +17,12 @@ def check_outputs(f: Tensor) -> None:
     """
     if f.ndim != 2:
         raise InvalidData(f"The network's outputs have shape {list(f.shape)}; [B, C] is accepted: reshape them.")
-    if not torch.isfinite(f).all():
-        raise InvalidData(
+    require(
+        torch.isfinite(f),
+        lambda: InvalidData(
             "The network's outputs have NaN or infinite entries: look at the inputs and at the network's weights."
-        )
+        ),
+    )
 
 
 def check_tensor(y: Tensor) -> Tensor:
@@ -47,9 +50,20 @@ def check_values(f: Tensor, y: Tensor) -> Tensor:
             f"Targets have shape {list(values.shape)}, outputs {list(f.shape)}; they must be equal, nothing is "
             "broadcast: for one output give targets [B, 1], e.g. y.unsqueeze(-1)."
         )
-    if not torch.isfinite(values).all():
-        raise InvalidData("Targets have NaN or infinite entries: remove those data before fitting.")
+    require_finite_targets(values)
     return values.to(f)
+
+
+def require_finite_targets(y: Tensor) -> None:
+    """Requires finite targets.
+
+    Raises:
+        InvalidData: NaN or infinite entries.
+    """
+    require(
+        torch.isfinite(y),
+        lambda: InvalidData("Targets have NaN or infinite entries: remove those data before fitting."),
+    )
 
 
 def check_labels(f: Tensor, y: Tensor, ignore_index: int | None = None) -> Tensor:
@@ -77,10 +91,13 @@ def check_labels(f: Tensor, y: Tensor, ignore_index: int | None = None) -> Tenso
     wrong = (labels < 0) | (labels >= n_classes)
     if ignore_index is not None:
         wrong = wrong & (labels != ignore_index)
-    if wrong.any():
+
+    def out_of_range() -> InvalidData:
         also = "" if ignore_index is None else f" (or {ignore_index}, which is ignored)"
-        raise InvalidData(
+        return InvalidData(
             f"Label {int(labels[wrong][0])} is out of range: {n_classes} outputs accept 0 to {n_classes - 1}{also}. "
             "Mend the labels or the width of the last layer."
         )
-    return labels
+
+    require(~wrong, out_of_range)
+    return labels.masked_fill(wrong, 0)  # until the condition is read no label may index what is not there

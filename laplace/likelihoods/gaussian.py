@@ -12,6 +12,7 @@ from laplace.core.random_numbers import standard_normal
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.likelihoods.base import Likelihood, OutputHessian, check_kind
 from laplace.likelihoods.checks import check_outputs, check_values
+from laplace.likelihoods.targets import TARGETS
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Gaussian(Likelihood):
     name = "regression"
     has_noise = True
     latent_prediction = True
-    target_kind = "real"
+    target = TARGETS["real"]
     independent_outputs = True
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:

@@ -31,11 +31,20 @@ class Link:
         diagonal: Whether only the variances are read, so that the caller may compute those alone.
         elementwise: The same for an inverse link that acts on every output alone, which reads variances only; None
             where `apply` serves every inverse link.
+        responses: Inverse links that likelihoods offer it for, `"softmax"` and `"sigmoid"`; None for all.
+        log_concentrations: `(mean, covariance) -> [B, C]`, logarithms of the concentrations of the Dirichlet that the
+            softmax of the latents is approximated by; None where there is none.
     """
 
     apply: Apply
     diagonal: bool = False
     elementwise: Apply | None = None
+    responses: tuple[str, ...] | None = None
+    log_concentrations: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def serves(self, response: str | None) -> bool:
+        """True if likelihoods with this inverse link offer it."""
+        return self.responses is None or response in self.responses
 
     def serving(self, *, independent: bool) -> tuple[Apply, bool]:
         """The function for inverse links that act on outputs alone, or together, and whether it reads variances only.
@@ -263,6 +272,10 @@ def _bridge_norm_link(mean: Tensor, covariance: Tensor, *_: object) -> Tensor:
     return bridge_norm(mean, covariance)
 
 
+def _normalised_concentrations(mean: Tensor, covariance: Tensor) -> Tensor:
+    return log_concentrations(mean, covariance, normalise=True)
+
+
 def _probit_link(mean: Tensor, covariance: Tensor, inverse_link: InverseLink, *_: object) -> Tensor:
     return probit(mean, covariance, inverse_link)
 
@@ -275,8 +288,12 @@ def _delta_elementwise_link(mean: Tensor, covariance: Tensor, inverse_link: Inve
     return delta_elementwise(mean, covariance, inverse_link)
 
 
-LINKS.register("probit")(Link(_probit_link, diagonal=True))
+_BOTH = ("softmax", "sigmoid")
+
+LINKS.register("probit")(Link(_probit_link, diagonal=True, responses=_BOTH))
 LINKS.register("mc")(Link(monte_carlo))
-LINKS.register("bridge")(Link(_bridge_link))
-LINKS.register("bridge_norm")(Link(_bridge_norm_link))
-LINKS.register("delta")(Link(_delta_link, elementwise=_delta_elementwise_link))
+LINKS.register("bridge")(Link(_bridge_link, responses=("softmax",), log_concentrations=log_concentrations))
+LINKS.register("bridge_norm")(
+    Link(_bridge_norm_link, responses=("softmax",), log_concentrations=_normalised_concentrations)
+)
+LINKS.register("delta")(Link(_delta_link, elementwise=_delta_elementwise_link, responses=_BOTH))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace.core.checks import require
 from laplace.errors import CurvatureError
 
 
@@ -107,9 +108,11 @@ def _spectral_root(dense: Tensor) -> Tensor:
     """Eigenvectors times roots of eigenvalues, `[C, B, C]`, of a positive semi-definite `[B, C, C]`."""
     values, vectors = torch.linalg.eigh(dense.double())
     tolerance = 100 * dense.shape[-1] * torch.finfo(dense.dtype).eps * values.abs().amax(1, keepdim=True)
-    if (values < -tolerance).any():
-        raise CurvatureError(
+    require(
+        values >= -tolerance,
+        lambda: CurvatureError(
             f"The Hessian of the negative log likelihood has a negative eigenvalue ({values.min().item():.3g}): it is "
             "not convex in the outputs. Return a Fisher matrix from `hessian`, or use the empirical Fisher."
-        )
+        ),
+    )
     return (vectors * values.clamp(min=0).sqrt().unsqueeze(1)).permute(2, 0, 1).to(dense)

@@ -9,7 +9,27 @@ from torch import Tensor
 
 from laplace.errors import InvalidData
 from laplace.likelihoods.checks import check_labels, check_outputs
-from laplace.likelihoods.softmax import SOFTMAX_LINKS, SoftmaxLikelihood
+from laplace.likelihoods.decomposition import Decomposition
+from laplace.likelihoods.label_targets import ClassTarget
+from laplace.likelihoods.outputs import Mixture
+from laplace.likelihoods.softmax import SoftmaxLikelihood
+from laplace.likelihoods.target import Target
+
+
+class RewardTarget(Target):
+    """The reward of a single item: it is never observed, and known as a latent alone."""
+
+    subject = "single rewards"
+
+    def decomposition(self, rows: Mixture) -> Decomposition:
+        self.refuse("decomposition", rows.likelihood)
+
+
+class PreferenceTarget(ClassTarget):
+    """The preferred item of a pair."""
+
+    def of(self, rows: Mixture) -> Target:
+        return RewardTarget() if rows.latent_mean.shape[1] == 1 else self
 
 
 @dataclass(frozen=True)
@@ -21,7 +41,7 @@ class Preference(SoftmaxLikelihood):
     """
 
     name = "reward_modeling"
-    links = SOFTMAX_LINKS
+    target = PreferenceTarget()
     latent_prediction = True
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ from torch.nn import functional
 
 from laplace.core.random_numbers import uniform
 from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian
-
-SOFTMAX_LINKS = ("probit", "mc", "bridge", "bridge_norm", "delta")
+from laplace.likelihoods.targets import TARGETS
 
 # cross_entropy insists on an ignored label; checked labels without ignore_index are never negative.
 _NEVER = -100
@@ -18,7 +17,8 @@ _NEVER = -100
 class SoftmaxLikelihood(NoiseFreeLikelihood):
     """p(y | f) = softmax(f)_y; labels equal to `ignore_index` count nowhere."""
 
-    target_kind = "class"
+    target = TARGETS["class"]
+    response = "softmax"
 
     def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
         """Σ_b −log softmax(f_b)_{y_b}, `[1]`."""

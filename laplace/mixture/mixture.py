@@ -29,10 +29,9 @@ from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.predictor import replayed
 from laplace.predictive import latent
-from laplace.predictive.mixed_quantities import MixedQuantities
+from laplace.predictive.mixed_outputs import MixedOutputs
 from laplace.predictive.mixing import mixed
 from laplace.predictive.prediction import Prediction
-from laplace.predictive.quantities import Quantities
 from laplace.tuning import PosteriorGroup, Tunable
 
 
@@ -153,14 +152,14 @@ class MixtureLaplace(MixturePosterior, Tunable):
             )
             for la in self.components
         ]
-        rows = tuple(found.rows for found in predictions if isinstance(found.rows, Quantities))
+        rows = tuple(outputs for prediction in predictions for outputs in prediction.rows.components)
         weights = self.weights
         draws = replayed(generator, weights.device)
 
         def choice() -> Tensor:
             return choose(weights, n_samples, draws())
 
-        return Prediction(MixedQuantities(rows, weights, choice), self.components[0].channel_dim)
+        return Prediction(MixedOutputs(rows, weights, choice), self.components[0].channel_dim)
 
     def predictive(
         self, x: Inputs, pred_type: PredType | str, link_approx: LinkApprox | str, n_samples: int

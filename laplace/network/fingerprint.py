@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace.core import checks
 from laplace.errors import ModelChangedError, ModelChangedWarning, warn
 from laplace.network.attributes import Attributes, attributes_of, changed, digests
 from laplace.network.model_guard import undisturbed
@@ -108,21 +109,29 @@ class Fingerprint:
 
     def _same_tensors(self, model: nn.Module) -> Fingerprint:
         versions, norms = _versions(model), _norms(model)
-        if versions == self.versions and _equal(norms, self.norms):
+        if versions == self.versions and _comparable(norms, self.norms):
+            checks.require(_equal(norms, self.norms), lambda: self._change(model))
             return self
+        error = self._change(model)
+        if error is not None:
+            raise error
+        return replace(self, versions=versions, norms=norms)
+
+    def _change(self, model: nn.Module) -> ModelChangedError | None:
+        """The error of tensors that were moved or have other numbers; None of equal ones."""
         places = _places(model)
         if len(places) == len(self.places) and places != self.places:
-            raise ModelChangedError(
+            return ModelChangedError(
                 "the network was moved to another device or dtype after fit, and the posterior was not; move both by "
                 "la.to(device=..., dtype=...), or call fit again."
             )
         if not same_sums(checksums(model), self.sums):
-            raise ModelChangedError(
+            return ModelChangedError(
                 "the network's weights or buffers changed after fit (a call in training mode writes the running "
                 "statistics of BatchNorm), so its predictions do not belong to this posterior any more; call fit "
                 "again, or load the weights and buffers at which it was fitted."
             )
-        return replace(self, versions=versions, norms=norms)
+        return None
 
 
 class ModelWatch:
@@ -163,8 +172,14 @@ def _norms(model: nn.Module) -> tuple[Tensor, ...]:
     return tuple(torch.stack(torch._foreach_norm(tensors)) for tensors in by_device.values())
 
 
-def _equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y.to(x.device)) for x, y in zip(a, b, strict=True))
+def _comparable(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
+    return [(x.shape, x.dtype, x.device) for x in a] == [(y.shape, y.dtype, y.device) for y in b]
+
+
+def _equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
+    """True, 0-dim, if comparable norms are equal."""
+    same = [(x == y).all() for x, y in zip(a, b, strict=True)]
+    return torch.stack([flag.to(same[0].device) for flag in same]).all() if same else torch.ones((), dtype=torch.bool)
 
 
 def checksums(model: nn.Module) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -24,13 +24,9 @@ class Chosen(Generic[T]):
         """Takes the attribute's name."""
         self.name = name
 
-    @overload
-    def __get__(self, la: None, owner: type) -> Chosen[T]: ...
-    @overload
-    def __get__(self, la: Any, owner: type) -> T: ...
-    def __get__(self, la: Any, owner: type) -> Any:
-        """The choice; of the class, this description."""
-        return self if la is None else getattr(la.snapshot().choices, self.name)
+    def __get__(self, la: Any, owner: type) -> T:
+        """The choice; of the class, this object."""
+        return cast(T, self) if la is None else getattr(la.snapshot().choices, self.name)
 
     def __set__(self, la: Any, value: T) -> None:
         """Chooses again.

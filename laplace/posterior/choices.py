@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from laplace.core.batch import ForwardFn
+from laplace.core.overrides import is_ours
 from laplace.curvature import CurvatureInterface
-from laplace.curvature.user_backend import is_ours
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
@@ -49,7 +49,7 @@ class Choices:
     channel_dim: int | None
 
     def backend(self, weights: Weights, problem: Problem) -> CurvatureInterface:
-        """A backend as users call it.
+        """An object of the backend's class, for direct calls and for methods of users' classes.
 
         A class of the user's sees the names "regression" and "classification" only, and is called with
         `asdl_fisher_kwargs`, which the library's take in the constructor.
@@ -71,5 +71,9 @@ class Choices:
 
     def engine(self, weights: Weights, problem: Problem, *, split_outputs: bool) -> CurvatureEngine:
         """An engine, which keeps one curvature term per output with `split_outputs`."""
-        backend = self.backend(weights, problem)
-        return backend.engine(problem, self.likelihood_object, split_outputs=split_outputs, **self.asdl_fisher_kwargs)
+        backend, likelihood = self.backend_cls, self.likelihood_object
+        if is_ours(backend):
+            given = {**self.backend_kwargs, **self.asdl_fisher_kwargs}
+            return backend.engine_for(problem, likelihood, given, split_outputs=split_outputs)
+        own = self.backend(weights, problem)
+        return own.engine(problem, likelihood, split_outputs=split_outputs, **self.asdl_fisher_kwargs)

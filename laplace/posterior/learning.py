@@ -11,6 +11,7 @@ import torch
 from laplace import fitting
 from laplace.core import batch as batches
 from laplace.core import hyperparameters as hyper
+from laplace.core.checks import named
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import UnsupportedError
 from laplace.fitting import FirstBatch, Fit, ReadOptions, planning, subsampling
@@ -83,7 +84,7 @@ def measured(
     fitting.warn_of_shards()
     with own_mode(), torch.no_grad(), same_random_state(model), bars(progress_bar):
         x, y, train_loader = fitting.begin_reading(train_loader, choices.dict_key_y, posterior.hypers.device)
-        with batches.named("batch 0"):
+        with named("batch 0"):
             posterior = discovered(posterior, x, y)
         # Their lengths could not be checked while the last layer was unknown.
         posterior = posterior.at(restricted(posterior.hypers, posterior.weights))

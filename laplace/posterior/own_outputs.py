@@ -19,7 +19,7 @@ from laplace.enums import PredType
 from laplace.errors import InvalidArgument
 from laplace.posterior.overridden import wrong_shape
 from laplace.posterior.posterior import Posterior
-from laplace.predictive.quantities import Draw, OwnSamples, Quantities
+from laplace.predictive.posterior_outputs import Draw, OwnSamples, PosteriorOutputs
 from laplace.predictive.sources import GaussianSource
 
 
@@ -39,8 +39,8 @@ def users_samples(posterior: Posterior, n_samples: int, generator: torch.Generat
 
 
 def own_quantities(
-    posterior: Posterior, rows: Quantities, x: Inputs, kind: PredType, model_kwargs: dict[str, Any]
-) -> Quantities:
+    posterior: Posterior, rows: PosteriorOutputs, x: Inputs, kind: PredType, model_kwargs: dict[str, Any]
+) -> PosteriorOutputs:
     """A prediction with users' own samples, and their own variances of the linearised outputs.
 
     Args:

@@ -19,7 +19,7 @@ from laplace.posterior import own_outputs
 from laplace.posterior.overridden import posterior_before
 from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
-from laplace.predictive.quantities import Draws, PredictionOptions, Quantities
+from laplace.predictive.posterior_outputs import Draws, PosteriorOutputs, PredictionOptions
 from laplace.predictive.reparameterised import ReparameterisedOutputs
 from laplace.predictive.sources import GaussianSource, LinearisedOutputs, SampledOutputs, SampleSource
 from laplace.structures.base import Precision
@@ -44,7 +44,7 @@ class Predictor:
 
     def predicted(
         self, x: Inputs, kind: PredType, options: PredictionOptions, draws: Draws, model_kwargs: dict[str, Any]
-    ) -> Quantities:
+    ) -> PosteriorOutputs:
         """The prediction at x, with what users' classes override of it."""
         rows = self.quantities(x, kind, options, draws, model_kwargs)
         if not self.posterior.overrides(*PREDICTIONS):
@@ -53,7 +53,7 @@ class Predictor:
 
     def quantities(
         self, x: Inputs, kind: PredType, options: PredictionOptions, draws: Draws, model_kwargs: dict[str, Any]
-    ) -> Quantities:
+    ) -> PosteriorOutputs:
         """The prediction at x without users' own samples and variances at given inputs.
 
         Args:
@@ -69,10 +69,10 @@ class Predictor:
         latent.refuse_model_kwargs(model_kwargs)
         return self._of(self.linearised(x), options, draws)
 
-    def _of(self, source: GaussianSource | SampleSource, options: PredictionOptions, draws: Draws) -> Quantities:
+    def _of(self, source: GaussianSource | SampleSource, options: PredictionOptions, draws: Draws) -> PosteriorOutputs:
         posterior = self.posterior
         sigma = posterior.sigma_noise if source.create_graph else posterior.sigma_noise.detach()
-        return Quantities(source, posterior.likelihood, sigma, options, draws)
+        return PosteriorOutputs(source, posterior.likelihood, sigma, options, draws)
 
     def linearised(self, x: Inputs) -> LinearisedOutputs:
         """Outputs of the linearised network."""
@@ -96,7 +96,7 @@ class Predictor:
 
     def reparameterised(
         self, x: Inputs, options: PredictionOptions, draws: Draws, model_kwargs: dict[str, Any]
-    ) -> Quantities:
+    ) -> PosteriorOutputs:
         """The prediction by noise on the pre-activations of linear and convolutional layers.
 
         Raises:

@@ -14,6 +14,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.arguments import hint
 from laplace.core.batch import Inputs
+from laplace.core.checks import require
 from laplace.core.gaussian import Gaussian
 from laplace.core.hyperparameters import check_counts
 from laplace.core.memory import DATUM, in_slices
@@ -96,7 +97,7 @@ def contracted(contract: Callable[[Jacobian], Tensor], jacobian: Jacobian) -> Te
     n_data = jacobian.n_data
 
     def computed(part: slice) -> Tensor:
-        return contract(jacobian if part == slice(0, n_data) else jacobian.rows(part))
+        return contract(jacobian if part == slice(0, n_data) else jacobian.at(part))
 
     parts = [values for _, values in in_slices(n_data, n_data, computed, DATUM)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -131,11 +132,13 @@ def linearised_mean(engine: CurvatureEngine, x: Inputs, step: Tensor, *, create_
 
 
 def _checked(gaussian: Gaussian) -> Gaussian:
-    if not bool(gaussian.mean.detach().isfinite().all()) or bool(gaussian.variance.detach().isnan().any()):
-        raise InvalidData(
+    require(
+        gaussian.mean.isfinite().all() & ~gaussian.variance.isnan().any(),
+        lambda: InvalidData(
             "the network's outputs or their variances are NaN or infinite; look at the inputs and at the network's "
             "weights."
-        )
+        ),
+    )
     return gaussian
 
 
@@ -146,16 +149,6 @@ def _dtype(f: Tensor) -> torch.dtype:
 def _joined(parts: list[tuple[Jacobian, Tensor]]) -> Jacobian:
     sizes = tuple(block.size for block in parts[0][0].blocks)
     return Jacobian.from_dense(torch.cat([jacobian.dense() for jacobian, _ in parts]), sizes)
-
-
-def with_noise(gaussian: Gaussian, sigma: Tensor) -> Gaussian:
-    """The Gaussian of noisy targets: σ² added to every variance."""
-    noise = sigma.square().expand(gaussian.mean.shape[1])
-    if gaussian.is_diagonal:
-        return replace(gaussian, covariance=gaussian.covariance + noise)
-    if gaussian.is_joint:
-        return replace(gaussian, covariance=gaussian.covariance + torch.diag(noise.repeat(len(gaussian.mean))))
-    return replace(gaussian, covariance=gaussian.covariance + torch.diag(noise))
 
 
 Sampler = Callable[[Tensor], Tensor]
@@ -202,24 +195,15 @@ def finite(samples: Tensor) -> Tensor:
     Raises:
         InvalidData: NaN or infinite ones.
     """
-    if not bool(samples.detach().isfinite().all()):
-        raise InvalidData(
+    require(
+        samples.isfinite(),
+        lambda: InvalidData(
             "outputs of the network at sampled weights are NaN or infinite: look at the inputs and at the network's "
             "weights. Where those are right the posterior is too wide for sampled weights; raise prior_precision, or "
             "use pred_type='glm'."
-        )
+        ),
+    )
     return samples
-
-
-def moments(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance `[B, …]` of samples `[S, B, …]`.
-
-    Raises:
-        InvalidArgument: One sample, which has no variance.
-    """
-    if len(samples) < 2:
-        raise InvalidArgument("n_samples=1: the variance of a sampled prediction needs at least 2 samples.")
-    return samples.mean(0), samples.var(0)
 
 
 def _at_samples(jacobian: Jacobian, f: Tensor, steps: Tensor) -> Tensor:
@@ -249,16 +233,6 @@ class _Partial(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs, **self.arguments)
-
-
-def needs_variances_only(link: str, *, independent: bool) -> bool:
-    """Whether a link reads no covariance between outputs.
-
-    Args:
-        link: A name in `LINKS`.
-        independent: Whether the likelihood's inverse link acts on every output alone.
-    """
-    return LINKS[link].serving(independent=independent)[1]
 
 
 _OPTIONS = ("pred_type", "joint", "link_approx", "n_samples", "diagonal_output", "generator")

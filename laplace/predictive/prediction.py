@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from laplace.core.distributions import mixture_of, normal_of
 from laplace.core.gaussian import Gaussian
 from laplace.core.positions import in_users_layout, unrolled
-from laplace.predictive.decomposition import Decomposition
-from laplace.predictive.mixed_quantities import MixedQuantities
-from laplace.predictive.quantities import Quantities
+from laplace.errors import InvalidArgument
+from laplace.likelihoods.decomposition import Decomposition
+from laplace.likelihoods.target import Target
+from laplace.network.model_guard import own_mode
+from laplace.predictive.lazy import lazy
+from laplace.predictive.mixed_outputs import MixedOutputs
+from laplace.predictive.posterior_outputs import PosteriorOutputs
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -28,17 +34,32 @@ class Prediction:
     with `channel_dim=1`), what is `[B]` has one number per position, and covariances, one per position, come last.
 
     Attributes:
-        rows: What computes, for every row (an input, or a position of one).
+        rows: Outputs of every row (an input, or a position of one) under each component.
         channel_dim: Where the network's outputs have their channels.
     """
 
-    rows: Quantities | MixedQuantities
+    rows: MixedOutputs
     channel_dim: int = -1
+
+    @classmethod
+    def of(cls, outputs: PosteriorOutputs, channel_dim: int = -1) -> Prediction:
+        """The prediction of one posterior."""
+        return cls(MixedOutputs.of(outputs), channel_dim)
 
     def __repr__(self) -> str:
         """What was asked for; nothing is computed for it."""
         options = self.rows.options
         return f"Prediction(link={options.link!r}, n_samples={options.n_samples}, form={options.form!r})"
+
+    @property
+    def create_graph(self) -> bool:
+        """True if results can be differentiated, with respect to hyper-parameters or the inputs."""
+        return self.rows.create_graph
+
+    @property
+    def target(self) -> Target:
+        """What the outputs say of y."""
+        return self.rows.target
 
     # Latents.
 
@@ -86,7 +107,8 @@ class Prediction:
         Raises:
             UnsupportedError: The target has none (a regression, single rewards).
         """
-        return self._outputs(self.rows.probabilities)
+        self.target.require_probabilities("probabilities", self.rows)
+        return self.mean
 
     @property
     def probability_samples(self) -> Tensor:
@@ -95,27 +117,28 @@ class Prediction:
         Raises:
             UnsupportedError: The target has none.
         """
-        return self._outputs(self.rows.probability_samples, 1)
+        self.target.require_probabilities("probability_samples", self.rows)
+        return self._outputs(self.rows.mean_samples, 1)
 
-    @property
+    @lazy
     def variance(self) -> Tensor:
         """Variance of the target, `[B, C]`: with observation noise, or p (1 − p) of an indicator.
 
         Raises:
             UnsupportedError: The likelihood does not say what a prediction means for the target.
         """
-        return self._outputs(self.rows.variance)
+        return self._outputs(self.target.variance(self.rows))
 
-    @property
+    @lazy
     def entropy(self) -> Tensor:
         """Entropy of the predictive distribution of the target in nats, `[B]`: of `probabilities`, or differential.
 
         Raises:
             UnsupportedError: The likelihood does not say what a prediction means for the target.
         """
-        return self._inputs(self.rows.entropy)
+        return self._inputs(self.target.entropy(self.rows))
 
-    @property
+    @lazy
     def decomposition(self) -> Decomposition:
         """Aleatoric and epistemic parts, in variances and entropies.
 
@@ -126,9 +149,8 @@ class Prediction:
         Raises:
             UnsupportedError: The likelihood does not say what a prediction means for the target.
         """
-        found = self.rows.decomposition
-        values = (getattr(found, field.name) for field in fields(found))
-        return Decomposition(*(self._outputs(value) if value.ndim == 2 else self._inputs(value) for value in values))
+        parts = self.target.decomposition(self.rows)
+        return parts.map(lambda part: self._outputs(part) if part.ndim == 2 else self._inputs(part))
 
     def interval(self, level: float = 0.95, *, observation_noise: bool = True) -> tuple[Tensor, Tensor]:
         """Central credible interval of every output, `[B, C]` each: lower and upper ends.
@@ -144,8 +166,11 @@ class Prediction:
             InvalidArgument: A level that is no probability.
             UnsupportedError: The likelihood does not say what a prediction means for the target.
         """
-        lower, upper = self.rows.interval(level, observation_noise=observation_noise)
-        return self._outputs(lower), self._outputs(upper)
+        if not 0 < level < 1:
+            raise InvalidArgument(f"level={level}; it must lie in (0, 1), e.g. 0.95.")
+        with own_mode(), torch.set_grad_enabled(self.create_graph):
+            lower, upper = self.target.interval(self.rows, level, observation_noise=observation_noise)
+            return self._outputs(lower), self._outputs(upper)
 
     def distribution(self, of: str = "target") -> Distribution:
         """The predictive as a distribution of PyTorch.
@@ -169,7 +194,15 @@ class Prediction:
             UnsupportedError: There is no such distribution for this likelihood, link or predictive.
             CurvatureError: The covariance is singular.
         """
-        return self.rows.distribution(of)
+        distributions = {
+            "target": self.target.distribution,
+            "latent": latent_distribution,
+            "probabilities": self.target.probability_distribution,
+        }
+        if of not in distributions:
+            raise InvalidArgument(f"of={of!r}; accepted are 'target', 'latent' and 'probabilities'.")
+        with own_mode(), torch.set_grad_enabled(self.create_graph):
+            return distributions[of](self.rows)
 
     # Shapes.
 
@@ -179,6 +212,11 @@ class Prediction:
 
     def _inputs(self, rows: Tensor) -> Tensor:
         return unrolled(rows, self.rows.positions)
+
+
+def latent_distribution(rows: MixedOutputs) -> Distribution:
+    """Gaussian of the outputs, or the mixture of those of the components."""
+    return mixture_of([normal_of(part.latent) for part in rows.components], rows.weights)
 
 
 def laid_out(gaussian: Gaussian, channel_dim: int, *, joint: bool = False) -> tuple[Tensor, Tensor]:

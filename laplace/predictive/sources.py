@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core import checks
 from laplace.core.batch import Inputs
 from laplace.core.gaussian import Gaussian
 from laplace.core.positions import OutputRows
@@ -79,16 +80,18 @@ class LinearisedOutputs(GaussianSource):
     through_x: bool
 
     def mean(self) -> OutputRows:
-        self.check()
-        if self.step is not None:
-            return latent.linearised_mean(self.engine, self.x, self.step, create_graph=self.through_x)
-        return outputs(self.engine, self.x, create_graph=self.through_x)
+        with checks.together():
+            self.check()
+            if self.step is not None:
+                return latent.linearised_mean(self.engine, self.x, self.step, create_graph=self.through_x)
+            return outputs(self.engine, self.x, create_graph=self.through_x)
 
     def latent(self, form: str, *, wide: bool = False) -> Gaussian:
-        self.check()
-        return latent.linearised(
-            self.engine, self.precision, self.x, form, step=self.step, create_graph=self.through_x, wide=wide
-        )
+        with checks.together():
+            self.check()
+            return latent.linearised(
+                self.engine, self.precision, self.x, form, step=self.step, create_graph=self.through_x, wide=wide
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +119,8 @@ class SampledOutputs(SampleSource):
     through_x: bool
 
     def samples(self, n: int, generator: torch.Generator | None) -> OutputRows:
-        thetas = self.thetas(n, generator)
-        self.check()
-        run = latent.sampler(self.engine, self.centre, self.x, self.model_kwargs, create_graph=self.through_x)
-        return OutputRows.of(latent.finite(run(thetas)), 1)
+        with checks.together():
+            thetas = self.thetas(n, generator)
+            self.check()
+            run = latent.sampler(self.engine, self.centre, self.x, self.model_kwargs, create_graph=self.through_x)
+            return OutputRows.of(latent.finite(run(thetas)), 1)

@@ -23,14 +23,14 @@ class Shifted(Likelihood):
     Attributes:
         base: p(y | f).
         smoothing: Points of the expectation.
-        target: One row of the targets, for their shape and dtype.
+        example: One row of the targets, for their shape and dtype.
         n_outputs: C.
         rooted: Whether targets carry a root.
     """
 
     base: Likelihood
     smoothing: Smoothing
-    target: Tensor
+    example: Tensor
     n_outputs: int
     rooted: bool
     name = "shifted"
@@ -44,7 +44,7 @@ class Shifted(Likelihood):
         c = self.n_outputs
         width = 0 if not self.rooted else c if self.smoothing.independent else c * c
         shift, root, y = packed.split([c, width, packed.shape[1] - c - width], 1)
-        y = y.reshape(len(y), *self.target.shape).to(self.target.dtype)
+        y = y.reshape(len(y), *self.example.shape).to(self.example.dtype)
         if not self.rooted:
             return shift, None, y
         return shift, root if self.smoothing.independent else root.view(-1, c, c), y

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.checks import named
 from laplace.core.positions import require_none
 from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.products import Linearised, add_rows
@@ -130,7 +130,7 @@ class LinearData:
         self.batches: list[LinearBatch] = []
         kept, device, ignored = 0, engine.problem.device, engine.likelihood.ignore_index
         for number, item in enumerate(loader):
-            with batches.named(f"batch {number}"):
+            with named(f"batch {number}"):
                 counted = next_token.counted(item, dict_key_y, device, ignored, engine.problem.module)
                 if counted is None:
                     continue

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laplace import fitting
 from laplace.core.random_numbers import check_generator
-from laplace.engines.native.kinds import GGNEngine
+from laplace.engines.native.ggn import GGNEngine
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.fitting import Fit, ReadOptions
 from laplace.posterior.posterior import Posterior
@@ -124,10 +124,7 @@ class Refiner:
         """Curvature, in the posterior's structure, and loss at f_lin(x, θ* + step)."""
         choices, engine, first = self.posterior.choices, self.engine, self.data.batches[0]
         shifted = Shifted(self.posterior.likelihood, smoothing, first.y[0], first.f.shape[1], rooted=roots is not None)
-        own = GGNEngine(
-            engine.problem, shifted, kfac_approx=engine.kfac_approx, memory_budget=engine.memory_budget,
-            split_outputs=engine.split_outputs,
-        )  # fmt: skip
+        own = GGNEngine(engine.problem, shifted, replace(engine.options, stochastic=False, generator=None))
         known = [None] * len(self.data.batches) if roots is None else roots
         pushed = self.data.push(step)
         loader = [

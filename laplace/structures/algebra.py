@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from laplace.core.checks import require
 from laplace.errors import CurvatureError
 from laplace.structures.announced import Decompositions
 from laplace.structures.indefinite import without_rounding
@@ -62,20 +63,22 @@ def _announced(matrix: Tensor) -> Iterator[None]:
 
 
 def _checked(matrix: Tensor) -> Tensor:
-    if not matrix.isfinite().all():
-        raise CurvatureError("the curvature is not finite; the data or the network's outputs hold NaN or infinity.")
+    mend = "the curvature is not finite; the data or the network's outputs hold NaN or infinity."
+    require(matrix.isfinite(), lambda: CurvatureError(mend))
     return matrix.detach().double()
 
 
 def _clamped(values: Tensor) -> Tensor:
     largest = values.abs().amax(-1, keepdim=True)
     negative = values < -_NEGATIVE * largest
-    if negative.any():
-        raise CurvatureError(
+    require(
+        ~negative,
+        lambda: CurvatureError(
             f"the curvature has {int(negative.sum())} negative directions (smallest eigenvalue {values.min():.3g}, "
             f"largest {values.max():.3g}); use the GGN or the empirical Fisher, which are positive semi-definite, "
             "or structure_kwargs={'indefinite': 'clamp'} or 'abs'."
-        )
+        ),
+    )
     # The most negative eigenvalue shows the size of the rounding, which makes as many zeros positive as negative.
     floor = -values.amin(-1, keepdim=True).clamp(max=0)
     return torch.where(values > floor, values, 0.0)

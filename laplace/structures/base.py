@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core import checks
 from laplace.core.batch import Inputs
 from laplace.core.layout import Layout
 from laplace.core.prior import GaussianPrior
@@ -291,8 +292,8 @@ class AdditiveCurvature(Curvature):
         """
 
     @abstractmethod
-    def is_finite(self) -> bool:
-        """Whether every number is finite (of a matrix: its diagonal, which holds every square)."""
+    def is_finite(self) -> Tensor:
+        """True, 0-dim, if every number is finite (of a matrix: its diagonal, which holds every square)."""
 
     @classmethod
     def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
@@ -319,16 +320,18 @@ class _SumSweep(DataPass):
         return self.total
 
 
-def require_finite(finite: bool) -> None:
-    """Raises where a batch's numbers are not.
+def require_finite(finite: Tensor) -> None:
+    """Requires that a batch's numbers are finite.
 
     Raises:
         InvalidData: They are not.
     """
-    if not finite:
-        raise InvalidData(
+    checks.require(
+        finite,
+        lambda: InvalidData(
             "the loss or the curvature is not finite; the inputs, targets or weights hold NaN or infinity."
-        )
+        ),
+    )
 
 
 def move(state: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:

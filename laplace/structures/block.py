@@ -178,8 +178,8 @@ class BlockCurvature(AdditiveCurvature):
                 done(i)
         return Spectra(tuple(blocks), dtype, self.groups, signed=self.signed)
 
-    def is_finite(self) -> bool:
-        return all(bool(block.diagonal(dim1=1, dim2=2).isfinite().all()) for block in self.sums)
+    def is_finite(self) -> Tensor:
+        return torch.stack([block.diagonal(dim1=1, dim2=2).isfinite().all() for block in self.sums]).all()
 
     def state(self) -> dict[str, Any]:
         return {"values": list(self.values), "groups": [list(group) for group in self.groups]}

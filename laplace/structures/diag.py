@@ -96,8 +96,8 @@ class DiagCurvature(AdditiveCurvature):
 
         return SpectralScan(lambda jacobian: jacobian, precisions)
 
-    def is_finite(self) -> bool:
-        return bool(self.values.isfinite().all())
+    def is_finite(self) -> Tensor:
+        return self.values.isfinite().all()
 
     def state(self) -> dict[str, Any]:
         return {"values": self.values}

@@ -13,10 +13,10 @@ from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import Groups
 from laplace.engines.kron_parts import KronBlock
 from laplace.errors import UnsupportedError
-from laplace.jacobian.blocks import Block, JoinedBlock, MappedBlock
-from laplace.jacobian.factors import IndexBlock, OuterBlock
-from laplace.jacobian.heads import HeadBlock
+from laplace.jacobian.blocks import Block, MappedBlock
 from laplace.jacobian.jacobian import Jacobian
+from laplace.jacobian.joined import JoinedBlock
+from laplace.jacobian.kronecker import ProductBasis
 from laplace.structures import algebra
 from laplace.structures.indefinite import without_rounding
 
@@ -67,44 +67,18 @@ class BlockSpectrum:
         """Uᵀ v of vectors `[..., p]`, or U v."""
         if self.basis is not None:
             return vectors @ (self.basis.T if back else self.basis)
-        if self.shape is None:
-            return vectors
-        folded = vectors.unflatten(-1, self.shape)
-        if self.left is not None:
-            left = self.left.to(vectors)
-            folded = _times(folded.transpose(-1, -2), left.transpose(1, 2) if back else left).transpose(-1, -2)
-        if self.right is not None:
-            right = self.right.to(vectors)
-            folded = _times(folded, right.transpose(1, 2) if back else right)
-        return folded.flatten(-3)
+        return vectors if self._product is None else self._product.rotate(vectors, back=back)
+
+    @property
+    def _product(self) -> ProductBasis | None:
+        """The basis left ⊗ right of a product."""
+        return None if self.shape is None else ProductBasis(self.left, self.right, self.shape, self.output_first)
 
     def project(self, block: Block) -> Block:
         """A Jacobian block in the eigenbasis, by its factors where it has them."""
-        if self.basis is None and self.shape is None:
-            return block
-        if isinstance(block, HeadBlock) and self.shape is not None and self.output_first:
-            return block.project(self.left, self.right)
-        if isinstance(block, OuterBlock) and self.shape is not None and block.input_first is not self.output_first:
-            return self._project_outer(block)
-        if isinstance(block, IndexBlock) and self.right is not None and self.left is None:
-            return block.project(self.right[0])
-        return MappedBlock(block, self.rotate)
-
-    def _project_outer(self, block: OuterBlock) -> Block:
-        """Rotates each factor before or after the sum over T positions, whichever is less work.
-
-        Before, g costs K·T·O² per datum and a T·I²; after, the sum `[K, O, I]` costs K·O²·I and K·O·I².
-        """
-        positions, n_outputs = block.n_positions, block.g.shape[4]
-        late_output = positions > 1 and block.n_inputs < positions
-        late_input = positions > 1 and block.n_cotangents * n_outputs < positions
-        output, inputs = (self.left, self.right) if self.output_first else (self.right, self.left)
-        early = block.project(None if late_output else output, None if late_input else inputs)
-        output, inputs = output if late_output else None, inputs if late_input else None
-        if output is None and inputs is None:
-            return early
-        left, right = (output, inputs) if self.output_first else (inputs, output)
-        return MappedBlock(early, replace(self, left=left, right=right).rotate)
+        if self.basis is not None:
+            return MappedBlock(block, self.rotate)
+        return block if self._product is None else block.in_basis(self._product)
 
     def prior(self, precision: Tensor) -> Tensor:
         """A prior `[1]` or `[p]` in the eigenbasis, `[1]` or `[p]`.
@@ -178,11 +152,6 @@ class Spectra:
         """All eigenvalues, `[P]`: an evidence step with a scalar prior is one pass over them."""
         with algebra.kept_for_later():
             return torch.cat([spectrum.values for spectrum in self.blocks]).to(self.dtype)
-
-
-def _times(folded: Tensor, basis: Tensor) -> Tensor:
-    """`[..., G, m, n] @ [G, n, n]`, as one flat matrix product where there is one group."""
-    return folded @ basis if len(basis) > 1 else folded @ basis[0]
 
 
 def _square(basis: Tensor | None) -> Tensor | None:

@@ -17,7 +17,8 @@ from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.errors import CurvatureError
-from laplace.jacobian.blocks import CHUNK_BYTES, DenseBlock
+from laplace.jacobian.blocks import DenseBlock
+from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
 from laplace.structures.base import AdditiveCurvature, Curvature, Precision
@@ -134,8 +135,8 @@ class FullCurvature(AdditiveCurvature):
 
         return SpectralScan(project, precisions)
 
-    def is_finite(self) -> bool:
-        return bool(self.sums.diagonal(dim1=1, dim2=2).isfinite().all())
+    def is_finite(self) -> Tensor:
+        return self.sums.diagonal(dim1=1, dim2=2).isfinite().all()
 
     def state(self) -> dict[str, Any]:
         return {"values": self.values}

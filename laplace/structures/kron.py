@@ -182,8 +182,8 @@ class KronCurvature(AdditiveCurvature):
         """Factors per tensor: `[left, right]` with left ⊗ right its block, `[left]` of a bias, or a dense block."""
         return self.parts.kfacs()
 
-    def is_finite(self) -> bool:
-        return all(bool(factor.isfinite().all()) for factor in self.parts.factors.values())
+    def is_finite(self) -> Tensor:
+        return torch.stack([factor.isfinite().all() for factor in self.parts.factors.values()]).all()
 
     def state(self) -> dict[str, Any]:
         return {"factors": dict(self.parts.factors), "blocks": [asdict(block) for block in self.parts.blocks]}

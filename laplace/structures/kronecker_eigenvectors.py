@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace.engines.kron_parts import KronBlock
-from laplace.jacobian.blocks import CHUNK_BYTES
+from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.structures.low_rank_factors import Side
 
 _BYTES = 8

@@ -21,7 +21,7 @@ from laplace.core.random_numbers import standard_normal
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
-from laplace.jacobian.blocks import CHUNK_BYTES
+from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.structures import subspace
 from laplace.structures.base import Curvature, DataPass, require_finite
 from laplace.structures.cost import Cost
@@ -312,7 +312,7 @@ class _Reading(DataPass):
         if self.measures_trace:
             self._add_trace(x, y)
         summary, self.products = self.engine.matmul(x, y, self.basis, self.products)
-        require_finite(bool(self.products.sum().isfinite()))
+        require_finite(self.products.sum().isfinite())
         return summary
 
     def _add_trace(self, x: Inputs, y: Tensor) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core.checks import is_true
 from laplace.core.gram import row_gram
 from laplace.core.layout import Layout
 from laplace.core.prior import GaussianPrior
@@ -180,12 +181,17 @@ class LowRankPrecision(Precision):
         solved = self._solved
         inverse = self._deviations.square()
         basis = self.subspace.basis
-        exact = len(solved.thetas) > 0 and solved.thetas.max().item() * torch.finfo(basis.dtype).eps > _CANCELLING
         wanted = jacobian.summed_in(basis.dtype)
-        dtype = torch.float64 if exact else wanted
+        dtype = torch.float64 if self._cancels else wanted
         variances = tuple(part.to(dtype) for part in self.prior.layout.split(inverse))
         moments = _Moments.of(jacobian, basis, solved.rotation, variances, diagonal=diagonal)
         return (moments.reduced(solved.thetas) + solved.moved(moments.z, -1, diagonal=diagonal)).to(wanted)
+
+    @cached_property
+    def _cancels(self) -> bool:
+        """True if rounding may take too large a share of a variance in the dtype of the basis."""
+        thetas = self._solved.thetas.detach()
+        return len(thetas) > 0 and is_true(thetas.max() * torch.finfo(self.subspace.basis.dtype).eps > _CANCELLING)
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         thetas, rotation = self._solved.thetas, self._solved.rotation

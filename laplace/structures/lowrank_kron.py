@@ -236,9 +236,9 @@ class _Products(DataPass):
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
         summary, sketch = self.engine.sketch(x, y, self.probe, diagonal=self.wanted)
-        require_finite(all(bool(product.isfinite().all()) for product in sketch.parts.factors.values()))
+        require_finite(torch.stack([product.isfinite().all() for product in sketch.parts.factors.values()]))
         if sketch.diagonal is not None:
-            require_finite(bool(sketch.diagonal.isfinite().all()))
+            require_finite(sketch.diagonal.isfinite())
             self.diagonal = sketch.diagonal if self.diagonal is None else self.diagonal + sketch.diagonal
         self.total = sketch.parts if self.total is None else self.total + sketch.parts
         return summary

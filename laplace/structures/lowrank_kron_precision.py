@@ -14,10 +14,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from laplace.core.checks import is_true
 from laplace.core.layout import Layout
 from laplace.core.prior import GaussianPrior
 from laplace.errors import CurvatureError
-from laplace.jacobian.blocks import Block, total
+from laplace.jacobian.blocks import Block
+from laplace.jacobian.contractions import total
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
 from laplace.structures.base import Precision
@@ -98,25 +100,24 @@ class _Solved:
         """S B⁻¹, `[p]`: what the entries of U are multiplied with in B⁻¹ V."""
         return self.part.scaling.double() * self.inverse
 
-    def reduced(self, block: Block, dtype: torch.dtype, *, diagonal: bool) -> Tensor:
+    def reduced(self, block: Block, dtype: torch.dtype, *, diagonal: bool) -> tuple[Tensor, Tensor | None]:
         """J P⁻¹ Jᵀ per datum, `[B, C, C]`, or its diagonals `[B, C]`, computed in `dtype`.
 
-        The second term takes away what the first one has: where too little is left for `dtype` it is float64.
+        The second term takes away what the first one has: True, 0-dim, is returned too where too little is left for
+        `dtype`, and None where nothing is taken away.
         """
         inverse = self.inverse.to(dtype)
         first = block.weighted_norms(inverse) if diagonal else block.weighted_gram(inverse)
         if not len(self.roots):
-            return first
+            return first, None
         z = torch.linalg.solve_triangular(self.factor.to(dtype), self._applied(block, dtype).flatten(1), upper=False)
         z = z.unflatten(1, (block.n_data, -1))
         found = first - (z.square().sum(0) if diagonal else torch.einsum("kbc,kbd->bcd", z, z))
-        if dtype == torch.float64 or not self._cancels(first, found, diagonal=diagonal):
-            return found
-        return self.reduced(block.cast(torch.float64), torch.float64, diagonal=diagonal).to(dtype)
+        return found, None if dtype == torch.float64 else self._cancels(first, found, diagonal=diagonal)
 
-    def _cancels(self, first: Tensor, found: Tensor, *, diagonal: bool) -> bool:
+    def _cancels(self, first: Tensor, found: Tensor, *, diagonal: bool) -> Tensor:
         before, after = (t.detach() if diagonal else t.detach().diagonal(dim1=1, dim2=2) for t in (first, found))
-        return bool((after * _CANCELLING < torch.finfo(found.dtype).eps * before).any())
+        return (after * _CANCELLING < torch.finfo(found.dtype).eps * before).any()
 
     def _applied(self, block: Block, dtype: torch.dtype) -> Tensor:
         """J B⁻¹ V, `[K, B, C]`."""
@@ -248,8 +249,17 @@ class LowRankKronPrecision(Precision):
     def _reduced(self, jacobian: Jacobian, *, diagonal: bool) -> Tensor:
         dtype = jacobian.summed_in(self.prior.precision.dtype)
         blocks = tuple(block.cast(dtype) for block in jacobian.blocks) if jacobian.wide else jacobian.blocks
-        parts = zip(self._solved, blocks, strict=True)
-        return total(part.reduced(block, dtype, diagonal=diagonal) for part, block in parts)
+        pairs = list(zip(self._solved, blocks, strict=True))
+        reduced = [part.reduced(block, dtype, diagonal=diagonal) for part, block in pairs]
+        flags = [cancels for _, cancels in reduced if cancels is not None]
+        if not flags or not is_true(torch.stack(flags).any()):
+            return total(values for values, _ in reduced)
+        return total(
+            values
+            if cancels is None or not bool(cancels)
+            else part.reduced(block.cast(torch.float64), torch.float64, diagonal=diagonal)[0].to(dtype)
+            for (part, block), (values, cancels) in zip(pairs, reduced, strict=True)
+        )
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         rows = [block.dense().transpose(0, 1).flatten(0, 1) for block in jacobian.blocks]

@@ -9,10 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace.core.gram import row_gram
-from laplace.jacobian.blocks import Block
-from laplace.jacobian.factors import IndexBlock, OuterBlock
-from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.jacobian import Jacobian
 
 
@@ -56,31 +52,8 @@ class SpectralScan(VariancesOverPriors):
             inverses = [1 / torch.stack(block) for block in zip(*values, strict=True)]
             if jacobian.wide and not diagonal:
                 inverses = [inverse.double() for inverse in inverses]
-            contract = _norms if diagonal else _grams
-            return projected.sum_over_blocks(lambda i, block: contract(block, inverses[i]))
+            if diagonal:
+                return projected.sum_over_blocks(lambda i, block: block.weighted_norms_each(inverses[i]))
+            return projected.sum_over_blocks(lambda i, block: block.weighted_gram_each(inverses[i]))
 
         return at
-
-
-def _has_factors(block: Block) -> bool:
-    """Whether a block contracts factors, which needs no dense pieces."""
-    return isinstance(block, IndexBlock | HeadBlock) or (isinstance(block, OuterBlock) and block.n_positions == 1)
-
-
-def _norms(block: Block, weights: Tensor) -> Tensor:
-    """`Block.weighted_norms` of weights `[n, p]`, `[n, B, K]`."""
-    if _has_factors(block):
-        return torch.vmap(block.weighted_norms)(weights)
-    pieces = [torch.einsum("kbp,np->nbk", piece.square(), weights) for piece in block.pieces()]
-    return torch.cat(pieces, 1)
-
-
-def _grams(block: Block, weights: Tensor) -> Tensor:
-    """`Block.weighted_gram` of weights `[n, p]`, `[n, B, K, K]`."""
-    if _has_factors(block):
-        return torch.vmap(block.weighted_gram)(weights)
-    found: list[Tensor] = []
-    for piece in block.pieces():
-        rows = piece.transpose(0, 1)  # [b, K, p]
-        found.append(torch.stack([row_gram(rows, weight) for weight in weights]))
-    return torch.cat(found, 1)

@@ -18,7 +18,7 @@ from laplace.core.random_numbers import drawn_seed, standard_normal
 from laplace.engines.outputs import outputs
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import CurvatureError
-from laplace.jacobian.blocks import CHUNK_BYTES
+from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.predictor import sampler
@@ -77,10 +77,9 @@ class Candidates:
         self.settings = settings
         self.predictive = predictive
         likelihood = posterior.likelihood
-        self.as_latent = likelihood.latent_prediction and likelihood.has_noise
-        independent = likelihood.independent_outputs
-        reads_variances = latent.needs_variances_only(predictive.link_approx, independent=independent)
-        self.diagonal = not whole_covariance if self.as_latent else reads_variances
+        self.diagonal = likelihood.target.reads_variances(
+            likelihood, predictive.link_approx, whole_covariance=whole_covariance
+        )
         self.priors = torch.cat([setting.prior_precision[:1] for setting in settings])
         # What users' own methods compute follows from nothing but calling them, at every candidate.
         self.called = posterior.overrides(*PREDICTIONS)
@@ -97,17 +96,14 @@ class Candidates:
         """Consecutive candidates that are predicted together for batches of about this size."""
         n, size = len(self.settings), 1
         apart = self.called or self.scan is None
-        if self.predictive.pred_type != PredType.NN and self._by_rows() and not apart:
+        likelihood = self.posterior.likelihood
+        by_rows = likelihood.target.by_rows(likelihood, self.predictive.link_approx)
+        if self.predictive.pred_type != PredType.NN and by_rows and not apart:
             n_outputs = self.posterior.fit.n_outputs
             per_datum = n_outputs if self.diagonal else n_outputs**2
             width = max(self.posterior.problem.layout.n_params, n_data * per_datum)
             size = max(1, CHUNK_BYTES // (8 * width))
         return [slice(start, min(start + size, n)) for start in range(0, n, size)]
-
-    def _by_rows(self) -> bool:
-        """Whether the link treats rows alike, without random numbers: candidates can be rows like any other."""
-        link, likelihood = self.predictive.link_approx, self.posterior.likelihood
-        return self.as_latent or (link in likelihood.links and link != LinkApprox.MC)
 
     def prepare(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
         """Runs the network on a batch.
@@ -157,7 +153,7 @@ class Candidates:
                     x, pred_type=pred_type, link_approx=options.link_approx, n_samples=options.n_samples,
                     diagonal_output=self.diagonal, generator=self._draws(),
                 )  # fmt: skip
-            if not self.as_latent:
+            if isinstance(prediction, Tensor):
                 return rows_of(prediction, channel_dim).values
             mean, variance = prediction
             whole = variance.ndim > mean.ndim
@@ -178,10 +174,10 @@ class Candidates:
         if group.stop - group.start == 1:
             return self._target(mean, variance[0])
         means = mean.expand(len(variance), -1, -1)
-        if self.as_latent:
-            return means, variance.to(mean.dtype)
-        rows = self._target(means.flatten(0, 1), variance.flatten(0, 1))
-        return rows.unflatten(0, means.shape[:2]) if isinstance(rows, Tensor) else rows
+        summary = self._target(means.flatten(0, 1), variance.flatten(0, 1))
+        if isinstance(summary, tuple):
+            return summary[0].unflatten(0, means.shape[:2]), summary[1].unflatten(0, means.shape[:2])
+        return summary.unflatten(0, means.shape[:2])
 
     def _variances(self, functions: list[VariancesOf], group: slice) -> Tensor | None:
         """(c (w₀ H + δ/c))⁻¹ between the rows of J, `[n, B, C]` or `[n, B, C, C]`; None where P has no inverse."""
@@ -194,10 +190,10 @@ class Candidates:
         return found / factors.view(-1, *(1,) * (found.ndim - 1))
 
     def _target(self, mean: Tensor, variance: Tensor) -> Prediction:
-        if self.as_latent:
-            return mean, variance.to(mean.dtype)
         options, likelihood = self.predictive, self.posterior.likelihood
-        return likelihood.predict(mean, variance, options.link_approx, options.n_samples, self._draws())
+        return likelihood.target.summary(
+            likelihood, mean, variance, options.link_approx, options.n_samples, self._draws()
+        )
 
     def _draws(self) -> torch.Generator:
         return torch.Generator(device=self.priors.device).manual_seed(self.seed)
@@ -209,9 +205,7 @@ class Candidates:
 
         def predict(group: slice) -> Prediction:
             samples = run(posterior.mean + self._step(group.start)).flatten(1, -2)
-            if self.as_latent:
-                return latent.moments(samples)
-            return posterior.likelihood.inverse_link(samples).mean(0)
+            return posterior.likelihood.target.summary_of_samples(posterior.likelihood, samples)
 
         outputs = run(posterior.mean.unsqueeze(0))[0]
         return predict, outputs.flatten(0, -2), tuple(outputs.shape[1:-1])

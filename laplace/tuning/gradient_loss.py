@@ -19,6 +19,7 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.checks import named
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
 from laplace.core.positions import rows_that_count
 from laplace.enums import LinkApprox, PredType
@@ -103,10 +104,9 @@ class SmoothLoss:
         self.validation = validation
         self.predictive = predictive
         likelihood = group.likelihood
-        self.as_latent = likelihood.latent_prediction and likelihood.has_noise
-        independent = likelihood.independent_outputs
-        reads_variances = latent.needs_variances_only(predictive.link_approx, independent=independent)
-        self.diagonal = not objective.whole_covariance if self.as_latent else reads_variances
+        self.diagonal = likelihood.target.reads_variances(
+            likelihood, predictive.link_approx, whole_covariance=objective.whole_covariance
+        )
         with own_mode(), torch.no_grad():
             first = group.first
             data = validation.batches(first, progress_bar=progress_bar)
@@ -178,7 +178,7 @@ class SmoothLoss:
 
     def _run(self, name: str, x: Inputs, y: Tensor | None = None) -> list[Batch]:
         """One pass of every network over a batch."""
-        with batches.named(name):
+        with named(name):
             return [_passed(posterior, x, y) for posterior in self.group.posteriors]
 
     def _variance(self, precision: Precision, batch: Batch) -> Tensor:
@@ -214,11 +214,11 @@ class SmoothLoss:
         return running.result()
 
     def _predicted(self, batch: Batch, variance: Tensor) -> Prediction:
-        if self.as_latent:
-            return batch.mean, variance.to(batch.mean.dtype)
-        options = self.predictive
+        options, likelihood = self.predictive, self.group.likelihood
         draws = torch.Generator(device=variance.device).manual_seed(self.seed)
-        return self.group.likelihood.predict(batch.mean, variance, options.link_approx, options.n_samples, draws)
+        return likelihood.target.summary(
+            likelihood, batch.mean, variance, options.link_approx, options.n_samples, draws
+        )
 
     def _through(self, precision: Precision, constant: Precision, batch: Batch, slope: Tensor, leaf: Tensor) -> Tensor:
         """Σ (∂L/∂v) dv/d(log h), `[n]`, of one batch."""

@@ -10,8 +10,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.checks import named
 from laplace.core.hyperparameters import Hyperparameters, positive
 from laplace.core.positions import rows_that_count
 from laplace.errors import CurvatureError, InvalidArgument
@@ -121,13 +121,13 @@ def search_grid(
         candidates = group.candidates(grid.settings, predictive, whole_covariance=objective.whole_covariance)
         losses = Losses(candidates, objective)
         for name, x, y in validation.batches(first, label="grid search", progress_bar=progress_bar):
-            with batches.named(name):
+            with named(name):
                 losses.update(x, y)
         values = losses.results()
         if validation.ood_loader is not None:
             entropies = Losses(candidates, entropy_of(group.likelihood))
             for name, x in validation.foreign(first, progress_bar=progress_bar):
-                with batches.named(name):
+                with named(name):
                     entropies.update(x, None)
             # Both are sums in equation 12: over N_val data that count, and over N_out foreign inputs.
             values = values - validation.ood_weight * entropies.n_data / losses.n_data * entropies.results()

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.target import Score
 from laplace.metrics import RunningMetric, accepted_by
-from laplace.tuning.scores import N_BINS, Prediction, Score, find_score, moments
+from laplace.tuning.scores import Prediction, find_score
 
 
 class Running(ABC):
@@ -82,19 +83,23 @@ class MeanScore(Running):
     Args:
         score: The score.
         likelihood: What it is a score of.
+        dim: Dimension of the data in it.
     """
 
-    def __init__(self, score: Score, likelihood: Likelihood) -> None:
+    def __init__(self, score: Score, likelihood: Likelihood, dim: int = -1) -> None:
         self.score = score
         self.likelihood = likelihood
+        self.dim = dim
         self.total: Tensor | float = 0.0
         self.count = 0
 
     def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
         values = self.score(self.likelihood, prediction, y, sigma)
-        values = values[..., _counted(self.likelihood, y, values.shape[-1])]
-        self.total = self.total + values.double().sum(-1)
-        self.count += values.shape[-1]
+        counted = _counted(self.likelihood, y, values.shape[self.dim])
+        if counted is not None:
+            values = values.index_select(self.dim, counted)
+        self.total = self.total + values.double().sum(self.dim)
+        self.count += values.shape[self.dim]
 
     def result(self) -> Tensor:
         return torch.as_tensor(self.total) / self.count if self.count else torch.tensor(torch.nan)
@@ -104,28 +109,18 @@ class CalibrationError(Running):
     """Expected calibration error in bins of equal width (Guo et al., 2017, eq. 3).
 
     Args:
+        binned_gaps: Gaps between accuracy and confidence, each in its bin, `[..., B, M]`.
         likelihood: Of class labels.
-        n_bins: Number of bins.
     """
 
-    def __init__(self, likelihood: Likelihood, n_bins: int = N_BINS) -> None:
-        self.likelihood = likelihood
-        self.n_bins = n_bins
-        self.gaps: Tensor | None = None
-        self.count = 0
+    def __init__(self, binned_gaps: Score, likelihood: Likelihood) -> None:
+        self.gaps = MeanScore(binned_gaps, likelihood, dim=-2)
 
     def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
-        probs, _ = moments(prediction)
-        kept = _counted(self.likelihood, y, len(y))
-        confidence, predicted = probs[..., kept, :].max(-1)
-        bins = (confidence.detach() * self.n_bins).ceil().long().sub(1).clamp(0, self.n_bins - 1)
-        gap = (predicted == y[kept]).double() - confidence.double()
-        gaps = gap.new_zeros(*gap.shape[:-1], self.n_bins).scatter_add(-1, bins, gap)
-        self.gaps = gaps if self.gaps is None else self.gaps + gaps
-        self.count += gap.shape[-1]
+        self.gaps.update(prediction, y, sigma)
 
     def result(self) -> Tensor:
-        return torch.tensor(torch.nan) if self.gaps is None else self.gaps.abs().sum(-1) / self.count
+        return self.gaps.result().abs().sum(-1)
 
 
 class Shortfall(Running):
@@ -212,11 +207,11 @@ def _numbers(value: Any, name: str) -> Tensor:
         raise InvalidArgument(f"{name} returned {value!r}; a number is needed, or a 0-dim tensor.") from error
 
 
-def _counted(likelihood: Likelihood, y: Tensor, n_data: int) -> Tensor | slice:
-    """Which of the data count."""
+def _counted(likelihood: Likelihood, y: Tensor, n_data: int) -> Tensor | None:
+    """Indices of the data that count, `[n]`; None for all."""
     if likelihood.ignore_index is None or y.shape != (n_data,):
-        return slice(None)
-    return y != likelihood.ignore_index
+        return None
+    return (y != likelihood.ignore_index).nonzero().flatten()
 
 
 def make_objective(loss: Any, likelihood: Likelihood) -> Objective:
@@ -234,11 +229,7 @@ def make_objective(loss: Any, likelihood: Likelihood) -> Objective:
         name = loss or "nll"
         return Objective(name, partial(MeanScore, find_score(name, likelihood), likelihood))
     if isinstance(loss, str) and loss == "ece":
-        if likelihood.target_kind != "class":
-            raise UnsupportedError(
-                f"objective='ece' bins the confidence in one label; likelihood={likelihood.name!r} has none. Use 'nll'."
-            )
-        return Objective(loss, partial(CalibrationError, likelihood))
+        return Objective(loss, partial(CalibrationError, find_score(loss, likelihood), likelihood))
     if isinstance(loss, Thresholds):
         Shortfall(loss, likelihood)  # refuses a likelihood without them
         return Objective("thresholds", partial(Shortfall, loss, likelihood), thresholds=True)

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.checks import named
 from laplace.core.positions import target_rows
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.likelihoods.base import Likelihood
@@ -63,7 +64,7 @@ class Validation:
         device, ignored, empty = posterior.hypers.device, posterior.likelihood.ignore_index, True
         for number, batch in enumerate(tqdm(self.loader, desc=label, disable=not progress_bar)):
             name = f"validation batch {number}"
-            with batches.named(name):
+            with named(name):
                 kept = next_token.counted(batch, posterior.choices.dict_key_y, device, ignored, posterior.model)
             if kept is not None:
                 empty = False

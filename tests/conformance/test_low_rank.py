@@ -12,7 +12,7 @@ from laplace import Laplace, LowRankLaplace
 from laplace.curvature import NativeEF, NativeGGN, NativeHessian
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.jacobian.blocks import Block
-from laplace.jacobian.factors import OuterBlock
+from laplace.jacobian.outer import OuterBlock
 from laplace.structures import subspace
 from laplace.structures.low_rank import LowRankCurvature
 from tests import problems as catalogue
@@ -264,7 +264,7 @@ def test_products_of_shared_weights_position_by_position(groups: int, input_firs
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(5, 4, groups, 7, dtype=torch.float64, generator=generator)
     g = torch.randn(9, 5, 4, groups, 6, dtype=torch.float64, generator=generator)
-    block = OuterBlock(a, g, 5, input_first=input_first)
+    block = OuterBlock(a, g, input_first=input_first)
     vectors = torch.randn(2, block.size, dtype=torch.float64, generator=generator)
     by_position = block.apply(vectors)
     assert_close(by_position, torch.einsum("kbp,sp->sbk", block.dense(), vectors), "algebra")

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from laplace import FunctionalLaplace, FunctionalLLLaplace, Laplace
 from laplace.curvature import NativeEF
 from laplace.errors import InvalidArgument, InvalidData, NotFittedError, TuningWarning, UnsupportedError
-from laplace.jacobian import kernels
+from laplace.jacobian import contractions, factors, kernels
 from laplace.jacobian.blocks import Block
-from laplace.jacobian.factors import OuterBlock
 from laplace.jacobian.heads import HeadBlock
+from laplace.jacobian.outer import OuterBlock
 from laplace.refinement.function_space import mode
 from laplace.structures.gp import dual
 from tests import problems as catalogue
@@ -377,7 +377,7 @@ def test_a_prediction_is_one_pass_of_the_batch(monkeypatch: pytest.MonkeyPatch) 
     assert all(isinstance(block, kinds) for part in la.fitted().curvature.dual.parts for block in part.blocks)
     la(problem.x[:3])  # the probe of a new shape multiplies a bias out
     monkeypatch.setattr(OuterBlock, "dense", multiplied_out)
-    monkeypatch.setattr(HeadBlock, "multiplied", multiplied_out)
+    monkeypatch.setattr(HeadBlock, "dense", multiplied_out)
     sizes: list[int] = []
     handle = model.register_forward_hook(lambda module, x, f: sizes.append(len(f)))
     la(problem.x[:3])
@@ -395,7 +395,7 @@ def multiplied_out(*blocks: Block) -> Tensor:
 def test_results_do_not_depend_on_the_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = catalogue.get(name)
     expected = fitted(problem, "all", "gp", n_subset=5).predictive_moments(problem.x, joint=True)[1]
-    for module in (kernels, dual):
+    for module in (contractions, factors, dual):
         monkeypatch.setattr(module, "CHUNK_BYTES", 1500)
     found = fitted(problem, "all", "gp", n_subset=5).predictive_moments(problem.x, joint=True)[1]
     assert_close(found, expected, "algebra")

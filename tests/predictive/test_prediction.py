@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributions import Bernoulli, Categorical, Dirichlet, MultivariateNormal, Normal
 
 from laplace import Laplace, ParametricLaplace, Prediction
@@ -14,7 +14,6 @@ from laplace.enums import LinkApprox
 from laplace.errors import InvalidArgument, LaplaceError, ModelChangedError, UnsupportedError
 from laplace.likelihoods import get_likelihood
 from tests import grid
-from tests import problems as catalogue
 from tests.conformance.cases import Case, few, truth
 from tests.reference import predictive as reference
 from tests.reference.compare import assert_close
@@ -256,32 +255,6 @@ def test_options_without_meaning_are_refused() -> None:
     with pytest.raises(AttributeError):
         prediction.options = None
     assert isinstance(prediction, Prediction)
-
-
-def test_likelihoods_that_say_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    from laplace.likelihoods import LikelihoodFromLoss
-
-    class Poisson(LikelihoodFromLoss):
-        name = "poisson"
-
-        def negative_log_likelihood(self, f: Tensor, y: Tensor) -> Tensor:
-            return (f.exp() - y * f + torch.lgamma(y + 1)).sum()
-
-        def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
-            return torch.poisson(f.exp().expand(n, *f.shape), generator=generator)
-
-        def inverse_link(self, f: Tensor) -> Tensor:
-            return f.exp()
-
-    problem = catalogue.get("mlp_regression")
-    la = Laplace(problem.make_model(), Poisson(), "all", "kron")
-    la.fit([(problem.x, torch.poisson(torch.ones_like(problem.y)))])
-    found = la.predict(problem.x, link_approx="mc", generator=seeded())
-    assert found.mean.min() > 0
-    assert found.latent_variance.min() > 0
-    for name in ("variance", "entropy", "decomposition", "probabilities"):
-        with pytest.raises(UnsupportedError, match="poisson"):
-            getattr(found, name)
 
 
 def test_a_joint_prediction_of_one_output_has_the_shape_of_a_joint_one() -> None:

@@ -9,8 +9,8 @@ from torch import nn
 from laplace import BlockLaplace, FullLaplace, Laplace
 from laplace.core.layout import Layout
 from laplace.errors import InvalidArgument
-from laplace.jacobian.blocks import CHUNK_BYTES
-from laplace.jacobian.factors import OuterBlock
+from laplace.jacobian.contractions import CHUNK_BYTES
+from laplace.jacobian.outer import OuterBlock
 from tests import problems as catalogue
 from tests.conformance.cases import Case, drawn
 from tests.reference.compare import assert_close
@@ -93,7 +93,7 @@ def test_squares_of_a_large_weight_do_not_hold_all_cotangents(apart: bool) -> No
     assert columns > CHUNK_BYTES // (8 * outputs * inputs) > 1
     a = torch.randn(2, 3, 1, inputs, generator=generator)
     g = torch.randn(columns, 2, 3, 1, outputs, generator=generator)
-    found = OuterBlock(a, g, 2).sum_of_squares(apart=apart)
+    found = OuterBlock(a, g).sum_of_squares(apart=apart)
     expected = torch.einsum("kbtgo,btgi->kboi", g.double(), a.double()).square().sum(1).flatten(1)
     assert_close(found, expected if apart else expected.sum(0, keepdim=True), "float32", label="squares")
 

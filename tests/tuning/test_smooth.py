@@ -78,7 +78,8 @@ def test_joint_gradient_of_the_evidence(weights: str, structure: str, likelihood
 def smooth(la: ParametricLaplace, likelihood: str, objective: Any, link: str, *, foreign: bool) -> SmoothLoss:
     outside = [torch.cat([x for x, _ in batches(likelihood, seed=5)])] if foreign else None
     return SmoothLoss(
-        la._group, Coordinates(names(likelihood), la._group.hypers(())), make_objective(objective, la.likelihood_object),
+        la._group, Coordinates(names(likelihood), la._group.hypers(())),
+        make_objective(objective, la.likelihood_object),
         Validation(batches(likelihood, seed=11), outside, 0.4), Predictive("glm", link, 20),
     )  # fmt: skip
 

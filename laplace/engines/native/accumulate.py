@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,10 +12,11 @@ from torch import Tensor
 from laplace.core.gram import add_gram, group_gram, group_product
 from laplace.engines.engine import Bases, Groups
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT, UNUSED, KronBlock, KronParts, Probe
-from laplace.jacobian.blocks import CHUNK_BYTES, Block, PickedBlock
-from laplace.jacobian.factors import IndexBlock, OuterBlock
-from laplace.jacobian.heads import Head, HeadBlock
+from laplace.jacobian.blocks import Block
+from laplace.jacobian.contractions import CHUNK_BYTES
+from laplace.jacobian.heads import Head
 from laplace.jacobian.jacobian import Jacobian
+from laplace.jacobian.kronecker import KroneckerFactored
 from laplace.likelihoods.base import OutputHessian
 from laplace.weights.problem import Problem
 
@@ -46,21 +48,9 @@ class DiagSum:
             _add_terms(target, squares, first)
 
     def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
-        """Adds (uᵀ Λ u) φ_i² of a head, without a root of Λ; the blocks are in their bases, u the rows of g."""
+        """Adds the diagonal of Σ_b J_bᵀ Λ_b J_b of a head, without a root of Λ; the blocks are in their bases."""
         for slot, block in blocks.items():
-            squares = _features(block).to(self.values.dtype).square()
-            target = self.values[:, self.slices[slot]].view(len(self.values), -1, squares.shape[1])
-            if isinstance(block, HeadBlock):
-                weights = hessian.diagonal().to(squares)  # [B, C]
-                # A term per output has the entries of that output alone.
-                (target[0] if len(target) == 1 else target.diagonal().T).add_(weights.T @ squares)
-                continue
-            directions = block.g[:, 0, 0, 0, :].to(squares)  # [C, O]
-            if len(target) == 1:
-                target[0] += hessian.diagonal_in(directions).T @ squares
-            else:
-                sums = hessian.diagonal().to(squares).T @ squares
-                target += directions.square().unsqueeze(2) * sums.unsqueeze(1)
+            self.values[:, self.slices[slot]] += block.ggn_diagonal(hessian, apart=len(self.values) > 1)
 
     def result(self) -> Tensor:
         """`[E, P]`."""
@@ -104,7 +94,7 @@ class FullSum:
 
         With Λ = diag(d) − u uᵀ that is C Grams of φ, less one Gram of u ⊗ φ, C times less work than with a root.
         """
-        features = {i: _features(blocks[i]) for i in self.slices}
+        features = {i: blocks[i].features for i in self.slices}
         dtype = self.values.dtype
         for i, left in features.items():
             for j, right in features.items():
@@ -204,13 +194,6 @@ def _add_terms(total: Tensor, values: Tensor, first: int) -> None:
         total.index_add_(0, terms, values.to(total))
 
 
-def _features(block: Head) -> Tensor:
-    """Inputs of an unshared layer `[B, D]`, a 1 for its bias."""
-    if isinstance(block, HeadBlock):
-        return block.features
-    return block.g.new_ones(block.n_data, 1) if block.a is None else block.a[:, 0, 0]
-
-
 @dataclass(frozen=True)
 class Origin:
     """Where the block of a tensor comes from.
@@ -266,12 +249,9 @@ class KronSum:
             if self.origins[slot].unused:
                 self._put_diagonal(UNUSED, slot, block, first)
                 continue
-            whole = block.whole if isinstance(block, PickedBlock) else block
-            factored = isinstance(whole, OuterBlock | IndexBlock)
-            if factored and (self.origins[slot].single or block.size > DENSE_BLOCK_LIMIT):
-                self._kronecker(slot, whole, first, seen)
-                index = block.index if isinstance(block, PickedBlock) else None
-                self.blocks[slot] = replace(self.blocks[slot], size=block.size, index=index)
+            product = block.product
+            if product is not None and (self.origins[slot].single or block.size > DENSE_BLOCK_LIMIT):
+                self._kronecker(slot, block, product, first, seen)
             else:
                 self._exact(slot, block, first)
 
@@ -281,8 +261,8 @@ class KronSum:
             output = f"out:{self.origins[slot].use}"
             if output not in self.factors:
                 self.factors[output] = self._head_side(output, hessian)
-            a = None if block.is_bias else _features(block).unsqueeze(1)
-            self._inputs(slot, block.size, output, a, block.n_data)
+            inputs = None if block.is_bias else self._gram(f"in:{slot}", block.features.unsqueeze(1))
+            self._put(slot, block, output, inputs, torch.tensor(float(block.n_data), device=self.problem.device))
 
     def _head_side(self, key: str, hessian: OutputHessian) -> Tensor:
         """B = Σ Λ, `[E, 1, C, C]`, or its products `[E, 1, C, w]`."""
@@ -297,36 +277,30 @@ class KronSum:
                 total = torch.diag(hessian.diagonal().sum(0)).unsqueeze(2) * matrix
         return total.reshape(self.n_terms, 1, n_outputs, -1).to(self.dtype)
 
-    def _kronecker(self, slot: int, block: OuterBlock | IndexBlock, first: int, seen: set[str]) -> None:
-        output = self._output_key(slot, block)
+    def _kronecker(self, slot: int, block: Block, product: KroneckerFactored, first: int, seen: set[str]) -> None:
+        output = self._output_key(slot, product)
         if output not in seen:
             seen.add(output)
-            self._put_terms(output, self._output_side(output, block), first)
-        if first > 0:
-            return
-        if isinstance(block, OuterBlock):
-            a = block.a.mean(1, keepdim=True) if self.reduce and block.a is not None else block.a
-            positions = block.n_data * (1 if self.reduce else block.n_positions)
-            self._inputs(slot, block.size, output, a, positions, input_first=block.input_first)
-        else:
-            counts = torch.bincount(block.index[block.index >= 0], minlength=block.n_rows).to(self.dtype)
-            self.factors |= {f"in:{slot}": counts, f"positions:{slot}": block.counted.sum().to(self.dtype)}
-            self.blocks[slot] = KronBlock("kron", block.size, output, f"in:{slot}", f"positions:{slot}", True)
+            self._put_terms(output, self._output_side(output, product.output_rows(reduce=self.reduce)), first)
+        if first == 0:
+            inputs = product.input_side(partial(self._gram, f"in:{slot}"), reduce=self.reduce)
+            count = product.input_count(reduce=self.reduce)
+            self._put(slot, block, output, inputs, count, input_first=product.input_first)
 
-    def _inputs(
-        self, slot: int, size: int, output: str, a: Tensor | None, positions: int, *, input_first: bool = False
+    def _put(
+        self, slot: int, block: Block, output: str, inputs: Tensor | None, count: Tensor, *, input_first: bool = False
     ) -> None:
-        key = None if a is None else f"in:{slot}"
-        if a is not None:
-            self.factors[f"in:{slot}"] = self._gram(f"in:{slot}", a)
-        count = torch.tensor(float(positions), dtype=self.dtype, device=self.problem.device)
-        self.factors[f"positions:{slot}"] = count
-        self.blocks[slot] = KronBlock("kron", size, output, key, f"positions:{slot}", input_first)
+        """Puts down the input side of a tensor, and how its block is held."""
+        key, positions = f"in:{slot}", f"positions:{slot}"
+        self.factors |= ({} if inputs is None else {key: inputs}) | {positions: count.to(self.dtype)}
+        self.blocks[slot] = KronBlock(
+            "kron", block.size, output, None if inputs is None else key, positions, input_first, block.product_index
+        )
 
-    def _output_key(self, slot: int, block: OuterBlock | IndexBlock) -> str:
+    def _output_key(self, slot: int, product: KroneckerFactored) -> str:
         """Shared by a weight and its bias, unless one of them sees other gradients than the layer's outputs'."""
-        own = isinstance(block, IndexBlock) or block.unfolded or self.problem.slots[slot].entries is not None
-        return f"own:{slot}" if own else f"out:{self.origins[slot].use}"
+        shared = product.shares_outputs and self.problem.slots[slot].entries is None
+        return f"out:{self.origins[slot].use}" if shared else f"own:{slot}"
 
     def _gram(self, key: str, rows: Tensor) -> Tensor:
         """Σ x xᵀ of rows `[..., G, n]`, `[G, n, n]`, or its product with the probe of this side, `[G, n, w]`."""
@@ -334,13 +308,8 @@ class KronSum:
             return group_gram(rows)
         return group_product(rows, self.probe(key, *rows.shape[-2:]).to(rows))
 
-    def _output_side(self, key: str, block: OuterBlock | IndexBlock) -> Tensor:
+    def _output_side(self, key: str, g: Tensor) -> Tensor:
         """Σ g gᵀ over data and positions, `[k, G, O, O]`, or `[1, G, O, O]` where terms are not kept apart."""
-        if isinstance(block, IndexBlock):
-            # Always expand: the mean of one-hot vectors has no diagonal second moment.
-            g = block.g[:, block.counted].unsqueeze(2)
-        else:
-            g = block.g.sum(2) if self.reduce else block.g
         return torch.stack([self._gram(key, term) for term in (g.unsqueeze(0) if self.n_terms == 1 else g)])
 
     def _exact(self, slot: int, block: Block, first: int) -> None:

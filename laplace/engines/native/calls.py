@@ -18,7 +18,8 @@ from laplace.engines.native.layers import Reading
 from laplace.engines.native.layers.base import evenly
 from laplace.engines.native.uses import Call
 from laplace.jacobian.blocks import Block, DenseBlock
-from laplace.jacobian.factors import IndexBlock, OuterBlock
+from laplace.jacobian.index import IndexBlock
+from laplace.jacobian.outer import OuterBlock
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +51,9 @@ class LinearCall(Call):
             first, total = self.rows[role]
             g = F.pad(g, (first, total - first - g.shape[-1]))
         if role == "bias":
-            return OuterBlock(a=None, g=g, n_data=n_data)
+            return OuterBlock(a=None, g=g)
         a = reading.positions(self.x, n_data, 1).unsqueeze(2).to(g.dtype)
-        return OuterBlock(a=a, g=g, n_data=n_data, input_first=self.transposed)
+        return OuterBlock(a=a, g=g, input_first=self.transposed)
 
 
 @dataclass(frozen=True, eq=False)

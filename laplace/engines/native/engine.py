@@ -21,18 +21,13 @@ from laplace.engines.native.products import Linearised
 from laplace.engines.native.surveying import blank, outlined, surveyed
 from laplace.engines.native.unused import check_unreached
 from laplace.engines.native.uses import Call
+from laplace.engines.options import EngineOptions
 from laplace.engines.profile import BatchProfile
-from laplace.errors import InvalidArgument, InvalidData, OutOfMemory, UnsupportedError
+from laplace.errors import InvalidData, OutOfMemory, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import lent
 from laplace.weights.problem import Problem
-
-MEMORY_BUDGET = 2**30
-"""Bytes of output gradients held at once: fixed, so that results do not depend on the machine."""
-
-MAX_PASSES = 4096
-"""Backward passes that one batch of outputs with positions may take, one per position and output."""
 
 _MAX_PLANS = 64
 
@@ -49,30 +44,13 @@ class NativeEngine(CurvatureEngine):
     Args:
         problem: The network and its treated tensors.
         likelihood: Loss and output Hessian.
-        memory_budget: Bytes of output gradients held at once.
-        split_outputs: Keep one curvature term per output.
-        max_passes: Backward passes that a batch of outputs with positions may take.
-
-    Raises:
-        InvalidArgument: A memory budget or a number of passes that is not positive.
+        options: What is sampled, and how much is computed at once.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        likelihood: Likelihood,
-        *,
-        memory_budget: int = MEMORY_BUDGET,
-        split_outputs: bool = False,
-        max_passes: int = MAX_PASSES,
-    ) -> None:
-        super().__init__(problem, likelihood, split_outputs=split_outputs)
-        if max_passes <= 0:
-            raise InvalidArgument(f"max_passes={max_passes} backward passes; it must be positive.")
-        self.max_passes = max_passes
-        if memory_budget <= 0:
-            raise InvalidArgument(f"memory_budget={memory_budget} bytes; it must be positive.")
-        self.memory_budget = memory_budget
+    def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
+        super().__init__(problem, likelihood, options)
+        self.memory_budget = options.memory_budget
+        self.max_passes = options.max_passes
         self.dtype = torch.promote_types(problem.dtype, torch.float32)
         self._loop = prefers_loop(problem.module)
         self._loop_twice = prefers_loop(problem.module, twice=True)

@@ -17,22 +17,18 @@ from laplace.engines.engine import Bases, BatchSummary, Groups
 from laplace.engines.kron_parts import KronParts, KronSketch, Probe
 from laplace.engines.native.accumulate import BlockSum, DiagSum, FullSum, KronSum, Origin
 from laplace.engines.native.columns import Columns, RowColumns
-from laplace.engines.native.engine import MAX_PASSES, MEMORY_BUDGET, NativeEngine
+from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.native.plan import Plan
 from laplace.engines.native.products import Linearised, add_rows
-from laplace.engines.native.rows import counted, counted_head
-from laplace.errors import InvalidArgument
 from laplace.jacobian.blocks import Block
-from laplace.jacobian.factors import OuterBlock
-from laplace.jacobian.heads import Head, HeadBlock
-from laplace.likelihoods.base import Likelihood, OutputHessian
+from laplace.jacobian.heads import Head, as_head
+from laplace.likelihoods.base import OutputHessian
 from laplace.network.model_guard import lent
-from laplace.weights.problem import Problem
 
 
 class _Sum(Protocol):
-    """What `_accumulate` adds to."""
+    """A sum that `_accumulate` adds to; a diagonal takes heads in any basis, the others in that of the outputs."""
 
     def add(self, blocks: Mapping[int, Block], first: int) -> None: ...
 
@@ -42,35 +38,8 @@ class _Sum(Protocol):
 class OuterEngine(NativeEngine):
     """Curvature Σ_kb (J_bᵀ u_kb)(J_bᵀ u_kb)ᵀ, without `[B, C, P]`.
 
-    Args:
-        problem: The network and its treated tensors.
-        likelihood: Loss and output Hessian.
-        kfac_approx: `"expand"` or `"reduce"`: how Kronecker factors treat positions that share a weight
-            (Eschenhagen et al., 2023).
-        memory_budget: Bytes of output gradients held at once.
-        split_outputs: Keep one curvature term per output.
-        max_passes: Backward passes that a batch of outputs with positions may take.
-
-    Raises:
-        InvalidArgument: Unknown `kfac_approx` or a memory budget that is not positive.
+    The arguments are those of `NativeEngine`.
     """
-
-    def __init__(
-        self,
-        problem: Problem,
-        likelihood: Likelihood,
-        *,
-        kfac_approx: str = "expand",
-        memory_budget: int = MEMORY_BUDGET,
-        split_outputs: bool = False,
-        max_passes: int = MAX_PASSES,
-    ) -> None:
-        super().__init__(
-            problem, likelihood, memory_budget=memory_budget, split_outputs=split_outputs, max_passes=max_passes
-        )
-        if kfac_approx not in ("expand", "reduce"):
-            raise InvalidArgument(f"kfac_approx={kfac_approx!r}; accepted are 'expand' and 'reduce'.")
-        self.kfac_approx = kfac_approx
 
     @abstractmethod
     def cotangents(self, f: Tensor, y: Tensor) -> Columns:
@@ -86,9 +55,8 @@ class OuterEngine(NativeEngine):
         taken, y = self.observe(x, y)
         total = DiagSum(self.problem, self._n_terms(taken.f), self.dtype, bases)
         heads = taken.head_blocks(taken.heads())
-        projected = {i: total.in_basis(i, block) for i, block in heads.items()}
-        found = {i: block for i, block in projected.items() if isinstance(block, HeadBlock | OuterBlock)}
-        self._accumulate(taken, y, total, heads=found)
+        in_basis = {i: as_head(total.in_basis(i, block)) for i, block in heads.items()}
+        self._accumulate(taken, y, total, heads={i: head for i, head in in_basis.items() if head is not None})
         return self.summary(taken.f, y), total.result()
 
     def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
@@ -124,7 +92,7 @@ class OuterEngine(NativeEngine):
         return self.summary(taken.f, y), KronSketch(sides.result(), exact.result() if diagonal else None)
 
     def _kron_sum(self, taken: ForwardPass, probe: Probe | None) -> KronSum:
-        reduce, terms = self.kfac_approx == "reduce", self._n_terms(taken.f)
+        reduce, terms = self.options.kfac_approx == "reduce", self._n_terms(taken.f)
         return KronSum(self.problem, terms, self.dtype, _origins(taken.plan), reduce=reduce, probe=probe)
 
     def matmul(
@@ -169,7 +137,7 @@ class OuterEngine(NativeEngine):
         if hessian is None:
             heads = {}
         elif heads:
-            total.add_head(heads if kept is None else {i: counted_head(b, kept) for i, b in heads.items()}, hessian)
+            total.add_head(heads if kept is None else {i: head.at(kept) for i, head in heads.items()}, hessian)
         rest = [i for i in range(len(taken.plan)) if i not in heads]
         if not rest:
             return
@@ -185,7 +153,7 @@ class OuterEngine(NativeEngine):
                 return taken.row_blocks(columns[part].to(taken.f.dtype), only=simple)
 
             for part, blocks in in_slices(len(columns), step, computed, COTANGENT):
-                total.add(blocks if kept is None else {i: counted(b, kept) for i, b in blocks.items()}, part.start)
+                total.add(blocks if kept is None else {i: block.at(kept) for i, block in blocks.items()}, part.start)
         if mixed:
             self._accumulate_mixed(taken, columns, step, [i for i in rest if i in mixed], total)
 
@@ -200,7 +168,7 @@ class OuterEngine(NativeEngine):
 class _Both:
     """Two sums of the same blocks: one backward pass for both."""
 
-    def __init__(self, first: _Sum, second: _Sum) -> None:
+    def __init__(self, first: KronSum, second: DiagSum) -> None:
         self.sums = first, second
 
     def add(self, blocks: Mapping[int, Block], first: int) -> None:

@@ -16,11 +16,10 @@ from laplace.engines.native.capture import Capture, Use
 from laplace.engines.native.fallback import Fallback, per_sample
 from laplace.engines.native.pieces import block_of
 from laplace.engines.native.plan import Plan
-from laplace.engines.native.rows import as_rows, joined, spread
-from laplace.jacobian.blocks import Block, DenseBlock, LazyBlock
-from laplace.jacobian.factors import OuterBlock
+from laplace.jacobian.blocks import Block, DenseBlock
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.jacobian import Jacobian
+from laplace.jacobian.lazy import LazyBlock
 from laplace.network.model_guard import lent
 from laplace.weights.problem import Problem
 
@@ -97,14 +96,13 @@ class ForwardPass:
 
     @cached_property
     def _heads(self) -> dict[int, HeadBlock]:
-        blocks = {i: self._without_gradients(i) for i in range(len(self.plan)) if self._ends(i)}
-        if self.positions:
-            blocks = {i: as_rows(block, self.taken.n_positions) for i, block in blocks.items()}
-        return {
-            i: HeadBlock.of(block, self.f.shape[1])
-            for i, block in blocks.items()
-            if isinstance(block, OuterBlock) and not block.input_first
-        }
+        blocks = {i: self._by_row(self._without_gradients(i)) for i in range(len(self.plan)) if self._ends(i)}
+        heads = {i: HeadBlock.of(block, self.f.shape[1]) for i, block in blocks.items() if block is not None}
+        return {i: head for i, head in heads.items() if head is not None}
+
+    def _by_row(self, block: Block) -> Block | None:
+        """The block with rows for data: as it is without positions."""
+        return block.fold_positions(self.taken.n_positions) if self.positions else block
 
     def _ends(self, slot: int) -> bool:
         """Whether the outputs of a tensor's layer are the network's."""
@@ -138,7 +136,7 @@ class ForwardPass:
             block = self._without_gradients(slot, uses)
         except (RuntimeError, TypeError):  # a rule that looks at the numbers
             block = self._without_gradients(slot)
-        rows = as_rows(block, self.taken.n_positions) if self.positions and not self.mixes else None
+        rows = None if self.mixes else self._by_row(block)
         return block if rows is None else rows
 
     def jacobian(self, part: slice | None = None) -> Jacobian:
@@ -153,7 +151,7 @@ class ForwardPass:
         if simple := [i for i in rest if self.by_row(i)]:
             blocks |= self._at_rows(simple)
         if part is not None:
-            blocks = {i: block.rows(part) for i, block in blocks.items()}
+            blocks = {i: block.at(part) for i, block in blocks.items()}
         if mixed := [i for i in rest if not self.by_row(i)]:
             blocks |= self._at_positions(torch.arange(self.taken.n_positions)[part or slice(None)], mixed)
         return Jacobian(tuple(blocks[i] for i in range(len(self.plan))), self.positions)
@@ -167,7 +165,7 @@ class ForwardPass:
             hot = self.f.new_zeros(min(step, outputs - start), outputs)
             hot.diagonal(start).fill_(1)
             parts.append(self.row_blocks(hot.unsqueeze(1).expand(-1, len(self.f), -1), only))
-        return {i: joined([part[i] for part in parts]) for i in only}
+        return {i: parts[0][i].join([part[i] for part in parts[1:]]) if len(parts) > 1 else parts[0][i] for i in only}
 
     def _at_positions(self, at: Tensor, only: list[int]) -> dict[int, Block]:
         """Blocks `[C, B·S, p]` of the rows of S positions, by S·C cotangents of the whole outputs."""
@@ -175,14 +173,14 @@ class ForwardPass:
         whole = eye.new_zeros(len(at), self.taken.n_positions, len(eye), len(eye))
         whole[torch.arange(len(at)), at] = eye
         cotangents = whole.transpose(1, 2).flatten(2).flatten(0, 1).unsqueeze(1).expand(-1, self.n_data, -1)
-        return {i: spread(block, len(at)) for i, block in self.blocks(cotangents, only).items()}
+        return {i: block.fold_cotangents(len(at)) for i, block in self.blocks(cotangents, only).items()}
 
     def row_blocks(self, cotangents: Tensor, only: list[int]) -> dict[int, Block]:
         """Weighted blocks of slots whose data are rows, for cotangents `[K, B·T, C]`."""
         if not self.positions:
             return self.blocks(cotangents, only)
         blocks = self.blocks(cotangents.reshape(len(cotangents), self.n_data, -1), only)
-        found = {i: as_rows(block, self.taken.n_positions) for i, block in blocks.items()}
+        found = {i: self._by_row(block) for i, block in blocks.items()}
         return {i: block for i, block in found.items() if block is not None}
 
     def blocks(self, cotangents: Tensor, only: list[int]) -> dict[int, Block]:
@@ -225,8 +223,7 @@ class ForwardPass:
     def _lazy(self, cotangents: Tensor, slot: int, rung: Fallback) -> Block:
         return LazyBlock(
             compute=lambda rows: self._fallback(cotangents, [slot], rung, rows)[0],
-            size=self.problem.slots[slot].size,
-            n_cotangents=cotangents.shape[0],
+            dims=(cotangents.shape[0], self.problem.slots[slot].size),
             span=(0, self.n_data),
             norm=cotangents.norm(),
         )

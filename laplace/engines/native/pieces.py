@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,9 +12,8 @@ from laplace.engines.native.layers import Reading, rule_for
 from laplace.engines.native.uses import Call, Use
 from laplace.enums import FeatureReduction
 from laplace.errors import CurvatureError
-from laplace.jacobian.blocks import Block, PickedBlock, SumBlock
-from laplace.jacobian.factors import IndexBlock, OuterBlock
-from laplace.weights.problem import ParameterSlice, Problem
+from laplace.jacobian.blocks import Block
+from laplace.weights.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,9 @@ def block_of(
         n_data: B.
     """
     blocks = [_of_use(problem, term, uses[term.use], gradients[term.use], n_data) for term in terms]
-    return select(_merge(blocks), problem.slots[slot])
+    block = blocks[0].add(blocks[1:]) if len(blocks) > 1 else blocks[0]
+    selection, entries = problem.slots[slot].selection, problem.slots[slot].entries
+    return block if selection is None or entries is None else block.select_entries(selection, entries)
 
 
 def _of_use(problem: Problem, term: Term, use: Use, g: Tensor, n_data: int) -> Block:
@@ -70,33 +71,3 @@ def reduce_features(features: Tensor, reduction: str) -> Tensor:
     if reduction == FeatureReduction.PICK_FIRST:
         return flat[:, 0]
     return flat[:, -1] if reduction == FeatureReduction.PICK_LAST else flat.mean(1)
-
-
-def _merge(blocks: Sequence[Block]) -> Block:
-    """Sums the uses of one tensor: as more positions where the layouts agree."""
-    if len(blocks) == 1:
-        return blocks[0]
-    read = [block for block in blocks if isinstance(block, IndexBlock)]
-    if len(read) == len(blocks):
-        index, counted = torch.cat([b.index for b in read], 1), torch.cat([b.counted for b in read], 1)
-        return IndexBlock(index, torch.cat([b.g for b in read], 2), read[0].n_rows, counted)
-    outer = [block for block in blocks if isinstance(block, OuterBlock)]
-    alike = {(block.input_first, block.unfolded, block.a is None) for block in outer}
-    if len(outer) == len(blocks) and len(alike) == 1:
-        inputs = [block.a for block in outer if block.a is not None]
-        a = torch.cat(inputs, 1) if inputs else None
-        return replace(outer[0], a=a, g=torch.cat([b.g for b in outer], 2))
-    return SumBlock(tuple(blocks))
-
-
-def select(block: Block, slot: ParameterSlice) -> Block:
-    """The treated entries of a block: sliced factors, then single entries where they are not rows × columns."""
-    selection = slot.selection
-    if selection is None or slot.entries is None:
-        return block
-    if isinstance(block, SumBlock):
-        return SumBlock(tuple(select(part, slot) for part in block.parts))
-    if isinstance(block, IndexBlock) or (isinstance(block, OuterBlock) and block.groups == 1):
-        sliced = block.restrict(selection.rows, selection.cols)
-        return sliced if selection.index is None else PickedBlock(sliced, selection.index)
-    return PickedBlock(block, slot.entries)

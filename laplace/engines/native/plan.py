@@ -26,10 +26,9 @@ from laplace.engines.native.fallback import Fallback, per_sample
 from laplace.engines.native.layers import Reading
 from laplace.engines.native.pieces import Term, block_of
 from laplace.engines.native.proof import Probe, probe
-from laplace.engines.native.rows import as_rows
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block
-from laplace.jacobian.factors import OuterBlock
+from laplace.jacobian.heads import gradients_are
 from laplace.weights.problem import Problem
 
 
@@ -129,7 +128,7 @@ def _with_rows(problem: Problem, plan: Plan, taken: Capture, proof: Probe) -> Pl
             held[i] = block
     broken = {t.use for i, e in enumerate(plan) if i not in held for t in e.terms}
     return tuple(
-        replace(e, by_row=True, is_head=_ends(e, taken) and _is_identity(held[i], proof.unweighted))
+        replace(e, by_row=True, is_head=_ends(e, taken) and gradients_are(held[i], proof.unweighted))
         if i in held and e.terms[0].use not in broken
         else e
         for i, e in enumerate(plan)
@@ -141,20 +140,12 @@ def _row_block(problem: Problem, slot: int, explanation: JacobianRule, taken: Ca
     if len(explanation.terms) != 1 or explanation.terms[0].reading is not Reading.LEADING:
         return None
     block = block_of(problem, slot, explanation.terms, taken.uses, proof.gradients, len(taken.f))
-    return as_rows(block, taken.n_positions)
+    return block.fold_positions(taken.n_positions)
 
 
 def _ends(explanation: JacobianRule, taken: Capture) -> bool:
     """Whether the outputs of a tensor's one use are the network's."""
     return len(explanation.terms) == 1 and taken.is_head(taken.uses[explanation.terms[0].use])
-
-
-def _is_identity(block: Block, unweighted: Tensor) -> bool:
-    """Whether output gradients are the cotangents, row by row: the rows of the layer are those of the network."""
-    if not isinstance(block, OuterBlock) or block.groups != 1:
-        return False
-    g = block.g[0, :, 0, 0]
-    return g.numel() == unweighted.numel() and bool(torch.equal(g.flatten(), unweighted.to(g).flatten()))
 
 
 def _anchored(explanation: Candidate, taken: Capture, n_data: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,10 +16,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from laplace.core.layout import Layout
 from laplace.engines.native.capture import capture
 from laplace.engines.native.passes import ForwardPass
-from laplace.engines.profile import BatchProfile, TensorShape
-from laplace.jacobian.blocks import Block, PickedBlock, SumBlock
-from laplace.jacobian.factors import IndexBlock, OuterBlock
-from laplace.jacobian.heads import HeadBlock
+from laplace.engines.profile import BatchProfile
+from laplace.jacobian.shape import TensorShape
 from laplace.network.model_guard import lent
 
 _TIMED = 4
@@ -134,40 +132,12 @@ def _shapes(taken: ForwardPass) -> tuple[TensorShape, ...]:
     found: list[TensorShape] = []
     for i, explanation in enumerate(taken.plan):
         if i in heads:
-            found.append(_head_shape(heads[i]))
+            found.append(heads[i].shape(inputs))
         elif explanation.terms:
-            found.append(_shape(taken.form(i, inputs), inputs))
+            found.append(taken.form(i, inputs).shape(inputs))
         else:
             found.append(TensorShape(sizes[i], n_outputs=sizes[i]))
     return tuple(found)
-
-
-def _head_shape(block: HeadBlock) -> TensorShape:
-    return TensorShape(
-        block.size, factored=True, n_outputs=block.n_outputs, n_inputs=block.n_inputs, is_bias=block.is_bias,
-        is_head=True,
-    )  # fmt: skip
-
-
-def _shape(block: Block, inputs: Sequence[Tensor]) -> TensorShape:
-    """The shape of a block; factors that are views of the inputs are no copies."""
-    whole = block.whole if isinstance(block, PickedBlock) else block
-    if isinstance(whole, IndexBlock):
-        return TensorShape(
-            block.size, factored=True, indexed=True, n_outputs=whole.g.shape[3], n_inputs=whole.n_rows,
-            positions=whole.g.shape[2],
-        )  # fmt: skip
-    if isinstance(whole, OuterBlock):
-        a = whole.a
-        own = a is not None and not any(a is x or a._base is x for x in inputs)
-        return TensorShape(
-            block.size, factored=True, groups=whole.groups, n_outputs=whole.g.shape[4], n_inputs=whole.n_inputs,
-            positions=whole.n_positions, is_bias=a is None,
-            copied=a.untyped_storage().nbytes() if a is not None and own else 0,
-        )  # fmt: skip
-    parts = whole.parts if isinstance(whole, SumBlock) else ()
-    copied = sum(_shape(part, inputs).copied for part in parts)
-    return TensorShape(block.size, n_outputs=block.size, copied=copied)
 
 
 def _rate(taken: ForwardPass) -> float:

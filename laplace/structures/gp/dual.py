@@ -19,8 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.jacobian.blocks import CHUNK_BYTES
-from laplace.jacobian.detached import picked
+from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.kernels import Scales, kernel, kernel_at, kernel_diagonal
 from laplace.structures import algebra
@@ -84,7 +83,7 @@ class Dual(Span):
 
     def output(self, c: int) -> Dual:
         """One output by itself: its Jacobian, and the diagonal entry of Λ."""
-        picks = tuple(picked(part, one_output(part, c)) for part in self.parts)
+        picks = tuple(part.select_outputs(one_output(part, c)) for part in self.parts)
         diagonal = self.roots[:, c].square().sum(1).sqrt()
         return Dual(picks, diagonal.view(-1, 1, 1))
 
@@ -144,7 +143,7 @@ class Basis:
         """V, `[B, C, r]`, by rows of K*M that fit a chunk."""
         per_datum = _DOUBLE * jacobian.n_cotangents * len(self.dual)
         step = max(1, CHUNK_BYTES // per_datum)
-        rows = [self._rows(jacobian.rows(slice(i, i + step))) for i in range(0, jacobian.n_data, step)]
+        rows = [self._rows(jacobian.at(slice(i, i + step))) for i in range(0, jacobian.n_data, step)]
         return torch.cat(rows)
 
     def _rows(self, jacobian: Jacobian) -> Tensor:
@@ -200,7 +199,7 @@ class Projected:
 
 
 def one_output(jacobian: Jacobian, c: int) -> Tensor:
-    """The output c of every datum, for `picked`."""
+    """The output c of every datum, for `Jacobian.select_outputs`."""
     device = jacobian.blocks[0].bound().device
     return torch.full((jacobian.n_data,), c, dtype=torch.long, device=device)
 

@@ -21,7 +21,6 @@ from laplace.core.layout import Layout
 from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
-from laplace.jacobian.detached import held, picked
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.kernels import kernel
 from laplace.structures import algebra
@@ -174,7 +173,7 @@ class DirectionSweep(DataPass):
         for rows in self.pool.chunks():
             for jacobian, f in jacobians(self.engine, rows.x):
                 outputs = torch.randint(f.shape[1], (len(f),), generator=generator).to(f.device)
-                yield held(picked(jacobian, outputs))
+                yield jacobian.select_outputs(outputs).detached()
 
 
 def _directions(parts: list[Jacobian], count: int) -> Tensor:
@@ -229,7 +228,7 @@ class GramSweep(ObservingSweep):
             curved = self.engine.likelihood.hessian(f.double(), targets).times(phi)
             terms = "ckl" if self.engine.split_outputs else "kl"
             gram = torch.einsum(f"kbc,lbc->{terms}", phi, curved)
-            require_finite(bool(gram.isfinite().all()))
+            require_finite(gram.isfinite())
             self.gram = gram if self.gram is None else self.gram + gram
         self.batches, self.seen = self.batches + 1, self.seen + len(y)
         every = self.options.watch_batches

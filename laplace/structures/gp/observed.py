@@ -14,6 +14,9 @@ from laplace.errors import InvalidData
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures.base import DataPass, require_finite
 
+HOLDS_INPUTS = "held with the inputs of the layers there, which in a first layer are data"
+"""Text that `repr` says of a posterior whose states and pickles hold data: those that its kernels are between."""
+
 
 def jacobians(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -> Iterator[tuple[Jacobian, Tensor]]:
     """Jacobians and outputs `[b, C]` of consecutive parts of a batch, differentiable in x with `create_graph`.
@@ -58,7 +61,7 @@ class ObservingSweep(DataPass):
         """As the function of this name; the loss is counted."""
         for jacobian, f, targets in observed(self.engine, x, y):
             losses = self.engine.likelihood.loss_terms(f, targets).detach()
-            require_finite(bool(losses.isfinite().all()))
+            require_finite(losses.isfinite())
             self.losses = losses if self.losses is None else self.losses + losses
             self.n_outputs = f.shape[1]
             yield jacobian, f, targets

@@ -11,18 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.checks import named
 from laplace.core.hyperparameters import check_counts
 from laplace.core.layout import Layout
 from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
-from laplace.jacobian.detached import HOLDS_INPUTS, from_state, held, state_of
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures.base import Curvature, DataPass, require_finite
 from laplace.structures.gp.dual import Dual
-from laplace.structures.gp.observed import ObservingSweep, uncounted
+from laplace.structures.gp.observed import HOLDS_INPUTS, ObservingSweep, uncounted
 from laplace.structures.gp.subset import SELECTIONS, Pool, Rows, make_score
 from laplace.structures.gp.subset_precision import DualPrecision, DualScan, IndependentPrecision, SubsetPrecision
 
@@ -147,7 +146,7 @@ class SubsetCurvature(Curvature):
 
     def state(self) -> dict[str, Any]:
         return {
-            "parts": [state_of(part) for part in self.dual.parts],
+            "parts": [part.state() for part in self.dual.parts],
             "roots": self.dual.roots,
             "n_seen": self.n_seen,
             "independent": self.independent,
@@ -157,7 +156,7 @@ class SubsetCurvature(Curvature):
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> SubsetCurvature:
-        dual = Dual(tuple(from_state(part) for part in state["parts"]), state["roots"])
+        dual = Dual(tuple(Jacobian.from_state(part) for part in state["parts"]), state["roots"])
         return cls(dual, state["n_seen"], state["independent"], state["factor"], state["n_terms"])
 
     def forms(self) -> tuple[str, ...]:
@@ -207,8 +206,8 @@ class SubsetSweep(ObservingSweep):
         Raises:
             InvalidData: A target or an output cannot be used.
         """
-        with batches.named(f"the subset, of batches {sorted(set(rows.batches))}"):
+        with named(f"the subset, of batches {sorted(set(rows.batches))}"):
             for jacobian, f, targets in self.observed(rows.x, rows.y):
                 root = self.engine.likelihood.hessian(f, targets).root().permute(1, 2, 0)
-                require_finite(bool(root.isfinite().all()))
-                yield held(jacobian), root.contiguous()
+                require_finite(root.isfinite())
+                yield jacobian.detached(), root.contiguous()

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from laplace.core.prior import GaussianPrior
 from laplace.errors import UnsupportedError
-from laplace.jacobian.detached import picked
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.kernels import Scales, kernel, kernel_at, kernel_diagonal
 from laplace.structures import algebra
@@ -228,7 +227,7 @@ class IndependentPrecision(DualPrecision):
 
     def _outputs(self, jacobian: Jacobian) -> Iterator[tuple[Basis, Jacobian]]:
         for c, basis in enumerate(self.bases):
-            yield basis, picked(jacobian, one_output(jacobian, c))
+            yield basis, jacobian.select_outputs(one_output(jacobian, c))
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         return torch.diag_embed(self.functional_diagonal(jacobian))
@@ -301,7 +300,7 @@ class DualScan(VariancesOverPriors):
             projected = basis.diagonal(jacobian) if diagonal else basis.variance(jacobian)
             dtype = self.dtype if diagonal else jacobian.summed_in(self.dtype)
             return lambda deltas: torch.stack([self._at(projected, delta) for delta in deltas]).to(dtype)
-        parts = [b.diagonal(picked(jacobian, one_output(jacobian, c))) for c, b in enumerate(self.bases)]
+        parts = [b.diagonal(jacobian.select_outputs(one_output(jacobian, c))) for c, b in enumerate(self.bases)]
 
         def at(deltas: Tensor) -> Tensor:
             found = torch.stack([torch.cat([self._at(part, delta) for part in parts], 1) for delta in deltas])

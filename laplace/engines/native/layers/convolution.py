@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from laplace.engines.native.layers.base import LayerRule, Reading, evenly, files
 from laplace.jacobian.blocks import Block
-from laplace.jacobian.factors import OuterBlock
+from laplace.jacobian.outer import OuterBlock
 
 
 def patches(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int) -> Tensor:
@@ -60,7 +60,7 @@ class ConvolutionRule(_Convolution):
     def block(
         self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, reading: Reading
     ) -> Block:
-        return OuterBlock(a=a, g=_output_gradients(module, g, n_data, reading), n_data=n_data)
+        return OuterBlock(a=a, g=_output_gradients(module, g, n_data, reading))
 
 
 class TransposedConvolutionRule(_Convolution):
@@ -78,7 +78,7 @@ class TransposedConvolutionRule(_Convolution):
         self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, reading: Reading
     ) -> Block:
         if a is None:
-            return OuterBlock(a=None, g=_output_gradients(module, g, n_data, reading), n_data=n_data)
+            return OuterBlock(a=None, g=_output_gradients(module, g, n_data, reading))
         kernel, stride, padding = module.kernel_size, module.stride, module.padding
         amount = [side for p in reversed(padding) for side in (p, p)]  # pyright: ignore
         unfolded = patches(F.pad(g.flatten(0, 1), amount), kernel, stride, module.dilation, module.groups)  # pyright: ignore
@@ -87,7 +87,7 @@ class TransposedConvolutionRule(_Convolution):
             unfolded = unfolded.narrow(1 + d, 0, positions)
         unfolded = unfolded.unflatten(0, g.shape[:2])
         g = _merge_positions(reading.positions(unfolded, n_data, unfolded.ndim - 2, batched=True), batched=True)
-        return OuterBlock(a=a, g=g, n_data=n_data, input_first=True, unfolded=True)
+        return OuterBlock(a=a, g=g, input_first=True, unfolded=True)
 
 
 def _input_space(module: nn.Module, output_space: Sequence[int]) -> list[int]:

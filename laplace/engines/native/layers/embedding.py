@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from laplace.engines.native.layers.base import LayerRule, Reading, evenly, files
 from laplace.jacobian.blocks import Block
-from laplace.jacobian.factors import IndexBlock
+from laplace.jacobian.index import IndexBlock
 
 
 class EmbeddingRule(LayerRule):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from laplace.engines.native.layers.base import LayerRule, Reading, evenly, files
 from laplace.jacobian.blocks import Block
-from laplace.jacobian.factors import OuterBlock
+from laplace.jacobian.outer import OuterBlock
 
 
 class LinearRule(LayerRule):
@@ -26,7 +26,7 @@ class LinearRule(LayerRule):
         self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, reading: Reading
     ) -> Block:
         g = reading.positions(g, n_data, 1, batched=True).unsqueeze(3)
-        return OuterBlock(a=a, g=g, n_data=n_data)
+        return OuterBlock(a=a, g=g)
 
 
 files(LinearRule(), nn.Linear)

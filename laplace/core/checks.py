@@ -1,0 +1,144 @@
+"""Conditions on numbers, read together: a host that asks one after the other waits for the device every time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from laplace.errors import InvalidData
+
+Fault = Callable[[], Exception | None]
+"""Makes the error of a condition that failed; None if a closer look finds that all is well."""
+
+
+class Conditions:
+    """Conditions that wait to be read, in the order in which they were required."""
+
+    def __init__(self) -> None:
+        self._flags: list[Tensor] = []
+        self._faults: list[Fault] = []
+        self._was_read = False
+
+    def add(self, holds: Tensor, fault: Fault) -> None:
+        """Adds a condition, 0-dim, whose error will name the batch that is being read now."""
+        self._flags.append(holds)
+        self._faults.append(_naming(_BATCH.get(), fault))
+
+    def read(self, question: Tensor | None = None) -> bool:
+        """Reads all conditions and the answer to a question, 0-dim, in one transfer; True without a question.
+
+        Raises:
+            Exception: The error of the first condition that failed.
+        """
+        flags, faults = self._flags, self._faults
+        self._flags, self._faults = [], []
+        self._was_read = True
+        if not flags:
+            return True if question is None else bool(question)
+        device = flags[0].device if question is None else question.device
+        hold = torch.stack([flag.to(device) for flag in flags])
+        answer = hold.new_ones(()) if question is None else question
+        number = int(hold.all().int() + 2 * answer.int())
+        if not number & 1:
+            _raise_first(hold.tolist(), faults)
+        return bool(number & 2)
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Collects the conditions that are required inside, and reads them at the end.
+
+        If a question was asked inside, they wait for the next one instead, or for `read`. An error raised inside gives
+        way to that of a condition that had failed before, of which it may be a consequence.
+        """
+        self._was_read = False
+        token = _WAITING.set(self)
+        try:
+            yield
+        except Exception:
+            self.read()
+            raise
+        finally:
+            _WAITING.reset(token)
+        if not self._was_read:
+            self.read()
+
+
+_WAITING: ContextVar[Conditions | None] = ContextVar("waiting", default=None)
+"""Conditions that are being collected, or None where each is read at once."""
+
+_BATCH: ContextVar[str | None] = ContextVar("batch", default=None)
+"""Name of the batch that is being read."""
+
+
+def require(holds: Tensor, fault: Fault) -> None:
+    """Raises an error unless every entry is True: at once, or when the conditions of `together` are read.
+
+    Args:
+        holds: Truth values, of any shape.
+        fault: Makes the error.
+    """
+    waiting = _WAITING.get()
+    if waiting is not None:
+        waiting.add(holds.detach().all(), fault)
+    elif not bool(holds.all()):
+        _raise_first([False], [fault])
+
+
+def is_true(question: Tensor) -> bool:
+    """The truth value of a 0-dim tensor, read together with the conditions that wait."""
+    waiting = _WAITING.get()
+    return bool(question) if waiting is None else waiting.read(question)
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Collects the conditions that are required inside, and reads all of them at the end."""
+    waiting = Conditions()
+    with waiting.collected():
+        yield
+    waiting.read()
+
+
+@contextmanager
+def named(batch: str) -> Iterator[None]:
+    """Names the batch that is being read in errors about data.
+
+    Raises:
+        InvalidData: One was raised inside, of the same type; its message begins with `batch`.
+    """
+    token = _BATCH.set(batch)
+    try:
+        yield
+    except InvalidData as error:
+        if error.is_named:
+            raise
+        raise _with_name(batch, error) from error.__cause__ or error
+    finally:
+        _BATCH.reset(token)
+
+
+def _with_name(batch: str, error: InvalidData) -> InvalidData:
+    named_error = type(error)(f"{batch}: {error}")
+    named_error.is_named = True
+    return named_error
+
+
+def _naming(batch: str | None, fault: Fault) -> Fault:
+    """The fault with the name of a batch, if it is one of data."""
+
+    def made() -> Exception | None:
+        error = fault()
+        return _with_name(batch, error) if batch is not None and isinstance(error, InvalidData) else error
+
+    return made
+
+
+def _raise_first(hold: list[bool], faults: list[Fault]) -> None:
+    for holds, fault in zip(hold, faults, strict=True):
+        error = None if holds else fault()
+        if error is not None:
+            raise error

@@ -1,0 +1,84 @@
+"""Scores of predictive distributions, one per datum: written once for metrics, tuning and predictions.
+
+Probabilities and moments of one posterior are `[B, C]`, of n candidates `[n, B, C]`; scores `[B]` and `[n, B]`. Every
+score can be differentiated in the prediction. Nothing is checked here.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+from torch.special import entr
+
+
+def class_brier(probs: Tensor, y: Tensor, ignore_index: int | None = None) -> Tensor:
+    """Σ_c (p_c − 1[y = c])² of labels `[B]` (Brier, 1950); of an ignored label it means nothing."""
+    labels = y if ignore_index is None else y.where(y != ignore_index, 0)
+    return (probs - one_hot(labels, probs.shape[-1])).square().sum(-1)
+
+
+def binary_brier(probs: Tensor, y: Tensor) -> Tensor:
+    """Σ_c (p_c − y_c)² of labels `[B, C]`."""
+    return (probs - y).square().sum(-1)
+
+
+def class_confidence(probs: Tensor) -> Tensor:
+    """max_c p_c."""
+    return probs.amax(-1)
+
+
+def binary_confidence(probs: Tensor) -> Tensor:
+    """Mean over labels of max(p, 1 − p)."""
+    return torch.maximum(probs, 1 - probs).mean(-1)
+
+
+def class_entropy(probs: Tensor) -> Tensor:
+    """−Σ_c p_c log p_c, of one label."""
+    return _entropy_terms(probs).sum(-1)
+
+
+def binary_entropy(probs: Tensor) -> Tensor:
+    """Σ_c of the entropies of labels that are independent."""
+    return (_entropy_terms(probs) + _entropy_terms(1 - probs)).sum(-1)
+
+
+def gaussian_entropy(variance: Tensor) -> Tensor:
+    """½ Σ_c log(2πe v_c), the differential entropy of independent Gaussians."""
+    return 0.5 * (2 * math.pi * math.e * variance).log().sum(-1)
+
+
+def gaussian_nll(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+    """−Σ_c log N(y_c; m_c, v_c)."""
+    return 0.5 * ((y - mean).square() / variance + variance.log() + math.log(2 * math.pi)).sum(-1)
+
+
+def gaussian_crps(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+    """Σ_c of the continuous ranked probability scores of N(m_c, v_c); see `laplace.metrics.gaussian_crps`."""
+    scale = variance.sqrt()
+    z = (y - mean) / scale
+    density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
+    # 2Φ(z) − 1 = erf(z/√2), which keeps its digits around 0.
+    return (scale * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))).sum(-1)
+
+
+def confidence_bins(confidence: Tensor, n_bins: int) -> Tensor:
+    """Bins of equal width, from 0: bin m − 1 of M holds what lies in ((m−1)/M, m/M]."""
+    return (confidence.detach() * n_bins).ceil().long().sub(1).clamp(0, n_bins - 1)
+
+
+def binned_gaps(probs: Tensor, y: Tensor, n_bins: int) -> Tensor:
+    """1[the most probable class is y] − max_c p_c in the bin of the latter, 0 in the others, `[..., B, M]`, float64.
+
+    The expected calibration error is (1/N) Σ_m |Σ_n gap_nm| (Guo et al., 2017, eq. 3).
+    """
+    confidence, predicted = probs.max(-1)
+    gap = (predicted == y).double() - confidence.double()
+    return one_hot(confidence_bins(confidence, n_bins), n_bins) * gap.unsqueeze(-1)
+
+
+def _entropy_terms(probs: Tensor) -> Tensor:
+    """−p log p of probabilities at least the smallest normal number away from 0, where its slope is infinite."""
+    return entr(probs.clamp(min=torch.finfo(probs.dtype).tiny))

@@ -1,0 +1,205 @@
+"""The block of an embedding: rows of a table, of which a is one-hot and held as indices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of, by_row
+from laplace.jacobian.contractions import total
+from laplace.jacobian.factors import FactoredBlock, kernel_by_grams
+from laplace.jacobian.kronecker import ProductBasis
+from laplace.jacobian.shape import TensorShape
+from laplace.weights.problem import Selection
+
+
+@dataclass(frozen=True)
+class IndexBlock(FactoredBlock):
+    """Rows of an embedding: a is one-hot and held as indices, never as `[B, T, V]`.
+
+    Attributes:
+        index: Row of each position `[B, T]`, −1 where it is none of the selected ones.
+        g: Gradients of the embedded positions `[K, B, T, D]`.
+        n_rows: V, the number of rows of the table.
+        counted: Positions that reach the table at all, `[B, T]`: all but padding.
+    """
+
+    index: Tensor
+    g: Tensor
+    n_rows: int
+    counted: Tensor
+    input_first: bool = field(default=True, init=False)
+
+    # Sizes.
+
+    @property
+    def size(self) -> int:
+        return self.n_rows * self.n_outputs
+
+    def shape(self, inputs: Sequence[Tensor]) -> TensorShape:
+        del inputs
+        return TensorShape(
+            self.size, factored=True, indexed=True, n_outputs=self.n_outputs, n_inputs=self.n_rows,
+            positions=self.n_positions,
+        )  # fmt: skip
+
+    # Other data, outputs and entries.
+
+    def _with_positions(self, function: Callable[[Tensor], Tensor], g: Tensor) -> IndexBlock:
+        return replace(self, index=function(self.index), g=g, counted=function(self.counted))
+
+    def at(self, data: slice | Tensor) -> IndexBlock:
+        return self._with_positions(lambda values: values[data], self.g[:, data])
+
+    def select_outputs(self, outputs: Tensor) -> IndexBlock:
+        data = torch.arange(len(outputs), device=outputs.device)
+        return replace(self, g=self.g[outputs, data].unsqueeze(0))
+
+    def select_entries(self, selection: Selection, entries: Tensor) -> Block:
+        part = self if selection.cols is None else replace(self, g=self.g[..., selection.cols])
+        if selection.rows is not None:
+            place = self.index.new_full((self.n_rows + 1,), -1)  # the last one is that of −1
+            place[selection.rows] = torch.arange(len(selection.rows), device=place.device)
+            part = replace(part, index=place[self.index], n_rows=len(selection.rows))
+        return part if selection.index is None else PickedBlock(part, selection.index)
+
+    def join(self, others: Sequence[Block]) -> Block:
+        alike = all_of(IndexBlock, others)
+        return super().join(others) if alike is None else replace(self, g=torch.cat([b.g for b in (self, *alike)]))
+
+    def add(self, others: Sequence[Block]) -> Block:
+        """The sum with other uses: as more positions where all read rows."""
+        uses = all_of(IndexBlock, (self, *others))
+        if uses is None:
+            return super().add(others)
+        index, counted = torch.cat([use.index for use in uses], 1), torch.cat([use.counted for use in uses], 1)
+        return replace(self, index=index, g=torch.cat([use.g for use in uses], 2), counted=counted)
+
+    def fold_positions(self, n_positions: int) -> IndexBlock | None:
+        if self.n_positions != n_positions:
+            return None
+        return self._with_positions(lambda values: values.reshape(-1, 1), self.g.flatten(1, 2).unsqueeze(2))
+
+    def fold_cotangents(self, n_positions: int) -> IndexBlock:
+        g = by_row(self.g, n_positions)
+        return self._with_positions(lambda values: values.repeat_interleave(n_positions, 0), g)
+
+    # The same values in another form.
+
+    def cast(self, dtype: torch.dtype) -> IndexBlock:
+        return replace(self, g=self.g.to(dtype))
+
+    def in_basis(self, basis: ProductBasis) -> Block:
+        if basis.left is not None or basis.right is None:
+            return super().in_basis(basis)
+        return replace(self, g=self.g @ basis.right[0])
+
+    def detached(self) -> IndexBlock:
+        return replace(self, g=self.g.detach().contiguous())
+
+    def state(self) -> dict[str, Any]:
+        return {"kind": "index", "index": self.index, "g": self.g, "n_rows": self.n_rows, "counted": self.counted}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> IndexBlock:
+        return cls(state["index"], state["g"], state["n_rows"], state["counted"])
+
+    # Factors.
+
+    @property
+    def gradients(self) -> Tensor:
+        return self.g.unsqueeze(3)
+
+    @property
+    def shares_outputs(self) -> bool:
+        return False
+
+    def output_rows(self, *, reduce: bool) -> Tensor:
+        """Always every position: the mean of one-hot vectors has no diagonal second moment."""
+        del reduce
+        return self.g[:, self.counted].unsqueeze(2)
+
+    def input_side(self, gram: Callable[[Tensor], Tensor], *, reduce: bool) -> Tensor:
+        del gram, reduce
+        return torch.bincount(self.index[self.index >= 0], minlength=self.n_rows).to(self.g.dtype)
+
+    def input_count(self, *, reduce: bool) -> Tensor:
+        del reduce
+        return self.counted.sum().to(self.g.dtype)
+
+    def kernel_by_factors(self, other: Block) -> Callable[[], Tensor] | None:
+        """By Grams where pairs of positions are less work than the table's entries."""
+        if (
+            not isinstance(other, IndexBlock)
+            or self.n_positions * other.n_positions * (self.n_outputs + 1) >= self.size
+        ):
+            return None
+        return kernel_by_grams(self, other, lambda i, j: _same_rows(self.index[i], other.index[j]))
+
+    # Contractions.
+
+    @property
+    def contracts_factors(self) -> bool:
+        return True
+
+    def dense(self) -> Tensor:
+        k, b, _, d = self.g.shape
+        out = self.g.new_zeros(k, b, self.n_rows + 1, d)
+        where = self.index.where(self.index >= 0, self.n_rows)
+        out = out.scatter_add(2, where[None, :, :, None].expand(k, -1, -1, d), self.g)
+        return out[:, :, : self.n_rows].flatten(2)
+
+    def bound(self) -> Tensor:
+        return self.g.norm() * self.index.numel() ** 0.5
+
+    def entries(self, index: Tensor) -> Tensor:
+        row, col = index // self.n_outputs, index % self.n_outputs
+        return total((self.index[:, t, None] == row) * self.g[:, :, t, col] for t in range(self.n_positions))
+
+    def pull(self, cotangents: Tensor) -> Tensor:
+        valid = self.index >= 0
+        g = (self.g * cotangents[:, :, None, None]).sum(0)[valid]
+        return g.new_zeros(self.n_rows, g.shape[1]).index_add(0, self.index[valid], g).flatten()
+
+    def _merged(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums the positions of a datum that share a row: gradients `[K, U, D]`, their datum and row `[U]`."""
+        datum = torch.arange(self.n_data, device=self.index.device).unsqueeze(1)
+        valid = self.index >= 0
+        keys, group = (datum * self.n_rows + self.index)[valid].unique(return_inverse=True)
+        g = self.g[:, valid]
+        merged = g.new_zeros(g.shape[0], len(keys), g.shape[2]).index_add(1, group, g)
+        return merged, keys // self.n_rows, keys % self.n_rows
+
+    def sum_of_squares(self, *, apart: bool = False) -> Tensor:
+        merged, _, row = self._merged()
+        squares = merged.square() if apart else merged.square().sum(0, keepdim=True)
+        return squares.new_zeros(len(squares), self.n_rows, squares.shape[2]).index_add(1, row, squares).flatten(1)
+
+    def weighted_norms(self, weights: Tensor) -> Tensor:
+        merged, datum, row = self._merged()
+        norms = (merged.square() * weights.view(self.n_rows, -1)[row]).sum(2)
+        return norms.new_zeros(self.n_data, norms.shape[0]).index_add(0, datum, norms.T)
+
+    def weighted_gram(self, weights: Tensor) -> Tensor:
+        merged, datum, row = self._merged()
+        g = merged.transpose(0, 1).to(weights.dtype)
+        grams = (g * weights.view(self.n_rows, 1, -1)[row]) @ g.transpose(1, 2)
+        return grams.new_zeros(self.n_data, *grams.shape[1:]).index_add(0, datum, grams)
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        merged, datum, row = self._merged()
+        table = vectors.view(len(vectors), self.n_rows, -1)
+        values = torch.einsum("kud,sud->suk", merged, table[:, row])
+        return values.new_zeros(len(vectors), self.n_data, values.shape[2]).index_add(1, datum, values)
+
+
+def _same_rows(x: Tensor, y: Tensor) -> Tensor:
+    """1 where two positions `[B, T]` and `[M, T']` read the same row, `[1, B, T, M, T']`, float64."""
+    return ((x[:, :, None, None] == y) & (x >= 0)[:, :, None, None]).double().unsqueeze(0)
+
+
+BLOCKS.register("index")(IndexBlock)

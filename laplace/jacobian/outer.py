@@ -1,0 +1,278 @@
+"""The block of a linear or convolutional weight or bias: a sum of outer products whose factors are contracted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of, by_row
+from laplace.jacobian.contractions import CHUNK_BYTES, total
+from laplace.jacobian.factors import FactoredBlock, flat_product, kernel_by_grams
+from laplace.jacobian.kronecker import ProductBasis, rotated
+from laplace.jacobian.shape import TensorShape
+from laplace.weights.problem import Selection
+
+
+@dataclass(frozen=True)
+class OuterBlock(FactoredBlock):
+    """Σ_t g ⊗ a of a linear or convolutional weight, or Σ_t g of its bias.
+
+    Attributes:
+        a: Inputs `[B, T, G, I]` of the G groups, or None for a bias (all ones, I = 1).
+        g: Output gradients `[K, B, T, G, O]`.
+        input_first: The tensor's layout is (G·I, O) instead of (G·O, I): transposed convolutions, products x W.
+        unfolded: g are the layer's output gradients in patches, and not those of its bias: transposed convolutions.
+    """
+
+    a: Tensor | None
+    g: Tensor
+    input_first: bool = False
+    unfolded: bool = False
+
+    # Sizes.
+
+    @property
+    def n_inputs(self) -> int:
+        """Number of inputs I of a group."""
+        return 1 if self.a is None else self.a.shape[3]
+
+    @property
+    def size(self) -> int:
+        return self.groups * self.n_outputs * self.n_inputs
+
+    def shape(self, inputs: Sequence[Tensor]) -> TensorShape:
+        a = self.a
+        unfolded = 0 if a is None or any(a is x or a._base is x for x in inputs) else a.untyped_storage().nbytes()
+        return TensorShape(
+            self.size, factored=True, groups=self.groups, n_outputs=self.n_outputs, n_inputs=self.n_inputs,
+            positions=self.n_positions, is_bias=a is None, copied=unfolded,
+        )  # fmt: skip
+
+    # Other data, outputs and entries.
+
+    def _with_inputs(self, function: Callable[[Tensor], Tensor], g: Tensor) -> OuterBlock:
+        return replace(self, a=None if self.a is None else function(self.a), g=g)
+
+    def at(self, data: slice | Tensor) -> OuterBlock:
+        return self._with_inputs(lambda a: a[data], self.g[:, data])
+
+    def select_outputs(self, outputs: Tensor) -> OuterBlock:
+        data = torch.arange(len(outputs), device=outputs.device)
+        return replace(self, g=self.g[outputs, data].unsqueeze(0))
+
+    def select_entries(self, selection: Selection, entries: Tensor) -> Block:
+        if self.groups > 1:
+            return super().select_entries(selection, entries)
+        outputs, inputs = selection.rows, selection.cols
+        if self.input_first:
+            outputs, inputs = inputs, outputs
+        g = self.g if outputs is None else self.g[..., outputs]
+        part = self._with_inputs(lambda a: a if inputs is None else a[..., inputs], g)
+        return part if selection.index is None else PickedBlock(part, selection.index)
+
+    def join(self, others: Sequence[Block]) -> Block:
+        alike = all_of(OuterBlock, others)
+        return super().join(others) if alike is None else replace(self, g=torch.cat([b.g for b in (self, *alike)]))
+
+    def add(self, others: Sequence[Block]) -> Block:
+        """The sum with other uses: as more positions where the layouts agree."""
+        uses = all_of(OuterBlock, (self, *others))
+        if uses is None or len({(use.input_first, use.unfolded, use.a is None) for use in uses}) > 1:
+            return super().add(others)
+        inputs = [use.a for use in uses if use.a is not None]
+        return replace(self, a=torch.cat(inputs, 1) if inputs else None, g=torch.cat([use.g for use in uses], 2))
+
+    def fold_positions(self, n_positions: int) -> OuterBlock | None:
+        if self.n_positions != n_positions or self.unfolded:
+            return None
+        return self._with_inputs(lambda a: a.flatten(0, 1).unsqueeze(1), self.g.flatten(1, 2).unsqueeze(2))
+
+    def fold_cotangents(self, n_positions: int) -> OuterBlock:
+        return self._with_inputs(lambda a: a.repeat_interleave(n_positions, 0), by_row(self.g, n_positions))
+
+    # The same values in another form.
+
+    def cast(self, dtype: torch.dtype) -> OuterBlock:
+        return self._with_inputs(lambda a: a.to(dtype), self.g.to(dtype))
+
+    def in_basis(self, basis: ProductBasis) -> Block:
+        """Rotates each factor before or after the sum over T positions, whichever is less work.
+
+        Before, g costs K·T·O² per datum and a T·I²; after, the sum `[K, O, I]` costs K·O²·I and K·O·I².
+        """
+        if basis.output_first is self.input_first:
+            return super().in_basis(basis)
+        late_output = 1 < self.n_positions > self.n_inputs and basis.output is not None
+        late_inputs = 1 < self.n_positions > self.n_cotangents * self.n_outputs and basis.inputs is not None
+        g = self.g if late_output else rotated(self.g, basis.output)
+        early = self._with_inputs(lambda a: a if late_inputs else rotated(a, basis.inputs), g)
+        if not late_output and not late_inputs:
+            return early
+        return Block.in_basis(early, basis.only(output=late_output, inputs=late_inputs))
+
+    def detached(self) -> OuterBlock:
+        return self._with_inputs(lambda a: a.detach().contiguous(), self.g.detach().contiguous())
+
+    def state(self) -> dict[str, Any]:
+        layout = {"input_first": self.input_first, "unfolded": self.unfolded}
+        return {"kind": "outer", "a": self.a, "g": self.g, **layout}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> OuterBlock:
+        return cls(state["a"], state["g"], input_first=state["input_first"], unfolded=state["unfolded"])
+
+    # Factors.
+
+    @property
+    def gradients(self) -> Tensor:
+        return self.g
+
+    @property
+    def shares_outputs(self) -> bool:
+        return not self.unfolded
+
+    def output_rows(self, *, reduce: bool) -> Tensor:
+        return self.g.sum(2) if reduce else self.g
+
+    def input_side(self, gram: Callable[[Tensor], Tensor], *, reduce: bool) -> Tensor | None:
+        if self.a is None:
+            return None
+        return gram(self.a.mean(1, keepdim=True) if reduce else self.a)
+
+    def input_count(self, *, reduce: bool) -> Tensor:
+        return self.g.new_tensor(float(self.n_data * (1 if reduce else self.n_positions)))
+
+    def kernel_by_factors(self, other: Block) -> Callable[[], Tensor] | None:
+        if not isinstance(other, OuterBlock) or not self._prefers_grams(other):
+            return None
+        a, other_a = self.a, other.a
+        if a is None or other_a is None:
+            return lambda: flat_product(self.g.double().sum(2), other.g.double().sum(2))
+
+        def products(i: slice, j: slice) -> Tensor:
+            return torch.einsum("btgi,msgi->gbtms", a[i].double(), other_a[j].double())
+
+        return kernel_by_grams(self, other, products)
+
+    def _prefers_grams(self, other: OuterBlock) -> bool:
+        """True if Grams of the factors are less work than the tensor's entries, I·O.
+
+        Per pair of data and of outputs, Grams multiply T·T'·O gradients and T·T' products; per pair of data T·T'·I
+        inputs.
+        """
+        if self.input_first != other.input_first:
+            return False
+        pairs = self.n_positions * other.n_positions
+        shared = self.n_inputs / (self.n_cotangents * other.n_cotangents)
+        return self.a is None or pairs == 1 or pairs * (self.n_outputs + 1 + shared) < self.n_inputs * self.n_outputs
+
+    # Contractions. With one position, squares of the sum are products of squares and no dense piece is needed.
+
+    @property
+    def contracts_factors(self) -> bool:
+        return self.n_positions == 1
+
+    def dense(self) -> Tensor:
+        if self.a is None:
+            return self.g.sum(2).flatten(2)
+        order = "kbgio" if self.input_first else "kbgoi"
+        return torch.einsum(f"kbtgo,btgi->{order}", self.g, self.a).flatten(2)
+
+    def bound(self) -> Tensor:
+        return self.g.norm() * (self.n_positions**0.5 if self.a is None else self.a.norm())
+
+    def entries(self, index: Tensor) -> Tensor:
+        if self.a is None or self.n_positions * len(index) > self.size:
+            return super().entries(index)
+        if self.input_first:
+            inputs, output = index // self.n_outputs, index % self.n_outputs
+            outputs = inputs // self.n_inputs * self.n_outputs + output
+        else:
+            outputs = index // self.n_inputs
+            inputs = outputs // self.n_outputs * self.n_inputs + index % self.n_inputs
+        g, a = self.g.flatten(3), self.a.flatten(2)
+        return total(g[:, :, t, outputs] * a[:, t, inputs] for t in range(self.n_positions))
+
+    def pull(self, cotangents: Tensor) -> Tensor:
+        if self.a is None:
+            return super().pull(cotangents)
+        order = "gio" if self.input_first else "goi"
+        return torch.einsum(f"kbtgo,btgi->{order}", self.g * cotangents[:, :, None, None, None], self.a).flatten()
+
+    def sum_of_squares(self, *, apart: bool = False) -> Tensor:
+        if self.n_positions > 1 or self.a is None:
+            return self._squares_of_sums(apart=apart)
+        order = "kgio" if self.input_first else "kgoi"
+        g = self.g[:, :, 0].square()
+        g = g if apart else g.sum(0, keepdim=True)
+        return torch.einsum(f"kbgo,bgi->{order}", g, self.a[:, 0].square()).flatten(1)
+
+    def _squares_of_sums(self, *, apart: bool) -> Tensor:
+        """By dense pieces; of a large weight not even those of one datum hold all cotangents."""
+        step = max(1, CHUNK_BYTES // (8 * self.size))
+        if self.n_cotangents <= step:
+            return super().sum_of_squares(apart=apart)
+        parts = [replace(self, g=g) for g in self.g.split(step)]
+        if apart:
+            return torch.cat([part.sum_of_squares(apart=True) for part in parts])
+        return total(part.sum_of_squares() for part in parts)
+
+    def weighted_norms(self, weights: Tensor) -> Tensor:
+        if self.n_positions > 1:
+            return super().weighted_norms(weights)
+        return torch.einsum("kbgo,bgo->bk", self.g[:, :, 0].square(), self._weighed_inputs(weights))
+
+    def weighted_gram(self, weights: Tensor) -> Tensor:
+        if self.n_positions > 1:
+            return super().weighted_gram(weights)
+        g = self.g[:, :, 0].flatten(2).transpose(0, 1).to(weights.dtype)
+        return (g * self._weighed_inputs(weights.to(self.g.dtype)).flatten(1).unsqueeze(1)) @ g.transpose(1, 2)
+
+    def _weighed_inputs(self, weights: Tensor) -> Tensor:
+        """Σ_i a² w of an unshared weight, `[B, G, O]` (`[1, G, O]` for a bias): what is left to meet g²."""
+        matrix = self._matrix(weights)
+        if self.a is None:
+            return matrix[None, ..., 0]
+        return torch.einsum("bgi,goi->bgo", self.a[:, 0].square(), matrix)
+
+    def _matrix(self, weights: Tensor) -> Tensor:
+        """Weights `[p]` as `[G, O, I]`."""
+        shape = (self.groups, self.n_inputs, -1) if self.input_first else (self.groups, -1, self.n_inputs)
+        matrix = weights.view(shape)
+        return matrix.transpose(1, 2) if self.input_first else matrix
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        shared = self.n_positions > 1
+        if shared and (self.a is None or not self._applies_by_position(len(vectors))):
+            return super().apply(vectors)
+        steps = torch.stack([self._matrix(vector) for vector in vectors])  # [S, G, O, I]
+        if shared:
+            return self._by_position(steps)
+        if self.a is None:
+            outputs = steps[:, None, ..., 0].expand(-1, self.n_data, -1, -1)
+        else:
+            outputs = torch.einsum("bgi,sgoi->sbgo", self.a[:, 0], steps)
+        return torch.einsum("kbgo,sbgo->sbk", self.g[:, :, 0], outputs)
+
+    def _applies_by_position(self, count: int) -> bool:
+        """True if Σ_t g·(a v) of S vectors is much less work than Σ_t g ⊗ a, as one product, and its products."""
+        k, t, i = self.n_cotangents, self.n_positions, self.n_inputs
+        return 2 * count * t * (i + k) < k * i * (t + count)
+
+    def _by_position(self, steps: Tensor) -> Tensor:
+        """Σ_t g·(a v), `[S, B, K]`, of vectors `[S, G, O, I]`: no dense piece is made."""
+        per_datum = len(steps) * self.n_positions * self.groups * self.n_outputs * 8
+        size = max(1, CHUNK_BYTES // per_datum)
+        parts: list[Tensor] = []
+        for start in range(0, self.n_data, size):
+            part = self.at(slice(start, start + size))
+            outputs = torch.einsum("btgi,sgoi->sbtgo", part.a, steps)
+            parts.append(torch.einsum("kbtgo,sbtgo->sbk", part.g, outputs))
+        return torch.cat(parts, 1)
+
+
+BLOCKS.register("outer")(OuterBlock)

@@ -1,0 +1,52 @@
+"""Expectations over a distribution by points: its samples, or the nodes of a quadrature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_REACH = 9.0
+_NODES = 361
+"""Nodes of the trapezoidal rule over ±9 standard deviations: as exact as float64 for smooth functions."""
+
+
+@dataclass(frozen=True, eq=False)
+class Points:
+    """Points with weights, in place of a distribution.
+
+    Attributes:
+        values: `[S, ...]`.
+        weights: `[S]`, sum 1; None where all points weigh alike, as samples do.
+    """
+
+    values: Tensor
+    weights: Tensor | None = None
+
+    @classmethod
+    def of_gaussian(cls, mean: Tensor, variance: Tensor) -> Points:
+        """Nodes for expectations of functions that act on every entry of f ~ N(mean, variance) alone, in float64.
+
+        The trapezoidal rule converges exponentially for smooth functions (Trefethen and Weideman, 2014); for one that
+        changes within 1/k of a standard deviation (a sigmoid under a variance of k²) the error is below 1e-8 up to
+        k = 20 and below 1e-3 beyond.
+
+        Args:
+            mean: `[...]`.
+            variance: Of the same shape.
+        """
+        nodes = torch.linspace(-_REACH, _REACH, _NODES, dtype=torch.float64, device=mean.device)
+        deviation = variance.double().clamp(min=0).sqrt()
+        values = mean.double() + nodes.view(-1, *(1,) * mean.ndim) * deviation
+        return cls(values, torch.softmax(-0.5 * nodes.square(), 0))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Points:
+        """Points of a function of what these are points of."""
+        return Points(function(self.values), self.weights)
+
+    def mean(self, function: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """E[function], or the mean of the points themselves."""
+        values = self.values if function is None else function(self.values)
+        return values.mean(0) if self.weights is None else torch.tensordot(self.weights, values, 1)
