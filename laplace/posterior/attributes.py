@@ -26,7 +26,7 @@ class Chosen(Generic[T]):
 
     def __get__(self, la: Any, owner: type) -> T:
         """The choice; of the class, this object."""
-        return cast(T, self) if la is None else getattr(la.snapshot().choices, self.name)
+        return cast("T", self) if la is None else getattr(la.snapshot().choices, self.name)
 
     def __set__(self, la: Any, value: T) -> None:
         """Chooses again.
