@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,29 +18,33 @@ from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import is_overridden
 from laplace.core.positions import channels_last
-from laplace.curvature import CurvatureInterface, NativeGGN
+from laplace.curvature import CurvatureInterface
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import LinkApprox, PredType
-from laplace.errors import InvalidArgument, InvalidType, LaplaceError
+from laplace.errors import InvalidArgument, LaplaceError
 from laplace.evidence import Evidence
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import own_precision, require_module, undisturbed
 from laplace.posterior.attributes import Chosen
-from laplace.posterior.choices import Choices
+from laplace.posterior.choices import Choices, checked_backend, require_exact_ggn
 from laplace.posterior.posterior import Posterior
+from laplace.predictive.names import WEIGHT_SPACE, PredictiveNames
 from laplace.structures.base import Curvature, Precision
 from laplace.structures.indefinite import SignedOptions
 from laplace.weights.all_weights import AllWeights
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem
 
+Backend = type[CurvatureInterface] | None
+Options = dict[str, Any] | None
+
 
 class BaseLaplace(CheckedConstructor, ABC):
     """A Gaussian posterior around trained weights, in weight space or in function space.
 
     An object holds one reference to an immutable posterior; whatever changes it makes another one, and takes that over
-    once nothing can fail any more.
+    once nothing can fail any more. Constructors of named classes pass what they are given to this one (`binding.py`).
 
     Args:
         model: The trained network; it is lent and left as it is.
@@ -65,10 +69,12 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     Raises:
         InvalidArgument: A hyper-parameter is not positive or not finite, or has a length that fits nothing.
+        UnsupportedError: The class chooses no structure.
     """
 
     structure: type[Curvature]
     weights_type: type[Weights] = AllWeights
+    pred_types: ClassVar[PredictiveNames] = WEIGHT_SPACE
     _posterior: Posterior
 
     def __init__(
@@ -82,21 +88,23 @@ class BaseLaplace(CheckedConstructor, ABC):
         enable_backprop: bool = False,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
-        backend: type[CurvatureInterface] | None = None,
-        backend_kwargs: dict[str, Any] | None = None,
-        asdl_fisher_kwargs: dict[str, Any] | None = None,
+        backend: Backend = None,
+        backend_kwargs: Options = None,
+        asdl_fisher_kwargs: Options = None,
         *,
         forward_fn: ForwardFn | None = None,
-        structure_kwargs: dict[str, Any] | None = None,
+        structure_kwargs: Options = None,
         channel_dim: int | None = None,
-        weights_options: dict[str, Any] | None = None,
-        precision_options: dict[str, Any] | None = None,
+        weights_options: Options = None,
+        precision_options: Options = None,
     ) -> None:
         overrides.require_structure(type(self))
         call = channels_last(batches.caller(require_module(model), forward_fn, dict_key_y), channel_dim)
         weights = self.weights_type(model, forward_fn=call, **(weights_options or {}))
         self.structure_kwargs = dict(structure_kwargs or {})
-        options, backend = self.structure.options_from(self.structure_kwargs), _checked_backend(backend)
+        options, backend = self.structure.options_from(self.structure_kwargs), checked_backend(backend)
+        if self.structure.exact_ggn:
+            require_exact_ggn(backend, backend_kwargs or {})
         signed = {"indefinite": options.indefinite} if isinstance(options, SignedOptions) else {}
         choices = Choices(
             likelihood=likelihood, likelihood_object=get_likelihood(likelihood), structure=self.structure,
@@ -104,7 +112,7 @@ class BaseLaplace(CheckedConstructor, ABC):
             precision_options=dict(precision_options or {}) | (signed if backend.kind == "hessian" else {}),
             backend_cls=backend, backend_kwargs=dict(backend_kwargs or {}),
             asdl_fisher_kwargs=dict(asdl_fisher_kwargs or {}), forward_fn=forward_fn, dict_key_x=dict_key_x,
-            dict_key_y=dict_key_y, channel_dim=channel_dim,
+            dict_key_y=dict_key_y, channel_dim=channel_dim, pred_types=self.pred_types,
         )  # fmt: skip
         self.model, self.likelihood, self.enable_backprop = model, likelihood, bool(enable_backprop)
         self._posterior = Posterior(choices, weights, Hyperparameters.unit(_like(model))).assigned(
@@ -379,20 +387,3 @@ def _like(model: nn.Module) -> Tensor:
     parameter = next(model.parameters(), torch.zeros(()))
     dtype = torch.promote_types(parameter.dtype, torch.float32) if parameter.is_floating_point() else None
     return torch.zeros((), device=parameter.device, dtype=dtype)
-
-
-def _checked_backend(backend: Any) -> type[CurvatureInterface]:
-    """The class that computes curvature, the native GGN by default; an object, as `la.backend`, stands for its class.
-
-    Raises:
-        InvalidType: Neither a class derived from `CurvatureInterface` nor an object of one.
-    """
-    if backend is None:
-        return NativeGGN
-    kind = backend if isinstance(backend, type) else type(backend)
-    if issubclass(kind, CurvatureInterface):
-        return kind
-    raise InvalidType(
-        f"backend={backend!r} is not accepted; give a class derived from "
-        "laplace.curvature.CurvatureInterface, such as NativeGGN or NativeEF, and its options as backend_kwargs={...}."
-    )

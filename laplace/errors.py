@@ -108,7 +108,7 @@ class MemoryWarning(LaplaceWarning):
 
 
 class SlowWarning(LaplaceWarning):
-    """Work of minutes is ahead, and nothing would show that it goes on."""
+    """Work of minutes is ahead and nothing would show that it goes on, or a structure lacks the fast way."""
 
 
 def warn(message: str, category: type[LaplaceWarning]) -> None:

@@ -20,6 +20,7 @@ from laplace.errors import InvalidArgument, NotFittedError
 from laplace.evidence import Evidence
 from laplace.fitting import Fit
 from laplace.fitting.planning import FitPlan
+from laplace.keyed_classes import KeyedClasses
 from laplace.network.fingerprint import Fingerprint
 from laplace.posterior import learning, overridden
 from laplace.posterior.posterior import Posterior
@@ -31,12 +32,21 @@ from laplace.refinement.refiner import RefineOptions
 from laplace.structures.base import Precision
 from laplace.tuning import PosteriorGroup, Tunable
 
+CELLS: KeyedClasses[ParametricLaplace] = KeyedClasses()
+"""Classes with a `_key`: the cells of the grid that have one."""
+
 
 class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
     """Base of all weight-space posteriors; a concrete class binds `structure` and `weights_type`.
 
     The arguments are those of `BaseLaplace`.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Files a class with a `_key` of its own, by which `Laplace(...)` finds it."""
+        super().__init_subclass__(**options)
+        if "_key" in vars(cls):
+            CELLS.add(vars(cls)["_key"], cls)
 
     # What the data say.
 
@@ -98,11 +108,6 @@ class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
         """
         self._require_data()
         return self._posterior.expansion_point
-
-    @property
-    def refined_step(self) -> Tensor | None:
-        """θ̂ − θ*, `[P]`, of a refined posterior; None of others."""
-        return self._posterior.refined_step
 
     @property
     def refinement(self) -> Refinement | None:
@@ -215,10 +220,7 @@ class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
         return value
 
     def _density(self) -> Precision:
-        if self.is_fitted:
-            return self._precision()
-        unit, prior = torch.ones_like(self._posterior.hypers.temperature), self.prior
-        return self.structure.zeros(prior).precision(unit.reshape(1), prior)
+        return self._precision() if self.is_fitted else self.structure.before_data(self.prior)
 
     # From data to the next posterior.
 

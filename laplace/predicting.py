@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,12 +21,19 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import own_mode, own_precision
 from laplace.posterior.predictor import Predictor, precision_before, replayed
 from laplace.predictive import latent
+from laplace.predictive.names import WEIGHT_SPACE, PredictiveNames
 from laplace.predictive.posterior_outputs import PredictionOptions
 from laplace.predictive.prediction import Prediction, laid_out
 
 
 class Predicting(ABC):
-    """An object that predicts by a posterior over weights."""
+    """An object that predicts by a posterior over weights.
+
+    Attributes:
+        pred_types: Names of its predictives.
+    """
+
+    pred_types: ClassVar[PredictiveNames] = WEIGHT_SPACE
 
     @property
     @abstractmethod
@@ -74,7 +81,7 @@ class Predicting(ABC):
             InvalidArgument: An option is not accepted.
             ModelChangedError: The network was trained further after `fit`.
         """
-        kind = latent.check_options(pred_type, link_approx, n_samples, generator)
+        kind = latent.check_options(pred_type, link_approx, n_samples, generator, self.pred_types)
         predictor = self._predictor
         likelihood, channel_dim = predictor.posterior.likelihood, predictor.posterior.channel_dim
         if observation_noise and not likelihood.has_noise:
@@ -126,7 +133,7 @@ class Predicting(ABC):
             ModelChangedError: The network was trained further after `fit`; also when a quantity is read.
             UnsupportedError: Local reparameterisation without a diagonal posterior over sampled weights.
         """
-        kind = latent.check_options(pred_type, link_approx, n_samples, generator)
+        kind = latent.check_options(pred_type, link_approx, n_samples, generator, self.pred_types)
         options = PredictionOptions(str(link_approx), n_samples, _form(joint, diagonal_output))
         predictor = self._predictor
         posterior = predictor.posterior
@@ -178,7 +185,7 @@ class Predicting(ABC):
 
         Of outputs with positions `[S, *shape of the network's outputs]`, positions being inputs in this sense.
         """
-        kind = latent.check_options(pred_type, None, n_samples, generator)
+        kind = latent.check_options(pred_type, None, n_samples, generator, self.pred_types)
         options = PredictionOptions(n_samples=n_samples, form=_form(joint, diagonal_output))
         samples = self._predictor.latent_samples(x, kind, options, generator, model_kwargs)
         return in_users_layout(samples, self._predictor.posterior.channel_dim, 1)
@@ -198,7 +205,7 @@ class Predicting(ABC):
 
         Reward modelling gives preference probabilities for pairs (C = 2) and latent rewards for single items.
         """
-        kind = latent.check_options(pred_type, None, n_samples, generator)
+        kind = latent.check_options(pred_type, None, n_samples, generator, self.pred_types)
         options = PredictionOptions(n_samples=n_samples, form=_form(joint, diagonal_output))
         samples = self._predictor.latent_samples(x, kind, options, generator, model_kwargs, own=True)
         posterior = self._predictor.posterior

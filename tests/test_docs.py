@@ -11,6 +11,7 @@ import pytest
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
 from laplace.engines.options import MEMORY_BUDGET
 from laplace.jacobian.contractions import CHUNK_BYTES
+from laplace.structures import STRUCTURES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -30,8 +31,9 @@ def tree_entries(tree: str) -> list[str]:
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": f"docs_{page.stem}"}
-    for number, text in enumerate(_PYTHON.findall(page.read_text("utf-8"))):
-        exec(compile(text, f"{page.name}, example {number}", "exec", dont_inherit=True), namespace)
+    with STRUCTURES.temporarily():
+        for number, text in enumerate(_PYTHON.findall(page.read_text("utf-8"))):
+            exec(compile(text, f"{page.name}, example {number}", "exec", dont_inherit=True), namespace)
     assert namespace
 
 

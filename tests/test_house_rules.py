@@ -21,8 +21,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 MAX_FILE, MAX_FUNCTION, MEDIAN_FUNCTION, MAX_METHODS = 400, 60, 10, 15
 
-# Classes that carry the names of the contract and may have more public methods.
-LONG_CLASSES = {"BaseLaplace", "ParametricLaplace"}
+# Classes that carry the names of the contract and may have more public methods; blocks of factors, all of whose methods
+# are what any block is asked.
+LONG_CLASSES = {"BaseLaplace", "ParametricLaplace", "HeadBlock", "IndexBlock", "OuterBlock"}
 
 # Who may import whom: a module imports from its own rank and from lower ones.
 RANKS = {
@@ -39,10 +40,10 @@ RANKS = {
     10: ["posterior"],
     11: ["tuning", "refinement"],
     12: ["base", "predicting"],
-    13: ["state"],
+    13: ["state", "keyed_classes", "binding"],
     14: ["parametric"],
     15: ["named", "function_space"],
-    16: ["factory"],
+    16: ["cells", "factory"],
     17: ["mixture", "plotting", "training"],
     18: ["integrations"],
 }  # fmt: skip
@@ -65,7 +66,7 @@ MAPPING_HOMES = (
     "core/batch.py",
     "compat/",
     "core/layout.py",
-    "structures/base.py",
+    "structures/fields.py",
     "state.py",
     "network/model_guard.py",
 )
@@ -103,6 +104,8 @@ DEFAULTS = {
         "state",
         "terms",
     },
+    # Rows of gradients in patches are not those of the layer's outputs.
+    "FactoredBlock": {"fold_positions"},
     # A backend that lacks a primitive refuses by an error that names it; none is required of all backends.
     # A sketch follows from whole factors.
     "CurvatureEngine": {
@@ -152,17 +155,54 @@ DEFAULTS = {
     # Only a last layer has a name, and a choice of all weights nothing to remember.
     "Weights": {"named", "state", "for_backend"},
     # Most structures have no limit of size; one that does not say what it takes cannot be planned for; one that is no
-    # sum over data refuses to be weighted anew and to be subtracted from; few keep factorisations that are long.
-    "Curvature": {"check", "footprint", "scaled", "minus", "decompose"},
-    # Whoever reads every batch's loss has it summed; a subset knows its own at the end.
-    "DataPass": {"counted"},
-    # Posteriors over functions have another default predictive, and its name; one takes a list of candidates.
-    "Predicting": {"predict", "functional_samples", "predictive_samples"},
+    # sum over data refuses to be weighted anew and to be subtracted from; few keep factorisations that are long, are
+    # of a part of the data, or have something to say of themselves. Without data there is the prior. Many priors are
+    # asked for one by one unless a basis is known in which they rescale; a state is that of the fields.
+    "Curvature": {
+        "check",
+        "footprint",
+        "before_data",
+        "scaled",
+        "minus",
+        "n_terms",
+        "share",
+        "prior_factor",
+        "decompose",
+        "scan",
+        "state",
+        "from_state",
+        "note",
+        "forms",
+        "public",
+    },
+    # Batches are summed apart and then added, unless an engine adds to a running sum; a matrix is as finite as its
+    # diagonal.
+    "AdditiveCurvature": {"with_batch", "is_finite"},
+    # Whoever reads every batch's loss has it summed; a subset knows its own at the end, and is no sum.
+    "DataPass": {"counted", "sums"},
+    # Posteriors over functions tune their prior on validation data where there are any; one takes a list of candidates.
     "Tunable": {"optimize_prior_precision", "optimize_hyperparameters"},
-    "BaseFunctionalLaplace": {"optimize_hyperparameters"},
     # The gradient of a quadratic form is right for every precision; most have a cheaper product. The evidence of a
-    # posterior that is no Laplace approximation of all data is a lower bound, which lacks something.
-    "Precision": {"product", "slack"},
+    # posterior that is no Laplace approximation of all data is a lower bound, which lacks something. Moments and
+    # determinants follow from each other, and some know them more directly; users see P dense, or as it is held.
+    "Precision": {"product", "slack", "logdet", "public", "covariance", "scale"},
+    # What follows from dense matrices alone is what a structure may have a faster way for.
+    "DenseDefaults": {"precision", "scan", "scaled", "minus", "footprint"},
+    "PrecisionFromDense": {
+        "logdet",
+        "logdet_ratio",
+        "quad",
+        "product",
+        "functional_variance",
+        "functional_diagonal",
+        "functional_covariance",
+        "sample",
+        "diagonal_of_inverse",
+        "to_dense",
+        "scale",
+    },
+    # A head is multiplied with a root without its Jacobian.
+    "RootPrecision": {"coloured", "functional_diagonal", "covariance"},
     # Most posteriors are sums over data; one that is trained takes the options of its training.
     "ParametricLaplace": {"fit"},
 }

@@ -47,10 +47,11 @@ class MemoryCheck:
     def lacking(self, survey: BatchProfile) -> Available | None:
         """What there is, where that is less than the fit takes; None where it is enough, or nobody can say."""
         try:
-            needed = self._bytes(survey)
+            cost = self.structure.footprint(survey, self.options)
         except UnsupportedError:  # a structure that does not say what it takes
             return None
-        if needed <= LEAST:
+        needed = cost.fit_bytes(survey)
+        if cost.assumed or needed <= LEAST:
             return None
         found = available(self.problem.device)
         return found if found is not None and found.size < needed else None

@@ -144,6 +144,8 @@ def _default(survey: BatchProfile, weights: str, structure: type[Curvature], n_b
         footprint = structure.footprint(survey, options)
     except (InvalidArgument, UnsupportedError):
         return None
+    if footprint.assumed:
+        return None
     if survey.refused and not (survey.is_head or footprint.vectors):  # products with vectors take no columns
         return None
     return _estimate(survey, weights, structure, footprint, n_batches)

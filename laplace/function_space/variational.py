@@ -27,13 +27,14 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
 from laplace.function_space.variational_energy import Energy
 from laplace.function_space.variational_inducing import STRATEGIES, Inducing, Places, chosen, make_pool
-from laplace.function_space.variational_training import Training, TrainingSweep, start
+from laplace.function_space.variational_training import Training, TrainingPass, start
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.kernels import kernel_at
 from laplace.structures import algebra
-from laplace.structures.base import Curvature, DataPass, require_finite
-from laplace.structures.gp.observed import HOLDS_INPUTS, ObservingSweep, uncounted
+from laplace.structures.base import Curvature, DataPass, require_finite, those_known
+from laplace.structures.gp.observed import HOLDS_INPUTS, ObservingPass, uncounted
 from laplace.structures.gp.subset_precision import DualScan, SubsetPrecision
+from laplace.structures.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,6 @@ class VariationalOptions:
         seed: Of the choice and of samples.
         alpha: α.
         mc_softmax_samples: Samples of the energy, or 0 for the probit approximation.
-        training: How it is trained; None takes L as it starts.
-        former: A posterior to go on from.
 
     Raises:
         InvalidArgument: A value that is not accepted.
@@ -60,8 +59,6 @@ class VariationalOptions:
     seed: int = 0
     alpha: float = 1.0
     mc_softmax_samples: int = 0
-    training: Training | None = None
-    former: VariationalCurvature | None = None
 
     def __post_init__(self) -> None:
         given, count = self.inducing_locations, self.num_inducing
@@ -96,16 +93,17 @@ class VariationalCurvature(Curvature):
     second: Tensor
     total: Tensor
     name = "gp"
+    exact_ggn = True
     options = VariationalOptions
     readings = 2
     weighed = False
 
     @property
-    def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def n_terms(self) -> int:
         return len(self.total)
 
     @property
-    def note(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def note(self) -> str:
         return f"variational approximation with {len(self.inducing.root)} inducing outputs; {HOLDS_INPUTS}"
 
     @cached_property
@@ -117,10 +115,13 @@ class VariationalCurvature(Curvature):
 
     @classmethod
     def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
-        return InducingSweep(engine, options)
+        raise UnsupportedError(
+            "a variational posterior is found by its training alone, la.fit(...): it can neither be refined nor "
+            "forget data. Use hessian_structure='full', or functional_approximation='sod'."
+        )
 
     @classmethod
-    def zeros(cls, prior: GaussianPrior) -> Curvature:
+    def before_data(cls, prior: GaussianPrior) -> Precision:
         raise UnsupportedError(
             "a variational approximation has no density over weights before fit; call fit(train_loader)."
         )
@@ -162,9 +163,6 @@ class VariationalCurvature(Curvature):
         places = Places(batches.from_plain(state["locations"]), state["classes"])
         return cls(inducing, places, state["second"].double(), state["total"].double())
 
-    def forms(self) -> tuple[str, ...]:
-        return ()
-
     def public(self) -> Tensor:
         """L Lᵀ, `[M, M]`, float64: the curvature of the inducing outputs."""
         return self.inducing.root @ self.inducing.root.T
@@ -190,22 +188,32 @@ class VariationalPrecision(SubsetPrecision):
         return (self.scale_of_data.double() * data).sum() - (values * inverse).sum()
 
 
-class InducingSweep(DataPass):
+class InducingPass(DataPass):
     """First reading: counts the data, and picks locations among them where none were given.
 
     Args:
         engine: Computes Jacobians.
         options: Where the inducing outputs are.
+        training: How they are trained.
+        former: A posterior to go on from, or None.
     """
 
-    def __init__(self, engine: CurvatureEngine, options: VariationalOptions) -> None:
+    def __init__(
+        self,
+        engine: CurvatureEngine,
+        options: VariationalOptions,
+        training: Training,
+        former: VariationalCurvature | None = None,
+    ) -> None:
         self.engine = engine
         self.options = options
+        self.training = training
+        self.former = former
         self.energy = Energy(engine.likelihood, options.alpha, options.mc_softmax_samples)
         self.generator = torch.Generator().manual_seed(options.seed)
         self.n_data = 0
         self.pool = None
-        if isinstance(options.inducing_locations, str) and options.former is None:
+        if isinstance(options.inducing_locations, str) and former is None:
             self.pool = make_pool(options.inducing_locations, options.num_inducing or 1, self.generator)
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
@@ -215,32 +223,26 @@ class InducingSweep(DataPass):
         return uncounted(y)
 
     def finish(self) -> DataPass:
-        training = self.options.training
-        if training is None:
-            raise UnsupportedError(
-                "a variational posterior is found by its training alone, la.fit(...): it can neither be refined nor "
-                "forget data. Use hessian_structure='full', or functional_approximation='sod'."
-            )
-        places, root = self._start(training)
+        places, root = self._start()
         engine = self.engine
-        return TrainingSweep(
-            engine, self.energy, places, root, self.n_data, training, lambda *found: BoundSweep(engine, *found)
+        return TrainingPass(
+            engine, self.energy, places, root, self.n_data, self.training, lambda *found: BoundPass(engine, *found)
         )
 
-    def _start(self, training: Training) -> tuple[Places, Tensor]:
+    def _start(self) -> tuple[Places, Tensor]:
         options = self.options
-        if options.former is not None:
-            return options.former.places, options.former.inducing.root
+        if self.former is not None:
+            return self.former.places, self.former.inducing.root
         if self.pool is None:
             x = batches.to_device(options.inducing_locations, self.engine.problem.device)
             places = Places(x, options.inducing_classes)
         else:
             found = chosen(str(options.inducing_locations), options.num_inducing or 1, self.pool, self.generator)
             places = Places(found.x, options.inducing_classes, found.labels)
-        return start(self.engine, places, self.n_data, training)
+        return start(self.engine, places, self.n_data, self.training)
 
 
-class BoundSweep(ObservingSweep):
+class BoundPass(ObservingPass):
     """Last reading: what the evidence lower bound needs to know of all data.
 
     Args:
@@ -268,6 +270,9 @@ class BoundSweep(ObservingSweep):
             self.second = second if self.second is None else self.second + second
             self.total = total if self.total is None else self.total + total
         return uncounted(y)
+
+    def sums(self) -> dict[str, Tensor]:
+        return those_known(losses=self.losses, second=self.second, total=self.total)
 
     def finish(self) -> VariationalCurvature:
         if self.second is None or self.total is None:

@@ -197,7 +197,7 @@ def marginals(inducing: Inducing, root: Tensor, delta: Tensor, jacobian: Jacobia
     return (kernel_diagonal(jacobian) - solved.square().sum(2)).clamp(min=0) / delta
 
 
-class TrainingSweep(DataPass):
+class TrainingPass(DataPass):
     """Readings of the data in which every batch is a step of Adam, until there were enough.
 
     Args:

@@ -7,10 +7,11 @@ from typing import Any
 
 from laplace.core.batch import ForwardFn
 from laplace.core.overrides import is_ours
-from laplace.curvature import CurvatureInterface
+from laplace.curvature import CurvatureInterface, NativeGGN
 from laplace.engines.engine import CurvatureEngine
-from laplace.errors import InvalidArgument
+from laplace.errors import InvalidArgument, InvalidType
 from laplace.likelihoods.base import Likelihood
+from laplace.predictive.names import PredictiveNames
 from laplace.structures.base import Curvature
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem
@@ -33,6 +34,7 @@ class Choices:
         dict_key_x: Key of the inputs, for mappings.
         dict_key_y: Key of the targets, for mappings.
         channel_dim: Dimension of the network's outputs that holds the channels; None where that is not known.
+        pred_types: Names of its predictives.
     """
 
     likelihood: Likelihood | str
@@ -47,6 +49,7 @@ class Choices:
     dict_key_x: str
     dict_key_y: str
     channel_dim: int | None
+    pred_types: PredictiveNames
 
     def backend(self, weights: Weights, problem: Problem) -> CurvatureInterface:
         """An object of the backend's class, for direct calls and for methods of users' classes.
@@ -77,3 +80,37 @@ class Choices:
             return backend.engine_for(problem, likelihood, given, split_outputs=split_outputs)
         own = self.backend(weights, problem)
         return own.engine(problem, likelihood, split_outputs=split_outputs, **self.asdl_fisher_kwargs)
+
+
+def checked_backend(backend: Any) -> type[CurvatureInterface]:
+    """The class that computes curvature, the native GGN by default; an object, as `la.backend`, stands for its class.
+
+    Raises:
+        InvalidType: Neither a class derived from `CurvatureInterface` nor an object of one.
+    """
+    if backend is None:
+        return NativeGGN
+    kind = backend if isinstance(backend, type) else type(backend)
+    if issubclass(kind, CurvatureInterface):
+        return kind
+    raise InvalidType(
+        f"backend={backend!r} is not accepted; give a class derived from "
+        "laplace.curvature.CurvatureInterface, such as NativeGGN or NativeEF, and its options as backend_kwargs={...}."
+    )
+
+
+def require_exact_ggn(backend: type[CurvatureInterface], options: dict[str, Any]) -> None:
+    """Refuses an empirical Fisher, a Hessian, or sampled curvature.
+
+    Raises:
+        InvalidArgument: It is one of these.
+    """
+    if backend.kind != "ggn":
+        raise InvalidArgument(
+            f"backend={backend.__name__} has curvature of kind {backend.kind!r}; a Gaussian process of the linearised "
+            "network has that of the GGN: give backend=NativeGGN or another GGN backend."
+        )
+    if options.get("stochastic"):
+        raise InvalidArgument(
+            "backend_kwargs has stochastic=True, but a Gaussian process takes the exact output Hessian; leave it out."
+        )

@@ -14,7 +14,7 @@ from laplace.core import hyperparameters as hyper
 from laplace.core.checks import named
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import UnsupportedError
-from laplace.fitting import FirstBatch, Fit, ReadOptions, planning, subsampling
+from laplace.fitting import FirstBatch, FirstPass, Fit, ReadOptions, planning, subsampling
 from laplace.fitting.planning import FitPlan
 from laplace.fitting.subsampling import Subset
 from laplace.network.model_guard import own_mode, same_random_state
@@ -55,6 +55,7 @@ def measured(
     go_on: bool = True,
     subset: Subset | None = None,
     look: bool = True,
+    first_pass: FirstPass | None = None,
 ) -> Measured:
     """Curvature and loss of data at the network's present weights.
 
@@ -66,6 +67,7 @@ def measured(
         go_on: Whether to use the former fit's engine, whose random draws go on.
         subset: Of how many data the curvature is; None for all.
         look: Whether to ask of the first batch if the network answers twice alike.
+        first_pass: Makes the first pass over the data; None for that of the structure.
 
     Raises:
         OutOfMemory: Memory does not hold the fit.
@@ -75,7 +77,7 @@ def measured(
     """
     choices, model = posterior.choices, posterior.model
     first = FirstBatch(model, posterior.weights.forward_fn) if look else None
-    reading = ReadOptions(choices.dict_key_y, progress_bar, first, check_memory)
+    reading = ReadOptions(choices.dict_key_y, progress_bar, first, check_memory, first_pass)
     fitting.require_rereadable(train_loader, choices.structure)
     if posterior.weights.problem is not None:
         choices.structure.check(posterior.problem.layout, choices.structure_options)
@@ -130,8 +132,11 @@ def fitted_to(
     subset: int | None = None,
     generator: torch.Generator | None = None,
     check_memory: bool = True,
+    first_pass: FirstPass | None = None,
 ) -> Posterior:
-    """The posterior of data, or of data in addition to those of the former fit; the arguments are those of `la.fit`.
+    """The posterior of data, or of data in addition to those of the former fit.
+
+    The arguments are those of `la.fit`, and what makes the first pass over the data; None for that of the structure.
 
     Raises:
         OutOfMemory: Memory does not hold the fit.
@@ -145,8 +150,9 @@ def fitted_to(
     batches.require_loader(train_loader, "train_loader")
     part = None if subset is None else Subset.drawn(subset, generator)
     new = measured(
-        posterior, train_loader, progress_bar=progress_bar, check_memory=check_memory, go_on=not override, subset=part
-    )
+        posterior, train_loader, progress_bar=progress_bar, check_memory=check_memory, go_on=not override, subset=part,
+        first_pass=first_pass,
+    )  # fmt: skip
     with torch.inference_mode(False), torch.no_grad(), bars(progress_bar):
         fit = new.fit if override or posterior.data is None else posterior.data.fit.scaled(decay) + new.fit
         if progress_bar:

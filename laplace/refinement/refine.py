@@ -28,10 +28,10 @@ def refine(posterior: Posterior, loader: Iterable[Any], method: str, options: Re
     """
     if method not in _METHODS:
         raise InvalidArgument(f"method={method!r}; accepted are {list(_METHODS)}.")
-    structure = posterior.choices.structure.name
-    if method == "variational" and structure not in ("full", "diag"):
+    structure = posterior.choices.structure
+    if method == "variational" and not structure.is_variational:
         raise UnsupportedError(
-            f"method='variational' has a full or a diagonal covariance, hessian_structure={structure!r} is "
+            f"method='variational' has a full or a diagonal covariance, hessian_structure={structure.name!r} is "
             "neither; use hessian_structure='full' or 'diag', or method='map', which every structure takes."
         )
     with own_mode(), torch.no_grad(), same_random_state(posterior.model):

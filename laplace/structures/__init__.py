@@ -1,14 +1,16 @@
 """Structures of the curvature: one file each, one line of registration."""
 
 from laplace.core.registry import Registry
-from laplace.structures.base import AdditiveCurvature, Curvature, Precision
+from laplace.structures.base import AdditiveCurvature, Curvature
 from laplace.structures.block import BlockCurvature
+from laplace.structures.dense_defaults import CurvatureFromDense, DenseDefaults, PrecisionFromDense
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.ekfac import EkfacCurvature
 from laplace.structures.full import FullCurvature
 from laplace.structures.kron import KronCurvature
 from laplace.structures.low_rank import LowRankCurvature
 from laplace.structures.lowrank_kron import LowRankKronCurvature
+from laplace.structures.precision import Precision
 
 STRUCTURES: Registry[type[Curvature]] = Registry("hessian_structure")
 STRUCTURES.register("full")(FullCurvature)
@@ -24,6 +26,8 @@ __all__ = [
     "AdditiveCurvature",
     "BlockCurvature",
     "Curvature",
+    "CurvatureFromDense",
+    "DenseDefaults",
     "DiagCurvature",
     "EkfacCurvature",
     "FullCurvature",
@@ -31,4 +35,5 @@ __all__ = [
     "LowRankCurvature",
     "LowRankKronCurvature",
     "Precision",
+    "PrecisionFromDense",
 ]

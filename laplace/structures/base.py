@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from dataclasses import fields as fields_of
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,85 +19,15 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
+from laplace.structures import fields
 from laplace.structures.cost import Cost
-from laplace.structures.variances_over_priors import VariancesOverPriors
+from laplace.structures.diag_precision import DiagPrecision
+from laplace.structures.fields import move
+from laplace.structures.precision import Precision
+from laplace.structures.variances_over_priors import VariancesOverPriors, one_by_one
 
-
-class Precision(ABC):
-    """Posterior precision P = s·H + diag(δ) of one structure; immutable.
-
-    Queries that need a factorisation compute it once, with the graph that leads to the hyper-parameters where these
-    require a gradient: all of them are differentiable, once. What is kept then belongs to that graph.
-    """
-
-    @abstractmethod
-    def logdet(self) -> Tensor:
-        """Log det P, 0-dim, differentiable in scale and prior."""
-
-    @abstractmethod
-    def logdet_ratio(self) -> Tensor:
-        """Log det P − log det P₀, 0-dim: with a scalar prior Σ log(1 + sλ/δ), which cancels nothing."""
-
-    def slack(self) -> Tensor | float:
-        """tr(P₀ P⁻¹) + tr(s·H P⁻¹) − dim θ, 0 for P = s·H + P₀: half of it a lower bound of the evidence lacks."""
-        return 0.0
-
-    @abstractmethod
-    def quad(self, vectors: Tensor) -> Tensor:
-        """vᵀ P v of vectors `[..., P]`, `[...]`."""
-
-    def product(self, vectors: Tensor) -> Tensor:
-        """P v of vectors `[..., P]`, same shape, without gradient: ∇ ½ vᵀ P v where a structure has no cheaper way."""
-        with torch.enable_grad():
-            leaf = vectors.detach().requires_grad_()
-            return torch.autograd.grad(0.5 * self.quad(leaf).sum(), leaf)[0]
-
-    def solve(self, vectors: Tensor) -> Tensor:
-        """P⁻¹ v of vectors `[R, P]`, by the root that samples are drawn with; a constant."""
-        with torch.enable_grad():
-            noise = torch.zeros_like(vectors).requires_grad_()
-            (coloured,) = torch.autograd.grad(self.sample(noise), noise, vectors)
-        with torch.no_grad():
-            return self.sample(coloured)
-
-    @abstractmethod
-    def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        """J_b P⁻¹ J_bᵀ, `[B, C, C]`, in float64 if `jacobian.wide`."""
-
-    @abstractmethod
-    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        """Its diagonals, `[B, C]`, at less cost; one that cancels is summed in float64 if `jacobian.wide`."""
-
-    @abstractmethod
-    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        """J P⁻¹ Jᵀ over all data, `[B·C, B·C]`, data major and outputs minor, in float64 if `jacobian.wide`."""
-
-    @abstractmethod
-    def sample(self, noise: Tensor) -> Tensor:
-        """Zero-mean samples `[S, P]` from standard normal numbers `[S, P]`: linear in them, and differentiable."""
-
-    @abstractmethod
-    def diagonal_of_inverse(self) -> Tensor:
-        """Marginal variances, `[P]`."""
-
-    @abstractmethod
-    def to_dense(self) -> Tensor:
-        """P, `[P, P]`."""
-
-    @property
-    @abstractmethod
-    def public(self) -> Any:
-        """P as users see it in `la.posterior_precision`."""
-
-    @property
-    @abstractmethod
-    def covariance(self) -> Tensor:
-        """P⁻¹, `[P, P]`."""
-
-    @property
-    @abstractmethod
-    def scale(self) -> Tensor:
-        """A root L of P⁻¹ = L Lᵀ: lower-triangular `[P, P]`, symmetric, or standard deviations `[P]`."""
+C = TypeVar("C", bound="Curvature")
+A = TypeVar("A", bound="AdditiveCurvature")
 
 
 class DataPass(ABC):
@@ -117,6 +49,40 @@ class DataPass(ABC):
         """What counts besides the curvature, of the sums over all batches that were read, after the last reading."""
         return read
 
+    def sums(self) -> dict[str, Tensor]:
+        """Running sums over the batches by name: the tensors themselves, to which other shards' can be added in place.
+
+        Between the last batch and `finish` they are all that two passes over different data, begun alike, differ in.
+
+        Raises:
+            UnsupportedError: The pass chooses among the data, or is trained on them, and does not add up.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} chooses among the data that it reads, or is trained on them: what it finds in two "
+            "shards does not add up. Give one process all the data."
+        )
+
+    def load_sums(self, sums: Mapping[str, Tensor]) -> None:
+        """Puts sums in the place of the pass's own, as those of all shards in place of one's.
+
+        Args:
+            sums: By the names, and in the shapes, of `sums()`.
+
+        Raises:
+            InvalidData: They are of another pass, or the data of a shard needed other terms than those of the rest.
+        """
+        own = self.sums()
+        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        given = {name: tuple(tensor.shape) for name, tensor in sums.items()}
+        if given != shapes:
+            differing = sorted(name for name in {*shapes, *given} if shapes.get(name) != given.get(name))
+            raise InvalidData(
+                f"the sums that were given and those of this pass differ in {differing}: the data of another shard "
+                "need other terms (a layer that only some data use). Give every process data that use all layers."
+            )
+        for name, tensor in own.items():
+            tensor.copy_(sums[name])
+
 
 @dataclass(frozen=True)
 class NoOptions:
@@ -124,33 +90,34 @@ class NoOptions:
 
 
 class Curvature(ABC):
-    """Unit curvature H of the data seen so far, in one structure; frozen.
+    """Unit curvature H of the data seen so far, in one structure; a frozen dataclass.
 
     Attributes:
         name: What users call it.
         options: Class of its options, whose fields are the keys of `structure_kwargs`.
         readings: How many times the data are read, at least.
         exact_prior: Whether a prior that varies within a tensor is added as it is, and not in an eigenbasis.
-        note: What `repr` of a posterior says of it, or None.
-        share: Of the data seen, how many the likelihood of the evidence counts: less than 1 for a subset.
-        prior_factor: What its precisions multiply the prior precision with.
         tail: Largest absolute eigenvalue that was seen and left out; 0 where nothing is.
+        exact_ggn: True if it is of Jacobians and exact output Hessians, which backends of other curvature lack.
         needs_columns: Whether it is of factors of outer products, which curvature known by its products alone lacks.
         weighed: Whether noise and temperature scale it in the precision, and not in the bound of the evidence alone.
-        n_terms: E: curvature terms kept apart, one per output under a vector noise, else 1.
+        is_diagonal: Whether the posterior's variances say everything of it.
+        is_variational: Whether a variational posterior can have this structure: its precision is any that is a sum of
+            curvature and prior.
     """
 
     name: str
     options: type[Any] = NoOptions
     readings: int = 1
     exact_prior: bool = True
-    note: str | None = None
-    share: float = 1.0
-    prior_factor: float = 1.0
     tail: float = 0.0
+    exact_ggn: bool = False
     needs_columns: bool = False
     weighed: bool = True
-    n_terms: int
+    is_diagonal: bool = False
+    is_variational: bool = False
+
+    # Before data are read.
 
     @classmethod
     def options_from(cls, given: dict[str, Any]) -> Any:
@@ -159,7 +126,7 @@ class Curvature(ABC):
         Raises:
             InvalidArgument: It does not know one.
         """
-        known = [field.name for field in fields(cls.options)]
+        known = [field.name for field in fields_of(cls.options)]
         unknown = sorted(set(given) - set(known))
         if unknown:
             accepted = ", ".join(known) or "none"
@@ -193,6 +160,17 @@ class Curvature(ABC):
         raise UnsupportedError(f"hessian_structure={cls.name!r} does not say what it takes; it cannot be planned for.")
 
     @classmethod
+    def before_data(cls, prior: GaussianPrior) -> Precision:
+        """The posterior precision without data: the prior's.
+
+        Raises:
+            UnsupportedError: There is no density over weights before a fit.
+        """
+        return DiagPrecision(prior.precision.new_zeros(prior.layout.n_params), prior)
+
+    # Sums over data.
+
+    @classmethod
     @abstractmethod
     def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
         """The first reading of the data.
@@ -202,16 +180,11 @@ class Curvature(ABC):
             options: An object of `options`.
         """
 
-    @classmethod
     @abstractmethod
-    def zeros(cls, prior: GaussianPrior) -> Curvature:
-        """The curvature of no data: its precision is the prior."""
-
-    @abstractmethod
-    def __add__(self, other: Curvature) -> Curvature:
+    def __add__(self: C, other: C) -> C:
         """Curvature of both sets of data."""
 
-    def scaled(self, factor: float) -> Curvature:
+    def scaled(self: C, factor: float) -> C:
         """The curvature of data that count `factor` times each.
 
         Raises:
@@ -238,6 +211,26 @@ class Curvature(ABC):
             "hessian_structure='diag', 'kron', 'block' or 'full', or fit the data that are to count with override=True."
         )
 
+    @property
+    def n_terms(self) -> int:
+        """E: curvature terms kept apart, one per output under a vector noise, else 1.
+
+        The length of the first tensor among the fields, unless a structure says otherwise.
+        """
+        return len(next(tensor for _, tensor in fields.named_tensors(self)))
+
+    @property
+    def share(self) -> float:
+        """Of the data seen, how many the likelihood of the evidence counts: less than 1 for a subset."""
+        return 1.0
+
+    @property
+    def prior_factor(self) -> float:
+        """What its precisions multiply the prior precision with."""
+        return 1.0
+
+    # The posterior.
+
     @abstractmethod
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> Precision:
         """Posterior precision Σ_e w_e H_e + diag(δ).
@@ -256,51 +249,65 @@ class Curvature(ABC):
         """
         del options  # most structures have nothing that takes minutes and is kept
 
-    @abstractmethod
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> VariancesOverPriors:
-        """Functional variances at many scalar priors, after one factorisation."""
+        """Functional variances at many scalar priors, after one factorisation.
 
-    @abstractmethod
+        By a precision of every prior, unless a structure has a basis in which priors only rescale.
+        """
+        return _OneByOne(lambda prior: self.precision(weights.detach(), prior, **options), layout)
+
+    # What is saved and shown.
+
     def state(self) -> dict[str, Any]:
         """Everything that `from_state` needs: tensors, numbers and strings."""
+        return fields.state_of(self)
 
     @classmethod
-    @abstractmethod
-    def from_state(cls, state: dict[str, Any]) -> Curvature:
+    def from_state(cls: type[C], state: dict[str, Any]) -> C:
         """The curvature of a saved state."""
+        return fields.from_state(cls, state)
 
-    @abstractmethod
+    def moved(self: C, device: torch.device | None, dtype: torch.dtype | None) -> C:
+        """The same on another device, or in another dtype."""
+        return self.from_state(move(self.state(), device, dtype))
+
+    @property
+    def note(self) -> str | None:
+        """What `repr` of a posterior says of it, or None."""
+        return None
+
     def forms(self) -> tuple[str, ...]:
         """In which form each tensor's block is held, in words; empty where there is only one."""
+        return ()
 
-    @abstractmethod
     def public(self) -> Any:
         """H as users see it in `la.H`."""
+        return self
 
 
 class AdditiveCurvature(Curvature):
-    """Curvature whose batches simply add up: one reading."""
+    """Curvature whose batches simply add up, in one reading of the data; the tensors of its fields are sums."""
 
     @classmethod
     @abstractmethod
-    def from_batch(
-        cls, engine: CurvatureEngine, x: Inputs, y: Tensor, former: Curvature | None = None
-    ) -> tuple[BatchSummary, AdditiveCurvature]:
-        """Curvature of one batch, by the engine's primitive of this structure, added to that of former batches.
+    def from_batch(cls: type[A], engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, A]:
+        """Curvature of one batch, by the engine's primitive of this structure."""
 
-        `former` belongs to the caller's running sum: its memory may be reused.
-        """
+    def with_batch(self: A, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, A]:
+        """Curvature of the batches so far and one more; the memory of this one may be reused."""
+        summary, new = self.from_batch(engine, x, y)
+        return summary, self + new
 
-    @abstractmethod
     def is_finite(self) -> Tensor:
         """True, 0-dim, if every number is finite (of a matrix: its diagonal, which holds every square)."""
+        return fields.is_finite(self)
 
     @classmethod
     def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
-        return _SumSweep(cls, engine)
+        return _SumPass(cls, engine)
 
 
-class _SumSweep(DataPass):
+class _SumPass(DataPass):
     """Adds up batches."""
 
     def __init__(self, structure: type[AdditiveCurvature], engine: CurvatureEngine) -> None:
@@ -309,15 +316,44 @@ class _SumSweep(DataPass):
         self.total: AdditiveCurvature | None = None
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
-        summary, total = self.structure.from_batch(self.engine, x, y, self.total)
+        add = self.structure.from_batch if self.total is None else self.total.with_batch
+        summary, total = add(self.engine, x, y)
         require_finite(total.is_finite())
         self.total = total
         return summary
+
+    def sums(self) -> dict[str, Tensor]:
+        return dict(fields.named_tensors(self.finish()))
 
     def finish(self) -> Curvature:
         if self.total is None:
             raise InvalidData("no batch was read.")
         return self.total
+
+
+@dataclass(frozen=True)
+class _OneByOne(VariancesOverPriors):
+    """Functional variances at many scalar priors, each by a precision of its own.
+
+    Attributes:
+        precision: P at a prior.
+        layout: The parameters.
+    """
+
+    precision: Callable[[GaussianPrior], Precision]
+    layout: Layout
+
+    def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
+        def at(delta: Tensor) -> Tensor:
+            precision = self.precision(GaussianPrior(delta.detach(), delta.new_zeros(()), self.layout))
+            return precision.functional_diagonal(jacobian) if diagonal else precision.functional_variance(jacobian)
+
+        return one_by_one(at)
+
+
+def those_known(**sums: Tensor | None) -> dict[str, Tensor]:
+    """Running sums by name, less those that no batch has been added to."""
+    return {name: tensor for name, tensor in sums.items() if tensor is not None}
 
 
 def require_finite(finite: Tensor) -> None:
@@ -332,14 +368,3 @@ def require_finite(finite: Tensor) -> None:
             "the loss or the curvature is not finite; the inputs, targets or weights hold NaN or infinity."
         ),
     )
-
-
-def move(state: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-    """A nested state with its tensors on another device and its floating point tensors in another dtype."""
-    if isinstance(state, Tensor):
-        return state.to(device=device, dtype=dtype if state.is_floating_point() else None)
-    if isinstance(state, dict):
-        return {key: move(value, device, dtype) for key, value in state.items()}
-    if isinstance(state, list):
-        return [move(value, device, dtype) for value in state]
-    return state

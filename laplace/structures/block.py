@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,10 +20,10 @@ from laplace.structures import algebra
 from laplace.structures.announced import Decompositions
 from laplace.structures.base import AdditiveCurvature, Curvature
 from laplace.structures.cost import DOUBLE, EIGH, Cost
-from laplace.structures.diag import DiagCurvature
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
 from laplace.structures.indefinite import SignedOptions, mended
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
+from laplace.structures.recent import Recent
 from laplace.structures.variances_over_priors import SpectralScan
 
 
@@ -57,7 +57,6 @@ class BlockCurvature(AdditiveCurvature):
     sums: tuple[Tensor, ...]
     groups: Groups
     signed: bool = False
-    _variants: dict[str, BlockCurvature] = field(default_factory=dict, repr=False, compare=False)
     name = "block"
     options = BlockOptions
 
@@ -65,10 +64,6 @@ class BlockCurvature(AdditiveCurvature):
     def values(self) -> tuple[Tensor, ...]:
         """H of every layer, `[E, p, p]`."""
         return tuple(mirror(block) for block in self.sums)
-
-    @property
-    def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return len(self.sums[0])
 
     @classmethod
     def check(cls, layout: Layout, options: Any) -> None:
@@ -83,13 +78,15 @@ class BlockCurvature(AdditiveCurvature):
                 )
 
     @classmethod
-    def from_batch(
-        cls, engine: CurvatureEngine, x: Inputs, y: Tensor, former: Curvature | None = None
-    ) -> tuple[BatchSummary, AdditiveCurvature]:
+    def from_batch(cls, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, BlockCurvature]:
         groups = engine.problem.layout.layers
-        running = former.sums if isinstance(former, BlockCurvature) else None
-        summary, sums = engine.blocks(x, y, groups, running)
-        return summary, cls(tuple(sums), groups)
+        summary, blocks = engine.blocks(x, y, groups)
+        return summary, cls(tuple(blocks), groups)
+
+    def with_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, BlockCurvature]:
+        """The batch is added to the blocks in place, so that no second ones are held."""
+        summary, sums = engine.blocks(x, y, self.groups, self.sums)
+        return summary, BlockCurvature(tuple(sums), self.groups)
 
     @classmethod
     def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
@@ -109,11 +106,6 @@ class BlockCurvature(AdditiveCurvature):
             solve=sum(EIGH * size**3 for size in sizes),
         )
 
-    @classmethod
-    def zeros(cls, prior: GaussianPrior) -> Curvature:
-        # The precision of no data is the prior, which is diagonal: no blocks need be held.
-        return DiagCurvature.zeros(prior)
-
     def __add__(self, other: Curvature) -> BlockCurvature:
         if not isinstance(other, BlockCurvature):
             return NotImplemented
@@ -129,34 +121,35 @@ class BlockCurvature(AdditiveCurvature):
         return BlockCurvature(tuple(algebra.remaining_matrix(a, b, signed=signed) for a, b in pairs), self.groups)
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> KronPrecision:
-        return KronPrecision(self._mended(options.get("indefinite")).spectra(weights), weights, prior)
+        return KronPrecision(self._indefinite(options.get("indefinite")).spectra(weights), weights, prior)
 
-    def _mended(self, mode: str | None) -> BlockCurvature:
+    def _indefinite(self, mode: str | None) -> BlockCurvature:
         """The blocks with what is done about negative eigenvalues; None where there can be none."""
-        if mode is None:
-            return self
-        if mode == "error" and mode not in self._variants:
-            self._variants[mode] = replace(self, signed=True, _variants={})
-        elif mode not in self._variants:
-            pairs = [algebra.eigh(block, signed=True) for block in self.values]
-            blocks = [(u * mended(values, mode).unsqueeze(1)) @ u.mT for values, u in pairs]
-            sums = tuple(block.to(self.sums[0]) for block in blocks)
-            self._variants[mode] = BlockCurvature(sums, self.groups)
-        return self._variants[mode]
+        return self if mode is None else self._recent_mode(mode, lambda: self._mended(mode))
+
+    @cached_property
+    def _recent_mode(self) -> Recent[BlockCurvature]:
+        return Recent()
+
+    def _mended(self, mode: str) -> BlockCurvature:
+        if mode == "error":
+            return replace(self, signed=True)
+        pairs = [algebra.eigh(block, signed=True) for block in self.values]
+        blocks = [(u * mended(values, mode).unsqueeze(1)) @ u.mT for values, u in pairs]
+        return BlockCurvature(tuple(block.to(self.sums[0]) for block in blocks), self.groups)
 
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:
         weights = weights.detach()
-        return spectral_scan(self._mended(options.get("indefinite")).spectra(weights), weights, layout)
+        return spectral_scan(self._indefinite(options.get("indefinite")).spectra(weights), weights, layout)
 
     def spectra(self, weights: Tensor) -> Spectra:
-        """Eigendecomposition of every block at these weights: once per fit, unless weights of several terms change."""
-        if self.n_terms == 1:
-            return self._spectra_of_one_term
-        return self._spectra(weights / weights.mean())
+        """Eigendecomposition of every block at these weights: once per fit, unless ratios of several terms change."""
+        ratios = None if self.n_terms == 1 else weights / weights.mean()
+        return self._recent(ratios, lambda: self._spectra(ratios))
 
     @cached_property
-    def _spectra_of_one_term(self) -> Spectra:
-        return self._spectra(None)
+    def _recent(self) -> Recent[Spectra]:
+        return Recent()
 
     @cached_property
     def _ahead(self) -> Decompositions:
@@ -164,7 +157,7 @@ class BlockCurvature(AdditiveCurvature):
 
     def decompose(self, **options: Any) -> None:
         if self._ahead.is_long and self.n_terms == 1:
-            self._mended(options.get("indefinite")).spectra(torch.ones(1))
+            self._indefinite(options.get("indefinite")).spectra(torch.ones(1))
 
     def _spectra(self, weights: Tensor | None) -> Spectra:
         terms = (block.double() for block in self.values)
@@ -179,6 +172,7 @@ class BlockCurvature(AdditiveCurvature):
         return Spectra(tuple(blocks), dtype, self.groups, signed=self.signed)
 
     def is_finite(self) -> Tensor:
+        """Of the diagonals, which hold every square, so that no pass over the blocks is taken for every batch."""
         return torch.stack([block.diagonal(dim1=1, dim2=2).isfinite().all() for block in self.sums]).all()
 
     def state(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class Cost:
         work: Multiplications per batch besides those of the passes through the network.
         between: Multiplications of factorisations between two readings.
         solve: Multiplications of the factorisations that the first prediction needs.
+        assumed: Whether it is an upper bound that the structure itself does not speak for; no fit is refused by it.
     """
 
     kept: int
@@ -40,6 +41,7 @@ class Cost:
     work: float = 0.0
     between: float = 0.0
     solve: float = 0.0
+    assumed: bool = False
 
     def fit_bytes(self, survey: BatchProfile) -> int:
         """Peak of a fit above what was held before it."""

@@ -22,12 +22,13 @@ from laplace.engines.kron_parts import KronBlock, KronParts
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.structures import algebra
-from laplace.structures.base import Curvature, DataPass, require_finite
+from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, diag_spectrum
 from laplace.structures.kron import KronCurvature
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
+from laplace.structures.recent import Recent
 from laplace.structures.variances_over_priors import SpectralScan
 
 
@@ -57,7 +58,7 @@ class EkfacCurvature(Curvature):
     exact_prior = False
 
     @property
-    def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def n_terms(self) -> int:
         return len(self.corrected)
 
     @classmethod
@@ -69,14 +70,13 @@ class EkfacCurvature(Curvature):
         kron, diag = KronCurvature.footprint(survey, None), DiagCurvature.footprint(survey, None)
         sides = Sides.of(survey)
         bases, doubles = sides.squares * survey.itemsize, sides.squares * DOUBLE
-        # The factors' own decomposition in float64 stays until the fit is done.
-        decomposed = kron.kept + bases + doubles
+        between = kron.kept + bases + doubles  # with the factors' own decomposition, in float64
         columns = 0 if survey.is_head else survey.at_once
         gradients = 2 * columns * survey.n_data * survey.itemsize * widest_gradient(survey)
         return Cost(
             kept=kron.kept + bases + diag.kept,
-            running=max(kron.running, decomposed + diag.running),
-            adding=max(kron.adding, decomposed + 4 * DOUBLE * sides.largest, decomposed + diag.adding),
+            running=max(kron.running, kron.kept + bases + diag.running),
+            adding=max(kron.adding, between + 4 * DOUBLE * sides.largest, kron.kept + bases + diag.adding),
             pieces=max(kron.pieces, 2 * diag.pieces + gradients),
             posterior=kron.posterior,
             projecting=kron.projecting,
@@ -86,16 +86,11 @@ class EkfacCurvature(Curvature):
             solve=0.0,
         )
 
-    @classmethod
-    def zeros(cls, prior: GaussianPrior) -> EkfacCurvature:
-        kron = KronCurvature.zeros(prior)
-        return cls(kron, eigenbases(kron), prior.precision.new_zeros(1, prior.layout.n_params))
-
     def __add__(self, other: Curvature) -> EkfacCurvature:
         if not isinstance(other, EkfacCurvature):
             return NotImplemented
         kron = self.kron + other.kron
-        bases = eigenbases(kron)
+        bases = eigenbases(KronCurvature(kron.parts))  # whose decomposition is not kept
         return EkfacCurvature(kron, bases, self._diagonal_in(bases) + other._diagonal_in(bases))
 
     def scaled(self, factor: float) -> EkfacCurvature:
@@ -121,12 +116,12 @@ class EkfacCurvature(Curvature):
 
     def spectra(self, weights: Tensor) -> Spectra:
         """Corrected eigenvalues at these weights in their bases, float64: once per fit, unless terms are weighted."""
-        return self._spectra_of_one_term if self.n_terms == 1 else self._spectra(weights / weights.mean())
+        ratios = torch.ones_like(self.corrected[:, 0]) if self.n_terms == 1 else weights / weights.mean()
+        return self._recent(ratios, lambda: self._spectra(ratios))
 
     @cached_property
-    def _spectra_of_one_term(self) -> Spectra:
-        with algebra.kept_for_later():
-            return self._spectra(torch.ones_like(self.corrected[:, 0]))
+    def _recent(self) -> Recent[Spectra]:
+        return Recent()
 
     def _spectra(self, weights: Tensor) -> Spectra:
         values = (weights.double() @ self.corrected.double()).clamp(min=0)
@@ -166,9 +161,6 @@ class EkfacCurvature(Curvature):
         blocks = self.kron.parts.blocks
         return tuple(corrected if b.kind == "kron" else form for b, form in zip(blocks, self.kron.forms(), strict=True))
 
-    def public(self) -> EkfacCurvature:
-        return self
-
 
 _HELD = ("left", "right", "shape", "basis", "output_first")
 """What a basis consists of."""
@@ -184,6 +176,9 @@ class _Factors(DataPass):
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
         return self.inner.add(x, y)
 
+    def sums(self) -> dict[str, Tensor]:
+        return self.inner.sums()
+
     def finish(self) -> DataPass:
         kron = self.inner.finish()
         if not isinstance(kron, KronCurvature):
@@ -196,20 +191,23 @@ class _Correction(DataPass):
 
     def __init__(self, engine: CurvatureEngine, kron: KronCurvature) -> None:
         self.engine = engine
-        self.kron = kron
         self.bases = eigenbases(kron)
-        self.total: Tensor | None = None
+        self.kron = KronCurvature(kron.parts)  # without its decomposition in float64
+        self.corrected: Tensor | None = None
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
         summary, values = self.engine.diag(x, y, bases=self.bases)
         require_finite(values.isfinite())
-        self.total = values if self.total is None else self.total + values
+        self.corrected = values if self.corrected is None else self.corrected + values
         return summary
 
+    def sums(self) -> dict[str, Tensor]:
+        return those_known(corrected=self.corrected)
+
     def finish(self) -> Curvature:
-        if self.total is None:
+        if self.corrected is None:
             raise InvalidData("no batch was read.")
-        return EkfacCurvature(self.kron, self.bases, self.total)
+        return EkfacCurvature(self.kron, self.bases, self.corrected)
 
 
 def eigenbases(kron: KronCurvature) -> tuple[BlockSpectrum, ...]:

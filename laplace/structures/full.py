@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
-from laplace.core.gram import mirror, row_gram
+from laplace.core.gram import mirror
 from laplace.core.layout import Layout
 from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
@@ -21,9 +21,11 @@ from laplace.jacobian.blocks import DenseBlock
 from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
-from laplace.structures.base import AdditiveCurvature, Curvature, Precision
+from laplace.structures.base import AdditiveCurvature, Curvature
 from laplace.structures.cost import DOUBLE, Cost
 from laplace.structures.indefinite import SignedOptions, mended, require_positive
+from laplace.structures.recent import Recent
+from laplace.structures.root_precision import RootPrecision
 from laplace.structures.variances_over_priors import SpectralScan
 
 
@@ -38,26 +40,24 @@ class FullCurvature(AdditiveCurvature):
 
     sums: Tensor
     signed: bool = False
-    _variants: dict[str, FullCurvature] = field(default_factory=dict, repr=False, compare=False)
     name = "full"
     options = SignedOptions
+    is_variational = True
 
     @cached_property
     def values(self) -> Tensor:
         """H, `[E, P, P]`."""
         return mirror(self.sums)
 
-    @property
-    def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return len(self.sums)
-
     @classmethod
-    def from_batch(
-        cls, engine: CurvatureEngine, x: Inputs, y: Tensor, former: Curvature | None = None
-    ) -> tuple[BatchSummary, AdditiveCurvature]:
-        running = former.sums if isinstance(former, FullCurvature) else None
-        summary, values = engine.full(x, y, running)
+    def from_batch(cls, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, FullCurvature]:
+        summary, values = engine.full(x, y)
         return summary, cls(values)
+
+    def with_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, FullCurvature]:
+        """The batch is added to the matrix in place, so that no second one is held."""
+        summary, sums = engine.full(x, y, self.sums)
+        return summary, FullCurvature(sums)
 
     @classmethod
     def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
@@ -81,11 +81,6 @@ class FullCurvature(AdditiveCurvature):
             solve=4.0 * survey.n_params**3,
         )
 
-    @classmethod
-    def zeros(cls, prior: GaussianPrior) -> FullCurvature:
-        n_params = prior.layout.n_params
-        return cls(prior.precision.new_zeros(1, n_params, n_params))
-
     def __add__(self, other: Curvature) -> FullCurvature:
         if not isinstance(other, FullCurvature):
             return NotImplemented
@@ -104,16 +99,18 @@ class FullCurvature(AdditiveCurvature):
 
     def indefinite(self, mode: str | None) -> FullCurvature:
         """The curvature with what is done about negative eigenvalues; None where there can be none."""
-        if mode is None:
-            return self
-        if mode not in self._variants:
-            if mode == "error":
-                self._variants[mode] = replace(self, signed=True, _variants={})
-            else:
-                values, vectors = algebra.eigh(self.values, signed=True)
-                matrix = (vectors * mended(values, mode).unsqueeze(1)) @ vectors.mT
-                self._variants[mode] = FullCurvature(matrix.to(self.values))
-        return self._variants[mode]
+        return self if mode is None else self._recent(mode, lambda: self._mended(mode))
+
+    @cached_property
+    def _recent(self) -> Recent[FullCurvature]:
+        return Recent()
+
+    def _mended(self, mode: str) -> FullCurvature:
+        if mode == "error":
+            return replace(self, signed=True)
+        values, vectors = algebra.eigh(self.values, signed=True)
+        matrix = (vectors * mended(values, mode).unsqueeze(1)) @ vectors.mT
+        return FullCurvature(matrix.to(self.values))
 
     @cached_property
     def spectrum(self) -> Tensor:
@@ -123,8 +120,8 @@ class FullCurvature(AdditiveCurvature):
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:
         mode = options.get("indefinite")
         signed = mode == "error"
-        held = self.indefinite(mode).values
-        values, vectors = algebra.eigh(torch.tensordot(weights.to(held), held, 1), signed=signed)
+        matrices = self.indefinite(mode).values
+        values, vectors = algebra.eigh(torch.tensordot(weights.to(matrices), matrices, 1), signed=signed)
         values, vectors = values.to(self.values.dtype), vectors.to(self.values.dtype)
 
         def project(jacobian: Jacobian) -> Jacobian:
@@ -136,6 +133,7 @@ class FullCurvature(AdditiveCurvature):
         return SpectralScan(project, precisions)
 
     def is_finite(self) -> Tensor:
+        """Of the diagonal, which holds every square, so that no pass over the matrix is taken for every batch."""
         return self.sums.diagonal(dim1=1, dim2=2).isfinite().all()
 
     def state(self) -> dict[str, Any]:
@@ -145,15 +143,12 @@ class FullCurvature(AdditiveCurvature):
     def from_state(cls, state: dict[str, Any]) -> FullCurvature:
         return cls(state["values"])
 
-    def forms(self) -> tuple[str, ...]:
-        return ()
-
     def public(self) -> Tensor:
         return self.values.sum(0)
 
 
 @dataclass(frozen=True)
-class FullPrecision(Precision):
+class FullPrecision(RootPrecision):
     """P = Σ_e w_e H_e + diag(δ), factorised in float64.
 
     Attributes:
@@ -165,7 +160,6 @@ class FullPrecision(Precision):
     curvature: FullCurvature
     weights: Tensor
     prior: GaussianPrior
-    _head: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def to_dense(self) -> Tensor:
         return torch.tensordot(self.weights, self.curvature.values, 1) + torch.diag(self.prior.diagonal())
@@ -239,42 +233,29 @@ class FullPrecision(Precision):
         """P⁻¹, `[P, P]`."""
         return self.scale @ self.scale.T
 
-    def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        roots = self._head_roots(jacobian) if jacobian.is_head else (self._coloured(p) for p in jacobian.pieces())
-        return torch.cat([row_gram(root, dtype=jacobian.summed_in(root.dtype)) for root in roots])
-
-    def _coloured(self, piece: Tensor) -> Tensor:
-        """J L of a piece `[b, C, P]`, as one flat product: its rounding is that of joint covariances, graph or not."""
-        return (piece.flatten(0, 1) @ self.scale).view(piece.shape)
-
-    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
+    def coloured(self, jacobian: Jacobian) -> Iterator[Tensor]:
+        """Of a head without J, by C times less work than with it: row c is φᵀ L_c."""
         if not jacobian.is_head:
-            return torch.cat([self._coloured(piece).square().sum(2) for piece in jacobian.pieces()])
+            yield from super().coloured(jacobian)
+            return
         phi, order = jacobian.head_features()
-        if "diagonal" not in self._head:  # [C, D, D], the blocks of one output
-            self._head["diagonal"] = self.covariance[order.unsqueeze(2), order.unsqueeze(1)]
-        return ((phi @ self._head["diagonal"]) * phi).sum(2).T
-
-    def _head_roots(self, jacobian: Jacobian) -> Iterator[Tensor]:
-        """J L of a few data at a time, `[b, C, P]`, without J: row c is φᵀ L_c, C times less work than with it."""
-        phi, order = jacobian.head_features()
-        if "stacked" not in self._head:  # [D, C·P]
-            self._head["stacked"] = self.scale[order].transpose(0, 1).flatten(1)
-        stacked = self._head["stacked"]
+        stacked = self._head_root(order.shape, lambda: self.scale[order].transpose(0, 1).flatten(1))  # [D, C·P]
         step = max(1, CHUNK_BYTES // (8 * stacked.shape[1]))
         for rows in phi.split(step):
             yield (rows @ stacked).unflatten(1, (len(order), -1))
 
-    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        root = jacobian.dense().flatten(0, 1) @ self.scale
-        return row_gram(root, dtype=jacobian.summed_in(root.dtype))
+    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
+        if not jacobian.is_head:
+            return super().functional_diagonal(jacobian)
+        phi, order = jacobian.head_features()
+        # The blocks of single outputs, [C, D, D].
+        own = self._head_blocks(order.shape, lambda: self.covariance[order.unsqueeze(2), order.unsqueeze(1)])
+        return ((phi @ own) * phi).sum(2).T
 
-    def sample(self, noise: Tensor) -> Tensor:
-        return noise @ self.scale.T
+    @cached_property
+    def _head_root(self) -> Recent[Tensor]:
+        return Recent()
 
-    def diagonal_of_inverse(self) -> Tensor:
-        return self.scale.square().sum(1)
-
-    @property
-    def public(self) -> Tensor:
-        return self.to_dense()
+    @cached_property
+    def _head_blocks(self) -> Recent[Tensor]:
+        return Recent()

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace.core.gram import row_gram
-from laplace.jacobian.jacobian import Jacobian
-from laplace.structures.base import Precision
+from laplace.structures.root_precision import RootPrecision
 
 
 @dataclass(frozen=True)
-class GivenPrecision(Precision):
+class GivenPrecision(RootPrecision):
     """A precision that is known by a root of its covariance, with the graph that leads to it.
 
     Attributes:
@@ -44,27 +42,6 @@ class GivenPrecision(Precision):
         rows = vectors.reshape(-1, vectors.shape[-1])
         return torch.linalg.solve(self.root.double(), rows.double().T).T.to(vectors).view_as(vectors)
 
-    def _coloured(self, rows: Tensor) -> Tensor:
-        """J L of rows `[..., P]`."""
-        return rows * self.root if self._is_diagonal else rows @ self.root
-
-    def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        roots = (self._coloured(piece) for piece in jacobian.pieces())
-        return torch.cat([row_gram(root, dtype=jacobian.summed_in(root.dtype)) for root in roots])
-
-    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        return torch.cat([self._coloured(piece).square().sum(2) for piece in jacobian.pieces()])
-
-    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        root = self._coloured(jacobian.dense().flatten(0, 1))
-        return row_gram(root, dtype=jacobian.summed_in(root.dtype))
-
-    def sample(self, noise: Tensor) -> Tensor:
-        return noise * self.root if self._is_diagonal else noise @ self.root.T
-
-    def diagonal_of_inverse(self) -> Tensor:
-        return self.root.square() if self._is_diagonal else self.root.square().sum(1)
-
     def to_dense(self) -> Tensor:
         if self._is_diagonal:
             return torch.diag(self.root.square().reciprocal())
@@ -74,10 +51,6 @@ class GivenPrecision(Precision):
     @property
     def public(self) -> Tensor:
         return self.root.square().reciprocal() if self._is_diagonal else self.to_dense()
-
-    @property
-    def covariance(self) -> Tensor:
-        return torch.diag(self.root.square()) if self._is_diagonal else self.root @ self.root.T
 
     @property
     def scale(self) -> Tensor:

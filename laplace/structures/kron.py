@@ -8,7 +8,7 @@ linear layer left = Σ g gᵀ and right / positions is the mean of a aᵀ (Marte
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +21,7 @@ from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts
 from laplace.engines.profile import BatchProfile
-from laplace.structures import algebra
+from laplace.structures import algebra, fields
 from laplace.structures.announced import Decompositions, Size
 from laplace.structures.base import AdditiveCurvature, Curvature
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
@@ -35,6 +35,7 @@ from laplace.structures.eigenblocks import (
     values_at,
 )
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
+from laplace.structures.recent import Recent
 from laplace.structures.variances_over_priors import SpectralScan
 
 
@@ -52,16 +53,13 @@ class KronCurvature(AdditiveCurvature):
     exact_prior = False
 
     @property
-    def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def n_terms(self) -> int:
         return len(self.parts.factors[self.parts.blocks[0].output])
 
     @classmethod
-    def from_batch(
-        cls, engine: CurvatureEngine, x: Inputs, y: Tensor, former: Curvature | None = None
-    ) -> tuple[BatchSummary, AdditiveCurvature]:
+    def from_batch(cls, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronCurvature]:
         summary, parts = engine.kron(x, y)
-        new = cls(parts)
-        return summary, former + new if isinstance(former, KronCurvature) else new
+        return summary, cls(parts)
 
     @classmethod
     def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
@@ -81,12 +79,6 @@ class KronCurvature(AdditiveCurvature):
             work=sides.rows,
             solve=sides.solve,
         )
-
-    @classmethod
-    def zeros(cls, prior: GaussianPrior) -> KronCurvature:
-        sizes = prior.layout.sizes
-        blocks = tuple(KronBlock("diag", size, f"diag:{i}") for i, size in enumerate(sizes))
-        return cls(KronParts({f"diag:{i}": prior.precision.new_zeros(1, s) for i, s in enumerate(sizes)}, blocks))
 
     def __add__(self, other: Curvature) -> KronCurvature:
         if not isinstance(other, KronCurvature):
@@ -126,14 +118,13 @@ class KronCurvature(AdditiveCurvature):
         return spectral_scan(self.spectra(weights), weights, layout, damping=bool(options.get("damping", False)))
 
     def spectra(self, weights: Tensor) -> Spectra:
-        """Eigendecomposition of every block at these weights: once per fit, unless weights of several terms change."""
-        if self.n_terms == 1:
-            return self._spectra_of_one_term
-        return self._spectra(weights / weights.mean())
+        """Eigendecomposition of every block at these weights: once per fit, unless ratios of several terms change."""
+        ratios = None if self.n_terms == 1 else weights / weights.mean()
+        return self._recent(ratios, lambda: self._spectra(ratios))
 
     @cached_property
-    def _spectra_of_one_term(self) -> Spectra:
-        return self._spectra(None)
+    def _recent(self) -> Recent[Spectra]:
+        return Recent()
 
     def _spectra(self, weights: Tensor | None) -> Spectra:
         found: dict[str, tuple[Tensor, Tensor]] = {}
@@ -182,21 +173,15 @@ class KronCurvature(AdditiveCurvature):
         """Factors per tensor: `[left, right]` with left ⊗ right its block, `[left]` of a bias, or a dense block."""
         return self.parts.kfacs()
 
-    def is_finite(self) -> Tensor:
-        return torch.stack([factor.isfinite().all() for factor in self.parts.factors.values()]).all()
-
     def state(self) -> dict[str, Any]:
-        return {"factors": dict(self.parts.factors), "blocks": [asdict(block) for block in self.parts.blocks]}
+        return fields.state_of(self.parts)
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> KronCurvature:
-        return cls(KronParts(state["factors"], tuple(KronBlock(**block) for block in state["blocks"])))
+        return cls(fields.from_state(KronParts, state))
 
     def forms(self) -> tuple[str, ...]:
         return tuple(_FORMS[block.kind] for block in self.parts.blocks)
-
-    def public(self) -> KronCurvature:
-        return self
 
 
 _FORMS = {"kron": "Kronecker factors", "dense": "exact dense block", "diag": "exact diagonal", UNUSED: "zero"}

@@ -13,10 +13,10 @@ from laplace.core.prior import GaussianPrior
 from laplace.errors import CurvatureError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
-from laplace.structures.base import Precision
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
 from laplace.structures.indefinite import require_positive
 from laplace.structures.posterior_blocks import EigenBlock, MovingBlock, PosteriorBlock
+from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import SpectralScan
 
 
@@ -55,9 +55,6 @@ class KronPrecision(Precision):
         return self.spectra.priors(self.prior)
 
     # Evidence.
-
-    def logdet(self) -> Tensor:
-        return self.logdet_ratio() + self.prior.logdet()
 
     def logdet_ratio(self) -> Tensor:
         """One flat sum over all eigenvalues, O(P), where the prior is one number and nothing dampens."""

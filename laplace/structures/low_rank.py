@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,11 +23,12 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.contractions import CHUNK_BYTES
-from laplace.structures import subspace
-from laplace.structures.base import Curvature, DataPass, require_finite
+from laplace.structures import fields, subspace
+from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.cost import Cost
 from laplace.structures.indefinite import SignedOptions, mended
 from laplace.structures.low_rank_precision import LowRankPrecision, LowRankScan, Subspace
+from laplace.structures.recent import Recent
 
 _FIRST_RANK = 10
 """Rank that is tried first when a share of the trace is asked for."""
@@ -98,13 +100,12 @@ class LowRankCurvature(Curvature):
     error: float = 0.0
     tail: float = 0.0
     trace: Tensor | None = None
-    _memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     name = "lowrank"
     options = LowRankOptions
     readings = 2
 
     @property
-    def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def n_terms(self) -> int:
         return len(self.cores)
 
     @property
@@ -119,7 +120,7 @@ class LowRankCurvature(Curvature):
         return self.error / size if size else 0.0
 
     @property
-    def note(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def note(self) -> str:
         share = ""
         if self.trace is not None and self.trace.sum() > 0:
             traces = self.cores.diagonal(dim1=1, dim2=2).sum()
@@ -164,11 +165,6 @@ class LowRankCurvature(Curvature):
         )
 
     @classmethod
-    def zeros(cls, prior: GaussianPrior) -> LowRankCurvature:
-        basis = prior.precision.detach().new_zeros(0, prior.layout.n_params)
-        return cls(basis, basis.new_zeros(1, 0, 0, dtype=torch.float64), 0)
-
-    @classmethod
     def joined(cls, terms: Sequence[tuple[Tensor, Tensor]], **facts: Any) -> LowRankCurvature:
         """From eigenpairs (Uᵀ `[k, P]`, λ `[k]`) of every term."""
         if len(terms) == 1:
@@ -200,7 +196,7 @@ class LowRankCurvature(Curvature):
     def scaled(self, factor: float) -> LowRankCurvature:
         trace = None if self.trace is None else factor * self.trace
         facts = {"error": factor * self.error, "tail": factor * self.tail, "trace": trace}
-        return replace(self, cores=factor * self.cores, _memo={}, **facts)
+        return replace(self, cores=factor * self.cores, **facts)
 
     def _within(self, basis: Tensor) -> Tensor:
         """The cores in another basis that spans this one."""
@@ -217,30 +213,23 @@ class LowRankCurvature(Curvature):
 
     def _subspace(self, mode: str | None) -> Subspace:
         """Basis and cores, without negative eigenvalues if so wished; kept, with what it computes for itself."""
-        if mode not in self._memo:
-            cores = self.cores
-            if mode in ("clamp", "abs"):
-                values, vectors = torch.linalg.eigh(cores)
-                cores = (vectors * mended(values, mode).unsqueeze(1)) @ vectors.mT
-            self._memo[mode] = Subspace(self.basis, cores.double())
-        return self._memo[mode]
+        return self._recent(mode, lambda: self._mended(mode))
 
-    def state(self) -> dict[str, Any]:
-        return {
-            "basis": self.basis,
-            "cores": self.cores,
-            "limit": self.limit,
-            "error": self.error,
-            "tail": self.tail,
-            "trace": self.trace,
-        }
+    @cached_property
+    def _recent(self) -> Recent[Subspace]:
+        return Recent()
+
+    def _mended(self, mode: str | None) -> Subspace:
+        cores = self.cores
+        if mode in ("clamp", "abs"):
+            values, vectors = torch.linalg.eigh(cores)
+            cores = (vectors * mended(values, mode).unsqueeze(1)) @ vectors.mT
+        return Subspace(self.basis, cores.double())
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> LowRankCurvature:
-        return cls(**(state | {"cores": state["cores"].double()}))  # whatever dtype the posterior was moved to
-
-    def forms(self) -> tuple[str, ...]:
-        return ()
+        cores = state["cores"].double()  # whatever dtype the posterior was moved to
+        return fields.from_state(cls, state | {"cores": cores})
 
     def public(self) -> tuple[Tensor, Tensor]:
         """Eigenvectors U `[P, K]` and eigenvalues λ `[K]` of the sum of the terms."""
@@ -322,6 +311,9 @@ class _Reading(DataPass):
         self.trace = trace if self.trace is None else self.trace + trace
         if draws is not None and state is not None:
             draws.set_state(state)  # of sampled curvature the trace is that of the very same operator
+
+    def sums(self) -> dict[str, Tensor]:
+        return those_known(products=self.products, trace=self.trace if self.measures_trace else None)
 
     def finish(self) -> Curvature | DataPass:
         if self.products is None:

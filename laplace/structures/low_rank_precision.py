@@ -11,7 +11,7 @@ definite just if every θ > −1. No sign of C is assumed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,9 +24,10 @@ from laplace.core.layout import Layout
 from laplace.core.prior import GaussianPrior
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import subspace
-from laplace.structures.base import Precision
 from laplace.structures.indefinite import require_positive
 from laplace.structures.powers import slopes
+from laplace.structures.precision import Precision
+from laplace.structures.recent import Recent
 from laplace.structures.variances_over_priors import VariancesOverPriors, one_by_one
 
 _CANCELLING = 1e-3
@@ -46,7 +47,6 @@ class Subspace:
 
     basis: Tensor
     cores: Tensor
-    _grams: dict[Layout, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def is_diagonal(self) -> bool:
@@ -71,10 +71,16 @@ class Subspace:
         delta = prior.precision.double()
         if not prior.is_constant_per_tensor:
             return _InverseWeightedGram.apply(delta, self.basis)
-        if prior.layout not in self._grams:
-            blocks = prior.layout.split(self.basis)
-            self._grams[prior.layout] = torch.stack([subspace.inner(block, block) for block in blocks])
-        return torch.tensordot((1 / delta).expand(prior.layout.n_tensors), self._grams[prior.layout], 1)
+        grams = self._recent(prior.layout, lambda: self._grams(prior.layout))
+        return torch.tensordot((1 / delta).expand(prior.layout.n_tensors), grams, 1)
+
+    @cached_property
+    def _recent(self) -> Recent[Tensor]:
+        return Recent()
+
+    def _grams(self, layout: Layout) -> Tensor:
+        """Qᵀ Q of the rows of every tensor, `[n_tensors, r, r]`."""
+        return torch.stack([subspace.inner(block, block) for block in layout.split(self.basis)])
 
 
 class _InverseWeightedGram(torch.autograd.Function):
@@ -127,9 +133,6 @@ class LowRankPrecision(Precision):
             return thetas.clamp(min=0)
         require_positive(1 + thetas.detach(), _RELATIVE)
         return thetas
-
-    def logdet(self) -> Tensor:
-        return self.logdet_ratio() + self.prior.logdet()
 
     def logdet_ratio(self) -> Tensor:
         return self._thetas().log1p().sum()
@@ -220,16 +223,6 @@ class LowRankPrecision(Precision):
         shrunk = rotation.T @ (torch.diag(1 / (1 + thetas)) + self._solved.slope(-1)) @ rotation
         inside = subspace.quadratic_forms(self.subspace.basis, shrunk)
         return (inverse * ((1 - share).clamp(min=0) + inside * inverse)).to(self.subspace.basis.dtype)
-
-    @property
-    def covariance(self) -> Tensor:
-        return self.scale @ self.scale.T
-
-    @property
-    def scale(self) -> Tensor:
-        """D^(−1/2) (I + Z ((1 + θ)^(−1/2) − 1) Zᵀ), `[P, P]`."""
-        basis = self.subspace.basis
-        return self.sample(torch.eye(basis.shape[1], dtype=basis.dtype, device=basis.device)).T
 
 
 @dataclass(frozen=True)

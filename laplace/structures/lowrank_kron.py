@@ -14,7 +14,7 @@ Kronecker factors are never formed: their dominant eigenvectors are found from p
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,19 +23,19 @@ from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import check_counts
-from laplace.core.layout import Layout
 from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts, Probe
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.structures import algebra, kronecker_eigenvectors
-from laplace.structures.base import Curvature, DataPass, require_finite
+from laplace.structures import algebra, fields, kronecker_eigenvectors
+from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.kronecker_eigenvectors import Columns, columns_of
 from laplace.structures.low_rank_factors import Draws, Ranges, Side
-from laplace.structures.lowrank_kron_precision import LowRankKronPrecision, LowRankKronScan, Part
+from laplace.structures.lowrank_kron_precision import LowRankKronPrecision, Part
+from laplace.structures.recent import Recent
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,6 @@ class LowRankKronCurvature(Curvature):
     options = LowRankKronOptions
     readings = 2
 
-    @property
-    def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return len(self.diagonal)
-
     @classmethod
     def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
         return _Search(engine, options)
@@ -114,11 +110,6 @@ class LowRankKronCurvature(Curvature):
             work=0.5 * diag.work + float(survey.n_data * max(1, survey.n_columns) * sides.columns(width)),
             between=float(width**2 * sides.columns(1)),
         )
-
-    @classmethod
-    def zeros(cls, prior: GaussianPrior) -> LowRankKronCurvature:
-        blocks = tuple(KronBlock("diag", size, f"diag:{i}") for i, size in enumerate(prior.layout.sizes))
-        return cls(prior.precision.new_zeros(1, prior.layout.n_params), blocks, {}, {}, cls.options.rank)
 
     def __add__(self, other: Curvature) -> LowRankKronCurvature:
         if not isinstance(other, LowRankKronCurvature):
@@ -143,18 +134,14 @@ class LowRankKronCurvature(Curvature):
             )
         return LowRankKronPrecision(self.parts(weights), weights, prior)
 
-    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> LowRankKronScan:
-        weights = weights.detach()
-        return LowRankKronScan(self.parts(weights), weights, layout)
-
     def parts(self, weights: Tensor) -> tuple[Part, ...]:
-        """S, U, Λ and D of every tensor, for weights with a mean of 1; of one term once per fit."""
-        return self._parts_of_one_term if self.n_terms == 1 else self._parts(weights / weights.mean())
+        """S, U, Λ and D of every tensor, for weights with a mean of 1: once per fit, unless terms are weighted."""
+        ratios = torch.ones_like(self.diagonal[:, 0]) if self.n_terms == 1 else weights / weights.mean()
+        return self._recent(ratios, lambda: self._parts(ratios))
 
     @cached_property
-    def _parts_of_one_term(self) -> tuple[Part, ...]:
-        with algebra.kept_for_later():
-            return self._parts(torch.ones_like(self.diagonal[:, 0]))
+    def _recent(self) -> Recent[tuple[Part, ...]]:
+        return Recent()
 
     def _parts(self, weights: Tensor) -> tuple[Part, ...]:
         sizes = [block.size for block in self.blocks]
@@ -180,26 +167,8 @@ class LowRankKronCurvature(Curvature):
         inputs = self.sides[key] if key in self.sides else self.factors[key]
         return columns_of(block, output, inputs, KronParts(self.factors, self.blocks).positions(block), self.rank)
 
-    def state(self) -> dict[str, Any]:
-        return {
-            "diagonal": self.diagonal,
-            "blocks": [asdict(block) for block in self.blocks],
-            "sides": {key: {"basis": side.basis, "cores": side.cores} for key, side in self.sides.items()},
-            "factors": dict(self.factors),
-            "rank": self.rank,
-        }
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> LowRankKronCurvature:
-        blocks = tuple(KronBlock(**block) for block in state["blocks"])
-        sides = {key: Side(**side) for key, side in state["sides"].items()}
-        return cls(state["diagonal"], blocks, sides, dict(state["factors"]), state["rank"])
-
     def forms(self) -> tuple[str, ...]:
         return tuple(_form(block, columns) for block, columns in zip(self.blocks, self.columns, strict=True))
-
-    def public(self) -> LowRankKronCurvature:
-        return self
 
 
 def _form(block: KronBlock, columns: Columns) -> str:
@@ -230,28 +199,31 @@ class _Products(DataPass):
         self.engine = engine
         self.chosen = options
         self.probe = probe
-        self.wanted = diagonal is None
+        self.sums_diagonal = diagonal is None
         self.diagonal = diagonal
-        self.total: KronParts | None = None
+        self.products: KronParts | None = None
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
-        summary, sketch = self.engine.sketch(x, y, self.probe, diagonal=self.wanted)
-        require_finite(torch.stack([product.isfinite().all() for product in sketch.parts.factors.values()]))
+        summary, sketch = self.engine.sketch(x, y, self.probe, diagonal=self.sums_diagonal)
+        require_finite(fields.is_finite(sketch))
         if sketch.diagonal is not None:
-            require_finite(sketch.diagonal.isfinite())
             self.diagonal = sketch.diagonal if self.diagonal is None else self.diagonal + sketch.diagonal
-        self.total = sketch.parts if self.total is None else self.total + sketch.parts
+        self.products = sketch.parts if self.products is None else self.products + sketch.parts
         return summary
 
-    def sums(self) -> tuple[KronParts, Tensor]:
+    def sums(self) -> dict[str, Tensor]:
+        products, diagonal = self.read()
+        return {**products.factors, **those_known(diagonal=diagonal if self.sums_diagonal else None)}
+
+    def read(self) -> tuple[KronParts, Tensor]:
         """Products and diagonal of all data.
 
         Raises:
             InvalidData: There were none.
         """
-        if self.total is None or self.diagonal is None:
+        if self.products is None or self.diagonal is None:
             raise InvalidData("no batch was read.")
-        return self.total, self.diagonal
+        return self.products, self.diagonal
 
 
 class _Search(_Products):
@@ -261,7 +233,7 @@ class _Search(_Products):
         super().__init__(engine, options, Draws(options.rank + options.oversampling, options.seed))
 
     def finish(self) -> DataPass:
-        products, diagonal = self.sums()
+        products, diagonal = self.read()
         ranges = Ranges({key: product for key, product in products.factors.items() if product.ndim >= 3})
         return _Refinement(self.engine, self.chosen, ranges, diagonal)
 
@@ -270,7 +242,7 @@ class _Refinement(_Products):
     """The second reading: eigenvectors within the ranges that were found."""
 
     def finish(self) -> Curvature:
-        products, diagonal = self.sums()
+        products, diagonal = self.read()
         sides: dict[str, Side] = {}
         factors: dict[str, Tensor] = {}
         for key, product in products.factors.items():

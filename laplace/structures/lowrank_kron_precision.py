@@ -7,7 +7,6 @@ With B = s D + δ, V = √s S U √Λ and K = I + Vᵀ B⁻¹ V: log det P = log
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,17 +14,15 @@ import torch
 from torch import Tensor
 
 from laplace.core.checks import is_true
-from laplace.core.layout import Layout
 from laplace.core.prior import GaussianPrior
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.contractions import total
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
-from laplace.structures.base import Precision
 from laplace.structures.kronecker_eigenvectors import Columns
 from laplace.structures.powers import shrinking_slopes
-from laplace.structures.variances_over_priors import VariancesOverPriors, one_by_one
+from laplace.structures.precision import Precision
 
 _ROUNDING = 32
 """A rest of the diagonal up to so many units of its rounding is zero."""
@@ -184,9 +181,6 @@ class LowRankKronPrecision(Precision):
         """D of all tensors, `[P]`."""
         return torch.cat([part.rest for part in self.parts])
 
-    def logdet(self) -> Tensor:
-        return self.logdet_ratio() + self.prior.logdet()
-
     def logdet_ratio(self) -> Tensor:
         prior = self.prior.precision if self.prior.is_scalar else self.prior.diagonal()
         ratio = (self._scale / prior * self._rest).log1p().sum()
@@ -277,36 +271,3 @@ class LowRankKronPrecision(Precision):
     @property
     def public(self) -> LowRankKronPrecision:
         return self
-
-    @property
-    def covariance(self) -> Tensor:
-        return self.scale @ self.scale.T
-
-    @property
-    def scale(self) -> Tensor:
-        """B^(−1/2) (I + W Wᵀ)^(−1/2) with W = B^(−1/2) V, `[P, P]`."""
-        like = self.prior.precision
-        return self.sample(torch.eye(self.prior.layout.n_params, dtype=like.dtype, device=like.device)).T
-
-
-@dataclass(frozen=True)
-class LowRankKronScan(VariancesOverPriors):
-    """Functional variances at many scalar priors: k² operations per entry for each, less than for a batch of data.
-
-    Attributes:
-        parts: Unit curvature of every tensor.
-        weights: Scale of every curvature term, `[E]`, without gradient.
-        layout: The treated tensors.
-    """
-
-    parts: tuple[Part, ...]
-    weights: Tensor
-    layout: Layout
-
-    def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
-        def at(delta: Tensor) -> Tensor:
-            prior = GaussianPrior(delta.detach(), delta.new_zeros(()), self.layout)
-            precision = LowRankKronPrecision(self.parts, self.weights, prior)
-            return precision.functional_diagonal(jacobian) if diagonal else precision.functional_variance(jacobian)
-
-        return one_by_one(at)

@@ -71,7 +71,8 @@ class Candidates:
     def __init__(
         self, posterior: Posterior, settings: list[Hyperparameters], predictive: Predictive, *, whole_covariance: bool
     ) -> None:
-        latent.check_options(predictive.pred_type, predictive.link_approx, predictive.n_samples, None)
+        asked = (predictive.pred_type, predictive.link_approx, predictive.n_samples, None)
+        self.kind = latent.check_options(*asked, posterior.choices.pred_types)
         posterior.check_unchanged()
         self.posterior = posterior
         self.settings = settings
@@ -98,7 +99,7 @@ class Candidates:
         apart = self.called or self.scan is None
         likelihood = self.posterior.likelihood
         by_rows = likelihood.target.by_rows(likelihood, self.predictive.link_approx)
-        if self.predictive.pred_type != PredType.NN and by_rows and not apart:
+        if self.kind != PredType.NN and by_rows and not apart:
             n_outputs = self.posterior.fit.n_outputs
             per_datum = n_outputs if self.diagonal else n_outputs**2
             width = max(self.posterior.problem.layout.n_params, n_data * per_datum)
@@ -114,7 +115,7 @@ class Candidates:
         """
         if self.called:
             return self._by_calling(x)
-        if self.predictive.pred_type == PredType.NN:
+        if self.kind == PredType.NN:
             return self._sampled(x)
         posterior = self.posterior
         x = batches.to_device(x, posterior.problem.device)

@@ -86,9 +86,10 @@ class SmoothLoss:
         *,
         progress_bar: bool = False,
     ) -> None:
-        kind = latent.check_options(predictive.pred_type, predictive.link_approx, predictive.n_samples, None)
-        if kind == PredType.NN or objective.thresholds:
-            what = "pred_type='nn'" if kind == PredType.NN else "Thresholds"
+        asked = (predictive.pred_type, predictive.link_approx, predictive.n_samples, None)
+        kinds = [latent.check_options(*asked, posterior.choices.pred_types) for posterior in group.posteriors]
+        if PredType.NN in kinds or objective.thresholds:
+            what = "pred_type='nn'" if PredType.NN in kinds else "Thresholds"
             raise InvalidArgument(f"{what} has no gradient in the hyper-parameters; use method='grid'.")
         self.group = group
         for posterior in group.posteriors:

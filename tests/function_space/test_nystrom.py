@@ -11,7 +11,7 @@ from torch import nn
 from laplace import ELLA, LLELLA, Laplace
 from laplace.curvature import NativeEF
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
-from laplace.structures.gp.nystrom import DirectionSweep, NystromOptions
+from laplace.structures.gp.nystrom import DirectionPass, NystromOptions
 from tests import problems as catalogue
 from tests.reference import curvature as reference
 from tests.reference import evidence
@@ -184,7 +184,7 @@ def test_balanced_choices_take_turns(size: int) -> None:
     for seed in range(100):
         la = ELLA(nn.Linear(1, 3), "classification", 8, 1, seed=seed)
         engine = la._make_engine(la.problem, split_outputs=False)
-        sweep = DirectionSweep(engine, NystromOptions(8, 1, seed, balanced=True))
+        sweep = DirectionPass(engine, NystromOptions(8, 1, seed, balanced=True))
         for start in range(0, 30, size):
             sweep.add(x[start : start + size], y[start : start + size])
         kept = torch.cat([rows.x for rows in sweep.pool.chunks()])[:, 0].long()

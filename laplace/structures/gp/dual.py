@@ -12,7 +12,7 @@ coordinates of J* in the space that the data span; outside of it the prior stays
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -202,6 +202,13 @@ def one_output(jacobian: Jacobian, c: int) -> Tensor:
     """The output c of every datum, for `Jacobian.select_outputs`."""
     device = jacobian.blocks[0].bound().device
     return torch.full((jacobian.n_data,), c, dtype=torch.long, device=device)
+
+
+def pulled(parts: Sequence[Jacobian], outputs: Tensor) -> Tensor:
+    """Jᵀ u, `[P]`, of u `[M, C]` for the M data of all parts, in their dtype."""
+    pairs = zip(parts, outputs.split([part.n_data for part in parts]), strict=True)
+    rows = [torch.cat([block.pull(row.T.to(block.bound())) for block in part.blocks]) for part, row in pairs]
+    return torch.stack(rows).sum(0)
 
 
 def _symmetric(parts: tuple[Jacobian, ...] | list[Jacobian]) -> Tensor:

@@ -23,11 +23,13 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.kernels import kernel
-from laplace.structures import algebra
-from laplace.structures.base import Curvature, DataPass, require_finite
+from laplace.structures import algebra, fields
+from laplace.structures.base import Curvature, DataPass, require_finite, those_known
+from laplace.structures.gp.dual import pulled
 from laplace.structures.gp.nystrom_precision import NystromPrecision, NystromScan, features
-from laplace.structures.gp.observed import ObservingSweep, jacobians, uncounted
+from laplace.structures.gp.observed import ObservingPass, jacobians, uncounted
 from laplace.structures.gp.subset import Pool, make_score
+from laplace.structures.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,6 @@ class NystromOptions:
         n_eigenvalues: K, how many are kept.
         seed: Of the choice of data, and (plus 1) of their outputs.
         balanced: Whether the classes take turns in the choice.
-        watch: Called with the curvature and the number of data so far every `watch_batches` batches of the second
-            reading, and at its end.
-        watch_batches: Batches between these calls, or None for the end alone.
 
     Raises:
         InvalidArgument: Not 0 < k ≤ M.
@@ -51,8 +50,6 @@ class NystromOptions:
     n_eigenvalues: int
     seed: int = 1234
     balanced: bool = False
-    watch: Callable[[CurvatureEngine, NystromCurvature, int], None] | None = None
-    watch_batches: int | None = None
 
     def __post_init__(self) -> None:
         check_counts(subsample_size=self.subsample_size, n_eigenvalues=self.n_eigenvalues)
@@ -61,8 +58,23 @@ class NystromOptions:
                 f"n_eigenvalues={self.n_eigenvalues} exceeds subsample_size={self.subsample_size}: M data span at most "
                 "M directions."
             )
-        if self.watch_batches is not None:
-            check_counts(val_steps=self.watch_batches)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Observer of the second reading.
+
+    Attributes:
+        record: Called with the engine, the curvature and the number of data so far, always at the end.
+        every: Batches between calls before that; None for the end alone.
+    """
+
+    record: Callable[[CurvatureEngine, NystromCurvature, int], None]
+    every: int | None = None
+
+    def is_due(self, n_batches: int) -> bool:
+        """Whether a call follows this many batches, before the end."""
+        return self.every is not None and n_batches % self.every == 0
 
 
 @dataclass(frozen=True)
@@ -77,15 +89,16 @@ class NystromCurvature(Curvature):
     directions: Tensor
     gram: Tensor
     name = "gp"
+    exact_ggn = True
     options = NystromOptions
     readings = 2
 
     @property
-    def n_terms(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def n_terms(self) -> int:
         return len(self.gram)
 
     @property
-    def note(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def note(self) -> str:
         return f"Nyström approximation with {len(self.directions)} directions"
 
     @cached_property
@@ -95,10 +108,10 @@ class NystromCurvature(Curvature):
 
     @classmethod
     def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
-        return DirectionSweep(engine, options)
+        return DirectionPass(engine, options)
 
     @classmethod
-    def zeros(cls, prior: GaussianPrior) -> Curvature:
+    def before_data(cls, prior: GaussianPrior) -> Precision:
         raise UnsupportedError(
             "a Nyström approximation has no density over weights before fit; call fit(train_loader)."
         )
@@ -125,32 +138,28 @@ class NystromCurvature(Curvature):
         values, vectors = algebra.eigh(torch.tensordot(weights.to(self.gram), self.gram, 1))
         return NystromScan(self.directions, vectors, values)
 
-    def state(self) -> dict[str, Any]:
-        return {"directions": self.directions, "gram": self.gram}
-
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> NystromCurvature:
-        return cls(state["directions"], state["gram"].double())
-
-    def forms(self) -> tuple[str, ...]:
-        return ()
+        return fields.from_state(cls, state | {"gram": state["gram"].double()})
 
     def public(self) -> Tensor:
         """G, `[k, k]`."""
         return self.gram.sum(0).to(self.directions.dtype)
 
 
-class DirectionSweep(DataPass):
+class DirectionPass(DataPass):
     """First reading: picks M data, and finds the directions that one output of each span.
 
     Args:
         engine: Computes Jacobians.
         options: How many.
+        watch: Observer of the second reading, or None.
     """
 
-    def __init__(self, engine: CurvatureEngine, options: NystromOptions) -> None:
+    def __init__(self, engine: CurvatureEngine, options: NystromOptions, watch: Watch | None = None) -> None:
         self.engine = engine
         self.options = options
+        self.watch = watch
         score = make_score("random", engine, torch.Generator().manual_seed(options.seed))
         self.pool = Pool(options.subsample_size, score, balanced=options.balanced)
 
@@ -163,9 +172,9 @@ class DirectionSweep(DataPass):
         self.pool.add(x, y)
         return uncounted(y)
 
-    def finish(self) -> GramSweep:
+    def finish(self) -> GramPass:
         directions = _directions(list(self._rows()), self.options.n_eigenvalues)
-        return GramSweep(self.engine, directions, self.options)
+        return GramPass(self.engine, directions, self.watch)
 
     def _rows(self) -> Iterator[Jacobian]:
         """A row of the Jacobian per datum, of an output at random."""
@@ -192,33 +201,24 @@ def _directions(parts: list[Jacobian], count: int) -> Tensor:
             "that, or a larger subsample_size."
         )
     weights = vectors[:, -count:] / values[-count:].sqrt()
-    counts = [part.n_data for part in parts]
-    rows = torch.stack([_pulled(parts, weight.split(counts)) for weight in weights.T])
+    rows = torch.stack([pulled(parts, weight.unsqueeze(1)) for weight in weights.T])
     # Pulled in the model's dtype; the span is what counts, in any orthonormal basis.
     return torch.linalg.qr(rows.double().T).Q.T.to(rows.dtype).contiguous()
 
 
-def _pulled(parts: list[Jacobian], weights: tuple[Tensor, ...]) -> Tensor:
-    found = []
-    for part, weight in zip(parts, weights, strict=True):
-        pulled = [block.pull(weight.unsqueeze(0).to(block.bound())) for block in part.blocks]
-        found.append(torch.cat(pulled))
-    return torch.stack(found).sum(0)
-
-
-class GramSweep(ObservingSweep):
+class GramPass(ObservingPass):
     """Second reading: sums G over all data.
 
     Args:
         engine: Computes Jacobians.
         directions: Vᵀ, `[k, P]`.
-        options: Who watches.
+        watch: Observer of this reading, or None.
     """
 
-    def __init__(self, engine: CurvatureEngine, directions: Tensor, options: NystromOptions) -> None:
+    def __init__(self, engine: CurvatureEngine, directions: Tensor, watch: Watch | None) -> None:
         super().__init__(engine)
         self.directions = directions
-        self.options = options
+        self.watch = watch
         self.batches = self.seen = 0
         self.gram: Tensor | None = None
 
@@ -231,20 +231,18 @@ class GramSweep(ObservingSweep):
             require_finite(gram.isfinite())
             self.gram = gram if self.gram is None else self.gram + gram
         self.batches, self.seen = self.batches + 1, self.seen + len(y)
-        every = self.options.watch_batches
-        if every and self.batches % every == 0:
-            self._watch()
+        if self.watch is not None and self.watch.is_due(self.batches):
+            self.watch.record(self.engine, self._curvature(), self.seen)
         return uncounted(y, self.n_outputs)
 
-    def _watch(self) -> NystromCurvature:
-        curvature = self._curvature()
-        if self.options.watch is not None:
-            self.options.watch(self.engine, curvature, self.seen)
-        return curvature
+    def sums(self) -> dict[str, Tensor]:
+        return those_known(losses=self.losses, gram=self.gram)
 
     def finish(self) -> NystromCurvature:
-        every = self.options.watch_batches
-        return self._curvature() if every and self.batches % every == 0 else self._watch()
+        curvature = self._curvature()
+        if self.watch is not None and not self.watch.is_due(self.batches):
+            self.watch.record(self.engine, curvature, self.seen)
+        return curvature
 
     def _curvature(self) -> NystromCurvature:
         if self.gram is None:

@@ -12,9 +12,9 @@ from torch import Tensor
 from laplace.core.prior import GaussianPrior
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
-from laplace.structures.base import Precision
 from laplace.structures.gp.dual import Projected
 from laplace.structures.powers import slopes
+from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import VariancesOverPriors
 
 
@@ -67,9 +67,6 @@ class NystromPrecision(Precision):
             return (self.weights * self.unit[0] / self._delta).log1p().sum()
         values = torch.linalg.eigvalsh(torch.tensordot(self.weights.double(), self.gram, 1))
         return (values.clamp(min=0) / self._delta).log1p().sum()
-
-    def logdet(self) -> Tensor:
-        return self.logdet_ratio() + self.prior.logdet()
 
     def quad(self, vectors: Tensor) -> Tensor:
         inside = vectors @ self.directions.T
@@ -125,10 +122,6 @@ class NystromPrecision(Precision):
     def to_dense(self) -> Tensor:
         gram = torch.tensordot(self.weights.double(), self.gram, 1).to(self.directions)
         return self.directions.T @ gram @ self.directions + torch.diag(self.prior.diagonal())
-
-    @property
-    def public(self) -> Tensor:
-        return self.to_dense()
 
     @property
     def covariance(self) -> Tensor:

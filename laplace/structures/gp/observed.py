@@ -45,7 +45,7 @@ def observed(
         start += len(f)
 
 
-class ObservingSweep(DataPass):
+class ObservingPass(DataPass):
     """A reading that sums the loss of the data that it looks at: others, which choose data, do not know it.
 
     Args:

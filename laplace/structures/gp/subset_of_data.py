@@ -21,9 +21,10 @@ from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures.base import Curvature, DataPass, require_finite
 from laplace.structures.gp.dual import Dual
-from laplace.structures.gp.observed import HOLDS_INPUTS, ObservingSweep, uncounted
+from laplace.structures.gp.observed import HOLDS_INPUTS, ObservingPass, uncounted
 from laplace.structures.gp.subset import SELECTIONS, Pool, Rows, make_score
 from laplace.structures.gp.subset_precision import DualPrecision, DualScan, IndependentPrecision, SubsetPrecision
+from laplace.structures.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,21 @@ class SubsetCurvature(Curvature):
         n_seen: N.
         independent: Whether every output is by itself.
         factor: What the prior precision is multiplied with, or None for N/M.
-        n_terms: 1, or C with one noise per output.
+        terms: 1, or C with one noise per output.
     """
 
     dual: Dual
     n_seen: float
     independent: bool
     factor: float | None
-    n_terms: int
+    terms: int
     name = "gp"
+    exact_ggn = True
     options = SubsetOptions
+
+    @property
+    def n_terms(self) -> int:
+        return self.terms
 
     @property
     def n_subset(self) -> int:
@@ -81,16 +87,16 @@ class SubsetCurvature(Curvature):
         return len(self.dual.roots)
 
     @property
-    def share(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def share(self) -> float:
         """M/N: the evidence is that of the subset."""
         return self.n_subset / self.n_seen
 
     @property
-    def prior_factor(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def prior_factor(self) -> float:
         return self.n_seen / self.n_subset if self.factor is None else self.factor
 
     @property
-    def note(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def note(self) -> str:
         outputs = "every output by itself" if self.independent else "all outputs together"
         return (
             f"subset of {self.n_subset} of {self.n_seen:g} data, {outputs}, "
@@ -106,10 +112,10 @@ class SubsetCurvature(Curvature):
 
     @classmethod
     def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
-        return SubsetSweep(engine, options)
+        return SubsetPass(engine, options)
 
     @classmethod
-    def zeros(cls, prior: GaussianPrior) -> Curvature:
+    def before_data(cls, prior: GaussianPrior) -> Precision:
         raise UnsupportedError("a Gaussian process has no density over weights before fit; call fit(train_loader).")
 
     def __add__(self, other: Curvature) -> SubsetCurvature:
@@ -118,7 +124,7 @@ class SubsetCurvature(Curvature):
         if self.dual.roots.shape[1:] != other.dual.roots.shape[1:] or self.independent != other.independent:
             raise CurvatureError("the subsets have other outputs, or are used otherwise; fit with override=True.")
         dual = Dual((*self.dual.parts, *other.dual.parts), torch.cat([self.dual.roots, other.dual.roots]))
-        return SubsetCurvature(dual, self.n_seen + other.n_seen, self.independent, self.factor, self.n_terms)
+        return SubsetCurvature(dual, self.n_seen + other.n_seen, self.independent, self.factor, self.terms)
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> DualPrecision:
         """The posterior under the prior precision times `prior_factor`.
@@ -151,7 +157,7 @@ class SubsetCurvature(Curvature):
             "n_seen": self.n_seen,
             "independent": self.independent,
             "factor": self.factor,
-            "n_terms": self.n_terms,
+            "n_terms": self.terms,
         }
 
     @classmethod
@@ -159,16 +165,13 @@ class SubsetCurvature(Curvature):
         dual = Dual(tuple(Jacobian.from_state(part) for part in state["parts"]), state["roots"])
         return cls(dual, state["n_seen"], state["independent"], state["factor"], state["n_terms"])
 
-    def forms(self) -> tuple[str, ...]:
-        return ()
-
     def public(self) -> Tensor:
         """The kernel J Jᵀ of the subset, `[M·C, M·C]`."""
         size = self.n_subset * self.dual.roots.shape[1]
         return self.dual.kernel.reshape(size, size).to(self.dual.roots.dtype)
 
 
-class SubsetSweep(ObservingSweep):
+class SubsetPass(ObservingPass):
     """One reading: the inputs of the subset are picked as the data pass by, and differentiated at the end.
 
     Args:

@@ -15,9 +15,9 @@ from laplace.errors import UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.kernels import Scales, kernel, kernel_at, kernel_diagonal
 from laplace.structures import algebra
-from laplace.structures.base import Precision
-from laplace.structures.gp.dual import Basis, Projected, Span, one_output
+from laplace.structures.gp.dual import Basis, Projected, Span, one_output, pulled
 from laplace.structures.powers import shrinking_slopes
+from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import VariancesOverPriors
 
 
@@ -62,9 +62,6 @@ class DualPrecision(Precision):
                 total = total + values.clamp(min=0).log1p().sum()
         return total
 
-    def logdet(self) -> Tensor:
-        return self.logdet_ratio() + self.prior.logdet()
-
     @property
     def moves(self) -> bool:
         """Whether what the data span, as `bases` hold it, depends on a hyper-parameter that requires a gradient."""
@@ -107,10 +104,6 @@ class DualPrecision(Precision):
         one = torch.ones((), dtype=torch.float64, device=self.weights.device)
         return one, one
 
-    @property
-    def public(self) -> Tensor:
-        return self.to_dense()
-
 
 @dataclass(frozen=True)
 class SubsetPrecision(DualPrecision):
@@ -142,10 +135,9 @@ class SubsetPrecision(DualPrecision):
     def _pull(self, rows: Tensor) -> Tensor:
         """Aᵀ u of `[S, R]`, `[S, P]`."""
         dual = self.duals[0]
-        counts = [part.n_data for part in dual.parts]
-        outputs = dual.lift(rows.T, self.weights).T.unflatten(1, (sum(counts), -1))
-        pulled = [_pulled(dual.parts, row.split(counts)) for row in outputs]
-        return torch.stack(pulled)
+        n_data = sum(part.n_data for part in dual.parts)
+        outputs = dual.lift(rows.T, self.weights).T.unflatten(1, (n_data, -1))
+        return torch.stack([pulled(dual.parts, row) for row in outputs])
 
     def quad(self, vectors: Tensor) -> Tensor:
         rows = vectors.reshape(-1, vectors.shape[-1])
@@ -196,21 +188,6 @@ class SubsetPrecision(DualPrecision):
         rows = self._push(torch.eye(self.prior.layout.n_params, dtype=self.dtype, device=self.weights.device)).T
         return rows.T @ rows + torch.diag(self.prior.diagonal())
 
-    @property
-    def covariance(self) -> Tensor:
-        return self.scale @ self.scale.T
-
-    @cached_property
-    def scale(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The root that samples are drawn with, `[P, P]`."""
-        return self.sample(torch.eye(self.prior.layout.n_params, dtype=self.dtype, device=self.weights.device)).T
-
-
-def _pulled(parts: tuple[Jacobian, ...], rows: tuple[Tensor, ...]) -> Tensor:
-    """Jᵀ u, `[P]`, of u `[m, C]` for the m data of every part."""
-    found = [torch.cat([block.pull(row.T) for block in part.blocks]) for part, row in zip(parts, rows, strict=True)]
-    return torch.stack(found).sum(0)
-
 
 def _joint_kernel(jacobian: Jacobian, scales: Scales) -> Tensor:
     """K between all outputs of all data, `[B·C, B·C]`, float64."""
@@ -258,10 +235,6 @@ class IndependentPrecision(DualPrecision):
         raise self._no_weights()
 
     def to_dense(self) -> Tensor:
-        raise self._no_weights()
-
-    @property
-    def covariance(self) -> Tensor:
         raise self._no_weights()
 
     @property

@@ -1,0 +1,94 @@
+"""A diagonal posterior precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from laplace.core.gram import row_gram
+from laplace.core.prior import GaussianPrior
+from laplace.jacobian.jacobian import Jacobian
+from laplace.structures.indefinite import require_positive
+from laplace.structures.precision import Precision
+
+ENTRY = "entry"
+"""What the eigenvalues of a diagonal matrix are called in messages."""
+
+
+@dataclass(frozen=True)
+class DiagPrecision(Precision):
+    """A diagonal posterior precision.
+
+    Attributes:
+        curvature: Diagonal of the scaled curvature, `[P]`.
+        prior: δ.
+        signed: Whether negative entries of the curvature are meant.
+    """
+
+    curvature: Tensor
+    prior: GaussianPrior
+    signed: bool = False
+
+    @cached_property
+    def diagonal(self) -> Tensor:
+        """P, `[P]`."""
+        return self.curvature + self.prior.diagonal()
+
+    @cached_property
+    def _variances(self) -> tuple[Tensor, ...]:
+        return self.prior.layout.split(self.diagonal_of_inverse())
+
+    def _positive(self) -> Tensor:
+        """P, `[P]`, if it is positive."""
+        return require_positive(self.diagonal, ENTRY) if self.signed else self.diagonal
+
+    def logdet(self) -> Tensor:
+        return self._positive().log().sum()
+
+    def logdet_ratio(self) -> Tensor:
+        self._positive()
+        ratio = self.curvature / (self.prior.precision if self.prior.is_scalar else self.prior.diagonal())
+        return ratio.log1p().sum()
+
+    def quad(self, vectors: Tensor) -> Tensor:
+        return vectors.square() @ self.diagonal
+
+    def product(self, vectors: Tensor) -> Tensor:
+        return vectors.detach() * self.diagonal.detach()
+
+    def functional_variance(self, jacobian: Jacobian) -> Tensor:
+        return jacobian.sum_over_blocks(lambda i, block: block.weighted_gram(self._summed(jacobian, i)))
+
+    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
+        return jacobian.sum_over_blocks(lambda i, block: block.weighted_norms(self._variances[i]))
+
+    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
+        return jacobian.sum_over_blocks(lambda i, block: row_gram(block.by_output(), self._summed(jacobian, i)))
+
+    def _summed(self, jacobian: Jacobian, i: int) -> Tensor:
+        """Variances of a tensor in the dtype in which covariances are summed."""
+        return self._variances[i].to(jacobian.summed_in(self._variances[i].dtype))
+
+    def sample(self, noise: Tensor) -> Tensor:
+        return noise * self.diagonal_of_inverse().sqrt()
+
+    def diagonal_of_inverse(self) -> Tensor:
+        return 1 / self._positive()
+
+    def to_dense(self) -> Tensor:
+        return torch.diag(self.diagonal)
+
+    @property
+    def public(self) -> Tensor:
+        return self.diagonal
+
+    @property
+    def covariance(self) -> Tensor:
+        return torch.diag(self.diagonal_of_inverse())
+
+    @property
+    def scale(self) -> Tensor:
+        return self.diagonal_of_inverse().sqrt()
