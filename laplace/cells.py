@@ -12,9 +12,9 @@ from itertools import product
 from laplace.enums import HessianStructure, SubsetOfWeights
 from laplace.errors import InvalidArgument
 from laplace.function_space import FAMILIES, BaseFunctionalLaplace
+from laplace.keyed_classes import Cell
 from laplace.named import LLLaplace, SubnetLaplace
-from laplace.posterior.keyed_classes import Cell
-from laplace.posterior.parametric import CELLS, ParametricLaplace
+from laplace.parametric import CELLS, ParametricLaplace
 from laplace.structures import STRUCTURES, Curvature
 from laplace.weights import WEIGHTS, Weights
 
