@@ -292,8 +292,8 @@ class AdditiveCurvature(Curvature):
         """
 
     @abstractmethod
-    def is_finite(self) -> Tensor:
-        """True, 0-dim, if every number is finite (of a matrix: its diagonal, which holds every square)."""
+    def is_finite(self) -> Tensor | bool:
+        """True, or 0-dim, if every number is finite (of a matrix: its diagonal, which holds every square)."""
 
     @classmethod
     def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
@@ -320,14 +320,14 @@ class _SumSweep(DataPass):
         return self.total
 
 
-def require_finite(finite: Tensor) -> None:
+def require_finite(finite: Tensor | bool) -> None:
     """Requires that a batch's numbers are finite.
 
     Raises:
         InvalidData: They are not.
     """
     checks.require(
-        finite,
+        torch.as_tensor(finite),
         lambda: InvalidData(
             "the loss or the curvature is not finite; the inputs, targets or weights hold NaN or infinity."
         ),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.checks import all_finite
 from laplace.core.gram import mirror
 from laplace.core.layout import Layout
 from laplace.core.prior import GaussianPrior
@@ -179,7 +180,7 @@ class BlockCurvature(AdditiveCurvature):
         return Spectra(tuple(blocks), dtype, self.groups, signed=self.signed)
 
     def is_finite(self) -> Tensor:
-        return torch.stack([block.diagonal(dim1=1, dim2=2).isfinite().all() for block in self.sums]).all()
+        return all_finite(block.diagonal(dim1=1, dim2=2) for block in self.sums)
 
     def state(self) -> dict[str, Any]:
         return {"values": list(self.values), "groups": [list(group) for group in self.groups]}

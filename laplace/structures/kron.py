@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.checks import all_finite
 from laplace.core.layout import Layout
 from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
@@ -183,7 +184,7 @@ class KronCurvature(AdditiveCurvature):
         return self.parts.kfacs()
 
     def is_finite(self) -> Tensor:
-        return torch.stack([factor.isfinite().all() for factor in self.parts.factors.values()]).all()
+        return all_finite(self.parts.factors.values())
 
     def state(self) -> dict[str, Any]:
         return {"factors": dict(self.parts.factors), "blocks": [asdict(block) for block in self.parts.blocks]}

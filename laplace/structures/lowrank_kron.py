@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.checks import all_finite
 from laplace.core.hyperparameters import check_counts
 from laplace.core.layout import Layout
 from laplace.core.prior import GaussianPrior
@@ -236,7 +237,7 @@ class _Products(DataPass):
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
         summary, sketch = self.engine.sketch(x, y, self.probe, diagonal=self.wanted)
-        require_finite(torch.stack([product.isfinite().all() for product in sketch.parts.factors.values()]))
+        require_finite(all_finite(sketch.parts.factors.values()))
         if sketch.diagonal is not None:
             require_finite(sketch.diagonal.isfinite())
             self.diagonal = sketch.diagonal if self.diagonal is None else self.diagonal + sketch.diagonal
