@@ -298,8 +298,8 @@ class AdditiveCurvature(Curvature):
         summary, new = self.from_batch(engine, x, y)
         return summary, self + new
 
-    def is_finite(self) -> Tensor:
-        """True, 0-dim, if every number is finite (of a matrix: its diagonal, which holds every square)."""
+    def is_finite(self) -> Tensor | bool:
+        """True, or 0-dim, if every number is finite (of a matrix: its diagonal, which holds every square)."""
         return fields.is_finite(self)
 
     @classmethod
@@ -356,14 +356,14 @@ def those_known(**sums: Tensor | None) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in sums.items() if tensor is not None}
 
 
-def require_finite(finite: Tensor) -> None:
+def require_finite(finite: Tensor | bool) -> None:
     """Requires that a batch's numbers are finite.
 
     Raises:
         InvalidData: They are not.
     """
     checks.require(
-        finite,
+        torch.as_tensor(finite),
         lambda: InvalidData(
             "the loss or the curvature is not finite; the inputs, targets or weights hold NaN or infinity."
         ),

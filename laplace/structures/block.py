@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.checks import all_finite
 from laplace.core.gram import mirror
 from laplace.core.layout import Layout
 from laplace.core.prior import GaussianPrior
@@ -173,7 +174,7 @@ class BlockCurvature(AdditiveCurvature):
 
     def is_finite(self) -> Tensor:
         """Of the diagonals, which hold every square, so that no pass over the blocks is taken for every batch."""
-        return torch.stack([block.diagonal(dim1=1, dim2=2).isfinite().all() for block in self.sums]).all()
+        return all_finite(block.diagonal(dim1=1, dim2=2) for block in self.sums)
 
     def state(self) -> dict[str, Any]:
         return {"values": list(self.values), "groups": [list(group) for group in self.groups]}
