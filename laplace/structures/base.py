@@ -1,4 +1,4 @@
-"""What a structure is: a frozen curvature that adds up over data, and the precision it gives with a prior."""
+"""Base of all structures: a frozen curvature that adds up over data, and the precision it gives with a prior."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DataPass(ABC):
         """The curvature after the last reading, or the next reading."""
 
     def counted(self, read: BatchSummary) -> BatchSummary:
-        """What counts besides the curvature, of the sums over all batches that were read, after the last reading."""
+        """The part besides the curvature, of the sums over all batches that were read, after the last reading."""
         return read
 
     def sums(self) -> dict[str, Tensor]:
@@ -141,7 +141,7 @@ class Curvature(ABC):
         """Refuses a choice that cannot be held, before any data are read.
 
         Args:
-            layout: The treated tensors.
+            layout: The random parameter tensors.
             options: An object of `options`.
 
         Raises:
@@ -226,7 +226,7 @@ class Curvature(ABC):
 
     @property
     def prior_factor(self) -> float:
-        """What its precisions multiply the prior precision with."""
+        """Factor of the prior precision in its precisions."""
         return 1.0
 
     # The posterior.
@@ -273,7 +273,7 @@ class Curvature(ABC):
 
     @property
     def note(self) -> str | None:
-        """What `repr` of a posterior says of it, or None."""
+        """Words about it in the `repr` of a posterior, or None."""
         return None
 
     def forms(self) -> tuple[str, ...]:

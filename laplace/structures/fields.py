@@ -59,7 +59,7 @@ def state_of(value: Any) -> Any:
 
 
 def from_state(kind: Any, state: Any) -> Any:
-    """What `state_of` was given.
+    """The object that `state_of` was given.
 
     Args:
         kind: Its type, as annotations say it: a dataclass, or `tuple[X, ...]`, `dict[str, X]` and `X | None` of what
