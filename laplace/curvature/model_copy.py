@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from laplace.core.batch import Inputs
 from laplace.core.memory import ran_out
 from laplace.engines.engine import detached
-from laplace.engines.native.capture import Use
+from laplace.engines.native.layer_calls import LayerCall
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.native.proof import close
 from laplace.errors import CurvatureError
@@ -59,15 +59,15 @@ class PrivateBatch:
 
     def input_shape(self, slot: int) -> torch.Size:
         """Shape of the inputs of the copied layer that holds a tensor with one use."""
-        return self.x.shape if self.of_head else self.use(slot).x.shape
+        return self.x.shape if self.of_head else self.call(slot).x.shape
 
-    def use(self, slot: int) -> Use:
+    def call(self, slot: int) -> LayerCall:
         """The captured use of a tensor with one use."""
-        return self.watched.taken.uses[self.watched.plan[slot].terms[0].use]
+        return self.watched.taken.calls[self.watched.plan[slot].uses[0].call]
 
     def layer(self, slot: int) -> tuple[nn.Module, str]:
         """The copied layer that holds a tensor with one use, and the attribute under which it does."""
-        return self.copies[self.use(slot).module], self.watched.plan[slot].terms[0].attribute
+        return self.copies[self.call(slot).module], self.watched.plan[slot].uses[0].attribute
 
     def treat_only(self, slots: Collection[int]) -> None:
         """Makes the other tensors constants: what a package need not differentiate does not stop it."""
@@ -109,10 +109,10 @@ def _features(watched: ForwardPass) -> Tensor | None:
     if problem.head is None:
         return None
     head = problem.module.get_submodule(problem.head)
-    uses = [use for use in taken.uses if use.by is head]
-    if len(uses) != 1 or not taken.is_head(uses[0]):
+    calls = [call for call in taken.calls if call.by is head]
+    if len(calls) != 1 or not taken.is_head(calls[0]):
         return None
-    x = uses[0].x.detach()
+    x = calls[0].x.detach()
     return reduce_features(x, problem.reduction)
 
 

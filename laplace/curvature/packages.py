@@ -25,8 +25,8 @@ from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine, Groups,
 from laplace.engines.kron_parts import KronBlock, KronParts
 from laplace.engines.native.capture import capture
 from laplace.engines.native.engine import NativeEngine
+from laplace.engines.native.layer_calls import FunctionCall
 from laplace.engines.native.passes import ForwardPass
-from laplace.engines.native.uses import Call
 from laplace.engines.options import EngineOptions
 from laplace.errors import CurvatureError, MissingDependency
 from laplace.jacobian.jacobian import Jacobian
@@ -278,8 +278,8 @@ class PackageEngine(CurvatureEngine):
     def _origins(self, watched: ForwardPass) -> list[int]:
         """The first tensor of the same layer's use, by whose position a weight and its bias share a factor."""
         first: dict[object, int] = {}
-        uses = [tuple((term.use, term.reading) for term in explanation.terms) for explanation in watched.plan]
-        return [first.setdefault(use or i, i) for i, use in enumerate(uses)]
+        keys = [tuple((use.call, use.axis) for use in explanation.uses) for explanation in watched.plan]
+        return [first.setdefault(key or i, i) for i, key in enumerate(keys)]
 
     def _kron_block(self, slot: int, origin: int, layer: LayerFactors) -> tuple[dict[str, Tensor], KronBlock]:
         """Factors of a tensor by key, restricted to the treated entries, under the keys of the native engine."""
@@ -335,9 +335,9 @@ def reuse(watched: ForwardPass) -> Reasons:
     for i, explanation in enumerate(watched.plan):
         if explanation.rule == "unused":
             reasons[i] = "the batch does not use it"
-        elif len(explanation.terms) != 1:
-            reasons[i] = "several uses" if explanation.terms else "no layer rule"
-        elif isinstance(watched.taken.uses[explanation.terms[0].use].by, Call):
+        elif len(explanation.uses) != 1:
+            reasons[i] = "several uses" if explanation.uses else "no layer rule"
+        elif isinstance(watched.taken.calls[explanation.uses[0].call].by, FunctionCall):
             reasons[i] = "no layer rule"
     return reasons
 

@@ -15,9 +15,9 @@ from torch.autograd.graph import get_gradient_edge
 from laplace.core.batch import Inputs
 from laplace.engines.native.backward import pull
 from laplace.engines.native.differentiable import differentiable
+from laplace.engines.native.layer_calls import FunctionCall, LayerCall
 from laplace.engines.native.layers import rule_for
 from laplace.engines.native.observer import Observer
-from laplace.engines.native.uses import Call, Use
 from laplace.errors import InvalidArgument
 from laplace.weights.problem import Problem
 
@@ -57,7 +57,7 @@ class Capture:
     """
 
     f: Tensor
-    uses: tuple[Use, ...]
+    calls: tuple[LayerCall, ...]
     stand_ins: dict[str, Tensor]
     loop: bool
     create_graph: bool = False
@@ -67,7 +67,7 @@ class Capture:
     @property
     def watched(self) -> bool:
         """Whether some use is that of a function."""
-        return any(isinstance(use.by, Call) for use in self.uses)
+        return any(isinstance(call.by, FunctionCall) for call in self.calls)
 
     @property
     def n_positions(self) -> int:
@@ -79,31 +79,31 @@ class Capture:
         """Outputs `[B·T, C]`, data major."""
         return self.f.reshape(len(self.f) * self.n_positions, -1) if self.positions else self.f
 
-    def is_head(self, use: Use) -> bool:
+    def is_head(self, call: LayerCall) -> bool:
         """Whether the use's output *is* f, so that its gradients are the cotangents themselves.
 
         With positions it may be rearranged on the way; whether its rows are those of f is for a probe to say.
         """
         f = self.f
-        if isinstance(use.by, Call) and not use.by.whole:
+        if isinstance(call.by, FunctionCall) and not call.by.whole:
             return False
-        if self.reduced and use.x.ndim > 2:
+        if self.reduced and call.x.ndim > 2:
             return True
-        if f.grad_fn is None or use.shape.numel() != f.numel():
+        if f.grad_fn is None or call.shape.numel() != f.numel():
             return False
         if self.positions:
-            return use.edge.node in _behind_views(f)
-        return use.shape == f.shape and use.edge == get_gradient_edge(f)
+            return call.edge.node in _behind_views(f)
+        return call.shape == f.shape and call.edge == get_gradient_edge(f)
 
-    def gradients(self, cotangents: Tensor, uses: list[Use]) -> list[Tensor]:
+    def gradients(self, cotangents: Tensor, calls: list[LayerCall]) -> list[Tensor]:
         """Gradients `[K, *output shape]` of the uses' outputs for cotangents `[K, B, C]`."""
-        heads = [not self.positions and self.is_head(use) for use in uses]
-        edges = [use.edge for use, head in zip(uses, heads, strict=True) if not head]
+        heads = [not self.positions and self.is_head(call) for call in calls]
+        edges = [call.edge for call, head in zip(calls, heads, strict=True) if not head]
         found = iter(pull(self.f, edges, cotangents, loop=self.loop, create_graph=self.create_graph))
         result: list[Tensor] = []
-        for use, head in zip(uses, heads, strict=True):
+        for call, head in zip(calls, heads, strict=True):
             g = cotangents if head else next(found)
-            result.append(self.f.new_zeros(len(cotangents), *use.shape) if g is None else g)
+            result.append(self.f.new_zeros(len(cotangents), *call.shape) if g is None else g)
         return result
 
 
@@ -123,14 +123,14 @@ def capture(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fal
     Raises:
         InvalidArgument: Features are to be reduced, and there are positions behind them.
     """
-    uses: list[Use] = []
+    calls: list[LayerCall] = []
     modules = {owner.module for owner in owners(problem) if rule_for(owner.module) is not None}
     stand_ins = problem.stand_ins()
     treated = {slot.name: stand_ins[slot.name] for slot in problem.slots}
     observer = Observer(treated, keep_graph=create_graph)
     with (
         torch.enable_grad(),
-        _hooked(modules, uses, keep_graph=create_graph),
+        _hooked(modules, calls, keep_graph=create_graph),
         differentiable(problem.module, twice=create_graph),
         observer if observed else nullcontext(),
     ):
@@ -143,7 +143,7 @@ def capture(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fal
             f"feature_reduction={problem.reduction!r}, but the network's outputs have positions, shape "
             f"{list(last.shape)}: nothing is reduced. Leave feature_reduction at None."
         )
-    return Capture(f=f, uses=(*uses, *observer.uses), stand_ins=treated, loop=loop, create_graph=create_graph,
+    return Capture(f=f, calls=(*calls, *observer.calls), stand_ins=treated, loop=loop, create_graph=create_graph,
                    reduced=problem.reduction is not None, positions=tuple(last.shape[1:-1]))  # fmt: skip
 
 
@@ -164,11 +164,11 @@ def _behind_views(f: Tensor) -> set[object]:
 
 
 @contextmanager
-def _hooked(modules: set[nn.Module], uses: list[Use], *, keep_graph: bool) -> Iterator[None]:
+def _hooked(modules: set[nn.Module], calls: list[LayerCall], *, keep_graph: bool) -> Iterator[None]:
     def remember(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if args and isinstance(output, Tensor) and output.requires_grad and isinstance(args[0], Tensor):
             x = args[0] if keep_graph else args[0].detach()
-            uses.append(Use(module, x, get_gradient_edge(output), output.shape))
+            calls.append(LayerCall(module, x, get_gradient_edge(output), output.shape))
 
     handles = [module.register_forward_hook(remember) for module in modules]
     if keep_graph:

@@ -20,7 +20,6 @@ from laplace.engines.native.plan import Plan, make_plan, unused_still
 from laplace.engines.native.products import Linearised
 from laplace.engines.native.surveying import blank, outlined, surveyed
 from laplace.engines.native.unused import check_unreached
-from laplace.engines.native.uses import Call
 from laplace.engines.options import EngineOptions
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidData, OutOfMemory, UnsupportedError
@@ -193,7 +192,7 @@ class NativeEngine(CurvatureEngine):
 
     def _form(self, taken: Capture, x: Inputs) -> object:
         """What two batches share for which one plan holds."""
-        calls = tuple((use.by.kind if isinstance(use.by, Call) else id(use.by), use.x.shape) for use in taken.uses)
+        calls = tuple((call.kind, call.x.shape) for call in taken.calls)
         return batches.signature(x), taken.f.shape, taken.positions, calls
 
     def _known(self, taken: Capture, x: Inputs) -> Plan | None:
@@ -238,7 +237,7 @@ class NativeEngine(CurvatureEngine):
             if ran_out(error):
                 raise
             return make_plan(self.problem, taken, x, n_data, ladder=ladder)
-        if len(pair.f) != 2 or len(pair.uses) != len(taken.uses):
+        if len(pair.f) != 2 or len(pair.calls) != len(taken.calls):
             return make_plan(self.problem, taken, x, n_data, ladder=ladder)
         return make_plan(self.problem, pair, twice, 2, repeated=True, ladder=ladder)
 
@@ -293,7 +292,7 @@ class NativeEngine(CurvatureEngine):
 
     def per_call(self, taken: Capture, count: int) -> int:
         """Of `count` vectors, how many go through one vectorised pass within the memory budget."""
-        held = sum(use.shape.numel() for use in taken.uses) + taken.f.numel()
+        held = sum(call.shape.numel() for call in taken.calls) + taken.f.numel()
         gradients = sum(slot.shape.numel() for slot in self.problem.slots)  # of a loop twice: as a list, and stacked
         per_vector = (_COPIES * held + 2 * gradients) * taken.f.element_size()
         return max(1, min(count, self._product_budget // per_vector))

@@ -12,8 +12,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from laplace.engines.native import attention, recurrent
-from laplace.engines.native.calls import LinearCall, Operand, SpreadCall, TableCall
-from laplace.engines.native.uses import Call, Use
+from laplace.engines.native.function_calls import LinearCall, Operand, SpreadCall, TableCall
+from laplace.engines.native.layer_calls import FunctionCall, LayerCall
 
 _ARGUMENTS = {
     "linear": ("input", "weight", "bias"),
@@ -44,7 +44,7 @@ class Observer(TorchFunctionMode):
         super().__init__()
         self.names = {id(tensor): name for name, tensor in stand_ins.items()}
         self.keep_graph = keep_graph
-        self.uses: list[Use] = []
+        self.calls: list[LayerCall] = []
         self._operands: dict[int, Operand] = {
             id(tensor): Operand(tensor, tensor, name) for name, tensor in stand_ins.items()
         }
@@ -181,6 +181,6 @@ class Observer(TorchFunctionMode):
         leading = result.shape[:1]
         self._record(call, torch.empty((*leading, 0), device=result.device), result)
 
-    def _record(self, call: Call, x: Tensor, z: Tensor) -> None:
+    def _record(self, call: FunctionCall, x: Tensor, z: Tensor) -> None:
         if z.requires_grad:
-            self.uses.append(Use(call, x, get_gradient_edge(z), z.shape))
+            self.calls.append(LayerCall(call, x, get_gradient_edge(z), z.shape))

@@ -221,10 +221,10 @@ def _origins(plan: Plan) -> list[Origin]:
     first: dict[object, int] = {}
     origins: list[Origin] = []
     for i, explanation in enumerate(plan):
-        key = tuple((term.use, term.reading) for term in explanation.terms) or i
+        key = tuple((use.call, use.axis) for use in explanation.uses) or i
         origins.append(
             Origin(
-                str(first.setdefault(key, i)), single=len(explanation.terms) == 1, unused=explanation.rule == "unused"
+                str(first.setdefault(key, i)), single=len(explanation.uses) == 1, unused=explanation.rule == "unused"
             )
         )
     return origins

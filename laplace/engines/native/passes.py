@@ -12,8 +12,9 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.memory import DATUM, in_slices
-from laplace.engines.native.capture import Capture, Use
+from laplace.engines.native.capture import Capture
 from laplace.engines.native.fallback import Fallback, per_sample
+from laplace.engines.native.layer_calls import LayerCall
 from laplace.engines.native.pieces import block_of
 from laplace.engines.native.plan import Plan
 from laplace.jacobian.blocks import Block, DenseBlock
@@ -76,9 +77,9 @@ class ForwardPass:
 
     def bytes_per_cotangent(self) -> int:
         """Bytes of output gradients that one cotangent holds; a head's are the cotangents themselves."""
-        read = {term.use for explanation in self.plan for term in explanation.terms}
-        uses = [use for n, use in enumerate(self.taken.uses) if n in read]
-        held = sum(use.shape.numel() for use in uses if not self.taken.is_head(use))
+        read = {use.call for explanation in self.plan for use in explanation.uses}
+        calls = [call for n, call in enumerate(self.taken.calls) if n in read]
+        held = sum(call.shape.numel() for call in calls if not self.taken.is_head(call))
         held += self.taken.f.numel() if self.positions and self.mixes else 0
         return 2 * held * self.f.element_size()
 
@@ -108,21 +109,21 @@ class ForwardPass:
         """Whether the outputs of a tensor's layer are the network's."""
         explanation = self.plan[slot]
         return (
-            len(explanation.terms) == 1
+            len(explanation.uses) == 1
             and self.problem.slots[slot].entries is None
             and (explanation.is_head or not self.positions)
-            and self.taken.is_head(self.taken.uses[explanation.terms[0].use])
+            and self.taken.is_head(self.taken.calls[explanation.uses[0].call])
         )
 
-    def _without_gradients(self, slot: int, uses: Sequence[Use] | None = None) -> Block:
+    def _without_gradients(self, slot: int, calls: Sequence[LayerCall] | None = None) -> Block:
         """The block of a slot for one cotangent of zeros, which takes no backward pass and no memory."""
-        found = self.taken.uses if uses is None else uses
-        zeros = [use.x.new_zeros((), dtype=self.f.dtype).expand(1, *self._gradient_shape(use)) for use in found]
-        return block_of(self.problem, slot, self.plan[slot].terms, found, zeros, self.n_data)
+        found = self.taken.calls if calls is None else calls
+        zeros = [call.x.new_zeros((), dtype=self.f.dtype).expand(1, *self._gradient_shape(call)) for call in found]
+        return block_of(self.problem, slot, self.plan[slot].uses, found, zeros, self.n_data)
 
-    def _gradient_shape(self, use: Use) -> torch.Size:
+    def _gradient_shape(self, call: LayerCall) -> torch.Size:
         """The shape of the gradients of one cotangent: that of a head's are the network's, also of reduced features."""
-        return self.taken.f.shape if not self.positions and self.taken.is_head(use) else use.shape
+        return self.taken.f.shape if not self.positions and self.taken.is_head(call) else call.shape
 
     def form(self, slot: int, inputs: Sequence[Tensor]) -> Block:
         """The block of a slot for one cotangent, of which the shapes count and not the numbers.
@@ -131,9 +132,9 @@ class ForwardPass:
             slot: Which tensor.
             inputs: Of every captured use, of the right shape.
         """
-        uses = [replace(use, x=x) for use, x in zip(self.taken.uses, inputs, strict=True)]
+        calls = [replace(call, x=x) for call, x in zip(self.taken.calls, inputs, strict=True)]
         try:
-            block = self._without_gradients(slot, uses)
+            block = self._without_gradients(slot, calls)
         except (RuntimeError, TypeError):  # a rule that looks at the numbers
             block = self._without_gradients(slot)
         rows = None if self.mixes else self._by_row(block)
@@ -192,16 +193,16 @@ class ForwardPass:
 
     def _captured(self, cotangents: Tensor, only: list[int]) -> dict[int, Block]:
         plan, taken = self.plan, self.taken
-        needed = {term.use for i in only for term in plan[i].terms}
+        needed = {use.call for i in only for use in plan[i].uses}
         chosen = sorted(needed)
-        gradients: list[Tensor] = [self.f] * len(taken.uses)
-        found = taken.gradients(cotangents, [taken.uses[n] for n in chosen])
+        gradients: list[Tensor] = [self.f] * len(taken.calls)
+        found = taken.gradients(cotangents, [taken.calls[n] for n in chosen])
         for n, g in zip(chosen, found, strict=True):
             gradients[n] = g
         blocks: dict[int, Block] = {}
         for i in only:
-            if plan[i].terms:
-                blocks[i] = block_of(self.problem, i, plan[i].terms, taken.uses, gradients, self.n_data)
+            if plan[i].uses:
+                blocks[i] = block_of(self.problem, i, plan[i].uses, taken.calls, gradients, self.n_data)
             elif plan[i].rung is None:
                 zero = torch.zeros((), dtype=self.dtype, device=self.f.device)
                 blocks[i] = DenseBlock(zero.expand(len(cotangents), self.n_data, self.problem.slots[i].size))

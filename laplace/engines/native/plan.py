@@ -23,8 +23,8 @@ from laplace.core.memory import ran_out
 from laplace.engines.native.candidates import Candidate, families
 from laplace.engines.native.capture import Capture, owners
 from laplace.engines.native.fallback import Fallback, per_sample
-from laplace.engines.native.layers import Reading
-from laplace.engines.native.pieces import Term, block_of
+from laplace.engines.native.layers import BatchAxis
+from laplace.engines.native.pieces import UseOfParameter, block_of
 from laplace.engines.native.proof import Probe, probe
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block
@@ -47,7 +47,7 @@ class JacobianRule:
             not tell it from another (zeros, equal data) or where the place of the data may depend on them.
     """
 
-    terms: tuple[Term, ...] = ()
+    uses: tuple[UseOfParameter, ...] = ()
     rung: Fallback | None = None
     rule: str = "unused"
     proven: bool = True
@@ -94,7 +94,7 @@ def make_plan(
             if passed:
                 told = (repeated or len(passed) == 1) and bool(expected.any())
                 proven = told and _anchored(passed[0], taken, n_data)
-                plan.append(JacobianRule(passed[0].terms, rule=passed[0].rule, proven=proven))
+                plan.append(JacobianRule(passed[0].uses, rule=passed[0].rule, proven=proven))
                 break
         else:
             if not ladder:
@@ -126,10 +126,10 @@ def _with_rows(problem: Problem, plan: Plan, taken: Capture, proof: Probe) -> Pl
         scale = float(weighted.norm() / (proof.r[:, None] * proof.unweighted[0]).norm())
         if proof.agree(i, actual, expected, block.bound() * r.abs().max(), scale):
             held[i] = block
-    broken = {t.use for i, e in enumerate(plan) if i not in held for t in e.terms}
+    broken = {t.call for i, e in enumerate(plan) if i not in held for t in e.uses}
     return tuple(
         replace(e, by_row=True, is_head=_ends(e, taken) and gradients_are(held[i], proof.unweighted))
-        if i in held and e.terms[0].use not in broken
+        if i in held and e.uses[0].call not in broken
         else e
         for i, e in enumerate(plan)
     )
@@ -137,15 +137,15 @@ def _with_rows(problem: Problem, plan: Plan, taken: Capture, proof: Probe) -> Pl
 
 def _row_block(problem: Problem, slot: int, explanation: JacobianRule, taken: Capture, proof: Probe) -> Block | None:
     """The block of a tensor with rows for data, if it has a position for every one."""
-    if len(explanation.terms) != 1 or explanation.terms[0].reading is not Reading.LEADING:
+    if len(explanation.uses) != 1 or explanation.uses[0].axis is not BatchAxis.LEADING:
         return None
-    block = block_of(problem, slot, explanation.terms, taken.uses, proof.gradients, len(taken.f))
+    block = block_of(problem, slot, explanation.uses, taken.calls, proof.gradients, len(taken.f))
     return block.fold_positions(taken.n_positions)
 
 
 def _ends(explanation: JacobianRule, taken: Capture) -> bool:
     """Whether the outputs of a tensor's one use are the network's."""
-    return len(explanation.terms) == 1 and taken.is_head(taken.uses[explanation.terms[0].use])
+    return len(explanation.uses) == 1 and taken.is_head(taken.calls[explanation.uses[0].call])
 
 
 def _anchored(explanation: Candidate, taken: Capture, n_data: int) -> bool:
@@ -155,10 +155,10 @@ def _anchored(explanation: Candidate, taken: Capture, n_data: int) -> bool:
     their way to the outputs (a batch sorted by length), which row belongs to which datum may be decided by the data:
     such a plan is right for its batch and is proven anew for the next.
     """
-    terms = explanation.terms
+    uses = explanation.uses
     if _permutes(taken.f):
         return False
-    return all(t.reading is Reading.LEADING and taken.uses[t.use].x.shape[0] == n_data for t in terms)
+    return all(t.axis is BatchAxis.LEADING and taken.calls[t.call].x.shape[0] == n_data for t in uses)
 
 
 _INDEXING = ("Index", "Gather", "Scatter", "Sort", "MaskedS", "Put", "Pack", "Unique")
@@ -195,7 +195,7 @@ def unused_still(plan: Plan, problem: Problem, taken: Capture) -> bool:
 def _holds(problem: Problem, slot: int, candidate: Candidate, taken: Capture, proof: Probe, expected: Tensor) -> bool:
     """Whether the factors of a candidate reproduce autograd's number."""
     try:
-        block = block_of(problem, slot, candidate.terms, taken.uses, proof.gradients, len(proof.r))
+        block = block_of(problem, slot, candidate.uses, taken.calls, proof.gradients, len(proof.r))
         actual = block.pull(proof.r.unsqueeze(0).to(block_dtype(expected.dtype)))
     except (RuntimeError, IndexError, TypeError) as error:  # shapes that this reading cannot have
         if ran_out(error):

@@ -36,7 +36,7 @@ class Linearised:
         self.problem = problem
         self.f = taken.f
         self.loop = taken.loop
-        self.n_bytes = _COPIES * self.f.element_size() * (self.f.numel() + sum(u.shape.numel() for u in taken.uses))
+        self.n_bytes = _COPIES * self.f.element_size() * (self.f.numel() + sum(u.shape.numel() for u in taken.calls))
         self.tensors = [taken.stand_ins[slot.name] for slot in problem.slots]
         with torch.enable_grad():
             self._cotangent = torch.zeros_like(self.f, requires_grad=True)

@@ -117,6 +117,6 @@ def probe(problem: Problem, taken: Capture, n_data: int) -> Probe:
             "weights."
         )
     cotangents = unweighted.unsqueeze(0)
-    gradients = tuple(g.detach() for g in taken.gradients(cotangents, list(taken.uses)))
+    gradients = tuple(g.detach() for g in taken.gradients(cotangents, list(taken.calls)))
     coarsest = max({tensor.dtype for tensor in (f, *gradients)}, key=lambda dtype: TOLERANCE.get(dtype, 0.0))
     return Probe(r, cotangents, truths, gradients, coarsest, again)

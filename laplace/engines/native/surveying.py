@@ -128,12 +128,12 @@ def _shapes(taken: ForwardPass) -> tuple[TensorShape, ...]:
     """How every tensor enters the outputs, from the forms of its factors alone."""
     heads = taken.head_blocks(taken.heads())
     sizes = [slot.size for slot in taken.problem.slots]
-    inputs = [use.x.to("meta") for use in taken.taken.uses]  # no memory, and no work
+    inputs = [call.x.to("meta") for call in taken.taken.calls]  # no memory, and no work
     found: list[TensorShape] = []
     for i, explanation in enumerate(taken.plan):
         if i in heads:
             found.append(heads[i].shape(inputs))
-        elif explanation.terms:
+        elif explanation.uses:
             found.append(taken.form(i, inputs).shape(inputs))
         else:
             found.append(TensorShape(sizes[i], n_outputs=sizes[i]))

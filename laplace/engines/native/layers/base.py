@@ -11,7 +11,7 @@ from laplace.core.registry import Registry
 from laplace.jacobian.blocks import Block
 
 
-class Reading(Enum):
+class BatchAxis(Enum):
     """Where the data lie in the leading dimensions of an activation.
 
     `LEADING` reads `(B, T, …)` and `(B·T, …)`, `TRAILING` reads `(T, B, …)` and `(T·B, …)`. Shapes cannot tell
@@ -32,7 +32,7 @@ class Reading(Enum):
         """
         lead = tuple(tensor.shape[:1]) if batched else ()
         features = tuple(tensor.shape[tensor.ndim - n_features :])
-        if self is Reading.LEADING:
+        if self is BatchAxis.LEADING:
             return tensor.reshape(*lead, n_data, -1, *features)
         return tensor.reshape(*lead, -1, n_data, *features).transpose(len(lead), len(lead) + 1)
 
@@ -57,12 +57,12 @@ class LayerRule(ABC):
         """Positions per datum in the leading dimensions of the input, 0 if they cannot hold `n_data` data."""
 
     @abstractmethod
-    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, reading: Reading) -> Tensor | None:
+    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: BatchAxis) -> Tensor | None:
         """What of the forward pass the parameter's block needs; computed once for all cotangents."""
 
     @abstractmethod
     def block(
-        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, reading: Reading
+        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, axis: BatchAxis
     ) -> Block:
         """The block from the activation and the gradients `[K, *shape of the module's output]`."""
 

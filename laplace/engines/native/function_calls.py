@@ -14,16 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
-from laplace.engines.native.layers import Reading
+from laplace.engines.native.layer_calls import FunctionCall
+from laplace.engines.native.layers import BatchAxis
 from laplace.engines.native.layers.base import evenly
-from laplace.engines.native.uses import Call
 from laplace.jacobian.blocks import Block, DenseBlock
 from laplace.jacobian.index import IndexBlock
 from laplace.jacobian.outer import OuterBlock
 
 
 @dataclass(frozen=True, eq=False)
-class LinearCall(Call):
+class LinearCall(FunctionCall):
     """z = x Wᵀ + b, or z = x W + b of a weight that is stored `[in, out]`.
 
     Attributes:
@@ -39,25 +39,25 @@ class LinearCall(Call):
     transposed: bool = False
 
     @property
-    def whole(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def whole(self) -> bool:
         return not self.rows and not self.transposed
 
     def positions(self, n_data: int) -> int:
         return evenly(self.x.shape[:-1].numel(), n_data) if self.x.ndim >= 2 else 0
 
-    def block(self, role: str, g: Tensor, n_data: int, reading: Reading) -> Block:
-        g = reading.positions(g, n_data, 1, batched=True).unsqueeze(3)
+    def block(self, role: str, g: Tensor, n_data: int, axis: BatchAxis) -> Block:
+        g = axis.positions(g, n_data, 1, batched=True).unsqueeze(3)
         if role in self.rows:
             first, total = self.rows[role]
             g = F.pad(g, (first, total - first - g.shape[-1]))
         if role == "bias":
             return OuterBlock(a=None, g=g)
-        a = reading.positions(self.x, n_data, 1).unsqueeze(2).to(g.dtype)
+        a = axis.positions(self.x, n_data, 1).unsqueeze(2).to(g.dtype)
         return OuterBlock(a=a, g=g, input_first=self.transposed)
 
 
 @dataclass(frozen=True, eq=False)
-class TableCall(Call):
+class TableCall(FunctionCall):
     """z = W[index] of a table that is used as a function.
 
     Attributes:
@@ -75,8 +75,8 @@ class TableCall(Call):
     def positions(self, n_data: int) -> int:
         return evenly(self.index.numel(), n_data) if self.index.ndim >= 1 else 0
 
-    def block(self, role: str, g: Tensor, n_data: int, reading: Reading) -> Block:
-        return self.rows_of(reading.positions(self.index, n_data, 0), reading.positions(g, n_data, 1, batched=True))
+    def block(self, role: str, g: Tensor, n_data: int, axis: BatchAxis) -> Block:
+        return self.rows_of(axis.positions(self.index, n_data, 0), axis.positions(g, n_data, 1, batched=True))
 
     def rows_of(self, index: Tensor, g: Tensor) -> IndexBlock:
         """The block of rows `[B, T]` with gradients `[K, B, T, D]`."""
@@ -102,7 +102,7 @@ class Operand:
 
 
 @dataclass(frozen=True, eq=False)
-class SpreadCall(Call):
+class SpreadCall(FunctionCall):
     """z = h ⊙ o or z = h ± o with an operand o that has no data dimension, or o expanded over the data.
 
     The gradient of one datum with respect to o is that of z (times h), summed over all dimensions along which o is
@@ -125,15 +125,15 @@ class SpreadCall(Call):
     create_graph: bool = False
 
     @property
-    def instead_of(self) -> Call | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def instead_of(self) -> FunctionCall | None:
         return self.operand.table
 
     def positions(self, n_data: int) -> int:
         return evenly(self.shape.numel(), n_data) if self.shape else 0
 
-    def block(self, role: str, g: Tensor, n_data: int, reading: Reading) -> Block:
+    def block(self, role: str, g: Tensor, n_data: int, axis: BatchAxis) -> Block:
         g = g if self.factor is None else g * self.factor.to(g.dtype)
-        values = self._to_root(self.sign * self._summed(g, n_data, reading))  # [K, B, *root]
+        values = self._to_root(self.sign * self._summed(g, n_data, axis))  # [K, B, *root]
         root, table = self.operand.root, self.operand.table
         if table is not None:
             index = table.index.reshape(1, -1).expand(n_data, -1)
@@ -145,18 +145,18 @@ class SpreadCall(Call):
         index = torch.arange(rows.shape[2], device=rows.device).expand(n_data, -1)
         return IndexBlock(index=index, g=rows, n_rows=rows.shape[2], counted=index >= 0)
 
-    def _summed(self, g: Tensor, n_data: int, reading: Reading) -> Tensor:
+    def _summed(self, g: Tensor, n_data: int, axis: BatchAxis) -> Tensor:
         """Gradients `[K, *z]` as `[K, B, *o]`.
 
         Raises:
             IndexError: o varies along the dimension of the data.
         """
         own = (1,) * (len(self.shape) - self.operand.value.ndim) + tuple(self.operand.value.shape)
-        second = reading is Reading.TRAILING and len(own) > 1 and own[1] == 1 and self.shape[1] == n_data
+        second = axis is BatchAxis.TRAILING and len(own) > 1 and own[1] == 1 and self.shape[1] == n_data
         at = 1 if second else 0
         if own[at] != 1:
             raise IndexError("the operand has a dimension for the data")
-        if second or reading is Reading.LEADING:
+        if second or axis is BatchAxis.LEADING:
             g = g.unflatten(1 + at, (n_data, -1)).movedim(1 + at, 1)
         else:
             g = g.unflatten(1, (-1, n_data)).movedim(2, 1)
