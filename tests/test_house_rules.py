@@ -116,12 +116,14 @@ DEFAULTS = {
         "head_jacobian",
         "outline",
         "coverage",
-        "survey",
+        "profile",
     },
     # None, "only cotangents are known", is right for every kind; the exact GGN saves a root by saying more.
     "OuterEngine": {"output_hessian"},
     # Curvature that is no sum of outer products has no columns; positions share a pass if they are random draws.
     "NativeEngine": {"n_columns", "apart"},
+    # Most functions use parts of tensors, and none but sums stand for another call.
+    "FunctionCall": {"whole", "instead_of"},
     # Most rules hold for every module of their class.
     "LayerRule": {"accepts"},
     # PyTorch has a loss module for some likelihoods only, and users' backends know some names only.

@@ -145,7 +145,7 @@ class CurvlinopsEngine(PackageEngine):
         chosen = [self.problem.slots[i] for i in slots]
         tensors = [batch.tensors[i] for i in slots]
         operator = self._operator(self.operator, batch, tensors, **options)
-        step = self.native.per_call(batch.watched.taken, len(vectors))
+        step = self.native.per_call(batch.watched.capture, len(vectors))
         rows: list[Tensor] = []
         for part in vectors.split(step):
             pieces = part.split([slot.size for slot in chosen], 1)

@@ -17,7 +17,7 @@ def fault(watched: ForwardPass, slot: int, *, reduce: bool) -> str | None:
         reduce: Whether positions are averaged (KFAC-reduce), which curvlinops does over all but the first dimension.
     """
     use = watched.plan[slot].uses[0]
-    call = watched.taken.calls[use.call]
+    call = watched.capture.calls[use.call]
     layer, x = call.module, call.x
     if type(layer) not in (nn.Linear, nn.Conv2d):
         return f"no Kronecker factors of {type(layer).__name__}"

@@ -63,7 +63,7 @@ class PrivateBatch:
 
     def call(self, slot: int) -> LayerCall:
         """The captured use of a tensor with one use."""
-        return self.watched.taken.calls[self.watched.plan[slot].uses[0].call]
+        return self.watched.capture.calls[self.watched.plan[slot].uses[0].call]
 
     def layer(self, slot: int) -> tuple[nn.Module, str]:
         """The copied layer that holds a tensor with one use, and the attribute under which it does."""
@@ -85,9 +85,9 @@ def private_batch(watched: ForwardPass, y: Tensor) -> PrivateBatch:
     Raises:
         CurvatureError: No copy gives the outputs and derivatives of the network; the message is the reason.
     """
-    problem, f = watched.problem, watched.taken.f
+    problem, f = watched.problem, watched.capture.f
     probe = torch.randn(f.shape, generator=torch.Generator().manual_seed(0)).to(f)
-    stand_ins = [watched.taken.stand_ins[slot.name] for slot in problem.slots]
+    stand_ins = [watched.capture.stand_ins[slot.name] for slot in problem.slots]
     gradients = _gradients(f, stand_ins, probe)
     features = _features(watched)
     sources: list[tuple[nn.Module, Inputs]] = []
@@ -105,12 +105,12 @@ def private_batch(watched: ForwardPass, y: Tensor) -> PrivateBatch:
 
 def _features(watched: ForwardPass) -> Tensor | None:
     """Inputs of the head, if it has one use and its outputs are the network's."""
-    problem, taken = watched.problem, watched.taken
+    problem, capture = watched.problem, watched.capture
     if problem.head is None:
         return None
     head = problem.module.get_submodule(problem.head)
-    calls = [call for call in taken.calls if call.by is head]
-    if len(calls) != 1 or not taken.is_head(calls[0]):
+    calls = [call for call in capture.calls if call.by is head]
+    if len(calls) != 1 or not capture.is_head(calls[0]):
         return None
     x = calls[0].x.detach()
     return reduce_features(x, problem.reduction)

@@ -104,11 +104,11 @@ def fault_of(module: nn.Module, table: Faults) -> str:
 def obstacles_of(watched: ForwardPass, fault: Callable[[LayerCall], str]) -> Reasons:
     """Why tensors are not a package's: not one use of one layer, other data in its first dimension, or a fault."""
     reasons = reuse(watched)
-    for i, explanation in enumerate(watched.plan):
+    for i, rule in enumerate(watched.plan):
         if i in reasons:
             continue
-        use = explanation.uses[0]
-        call = watched.taken.calls[use.call]
+        use = rule.uses[0]
+        call = watched.capture.calls[use.call]
         if use.axis is not BatchAxis.LEADING or len(call.x) != watched.n_data:
             reasons[i] = "the data are not in the first dimension of a layer's inputs"
         elif found := fault(call):

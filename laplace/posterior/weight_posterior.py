@@ -58,8 +58,8 @@ class WeightPosterior(WeightFit):
                 train_loader, self.dict_key_y, device, self.likelihood_object, self.weights.model
             )
             problem = first_outputs.problem_of(self, x, y)
-            survey = self._fitting_engine(problem, go_on=False).survey(x, y)
-        return planning.make_plan(survey, problem, self.structure, self.structure_options, n_batches)
+            profile = self._fitting_engine(problem, go_on=False).profile(x, y)
+        return planning.make_plan(profile, problem, self.structure, self.structure_options, n_batches)
 
     @checked
     def forget(self, loader: Iterable[Any], progress_bar: bool = False, *, weight: float = 1.0) -> None:

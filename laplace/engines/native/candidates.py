@@ -1,4 +1,4 @@
-"""What may explain a treated tensor: its uses by modules with a rule, or by functions, in each reading of the data."""
+"""Candidates for the rule of a parameter: its uses by modules and functions, for each axis of the data."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Candidate:
 
     Attributes:
         terms: The uses.
-        rule: Words for the coverage report.
+        description: Text for the coverage report.
     """
 
     uses: tuple[UseOfParameter, ...]
-    rule: str
+    description: str
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,19 @@ class _Role:
     name: str
 
 
-def families(taken: Capture, held: Sequence[Owner], name: str, n_data: int) -> Iterator[list[Candidate]]:
-    """Candidates for one tensor, from the likeliest family of uses to the last; of a family, one for each reading.
+def families(capture: Capture, owners: Sequence[Owner], name: str, n_data: int) -> Iterator[list[Candidate]]:
+    """Candidates for one tensor, from the likeliest family of uses to the last; of each, one for every axis.
 
     A table that is read without the data, as one of positions is, is explained by the sums in which it meets them.
 
     Args:
-        taken: The captured batch.
-        held: The modules that own the tensor.
+        capture: The captured batch.
+        owners: The modules that own the tensor.
         name: Its name.
         n_data: B.
     """
-    yield _by_axis(_by_modules(taken, held, n_data))
-    functions = [(n, call.by) for n, call in enumerate(taken.calls) if isinstance(call.by, FunctionCall)]
+    yield _by_axis(_by_modules(capture, owners, n_data))
+    functions = [(n, call.by) for n, call in enumerate(capture.calls) if isinstance(call.by, FunctionCall)]
     calls = [(n, call) for n, call in functions if name in call.roles]
     if not calls:
         return
@@ -55,11 +55,11 @@ def families(taken: Capture, held: Sequence[Owner], name: str, n_data: int) -> I
     yield _by_axis(_by_calls([(n, call) for n, call in calls if id(call) not in replaced], name, n_data))
 
 
-def _by_modules(taken: Capture, held: Sequence[Owner], n_data: int) -> list[_Role]:
-    rules = {id(owner.module): rule_for(owner.module) for owner in held}
-    attributes = {id(owner.module): owner.attribute for owner in held}
+def _by_modules(capture: Capture, owners: Sequence[Owner], n_data: int) -> list[_Role]:
+    rules = {id(owner.module): rule_for(owner.module) for owner in owners}
+    attributes = {id(owner.module): owner.attribute for owner in owners}
     roles: list[_Role] = []
-    for n, call in enumerate(taken.calls):
+    for n, call in enumerate(capture.calls):
         if isinstance(call.by, FunctionCall) or id(call.by) not in rules:
             continue
         rule, attribute = rules[id(call.by)], attributes[id(call.by)]
@@ -74,14 +74,16 @@ def _by_calls(calls: Sequence[tuple[int, FunctionCall]], name: str, n_data: int)
 
 
 def _by_axis(roles: Sequence[_Role]) -> list[Candidate]:
-    """One candidate for each reading that fits all uses."""
+    """One candidate for each axis of the data that fits all uses."""
     if not roles or any(role.positions == 0 for role in roles):
         return []
-    words = " + ".join(dict.fromkeys(role.name for role in roles))
-    found: list[Candidate] = []
+    names = " + ".join(dict.fromkeys(role.name for role in roles))
+    candidates: list[Candidate] = []
     for axis in BatchAxis:
         if axis is BatchAxis.LEADING or max(role.positions for role in roles) > 1:
             where = "" if axis is BatchAxis.LEADING else f" ({axis.value})"
-            rule = words + where + (f", {len(roles)} uses" if len(roles) > 1 else "")
-            found.append(Candidate(tuple(UseOfParameter(role.call, role.attribute, axis) for role in roles), rule))
-    return found
+            description = names + where + (f", {len(roles)} uses" if len(roles) > 1 else "")
+            candidates.append(
+                Candidate(tuple(UseOfParameter(role.call, role.attribute, axis) for role in roles), description)
+            )
+    return candidates

@@ -1,4 +1,4 @@
-"""Calls of PyTorch's functions with treated tensors: products, tables, and sums with what has no data dimension.
+"""Calls of PyTorch's functions with random parameters: products, tables, and sums with what has no data dimension.
 
 A layer rule knows a module; these know one operation, whichever module it is written in: a weight used through
 `F.linear`, stored as `[in, out]`, or packed with others, a scale w ⊙ h, a table of positions that is added to all data.
@@ -29,7 +29,7 @@ class LinearCall(FunctionCall):
     Attributes:
         x: Inputs `[..., I]`.
         rows: By role, rows of the tensor that are used, of how many: parts of a packed projection.
-        transposed: Whether the weight is stored `[in, out]`.
+        transposed: True if the weight is stored `[in, out]`.
     """
 
     name: str
@@ -63,7 +63,7 @@ class TableCall(FunctionCall):
     Attributes:
         index: Rows that are read.
         n_rows: V.
-        padding: A row whose reading leaves no gradient.
+        padding: A row that gets no gradient.
     """
 
     name: str
@@ -86,12 +86,12 @@ class TableCall(FunctionCall):
 
 @dataclass(frozen=True)
 class Operand:
-    """What was computed from one treated tensor alone, and has no data dimension: 1 + w, a cast, a row of a table.
+    """A tensor computed from one random parameter alone, without a data dimension: 1 + w, a cast, a row of a table.
 
     Attributes:
         value: The result, with its graph.
-        root: The treated tensor, or what a table gave.
-        name: The treated tensor's name.
+        root: The random parameter, or what a table gave.
+        name: The random parameter's name.
         table: The call that read the table, or None.
     """
 
@@ -106,14 +106,14 @@ class SpreadCall(FunctionCall):
     """z = h ⊙ o or z = h ± o with an operand o that has no data dimension, or o expanded over the data.
 
     The gradient of one datum with respect to o is that of z (times h), summed over all dimensions along which o is
-    repeated but the data's; from o to the treated tensor it goes through the graph.
+    repeated but the data's; from o to the random parameter it goes through the graph.
 
     Attributes:
         operand: o.
         shape: Of z.
         factor: h of a product, or None.
         sign: −1 where o is subtracted.
-        create_graph: Whether gradients are differentiated again.
+        create_graph: True if gradients are differentiated again.
     """
 
     name: str
@@ -151,25 +151,25 @@ class SpreadCall(FunctionCall):
         Raises:
             IndexError: o varies along the dimension of the data.
         """
-        own = (1,) * (len(self.shape) - self.operand.value.ndim) + tuple(self.operand.value.shape)
-        second = axis is BatchAxis.TRAILING and len(own) > 1 and own[1] == 1 and self.shape[1] == n_data
+        shape = (1,) * (len(self.shape) - self.operand.value.ndim) + tuple(self.operand.value.shape)
+        second = axis is BatchAxis.TRAILING and len(shape) > 1 and shape[1] == 1 and self.shape[1] == n_data
         at = 1 if second else 0
-        if own[at] != 1:
+        if shape[at] != 1:
             raise IndexError("the operand has a dimension for the data")
         if second or axis is BatchAxis.LEADING:
             g = g.unflatten(1 + at, (n_data, -1)).movedim(1 + at, 1)
         else:
             g = g.unflatten(1, (-1, n_data)).movedim(2, 1)
-        repeated = [2 + d for d, size in enumerate(own) if size == 1]
+        repeated = [2 + d for d, size in enumerate(shape) if size == 1]
         g = g.sum(repeated, keepdim=True) if repeated else g
         return g.reshape(*g.shape[:2], *self.operand.value.shape)
 
     def _to_root(self, g: Tensor) -> Tensor:
-        """Gradients of o `[K, B, *o]` as those of the treated tensor, by a vectorised pass from o to it."""
+        """Gradients of o `[K, B, *o]` as those of the random parameter, by a vectorised pass from o to it."""
         value, root = self.operand.value, self.operand.root
         if value is root:
             return g
-        (found,) = torch.autograd.grad(
+        (pulled,) = torch.autograd.grad(
             value,
             root,
             g.flatten(0, 1).to(value.dtype),
@@ -177,4 +177,4 @@ class SpreadCall(FunctionCall):
             create_graph=self.create_graph,
             is_grads_batched=True,
         )
-        return found.unflatten(0, g.shape[:2]).to(g.dtype)
+        return pulled.unflatten(0, g.shape[:2]).to(g.dtype)

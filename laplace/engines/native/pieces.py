@@ -42,7 +42,7 @@ def block_of(
     """The block of one slot.
 
     Args:
-        problem: The network and its treated tensors.
+        problem: The network and its random parameters.
         slot: Which tensor.
         uses: Its uses.
         calls: All recorded calls.

@@ -1,4 +1,4 @@
-"""What a layer rule is: how the input of a module and the gradient of its output explain a parameter."""
+"""Layer rules: Jacobian blocks of a parameter from the input of a module and the gradient of its output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from laplace.jacobian.blocks import Block
 
 
 class BatchAxis(Enum):
-    """Where the data lie in the leading dimensions of an activation.
+    """Dimension of the data among the leading ones of an activation.
 
     `LEADING` reads `(B, T, …)` and `(B·T, …)`, `TRAILING` reads `(T, B, …)` and `(T·B, …)`. Shapes cannot tell
     the two apart (T may equal B); the probe of `plan.py` does.
@@ -28,7 +28,7 @@ class BatchAxis(Enum):
             tensor: The activation; with `batched`, under one more leading dimension [K].
             n_data: B.
             n_features: Number of trailing dimensions that are not data or positions.
-            batched: Whether a leading [K] is kept.
+            batched: True if a leading [K] is kept.
         """
         lead = tuple(tensor.shape[:1]) if batched else ()
         features = tuple(tensor.shape[tensor.ndim - n_features :])
@@ -49,7 +49,7 @@ class LayerRule(ABC):
     name: str
 
     def accepts(self, module: nn.Module, x: Tensor) -> bool:
-        """Whether the rule holds for this module and input."""
+        """True if the rule holds for this module and input."""
         return True
 
     @abstractmethod
@@ -58,7 +58,7 @@ class LayerRule(ABC):
 
     @abstractmethod
     def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: BatchAxis) -> Tensor | None:
-        """What of the forward pass the parameter's block needs; computed once for all cotangents."""
+        """The part of the forward pass that the parameter's block needs; computed once for all cotangents."""
 
     @abstractmethod
     def block(
