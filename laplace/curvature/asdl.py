@@ -72,7 +72,7 @@ class AsdlEngine(PackageEngine):
         return {"full": self._full, "diag": self._diag, "kron": self._kron, "jacobian": self._jacobian}
 
     def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
-        return obstacles_of(watched, lambda use: asdl_fault(use, primitive))
+        return obstacles_of(watched, lambda call: asdl_fault(call, primitive))
 
     def _full(self, batch: CopiedBatch) -> Tensor:
         columns = self._columns(batch)
@@ -94,7 +94,7 @@ class AsdlEngine(PackageEngine):
         for i, layer, a, b in zip(chosen, layers, sides[::2], sides[1::2], strict=True):
             shape = batch.input_shape(i)
             convolution = isinstance(layer, nn.Conv2d)
-            shared = batch.use(i).shape[2:].numel() if convolution else shape[1:-1].numel()
+            shared = batch.call(i).shape[2:].numel() if convolution else shape[1:-1].numel()
             # ASDL's input side is a sum over the data, of means over the positions of a convolution's output.
             total = None if batch.layer(i)[1] == "bias" else a * (shared if convolution else 1)
             factors[i] = LayerFactors(self._scale() * b, total, shape[0] * shared)

@@ -145,7 +145,7 @@ class CurvlinopsEngine(PackageEngine):
         chosen = [self.problem.slots[i] for i in slots]
         tensors = [batch.tensors[i] for i in slots]
         operator = self._operator(self.operator, batch, tensors, **options)
-        step = self.native.per_call(batch.watched.taken, len(vectors))
+        step = self.native.per_call(batch.watched.capture, len(vectors))
         rows: list[Tensor] = []
         for part in vectors.split(step):
             pieces = part.split([slot.size for slot in chosen], 1)
@@ -175,15 +175,15 @@ class CurvlinopsEngine(PackageEngine):
         return {i: self._layer_factors(batch, i, kfac, names) for i in slots}
 
     def _layer_factors(self, batch: CopiedBatch, slot: int, kfac: Any, names: Mapping[nn.Module, str]) -> LayerFactors:
-        use = batch.use(slot)
-        name = names[batch.copies[use.module]]
+        call = batch.call(slot)
+        name = names[batch.copies[call.module]]
         shape = batch.input_shape(slot)
-        shared = use.shape[2:].numel() if isinstance(use.module, nn.Conv2d) else shape[1:-1].numel()
+        shared = call.shape[2:].numel() if isinstance(call.module, nn.Conv2d) else shape[1:-1].numel()
         if self.options.kfac_approx == "reduce":
             shared = 1
         positions = shape[0] * shared
         output = self.scale * kfac._gradient_covariances[name]
-        if batch.watched.plan[slot].terms[0].attribute == "bias":
+        if batch.watched.plan[slot].uses[0].attribute == "bias":
             return LayerFactors(output, None, positions)
         # curvlinops divides the sum over the positions of a batch by its num_data and by the shared dimensions.
         return LayerFactors(output, kfac._input_covariances[name] * (len(batch.y) * shared), positions)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from laplace.core.batch import Inputs
 from laplace.core.memory import ran_out
 from laplace.engines.engine import detached
-from laplace.engines.native.capture import Use
+from laplace.engines.native.layer_calls import LayerCall
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.native.proof import close
 from laplace.errors import CurvatureError
@@ -59,15 +59,15 @@ class CopiedBatch:
 
     def input_shape(self, slot: int) -> torch.Size:
         """Shape of the inputs of the copied layer that holds a tensor with one use."""
-        return self.x.shape if self.of_head else self.use(slot).x.shape
+        return self.x.shape if self.of_head else self.call(slot).x.shape
 
-    def use(self, slot: int) -> Use:
+    def call(self, slot: int) -> LayerCall:
         """The captured use of a tensor with one use."""
-        return self.watched.taken.uses[self.watched.plan[slot].terms[0].use]
+        return self.watched.capture.calls[self.watched.plan[slot].uses[0].call]
 
     def layer(self, slot: int) -> tuple[nn.Module, str]:
         """The copied layer that holds a tensor with one use, and the attribute under which it does."""
-        return self.copies[self.use(slot).module], self.watched.plan[slot].terms[0].attribute
+        return self.copies[self.call(slot).module], self.watched.plan[slot].uses[0].attribute
 
     def treat_only(self, slots: Collection[int]) -> None:
         """Makes the other tensors constants: what a package need not differentiate does not stop it."""
@@ -85,9 +85,9 @@ def copied_batch(watched: ForwardPass, y: Tensor) -> CopiedBatch:
     Raises:
         CurvatureError: No copy gives the outputs and derivatives of the network; the message is the reason.
     """
-    problem, f = watched.problem, watched.taken.f
+    problem, f = watched.problem, watched.capture.f
     probe = torch.randn(f.shape, generator=torch.Generator().manual_seed(0)).to(f)
-    stand_ins = [watched.taken.stand_ins[slot.name] for slot in problem.slots]
+    stand_ins = [watched.capture.stand_ins[slot.name] for slot in problem.slots]
     gradients = _gradients(f, stand_ins, probe)
     features = _features(watched)
     sources: list[tuple[nn.Module, Inputs]] = []
@@ -105,14 +105,14 @@ def copied_batch(watched: ForwardPass, y: Tensor) -> CopiedBatch:
 
 def _features(watched: ForwardPass) -> Tensor | None:
     """Inputs of the head, if it has one use and its outputs are the network's."""
-    problem, taken = watched.problem, watched.taken
+    problem, capture = watched.problem, watched.capture
     if problem.head is None:
         return None
     head = problem.module.get_submodule(problem.head)
-    uses = [use for use in taken.uses if use.by is head]
-    if len(uses) != 1 or not taken.is_head(uses[0]):
+    calls = [call for call in capture.calls if call.by is head]
+    if len(calls) != 1 or not capture.is_head(calls[0]):
         return None
-    x = uses[0].x.detach()
+    x = calls[0].x.detach()
     return reduce_features(x, problem.reduction)
 
 

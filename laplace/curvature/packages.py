@@ -23,10 +23,10 @@ from laplace.core.memory import DATUM, in_slices, ran_out
 from laplace.curvature.model_copy import copied_batch
 from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine, Groups, detached
 from laplace.engines.kron_parts import KronBlock, KronParts
-from laplace.engines.native.capture import capture
+from laplace.engines.native.capture import record
 from laplace.engines.native.engine import NativeEngine
+from laplace.engines.native.layer_calls import FunctionCall
 from laplace.engines.native.passes import ForwardPass
-from laplace.engines.native.uses import Call
 from laplace.engines.options import EngineOptions
 from laplace.errors import CurvatureError, MissingDependency
 from laplace.jacobian.jacobian import Jacobian
@@ -233,8 +233,8 @@ class PackageEngine(CurvatureEngine):
             return self.native.observe(x, y)
         x = detached(x)
         with torch.inference_mode(False), lent(self.problem.module):
-            taken = capture(self.problem, x, loop=False)
-        watched = ForwardPass(self.problem, x, taken, (), self.native.memory_budget)
+            capture = record(self.problem, x, loop=False)
+        watched = ForwardPass(self.problem, x, capture, (), self.native.memory_budget)
         return watched, self.native.targets(watched.f, y, watched.positions)
 
     def _checked(self, primitive: str, watched: ForwardPass, y: Tensor | None) -> Reasons:
@@ -278,8 +278,8 @@ class PackageEngine(CurvatureEngine):
     def _origins(self, watched: ForwardPass) -> list[int]:
         """The first tensor of the same layer's use, by whose index a weight and its bias share a factor."""
         first: dict[object, int] = {}
-        uses = [tuple((term.use, term.reading) for term in explanation.terms) for explanation in watched.plan]
-        return [first.setdefault(use or i, i) for i, use in enumerate(uses)]
+        keys = [tuple((use.call, use.axis) for use in rule.uses) for rule in watched.plan]
+        return [first.setdefault(key or i, i) for i, key in enumerate(keys)]
 
     def _kron_block(self, slot: int, origin: int, layer: LayerFactors) -> tuple[dict[str, Tensor], KronBlock]:
         """Factors of a tensor by key, restricted to the treated entries, under the keys of the native engine."""
@@ -332,12 +332,12 @@ def undisturbed_by_warnings() -> Iterator[None]:
 def reuse(watched: ForwardPass) -> Reasons:
     """Tensors that are not explained by one use of one layer."""
     reasons: Reasons = {}
-    for i, explanation in enumerate(watched.plan):
-        if explanation.rule == "unused":
+    for i, rule in enumerate(watched.plan):
+        if rule.description == "unused":
             reasons[i] = "the batch does not use it"
-        elif len(explanation.terms) != 1:
-            reasons[i] = "several uses" if explanation.terms else "no layer rule"
-        elif isinstance(watched.taken.uses[explanation.terms[0].use].by, Call):
+        elif len(rule.uses) != 1:
+            reasons[i] = "several uses" if rule.uses else "no layer rule"
+        elif isinstance(watched.capture.calls[rule.uses[0].call].by, FunctionCall):
             reasons[i] = "no layer rule"
     return reasons
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from laplace.curvature.module_chain import ModuleChain
 from laplace.curvature.packages import Reasons, reuse
-from laplace.engines.native.capture import Use
-from laplace.engines.native.layers import Reading
+from laplace.engines.native.layer_calls import LayerCall
+from laplace.engines.native.layers import BatchAxis
 from laplace.engines.native.passes import ForwardPass
 from laplace.errors import CurvatureError
 
@@ -101,27 +101,27 @@ def fault_of(module: nn.Module, table: SupportTable) -> str:
     return table[type(module)](module)
 
 
-def obstacles_of(watched: ForwardPass, fault: Callable[[Use], str]) -> Reasons:
+def obstacles_of(watched: ForwardPass, fault: Callable[[LayerCall], str]) -> Reasons:
     """Reasons why tensors are not a package's: not one use of one layer, data in another dimension, or a fault."""
     reasons = reuse(watched)
-    for i, explanation in enumerate(watched.plan):
+    for i, rule in enumerate(watched.plan):
         if i in reasons:
             continue
-        term = explanation.terms[0]
-        use = watched.taken.uses[term.use]
-        if term.reading is not Reading.LEADING or len(use.x) != watched.n_data:
+        use = rule.uses[0]
+        call = watched.capture.calls[use.call]
+        if use.axis is not BatchAxis.LEADING or len(call.x) != watched.n_data:
             reasons[i] = "the data are not in the first dimension of a layer's inputs"
-        elif reason := fault(use):
+        elif reason := fault(call):
             reasons[i] = reason
     return reasons
 
 
-def backpack_fault(use: Use, *, factored: bool) -> str:
+def backpack_fault(call: LayerCall, *, factored: bool) -> str:
     """Reason why BackPACK does not differentiate a layer correctly; empty if it does."""
-    layer = use.module
+    layer = call.module
     if factored and type(layer) is not nn.Linear:
         return f"no Kronecker factors of {type(layer).__name__} by the convention of KFAC-expand"
-    if factored and use.x.ndim != 2:
+    if factored and call.x.ndim != 2:
         return "no Kronecker factors for positions that share a weight"
     return fault_of(layer, LAYERS)
 
@@ -157,11 +157,11 @@ def hessian_known(loss: nn.Module, outputs: int) -> nn.Module:
     raise CurvatureError(f"no Hessian of {type(loss).__name__} of {outputs} outputs")
 
 
-def asdl_fault(use: Use, primitive: str) -> str:
+def asdl_fault(call: LayerCall, primitive: str) -> str:
     """Reason why ASDL does not compute a quantity of a layer correctly; empty if it does."""
-    layer = use.module
+    layer = call.module
     if type(layer) is nn.Linear:
-        apart = use.x.ndim == 2 or (primitive == "kron" and use.x.ndim > 2)
+        apart = call.x.ndim == 2 or (primitive == "kron" and call.x.ndim > 2)
         return "" if apart else "positions that share a weight, which it takes for data"
     if type(layer) is not nn.Conv2d:
         return f"no curvature of {type(layer).__name__}"
@@ -171,7 +171,7 @@ def asdl_fault(use: Use, primitive: str) -> str:
         return f"{layer.padding_mode} padding, which it takes for zeros"
     if layer.padding == "same":
         return "padding='same', which it does not know"
-    shared, outputs, inputs = use.shape[2:].numel(), layer.out_channels, layer.weight[0].numel()
+    shared, outputs, inputs = call.shape[2:].numel(), layer.out_channels, layer.weight[0].numel()
     if primitive == "diag" and shared > 1 and shared * (outputs + inputs) < outputs * inputs:
         return "a wide convolution, whose diagonal it approximates"
-    return "" if use.x.ndim == 4 else "inputs without a batch dimension"
+    return "" if call.x.ndim == 4 else "inputs without a batch dimension"

@@ -141,7 +141,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         parts = list(self.jacobian(x, create_graph=create_graph))
         return parts if parts and all(jacobian.is_head for jacobian, _ in parts) else None
 
-    def survey(self, x: Inputs, y: Tensor) -> BatchProfile:
+    def profile(self, x: Inputs, y: Tensor) -> BatchProfile:
         """Shapes, memory and seconds of a batch, without its curvature; no random numbers are drawn."""
         raise UnsupportedError(
             f"backend={self.name} does not say what a batch takes; only the library's own backends can be planned for."
