@@ -210,7 +210,7 @@ class ELLA(BaseFunctionalLaplace):
         balanced: bool = False,
         **options: Any,
     ) -> None:
-        """Finds the directions and the curvature in their span, in two readings of the loader.
+        """Finds the directions and the curvature in their span, in two passes over the loader.
 
         Args:
             train_loader: Batches, which can be read several times.
