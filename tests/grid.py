@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
-from laplace.posterior.parametric import ParametricLaplace
+from laplace.parametric import ParametricLaplace
 from laplace.structures import STRUCTURES as REGISTRY
 
 WEIGHTS = ("all", "last_layer", "subnetwork")
