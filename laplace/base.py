@@ -28,6 +28,7 @@ from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import own_precision, require_module, undisturbed
 from laplace.posterior.attributes import Chosen
 from laplace.posterior.choices import Choices, checked_backend, require_exact_ggn
+from laplace.posterior.derived import Derived
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.names import WEIGHT_SPACE, PredictiveNames
 from laplace.structures.base import Curvature, Precision
@@ -144,7 +145,8 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: nothing derived, and hyper-parameters without their graph."""
-        return self.__dict__ | {"_posterior": self._posterior.copied()}
+        now = self._posterior
+        return self.__dict__ | {"_posterior": replace(now, hypers=now.hypers.detached(), derived=Derived())}
 
     # The one reference.
 

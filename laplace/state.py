@@ -15,6 +15,7 @@ from laplace.errors import InvalidArgument, LaplaceError, StateError, StateWarni
 from laplace.fitting import Fit
 from laplace.network.fingerprint import Fingerprint, ModelWatch, checksums, same_sums
 from laplace.network.model_guard import undisturbed
+from laplace.posterior.first_outputs import with_channels
 from laplace.posterior.posterior import Fitted, Posterior
 from laplace.posterior.refined import Refinement
 from laplace.structures.base import move
@@ -128,7 +129,7 @@ def _of_state(posterior: Posterior, state: dict[str, Any]) -> Posterior:
         state: The state.
     """
     if posterior.choices.channel_dim is None and state.get("channel_dim", -1) != -1:
-        posterior = posterior.with_channels(state["channel_dim"])
+        posterior = with_channels(posterior, state["channel_dim"])
     to, structure = posterior.hypers.device, posterior.choices.structure
     curvature = structure.from_state(move(state["H"], to, None))
     loss, draws = state["loss"].to(to), state.get("draws")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
-from laplace.core.positions import channel_of
+from laplace.core.positions import channel_of, channels_last
 from laplace.engines.engine import detached
 from laplace.likelihoods.logits import require_logits
 from laplace.network.misfits import called
@@ -37,13 +38,21 @@ def discovered(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
             f = _of_one(lambda some: batches.latent(called(posterior.model, call, some)), detached(x))
         channel_dim = channel_of(f, y[: len(f)])
         if channel_dim is not None:
-            posterior = posterior.with_channels(channel_dim)
+            posterior = with_channels(posterior, channel_dim)
     problem = posterior.weights.discover(x)
     if posterior.likelihood.activation == "sigmoid":
         with lent(problem.module), hooks_fire(problem.module), torch.enable_grad():
             f = _of_one(lambda some: problem.run(problem.stand_ins(), some), detached(x))
         require_logits(posterior.likelihood, f, problem.dtype)
     return posterior.with_problem(problem)
+
+
+def with_channels(posterior: Posterior, channel_dim: int) -> Posterior:
+    """The posterior of a network whose outputs have their channels in this dimension."""
+    choices = posterior.choices
+    call = batches.caller(posterior.model, choices.forward_fn, choices.dict_key_y)
+    weights = posterior.weights.called_by(channels_last(call, channel_dim))
+    return replace(posterior.with_choices(channel_dim=channel_dim), weights=weights)
 
 
 def call_of(posterior: Posterior) -> ForwardFn:

@@ -9,10 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from laplace.core import batch as batches
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import COVARIANCES, EVIDENCE, HYPERPARAMETERS, MOMENTS, POSTERIOR, is_overridden
-from laplace.core.positions import channels_last
 from laplace.core.prior import GaussianPrior
 from laplace.curvature import CurvatureInterface
 from laplace.engines.engine import CurvatureEngine
@@ -117,12 +115,6 @@ class Posterior:
         """The posterior with other choices, by name, for which all that is derived is made anew."""
         return replace(self, choices=replace(self.choices, **choices), derived=Derived())
 
-    def with_channels(self, channel_dim: int) -> Posterior:
-        """The posterior of a network whose outputs have their channels in this dimension."""
-        call = batches.caller(self.model, self.choices.forward_fn, self.choices.dict_key_y)
-        weights = self.weights.called_by(channels_last(call, channel_dim))
-        return replace(self.with_choices(channel_dim=channel_dim), weights=weights)
-
     def with_problem(self, problem: Problem) -> Posterior:
         """The posterior of random weights that are known now."""
         if problem is self.weights.problem:
@@ -147,10 +139,6 @@ class Posterior:
         """The posterior elsewhere, of a network that was moved there, at hyper-parameters without a graph."""
         data = None if self.data is None else self.data.moved(self.model, device, dtype)
         return replace(self, hypers=self.hypers.moved(device, dtype), data=data, derived=Derived())
-
-    def copied(self) -> Posterior:
-        """The posterior as copies and pickles have it: nothing derived, and hyper-parameters without their graph."""
-        return replace(self, hypers=self.hypers.detached(), derived=Derived())
 
     # What was chosen.
 
