@@ -44,7 +44,7 @@ class NativeEngine(CurvatureEngine):
     Args:
         problem: The network and its treated tensors.
         likelihood: Loss and output Hessian.
-        options: What is sampled, and how much is computed at once.
+        options: Sampling, Kronecker factors, and how much is computed at once.
     """
 
     def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
