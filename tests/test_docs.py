@@ -11,6 +11,7 @@ import pytest
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
 from laplace.engines.options import MEMORY_BUDGET
 from laplace.jacobian.contractions import CHUNK_BYTES
+from laplace.structures import STRUCTURES
 from tests.source import house
 
 ROOT = Path(__file__).parents[1]
@@ -28,8 +29,9 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     text = page.read_text("utf-8")
     examples = _PYTHON.findall(text)
     assert len(examples) == text.count("```py"), "an example that is not seen"
-    for number, example in enumerate(examples):
-        exec(compile(example, f"{page.name}, example {number}", "exec", dont_inherit=True), namespace)
+    with STRUCTURES.temporarily():
+        for number, example in enumerate(examples):
+            exec(compile(example, f"{page.name}, example {number}", "exec", dont_inherit=True), namespace)
 
 
 @each_page

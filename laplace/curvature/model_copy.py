@@ -20,9 +20,9 @@ from laplace.core.memory import ran_out
 from laplace.engines.engine import detached
 from laplace.engines.native.capture import Use
 from laplace.engines.native.passes import ForwardPass
-from laplace.engines.native.pieces import reduce_features
 from laplace.engines.native.proof import close
 from laplace.errors import CurvatureError
+from laplace.weights.feature_extractor import reduce_features
 from laplace.weights.problem import Caller, Problem
 
 
@@ -113,7 +113,7 @@ def _features(watched: ForwardPass) -> Tensor | None:
     if len(uses) != 1 or not taken.is_head(uses[0]):
         return None
     x = uses[0].x.detach()
-    return reduce_features(x, problem.reduction) if problem.reduction is not None and x.ndim > 2 else x
+    return reduce_features(x, problem.reduction)
 
 
 def _copied(

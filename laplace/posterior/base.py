@@ -9,22 +9,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace.core import batch as batches
 from laplace.core import hyperparameters as hyper
 from laplace.core import overrides
 from laplace.core.arguments import CheckedConstructor, checked
-from laplace.core.batch import Inputs
+from laplace.core.batch import ForwardFn, Inputs
+from laplace.core.positions import channels_last
 from laplace.curvature import CurvatureInterface, NativeGGN
+from laplace.engines.engine import CurvatureEngine
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument, InvalidType, LaplaceError
 from laplace.evidence import Evidence
+from laplace.fitting import Fit
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
+from laplace.network.fingerprint import Fingerprint
 from laplace.network.model_guard import own_precision, require_module
-from laplace.structures.base import Precision
+from laplace.refinement.result import Refinement
+from laplace.structures.base import Curvature, Precision
+from laplace.structures.indefinite import SignedOptions
+from laplace.weights.all_weights import AllWeights
+from laplace.weights.base import Weights
+
+Backend = type[CurvatureInterface] | None
+Options = dict[str, Any] | None
 
 
 class BaseLaplace(CheckedConstructor, ABC):
     """A Gaussian posterior around trained weights, in weight space or in function space.
+
+    Its constructor is the common one: those of the named classes pass to it what they are given (`binding.py`).
 
     Args:
         model: The trained network; it is lent and left as it is.
@@ -39,10 +53,21 @@ class BaseLaplace(CheckedConstructor, ABC):
         backend: Curvature backend, a class; None for the native GGN.
         backend_kwargs: Its constructor's options; never written to.
         asdl_fisher_kwargs: Options for the ASDL backends.
+        forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
+        structure_kwargs: Options of the structure (low rank: `rank`, …).
+        channel_dim: Dimension of the network's outputs that holds the classes (or the outputs of a position): −1 for
+            `[B, C]` and `[B, T, C]`, 1 for pixels `[B, C, H, W]`. None for what the shape of labels says at the first
+            fit, as PyTorch's losses read it; without labels of positions it is the last one.
+        weights_options: Options of the choice of weights.
+        precision_options: Options of the structure's precision.
 
     Raises:
         InvalidArgument: A hyper-parameter is not positive or not finite, or has a length that fits nothing.
+        UnsupportedError: The class chooses no structure.
     """
+
+    structure: type[Curvature]
+    weights_type: type[Weights] = AllWeights
 
     def __init__(
         self,
@@ -55,11 +80,28 @@ class BaseLaplace(CheckedConstructor, ABC):
         enable_backprop: bool = False,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
-        backend: type[CurvatureInterface] | None = None,
-        backend_kwargs: dict[str, Any] | None = None,
-        asdl_fisher_kwargs: dict[str, Any] | None = None,
+        backend: Backend = None,
+        backend_kwargs: Options = None,
+        asdl_fisher_kwargs: Options = None,
+        *,
+        forward_fn: ForwardFn | None = None,
+        structure_kwargs: Options = None,
+        channel_dim: int | None = None,
+        weights_options: Options = None,
+        precision_options: Options = None,
     ) -> None:
+        overrides.require_structure(type(self))
         self.model = require_module(model)
+        self.weights = self.weights_type(
+            model,
+            forward_fn=channels_last(batches.caller(model, forward_fn, dict_key_y), channel_dim),
+            **(weights_options or {}),
+        )
+        self.forward_fn = forward_fn
+        self.channel_dim = -1 if channel_dim is None else channel_dim
+        self.channels_known = channel_dim is not None
+        self.structure_kwargs = dict(structure_kwargs or {})
+        self.structure_options = self.structure.options_from(self.structure_kwargs)
         self.likelihood = likelihood
         self.likelihood_object = get_likelihood(likelihood)
         self.enable_backprop = bool(enable_backprop)
@@ -68,9 +110,19 @@ class BaseLaplace(CheckedConstructor, ABC):
         self.backend_cls = _checked_backend(backend)
         self.backend_kwargs = dict(backend_kwargs or {})
         self.asdl_fisher_kwargs = dict(asdl_fisher_kwargs or {})
-        parameter = next(model.parameters(), torch.zeros(()))
-        dtype = torch.promote_types(parameter.dtype, torch.float32) if parameter.is_floating_point() else None
-        self._like = torch.zeros((), device=parameter.device, dtype=dtype)
+        if self.structure.exact_ggn:
+            _require_exact_ggn(self.backend_cls, self.backend_kwargs)
+        self.precision_options = dict(precision_options or {})
+        if self.backend_cls.kind == "hessian" and isinstance(self.structure_options, SignedOptions):
+            self.precision_options["indefinite"] = self.structure_options.indefinite
+        self._fit: Fit | None = None
+        self._refinement: Refinement | None = None
+        self._mean: Tensor | None = None
+        self._backend: CurvatureInterface | None = None
+        self._engine: CurvatureEngine | None = None
+        self.fingerprint: Fingerprint | None = None
+        self._posterior: tuple[Any, Precision] | None = None
+        self._like = _scalar_like(model)
         self.sigma_noise = sigma_noise
         self.temperature = temperature
         self.prior_precision = prior_precision
@@ -275,6 +327,13 @@ class BaseLaplace(CheckedConstructor, ABC):
 overrides.check_class(BaseLaplace, BaseLaplace)
 
 
+def _scalar_like(model: nn.Module) -> Tensor:
+    """A zero, 0-dim, where the hyper-parameters of a posterior over the model's weights lie, and of their dtype."""
+    parameter = next(model.parameters(), torch.zeros(()))
+    dtype = torch.promote_types(parameter.dtype, torch.float32) if parameter.is_floating_point() else None
+    return torch.zeros((), device=parameter.device, dtype=dtype)
+
+
 def _checked_backend(backend: Any) -> type[CurvatureInterface]:
     """The class that computes curvature, the native GGN by default; an object, as `la.backend`, stands for its class.
 
@@ -290,3 +349,20 @@ def _checked_backend(backend: Any) -> type[CurvatureInterface]:
         f"backend={backend!r} is not accepted; give a class derived from "
         "laplace.curvature.CurvatureInterface, such as NativeGGN or NativeEF, and its options as backend_kwargs={...}."
     )
+
+
+def _require_exact_ggn(backend: type[CurvatureInterface], options: dict[str, Any]) -> None:
+    """Refuses an empirical Fisher, a Hessian, or sampled curvature.
+
+    Raises:
+        InvalidArgument: It is one of these.
+    """
+    if backend.kind != "ggn":
+        raise InvalidArgument(
+            f"backend={backend.__name__} has curvature of kind {backend.kind!r}; a Gaussian process of the linearised "
+            "network has that of the GGN: give backend=NativeGGN or another GGN backend."
+        )
+    if options.get("stochastic"):
+        raise InvalidArgument(
+            "backend_kwargs has stochastic=True, but a Gaussian process takes the exact output Hessian; leave it out."
+        )

@@ -19,18 +19,28 @@ from laplace.errors import InvalidArgument, InvalidType
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import own_mode, own_precision
 from laplace.posterior import overridden, own_outputs, state
+from laplace.posterior.keyed_classes import KeyedClasses
 from laplace.posterior.weight_predictor import WeightPredictor
 from laplace.predictive import latent
 from laplace.predictive.posterior_outputs import PredictionOptions
 from laplace.predictive.prediction import Prediction, laid_out
 from laplace.tuning import PosteriorGroup, Tunable
 
+CELLS: KeyedClasses[ParametricLaplace] = KeyedClasses()
+"""Classes with a `_key`: the cells of the grid that have one."""
+
 
 class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
     """Base of all weight-space posteriors; a concrete class binds `structure` and `weights_type`.
 
-    The arguments are those of `WeightFit`.
+    The arguments are those of `BaseLaplace`.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Files a class with a `_key` of its own, by which `Laplace(...)` finds it."""
+        super().__init_subclass__(**options)
+        if "_key" in vars(cls):
+            CELLS.add(vars(cls)["_key"], cls)
 
     # Predictions.
 
@@ -62,7 +72,8 @@ class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
             x: Inputs, a tensor, tuple or mapping.
             pred_type: `"glm"`, the linearised network (Immer et al., 2021), or `"nn"`, sampled weights.
             joint: Covariance over all inputs; with classification, samples of `link_approx="mc"` are joint.
-            link_approx: `"probit"`, `"mc"`, `"bridge"`, `"bridge_norm"` or `"delta"`; `"nn"` always samples.
+            link_approx: One of the links of the likelihood, names in `laplace.likelihoods.links.LINKS`; `"nn"` always
+                samples.
             n_samples: Monte-Carlo samples.
             diagonal_output: Only variances of the outputs.
             generator: Source of randomness; equal seeds give equal bits.
@@ -75,7 +86,7 @@ class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
             InvalidArgument: An option is not accepted.
             ModelChangedError: The network was trained further after `fit`.
         """
-        kind = latent.check_options(pred_type, link_approx, n_samples, generator)
+        kind = latent.check_options(pred_type, link_approx, n_samples, generator, self.pred_types)
         if observation_noise and not self.likelihood_object.has_noise:
             raise InvalidArgument(
                 f"observation_noise=True, but likelihood={self.likelihood_object.name!r} has no noise."
@@ -86,6 +97,8 @@ class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
         options = PredictionOptions(str(link_approx), n_samples, _form(joint, diagonal_output))
         rows = self._quantities(x, kind, options, lambda: generator, model_kwargs)
         prediction = Prediction.of(self._as_overridden(rows, x, kind, model_kwargs), self.channel_dim)
+        if likelihood.moment_prediction:
+            return prediction.mean, prediction.variance
         if not likelihood.latent_prediction or (fitting and not likelihood.has_noise):
             return prediction.mean
         gaussian = prediction.latent
@@ -142,7 +155,7 @@ class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
         model_kwargs: dict[str, Any],
     ) -> Tensor:
         """`[S, B, *positions, C]`."""
-        kind = latent.check_options(pred_type, None, n_samples, generator)
+        kind = latent.check_options(pred_type, None, n_samples, generator, self.pred_types)
         options = PredictionOptions(n_samples=n_samples, form=_form(joint, diagonal_output))
         rows = self._quantities(x, kind, options, lambda: generator, model_kwargs)
         return unrolled(rows.latent_samples, rows.positions, 1)
@@ -163,7 +176,7 @@ class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
         Reward modelling gives preference probabilities for pairs (C = 2) and latent rewards for single items.
         """
         if is_overridden(self, "functional_samples"):
-            kind = latent.check_options(pred_type, None, n_samples, generator)
+            kind = latent.check_options(pred_type, None, n_samples, generator, self.pred_types)
             form = _form(joint, diagonal_output)
             drawn = own_outputs.own_samples(self, "functional_samples", x, kind, form, model_kwargs)(
                 n_samples, generator

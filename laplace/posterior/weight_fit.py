@@ -6,106 +6,30 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace import fitting
 from laplace.core import batch as batches
 from laplace.core import hyperparameters as hyper
 from laplace.core.arguments import checked
-from laplace.core.batch import ForwardFn
 from laplace.core.checks import named
-from laplace.core.overrides import is_ours, require_structure
-from laplace.core.positions import channels_last
+from laplace.core.overrides import is_ours
 from laplace.curvature import CurvatureInterface
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, NotFittedError
-from laplace.fitting import FirstBatch, Fit, ReadOptions, subsampling
+from laplace.fitting import FirstBatch, FirstPass, Fit, ReadOptions, subsampling
 from laplace.fitting.subsampling import Subset
-from laplace.likelihoods.base import Likelihood
 from laplace.network.fingerprint import Fingerprint
-from laplace.network.model_guard import own_mode, require_module, same_random_state, undisturbed
+from laplace.network.model_guard import own_mode, same_random_state, undisturbed
 from laplace.posterior import first_outputs
 from laplace.posterior.base import BaseLaplace
 from laplace.refinement.result import Refinement
 from laplace.structures.announced import bars
-from laplace.structures.base import Curvature, Precision
-from laplace.structures.indefinite import SignedOptions
-from laplace.weights.all_weights import AllWeights
-from laplace.weights.base import Weights
 from laplace.weights.problem import Problem
 
 
 class WeightFit(BaseLaplace):
-    """A choice of weights with what data say of them; `WeightPosterior` adds evidence and moments.
-
-    Args:
-        model: The trained network.
-        likelihood: Name or object.
-        sigma_noise: Observation noise, a scalar or `[C]`.
-        prior_precision: δ.
-        prior_mean: μ₀.
-        temperature: T.
-        enable_backprop: Differentiable predictions.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
-        backend: Curvature backend, a class; None for the native GGN.
-        backend_kwargs: Its constructor's options; never written to.
-        asdl_fisher_kwargs: Options for the ASDL backends.
-        forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
-        channel_dim: Dimension of the network's outputs that holds the classes (or the outputs of a position): −1 for
-            `[B, C]` and `[B, T, C]`, 1 for pixels `[B, C, H, W]`. None for what the shape of labels says at the first
-            fit, as PyTorch's losses read it; without labels of positions it is the last one.
-        structure_kwargs: Options of the structure (low rank: `rank`, …).
-        weights_options: Options of the choice of weights.
-        precision_options: Options of the structure's precision.
-    """
-
-    structure: type[Curvature]
-    weights_type: type[Weights] = AllWeights
-
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood | str,
-        sigma_noise: float | Tensor = 1.0,
-        prior_precision: float | Tensor = 1.0,
-        prior_mean: float | Tensor = 0.0,
-        temperature: float | Tensor = 1.0,
-        enable_backprop: bool = False,
-        dict_key_x: str = "input_ids",
-        dict_key_y: str = "labels",
-        backend: type[CurvatureInterface] | None = None,
-        backend_kwargs: dict[str, Any] | None = None,
-        asdl_fisher_kwargs: dict[str, Any] | None = None,
-        *,
-        forward_fn: ForwardFn | None = None,
-        structure_kwargs: dict[str, Any] | None = None,
-        channel_dim: int | None = None,
-        weights_options: dict[str, Any] | None = None,
-        precision_options: dict[str, Any] | None = None,
-    ) -> None:
-        require_structure(type(self))
-        call = channels_last(batches.caller(require_module(model), forward_fn, dict_key_y), channel_dim)
-        self.weights = self.weights_type(model, forward_fn=call, **(weights_options or {}))
-        self.forward_fn = forward_fn
-        self.channel_dim = -1 if channel_dim is None else channel_dim
-        self.channels_known = channel_dim is not None
-        self.structure_kwargs = dict(structure_kwargs or {})
-        self.structure_options = self.structure.options_from(self.structure_kwargs)
-        self.precision_options = dict(precision_options or {})
-        self._fit: Fit | None = None
-        self._refinement: Refinement | None = None
-        self._mean: Tensor | None = None
-        self._backend: CurvatureInterface | None = None
-        self._engine: CurvatureEngine | None = None
-        self.fingerprint: Fingerprint | None = None
-        self._posterior: tuple[Any, Precision] | None = None
-        super().__init__(
-            model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
-            dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kwargs,
-        )  # fmt: skip
-        if self.backend_cls.kind == "hessian" and isinstance(self.structure_options, SignedOptions):
-            self.precision_options["indefinite"] = self.structure_options.indefinite
+    """A choice of weights with what data say of them; `WeightPosterior` adds evidence and moments."""
 
     # What was chosen.
 
@@ -252,12 +176,30 @@ class WeightFit(BaseLaplace):
             ApproximationWarning: Random outputs, several heads with a last layer, one of several processes, or many
                 weights that Kronecker factors could not hold.
         """
+        self._fit_by(
+            None, train_loader, override, progress_bar, decay=decay, subset=subset, generator=generator,
+            check_memory=check_memory,
+        )  # fmt: skip
+
+    def _fit_by(
+        self,
+        first_pass: FirstPass | None,
+        train_loader: Iterable[Any],
+        override: bool,
+        progress_bar: bool,
+        *,
+        decay: float = 1.0,
+        subset: int | None = None,
+        generator: torch.Generator | None = None,
+        check_memory: bool = True,
+    ) -> None:
+        """Fits by a first pass over the data that depends on the call; None for that of the structure."""
         fitting.check_override(override)
         fitting.check_decay(decay, override=override)
         batches.require_loader(train_loader, "train_loader")
         part = None if subset is None else Subset.drawn(subset, generator)
         first = FirstBatch(self.weights.model, self.weights.forward_fn)
-        reading = ReadOptions(self.dict_key_y, progress_bar, first, check_memory)
+        reading = ReadOptions(self.dict_key_y, progress_bar, first, check_memory, first_pass)
         new, engine = self.measured(train_loader, reading, go_on=not override, subset=part)
         with torch.inference_mode(False), torch.no_grad(), bars(progress_bar):
             fit = new if override or self._fit is None else self._fit.scaled(decay) + new

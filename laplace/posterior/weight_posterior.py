@@ -32,7 +32,7 @@ from laplace.structures.base import Precision
 class WeightPosterior(WeightFit):
     """What is known of the weights; `ParametricLaplace` adds predictions, tuning and state.
 
-    The arguments are those of `WeightFit`.
+    The arguments are those of `BaseLaplace`.
     """
 
     # Before and after a fit.

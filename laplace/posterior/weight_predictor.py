@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from laplace.errors import UnsupportedError
 from laplace.posterior import overridden, own_outputs
 from laplace.posterior.weight_posterior import WeightPosterior
 from laplace.predictive import latent
+from laplace.predictive.names import WEIGHT_SPACE, PredictiveNames
 from laplace.predictive.posterior_outputs import Draws, PosteriorOutputs, PredictionOptions
 from laplace.predictive.prediction import Prediction
 from laplace.predictive.reparameterised import ReparameterisedOutputs
@@ -27,8 +28,13 @@ from laplace.predictive.sources import GaussianSource, LinearisedOutputs, Sample
 class WeightPredictor(WeightPosterior):
     """What a posterior says of new inputs; `ParametricLaplace` adds the older interface, tuning and state.
 
-    The arguments are those of `WeightFit`.
+    The arguments are those of `BaseLaplace`.
+
+    Attributes:
+        pred_types: Names of its predictives.
     """
+
+    pred_types: ClassVar[PredictiveNames] = WEIGHT_SPACE
 
     @checked
     def predict(
@@ -50,7 +56,8 @@ class WeightPredictor(WeightPosterior):
             x: Inputs, a tensor, tuple or mapping.
             pred_type: `"glm"`, the linearised network (Immer et al., 2021), or `"nn"`, sampled weights.
             joint: Covariance over all inputs.
-            link_approx: `"probit"`, `"mc"`, `"bridge"`, `"bridge_norm"` or `"delta"`; `"nn"` always samples.
+            link_approx: One of the links of the likelihood, names in `laplace.likelihoods.links.LINKS`; `"nn"` always
+                samples.
             n_samples: Monte-Carlo samples, of whatever is sampled.
             diagonal_output: Only variances of the outputs.
             generator: Source of randomness; its state is copied, so that what is drawn does not depend on the order of
@@ -65,7 +72,7 @@ class WeightPredictor(WeightPosterior):
             ModelChangedError: The network was trained further after `fit`; also when a quantity is read.
             UnsupportedError: Local reparameterisation without a diagonal posterior over sampled weights.
         """
-        kind = latent.check_options(pred_type, link_approx, n_samples, generator)
+        kind = latent.check_options(pred_type, link_approx, n_samples, generator, self.pred_types)
         form = "joint" if joint else "diagonal" if diagonal_output else "full"
         options = PredictionOptions(str(link_approx), n_samples, form)
         self.check_unchanged()

@@ -73,7 +73,8 @@ class Candidates:
     def __init__(
         self, la: ParametricLaplace, settings: list[Setting], predictive: Predictive, *, whole_covariance: bool
     ) -> None:
-        latent.check_options(predictive.pred_type, predictive.link_approx, predictive.n_samples, None)
+        asked = (predictive.pred_type, predictive.link_approx, predictive.n_samples, None)
+        self.kind = latent.check_options(*asked, la.pred_types)
         la.check_unchanged()
         self.la = la
         self.settings = settings
@@ -99,7 +100,7 @@ class Candidates:
         apart = self.called or self.scan is None
         likelihood = self.la.likelihood_object
         by_rows = likelihood.target.by_rows(likelihood, self.predictive.link_approx)
-        if self.predictive.pred_type != PredType.NN and by_rows and not apart:
+        if self.kind != PredType.NN and by_rows and not apart:
             n_outputs = self.la.fitted().n_outputs
             per_datum = n_outputs if self.diagonal else n_outputs**2
             width = max(self.la.problem.layout.n_params, n_data * per_datum)
@@ -115,7 +116,7 @@ class Candidates:
         """
         if self.called:
             return self._by_calling(x)
-        if self.predictive.pred_type == PredType.NN:
+        if self.kind == PredType.NN:
             return self._sampled(x)
         x = batches.to_device(x, self.la.problem.device)
         wide = self.predictive.link_approx == LinkApprox.MC

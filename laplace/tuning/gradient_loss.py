@@ -89,11 +89,12 @@ class SmoothLoss:
         *,
         progress_bar: bool = False,
     ) -> None:
-        kind = latent.check_options(predictive.pred_type, predictive.link_approx, predictive.n_samples, None)
-        if kind == PredType.NN or objective.thresholds:
-            what = "pred_type='nn'" if kind == PredType.NN else "Thresholds"
-            raise InvalidArgument(f"{what} has no gradient in the hyper-parameters; use method='grid'.")
         self.subject = PosteriorGroup.of(la)
+        asked = (predictive.pred_type, predictive.link_approx, predictive.n_samples, None)
+        sampled = any(latent.check_options(*asked, one.pred_types) == PredType.NN for one in self.subject.posteriors)
+        if sampled or objective.thresholds:
+            what = "pred_type='nn'" if sampled else "Thresholds"
+            raise InvalidArgument(f"{what} has no gradient in the hyper-parameters; use method='grid'.")
         for posterior in self.subject.posteriors:
             posterior.check_unchanged()
             if is_overridden(posterior, *PREDICTIONS):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -24,8 +25,11 @@ class Weights(ABC):
         InvalidType: The network is no module.
 
     Attributes:
+        arguments: Names that posteriors' constructors have for its options, with its own names for them.
         problem: What backends see; None for a last layer that is not known before `discover`.
     """
+
+    arguments: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, model: nn.Module, forward_fn: ForwardFn | None = None) -> None:
         self.model = unwrap(require_module(model))

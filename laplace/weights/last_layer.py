@@ -36,6 +36,8 @@ class LastLayer(Weights):
         InvalidArgument: Unknown reduction, or the named module is neither an `nn.Linear` nor a convolution.
     """
 
+    arguments = {"last_layer_name": "name", "feature_reduction": "reduction"}  # noqa: RUF012
+
     def __init__(
         self,
         model: nn.Module,

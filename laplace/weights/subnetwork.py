@@ -29,6 +29,8 @@ class Subnetwork(Weights):
         InvalidArgument: Not one-dimensional, empty, out of range or with duplicates.
     """
 
+    arguments = {"subnetwork_indices": "indices"}  # noqa: RUF012
+
     def __init__(self, model: nn.Module, indices: Tensor, forward_fn: ForwardFn | None = None) -> None:
         super().__init__(model, forward_fn)
         self._tensors = {name: tensor.shape for name, tensor in trainable(self.model).items()}

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from laplace.engines.native.layers import Reading, rule_for
 from laplace.engines.native.uses import Call, Use
-from laplace.enums import FeatureReduction
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block
+from laplace.weights.feature_extractor import reduce_features
 from laplace.weights.problem import Problem
 
 
@@ -58,16 +58,5 @@ def _of_use(problem: Problem, term: Term, use: Use, g: Tensor, n_data: int) -> B
     if rule is None:
         raise CurvatureError(f"no layer rule for {type(use.by).__name__}")
     x = use.x if not use.x.is_floating_point() else use.x.to(dtype)
-    g = g.to(dtype)
-    if problem.reduction is not None and x.ndim > 2:
-        x, g = reduce_features(x, problem.reduction), g.to(dtype)
-    a = rule.activation(use.by, term.attribute, x, n_data, term.reading)
-    return rule.block(use.by, term.attribute, a, g, n_data, term.reading)
-
-
-def reduce_features(features: Tensor, reduction: str) -> Tensor:
-    """Features with positions, `[B, …, D]`, as `[B, D]`: the first, the last, or their mean."""
-    flat = features.flatten(1, -2)
-    if reduction == FeatureReduction.PICK_FIRST:
-        return flat[:, 0]
-    return flat[:, -1] if reduction == FeatureReduction.PICK_LAST else flat.mean(1)
+    a = rule.activation(use.by, term.attribute, reduce_features(x, problem.reduction), n_data, term.reading)
+    return rule.block(use.by, term.attribute, a, g.to(dtype), n_data, term.reading)
