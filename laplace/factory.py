@@ -11,9 +11,9 @@ from laplace.cells import class_of, families
 from laplace.core.arguments import check_call, checked
 from laplace.enums import FunctionalApproximation, HessianStructure, SubsetOfWeights
 from laplace.errors import InvalidArgument
+from laplace.keyed_classes import Cell
 from laplace.likelihoods.base import Likelihood
-from laplace.posterior.keyed_classes import Cell
-from laplace.posterior.parametric import ParametricLaplace
+from laplace.parametric import ParametricLaplace
 
 __all__ = ["Laplace", "function_space", "named"]
 

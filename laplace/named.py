@@ -9,13 +9,13 @@ from operator import attrgetter
 
 from torch import Tensor, nn
 
+from laplace.base import Backend, Options
+from laplace.binding import bind
 from laplace.core.batch import ForwardFn
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
-from laplace.posterior.base import Backend, Options
-from laplace.posterior.binding import bind
-from laplace.posterior.parametric import ParametricLaplace
+from laplace.parametric import ParametricLaplace
 from laplace.structures import (
     BlockCurvature,
     DiagCurvature,

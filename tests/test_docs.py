@@ -11,6 +11,8 @@ import pytest
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
 from laplace.engines.options import MEMORY_BUDGET
 from laplace.jacobian.contractions import CHUNK_BYTES
+from laplace.likelihoods import LIKELIHOODS
+from laplace.likelihoods.links import LINKS
 from laplace.structures import STRUCTURES
 from tests.source import house
 
@@ -22,6 +24,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
 @pytest.mark.portable
+@pytest.mark.filterwarnings("ignore::laplace.errors.SlowWarning")  # a structure may be written in its shortest form
 @each_page
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -29,7 +32,7 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     text = page.read_text("utf-8")
     examples = _PYTHON.findall(text)
     assert len(examples) == text.count("```py"), "an example that is not seen"
-    with STRUCTURES.temporarily():
+    with STRUCTURES.temporarily(), LIKELIHOODS.temporarily(), LINKS.temporarily():
         for number, example in enumerate(examples):
             exec(compile(example, f"{page.name}, example {number}", "exec", dont_inherit=True), namespace)
 

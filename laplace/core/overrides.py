@@ -67,15 +67,10 @@ _PYTHONS = (object, ABC, Generic, Protocol)
 _FREE = frozenset({"_key", "_abc_impl", "_originals"})
 """Private names of the library's classes that users may define: the key by which `Laplace(...)` finds a class."""
 
-HELD = frozenset(
-    {
-        "_like", "_prior_precision", "_prior_mean", "_sigma_noise", "_temperature", "_fit", "_refinement", "_mean",
-        "_backend", "_engine", "_posterior",
-    }
-)  # fmt: skip
+HELD = frozenset({"_posterior"})
 """Private attributes of objects: a definition in a class would be hidden by them."""
 
-_FIXED = {"model": "the network", "likelihood": "the likelihood"}
+_FIXED = {"model": "the network", "likelihood": "the likelihood", "structure": "the structure"}
 """Public attributes that are read when an object is made, and never again."""
 
 _FIT_ANEW = "it is what a fit found: write the weights into the network and call fit, or load a state"
@@ -220,7 +215,7 @@ def check_assignment(la: object, name: str, value: Any) -> None:
     """
     if name in HOOKS and name not in HELD:
         raise ReadOnlyError(f"{name} is assigned, but this library never reads it: instead, {HOOKS[name]}.")
-    if name in _FIXED and vars(la).get(name, value) != value:
+    if name in _FIXED and getattr(la, name, value) != value:
         raise ReadOnlyError(
             f"{name} is assigned, but {_FIXED[name]} is read when the object is made: make a new one, "
             f"{type(la).__name__}(...)."

@@ -12,7 +12,7 @@ from laplace.core.arguments import checked
 from laplace.core.batch import Inputs
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
 from laplace.errors import InvalidArgument
-from laplace.posterior.parametric import ParametricLaplace
+from laplace.parametric import ParametricLaplace
 from laplace.predictive.names import FUNCTION_SPACE
 
 

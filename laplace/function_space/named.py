@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace import tuning
+from laplace.base import Backend, Options
+from laplace.binding import bind
 from laplace.core.arguments import check_call, checked
 from laplace.core.batch import ForwardFn
 from laplace.core.hyperparameters import check_counts
@@ -21,8 +23,7 @@ from laplace.function_space.base import BaseFunctionalLaplace
 from laplace.function_space.held_out import asked_for_candidates, best_candidate, held_out_nll
 from laplace.likelihoods.base import Likelihood
 from laplace.named import OfLastLayer
-from laplace.posterior.base import Backend, Options
-from laplace.posterior.binding import bind
+from laplace.posterior import learning
 from laplace.structures.gp.nystrom import DirectionPass, NystromCurvature, Watch
 from laplace.structures.gp.subset_of_data import SubsetCurvature
 
@@ -236,14 +237,16 @@ class ELLA(BaseFunctionalLaplace):
             prior = GaussianPrior(self.prior_precision.detach(), self.prior_mean.detach(), engine.problem.layout)
             precision = curvature.precision(scale.expand(curvature.n_terms), prior)
             history["processed_examples"].append(seen)
-            loss = held_out_nll(self, engine, precision, self.sigma_noise.detach(), val_loader or ())
+            loss = held_out_nll(self.snapshot(), engine, precision, self.sigma_noise.detach(), val_loader or ())
             history["val_nll"].append(loss)
 
         watch = None if val_loader is None else Watch(record, val_steps)
         chosen = replace(self.structure_options, balanced=balanced)
-        self._fit_by(
-            lambda engine: DirectionPass(engine, chosen, watch), train_loader, override, progress_bar, **options
-        )
+        posterior = learning.fitted_to(
+            self.snapshot(), train_loader, override=override, progress_bar=progress_bar,
+            first_pass=lambda engine: DirectionPass(engine, chosen, watch), **options,
+        )  # fmt: skip
+        self.set_posterior(posterior)
         self.fit_history_ = history
 
     def optimize_hyperparameters(
@@ -280,8 +283,8 @@ class ELLA(BaseFunctionalLaplace):
                 tune, objective, method, val_loader=val_loader, grid=grid, **options
             )
         else:
-            result = best_candidate(self, *listed)
-            result.setting.assign(self)
+            result = best_candidate(self.snapshot(), *listed)
+            self._take_over(self._group.assigned(**result.values_of()))
         self.fit_history_.setdefault("tuning", []).append(result)
         return result
 

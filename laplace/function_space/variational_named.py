@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from laplace.base import Backend, Options
+from laplace.binding import bind
 from laplace.core.arguments import check_call, checked
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.prior import GaussianPrior
@@ -23,8 +25,7 @@ from laplace.function_space.variational_inducing import Inducing
 from laplace.function_space.variational_training import LEARNT, Training
 from laplace.likelihoods.base import Likelihood
 from laplace.named import OfLastLayer
-from laplace.posterior.base import Backend, Options
-from laplace.posterior.binding import bind
+from laplace.posterior import learning
 from laplace.structures.gp.subset_precision import SubsetPrecision
 
 
@@ -145,12 +146,11 @@ class VaLLA(BaseFunctionalLaplace):
         check_override(override)
         check_call(super().fit, "fit", (train_loader,), options)
         former = self._trained if self.is_fitted and not override else None
-        self._fit_by(
-            lambda engine: InducingPass(engine, self.structure_options, training, former),
-            train_loader, True, progress_bar, **options,
+        posterior = learning.fitted_to(
+            self.snapshot(), train_loader, progress_bar=progress_bar,
+            first_pass=lambda engine: InducingPass(engine, self.structure_options, training, former), **options,
         )  # fmt: skip
-        for name, value in training.learnt.items():
-            setattr(self, name, value)
+        self.set_posterior(posterior.assigned(**training.learnt))
         self.fit_history_ = history
 
     def _watch(self, val_loader: Iterable[Any] | None, history: dict[str, list[float]]) -> Any:
@@ -163,7 +163,7 @@ class VaLLA(BaseFunctionalLaplace):
             prior = GaussianPrior(delta.to(like).reshape(1), self.prior_mean.detach(), engine.problem.layout)
             precision = SubsetPrecision((inducing,), like.new_ones(1), prior, like.dtype)
             history["val_step"].append(step)
-            history["val_nll"].append(held_out_nll(self, engine, precision, sigma, val_loader))
+            history["val_nll"].append(held_out_nll(self.snapshot(), engine, precision, sigma, val_loader))
 
         return watch
 

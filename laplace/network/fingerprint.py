@@ -134,6 +134,24 @@ class Fingerprint:
         return None
 
 
+class ModelWatch:
+    """A fingerprint in use: what was compared once, and found the same, need not be compared as closely again.
+
+    Args:
+        fingerprint: Of a network.
+
+    Attributes:
+        fingerprint: The same, with what has been seen since.
+    """
+
+    def __init__(self, fingerprint: Fingerprint) -> None:
+        self.fingerprint = fingerprint
+
+    def check(self, model: nn.Module) -> None:
+        """Raises `ModelChangedError` if the network's weights, or its outputs at data of the fit, are not as then."""
+        self.fingerprint = self.fingerprint.check(model)
+
+
 def _tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 

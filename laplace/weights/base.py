@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +16,7 @@ from laplace.weights.problem import Problem
 
 
 class Weights(ABC):
-    """A choice of random coordinates, bound to a model.
+    """A choice of random coordinates, bound to a model; what is found out later makes another one.
 
     Args:
         model: The network, kept by reference and never written to.
@@ -26,7 +27,7 @@ class Weights(ABC):
 
     Attributes:
         arguments: Names that posteriors' constructors have for its options, with its own names for them.
-        problem: What backends see; None for a last layer that is not known before `discover`.
+        problem: What backends see; None for a last layer that is not known yet.
     """
 
     arguments: ClassVar[Mapping[str, str]] = {}
@@ -56,11 +57,18 @@ class Weights(ABC):
         """The model and the arguments with which a backend is made for this choice."""
         return self.called, {}
 
-    def call_by(self, forward_fn: ForwardFn | None) -> None:
-        """Calls the model in another way from now on."""
-        self.forward_fn = forward_fn
-        if self.problem is not None:
-            self.problem = replace(self.problem, forward_fn=forward_fn)
+    def with_problem(self, problem: Problem) -> Weights:
+        """The same choice, of which the problem is known."""
+        other = copy.copy(self)
+        other.problem = problem
+        return other
+
+    def called_by(self, forward_fn: ForwardFn | None) -> Weights:
+        """The same choice, of a model that is called in another way."""
+        other = copy.copy(self)
+        other.forward_fn = forward_fn
+        other.problem = None if self.problem is None else replace(self.problem, forward_fn=forward_fn)
+        return other
 
     @property
     def called(self) -> nn.Module:

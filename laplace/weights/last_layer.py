@@ -54,10 +54,10 @@ class LastLayer(Weights):
             self.problem = self._problem(require_linear(self.model, name))
 
     def discover(self, x: Inputs) -> Problem:
-        if self.problem is None:
-            self._check_trunk()
-            self.problem = self._problem(self._found(x))
-        return self.problem
+        if self.problem is not None:
+            return self.problem
+        self._check_trunk()
+        return self._problem(self._found(x))
 
     def _check_trunk(self) -> None:
         """Warns where the features of a datum depend on its batch, which the head alone does not show."""

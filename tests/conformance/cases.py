@@ -7,7 +7,7 @@ by being there. The truth is dense, in float64, and computed once per problem fo
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -122,6 +122,16 @@ class Case:
         la = self.build(backend=BACKENDS[kind], **options)
         la.fit(self.problem.batches(batch_size))
         return la
+
+
+# What a structure keeps of the exact curvature, where that is a function of it; those of Kronecker factors have files
+# of their own.
+KEPT: dict[str, Callable[[Case, Tensor], Tensor]] = {
+    "full": lambda case, dense: dense,
+    "lowrank": lambda case, dense: dense,
+    "diag": lambda case, dense: torch.diag(dense.diagonal()),
+    "block": lambda case, dense: dense * (case.layer_of[:, None] == case.layer_of),
+}
 
 
 @dataclass(frozen=True)

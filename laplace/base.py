@@ -1,35 +1,41 @@
-"""What every Laplace approximation shares: hyper-parameters, evidence, predictions."""
+"""The contract of every Laplace approximation: choices, hyper-parameters, evidence, and the posterior behind them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from laplace.core import batch as batches
-from laplace.core import hyperparameters as hyper
 from laplace.core import overrides
 from laplace.core.arguments import CheckedConstructor, checked
 from laplace.core.batch import ForwardFn, Inputs
+from laplace.core.hyperparameters import Hyperparameters
+from laplace.core.overrides import is_overridden
 from laplace.core.positions import channels_last
-from laplace.curvature import CurvatureInterface, NativeGGN
+from laplace.curvature import CurvatureInterface
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import LinkApprox, PredType
-from laplace.errors import InvalidArgument, InvalidType, LaplaceError
+from laplace.errors import InvalidArgument, LaplaceError
 from laplace.evidence import Evidence
-from laplace.fitting import Fit
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
-from laplace.network.fingerprint import Fingerprint
-from laplace.network.model_guard import own_precision, require_module
-from laplace.refinement.result import Refinement
+from laplace.network.model_guard import own_precision, require_module, undisturbed
+from laplace.posterior.attributes import Chosen
+from laplace.posterior.choices import Choices, checked_backend, require_exact_ggn
+from laplace.posterior.derived import Derived
+from laplace.posterior.posterior import Posterior
+from laplace.predictive.names import WEIGHT_SPACE, PredictiveNames
 from laplace.structures.base import Curvature, Precision
 from laplace.structures.indefinite import SignedOptions
 from laplace.weights.all_weights import AllWeights
 from laplace.weights.base import Weights
+from laplace.weights.problem import Problem
 
 Backend = type[CurvatureInterface] | None
 Options = dict[str, Any] | None
@@ -38,7 +44,8 @@ Options = dict[str, Any] | None
 class BaseLaplace(CheckedConstructor, ABC):
     """A Gaussian posterior around trained weights, in weight space or in function space.
 
-    Its constructor is the common one: those of the named classes pass to it what they are given (`binding.py`).
+    An object holds one reference to an immutable posterior; whatever changes it makes another one, and takes that over
+    once nothing can fail any more. Constructors of named classes pass what they are given to this one (`binding.py`).
 
     Args:
         model: The trained network; it is lent and left as it is.
@@ -68,6 +75,8 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     structure: type[Curvature]
     weights_type: type[Weights] = AllWeights
+    pred_types: ClassVar[PredictiveNames] = WEIGHT_SPACE
+    _posterior: Posterior
 
     def __init__(
         self,
@@ -91,42 +100,25 @@ class BaseLaplace(CheckedConstructor, ABC):
         precision_options: Options = None,
     ) -> None:
         overrides.require_structure(type(self))
-        self.model = require_module(model)
-        self.weights = self.weights_type(
-            model,
-            forward_fn=channels_last(batches.caller(model, forward_fn, dict_key_y), channel_dim),
-            **(weights_options or {}),
-        )
-        self.forward_fn = forward_fn
-        self.channel_dim = -1 if channel_dim is None else channel_dim
-        self.channels_known = channel_dim is not None
+        call = channels_last(batches.caller(require_module(model), forward_fn, dict_key_y), channel_dim)
+        weights = self.weights_type(model, forward_fn=call, **(weights_options or {}))
         self.structure_kwargs = dict(structure_kwargs or {})
-        self.structure_options = self.structure.options_from(self.structure_kwargs)
-        self.likelihood = likelihood
-        self.likelihood_object = get_likelihood(likelihood)
-        self.enable_backprop = bool(enable_backprop)
-        self.dict_key_x = dict_key_x
-        self.dict_key_y = dict_key_y
-        self.backend_cls = _checked_backend(backend)
-        self.backend_kwargs = dict(backend_kwargs or {})
-        self.asdl_fisher_kwargs = dict(asdl_fisher_kwargs or {})
+        options, backend = self.structure.options_from(self.structure_kwargs), checked_backend(backend)
         if self.structure.exact_ggn:
-            _require_exact_ggn(self.backend_cls, self.backend_kwargs)
-        self.precision_options = dict(precision_options or {})
-        if self.backend_cls.kind == "hessian" and isinstance(self.structure_options, SignedOptions):
-            self.precision_options["indefinite"] = self.structure_options.indefinite
-        self._fit: Fit | None = None
-        self._refinement: Refinement | None = None
-        self._mean: Tensor | None = None
-        self._backend: CurvatureInterface | None = None
-        self._engine: CurvatureEngine | None = None
-        self.fingerprint: Fingerprint | None = None
-        self._posterior: tuple[Any, Precision] | None = None
-        self._like = _scalar_like(model)
-        self.sigma_noise = sigma_noise
-        self.temperature = temperature
-        self.prior_precision = prior_precision
-        self.prior_mean = prior_mean
+            require_exact_ggn(backend, backend_kwargs or {})
+        signed = {"indefinite": options.indefinite} if isinstance(options, SignedOptions) else {}
+        choices = Choices(
+            likelihood=likelihood, likelihood_object=get_likelihood(likelihood), structure=self.structure,
+            structure_options=options,
+            precision_options=dict(precision_options or {}) | (signed if backend.kind == "hessian" else {}),
+            backend_cls=backend, backend_kwargs=dict(backend_kwargs or {}),
+            asdl_fisher_kwargs=dict(asdl_fisher_kwargs or {}), forward_fn=forward_fn, dict_key_x=dict_key_x,
+            dict_key_y=dict_key_y, channel_dim=channel_dim, pred_types=self.pred_types,
+        )  # fmt: skip
+        self.model, self.likelihood, self.enable_backprop = model, likelihood, bool(enable_backprop)
+        self._posterior = Posterior(choices, weights, Hyperparameters.unit(_like(model))).assigned(
+            sigma_noise=sigma_noise, temperature=temperature, prior_precision=prior_precision, prior_mean=prior_mean
+        )
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuses classes of users that define what would have no effect.
@@ -151,66 +143,135 @@ class BaseLaplace(CheckedConstructor, ABC):
         except AttributeError as error:
             raise overrides.refused(self, name, error) from None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: nothing derived, and hyper-parameters without their graph."""
+        now = self._posterior
+        return self.__dict__ | {"_posterior": replace(now, hypers=now.hypers.detached(), derived=Derived())}
+
+    # The one reference.
+
+    def snapshot(self) -> Posterior:
+        """The posterior as a value: what is assigned to the object later changes nothing of it."""
+        return replace(self._posterior, owner=self)
+
+    def set_posterior(self, posterior: Posterior) -> None:
+        """Takes over a posterior."""
+        self._posterior = replace(posterior, owner=None)
+
+    @contextmanager
+    def holding(self, posterior: Posterior) -> Iterator[Any]:
+        """The object with another posterior for the length of a block: for what users' methods compute of it."""
+        former = self._posterior
+        self.set_posterior(posterior)
+        try:
+            yield self
+        finally:
+            self._posterior = former
+
+    # What was chosen.
+
+    likelihood_object = Chosen[Likelihood]("What the data are distributed by.", fixed=True)
+    backend_cls = Chosen[type[CurvatureInterface]]("Class of the curvature backend.")
+    backend_kwargs = Chosen[dict[str, Any]]("Options of the backend's constructor.")
+    asdl_fisher_kwargs = Chosen[dict[str, Any]]("Options of the ASDL backends.")
+    forward_fn = Chosen["ForwardFn | None"]("How the user calls the network; None for `model(x)`.", fixed=True)
+    structure_options = Chosen[Any]("Options of the structure, an object.")
+    precision_options = Chosen[dict[str, Any]]("Options of the structure's precision.")
+    dict_key_x = Chosen[str]("Key of the inputs, for mappings.")
+    dict_key_y = Chosen[str]("Key of the targets, for mappings.")
+
+    @property
+    def weights(self) -> Weights:
+        """The choice of random weights."""
+        return self._posterior.weights
+
+    @property
+    def channel_dim(self) -> int:
+        """Dimension of the network's outputs that holds the channels."""
+        return self._posterior.channel_dim
+
+    @property
+    def channels_known(self) -> bool:
+        """True if that was given, or told by the shape of labels."""
+        return self._posterior.choices.channel_dim is not None
+
+    @property
+    def problem(self) -> Problem:
+        """What backends see.
+
+        Raises:
+            NotFittedError: The last layer is found at `fit`, or by `last_layer_name=`.
+        """
+        return self._posterior.problem
+
+    @property
+    def backend(self) -> CurvatureInterface:
+        """The curvature backend as users call it: `la.backend.jacobians(x)`, `la.backend.diag(x, y)`."""
+        return self._posterior.backend
+
+    @property
+    def engine(self) -> CurvatureEngine:
+        """What computes Jacobians and curvature, made on first use."""
+        return self._posterior.engine
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The treated tensors of the model, in order."""
+        return [self.problem.tensor(slot.name) for slot in self.problem.slots]
+
+    @property
+    def is_subset_params(self) -> bool:
+        """True if some parameter of the model is frozen."""
+        with undisturbed(self.weights.model):
+            return any(not p.requires_grad for p in self.model.parameters())
+
+    @property
+    def n_params(self) -> int | None:
+        """P, or None while the last layer is unknown."""
+        return None if self.weights.problem is None else self.weights.problem.layout.n_params
+
+    @property
+    def n_layers(self) -> int | None:
+        """Number of treated tensors, or None while the last layer is unknown."""
+        return None if self.weights.problem is None else self.weights.problem.layout.n_tensors
+
     # Hyper-parameters.
 
     @property
     def prior_precision(self) -> Tensor:
         """δ, `[1]`, `[n_tensors]` or `[P]`."""
-        return self._prior_precision
+        return self._posterior.hypers.prior_precision
 
     @prior_precision.setter
-    @torch.inference_mode(False)
     def prior_precision(self, value: float | Tensor) -> None:
-        tensor = hyper.positive("prior_precision", hyper.as_tensor("prior_precision", value, like=self._like))
-        self._prior_precision = self._checked_prior("prior_precision", tensor.reshape(-1))
+        self._posterior = self._posterior.assigned(prior_precision=value)
 
     @property
     def prior_mean(self) -> Tensor:
         """μ₀, 0-dim, `[1]` or `[P]`."""
-        return self._prior_mean
+        return self._posterior.hypers.prior_mean
 
     @prior_mean.setter
-    @torch.inference_mode(False)
     def prior_mean(self, value: float | Tensor) -> None:
-        tensor = hyper.finite("prior_mean", hyper.as_tensor("prior_mean", value, like=self._like))
-        self._prior_mean = self._checked_mean(tensor if not isinstance(value, Tensor) else tensor.reshape(-1))
+        self._posterior = self._posterior.assigned(prior_mean=value)
 
     @property
     def sigma_noise(self) -> Tensor:
         """σ, 0-dim or `[C]`."""
-        return self._sigma_noise
+        return self._posterior.hypers.sigma_noise
 
     @sigma_noise.setter
-    @torch.inference_mode(False)
     def sigma_noise(self, value: float | Tensor) -> None:
-        tensor = hyper.positive("sigma_noise", hyper.as_tensor("sigma_noise", value, like=self._like))
-        if not self.likelihood_object.has_noise and bool((tensor.detach() != 1).any()):
-            raise InvalidArgument(
-                f"sigma_noise={value} with likelihood={self.likelihood_object.name!r}, which has no observation noise; "
-                "leave sigma_noise at 1."
-            )
-        self._sigma_noise = tensor.reshape(()) if tensor.numel() == 1 else tensor
+        self._posterior = self._posterior.assigned(sigma_noise=value)
 
     @property
     def temperature(self) -> Tensor:
         """T, 0-dim."""
-        return self._temperature
+        return self._posterior.hypers.temperature
 
     @temperature.setter
-    @torch.inference_mode(False)
     def temperature(self, value: float | Tensor) -> None:
-        tensor = hyper.positive("temperature", hyper.as_tensor("temperature", value, like=self._like))
-        if tensor.numel() != 1:
-            raise InvalidArgument(f"temperature must be a scalar; {tensor.numel()} values were given.")
-        self._temperature = tensor.reshape(())
-
-    @abstractmethod
-    def _checked_prior(self, name: str, value: Tensor) -> Tensor:
-        """A prior precision `[n]` whose length fits, restricted to the treated coordinates."""
-
-    @abstractmethod
-    def _checked_mean(self, value: Tensor) -> Tensor:
-        """A prior mean whose length fits."""
+        self._posterior = self._posterior.assigned(temperature=value)
 
     # Evidence.
 
@@ -222,38 +283,40 @@ class BaseLaplace(CheckedConstructor, ABC):
     def evidence(self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None) -> Evidence:
         """The terms of the log evidence at the present, or at other, hyper-parameters."""
 
+    @abstractmethod
+    def posterior(self) -> Precision:
+        """The posterior precision with its factorisation."""
+
     @property
     def log_likelihood(self) -> Tensor:
         """Log p(D | θ*), 0-dim, differentiable in noise and temperature."""
-        return self.evidence().log_likelihood.to(self._like.dtype)
+        return self.evidence().log_likelihood.to(self._posterior.hypers.dtype)
 
     @property
     def scatter(self) -> Tensor:
         """(θ* − μ₀)ᵀ diag(δ) (θ* − μ₀), 0-dim."""
-        return self.evidence().scatter.to(self._like.dtype)
+        return self.evidence().scatter.to(self._posterior.hypers.dtype)
 
     @property
     def log_det_ratio(self) -> Tensor:
         """Log det P − log det P₀, 0-dim."""
-        if overrides.is_overridden(
-            self, "log_det_posterior_precision", "log_det_prior_precision", "posterior_precision"
-        ):
+        if is_overridden(self, "log_det_posterior_precision", "log_det_prior_precision", "posterior_precision"):
             return self.log_det_posterior_precision - self.log_det_prior_precision
-        return self.evidence().log_det_ratio.to(self._like.dtype)
+        return self.evidence().log_det_ratio.to(self._posterior.hypers.dtype)
 
     @property
     def log_det_prior_precision(self) -> Tensor:
         """Log det P₀, 0-dim."""
-        return self.evidence().effective_prior.logdet().to(self._like.dtype)
+        return self.evidence().effective_prior.logdet().to(self._posterior.hypers.dtype)
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
         """Log det P, 0-dim."""
-        return self._precision().logdet().to(self._like.dtype)
+        return self._precision().logdet().to(self._posterior.hypers.dtype)
 
-    @abstractmethod
     def _precision(self) -> Precision:
         """P, with its graph, as users' classes override it."""
+        return self.posterior() if is_overridden(self, "posterior_precision") else self.evidence().precision
 
     @checked
     def log_marginal_likelihood(
@@ -278,30 +341,24 @@ class BaseLaplace(CheckedConstructor, ABC):
             raise InvalidArgument(
                 f"sigma_noise was given, but likelihood={self.likelihood_object.name!r} has no observation noise."
             )
-        former = self.prior_precision, self.sigma_noise
-        try:
-            if prior_precision is not None:
-                self.prior_precision = prior_precision
-            if sigma_noise is not None:
-                self.sigma_noise = sigma_noise
+        given = {"prior_precision": prior_precision, "sigma_noise": sigma_noise}
+        given = {name: value for name, value in given.items() if value is not None}
+        if not given:
             with own_precision():
-                value = self._log_evidence()
-        except BaseException:
-            self._prior_precision, self._sigma_noise = former
-            raise
-        if prior_precision is not None:
-            self._prior_precision = self._prior_precision.detach()
-        if sigma_noise is not None:
-            self._sigma_noise = self._sigma_noise.detach()
+                return self._log_evidence()
+        there = self._posterior.assigned(**given)
+        with self.holding(there), own_precision():
+            value = self._log_evidence()
+        self._posterior = there.at(there.hypers.detached(*given))
         return value
 
     def _log_evidence(self) -> Tensor:
         """Log p(D), 0-dim, of the terms as users' classes override them."""
         evidence = self.evidence()
-        if not overrides.is_overridden(self, *overrides.EVIDENCE):
+        if not is_overridden(self, *overrides.EVIDENCE):
             return evidence.log_marginal_likelihood
         value = self.log_likelihood - 0.5 * (self.log_det_ratio + self.scatter + evidence.precision.slack())
-        return value.to(self._like.dtype)
+        return value.to(self._posterior.hypers.dtype)
 
     @checked
     def marglik(
@@ -327,42 +384,8 @@ class BaseLaplace(CheckedConstructor, ABC):
 overrides.check_class(BaseLaplace, BaseLaplace)
 
 
-def _scalar_like(model: nn.Module) -> Tensor:
-    """A zero, 0-dim, where the hyper-parameters of a posterior over the model's weights lie, and of their dtype."""
+def _like(model: nn.Module) -> Tensor:
+    """A number on the device of a model and in its dtype, at least float32."""
     parameter = next(model.parameters(), torch.zeros(()))
     dtype = torch.promote_types(parameter.dtype, torch.float32) if parameter.is_floating_point() else None
     return torch.zeros((), device=parameter.device, dtype=dtype)
-
-
-def _checked_backend(backend: Any) -> type[CurvatureInterface]:
-    """The class that computes curvature, the native GGN by default; an object, as `la.backend`, stands for its class.
-
-    Raises:
-        InvalidType: Neither a class derived from `CurvatureInterface` nor an object of one.
-    """
-    if backend is None:
-        return NativeGGN
-    kind = backend if isinstance(backend, type) else type(backend)
-    if issubclass(kind, CurvatureInterface):
-        return kind
-    raise InvalidType(
-        f"backend={backend!r} is not accepted; give a class derived from "
-        "laplace.curvature.CurvatureInterface, such as NativeGGN or NativeEF, and its options as backend_kwargs={...}."
-    )
-
-
-def _require_exact_ggn(backend: type[CurvatureInterface], options: dict[str, Any]) -> None:
-    """Refuses an empirical Fisher, a Hessian, or sampled curvature.
-
-    Raises:
-        InvalidArgument: It is one of these.
-    """
-    if backend.kind != "ggn":
-        raise InvalidArgument(
-            f"backend={backend.__name__} has curvature of kind {backend.kind!r}; a Gaussian process of the linearised "
-            "network has that of the GGN: give backend=NativeGGN or another GGN backend."
-        )
-    if options.get("stochastic"):
-        raise InvalidArgument(
-            "backend_kwargs has stochastic=True, but a Gaussian process takes the exact output Hessian; leave it out."
-        )

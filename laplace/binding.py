@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from laplace.posterior.base import BaseLaplace
+from laplace.base import BaseLaplace
 
 COMMON = frozenset(inspect.signature(BaseLaplace.__init__).parameters)
 """Names of the common constructor's arguments."""
