@@ -73,7 +73,7 @@ class Watch:
     every: int | None = None
 
     def is_due(self, n_batches: int) -> bool:
-        """Whether a call follows this many batches, before the end."""
+        """True if a call follows this many batches, before the end."""
         return self.every is not None and n_batches % self.every == 0
 
 
