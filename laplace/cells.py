@@ -81,7 +81,10 @@ def _made(cell: Cell, weights_type: type[Weights], structure: type[Curvature]) -
         BaseFunctionalLaplace if cell.structure == _GP else ParametricLaplace,
     )
     members = {"__doc__": f"Posterior of {structure.__name__}, over {weights_type.__name__}.", "__module__": __name__}
-    return type(_name(cell), bases, members | {"structure": structure, "weights_type": weights_type})
+    made = type(_name(cell), bases, members | {"structure": structure, "weights_type": weights_type})
+    # Set afterwards: a class that is defined with a `_key` would take the cell over, also from a later registration.
+    made._key = cell if cell.structure == _GP else cell[:2]
+    return made
 
 
 def __getattr__(name: str) -> type[ParametricLaplace]:

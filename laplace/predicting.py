@@ -68,7 +68,8 @@ class Predicting(ABC):
             x: Inputs, a tensor, tuple or mapping.
             pred_type: `"glm"`, the linearised network (Immer et al., 2021), or `"nn"`, sampled weights.
             joint: Covariance over all inputs; with classification, samples of `link_approx="mc"` are joint.
-            link_approx: `"probit"`, `"mc"`, `"bridge"`, `"bridge_norm"` or `"delta"`; `"nn"` always samples.
+            link_approx: One of the links of the likelihood, names in `laplace.likelihoods.links.LINKS`; `"nn"` always
+                samples.
             n_samples: Monte-Carlo samples.
             diagonal_output: Only variances of the outputs.
             generator: Source of randomness; equal seeds give equal bits.
@@ -91,6 +92,8 @@ class Predicting(ABC):
         options = PredictionOptions(str(link_approx), n_samples, _form(joint, diagonal_output))
         rows = predictor.predicted(x, kind, options, lambda: generator, model_kwargs)
         prediction = Prediction.of(rows, channel_dim)
+        if likelihood.moment_prediction:
+            return prediction.mean, prediction.variance
         if not likelihood.latent_prediction or (fitting and not likelihood.has_noise):
             return prediction.mean
         gaussian = prediction.latent
@@ -118,7 +121,8 @@ class Predicting(ABC):
             x: Inputs, a tensor, tuple or mapping.
             pred_type: `"glm"`, the linearised network (Immer et al., 2021), or `"nn"`, sampled weights.
             joint: Covariance over all inputs.
-            link_approx: `"probit"`, `"mc"`, `"bridge"`, `"bridge_norm"` or `"delta"`; `"nn"` always samples.
+            link_approx: One of the links of the likelihood, names in `laplace.likelihoods.links.LINKS`; `"nn"` always
+                samples.
             n_samples: Monte-Carlo samples, of whatever is sampled.
             diagonal_output: Only variances of the outputs.
             generator: Source of randomness; its state is copied, so that what is drawn does not depend on the order of

@@ -211,19 +211,6 @@ def test_curvatures_of_two_structures_do_not_meet() -> None:
                     mine.minus(other)
 
 
-@each_structure
-def test_the_model_is_left_as_it_was(structure: str) -> None:
-    first, second, _ = data()
-    model = network().train()
-    la = Laplace(model, "classification", "all", structure)
-    la.fit([*first, *second])
-    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    la.forget(first)
-    assert _equal(dict(before), dict(model.state_dict()))
-    assert model.training
-    assert torch.equal(random, torch.get_rng_state())
-
-
 # Fading.
 
 

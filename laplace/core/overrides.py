@@ -1,4 +1,4 @@
-"""What users put in place of the library's own: methods that are honoured, hooks that would have no effect.
+"""Overrides by users' classes and objects: methods that are honoured, hooks that would have no effect.
 
 A method of a user's class, or a function assigned to an object, takes effect wherever the library needs what it
 computes. What would be ignored in silence, a private hook of a similar library or of this one, is refused when the
@@ -123,7 +123,7 @@ _ORIGINALS = "_originals"
 
 
 def is_overridden(la: object, *names: str) -> bool:
-    """Whether a user's class, a user's assignment to one of the library's, or the object itself defines one of them."""
+    """True if a user's class, a user's assignment to one of the library's, or the object itself defines one of them."""
     own, cls = vars(la), type(la)
     originals = getattr(cls, _ORIGINALS)
     return any(name in own or getattr(cls, name, None) is not originals[name] for name in names)
@@ -169,7 +169,7 @@ def check_class(cls: type, root: type) -> None:
 
 
 def _original(cls: type, name: str) -> Any:
-    """What the library defines of a user's class."""
+    """The library's definition of a name, for a user's class."""
     bases = (base for base in cls.__mro__ if is_ours(base) and _ORIGINALS in vars(base))
     return next((vars(base)[_ORIGINALS][name] for base in bases if name in vars(base)), None)
 
@@ -185,8 +185,8 @@ def _users_names(cls: type) -> Iterator[str]:
 
 def _own_names(cls: type) -> set[str]:
     """Private names of the library that the class has."""
-    found = {name for base in cls.__mro__ if is_ours(base) for name in vars(base)}
-    return {name for name in found | HELD if name.startswith("_") and not name.startswith("__")} - _FREE
+    names = {name for base in cls.__mro__ if is_ours(base) for name in vars(base)}
+    return {name for name in names | HELD if name.startswith("_") and not name.startswith("__")} - _FREE
 
 
 def is_ours(part: Any) -> bool:
@@ -242,8 +242,8 @@ def check_backend_assignment(backend: object, name: str) -> None:
 def refused(la: object, name: str, error: AttributeError) -> AttributeError:
     """The error of an assignment that Python refused: of a property that is computed, one that says what to do."""
     owner = _owner(type(la), name)
-    found = None if owner is None else vars(owner)[name]
-    if owner is None or not is_ours(owner) or not isinstance(found, property) or found.fset is not None:
+    member = None if owner is None else vars(owner)[name]
+    if owner is None or not is_ours(owner) or not isinstance(member, property) or member.fset is not None:
         return error
     remedy = _READ_ONLY.get(name, "it is computed: to compute it in another way, override it in a class of your own")
     return ReadOnlyError(f"{name} of {type(la).__name__} cannot be assigned; {remedy}.")

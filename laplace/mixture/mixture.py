@@ -112,7 +112,7 @@ class MixtureLaplace(MixturePosterior, Tunable):
             x: Inputs, a tensor, tuple or mapping.
             pred_type: `"glm"` or `"nn"`.
             joint: Covariance over all inputs.
-            link_approx: `"probit"`, `"mc"`, `"bridge"` or `"bridge_norm"`.
+            link_approx: One of the links of the likelihood, names in `laplace.likelihoods.links.LINKS`.
             n_samples: Monte-Carlo samples of every component.
             diagonal_output: Only variances of the outputs.
             generator: Source of randomness; equal seeds give equal bits.

@@ -82,7 +82,7 @@ class Fingerprint:
         return Fingerprint.of(model, witness, self.attributes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled: no data."""
+        """State that is copied and pickled: no data."""
         return vars(self) | {"witness": None}
 
     def _same_outputs(self, model: nn.Module) -> Fingerprint:
@@ -201,5 +201,5 @@ def _sums(tensor: Tensor) -> Tensor:
 
 
 def same_sums(a: Tensor, b: Tensor) -> bool:
-    """Whether two checksums agree up to the order of float64 sums."""
+    """True if two checksums agree up to the order of float64 sums."""
     return a.shape == b.shape and bool(torch.allclose(a, b, rtol=1e-9, atol=1e-9, equal_nan=True))

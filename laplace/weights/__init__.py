@@ -1,4 +1,4 @@
-"""Which weights are random: all, the last layer, or a subnetwork chosen by a mask."""
+"""Choices of the random weights: all, the last layer, or a subnetwork chosen by a mask."""
 
 from laplace.core.registry import Registry
 from laplace.weights.all_weights import AllWeights

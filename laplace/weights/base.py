@@ -1,4 +1,4 @@
-"""Which coordinates of the parameters are random: the axis that turns a model into a `Problem`."""
+"""The choice of the random coordinates among the parameters: the axis that turns a model into a `Problem`."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Weights(ABC):
 
     @abstractmethod
     def embed(self, samples: Tensor) -> Tensor:
-        """Samples `[S, P]` of the treated coordinates as users expect them from `la.sample`."""
+        """Samples `[S, P]` of the random coordinates as users expect them from `la.sample`."""
 
     @abstractmethod
     def restrict_prior(self, values: Tensor) -> Tensor:
-        """A prior `[n]` given for more than the treated coordinates, restricted to them; others are returned as is."""
+        """A prior `[n]` given for more than the random coordinates, restricted to them; others are returned as is."""
 
     def named(self, name: str) -> Problem | None:
         """The problem of a layer by name, for choices that are one; else the problem as it is."""
@@ -76,7 +76,7 @@ class Weights(ABC):
         return self.model if self.forward_fn is None else Called(self.model, self.forward_fn)
 
     def state(self) -> dict[str, Any]:
-        """What identifies the choice in a state dict."""
+        """Identification of the choice in a state dict."""
         return {}
 
 
@@ -94,7 +94,7 @@ class Called(nn.Module):
         self.forward_fn = forward_fn
 
     def forward(self, x: Inputs) -> Any:
-        """What `forward_fn` returns."""
+        """Output of `forward_fn`."""
         return self.forward_fn(self.module, x)
 
 

@@ -104,8 +104,8 @@ class LastLayer(Weights):
         prefix = f"{name}." if name else ""
         tensors = {f"{prefix}{key}": tensor for key, tensor in head.named_parameters()}
         # A head that is frozen altogether is still random; one with a frozen part keeps that part fixed.
-        treated = {key: tensor for key, tensor in tensors.items() if tensor.requires_grad} or tensors
-        slots = tuple(ParameterSlice(key, tensor.shape) for key, tensor in treated.items())
+        random = {key: tensor for key, tensor in tensors.items() if tensor.requires_grad} or tensors
+        slots = tuple(ParameterSlice(key, tensor.shape) for key, tensor in random.items())
         return Problem(self.model, slots, self.forward_fn, self.reduction, head=name)
 
     def embed(self, samples: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ def test_balanced_choices_take_turns(size: int) -> None:
     counts = torch.zeros(30)
     for seed in range(100):
         la = ELLA(nn.Linear(1, 3), "classification", 8, 1, seed=seed)
-        engine = la._make_engine(la.problem, split_outputs=False)
+        engine = la._posterior.choices.engine(la.weights, la.problem, split_outputs=False)
         sweep = DirectionPass(engine, NystromOptions(8, 1, seed, balanced=True))
         for start in range(0, 30, size):
             sweep.add(x[start : start + size], y[start : start + size])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laplace import MixtureLaplace
+from laplace import Laplace, MixtureLaplace
 from laplace.errors import InvalidArgument, NotFittedError
 from laplace.metrics import gaussian_nll, nll
 from laplace.tuning import Predictive, Thresholds
@@ -160,10 +160,15 @@ def test_thresholds_of_appendix_f4() -> None:
 
 
 def test_equal_networks_share_a_prior_per_tensor() -> None:
-    mixture = MixtureLaplace(networks()[:1] * 2, "classification", "all", "kron")
-    mixture.fit(batches("classification"))
-    mixture.optimize_prior_precision(prior_structure="layerwise", n_steps=3)
-    assert mixture.prior_precision.shape == (4,)
+    """And it is that of one of them: the evidence of a mixture of equals has the same optimum."""
+    network = networks()[0]
+    mixture = MixtureLaplace([network, network], "classification", "all", "kron")
+    alone = Laplace(network, "classification", "all", "kron")
+    for la in (mixture, alone):
+        la.fit(batches("classification"))
+        la.optimize_prior_precision(prior_structure="layerwise", n_steps=3)
+    assert len(alone.prior_precision) == 4
+    assert_close(mixture.prior_precision, alone.prior_precision, "algebra")
 
 
 def test_a_tuned_parameter_that_differs_starts_at_the_geometric_mean() -> None:
