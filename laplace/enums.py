@@ -48,6 +48,8 @@ class Likelihood(_Name):
     CLASSIFICATION = "classification"
     REWARD_MODELING = "reward_modeling"
     BERNOULLI = "bernoulli"
+    POISSON = "poisson"
+    HETEROSCEDASTIC = "heteroscedastic"
 
 
 class PredType(_Name):

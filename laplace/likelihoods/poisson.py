@@ -18,6 +18,9 @@ from laplace.likelihoods.outputs import Mixture
 _SMALLEST_VARIANCE = 1e-10
 """Variance of a log rate below which it counts as known: the density of y moves by less than this."""
 
+_REACH, _NODES = 9.0, 361
+"""Nodes of the density of a count, in widths of its integrand."""
+
 
 def log_normal_moments(mean: Tensor, covariance: Tensor) -> TargetMoments:
     """Moments of a count with log rate f ~ N(μ, v), in closed form, float64.
@@ -115,17 +118,21 @@ class Poisson(MomentLikelihood):
 def _log_mixture(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
     """Log ∫ Poisson(y; exp(f)) N(f; μ, v) df by the trapezoidal rule, element-wise.
 
-    The logarithm of the integrand is concave, with a curvature of 1/v + exp(f), which grows with f: below the mode f̂
-    nodes reach 9 √v, above it 9 / √(1/v + exp(f̂)). The slope at f̂ is zero, so that two steps may meet there.
+    The logarithm of the integrand is concave, with a curvature of 1/v + exp(f): its width is w = (1/v + exp(f̂))^(−½) at
+    the mode f̂, and up to √v below it. In f = f̂ + w sinh(a t) / a equidistant t are close where it is narrow and reach
+    about 9 √v; the map is smooth, so that the rule converges exponentially.
     """
     with torch.no_grad():
         mode = _mode(mean, variance, y)
-        steps = torch.linspace(-9, 9, 361, dtype=torch.float64, device=mean.device).view(-1, *(1,) * mean.ndim)
-        scale = torch.where(steps < 0, variance.sqrt(), (1 / variance + mode.exp()).rsqrt())
-        f = mode + steps * scale
-        width = torch.gradient(f, dim=0)[0]
+        width = (1 / variance + mode.exp()).rsqrt()
+        ratio = (2 * variance.sqrt() / width).log()
+        stretch = (ratio + ratio.log1p() + 0.3) / _REACH  # sinh(9a) / 9a is about √v / w
+        t = torch.linspace(-_REACH, _REACH, _NODES, dtype=torch.float64, device=mean.device)
+        t = t.view(-1, *(1,) * mean.ndim)
+        f = mode + width * (stretch * t).sinh() / stretch
+        weight = (2 * _REACH / (_NODES - 1)) * width * (stretch * t).cosh()
     log_normal = -0.5 * ((f - mean).square() / variance + (2 * math.pi * variance).log())
-    return (y * f - f.exp() - torch.lgamma(y + 1) + log_normal + width.log()).logsumexp(0)
+    return (y * f - f.exp() - torch.lgamma(y + 1) + log_normal + weight.log()).logsumexp(0)
 
 
 def _mode(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
