@@ -118,11 +118,11 @@ class SparseRule(LayerRule):
     def positions(self, module: nn.Module, x: Tensor, n_data: int) -> int:
         return evenly(x.shape[:-1].numel(), n_data)
 
-    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, reading: Any) -> Tensor:
-        return reading.positions(x, n_data, 1)
+    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: Any) -> Tensor:
+        return axis.positions(x, n_data, 1)
 
-    def block(self, module: Any, attribute: str, a: Tensor | None, g: Tensor, n_data: int, reading: Any) -> Block:
-        return self.kind(a, reading.positions(g, n_data, 1, batched=True), module.source, module.target)
+    def block(self, module: Any, attribute: str, a: Tensor | None, g: Tensor, n_data: int, axis: Any) -> Block:
+        return self.kind(a, axis.positions(g, n_data, 1, batched=True), module.source, module.target)
 
 
 files(SparseRule(SparseBlock), Sparse)

@@ -152,16 +152,16 @@ DEFAULTS = {
 # Folders in which some docstring still begins as a clause, some local is still named by what was done to it, and some
 # word is still the library's own.
 CLAUSES = {
-    "curvature", "engines", "fitting", "function_space", "jacobian", "likelihoods", "metrics",
-    "mixture", "posterior", "predictive", "refinement", "structures", "training", "tuning",
+    "curvature", "engines", "fitting", "function_space", "jacobian", "likelihoods", "mixture", "posterior",
+    "predictive", "refinement", "training", "tuning",
 }  # fmt: skip
 PARTICIPLES = {
-    "curvature", "engines", "fitting", "function_space", "likelihoods", "predictive", "refinement",
-    "structures", "training", "tuning",
+    "curvature", "engines", "fitting", "function_space", "likelihoods", "predictive", "refinement", "training",
+    "tuning",
 }  # fmt: skip
 OWN_WORDS = {
-    "curvature", "engines", "fitting", "function_space", "jacobian", "metrics", "mixture", "named", "network",
-    "posterior", "predictive", "structures", "training", "tuning", "weights",
+    "curvature", "engines", "fitting", "function_space", "jacobian", "mixture", "named", "network", "posterior",
+    "predictive", "training", "tuning", "weights",
 }  # fmt: skip
 _CLAUSE = re.compile(r"(What|Whether|How|Which|Of which|Of what|Where|When|Why|Who)\b")
 _PARTICIPLE = {"found", "taken", "kept", "held"}

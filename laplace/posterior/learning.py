@@ -203,6 +203,6 @@ def planned(posterior: Posterior, train_loader: Iterable[Any]) -> tuple[Posterio
             train_loader, choices.dict_key_y, posterior.hypers.device, posterior.likelihood, model
         )
         posterior = discovered(posterior, x, y)
-        profile = _fitting_engine(posterior, go_on=False).survey(x, y)
+        profile = _fitting_engine(posterior, go_on=False).profile(x, y)
     plan = planning.make_plan(profile, posterior.problem, choices.structure, choices.structure_options, n_batches)
     return posterior, plan
