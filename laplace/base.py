@@ -47,7 +47,7 @@ class BaseLaplace(CheckedConstructor, ABC):
     once nothing can fail any more. Constructors of named classes pass what they are given to this one (`binding.py`).
 
     Args:
-        model: The trained network; it is lent and left as it is.
+        model: The trained network, which is left as it is.
         likelihood: `"regression"`, `"classification"`, `"reward_modeling"`, `"bernoulli"`, or a likelihood object.
         sigma_noise: Standard deviation of the observation noise, one or one per output (regression only).
         prior_precision: δ: one, one per parameter tensor, or one per parameter.
@@ -144,7 +144,7 @@ class BaseLaplace(CheckedConstructor, ABC):
             raise overrides.refused(self, name, error) from None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled: nothing derived, and hyper-parameters without their graph."""
+        """Attributes that are copied and pickled: nothing derived, and hyper-parameters without their graph."""
         now = self._posterior
         return self.__dict__ | {"_posterior": replace(now, hypers=now.hypers.detached(), derived=Derived())}
 
@@ -197,7 +197,7 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     @property
     def problem(self) -> Problem:
-        """What backends see.
+        """The network and its random tensors, as backends see them.
 
         Raises:
             NotFittedError: The last layer is found at `fit`, or by `last_layer_name=`.
@@ -211,12 +211,12 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     @property
     def engine(self) -> CurvatureEngine:
-        """What computes Jacobians and curvature, made on first use."""
+        """The engine of Jacobians and curvature, made on first use."""
         return self._posterior.engine
 
     @property
     def params(self) -> list[Tensor]:
-        """The treated tensors of the model, in order."""
+        """The random tensors of the model, in order."""
         return [self.problem.tensor(slot.name) for slot in self.problem.slots]
 
     @property
@@ -232,7 +232,7 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     @property
     def n_layers(self) -> int | None:
-        """Number of treated tensors, or None while the last layer is unknown."""
+        """Number of random tensors, or None while the last layer is unknown."""
         return None if self.weights.problem is None else self.weights.problem.layout.n_tensors
 
     # Hyper-parameters.

@@ -56,7 +56,7 @@ class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
         return self._posterior.data is not None
 
     def fitted(self) -> Fit:
-        """What the data say; after `refine`, at the outputs of the linearised network.
+        """Curvature and loss of the data; after `refine`, at the outputs of the linearised network.
 
         Raises:
             NotFittedError: Before `fit`.
@@ -65,7 +65,7 @@ class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
         return self._posterior.fit
 
     def unrefined(self) -> Fit:
-        """What the data say at the network's own outputs.
+        """Curvature and loss of the data at the network's own outputs.
 
         Raises:
             NotFittedError: Before `fit`.
@@ -79,7 +79,7 @@ class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
 
     @property
     def fingerprint(self) -> Fingerprint | None:
-        """What the network was at the fit; None before it."""
+        """Fingerprint of the network at the fit; None before it."""
         return None if self._posterior.data is None else self._posterior.data.watch.fingerprint
 
     def check_unchanged(self) -> None:
@@ -87,7 +87,7 @@ class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
         self._posterior.check_unchanged()
 
     def coverage(self) -> dict[str, str]:
-        """Which layer rule or fallback explains every treated tensor, and in which form its curvature is held.
+        """The layer rule or fallback that explains every random tensor, and the form in which its curvature is held.
 
         Raises:
             NotFittedError: Before `fit`.
@@ -111,7 +111,7 @@ class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
 
     @property
     def refinement(self) -> Refinement | None:
-        """How `refine` ended; None without one, and after a fit that followed."""
+        """The result of `refine`; None without one, and after a fit that followed."""
         return self._posterior.refinement
 
     @property
@@ -146,7 +146,7 @@ class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
 
     @property
     def prior_precision_diag(self) -> Tensor:
-        """δ of every treated parameter, `[P]`."""
+        """δ of every random parameter, `[P]`."""
         return GaussianPrior(self.prior_precision, self.prior_mean, self.problem.layout).diagonal()
 
     def evidence(self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None) -> Evidence:
@@ -254,7 +254,7 @@ class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
         Raises:
             OutOfMemory: Memory does not hold the fit; the message names choices that take less.
             InvalidData: A batch cannot be used; the former posterior is kept, as after every error.
-            InvalidArgument: A hyper-parameter's length does not fit the treated parameters or the outputs, or a decay
+            InvalidArgument: A hyper-parameter's length does not fit the random parameters or the outputs, or a decay
                 or a subset that is not accepted.
             InvalidType: What is given for the loader cannot be iterated over, or targets are given beside it.
             UnsupportedError: The structure is no sum over data, and the former fit cannot fade.

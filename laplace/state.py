@@ -108,8 +108,8 @@ def _checked(la: BaseLaplace, state: dict[str, Any]) -> Problem:
     problem = la.weights.problem if name is None else la.weights.named(name)
     if problem is None:
         raise StateError("the state names no last layer.")
-    _expect("treated parameters", tuple(state["layout"]["names"]), problem.layout.names)
-    _expect("sizes of the treated parameters", tuple(state["layout"]["sizes"]), problem.layout.sizes)
+    _expect("random parameters", tuple(state["layout"]["names"]), problem.layout.names)
+    _expect("sizes of the random parameters", tuple(state["layout"]["sizes"]), problem.layout.sizes)
     _expect("length of the mean", len(state["mean"]), problem.layout.n_params)
     if state.get("shapes", _shapes(state["H"])) != _shapes(state["H"]):
         raise StateError("the state is truncated or malformed: H has other shapes or entries than what was saved.")
@@ -150,15 +150,15 @@ def _expect(what: str, given: Any, expected: Any) -> None:
         raise StateError(f"the state's {what} is {given!r}, this object's {expected!r}; load it into a matching one.")
 
 
-def _shapes(held: Any, name: str = "H") -> dict[str, list[int]]:
+def _shapes(value: Any, name: str = "H") -> dict[str, list[int]]:
     """Shapes of all entries of a curvature's state, by their place in it; none of what is no tensor."""
-    if isinstance(held, Mapping):
-        parts: Any = held.items()
-    elif isinstance(held, list | tuple):
-        parts = enumerate(held)
+    if isinstance(value, Mapping):
+        parts: Any = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
     else:
-        return {name: list(held.shape) if isinstance(held, Tensor) else []}
-    return {key: shape for part, value in parts for key, shape in _shapes(value, f"{name}.{part}").items()}
+        return {name: list(value.shape) if isinstance(value, Tensor) else []}
+    return {key: shape for key_of_part, part in parts for key, shape in _shapes(part, f"{name}.{key_of_part}").items()}
 
 
 def _same(mine: Any, theirs: Any) -> bool:
@@ -227,7 +227,7 @@ def prior_note(posterior: Posterior) -> str | None:
 
 
 def refined_note(posterior: Posterior) -> str | None:
-    """How a refined posterior came about."""
+    """Says how a refined posterior came about."""
     refinement = posterior.refinement
     if refinement is None:
         return None
