@@ -145,11 +145,11 @@ class Predicting(ABC):
         draws = replayed(generator, posterior.hypers.device)
         if not local_reparameterization:
             return Prediction.of(predictor.predicted(x, kind, options, draws, model_kwargs), posterior.channel_dim)
-        structure = posterior.choices.structure.name
-        if kind != PredType.NN or structure != "diag":
+        structure = posterior.choices.structure
+        if kind != PredType.NN or not structure.is_diagonal:
             raise UnsupportedError(
                 f"local_reparameterization=True with pred_type={str(kind)!r} and "
-                f"hessian_structure={structure!r}: it draws from a diagonal posterior through the network; "
+                f"hessian_structure={structure.name!r}: it draws from a diagonal posterior through the network; "
                 "use pred_type='nn' and hessian_structure='diag'."
             )
         return Prediction.of(predictor.reparameterised(x, options, draws, model_kwargs), posterior.channel_dim)

@@ -40,7 +40,7 @@ def posterior_before(la: Owner, name: str) -> Precision:
     links = MOMENTS[: MOMENTS.index(name)] if name in MOMENTS else MOMENTS
     for link in reversed(links[1:]):  # the first is that of `la.posterior()`
         # Variances say everything of a diagonal posterior only.
-        if is_overridden(la, link) and (link != "posterior_variance" or _structure(la) == "diag"):
+        if is_overridden(la, link) and (link != "posterior_variance" or la.snapshot().choices.structure.is_diagonal):
             return _given(la, link, member(la, link))
     return la.posterior()
 
@@ -214,7 +214,7 @@ def _given(la: Owner, name: str, value: Any) -> Precision:
         return value
     if isinstance(value, Kron | KronDecomposed):
         value = value.to_matrix()
-    elif isinstance(value, tuple) and _structure(la) == "lowrank":
+    elif isinstance(value, tuple) and la.snapshot().choices.structure.name == "lowrank":
         (vectors, values), delta = value
         value = (vectors * values) @ vectors.T + torch.diag(delta)
     n = la.snapshot().problem.layout.n_params
@@ -246,10 +246,6 @@ def _positive(la: object, name: str, value: Tensor) -> Tensor:
 def member(la: object, name: str) -> Any:
     """A method or an attribute as the object has it, which may be a user's."""
     return getattr(la, name)
-
-
-def _structure(la: Owner) -> str:
-    return la.snapshot().choices.structure.name
 
 
 def checked(la: object, name: str, value: Any, shape: tuple[int, ...]) -> Tensor:

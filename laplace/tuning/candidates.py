@@ -146,7 +146,7 @@ class Candidates:
         """Predictions by the posterior's own `__call__`, one candidate at a time."""
         posterior, options, channel_dim = self.posterior, self.predictive, self.posterior.channel_dim
         rows = outputs(posterior.engine, x)
-        pred_type = PredType.GP if posterior.choices.structure.name == PredType.GP else options.pred_type
+        pred_type = posterior.choices.pred_types.name(self.kind)
 
         def predict(group: slice) -> Prediction:
             with posterior.at(self.settings[group.start]).owned() as la:
