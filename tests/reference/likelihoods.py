@@ -87,7 +87,8 @@ def count_density(mean: Tensor, variance: Tensor, y: Tensor, n: int = 100_001) -
     low = mean - 14 * variance.sqrt()
     high = torch.maximum(mean + 14 * variance.sqrt(), y.clamp(min=1).log() + 3)
     f = low + torch.linspace(0, 1, n, dtype=mean.dtype).view(-1, *(1,) * mean.ndim) * (high - low)
-    logs = y * f - f.exp() - torch.lgamma(y + 1) + torch.distributions.Normal(mean, variance.sqrt()).log_prob(f)
+    normal = torch.distributions.Normal(mean, variance.sqrt(), validate_args=False)
+    logs = y * f - f.exp() - torch.lgamma(y + 1) + normal.log_prob(f)
     return logs.logsumexp(0) + ((high - low) / (n - 1)).log()
 
 
