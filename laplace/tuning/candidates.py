@@ -78,6 +78,7 @@ class Candidates:
         self.la = la
         self.settings = settings
         self.predictive = predictive
+        self.for_scores = not whole_covariance
         self.diagonal = la.likelihood_object.target.reads_variances(
             la.likelihood_object, predictive.link_approx, whole_covariance=whole_covariance
         )
@@ -193,7 +194,13 @@ class Candidates:
     def _target(self, mean: Tensor, variance: Tensor) -> Prediction:
         options, likelihood = self.predictive, self.la.likelihood_object
         return likelihood.target.summary(
-            likelihood, mean, variance, options.link_approx, options.n_samples, self._draws()
+            likelihood,
+            mean,
+            variance,
+            options.link_approx,
+            options.n_samples,
+            self._draws(),
+            for_scores=self.for_scores,
         )
 
     def _draws(self) -> torch.Generator:
@@ -206,7 +213,8 @@ class Candidates:
 
         def predict(group: slice) -> Prediction:
             samples = run(la.mean + self._step(group.start)).flatten(1, -2)
-            return la.likelihood_object.target.summary_of_samples(la.likelihood_object, samples)
+            likelihood = la.likelihood_object
+            return likelihood.target.summary_of_samples(likelihood, samples, for_scores=self.for_scores)
 
         outputs = run(la.mean.unsqueeze(0))[0]
         return predict, outputs.flatten(0, -2), tuple(outputs.shape[1:-1])
