@@ -142,10 +142,13 @@ DEFAULTS = {
         "summary_of_samples",
         "variance",
     },
+    # Samples serve every target; moments of some are known, and other scores than those of the moments.
+    "SampledTarget": {"variance", "decompose", "interval"},
+    "MomentTarget": {"summary", "summary_of_samples"},
     # Samples serve all labels; some have closed forms, or quadrature.
     "LabelTarget": {"decompose", "interval", "scores"},
     # A single reward is its own mean; an expansion of a sigmoid may leave [0, 1].
-    "NoiseFreeLikelihood": {"predict"},
+    "NoiseFreeLikelihood": {"predict", "links"},
     # Only a last layer has a name, and a choice of all weights nothing to remember.
     "Weights": {"named", "state", "for_backend"},
     # Most structures have no limit of size; one that does not say what it takes cannot be planned for; one that is no
