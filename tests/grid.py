@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from laplace import Laplace
 from laplace.likelihoods import LIKELIHOODS as NAMES
-from laplace.posterior.parametric import ParametricLaplace
+from laplace.parametric import ParametricLaplace
 from laplace.structures import STRUCTURES as REGISTRY
 
 WEIGHTS = ("all", "last_layer", "subnetwork")

@@ -1,4 +1,4 @@
-"""A private copy of the network for packages that write to what they are given, proved to be the network.
+"""Copies of the network for packages that write to what they are given, proved to compute the same.
 
 A package may leave hooks, attributes and gradients on modules, so it never sees the user's. A copy is made for every
 batch, is thrown away after it, and must give the outputs and derivatives of the network: a copy of a module that reads
@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from laplace.core.batch import Inputs
 from laplace.core.memory import ran_out
 from laplace.engines.engine import detached
-from laplace.engines.native.capture import Use
+from laplace.engines.native.layer_calls import LayerCall
 from laplace.engines.native.passes import ForwardPass
-from laplace.engines.native.pieces import reduce_features
 from laplace.engines.native.proof import close
 from laplace.errors import CurvatureError
+from laplace.weights.feature_extractor import reduce_features
 from laplace.weights.problem import Caller, Problem
 
 
 @dataclass(frozen=True)
-class PrivateBatch:
-    """What a package computes on: a copy of the network, or of its head, with inputs and targets.
+class CopiedBatch:
+    """A batch with a copy of the network, or of its head, which a package may write to.
 
     Attributes:
         module: Gives `[B, C]` for `x`. The copy itself if it is called with one tensor and returns one.
@@ -36,7 +36,7 @@ class PrivateBatch:
         y: Checked targets.
         tensors: The copy's treated tensors, whole, one per slot; nothing else in the copy requires gradients.
         copies: The copy of every module of the network that was copied.
-        of_head: Whether only the head was copied, so that `x` are its inputs.
+        of_head: True if only the head was copied, so that `x` are its inputs.
         watched: The captured pass of the network itself.
         probe: The random cotangent u `[B, C]` of the proof.
         gradients: Jᵀu by tensor, whole, of the copy and of the network.
@@ -59,15 +59,15 @@ class PrivateBatch:
 
     def input_shape(self, slot: int) -> torch.Size:
         """Shape of the inputs of the copied layer that holds a tensor with one use."""
-        return self.x.shape if self.of_head else self.use(slot).x.shape
+        return self.x.shape if self.of_head else self.call(slot).x.shape
 
-    def use(self, slot: int) -> Use:
+    def call(self, slot: int) -> LayerCall:
         """The captured use of a tensor with one use."""
-        return self.watched.taken.uses[self.watched.plan[slot].terms[0].use]
+        return self.watched.capture.calls[self.watched.plan[slot].uses[0].call]
 
     def layer(self, slot: int) -> tuple[nn.Module, str]:
         """The copied layer that holds a tensor with one use, and the attribute under which it does."""
-        return self.copies[self.use(slot).module], self.watched.plan[slot].terms[0].attribute
+        return self.copies[self.call(slot).module], self.watched.plan[slot].uses[0].attribute
 
     def treat_only(self, slots: Collection[int]) -> None:
         """Makes the other tensors constants: what a package need not differentiate does not stop it."""
@@ -75,7 +75,7 @@ class PrivateBatch:
             tensor.requires_grad_(i in slots)
 
 
-def private_batch(watched: ForwardPass, y: Tensor) -> PrivateBatch:
+def copied_batch(watched: ForwardPass, y: Tensor) -> CopiedBatch:
     """A proven copy for a batch: of the head where the outputs are the head's, else of the network.
 
     Args:
@@ -85,9 +85,9 @@ def private_batch(watched: ForwardPass, y: Tensor) -> PrivateBatch:
     Raises:
         CurvatureError: No copy gives the outputs and derivatives of the network; the message is the reason.
     """
-    problem, f = watched.problem, watched.taken.f
+    problem, f = watched.problem, watched.capture.f
     probe = torch.randn(f.shape, generator=torch.Generator().manual_seed(0)).to(f)
-    stand_ins = [watched.taken.stand_ins[slot.name] for slot in problem.slots]
+    stand_ins = [watched.capture.stand_ins[slot.name] for slot in problem.slots]
     gradients = _gradients(f, stand_ins, probe)
     features = _features(watched)
     sources: list[tuple[nn.Module, Inputs]] = []
@@ -97,7 +97,7 @@ def private_batch(watched: ForwardPass, y: Tensor) -> PrivateBatch:
         sources.append((problem.module, detached(watched.x)))
     for source, x in sources:
         module, tensors, copies = _copied(problem, source, x)
-        batch = PrivateBatch(module, x, y, tensors, copies, x is features, watched, probe, gradients)
+        batch = CopiedBatch(module, x, y, tensors, copies, x is features, watched, probe, gradients)
         if _is_faithful(batch):
             return batch
     raise CurvatureError("a copy of the network does not have its outputs and derivatives")
@@ -105,15 +105,15 @@ def private_batch(watched: ForwardPass, y: Tensor) -> PrivateBatch:
 
 def _features(watched: ForwardPass) -> Tensor | None:
     """Inputs of the head, if it has one use and its outputs are the network's."""
-    problem, taken = watched.problem, watched.taken
+    problem, capture = watched.problem, watched.capture
     if problem.head is None:
         return None
     head = problem.module.get_submodule(problem.head)
-    uses = [use for use in taken.uses if use.by is head]
-    if len(uses) != 1 or not taken.is_head(uses[0]):
+    calls = [call for call in capture.calls if call.by is head]
+    if len(calls) != 1 or not capture.is_head(calls[0]):
         return None
-    x = uses[0].x.detach()
-    return reduce_features(x, problem.reduction) if problem.reduction is not None and x.ndim > 2 else x
+    x = calls[0].x.detach()
+    return reduce_features(x, problem.reduction)
 
 
 def _copied(
@@ -159,13 +159,13 @@ def _untied(head: nn.Module, tensors: tuple[nn.Parameter, ...]) -> tuple[nn.Para
     return tuple(own[id(tensor)] for tensor in tensors)
 
 
-def _is_faithful(batch: PrivateBatch) -> bool:
-    """Whether the copy has the outputs of the network and, for the cotangent of the probe, its gradients."""
+def _is_faithful(batch: CopiedBatch) -> bool:
+    """True if the copy has the outputs of the network and, for the cotangent of the probe, its gradients."""
     f = batch.watched.f
-    found = batch.module(batch.x)
-    if found.shape != f.shape or not close(found.detach(), f, f.norm()):
+    outputs = batch.module(batch.x)
+    if outputs.shape != f.shape or not close(outputs.detach(), f, f.norm()):
         return False
-    gradients = _gradients(found, batch.tensors, batch.probe)
+    gradients = _gradients(outputs, batch.tensors, batch.probe)
     bound = torch.stack([gradient.norm() for gradient in batch.gradients]).norm()
     return all(close(actual, expected, bound) for actual, expected in zip(gradients, batch.gradients, strict=True))
 
@@ -174,5 +174,5 @@ def _gradients(f: Tensor, tensors: Sequence[Tensor], u: Tensor) -> tuple[Tensor,
     """Jᵀu by tensor, zero where f does not depend on one."""
     if not f.requires_grad:
         return tuple(torch.zeros_like(tensor) for tensor in tensors)
-    found = torch.autograd.grad(f, tensors, u, retain_graph=True, allow_unused=True)
-    return tuple(torch.zeros_like(t) if g is None else g.to_dense() for t, g in zip(tensors, found, strict=True))
+    gradients = torch.autograd.grad(f, tensors, u, retain_graph=True, allow_unused=True)
+    return tuple(torch.zeros_like(t) if g is None else g.to_dense() for t, g in zip(tensors, gradients, strict=True))

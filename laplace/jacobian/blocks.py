@@ -133,7 +133,7 @@ class Block(Contractions):
         return None
 
     def shape(self, inputs: Sequence[Tensor]) -> TensorShape:
-        """What work and memory depend on.
+        """Sizes and form that work and memory depend on.
 
         Args:
             inputs: Inputs of layers: factors that are views of them are no copies.

@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from laplace.jacobian.blocks import Block
+from laplace.jacobian.blocks import Block, all_of, by_row
 from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.jacobian.kronecker import KroneckerFactored
 
 _DOUBLE = 8
 
 
+F = TypeVar("F", bound="FactoredBlock")
+
+
 class FactoredBlock(Block, KroneckerFactored):
-    """A sum of outer products of output gradients g `[K, B, T, G, O]` and inputs of T positions and G groups."""
+    """A sum of outer products of output gradients and inputs, over T positions and in G groups.
+
+    Attributes:
+        g: Output gradients `[K, B, T, ..., O]`.
+    """
+
+    g: Tensor
+
+    @abstractmethod
+    def with_factors(self: F, inputs: Callable[[Tensor], Tensor], g: Tensor) -> F:
+        """The block with other factors.
+
+        Args:
+            inputs: Maps every tensor of the input side, `[B, T, ...]`.
+            g: Output gradients.
+        """
 
     @property
     @abstractmethod
     def gradients(self) -> Tensor:
-        """Output gradients g, `[K, B, T, G, O]`."""
+        """Output gradients with their groups, `[K, B, T, G, O]`."""
 
     @property
     def n_positions(self) -> int:
@@ -40,15 +59,43 @@ class FactoredBlock(Block, KroneckerFactored):
 
     @property
     def n_cotangents(self) -> int:
-        return self.gradients.shape[0]
+        return self.g.shape[0]
 
     @property
     def n_data(self) -> int:
-        return self.gradients.shape[1]
+        return self.g.shape[1]
 
     @property
     def product(self) -> KroneckerFactored:
         return self
+
+    def at(self: F, data: slice | Tensor) -> F:
+        return self.with_factors(lambda inputs: inputs[data], self.g[:, data])
+
+    def select_outputs(self, outputs: Tensor) -> Block:
+        data = torch.arange(len(outputs), device=outputs.device)
+        return self.with_factors(lambda inputs: inputs, self.g[outputs, data].unsqueeze(0))
+
+    def join(self, others: Sequence[Block]) -> Block:
+        alike = all_of(type(self), others)
+        if alike is None:
+            return super().join(others)
+        return self.with_factors(lambda inputs: inputs, torch.cat([self.g, *(other.g for other in alike)]))
+
+    def fold_positions(self, n_positions: int) -> Block | None:
+        if self.n_positions != n_positions:
+            return None
+        return self.with_factors(lambda inputs: inputs.flatten(0, 1).unsqueeze(1), self.g.flatten(1, 2).unsqueeze(2))
+
+    def fold_cotangents(self, n_positions: int) -> Block:
+        return self.with_factors(lambda inputs: inputs.repeat_interleave(n_positions, 0), by_row(self.g, n_positions))
+
+    def cast(self, dtype: torch.dtype) -> Block:
+        return self.with_factors(lambda inputs: inputs.to(dtype) if inputs.is_floating_point() else inputs,
+                                 self.g.to(dtype))  # fmt: skip
+
+    def detached(self) -> Block:
+        return self.with_factors(lambda inputs: inputs.detach().contiguous(), self.g.detach().contiguous())
 
 
 def kernel_by_grams(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of, by_row
+from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of
 from laplace.jacobian.contractions import total
 from laplace.jacobian.factors import FactoredBlock, kernel_by_grams
 from laplace.jacobian.kronecker import ProductBasis
@@ -49,15 +49,8 @@ class IndexBlock(FactoredBlock):
 
     # Other data, outputs and entries.
 
-    def _with_positions(self, function: Callable[[Tensor], Tensor], g: Tensor) -> IndexBlock:
-        return replace(self, index=function(self.index), g=g, counted=function(self.counted))
-
-    def at(self, data: slice | Tensor) -> IndexBlock:
-        return self._with_positions(lambda values: values[data], self.g[:, data])
-
-    def select_outputs(self, outputs: Tensor) -> IndexBlock:
-        data = torch.arange(len(outputs), device=outputs.device)
-        return replace(self, g=self.g[outputs, data].unsqueeze(0))
+    def with_factors(self, inputs: Callable[[Tensor], Tensor], g: Tensor) -> IndexBlock:
+        return replace(self, index=inputs(self.index), g=g, counted=inputs(self.counted))
 
     def select_entries(self, selection: Selection, entries: Tensor) -> Block:
         part = self if selection.cols is None else replace(self, g=self.g[..., selection.cols])
@@ -67,10 +60,6 @@ class IndexBlock(FactoredBlock):
             part = replace(part, index=place[self.index], n_rows=len(selection.rows))
         return part if selection.index is None else PickedBlock(part, selection.index)
 
-    def join(self, others: Sequence[Block]) -> Block:
-        alike = all_of(IndexBlock, others)
-        return super().join(others) if alike is None else replace(self, g=torch.cat([b.g for b in (self, *alike)]))
-
     def add(self, others: Sequence[Block]) -> Block:
         """The sum with other uses: as more positions where all read rows."""
         uses = all_of(IndexBlock, (self, *others))
@@ -79,27 +68,12 @@ class IndexBlock(FactoredBlock):
         index, counted = torch.cat([use.index for use in uses], 1), torch.cat([use.counted for use in uses], 1)
         return replace(self, index=index, g=torch.cat([use.g for use in uses], 2), counted=counted)
 
-    def fold_positions(self, n_positions: int) -> IndexBlock | None:
-        if self.n_positions != n_positions:
-            return None
-        return self._with_positions(lambda values: values.reshape(-1, 1), self.g.flatten(1, 2).unsqueeze(2))
-
-    def fold_cotangents(self, n_positions: int) -> IndexBlock:
-        g = by_row(self.g, n_positions)
-        return self._with_positions(lambda values: values.repeat_interleave(n_positions, 0), g)
-
     # The same values in another form.
-
-    def cast(self, dtype: torch.dtype) -> IndexBlock:
-        return replace(self, g=self.g.to(dtype))
 
     def in_basis(self, basis: ProductBasis) -> Block:
         if basis.left is not None or basis.right is None:
             return super().in_basis(basis)
         return replace(self, g=self.g @ basis.right[0])
-
-    def detached(self) -> IndexBlock:
-        return replace(self, g=self.g.detach().contiguous())
 
     def state(self) -> dict[str, Any]:
         return {"kind": "index", "index": self.index, "g": self.g, "n_rows": self.n_rows, "counted": self.counted}

@@ -1,4 +1,4 @@
-"""The Jacobian of a problem: one block per treated tensor, never all multiplied out at once."""
+"""The Jacobian of a problem: one block per random parameter, never all multiplied out at once."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Jacobian:
     """All blocks of a problem, in the order of its slots.
 
     Attributes:
-        blocks: One per treated tensor.
+        blocks: One per random parameter.
         positions: Of outputs with positions, their dimensions: the data here are rows, data × positions.
-        wide: Whether covariances of its outputs are summed in float64, since they are to be factored: the root of a
+        wide: True if covariances of its outputs are summed in float64, since they are to be factored: the root of a
             sum that was rounded in float32 is known to three digits (`laplace.core.symmetric_root`).
     """
 
@@ -41,11 +41,11 @@ class Jacobian:
 
     @property
     def is_head(self) -> bool:
-        """Whether every tensor belongs to a layer whose outputs are the network's: J = I ⊗ [φ, 1]."""
+        """True if every tensor belongs to a layer whose outputs are the network's: J = I ⊗ [φ, 1]."""
         return all(isinstance(block, HeadBlock) for block in self.blocks)
 
     def head_features(self) -> tuple[Tensor, Tensor]:
-        """Of a head: features φ `[B, D]` (a 1 for the bias) and the place of every (output, feature), `[C, D]`."""
+        """Features φ of a head, `[B, D]` (a 1 for the bias), and the place of every (output, feature), `[C, D]`."""
         features: list[Tensor] = []
         places: list[Tensor] = []
         start = 0

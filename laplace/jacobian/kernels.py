@@ -18,7 +18,7 @@ from laplace.jacobian.factors import flat_product
 from laplace.jacobian.jacobian import Jacobian
 
 Scales = Sequence[Tensor] | None
-"""A factor per treated tensor, 0-dim or `[1]` each: its prior variance; None for ones."""
+"""A factor per random parameter, 0-dim or `[1]` each: its prior variance; None for ones."""
 
 
 def kernel(first: Jacobian, second: Jacobian, scales: Scales = None) -> Tensor:
@@ -27,7 +27,7 @@ def kernel(first: Jacobian, second: Jacobian, scales: Scales = None) -> Tensor:
     Args:
         first: J of B data.
         second: J of M data.
-        scales: Prior variance of every treated tensor.
+        scales: Prior variance of every random parameter.
     """
     pairs = zip(first.blocks, second.blocks, strict=True)
     return total(_scaled(block_kernel(x, y), scales, i) for i, (x, y) in enumerate(pairs)).permute(1, 0, 3, 2)

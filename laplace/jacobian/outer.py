@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of, by_row
+from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of
 from laplace.jacobian.contractions import CHUNK_BYTES, total
 from laplace.jacobian.factors import FactoredBlock, flat_product, kernel_by_grams
 from laplace.jacobian.kronecker import ProductBasis, rotated
@@ -54,15 +54,8 @@ class OuterBlock(FactoredBlock):
 
     # Other data, outputs and entries.
 
-    def _with_inputs(self, function: Callable[[Tensor], Tensor], g: Tensor) -> OuterBlock:
-        return replace(self, a=None if self.a is None else function(self.a), g=g)
-
-    def at(self, data: slice | Tensor) -> OuterBlock:
-        return self._with_inputs(lambda a: a[data], self.g[:, data])
-
-    def select_outputs(self, outputs: Tensor) -> OuterBlock:
-        data = torch.arange(len(outputs), device=outputs.device)
-        return replace(self, g=self.g[outputs, data].unsqueeze(0))
+    def with_factors(self, inputs: Callable[[Tensor], Tensor], g: Tensor) -> OuterBlock:
+        return replace(self, a=None if self.a is None else inputs(self.a), g=g)
 
     def select_entries(self, selection: Selection, entries: Tensor) -> Block:
         if self.groups > 1:
@@ -71,12 +64,8 @@ class OuterBlock(FactoredBlock):
         if self.input_first:
             outputs, inputs = inputs, outputs
         g = self.g if outputs is None else self.g[..., outputs]
-        part = self._with_inputs(lambda a: a if inputs is None else a[..., inputs], g)
+        part = self.with_factors(lambda a: a if inputs is None else a[..., inputs], g)
         return part if selection.index is None else PickedBlock(part, selection.index)
-
-    def join(self, others: Sequence[Block]) -> Block:
-        alike = all_of(OuterBlock, others)
-        return super().join(others) if alike is None else replace(self, g=torch.cat([b.g for b in (self, *alike)]))
 
     def add(self, others: Sequence[Block]) -> Block:
         """The sum with other uses: as more positions where the layouts agree."""
@@ -86,18 +75,10 @@ class OuterBlock(FactoredBlock):
         inputs = [use.a for use in uses if use.a is not None]
         return replace(self, a=torch.cat(inputs, 1) if inputs else None, g=torch.cat([use.g for use in uses], 2))
 
-    def fold_positions(self, n_positions: int) -> OuterBlock | None:
-        if self.n_positions != n_positions or self.unfolded:
-            return None
-        return self._with_inputs(lambda a: a.flatten(0, 1).unsqueeze(1), self.g.flatten(1, 2).unsqueeze(2))
-
-    def fold_cotangents(self, n_positions: int) -> OuterBlock:
-        return self._with_inputs(lambda a: a.repeat_interleave(n_positions, 0), by_row(self.g, n_positions))
+    def fold_positions(self, n_positions: int) -> Block | None:
+        return None if self.unfolded else super().fold_positions(n_positions)
 
     # The same values in another form.
-
-    def cast(self, dtype: torch.dtype) -> OuterBlock:
-        return self._with_inputs(lambda a: a.to(dtype), self.g.to(dtype))
 
     def in_basis(self, basis: ProductBasis) -> Block:
         """Rotates each factor before or after the sum over T positions, whichever is less work.
@@ -109,13 +90,10 @@ class OuterBlock(FactoredBlock):
         late_output = 1 < self.n_positions > self.n_inputs and basis.output is not None
         late_inputs = 1 < self.n_positions > self.n_cotangents * self.n_outputs and basis.inputs is not None
         g = self.g if late_output else rotated(self.g, basis.output)
-        early = self._with_inputs(lambda a: a if late_inputs else rotated(a, basis.inputs), g)
+        early = self.with_factors(lambda a: a if late_inputs else rotated(a, basis.inputs), g)
         if not late_output and not late_inputs:
             return early
         return Block.in_basis(early, basis.only(output=late_output, inputs=late_inputs))
-
-    def detached(self) -> OuterBlock:
-        return self._with_inputs(lambda a: a.detach().contiguous(), self.g.detach().contiguous())
 
     def state(self) -> dict[str, Any]:
         layout = {"input_first": self.input_first, "unfolded": self.unfolded}

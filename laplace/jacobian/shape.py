@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TensorShape:
-    """How one treated tensor enters the outputs.
+    """Sizes and form of the Jacobian of one random parameter.
 
     Attributes:
-        size: p, treated entries.
-        factored: Whether its Jacobian is a sum of outer products.
-        indexed: Whether their input side is one-hot (embeddings), of `n_inputs` rows.
+        size: p, random entries.
+        factored: True if its Jacobian is a sum of outer products.
+        indexed: True if their input side is one-hot (embeddings), of `n_inputs` rows.
         groups: G.
         n_outputs: O of a group; p without factors.
         n_inputs: I of a group; 1 for a bias and without factors.
         positions: T, positions that share the tensor.
-        is_bias: Whether there is no input side.
-        is_head: Whether the layer's outputs are the network's.
+        is_bias: True if there is no input side.
+        is_head: True if the layer's outputs are the network's.
         copied: Bytes of inputs that are laid out anew for the contraction (unfolded images), for the whole batch.
     """
 

@@ -101,7 +101,7 @@ class FeatureExtractor(nn.Module):
         if self._last_layer_name is None:
             self._last_layer_name = find_last_layer(self.model, x)
         output, features = self._watched(x, unwrap(self.model).get_submodule(self._last_layer_name))
-        return output, self._reduced(features if self.enable_backprop else features.detach())
+        return output, reduce_features(features if self.enable_backprop else features.detach(), self.feature_reduction)
 
     def _output(self, x: Inputs) -> Tensor:
         return batches.latent(batches.call(self.model, x))
@@ -125,11 +125,15 @@ class FeatureExtractor(nn.Module):
             )
         return output, seen[-1]
 
-    def _reduced(self, features: Tensor) -> Tensor:
-        """`[B, T, …, D]` to `[B, D]`; a batch of one keeps its dimension."""
-        if self.feature_reduction is None or features.ndim <= 2:
-            return features
-        positions = features.flatten(1, -2)
-        if self.feature_reduction is FeatureReduction.AVERAGE:
-            return positions.mean(1)
-        return positions[:, 0 if self.feature_reduction is FeatureReduction.PICK_FIRST else -1]
+
+def reduce_features(features: Tensor, reduction: str | None) -> Tensor:
+    """Features with positions, `[B, T, …, D]`, as `[B, D]`: the first, the last, or their mean.
+
+    They are as they were without a reduction, or without positions.
+    """
+    if reduction is None or features.ndim <= 2:
+        return features
+    positions = features.flatten(1, -2)
+    if reduction == FeatureReduction.AVERAGE:
+        return positions.mean(1)
+    return positions[:, 0 if reduction == FeatureReduction.PICK_FIRST else -1]

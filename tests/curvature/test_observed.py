@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from laplace import DiagLaplace, FullLaplace, KronLaplace
 from laplace.curvature import rules
-from laplace.engines.native.capture import capture
+from laplace.engines.native.capture import record
 from laplace.errors import InvalidArgument
 from laplace.weights.all_weights import AllWeights
 from tests.conformance.kron_truth import dense_of_factors
@@ -68,7 +68,7 @@ def observed(model: nn.Module, x: Tensor) -> Tensor:
     """Outputs of a watched pass."""
     problem = AllWeights(model).problem
     assert problem is not None
-    return capture(problem, x, loop=False, observed=True).f.detach()
+    return record(problem, x, loop=False, observed=True).f.detach()
 
 
 @pytest.mark.parametrize("name", ATTENTION)

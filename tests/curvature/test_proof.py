@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laplace import DiagLaplace, FullLaplace
-from laplace.engines.native.capture import capture
+from laplace.engines.native.capture import record
 from laplace.errors import CurvatureError
 from laplace.weights.all_weights import AllWeights
 from tests.reference import curvature as reference
@@ -152,7 +152,7 @@ def test_dropout_between_recurrent_layers_is_left_to_pytorch() -> None:
     problem = AllWeights(model).problem
     assert problem is not None
     found: list[Tensor] = []
-    for run in (lambda: model(x), lambda: capture(problem, x, loop=False, observed=True).f):
+    for run in (lambda: model(x), lambda: record(problem, x, loop=False, observed=True).f):
         torch.manual_seed(1)
         found.append(run().detach())
     assert_close(found[1], found[0], "algebra")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from laplace import Laplace, MixtureLaplace
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, NotFittedError, StateError
-from laplace.posterior.parametric import ParametricLaplace
+from laplace.parametric import ParametricLaplace
 from laplace.structures import STRUCTURES
 from tests import grid
 from tests.reference import mixture as reference

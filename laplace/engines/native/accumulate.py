@@ -25,7 +25,7 @@ class DiagSum:
     """Diagonal of the curvature, `[E, P]`, or of Uᵀ H U with a basis U for every tensor.
 
     Args:
-        problem: The treated tensors.
+        problem: The random parameters.
         n_terms: E.
         dtype: Curvature dtype.
         bases: U of every tensor, or None for the identity.
@@ -62,7 +62,7 @@ class FullSum:
 
     Args:
         slots: Positions of the tensors; their entries follow each other.
-        problem: All treated tensors.
+        problem: All random parameters.
         n_terms: E.
         dtype: Curvature dtype.
         running: A running sum to add to in place, or None to start at zero.
@@ -112,7 +112,7 @@ class FullSum:
                 add_gram(self.values[0], stacked, sign=-1.0)
 
     def _rows_at_once(self, width: int) -> int:
-        """How many rows of so many numbers fit into a piece."""
+        """Number of rows of so many numbers fit into a piece."""
         return max(1, CHUNK_BYTES // (self.values.element_size() * width))
 
     def _view(self, i: int, j: int, shape: tuple[int, int, int]) -> Tensor:
@@ -146,7 +146,7 @@ class BlockSum:
 
     Args:
         groups: Positions of the tensors that share a block.
-        problem: All treated tensors.
+        problem: All random parameters.
         n_terms: E.
         dtype: Curvature dtype.
         running: Running sums to add to in place.
@@ -196,13 +196,13 @@ def _add_terms(total: Tensor, values: Tensor, first: int) -> None:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the block of a tensor comes from.
+    """The use that the block of a tensor comes from.
 
     Attributes:
-        use: Key of the layer's use: a weight and its bias share the output side of one use.
-        single: Whether the tensor has one use only. Of more, a small tensor has an exact block; the positions of all
+        use: Key of the use: a weight and its bias share the output side of one use.
+        single: True if the tensor has one use only. Of more, a small tensor has an exact block; the positions of all
             uses are those of one layer in the factors of a large one.
-        unused: Whether the batch does not need the tensor, so that another batch says in which form it is held.
+        unused: True if the batch does not need the tensor, so that another batch says in which form it is held.
     """
 
     use: str
@@ -214,7 +214,7 @@ class KronSum:
     """Kronecker factors by key; exact dense or diagonal blocks where a tensor has none.
 
     Args:
-        problem: The treated tensors.
+        problem: The random parameters.
         n_terms: E.
         dtype: Curvature dtype.
         origins: Where each tensor's block comes from.

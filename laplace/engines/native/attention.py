@@ -16,12 +16,12 @@ _PROJECTIONS = ("in_proj_weight", "in_proj_bias", "out_proj_weight", "out_proj_b
                 "q_proj_weight", "k_proj_weight", "v_proj_weight")  # fmt: skip
 
 
-def run(linear: Linear, treated: Container[int], *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None] | None:
+def run(linear: Linear, parameters: Container[int], *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None] | None:
     """Output `[L, N, E]` and weights of `F.multi_head_attention_forward`, or None where that is to be called itself.
 
     Args:
         linear: Applies a projection.
-        treated: Ids of the treated tensors.
+        parameters: Ids of the random parameters.
         args: Arguments of that function.
         kwargs: The same by name.
     """
@@ -30,7 +30,7 @@ def run(linear: Linear, treated: Container[int], *args: Any, **kwargs: Any) -> t
     a = bound.arguments
     added = any(a[name] is not None for name in ("bias_k", "bias_v", "static_k", "static_v")) or a["add_zero_attn"]
     dropped = a["training"] and a["dropout_p"] > 0
-    if added or dropped or a["query"].ndim != 3 or not any(id(a[name]) in treated for name in _PROJECTIONS):
+    if added or dropped or a["query"].ndim != 3 or not any(id(a[name]) in parameters for name in _PROJECTIONS):
         return None
     n_heads = a["num_heads"]
     q, k, v = (_split(part, n_heads) for part in _projected(linear, a))  # [N, H, L, E / H]
@@ -68,14 +68,14 @@ def _split(projected: Tensor, n_heads: int) -> Tensor:
 
 
 def _mask(attention: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """What is added to the scores, broadcastable to `[N, H, L, S]`."""
+    """The mask that is added to the scores, broadcastable to `[N, H, L, S]`."""
     total: Tensor | None = None
     if attention is not None:
         total = _as_numbers(attention, q)
         total = total.unflatten(0, (len(q), -1)) if total.ndim == 3 else total
     if padding is not None:
-        own = _as_numbers(padding, q).view(len(k), 1, 1, -1)
-        total = own if total is None else total + own
+        hidden = _as_numbers(padding, q).view(len(k), 1, 1, -1)
+        total = hidden if total is None else total + hidden
     return total
 
 

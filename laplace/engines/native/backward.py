@@ -22,7 +22,7 @@ _RECURRENT = (nn.RNNBase,)
 
 
 def prefers_loop(module: nn.Module, *, twice: bool = False, stepwise: bool = False) -> bool:
-    """Whether the network holds layers whose vectorised backward pass is slow or missing.
+    """True if the network holds layers whose vectorised backward pass is slow or missing.
 
     Args:
         module: The network.
@@ -48,7 +48,7 @@ def pull(
         edges: What to differentiate with respect to.
         cotangents: u, `[K, B, C]`.
         loop: One pass for each k instead of a vectorised one.
-        create_graph: Whether the gradients can be differentiated again.
+        create_graph: True if the gradients can be differentiated again.
 
     Returns:
         One tensor `[K, *shape of the edge]` per edge, or None where f does not depend on it.
@@ -85,9 +85,9 @@ def _grad(
 
 def stack(gradients: tuple[Tensor | None, ...]) -> Tensor | None:
     """Gradients of one tensor, one per pass, as `[K, *shape]`: zero where it was not reached, None if it never was."""
-    found = [g for g in gradients if g is not None]
-    if not found:
+    nonzero = [g for g in gradients if g is not None]
+    if not nonzero:
         return None
-    if len(found) == 1:
-        return found[0].unsqueeze(0)
-    return torch.stack([torch.zeros_like(found[0]) if g is None else g for g in gradients])
+    if len(nonzero) == 1:
+        return nonzero[0].unsqueeze(0)
+    return torch.stack([torch.zeros_like(nonzero[0]) if g is None else g for g in gradients])

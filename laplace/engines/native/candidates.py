@@ -1,4 +1,4 @@
-"""What may explain a treated tensor: its uses by modules with a rule, or by functions, in each reading of the data."""
+"""Candidates for the rule of a parameter: its uses by modules and functions, for each axis of the data."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from laplace.engines.native.capture import Capture, Owner
-from laplace.engines.native.layers import Reading, rule_for
-from laplace.engines.native.pieces import Term
-from laplace.engines.native.uses import Call
+from laplace.engines.native.layer_calls import FunctionCall
+from laplace.engines.native.layers import BatchAxis, rule_for
+from laplace.engines.native.pieces import UseOfParameter
 
 
 @dataclass(frozen=True)
@@ -17,70 +17,73 @@ class Candidate:
 
     Attributes:
         terms: The uses.
-        rule: Words for the coverage report.
+        description: Text for the coverage report.
     """
 
-    terms: tuple[Term, ...]
-    rule: str
+    uses: tuple[UseOfParameter, ...]
+    description: str
 
 
 @dataclass(frozen=True)
 class _Role:
     """One use that could explain a tensor: its number, the attribute or argument, positions and name."""
 
-    use: int
+    call: int
     attribute: str
     positions: int
     name: str
 
 
-def families(taken: Capture, held: Sequence[Owner], name: str, n_data: int) -> Iterator[list[Candidate]]:
-    """Candidates for one tensor, from the likeliest family of uses to the last; of a family, one for each reading.
+def families(capture: Capture, owners: Sequence[Owner], name: str, n_data: int) -> Iterator[list[Candidate]]:
+    """Candidates for one tensor, from the likeliest family of uses to the last; of each, one for every axis.
 
     A table that is read without the data, as one of positions is, is explained by the sums in which it meets them.
 
     Args:
-        taken: The captured batch.
-        held: The modules that own the tensor.
+        capture: The captured batch.
+        owners: The modules that own the tensor.
         name: Its name.
         n_data: B.
     """
-    yield _readings(_by_modules(taken, held, n_data))
-    calls = [(n, use.by) for n, use in enumerate(taken.uses) if isinstance(use.by, Call) and name in use.by.roles]
+    yield _by_axis(_by_modules(capture, owners, n_data))
+    functions = [(n, call.by) for n, call in enumerate(capture.calls) if isinstance(call.by, FunctionCall)]
+    calls = [(n, call) for n, call in functions if name in call.roles]
     if not calls:
         return
-    yield _readings(_by_calls([(n, call) for n, call in calls if call.instead_of is None], name, n_data))
+    yield _by_axis(_by_calls([(n, call) for n, call in calls if call.instead_of is None], name, n_data))
     replaced = {id(call.instead_of) for _, call in calls}
-    yield _readings(_by_calls([(n, call) for n, call in calls if id(call) not in replaced], name, n_data))
+    yield _by_axis(_by_calls([(n, call) for n, call in calls if id(call) not in replaced], name, n_data))
 
 
-def _by_modules(taken: Capture, held: Sequence[Owner], n_data: int) -> list[_Role]:
-    rules = {id(owner.module): rule_for(owner.module) for owner in held}
-    attributes = {id(owner.module): owner.attribute for owner in held}
+def _by_modules(capture: Capture, owners: Sequence[Owner], n_data: int) -> list[_Role]:
+    rules = {id(owner.module): rule_for(owner.module) for owner in owners}
+    attributes = {id(owner.module): owner.attribute for owner in owners}
     roles: list[_Role] = []
-    for n, use in enumerate(taken.uses):
-        if isinstance(use.by, Call) or id(use.by) not in rules:
+    for n, call in enumerate(capture.calls):
+        if isinstance(call.by, FunctionCall) or id(call.by) not in rules:
             continue
-        rule, attribute = rules[id(use.by)], attributes[id(use.by)]
-        if rule is None or attribute not in rule.parameters or not rule.accepts(use.by, use.x):
+        rule, attribute = rules[id(call.by)], attributes[id(call.by)]
+        if rule is None or attribute not in rule.parameters or not rule.accepts(call.by, call.x):
             return []
-        roles.append(_Role(n, attribute, rule.positions(use.by, use.x, n_data), rule.name))
+        roles.append(_Role(n, attribute, rule.positions(call.by, call.x, n_data), rule.name))
     return roles
 
 
-def _by_calls(calls: Sequence[tuple[int, Call]], name: str, n_data: int) -> list[_Role]:
+def _by_calls(calls: Sequence[tuple[int, FunctionCall]], name: str, n_data: int) -> list[_Role]:
     return [_Role(n, call.roles[name], call.positions(n_data), call.name) for n, call in calls]
 
 
-def _readings(roles: Sequence[_Role]) -> list[Candidate]:
-    """One candidate for each reading that fits all uses."""
+def _by_axis(roles: Sequence[_Role]) -> list[Candidate]:
+    """One candidate for each axis of the data that fits all uses."""
     if not roles or any(role.positions == 0 for role in roles):
         return []
-    words = " + ".join(dict.fromkeys(role.name for role in roles))
-    found: list[Candidate] = []
-    for reading in Reading:
-        if reading is Reading.LEADING or max(role.positions for role in roles) > 1:
-            where = "" if reading is Reading.LEADING else f" ({reading.value})"
-            rule = words + where + (f", {len(roles)} uses" if len(roles) > 1 else "")
-            found.append(Candidate(tuple(Term(role.use, role.attribute, reading) for role in roles), rule))
-    return found
+    names = " + ".join(dict.fromkeys(role.name for role in roles))
+    candidates: list[Candidate] = []
+    for axis in BatchAxis:
+        if axis is BatchAxis.LEADING or max(role.positions for role in roles) > 1:
+            where = "" if axis is BatchAxis.LEADING else f" ({axis.value})"
+            description = names + where + (f", {len(roles)} uses" if len(roles) > 1 else "")
+            candidates.append(
+                Candidate(tuple(UseOfParameter(role.call, role.attribute, axis) for role in roles), description)
+            )
+    return candidates

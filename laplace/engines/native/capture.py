@@ -15,16 +15,16 @@ from torch.autograd.graph import get_gradient_edge
 from laplace.core.batch import Inputs
 from laplace.engines.native.backward import pull
 from laplace.engines.native.differentiable import differentiable
+from laplace.engines.native.layer_calls import FunctionCall, LayerCall
 from laplace.engines.native.layers import rule_for
 from laplace.engines.native.observer import Observer
-from laplace.engines.native.uses import Call, Use
 from laplace.errors import InvalidArgument
 from laplace.weights.problem import Problem
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A module that holds a treated tensor under an attribute."""
+    """A module that holds a random parameter under an attribute."""
 
     module: nn.Module
     attribute: str
@@ -32,7 +32,7 @@ class Owner:
 
 
 def owners(problem: Problem) -> list[Owner]:
-    """Every (module, attribute) that holds a treated tensor: several where tensors are tied."""
+    """Every (module, attribute) that holds a random parameter: several where tensors are tied."""
     where = {id(problem.tensor(slot.name)): i for i, slot in enumerate(problem.slots)}
     return [
         Owner(module, attribute, where[id(tensor)])
@@ -47,17 +47,17 @@ class Capture:
     """Outputs of one forward pass with the uses of every hooked module.
 
     Attributes:
-        f: Outputs `[B, M]`, with a graph that reaches the treated tensors: all M = T·C of a datum, C per position.
-        uses: Calls of the modules that own treated tensors and have a layer rule, then of functions, if observed.
+        f: Outputs `[B, M]`, with a graph that reaches the random parameters: all M = T·C of a datum, C per position.
+        uses: Calls of the modules that own random parameters and have a layer rule, then of functions, if observed.
         stand_ins: The tensors that were differentiated, by name.
-        loop: Whether backward passes run one by one.
-        create_graph: Whether gradients are to be differentiated again, with respect to x.
-        reduced: Whether the features of a head with positions are reduced to `[B, D]`, so that f = head(reduced).
+        loop: True if backward passes run one by one.
+        create_graph: True if gradients are to be differentiated again, with respect to x.
+        reduced: True if the features of a head with positions are reduced to `[B, D]`, so that f = head(reduced).
         positions: The dimensions between that of the data and that of the channels, whose product is T.
     """
 
     f: Tensor
-    uses: tuple[Use, ...]
+    calls: tuple[LayerCall, ...]
     stand_ins: dict[str, Tensor]
     loop: bool
     create_graph: bool = False
@@ -66,8 +66,8 @@ class Capture:
 
     @property
     def watched(self) -> bool:
-        """Whether some use is that of a function."""
-        return any(isinstance(use.by, Call) for use in self.uses)
+        """True if some use is that of a function."""
+        return any(isinstance(call.by, FunctionCall) for call in self.calls)
 
     @property
     def n_positions(self) -> int:
@@ -79,71 +79,71 @@ class Capture:
         """Outputs `[B·T, C]`, data major."""
         return self.f.reshape(len(self.f) * self.n_positions, -1) if self.positions else self.f
 
-    def is_head(self, use: Use) -> bool:
-        """Whether the use's output *is* f, so that its gradients are the cotangents themselves.
+    def is_head(self, call: LayerCall) -> bool:
+        """True if the use's output *is* f, so that its gradients are the cotangents themselves.
 
         With positions it may be rearranged on the way; whether its rows are those of f is for a probe to say.
         """
         f = self.f
-        if isinstance(use.by, Call) and not use.by.whole:
+        if isinstance(call.by, FunctionCall) and not call.by.whole:
             return False
-        if self.reduced and use.x.ndim > 2:
+        if self.reduced and call.x.ndim > 2:
             return True
-        if f.grad_fn is None or use.shape.numel() != f.numel():
+        if f.grad_fn is None or call.shape.numel() != f.numel():
             return False
         if self.positions:
-            return use.edge.node in _behind_views(f)
-        return use.shape == f.shape and use.edge == get_gradient_edge(f)
+            return call.edge.node in _behind_views(f)
+        return call.shape == f.shape and call.edge == get_gradient_edge(f)
 
-    def gradients(self, cotangents: Tensor, uses: list[Use]) -> list[Tensor]:
+    def gradients(self, cotangents: Tensor, calls: list[LayerCall]) -> list[Tensor]:
         """Gradients `[K, *output shape]` of the uses' outputs for cotangents `[K, B, C]`."""
-        heads = [not self.positions and self.is_head(use) for use in uses]
-        edges = [use.edge for use, head in zip(uses, heads, strict=True) if not head]
-        found = iter(pull(self.f, edges, cotangents, loop=self.loop, create_graph=self.create_graph))
+        heads = [not self.positions and self.is_head(call) for call in calls]
+        edges = [call.edge for call, head in zip(calls, heads, strict=True) if not head]
+        pulled = iter(pull(self.f, edges, cotangents, loop=self.loop, create_graph=self.create_graph))
         result: list[Tensor] = []
-        for use, head in zip(uses, heads, strict=True):
-            g = cotangents if head else next(found)
-            result.append(self.f.new_zeros(len(cotangents), *use.shape) if g is None else g)
+        for call, head in zip(calls, heads, strict=True):
+            g = cotangents if head else next(pulled)
+            result.append(self.f.new_zeros(len(cotangents), *call.shape) if g is None else g)
         return result
 
 
-def capture(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = False, observed: bool = False) -> Capture:
-    """Runs the network on x with hooks on every module that owns a treated tensor and has a rule.
+def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = False, observed: bool = False) -> Capture:
+    """Runs the network on x with hooks on every module that owns a random parameter and has a rule.
 
-    Treated tensors are replaced by detached stand-ins that require gradients, whatever the user's
+    Random parameters are replaced by detached stand-ins that require gradients, whatever the user's
     `requires_grad` says; no gradient reaches the user's tensors, and the hooks are gone when this returns.
 
     Args:
-        problem: The network and its treated tensors.
+        problem: The network and its random parameters.
         x: Inputs.
-        loop: Whether backward passes run one by one.
-        create_graph: Whether gradients are to be differentiated again.
-        observed: Whether PyTorch's functions are watched as well as modules.
+        loop: True if backward passes run one by one.
+        create_graph: True if gradients are to be differentiated again.
+        observed: True if PyTorch's functions are watched as well as modules.
 
     Raises:
         InvalidArgument: Features are to be reduced, and there are positions behind them.
     """
-    uses: list[Use] = []
+    calls: list[LayerCall] = []
     modules = {owner.module for owner in owners(problem) if rule_for(owner.module) is not None}
     stand_ins = problem.stand_ins()
-    treated = {slot.name: stand_ins[slot.name] for slot in problem.slots}
-    observer = Observer(treated, keep_graph=create_graph)
+    parameters = {slot.name: stand_ins[slot.name] for slot in problem.slots}
+    observer = Observer(parameters, keep_graph=create_graph)
     with (
         torch.enable_grad(),
-        _hooked(modules, uses, keep_graph=create_graph),
+        _hooked(modules, calls, keep_graph=create_graph),
         differentiable(problem.module, twice=create_graph),
         observer if observed else nullcontext(),
     ):
         last = problem.run(stand_ins, x)
         f = last.flatten(1)
-        if not f.requires_grad:  # no treated tensor is used: all derivatives are zero
+        if not f.requires_grad:  # no random parameter is used: all derivatives are zero
             f = f.detach().requires_grad_()
     if problem.reduction is not None and last.ndim > 2:
         raise InvalidArgument(
             f"feature_reduction={problem.reduction!r}, but the network's outputs have positions, shape "
             f"{list(last.shape)}: nothing is reduced. Leave feature_reduction at None."
         )
-    return Capture(f=f, uses=(*uses, *observer.uses), stand_ins=treated, loop=loop, create_graph=create_graph,
+    return Capture(f=f, calls=(*calls, *observer.calls), stand_ins=parameters, loop=loop, create_graph=create_graph,
                    reduced=problem.reduction is not None, positions=tuple(last.shape[1:-1]))  # fmt: skip
 
 
@@ -153,22 +153,22 @@ _VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Permute", "Transpose", "Clone",
 
 def _behind_views(f: Tensor) -> set[object]:
     """The nodes that f is a rearrangement of, itself included."""
-    found: set[object] = set()
+    nodes: set[object] = set()
     node = f.grad_fn
     while node is not None:
-        found.add(node)
+        nodes.add(node)
         if not node.name().startswith(_VIEWS) or len(node.next_functions) != 1:
             break
         node = node.next_functions[0][0]
-    return found
+    return nodes
 
 
 @contextmanager
-def _hooked(modules: set[nn.Module], uses: list[Use], *, keep_graph: bool) -> Iterator[None]:
+def _hooked(modules: set[nn.Module], calls: list[LayerCall], *, keep_graph: bool) -> Iterator[None]:
     def remember(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if args and isinstance(output, Tensor) and output.requires_grad and isinstance(args[0], Tensor):
             x = args[0] if keep_graph else args[0].detach()
-            uses.append(Use(module, x, get_gradient_edge(output), output.shape))
+            calls.append(LayerCall(module, x, get_gradient_edge(output), output.shape))
 
     handles = [module.register_forward_hook(remember) for module in modules]
     if keep_graph:

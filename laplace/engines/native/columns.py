@@ -51,7 +51,7 @@ class RowColumns:
     Args:
         columns: `[K, B·T, C]`; positions of which every entry is zero are left out.
         n_data: B.
-        apart: Whether rows are kept apart.
+        apart: True if rows are kept apart.
     """
 
     def __init__(self, columns: Tensor, n_data: int, *, apart: bool) -> None:

@@ -23,7 +23,7 @@ def differentiable(module: nn.Module, *, twice: bool) -> Iterator[None]:
 
     Args:
         module: The network.
-        twice: Whether gradients are differentiated again, or vectorised over data.
+        twice: True if gradients are differentiated again, or vectorised over data.
     """
     tables = (table for table in module.modules() if isinstance(table, (nn.Embedding, nn.EmbeddingBag)))
     with ExitStack() as stack:
@@ -103,8 +103,8 @@ def _embedding_bag(
             per_sample_weights = per_sample_weights[places]
     rows = F.embedding(input, weight, None, max_norm, norm_type)
     if mode == "max":
-        found = rows.masked_fill(~counted[..., None], -torch.inf)
-        return torch.where(counted.any(1, keepdim=True), found.max(1).values, 0)
+        masked = rows.masked_fill(~counted[..., None], -torch.inf)
+        return torch.where(counted.any(1, keepdim=True), masked.max(1).values, 0)
     factors = counted.to(rows.dtype) if per_sample_weights is None else counted * per_sample_weights
     total = torch.einsum("bl,bld->bd", factors, rows)
     return total if mode == "sum" else total / counted.sum(1, keepdim=True).clamp(min=1)

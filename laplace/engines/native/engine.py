@@ -1,4 +1,4 @@
-"""The native engine: captured forward passes with proven plans, from which every quantity follows."""
+"""Computes Jacobian blocks from hooked forward passes; each layer rule is checked against autograd."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from laplace.core.memory import DATUM, POSITION, in_slices, ran_out
 from laplace.core.positions import target_rows
 from laplace.engines.engine import BatchSummary, CurvatureEngine, detached
 from laplace.engines.native.backward import prefers_loop
-from laplace.engines.native.capture import Capture, capture
+from laplace.engines.native.capture import Capture, record
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.native.plan import Plan, make_plan, unused_still
 from laplace.engines.native.products import Linearised
-from laplace.engines.native.surveying import blank, outlined, surveyed
+from laplace.engines.native.profiling import least_profile, shape_profile, timed_profile
 from laplace.engines.native.unused import check_unreached
-from laplace.engines.native.uses import Call
 from laplace.engines.options import EngineOptions
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidData, OutOfMemory, UnsupportedError
@@ -39,12 +38,12 @@ _COPIES = 4
 
 
 class NativeEngine(CurvatureEngine):
-    """What every kind of native curvature shares: Jacobians from layer inputs and output gradients, proven plans.
+    """Base of all native curvature: Jacobians from layer inputs and output gradients, and proven plans.
 
     Args:
-        problem: The network and its treated tensors.
+        problem: The network and its random parameters.
         likelihood: Loss and output Hessian.
-        options: What is sampled, and how much is computed at once.
+        options: Sampling, Kronecker factors, and how much is computed at once.
     """
 
     def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
@@ -62,55 +61,55 @@ class NativeEngine(CurvatureEngine):
     # Primitives of every kind.
 
     def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
-        n_data, step, held = self._first_pass(x, create_graph=create_graph)
+        n_data, step, passes = self._first_pass(x, create_graph=create_graph)
 
         def computed(part: slice) -> ForwardPass | tuple[Jacobian, Tensor]:
             some = x if part == slice(0, n_data) else batches.select(x, part, n_data)
-            taken = held.pop() if held else self.forward(some, create_graph=create_graph)
-            if taken.n_data != part.stop - part.start:
+            batch = passes.pop() if passes else self.forward(some, create_graph=create_graph)
+            if batch.n_data != part.stop - part.start:
                 raise OutOfMemory(
                     f"memory ran out, and the inputs cannot be split: {part.stop - part.start} rows of their first "
-                    f"tensor give the outputs of {taken.n_data} data. Give fewer data at once."
+                    f"tensor give the outputs of {batch.n_data} data. Give fewer data at once."
                 )
-            return taken if taken.mixes and taken.n_data == 1 else (taken.jacobian(), taken.own_rows)
+            return batch if batch.mixes and batch.n_data == 1 else (batch.jacobian(), batch.own_rows)
 
-        for _, found in in_slices(n_data, step, computed, DATUM):
-            if isinstance(found, ForwardPass):
-                yield from self._positions(found)
+        for _, part_or_batch in in_slices(n_data, step, computed, DATUM):
+            if isinstance(part_or_batch, ForwardPass):
+                yield from self._positions(part_or_batch)
             else:
-                yield found
+                yield part_or_batch
 
     def _first_pass(self, x: Inputs, *, create_graph: bool) -> tuple[int, int, list[ForwardPass]]:
         """Number of data, how many of them fit the memory budget at once, and the pass that serves all if they do."""
         try:
-            taken = self.forward(x, create_graph=create_graph)
+            batch = self.forward(x, create_graph=create_graph)
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
                 raise
             count = batches.size(x, "")
             return count, count, []
-        outputs = taken.f.shape[1]
-        if taken.mixes:
-            outputs *= taken.taken.n_positions
+        outputs = batch.f.shape[1]
+        if batch.mixes:
+            outputs *= batch.capture.n_positions
             self.check_passes(outputs, "a linearised prediction")
-        parts = max(1, min(taken.n_data, -(-taken.bytes_per_cotangent() * outputs // self.memory_budget)))
-        return taken.n_data, -(-taken.n_data // parts), [taken] if parts == 1 else []
+        parts = max(1, min(batch.n_data, -(-batch.bytes_per_cotangent() * outputs // self.memory_budget)))
+        return batch.n_data, -(-batch.n_data // parts), [batch] if parts == 1 else []
 
-    def _positions(self, taken: ForwardPass) -> Generator[tuple[Jacobian, Tensor]]:
+    def _positions(self, batch: ForwardPass) -> Generator[tuple[Jacobian, Tensor]]:
         """The Jacobian of one datum, by as many of its positions at once as the memory budget allows."""
-        step = max(1, self.memory_budget // max(1, taken.bytes_per_cotangent() * taken.f.shape[1]))
+        step = max(1, self.memory_budget // max(1, batch.bytes_per_cotangent() * batch.f.shape[1]))
 
         def computed(part: slice) -> tuple[Jacobian, Tensor]:
-            return taken.jacobian(part), taken.own_rows[part]
+            return batch.jacobian(part), batch.own_rows[part]
 
-        for _, found in in_slices(len(taken.f), step, computed, POSITION):
-            yield found
+        for _, rows in in_slices(len(batch.f), step, computed, POSITION):
+            yield rows
 
     def head_jacobian(self, x: Inputs, *, create_graph: bool = False) -> list[tuple[Jacobian, Tensor]] | None:
-        taken = self.forward(x, create_graph=create_graph)
-        if len(taken.heads()) < len(taken.plan):
+        batch = self.forward(x, create_graph=create_graph)
+        if len(batch.heads()) < len(batch.plan):
             return None
-        return [(taken.jacobian(), taken.own_rows)]
+        return [(batch.jacobian(), batch.own_rows)]
 
     def check_passes(self, count: int, what: str) -> None:
         """Refuses work that takes a backward pass per position and output where that is too much.
@@ -132,25 +131,25 @@ class NativeEngine(CurvatureEngine):
             f"backend_kwargs={{'max_passes': {count}}}."
         )
 
-    def survey(self, x: Inputs, y: Tensor) -> BatchProfile:
-        taken, _ = self.observe(x, y)
-        return surveyed(taken, self._outline(taken))
+    def profile(self, x: Inputs, y: Tensor) -> BatchProfile:
+        batch, _ = self.observe(x, y)
+        return timed_profile(batch, self._outline(batch))
 
     def outline(self, x: Inputs | None = None) -> BatchProfile:
         if x is not None:
             return self._outline(self.forward(x))
         f = torch.zeros(1, 1, dtype=self.dtype, device=self.problem.device)
-        return blank(
+        return least_profile(
             self.problem.layout, n_columns=self.n_columns(f), itemsize=self.dtype.itemsize,
             product_budget=self._product_budget, loop=self._loop,
         )  # fmt: skip
 
-    def _outline(self, taken: ForwardPass) -> BatchProfile:
-        columns, terms = self.n_columns(taken.f), self._n_terms(taken.f)
-        columns *= taken.taken.n_positions if taken.mixes and self.apart else 1
-        return outlined(
-            taken, n_columns=columns, n_terms=terms, loop=self._loop, product_budget=self._product_budget,
-            refused=taken.mixes and columns > self.max_passes,
+    def _outline(self, batch: ForwardPass) -> BatchProfile:
+        columns, terms = self.n_columns(batch.f), self._n_terms(batch.f)
+        columns *= batch.capture.n_positions if batch.mixes and self.apart else 1
+        return shape_profile(
+            batch, n_columns=columns, n_terms=terms, loop=self._loop, product_budget=self._product_budget,
+            refused=batch.mixes and columns > self.max_passes,
         )  # fmt: skip
 
     def n_columns(self, f: Tensor) -> int:
@@ -159,7 +158,7 @@ class NativeEngine(CurvatureEngine):
 
     @property
     def apart(self) -> bool:
-        """Whether positions of a datum need cotangents of their own: not those of independent random draws."""
+        """True if positions of a datum need cotangents of their own: not those of independent random draws."""
         return True
 
     def coverage(self) -> dict[str, str]:
@@ -175,78 +174,78 @@ class NativeEngine(CurvatureEngine):
         """
         with torch.inference_mode(False), lent(self.problem.module):
             x = x if create_graph else detached(x)
-            taken = self._capture(x, create_graph=create_graph)
-            if taken.f.shape[0] == 0:
+            capture = self._capture(x, create_graph=create_graph)
+            if capture.f.shape[0] == 0:
                 raise InvalidData("the batch holds no data.")
-            plan = self._known(taken, x)
+            plan = self._known(capture, x)
             if plan is None and not self._observed:
-                plan = self._prove(taken, x, ladder=False)
-                taken = taken if plan is not None else self._watched(taken, x, create_graph=create_graph)
+                plan = self._prove(capture, x, ladder=False)
+                capture = capture if plan is not None else self._watched(capture, x, create_graph=create_graph)
             if plan is None:
-                plan = self._prove(taken, x)
-            self._check_unreached(x, [i for i, explanation in enumerate(plan) if explanation.rule == "unused"])
-            self._remember(self._form(taken, x), plan)
-            return ForwardPass(self.problem, x, taken, plan, self.memory_budget)
+                plan = self._prove(capture, x)
+            self._check_unreached(x, [i for i, rule in enumerate(plan) if rule.description == "unused"])
+            self._remember(self._form(capture, x), plan)
+            return ForwardPass(self.problem, x, capture, plan, self.memory_budget)
 
     def _capture(self, x: Inputs, *, create_graph: bool = False) -> Capture:
-        return capture(self.problem, x, loop=self._loop, create_graph=create_graph, observed=self._observed)
+        return record(self.problem, x, loop=self._loop, create_graph=create_graph, observed=self._observed)
 
-    def _form(self, taken: Capture, x: Inputs) -> object:
-        """What two batches share for which one plan holds."""
-        calls = tuple((use.by.kind if isinstance(use.by, Call) else id(use.by), use.x.shape) for use in taken.uses)
-        return batches.signature(x), taken.f.shape, taken.positions, calls
+    def _form(self, capture: Capture, x: Inputs) -> object:
+        """A key that batches share for which one plan holds."""
+        calls = tuple((call.kind, call.x.shape) for call in capture.calls)
+        return batches.signature(x), capture.f.shape, capture.positions, calls
 
-    def _known(self, taken: Capture, x: Inputs) -> Plan | None:
+    def _known(self, capture: Capture, x: Inputs) -> Plan | None:
         """The plan that was proven for batches of this form, if it still holds."""
-        plan = self._plans.get(self._form(taken, x))
-        return plan if plan is not None and unused_still(plan, self.problem, taken) else None
+        plan = self._plans.get(self._form(capture, x))
+        return plan if plan is not None and unused_still(plan, self.problem, capture) else None
 
-    def _watched(self, taken: Capture, x: Inputs, *, create_graph: bool) -> Capture:
+    def _watched(self, capture: Capture, x: Inputs, *, create_graph: bool) -> Capture:
         """The pass once more with PyTorch's functions watched, where modules do not explain every tensor.
 
         From then on every pass is watched, if that found a use at all.
         """
         if self.problem.reduction is not None:
-            return taken
+            return capture
         try:
             loop = prefers_loop(self.problem.module, stepwise=True)
-            again = capture(self.problem, x, loop=loop, create_graph=create_graph, observed=True)
+            again = record(self.problem, x, loop=loop, create_graph=create_graph, observed=True)
         except (RuntimeError, ValueError, TypeError) as error:  # a network that must not be watched
             if ran_out(error):
                 raise
-            return taken
+            return capture
         if not again.watched:
-            return taken
+            return capture
         self._observed, self._loop = True, loop
         return again
 
     @overload
-    def _prove(self, taken: Capture, x: Inputs) -> Plan: ...
+    def _prove(self, capture: Capture, x: Inputs) -> Plan: ...
 
     @overload
-    def _prove(self, taken: Capture, x: Inputs, *, ladder: bool) -> Plan | None: ...
+    def _prove(self, capture: Capture, x: Inputs, *, ladder: bool) -> Plan | None: ...
 
-    def _prove(self, taken: Capture, x: Inputs, *, ladder: bool = True) -> Plan | None:
+    def _prove(self, capture: Capture, x: Inputs, *, ladder: bool = True) -> Plan | None:
         """A plan for a captured batch; for one datum that of the datum twice, so that batches of any size agree."""
-        n_data = len(taken.f)
+        n_data = len(capture.f)
         if n_data > 1:
-            return make_plan(self.problem, taken, x, n_data, ladder=ladder)
+            return make_plan(self.problem, capture, x, n_data, ladder=ladder)
         try:
-            twice = batches.select(x, torch.zeros(2, dtype=torch.int64, device=taken.f.device), 1)
+            twice = batches.select(x, torch.zeros(2, dtype=torch.int64, device=capture.f.device), 1)
             pair = self._capture(twice)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:  # a network that takes one datum only
             if ran_out(error):
                 raise
-            return make_plan(self.problem, taken, x, n_data, ladder=ladder)
-        if len(pair.f) != 2 or len(pair.uses) != len(taken.uses):
-            return make_plan(self.problem, taken, x, n_data, ladder=ladder)
+            return make_plan(self.problem, capture, x, n_data, ladder=ladder)
+        if len(pair.f) != 2 or len(pair.calls) != len(capture.calls):
+            return make_plan(self.problem, capture, x, n_data, ladder=ladder)
         return make_plan(self.problem, pair, twice, 2, repeated=True, ladder=ladder)
 
     def _remember(self, key: object, plan: Plan) -> None:
-        for slot, explanation in zip(self.problem.slots, plan, strict=True):
+        for slot, rule in zip(self.problem.slots, plan, strict=True):
             if self._rules.get(slot.name, "unused") == "unused":
-                self._rules[slot.name] = explanation.rule
-        if all(explanation.proven for explanation in plan):
+                self._rules[slot.name] = rule.description
+        if all(rule.proven for rule in plan):
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = plan
@@ -260,12 +259,12 @@ class NativeEngine(CurvatureEngine):
 
     def observe(self, x: Inputs, y: Tensor) -> tuple[ForwardPass, Tensor]:
         """A forward pass with a proven plan, and checked targets."""
-        taken = self.forward(x)
-        targets = self.targets(taken.f, y, taken.positions)
+        batch = self.forward(x)
+        targets = self.targets(batch.f, y, batch.positions)
         inspect, self.inspect = self.inspect, None
         if inspect is not None:
-            inspect(self._outline(taken))
-        return taken, targets
+            inspect(self._outline(batch))
+        return batch, targets
 
     def targets(self, f: Tensor, y: Tensor, positions: tuple[int, ...]) -> Tensor:
         """Checked targets of outputs f, `[B·T, C]`."""
@@ -277,25 +276,25 @@ class NativeEngine(CurvatureEngine):
         Raises:
             InvalidData: A batch of no data.
         """
-        taken = capture(self.problem, detached(x), loop=self._loop_twice, create_graph=True)
-        if taken.f.shape[0] == 0:
+        capture = record(self.problem, detached(x), loop=self._loop_twice, create_graph=True)
+        if capture.f.shape[0] == 0:
             raise InvalidData("the batch holds no data.")
-        if taken.f.is_leaf:
+        if capture.f.is_leaf:
             self._check_unreached(x, range(len(self.problem.slots)))
         for slot in self.problem.slots:
             self._rules.setdefault(slot.name, "products with vectors")
-        return taken
+        return capture
 
     def linear(self, x: Inputs) -> Linearised:
-        """The outputs of a batch as a linear function of the treated entries, which outlives the call."""
+        """The outputs of a batch as a linear function of the random entries, which outlives the call."""
         with torch.inference_mode(False), lent(self.problem.module):
             return Linearised(self.problem, self._differentiable(x))
 
-    def per_call(self, taken: Capture, count: int) -> int:
-        """Of `count` vectors, how many go through one vectorised pass within the memory budget."""
-        held = sum(use.shape.numel() for use in taken.uses) + taken.f.numel()
+    def per_call(self, capture: Capture, count: int) -> int:
+        """Number of vectors, of `count`, that go through one vectorised pass within the memory budget."""
+        activations = sum(call.shape.numel() for call in capture.calls) + capture.f.numel()
         gradients = sum(slot.shape.numel() for slot in self.problem.slots)  # of a loop twice: as a list, and stacked
-        per_vector = (_COPIES * held + 2 * gradients) * taken.f.element_size()
+        per_vector = (_COPIES * activations + 2 * gradients) * capture.f.element_size()
         return max(1, min(count, self._product_budget // per_vector))
 
     @property
@@ -307,6 +306,6 @@ class NativeEngine(CurvatureEngine):
         return f.shape[1] if self.split_outputs else 1
 
     def summary(self, f: Tensor, y: Tensor) -> BatchSummary:
-        """What a batch with outputs f `[B, C]` and checked targets contributes besides its curvature."""
+        """Loss and number of data of a batch with outputs f `[B, C]` and checked targets."""
         terms = self.likelihood.loss_terms(f.to(self.dtype), y)
         return BatchSummary(terms, self.likelihood.count(f, y), f.shape[1])

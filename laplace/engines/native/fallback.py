@@ -1,6 +1,6 @@
 """Parameters without a layer rule: per-sample derivatives of the whole network, always right, never skipped.
 
-A ladder of three rungs, each tried where the one above fails: torch.func's `vmap` of the vector–Jacobian
+Three ways, each tried where the one before it fails: torch.func's `vmap` of the vector–Jacobian
 product (fastest; LSTMs and data-dependent control flow defeat it), one forward pass per datum with vectorised
 cotangents, and the same with one backward pass per cotangent.
 """
@@ -22,7 +22,7 @@ from laplace.weights.problem import Problem
 
 
 class Fallback(Enum):
-    """How per-sample derivatives are computed, from the fastest to the one that always works."""
+    """Ways to compute per-sample derivatives, from the fastest to the one that always works."""
 
     VMAP = "torch.func vmap"
     BATCHED = "one sample at a time, batched cotangents"
@@ -30,27 +30,35 @@ class Fallback(Enum):
 
 
 def per_sample(
-    problem: Problem, x: Inputs, cotangents: Tensor, slots: Sequence[int], rung: Fallback, *, create_graph: bool = False
+    problem: Problem,
+    x: Inputs,
+    cotangents: Tensor,
+    slots: Sequence[int],
+    fallback: Fallback,
+    *,
+    create_graph: bool = False,
 ) -> list[Tensor]:
     """Dense blocks `[K, B, p]` of the given slots.
 
     Args:
-        problem: The network and its treated tensors.
+        problem: The network and its random parameters.
         x: Inputs of B data.
         cotangents: `[K, B, M]`, M = T·C for outputs with T positions.
         slots: Positions of the wanted tensors in `problem.slots`.
-        rung: How.
-        create_graph: Whether the result is to be differentiated with respect to x.
+        fallback: The way to compute them.
+        create_graph: True if the result is to be differentiated with respect to x.
     """
     names = [problem.slots[i].name for i in slots]
-    with torch.enable_grad(), differentiable(problem.module, twice=create_graph or rung is Fallback.VMAP):
-        if rung is Fallback.VMAP:
+    with torch.enable_grad(), differentiable(problem.module, twice=create_graph or fallback is Fallback.VMAP):
+        if fallback is Fallback.VMAP:
             with slow_batching_accepted():
-                found = _vmapped(problem, x, cotangents, names)
+                derivatives = _vmapped(problem, x, cotangents, names)
         else:
-            found = _looped(problem, x, cotangents, names, loop=rung is Fallback.LOOP, create_graph=create_graph)
+            derivatives = _looped(
+                problem, x, cotangents, names, loop=fallback is Fallback.LOOP, create_graph=create_graph
+            )
     blocks: list[Tensor] = []
-    for i, whole in zip(slots, found, strict=True):
+    for i, whole in zip(slots, derivatives, strict=True):
         entries = problem.slots[i].entries
         flat = whole.reshape(*whole.shape[:2], -1)
         blocks.append(flat if entries is None else flat[..., entries.to(flat.device)])
@@ -72,8 +80,8 @@ def _vmapped(problem: Problem, x: Inputs, cotangents: Tensor, names: list[str]) 
         )[1]
         return vmap(transposed)(u)
 
-    found = vmap(one, in_dims=(1, *dims), out_dims=1)(cotangents, *leaves)
-    return list(found)
+    derivatives = vmap(one, in_dims=(1, *dims), out_dims=1)(cotangents, *leaves)
+    return list(derivatives)
 
 
 def _looped(

@@ -16,9 +16,9 @@ class GGNEngine(OuterEngine):
     """Generalised Gauss–Newton matrix Σ_b J_bᵀ Λ_b J_b (= Fisher for exponential families), exact or sampled.
 
     Args:
-        problem: The network and its treated tensors.
+        problem: The network and its random parameters.
         likelihood: Loss and output Hessian.
-        options: What is sampled, and how much is computed at once.
+        options: Sampling, Kronecker factors, and how much is computed at once.
     """
 
     kind = "ggn"

@@ -22,7 +22,7 @@ _ROWS = 64
 
 
 class HessianEngine(NativeEngine):
-    """∇² Σ_b −log p(y_b | f_b) with respect to the treated entries: P products for a matrix, one for a vector.
+    """∇² Σ_b −log p(y_b | f_b) with respect to the random entries: P products for a matrix, one for a vector.
 
     The arguments are those of `NativeEngine`.
     """
@@ -34,24 +34,24 @@ class HessianEngine(NativeEngine):
         self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
     ) -> tuple[BatchSummary, Tensor]:
         with torch.inference_mode(False), lent(self.problem.module):
-            taken = self._differentiable(x)
+            capture = self._differentiable(x)
             with torch.enable_grad():
-                f = taken.rows.to(self.dtype)
-                y = self.targets(f.detach(), y, taken.positions)
+                f = capture.rows.to(self.dtype)
+                y = self.targets(f.detach(), y, capture.positions)
                 losses = self.likelihood.loss_terms(f, y)
                 losses = losses if self.split_outputs else losses.sum().unsqueeze(0)
-            step = self.per_call(taken, vectors.shape[1])
+            step = self.per_call(capture, vectors.shape[1])
             vectors = vectors.expand(len(losses), -1, -1)
             total = torch.zeros_like(vectors, memory_format=torch.contiguous_format) if running is None else running
             for loss, rows, sums in zip(losses, vectors, total, strict=True):
-                product = HessianProduct(self.problem, taken, loss)
+                product = HessianProduct(self.problem, capture, loss)
                 self._require_symmetric(product)
                 products = in_slices(
                     len(rows), step, lambda part, rows=rows, product=product: product.times(rows[part]), VECTOR
                 )
-                for part, found in products:
-                    add_rows(self.problem, found, sums[part])
-        return self.summary(taken.rows.detach(), y), total
+                for part, rows in products:
+                    add_rows(self.problem, rows, sums[part])
+        return self.summary(capture.rows.detach(), y), total
 
     def _require_symmetric(self, product: HessianProduct) -> None:
         """Asks for one number twice, vᵀ H w = wᵀ H v: second derivatives of some operations of PyTorch are wrong.
@@ -62,10 +62,10 @@ class HessianEngine(NativeEngine):
         like = torch.zeros((), dtype=self.dtype, device=self.problem.device)
         generator = torch.Generator(device=like.device).manual_seed(0)
         pair = standard_normal((2, self.problem.layout.n_params), like, generator)
-        found = torch.zeros_like(pair)
-        add_rows(self.problem, product.times(pair), found)
-        difference = (pair[0] @ found[1] - pair[1] @ found[0]).abs()
-        scale = pair.norm(dim=1).flip(0) @ found.norm(dim=1)
+        result = torch.zeros_like(pair)
+        add_rows(self.problem, product.times(pair), result)
+        difference = (pair[0] @ result[1] - pair[1] @ result[0]).abs()
+        scale = pair.norm(dim=1).flip(0) @ result.norm(dim=1)
         if bool(difference > TOLERANCE[self.problem.dtype] * scale):
             raise CurvatureError(
                 "the exact Hessian is not symmetric: an operation of the network has a wrong second derivative. Use "
@@ -84,10 +84,10 @@ class HessianEngine(NativeEngine):
         slices = self.problem.layout.slices
         inside = [torch.cat([torch.arange(slices[i].start, slices[i].stop) for i in group]) for group in groups]
         parts = [self._rows(x, y, entries, lambda rows, _, e=entries: rows[..., e]) for entries in inside]
-        found = [0.5 * (rows + rows.transpose(1, 2)) for _, rows in parts]
+        sums = [0.5 * (rows + rows.transpose(1, 2)) for _, rows in parts]
         if running is not None:
-            found = [former.add_(block) for former, block in zip(running, found, strict=True)]
-        return parts[0][0], tuple(found)
+            sums = [former.add_(block) for former, block in zip(running, sums, strict=True)]
+        return parts[0][0], tuple(sums)
 
     def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
         if bases is not None:
@@ -100,9 +100,9 @@ class HessianEngine(NativeEngine):
     def _rows(
         self, x: Inputs, y: Tensor, entries: Tensor, keep: Callable[[Tensor, Tensor], Tensor]
     ) -> tuple[BatchSummary, Tensor]:
-        """What `keep(rows, entries)` keeps of rows `[E, r, P]` of the Hessian, joined in their second dimension."""
+        """Results of `keep(rows, entries)` for rows `[E, r, P]` of the Hessian, joined in their second dimension."""
         parts = [self._columns(x, y, at, keep) for at in entries.split(_ROWS)]
-        return parts[0][0], torch.cat([kept for _, kept in parts], 1)
+        return parts[0][0], torch.cat([rows for _, rows in parts], 1)
 
     def _columns(
         self, x: Inputs, y: Tensor, at: Tensor, keep: Callable[[Tensor, Tensor], Tensor]

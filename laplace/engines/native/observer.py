@@ -1,4 +1,4 @@
-"""Watches PyTorch's functions during one forward pass, for the treated tensors that no module's rule explains."""
+"""Watches PyTorch's functions during one forward pass, for the random parameters that no module's rule explains."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from laplace.engines.native import attention, recurrent
-from laplace.engines.native.calls import LinearCall, Operand, SpreadCall, TableCall
-from laplace.engines.native.uses import Call, Use
+from laplace.engines.native.function_calls import LinearCall, Operand, SpreadCall, TableCall
+from laplace.engines.native.layer_calls import FunctionCall, LayerCall
 
 _ARGUMENTS = {
     "linear": ("input", "weight", "bias"),
@@ -30,21 +30,21 @@ _EXPANSIONS = ("expand", "expand_as", "broadcast_to", "repeat")
 
 
 class Observer(TorchFunctionMode):
-    """Records uses of treated tensors by the function that is called, whichever module calls it.
+    """Records uses of random parameters by the function that is called, whichever module calls it.
 
-    Attention and recurrent layers hide their projections inside one function; where these are treated, they are run in
+    Attention and recurrent layers hide their projections inside one function; where these are random, they are run in
     its place by matrix products with the same values.
 
     Args:
-        stand_ins: The treated tensors of this pass, by name.
-        keep_graph: Whether inputs keep their graph.
+        stand_ins: The random parameters of this pass, by name.
+        keep_graph: True if inputs keep their graph.
     """
 
     def __init__(self, stand_ins: Mapping[str, Tensor], *, keep_graph: bool) -> None:
         super().__init__()
         self.names = {id(tensor): name for name, tensor in stand_ins.items()}
         self.keep_graph = keep_graph
-        self.uses: list[Use] = []
+        self.calls: list[LayerCall] = []
         self._operands: dict[int, Operand] = {
             id(tensor): Operand(tensor, tensor, name) for name, tensor in stand_ins.items()
         }
@@ -59,8 +59,8 @@ class Observer(TorchFunctionMode):
         if name in recurrent.STEPS and not kwargs and any(id(w) in self.names for w in args):
             return recurrent.step(name, args, self.linear)
         if func is F.multi_head_attention_forward:
-            found = attention.run(self.linear, self.names, *args, **kwargs)
-            return func(*args, **kwargs) if found is None else found
+            outputs = attention.run(self.linear, self.names, *args, **kwargs)
+            return func(*args, **kwargs) if outputs is None else outputs
         result = func(*args, **kwargs)
         if name in _ARGUMENTS:
             self._note(name, dict(zip(_ARGUMENTS[name], args, strict=False)) | kwargs, result)
@@ -71,7 +71,7 @@ class Observer(TorchFunctionMode):
     # Products and tables.
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`F.linear`, of which the use is recorded if a tensor is treated."""
+        """`F.linear`, of which the use is recorded if a tensor is random."""
         z = F.linear(x, weight, bias)
         self._product("F.linear", x, weight, bias, z)
         return z
@@ -110,16 +110,16 @@ class Observer(TorchFunctionMode):
             roles[self.names[id(root)]] = "bias"
             if len(root) != len(bias):
                 rows["bias"] = (first, len(root))
-        kept = x if self.keep_graph else x.detach()
+        inputs = x if self.keep_graph else x.detach()
         if len({rows.get(role) for role in roles.values()}) < 2:
             together = [roles] if roles else []
         else:  # parts of different sizes share no output side
             together = [{tensor: role} for tensor, role in roles.items()]
         for some in together:
-            self._record(LinearCall(name, some, kept, rows, transposed), kept, z)
+            self._record(LinearCall(name, some, inputs, rows, transposed), inputs, z)
 
     def _place(self, tensor: Tensor) -> tuple[Tensor, int, bool] | None:
-        """The treated tensor that this one is a view of, its first row there, and whether it is transposed."""
+        """The random parameter that this one is a view of, its first row there, and whether it is transposed."""
         if id(tensor) in self.names:
             return tensor, 0, False
         root = tensor._base
@@ -167,9 +167,9 @@ class Observer(TorchFunctionMode):
         return repeated
 
     def _meeting(self, name: str, left: Tensor, right: Tensor, result: Tensor) -> None:
-        for own, other, sign in ((left, right, 1.0), (right, left, _SUMS.get(name, 1.0))):
-            operand = self._operands.get(id(own))
-            if operand is None or own is result:
+        for value, other, sign in ((left, right, 1.0), (right, left, _SUMS.get(name, 1.0))):
+            operand = self._operands.get(id(value))
+            if operand is None or value is result:
                 continue
             if name in _SUMS:
                 self._spread("sum with all data", operand, result, None, sign)
@@ -181,6 +181,6 @@ class Observer(TorchFunctionMode):
         leading = result.shape[:1]
         self._record(call, torch.empty((*leading, 0), device=result.device), result)
 
-    def _record(self, call: Call, x: Tensor, z: Tensor) -> None:
+    def _record(self, call: FunctionCall, x: Tensor, z: Tensor) -> None:
         if z.requires_grad:
-            self.uses.append(Use(call, x, get_gradient_edge(z), z.shape))
+            self.calls.append(LayerCall(call, x, get_gradient_edge(z), z.shape))

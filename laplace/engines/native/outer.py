@@ -52,58 +52,58 @@ class OuterEngine(NativeEngine):
     # Primitives.
 
     def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
-        taken, y = self.observe(x, y)
-        total = DiagSum(self.problem, self._n_terms(taken.f), self.dtype, bases)
-        heads = taken.head_blocks(taken.heads())
+        batch, y = self.observe(x, y)
+        total = DiagSum(self.problem, self._n_terms(batch.f), self.dtype, bases)
+        heads = batch.head_blocks(batch.heads())
         in_basis = {i: as_head(total.in_basis(i, block)) for i, block in heads.items()}
-        self._accumulate(taken, y, total, heads={i: head for i, head in in_basis.items() if head is not None})
-        return self.summary(taken.f, y), total.result()
+        self._accumulate(batch, y, total, heads={i: head for i, head in in_basis.items() if head is not None})
+        return self.summary(batch.f, y), total.result()
 
     def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
-        taken, y = self.observe(x, y)
-        slots = range(len(taken.plan))
-        total = FullSum(slots, self.problem, self._n_terms(taken.f), self.dtype, running)
-        heads = taken.head_blocks(taken.heads())
-        self._accumulate(taken, y, total, heads=heads if len(heads) == len(slots) else {}, groups=(tuple(slots),))
-        return self.summary(taken.f, y), total.values if running is not None else mirror(total.values)
+        batch, y = self.observe(x, y)
+        slots = range(len(batch.plan))
+        total = FullSum(slots, self.problem, self._n_terms(batch.f), self.dtype, running)
+        heads = batch.head_blocks(batch.heads())
+        self._accumulate(batch, y, total, heads=heads if len(heads) == len(slots) else {}, groups=(tuple(slots),))
+        return self.summary(batch.f, y), total.values if running is not None else mirror(total.values)
 
     def blocks(
         self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[Tensor] | None = None
     ) -> tuple[BatchSummary, tuple[Tensor, ...]]:
-        taken, y = self.observe(x, y)
-        total = BlockSum(groups, self.problem, self._n_terms(taken.f), self.dtype, running)
-        heads = set(taken.heads())
+        batch, y = self.observe(x, y)
+        total = BlockSum(groups, self.problem, self._n_terms(batch.f), self.dtype, running)
+        heads = set(batch.heads())
         whole = [i for group in groups if heads.issuperset(group) for i in group]
-        self._accumulate(taken, y, total, heads=taken.head_blocks(whole), groups=groups)
-        found = total.result()
-        return self.summary(taken.f, y), found if running is not None else tuple(mirror(block) for block in found)
+        self._accumulate(batch, y, total, heads=batch.head_blocks(whole), groups=groups)
+        sums = total.result()
+        return self.summary(batch.f, y), sums if running is not None else tuple(mirror(block) for block in sums)
 
     def kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
-        taken, y = self.observe(x, y)
-        total = self._kron_sum(taken, None)
-        self._accumulate(taken, y, total, heads=taken.head_blocks(taken.heads()))
-        return self.summary(taken.f, y), total.result()
+        batch, y = self.observe(x, y)
+        total = self._kron_sum(batch, None)
+        self._accumulate(batch, y, total, heads=batch.head_blocks(batch.heads()))
+        return self.summary(batch.f, y), total.result()
 
     def sketch(self, x: Inputs, y: Tensor, probe: Probe, *, diagonal: bool) -> tuple[BatchSummary, KronSketch]:
-        taken, y = self.observe(x, y)
-        sides, exact = self._kron_sum(taken, probe), DiagSum(self.problem, self._n_terms(taken.f), self.dtype)
+        batch, y = self.observe(x, y)
+        sides, exact = self._kron_sum(batch, probe), DiagSum(self.problem, self._n_terms(batch.f), self.dtype)
         total = _Both(sides, exact) if diagonal else sides
-        self._accumulate(taken, y, total, heads=taken.head_blocks(taken.heads()))
-        return self.summary(taken.f, y), KronSketch(sides.result(), exact.result() if diagonal else None)
+        self._accumulate(batch, y, total, heads=batch.head_blocks(batch.heads()))
+        return self.summary(batch.f, y), KronSketch(sides.result(), exact.result() if diagonal else None)
 
-    def _kron_sum(self, taken: ForwardPass, probe: Probe | None) -> KronSum:
-        reduce, terms = self.options.kfac_approx == "reduce", self._n_terms(taken.f)
-        return KronSum(self.problem, terms, self.dtype, _origins(taken.plan), reduce=reduce, probe=probe)
+    def _kron_sum(self, batch: ForwardPass, probe: Probe | None) -> KronSum:
+        reduce, terms = self.options.kfac_approx == "reduce", self._n_terms(batch.f)
+        return KronSum(self.problem, terms, self.dtype, _origins(batch.plan), reduce=reduce, probe=probe)
 
     def matmul(
         self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
     ) -> tuple[BatchSummary, Tensor]:
         with torch.inference_mode(False), lent(self.problem.module):
-            taken = self._differentiable(x)
-            f = taken.rows.detach()
-            y = self.targets(f, y, taken.positions)
-            linear, inner = Linearised(self.problem, taken), _Inner.of(self, f, y)
-            step = self.per_call(taken, vectors.shape[1])
+            capture = self._differentiable(x)
+            f = capture.rows.detach()
+            y = self.targets(f, y, capture.positions)
+            linear, inner = Linearised(self.problem, capture), _Inner.of(self, f, y)
+            step = self.per_call(capture, vectors.shape[1])
             vectors = vectors.expand(self._n_terms(f), -1, -1)
             total = torch.zeros_like(vectors, memory_format=torch.contiguous_format) if running is None else running
             for term, rows, sums in zip(inner.terms(len(vectors)), vectors, total, strict=True):
@@ -113,12 +113,12 @@ class OuterEngine(NativeEngine):
                     weighted = inner.times(pushed.reshape(len(pushed), *f.shape), term)
                     return linear.pull(weighted.view_as(pushed))
 
-                for part, found in in_slices(len(rows), step, product, VECTOR):
-                    add_rows(self.problem, found, sums[part])
+                for part, pulled in in_slices(len(rows), step, product, VECTOR):
+                    add_rows(self.problem, pulled, sums[part])
         return self.summary(f, y), total
 
     def _accumulate(
-        self, taken: ForwardPass, y: Tensor, total: _Sum, heads: Mapping[int, Head], groups: Groups = ()
+        self, batch: ForwardPass, y: Tensor, total: _Sum, heads: Mapping[int, Head], groups: Groups = ()
     ) -> None:
         """Adds the curvature of a batch: of heads without a root of Λ, of the rest by chunks of cotangents.
 
@@ -126,42 +126,44 @@ class OuterEngine(NativeEngine):
         are left out; other tensors get cotangents of their own for every position.
 
         Args:
-            taken: The batch.
+            batch: The batch.
             y: Checked targets.
             total: What to add to.
             heads: Blocks of heads.
             groups: Tensors that `total` needs in one form.
         """
-        kept = rows_that_count(y, taken.positions, self.likelihood.ignore_index)
-        hessian = self.output_hessian(*(rows if kept is None else rows[kept] for rows in (taken.f, y)))
+        counted = rows_that_count(y, batch.positions, self.likelihood.ignore_index)
+        hessian = self.output_hessian(*(rows if counted is None else rows[counted] for rows in (batch.f, y)))
         if hessian is None:
             heads = {}
         elif heads:
-            total.add_head(heads if kept is None else {i: head.at(kept) for i, head in heads.items()}, hessian)
-        rest = [i for i in range(len(taken.plan)) if i not in heads]
+            total.add_head(heads if counted is None else {i: head.at(counted) for i, head in heads.items()}, hessian)
+        rest = [i for i in range(len(batch.plan)) if i not in heads]
         if not rest:
             return
-        columns = self.cotangents(taken.f, y)
-        step = max(1, self.memory_budget // taken.bytes_per_column())
-        mixed = {i for i in rest if not taken.by_row(i)}
+        columns = self.cotangents(batch.f, y)
+        step = max(1, self.memory_budget // batch.bytes_per_column())
+        mixed = {i for i in rest if not batch.by_row(i)}
         mixed |= {i for group in groups if mixed & set(group) for i in group}
         if mixed and len(columns) > self.max_passes:  # refused before any of them are made
-            self.check_passes(len(columns) * (taken.taken.n_positions if self.apart else 1), "a fit")
+            self.check_passes(len(columns) * (batch.capture.n_positions if self.apart else 1), "a fit")
         if simple := [i for i in rest if i not in mixed]:
 
             def computed(part: slice) -> dict[int, Block]:
-                return taken.row_blocks(columns[part].to(taken.f.dtype), only=simple)
+                return batch.row_blocks(columns[part].to(batch.f.dtype), only=simple)
 
             for part, blocks in in_slices(len(columns), step, computed, COTANGENT):
-                total.add(blocks if kept is None else {i: block.at(kept) for i, block in blocks.items()}, part.start)
+                total.add(
+                    blocks if counted is None else {i: block.at(counted) for i, block in blocks.items()}, part.start
+                )
         if mixed:
-            self._accumulate_mixed(taken, columns, step, [i for i in rest if i in mixed], total)
+            self._accumulate_mixed(batch, columns, step, [i for i in rest if i in mixed], total)
 
-    def _accumulate_mixed(self, taken: ForwardPass, columns: Columns, step: int, only: list[int], total: _Sum) -> None:
+    def _accumulate_mixed(self, batch: ForwardPass, columns: Columns, step: int, only: list[int], total: _Sum) -> None:
         """Adds the curvature of tensors that take cotangents of their own for every position."""
-        apart = RowColumns(columns[:].to(taken.f.dtype), taken.n_data, apart=self.apart)
+        apart = RowColumns(columns[:].to(batch.f.dtype), batch.n_data, apart=self.apart)
         self.check_passes(len(apart), "a fit")
-        for part, blocks in in_slices(len(apart), step, lambda part: taken.blocks(apart[part], only), COTANGENT):
+        for part, blocks in in_slices(len(apart), step, lambda part: batch.blocks(apart[part], only), COTANGENT):
             total.add(blocks, part.start)
 
 
@@ -220,11 +222,9 @@ def _origins(plan: Plan) -> list[Origin]:
     """Keys by which a weight and its bias share an output side: the first tensor of the same use."""
     first: dict[object, int] = {}
     origins: list[Origin] = []
-    for i, explanation in enumerate(plan):
-        key = tuple((term.use, term.reading) for term in explanation.terms) or i
+    for i, rule in enumerate(plan):
+        key = tuple((use.call, use.axis) for use in rule.uses) or i
         origins.append(
-            Origin(
-                str(first.setdefault(key, i)), single=len(explanation.terms) == 1, unused=explanation.rule == "unused"
-            )
+            Origin(str(first.setdefault(key, i)), single=len(rule.uses) == 1, unused=rule.description == "unused")
         )
     return origins

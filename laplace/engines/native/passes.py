@@ -12,8 +12,9 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.memory import DATUM, in_slices
-from laplace.engines.native.capture import Capture, Use
+from laplace.engines.native.capture import Capture
 from laplace.engines.native.fallback import Fallback, per_sample
+from laplace.engines.native.layer_calls import LayerCall
 from laplace.engines.native.pieces import block_of
 from laplace.engines.native.plan import Plan
 from laplace.jacobian.blocks import Block, DenseBlock
@@ -31,9 +32,9 @@ class ForwardPass:
     """A captured forward pass with its proven plan: what the backward passes start from.
 
     Args:
-        problem: The network and its treated tensors.
+        problem: The network and its random parameters.
         x: Inputs of B data.
-        taken: What the hooks captured.
+        capture: What the hooks captured.
         plan: How the block of every tensor is made.
         memory_budget: Bytes of dense fallback blocks held at once.
 
@@ -41,53 +42,53 @@ class ForwardPass:
         f: Outputs `[B·T, C]`, detached; T = 1 where a datum has one position.
     """
 
-    def __init__(self, problem: Problem, x: Inputs, taken: Capture, plan: Plan, memory_budget: int) -> None:
+    def __init__(self, problem: Problem, x: Inputs, capture: Capture, plan: Plan, memory_budget: int) -> None:
         self.problem = problem
         self.x = x
-        self.taken = taken
+        self.capture = capture
         self.plan = plan
         self.memory_budget = memory_budget
-        self.f = taken.rows.detach()
+        self.f = capture.rows.detach()
         self.dtype = torch.promote_types(self.f.dtype, torch.float32)
 
     @property
     def n_data(self) -> int:
         """B."""
-        return self.taken.f.shape[0]
+        return self.capture.f.shape[0]
 
     @property
     def positions(self) -> tuple[int, ...]:
         """The dimensions whose product is T; empty for outputs `[B, C]`."""
-        return self.taken.positions
+        return self.capture.positions
 
     @property
     def own_rows(self) -> Tensor:
         """Outputs `[B·T, C]`, with their graph if one was asked for."""
-        return self.taken.rows if self.taken.create_graph else self.f
+        return self.capture.rows if self.capture.create_graph else self.f
 
     def by_row(self, slot: int) -> bool:
-        """Whether the data of a tensor's block are rows: always without positions."""
+        """True if the data of a tensor's block are rows: always without positions."""
         return not self.positions or self.plan[slot].by_row
 
     @property
     def mixes(self) -> bool:
-        """Whether some tensor needs cotangents of its own for every position."""
-        return not all(self.by_row(i) or self.plan[i].rule == "unused" for i in range(len(self.plan)))
+        """True if some tensor needs cotangents of its own for every position."""
+        return not all(self.by_row(i) or self.plan[i].description == "unused" for i in range(len(self.plan)))
 
     def bytes_per_cotangent(self) -> int:
         """Bytes of output gradients that one cotangent holds; a head's are the cotangents themselves."""
-        read = {term.use for explanation in self.plan for term in explanation.terms}
-        uses = [use for n, use in enumerate(self.taken.uses) if n in read]
-        held = sum(use.shape.numel() for use in uses if not self.taken.is_head(use))
-        held += self.taken.f.numel() if self.positions and self.mixes else 0
-        return 2 * held * self.f.element_size()
+        read = {use.call for rule in self.plan for use in rule.uses}
+        calls = [call for n, call in enumerate(self.capture.calls) if n in read]
+        entries = sum(call.shape.numel() for call in calls if not self.capture.is_head(call))
+        entries += self.capture.f.numel() if self.positions and self.mixes else 0
+        return 2 * entries * self.f.element_size()
 
     def bytes_per_column(self) -> int:
         """The same with the cotangent itself, `[B, C]`, as it is made and in the dtype of the outputs."""
         return self.bytes_per_cotangent() + 2 * self.f.numel() * self.f.element_size()
 
     def heads(self) -> list[int]:
-        """Slots whose layer's outputs are the network's outputs, treated whole."""
+        """Slots whose layer's outputs are the network's, with all entries random."""
         return list(self._heads)
 
     def head_blocks(self, slots: list[int]) -> dict[int, HeadBlock]:
@@ -102,27 +103,27 @@ class ForwardPass:
 
     def _by_row(self, block: Block) -> Block | None:
         """The block with rows for data: as it is without positions."""
-        return block.fold_positions(self.taken.n_positions) if self.positions else block
+        return block.fold_positions(self.capture.n_positions) if self.positions else block
 
     def _ends(self, slot: int) -> bool:
-        """Whether the outputs of a tensor's layer are the network's."""
-        explanation = self.plan[slot]
+        """True if the outputs of a tensor's layer are the network's."""
+        rule = self.plan[slot]
         return (
-            len(explanation.terms) == 1
+            len(rule.uses) == 1
             and self.problem.slots[slot].entries is None
-            and (explanation.is_head or not self.positions)
-            and self.taken.is_head(self.taken.uses[explanation.terms[0].use])
+            and (rule.is_head or not self.positions)
+            and self.capture.is_head(self.capture.calls[rule.uses[0].call])
         )
 
-    def _without_gradients(self, slot: int, uses: Sequence[Use] | None = None) -> Block:
+    def _without_gradients(self, slot: int, calls: Sequence[LayerCall] | None = None) -> Block:
         """The block of a slot for one cotangent of zeros, which takes no backward pass and no memory."""
-        found = self.taken.uses if uses is None else uses
-        zeros = [use.x.new_zeros((), dtype=self.f.dtype).expand(1, *self._gradient_shape(use)) for use in found]
-        return block_of(self.problem, slot, self.plan[slot].terms, found, zeros, self.n_data)
+        recorded = self.capture.calls if calls is None else calls
+        zeros = [call.x.new_zeros((), dtype=self.f.dtype).expand(1, *self._gradient_shape(call)) for call in recorded]
+        return block_of(self.problem, slot, self.plan[slot].uses, recorded, zeros, self.n_data)
 
-    def _gradient_shape(self, use: Use) -> torch.Size:
+    def _gradient_shape(self, call: LayerCall) -> torch.Size:
         """The shape of the gradients of one cotangent: that of a head's are the network's, also of reduced features."""
-        return self.taken.f.shape if not self.positions and self.taken.is_head(use) else use.shape
+        return self.capture.f.shape if not self.positions and self.capture.is_head(call) else call.shape
 
     def form(self, slot: int, inputs: Sequence[Tensor]) -> Block:
         """The block of a slot for one cotangent, of which the shapes count and not the numbers.
@@ -131,9 +132,9 @@ class ForwardPass:
             slot: Which tensor.
             inputs: Of every captured use, of the right shape.
         """
-        uses = [replace(use, x=x) for use, x in zip(self.taken.uses, inputs, strict=True)]
+        calls = [replace(call, x=x) for call, x in zip(self.capture.calls, inputs, strict=True)]
         try:
-            block = self._without_gradients(slot, uses)
+            block = self._without_gradients(slot, calls)
         except (RuntimeError, TypeError):  # a rule that looks at the numbers
             block = self._without_gradients(slot)
         rows = None if self.mixes else self._by_row(block)
@@ -153,7 +154,7 @@ class ForwardPass:
         if part is not None:
             blocks = {i: block.at(part) for i, block in blocks.items()}
         if mixed := [i for i in rest if not self.by_row(i)]:
-            blocks |= self._at_positions(torch.arange(self.taken.n_positions)[part or slice(None)], mixed)
+            blocks |= self._at_positions(torch.arange(self.capture.n_positions)[part or slice(None)], mixed)
         return Jacobian(tuple(blocks[i] for i in range(len(self.plan))), self.positions)
 
     def _at_rows(self, only: list[int]) -> dict[int, Block]:
@@ -170,7 +171,7 @@ class ForwardPass:
     def _at_positions(self, at: Tensor, only: list[int]) -> dict[int, Block]:
         """Blocks `[C, B·S, p]` of the rows of S positions, by S·C cotangents of the whole outputs."""
         eye = torch.eye(self.f.shape[1], device=self.f.device, dtype=self.f.dtype)
-        whole = eye.new_zeros(len(at), self.taken.n_positions, len(eye), len(eye))
+        whole = eye.new_zeros(len(at), self.capture.n_positions, len(eye), len(eye))
         whole[torch.arange(len(at)), at] = eye
         cotangents = whole.transpose(1, 2).flatten(2).flatten(0, 1).unsqueeze(1).expand(-1, self.n_data, -1)
         return {i: block.fold_cotangents(len(at)) for i, block in self.blocks(cotangents, only).items()}
@@ -180,29 +181,29 @@ class ForwardPass:
         if not self.positions:
             return self.blocks(cotangents, only)
         blocks = self.blocks(cotangents.reshape(len(cotangents), self.n_data, -1), only)
-        found = {i: self._by_row(block) for i, block in blocks.items()}
-        return {i: block for i, block in found.items() if block is not None}
+        folded = {i: self._by_row(block) for i, block in blocks.items()}
+        return {i: block for i, block in folded.items() if block is not None}
 
     def blocks(self, cotangents: Tensor, only: list[int]) -> dict[int, Block]:
         """Weighted blocks of the slots in `only` for cotangents `[K, B, T·C]`."""
         with torch.inference_mode(False):
             return self._captured(cotangents, only) | self._fallbacks(
-                cotangents, [i for i in only if self.plan[i].rung is not None]
+                cotangents, [i for i in only if self.plan[i].fallback is not None]
             )
 
     def _captured(self, cotangents: Tensor, only: list[int]) -> dict[int, Block]:
-        plan, taken = self.plan, self.taken
-        needed = {term.use for i in only for term in plan[i].terms}
-        chosen = sorted(needed)
-        gradients: list[Tensor] = [self.f] * len(taken.uses)
-        found = taken.gradients(cotangents, [taken.uses[n] for n in chosen])
-        for n, g in zip(chosen, found, strict=True):
+        plan, capture = self.plan, self.capture
+        needed = {use.call for i in only for use in plan[i].uses}
+        order = sorted(needed)
+        gradients: list[Tensor] = [self.f] * len(capture.calls)
+        pulled = capture.gradients(cotangents, [capture.calls[n] for n in order])
+        for n, g in zip(order, pulled, strict=True):
             gradients[n] = g
         blocks: dict[int, Block] = {}
         for i in only:
-            if plan[i].terms:
-                blocks[i] = block_of(self.problem, i, plan[i].terms, taken.uses, gradients, self.n_data)
-            elif plan[i].rung is None:
+            if plan[i].uses:
+                blocks[i] = block_of(self.problem, i, plan[i].uses, capture.calls, gradients, self.n_data)
+            elif plan[i].fallback is None:
                 zero = torch.zeros((), dtype=self.dtype, device=self.f.device)
                 blocks[i] = DenseBlock(zero.expand(len(cotangents), self.n_data, self.problem.slots[i].size))
         return blocks
@@ -210,43 +211,43 @@ class ForwardPass:
     def _fallbacks(self, cotangents: Tensor, slots: list[int]) -> dict[int, Block]:
         """Dense blocks by the fallback ladder, held together if they are small, computed in pieces if not."""
         blocks: dict[int, Block] = {}
-        for rung in Fallback:
-            members = [i for i in slots if self.plan[i].rung is rung]
+        for fallback in Fallback:
+            members = [i for i in slots if self.plan[i].fallback is fallback]
             entries = cotangents.shape[0] * self.n_data * sum(self.problem.slots[i].shape.numel() for i in members)
             if entries * self.dtype.itemsize * _LAZY_SHARE <= self.memory_budget:
-                values = self._fallback(cotangents, members, rung, slice(None))
+                values = self._fallback(cotangents, members, fallback, slice(None))
                 blocks |= {i: DenseBlock(v) for i, v in zip(members, values, strict=True)}
             else:
-                blocks |= {i: self._lazy(cotangents, i, rung) for i in members}
+                blocks |= {i: self._lazy(cotangents, i, fallback) for i in members}
         return blocks
 
-    def _lazy(self, cotangents: Tensor, slot: int, rung: Fallback) -> Block:
+    def _lazy(self, cotangents: Tensor, slot: int, fallback: Fallback) -> Block:
         return LazyBlock(
-            compute=lambda rows: self._fallback(cotangents, [slot], rung, rows)[0],
+            compute=lambda rows: self._fallback(cotangents, [slot], fallback, rows)[0],
             dims=(cotangents.shape[0], self.problem.slots[slot].size),
             span=(0, self.n_data),
             norm=cotangents.norm(),
         )
 
-    def _fallback(self, cotangents: Tensor, slots: list[int], rung: Fallback, rows: slice) -> list[Tensor]:
+    def _fallback(self, cotangents: Tensor, slots: list[int], fallback: Fallback, rows: slice) -> list[Tensor]:
         if not slots:
             return []
         start, stop, _ = rows.indices(self.n_data)
-        graph = self.taken.create_graph
+        graph = self.capture.create_graph
 
         def computed(some: slice) -> list[Tensor]:
             part = slice(start + some.start, start + some.stop)
             whole = part == slice(0, self.n_data)
             x = self.x if whole else batches.select(self.x, part, self.n_data)
-            return per_sample(self.problem, x, cotangents[:, part], slots, rung, create_graph=graph)
+            return per_sample(self.problem, x, cotangents[:, part], slots, fallback, create_graph=graph)
 
         with lent(self.problem.module), torch.inference_mode(False):
             step = self._fallback_step(cotangents.shape[0], slots)
-            found = [values for _, values in in_slices(stop - start, step, computed, DATUM)]
-        return [torch.cat(values, 1).to(self.dtype) for values in zip(*found, strict=True)]
+            parts = [values for _, values in in_slices(stop - start, step, computed, DATUM)]
+        return [torch.cat(values, 1).to(self.dtype) for values in zip(*parts, strict=True)]
 
     def _fallback_step(self, n_cotangents: int, slots: list[int]) -> int:
         """Data per call of the fallback, so that activations and gradients of all cotangents fit the budget."""
-        entries = sum(self.problem.slots[i].shape.numel() for i in slots) + self.taken.f.shape[1]
+        entries = sum(self.problem.slots[i].shape.numel() for i in slots) + self.capture.f.shape[1]
         per_datum = n_cotangents * (4 * self.bytes_per_cotangent() // self.n_data + entries * self.dtype.itemsize)
         return max(1, self.memory_budget // per_datum)

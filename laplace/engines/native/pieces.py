@@ -8,66 +8,61 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace.engines.native.layers import Reading, rule_for
-from laplace.engines.native.uses import Call, Use
-from laplace.enums import FeatureReduction
+from laplace.engines.native.layer_calls import FunctionCall, LayerCall
+from laplace.engines.native.layers import BatchAxis, rule_for
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block
+from laplace.weights.feature_extractor import reduce_features
 from laplace.weights.problem import Problem
 
 
 @dataclass(frozen=True)
-class Term:
-    """One use of a tensor: the n-th captured call, the attribute or argument that it is, the data's dimension."""
+class UseOfParameter:
+    """One use of a tensor.
 
-    use: int
+    Attributes:
+        call: Index of the recorded call.
+        attribute: Attribute of the module, or argument of the function, that the tensor is.
+        axis: Dimension of the data.
+    """
+
+    call: int
     attribute: str
-    reading: Reading
+    axis: BatchAxis
 
 
 def block_of(
     problem: Problem,
     slot: int,
-    terms: Sequence[Term],
-    uses: Sequence[Use],
+    uses: Sequence[UseOfParameter],
+    calls: Sequence[LayerCall],
     gradients: Sequence[Tensor],
     n_data: int,
 ) -> Block:
     """The block of one slot.
 
     Args:
-        problem: The network and its treated tensors.
+        problem: The network and its random parameters.
         slot: Which tensor.
-        terms: Its uses.
-        uses: All captured uses.
-        gradients: `[K, *output shape]` of every captured use.
+        uses: Its uses.
+        calls: All recorded calls.
+        gradients: `[K, *output shape]` of every recorded call.
         n_data: B.
     """
-    blocks = [_of_use(problem, term, uses[term.use], gradients[term.use], n_data) for term in terms]
+    blocks = [_of_use(problem, use, calls[use.call], gradients[use.call], n_data) for use in uses]
     block = blocks[0].add(blocks[1:]) if len(blocks) > 1 else blocks[0]
     selection, entries = problem.slots[slot].selection, problem.slots[slot].entries
     return block if selection is None or entries is None else block.select_entries(selection, entries)
 
 
-def _of_use(problem: Problem, term: Term, use: Use, g: Tensor, n_data: int) -> Block:
+def _of_use(problem: Problem, use: UseOfParameter, call: LayerCall, g: Tensor, n_data: int) -> Block:
     # A network may compute in fewer digits than its weights have.
     dtype = torch.promote_types(torch.promote_types(g.dtype, problem.dtype), torch.float32)
-    if isinstance(use.by, Call):
-        return use.by.block(term.attribute, g.to(dtype), n_data, term.reading)
-    rule = rule_for(use.by)
+    if isinstance(call.by, FunctionCall):
+        return call.by.block(use.attribute, g.to(dtype), n_data, use.axis)
+    rule = rule_for(call.by)
     if rule is None:
-        raise CurvatureError(f"no layer rule for {type(use.by).__name__}")
-    x = use.x if not use.x.is_floating_point() else use.x.to(dtype)
-    g = g.to(dtype)
-    if problem.reduction is not None and x.ndim > 2:
-        x, g = reduce_features(x, problem.reduction), g.to(dtype)
-    a = rule.activation(use.by, term.attribute, x, n_data, term.reading)
-    return rule.block(use.by, term.attribute, a, g, n_data, term.reading)
-
-
-def reduce_features(features: Tensor, reduction: str) -> Tensor:
-    """Features with positions, `[B, …, D]`, as `[B, D]`: the first, the last, or their mean."""
-    flat = features.flatten(1, -2)
-    if reduction == FeatureReduction.PICK_FIRST:
-        return flat[:, 0]
-    return flat[:, -1] if reduction == FeatureReduction.PICK_LAST else flat.mean(1)
+        raise CurvatureError(f"no layer rule for {type(call.by).__name__}")
+    x = call.x if not call.x.is_floating_point() else call.x.to(dtype)
+    a = rule.activation(call.by, use.attribute, reduce_features(x, problem.reduction), n_data, use.axis)
+    return rule.block(call.by, use.attribute, a, g.to(dtype), n_data, use.axis)

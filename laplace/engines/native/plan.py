@@ -1,4 +1,4 @@
-"""Which rule explains which parameter: decided by what was captured, and proved by a probe.
+"""The rule of every parameter: chosen by the calls that were recorded, and proved by a probe.
 
 A module's type promises nothing: the hook of a module called through its weight never fires, a parametrised
 weight is recomputed, and the data may lie in another dimension than the first. So a candidate plan must
@@ -7,7 +7,7 @@ reproduce one number that autograd knows for certain, with random r `[B]` and u 
     Σ_b r_b J_bᵀ u_b  =  autograd.grad(f, parameter, r u),
 
 where the left side uses the per-datum factors of cotangents u, *unweighted*, and weighs them after. A
-parameter that fails every reading of its uses goes to the fallback ladder, which is probed the same way.
+parameter whose uses fail with every axis of the data goes down the ladder of fallbacks, probed in the same way.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from laplace.core.memory import ran_out
 from laplace.engines.native.candidates import Candidate, families
 from laplace.engines.native.capture import Capture, owners
 from laplace.engines.native.fallback import Fallback, per_sample
-from laplace.engines.native.layers import Reading
-from laplace.engines.native.pieces import Term, block_of
+from laplace.engines.native.layers import BatchAxis
+from laplace.engines.native.pieces import UseOfParameter, block_of
 from laplace.engines.native.proof import Probe, probe
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block
@@ -34,90 +34,90 @@ from laplace.weights.problem import Problem
 
 @dataclass(frozen=True)
 class JacobianRule:
-    """How the block of one tensor is made: from captured uses, or by a rung of the fallback ladder.
+    """The way to the block of one tensor: from its recorded uses, or by a fallback.
 
     Attributes:
         terms: Uses whose contributions add up; empty if the tensor does not influence the outputs.
-        rung: The rung of the fallback, or None.
-        rule: Words for the coverage report.
+        fallback: The fallback that computes the block, or None.
+        description: Text for the coverage report.
         by_row: Whether, of outputs with positions, every row depends on one position of the layer's input, its own, so
             that rows are data like any other and their cost does not grow with the square of the positions.
         is_head: Whether, besides, the layer's outputs are the network's.
-        proven: Whether the explanation holds for the next batch of this form too. It does not where the batch could
+        proven: True if the rule holds for the next batch of this form too. It does not where the batch could
             not tell it from another (zeros, equal data) or where the place of the data may depend on them.
     """
 
-    terms: tuple[Term, ...] = ()
-    rung: Fallback | None = None
-    rule: str = "unused"
+    uses: tuple[UseOfParameter, ...] = ()
+    fallback: Fallback | None = None
+    description: str = "unused"
     proven: bool = True
     by_row: bool = False
     is_head: bool = False
 
 
 Plan = tuple[JacobianRule, ...]
-"""One explanation per slot."""
+"""One rule per parameter."""
 
 
 def make_plan(
-    problem: Problem, taken: Capture, x: Inputs, n_data: int, *, repeated: bool = False, ladder: bool = True
+    problem: Problem, capture: Capture, x: Inputs, n_data: int, *, repeated: bool = False, ladder: bool = True
 ) -> Plan | None:
-    """Finds and proves an explanation for every treated tensor on one captured batch.
+    """Finds and proves a rule for every random parameter on one captured batch.
 
     Args:
-        problem: The network and its treated tensors.
-        taken: The captured batch.
+        problem: The network and its random parameters.
+        capture: The captured batch.
         x: Its inputs.
         n_data: B.
         repeated: The data are one datum twice, a stand-in for a batch of one, in which every dimension could carry
-            the data; which of its readings is meant makes no difference for one datum.
-        ladder: Whether tensors that no use explains go down the fallback ladder.
+            the data; which one is meant makes no difference for one datum.
+        ladder: True if tensors that no use explains go down the fallback ladder.
 
     Returns:
         The plan; None without the ladder, where a tensor needs it.
 
     Raises:
         InvalidData: Outputs or derivatives are not finite.
-        CurvatureError: A tensor fails every rung, which means that the output of one datum depends on others.
+        CurvatureError: A tensor fails every fallback, which means that the output of one datum depends on others.
     """
-    proof = probe(problem, taken, n_data)
-    held = owners(problem)
+    proof = probe(problem, capture, n_data)
+    all_owners = owners(problem)
     plan: list[JacobianRule] = []
     for i, truth in enumerate(proof.truths):
         if truth is None:
             plan.append(JacobianRule())
             continue
         expected = problem.slots[i].take(truth.to_dense())
-        own = [owner for owner in held if owner.slot == i]
-        for candidates in families(taken, own, problem.slots[i].name, n_data):
-            passed = [c for c in candidates if _holds(problem, i, c, taken, proof, expected)]
+        tensor_owners = [owner for owner in all_owners if owner.slot == i]
+        for candidates in families(capture, tensor_owners, problem.slots[i].name, n_data):
+            passed = [c for c in candidates if _holds(problem, i, c, capture, proof, expected)]
             if passed:
-                told = (repeated or len(passed) == 1) and bool(expected.any())
-                proven = told and _anchored(passed[0], taken, n_data)
-                plan.append(JacobianRule(passed[0].terms, rule=passed[0].rule, proven=proven))
+                unique = (repeated or len(passed) == 1) and bool(expected.any())
+                proven = unique and _anchored(passed[0], capture, n_data)
+                plan.append(JacobianRule(passed[0].uses, description=passed[0].description, proven=proven))
                 break
         else:
             if not ladder:
                 return None
             plan.append(_prove_fallback(problem, i, x, proof, expected))
-    return _with_rows(problem, tuple(plan), taken, proof)
+    return _with_rows(problem, tuple(plan), capture, proof)
 
 
-def _with_rows(problem: Problem, plan: Plan, taken: Capture, proof: Probe) -> Plan:
+def _with_rows(problem: Problem, plan: Plan, capture: Capture, proof: Probe) -> Plan:
     """Marks the heads, and of outputs with positions the tensors whose rows are data like any other.
 
     That is proved like everything else, with weights r of the rows instead of the data; tensors of one use go together,
     since they share their output gradients.
     """
-    if not taken.positions:
+    if not capture.positions:
         return plan
-    rows = [_row_block(problem, i, explanation, taken, proof) for i, explanation in enumerate(plan)]
-    r = torch.randn(len(taken.rows), generator=torch.Generator().manual_seed(1)).to(taken.f)
+    rows = [_row_block(problem, i, rule, capture, proof) for i, rule in enumerate(plan)]
+    r = torch.randn(len(capture.rows), generator=torch.Generator().manual_seed(1)).to(capture.f)
     used = [i for i, block in enumerate(rows) if block is not None]
-    stand_ins = [taken.stand_ins[problem.slots[i].name] for i in used]
-    weighted = (r[:, None] * proof.unweighted.view_as(taken.rows)).view_as(taken.f)
-    truths = torch.autograd.grad(taken.f, stand_ins, weighted, retain_graph=True, allow_unused=True) if used else ()
-    held: dict[int, Block] = {}
+    stand_ins = [capture.stand_ins[problem.slots[i].name] for i in used]
+    weighted = (r[:, None] * proof.unweighted.view_as(capture.rows)).view_as(capture.f)
+    truths = torch.autograd.grad(capture.f, stand_ins, weighted, retain_graph=True, allow_unused=True) if used else ()
+    blocks: dict[int, Block] = {}
     for i, truth in zip(used, truths, strict=True):
         block, expected = rows[i], problem.slots[i].take(truth.to_dense()) if truth is not None else None
         if block is None or expected is None:
@@ -125,40 +125,40 @@ def _with_rows(problem: Problem, plan: Plan, taken: Capture, proof: Probe) -> Pl
         actual = block.pull(r.unsqueeze(0).to(block_dtype(expected.dtype)))
         scale = float(weighted.norm() / (proof.r[:, None] * proof.unweighted[0]).norm())
         if proof.agree(i, actual, expected, block.bound() * r.abs().max(), scale):
-            held[i] = block
-    broken = {t.use for i, e in enumerate(plan) if i not in held for t in e.terms}
+            blocks[i] = block
+    broken = {t.call for i, e in enumerate(plan) if i not in blocks for t in e.uses}
     return tuple(
-        replace(e, by_row=True, is_head=_ends(e, taken) and gradients_are(held[i], proof.unweighted))
-        if i in held and e.terms[0].use not in broken
+        replace(e, by_row=True, is_head=_ends(e, capture) and gradients_are(blocks[i], proof.unweighted))
+        if i in blocks and e.uses[0].call not in broken
         else e
         for i, e in enumerate(plan)
     )
 
 
-def _row_block(problem: Problem, slot: int, explanation: JacobianRule, taken: Capture, proof: Probe) -> Block | None:
+def _row_block(problem: Problem, slot: int, rule: JacobianRule, capture: Capture, proof: Probe) -> Block | None:
     """The block of a tensor with rows for data, if it has a position for every one."""
-    if len(explanation.terms) != 1 or explanation.terms[0].reading is not Reading.LEADING:
+    if len(rule.uses) != 1 or rule.uses[0].axis is not BatchAxis.LEADING:
         return None
-    block = block_of(problem, slot, explanation.terms, taken.uses, proof.gradients, len(taken.f))
-    return block.fold_positions(taken.n_positions)
+    block = block_of(problem, slot, rule.uses, capture.calls, proof.gradients, len(capture.f))
+    return block.fold_positions(capture.n_positions)
 
 
-def _ends(explanation: JacobianRule, taken: Capture) -> bool:
-    """Whether the outputs of a tensor's one use are the network's."""
-    return len(explanation.terms) == 1 and taken.is_head(taken.uses[explanation.terms[0].use])
+def _ends(rule: JacobianRule, capture: Capture) -> bool:
+    """True if the outputs of a tensor's one use are the network's."""
+    return len(rule.uses) == 1 and capture.is_head(capture.calls[rule.uses[0].call])
 
 
-def _anchored(explanation: Candidate, taken: Capture, n_data: int) -> bool:
-    """Whether every use sees the batch itself in its first dimension.
+def _anchored(rule: Candidate, capture: Capture, n_data: int) -> bool:
+    """True if every use sees the batch itself in its first dimension.
 
     Where it sees another number of rows (views, time first, tokens routed to experts), or where rows are indexed on
     their way to the outputs (a batch sorted by length), which row belongs to which datum may be decided by the data:
     such a plan is right for its batch and is proven anew for the next.
     """
-    terms = explanation.terms
-    if _permutes(taken.f):
+    uses = rule.uses
+    if _permutes(capture.f):
         return False
-    return all(t.reading is Reading.LEADING and taken.uses[t.use].x.shape[0] == n_data for t in terms)
+    return all(t.axis is BatchAxis.LEADING and capture.calls[t.call].x.shape[0] == n_data for t in uses)
 
 
 _INDEXING = ("Index", "Gather", "Scatter", "Sort", "MaskedS", "Put", "Pack", "Unique")
@@ -166,7 +166,7 @@ _INDEXING = ("Index", "Gather", "Scatter", "Sort", "MaskedS", "Put", "Pack", "Un
 
 
 def _permutes(f: Tensor) -> bool:
-    """Whether an operation that can move rows lies between a treated tensor and the outputs."""
+    """True if an operation that can move rows lies between a random parameter and the outputs."""
     seen: set[Any] = set()
     waiting: list[Any] = [f.grad_fn]
     while waiting:
@@ -180,26 +180,26 @@ def _permutes(f: Tensor) -> bool:
     return False
 
 
-def unused_still(plan: Plan, problem: Problem, taken: Capture) -> bool:
-    """Whether the tensors that a cached plan found unused are unused in this pass too, at the cost of a look."""
-    names = [slot.name for slot, explanation in zip(problem.slots, plan, strict=True) if explanation.rule == "unused"]
+def unused_still(plan: Plan, problem: Problem, capture: Capture) -> bool:
+    """True if the tensors that a cached plan found unused are unused in this pass too, at the cost of a look."""
+    names = [slot.name for slot, rule in zip(problem.slots, plan, strict=True) if rule.description == "unused"]
     if not names:
         return True
-    f = taken.f
-    found = torch.autograd.grad(
-        f, [taken.stand_ins[name] for name in names], torch.ones_like(f), retain_graph=True, allow_unused=True
+    f = capture.f
+    gradients = torch.autograd.grad(
+        f, [capture.stand_ins[name] for name in names], torch.ones_like(f), retain_graph=True, allow_unused=True
     )
-    return all(gradient is None for gradient in found)
+    return all(gradient is None for gradient in gradients)
 
 
-def _holds(problem: Problem, slot: int, candidate: Candidate, taken: Capture, proof: Probe, expected: Tensor) -> bool:
-    """Whether the factors of a candidate reproduce autograd's number."""
+def _holds(problem: Problem, slot: int, candidate: Candidate, capture: Capture, proof: Probe, expected: Tensor) -> bool:
+    """True if the factors of a candidate reproduce autograd's number."""
     try:
-        block = block_of(problem, slot, candidate.terms, taken.uses, proof.gradients, len(proof.r))
+        block = block_of(problem, slot, candidate.uses, capture.calls, proof.gradients, len(proof.r))
         actual = block.pull(proof.r.unsqueeze(0).to(block_dtype(expected.dtype)))
-    except (RuntimeError, IndexError, TypeError) as error:  # shapes that this reading cannot have
+    except (RuntimeError, IndexError, TypeError) as error:  # shapes that the data cannot have on this axis
         if ran_out(error):
-            raise  # a reading that is refused for want of memory would be another curvature
+            raise  # an axis that is refused for want of memory would be another curvature
         return False
     return proof.agree(slot, actual, expected, block.bound() * proof.r.abs().max())
 
@@ -211,16 +211,16 @@ def block_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _prove_fallback(problem: Problem, slot: int, x: Inputs, proof: Probe, expected: Tensor) -> JacobianRule:
     dtype = block_dtype(expected.dtype)
-    for rung in Fallback:
+    for fallback in Fallback:
         try:
-            (values,) = per_sample(problem, x, proof.unweighted, [slot], rung)
-        except (RuntimeError, ValueError, TypeError) as error:  # the rung does not work for this network
-            if ran_out(error) and rung is Fallback.LOOP:  # the others take more
+            (values,) = per_sample(problem, x, proof.unweighted, [slot], fallback)
+        except (RuntimeError, ValueError, TypeError) as error:  # the fallback does not work for this network
+            if ran_out(error) and fallback is Fallback.LOOP:  # the others take more
                 raise
             continue
         actual = torch.einsum("bp,b->p", values[0].to(dtype), proof.r.to(dtype))
         if proof.agree(slot, actual, expected, values.norm() * proof.r.abs().max()):
-            return JacobianRule(rung=rung, rule=f"fallback: {rung.value}")
+            return JacobianRule(fallback=fallback, description=f"fallback: {fallback.value}")
     raise CurvatureError(
         f"the Jacobian with respect to {problem.slots[slot].name!r} cannot be split over the data: the output of one "
         "datum depends on the others. A BatchNorm without running statistics does that in evaluation mode, and so "

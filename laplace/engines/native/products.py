@@ -21,23 +21,23 @@ _COPIES = 4
 
 
 class Linearised:
-    """The outputs of one batch as a linear function of the treated entries, and its transpose.
+    """The outputs of one batch as a linear function of the random entries, and its transpose.
 
     Args:
-        problem: The network and its treated tensors.
-        taken: A forward pass that was captured with `create_graph`.
+        problem: The network and its random parameters.
+        capture: A forward pass that was captured with `create_graph`.
 
     Attributes:
         f: Outputs `[B, C]`.
         n_bytes: About how much the graph holds.
     """
 
-    def __init__(self, problem: Problem, taken: Capture) -> None:
+    def __init__(self, problem: Problem, capture: Capture) -> None:
         self.problem = problem
-        self.f = taken.f
-        self.loop = taken.loop
-        self.n_bytes = _COPIES * self.f.element_size() * (self.f.numel() + sum(u.shape.numel() for u in taken.uses))
-        self.tensors = [taken.stand_ins[slot.name] for slot in problem.slots]
+        self.f = capture.f
+        self.loop = capture.loop
+        self.n_bytes = _COPIES * self.f.element_size() * (self.f.numel() + sum(u.shape.numel() for u in capture.calls))
+        self.tensors = [capture.stand_ins[slot.name] for slot in problem.slots]
         with torch.enable_grad():
             self._cotangent = torch.zeros_like(self.f, requires_grad=True)
             self._gradients = torch.autograd.grad(
@@ -60,19 +60,19 @@ class Linearised:
 
 
 class HessianProduct:
-    """∇² of a loss as a linear function of the treated entries.
+    """∇² of a loss as a linear function of the random entries.
 
     Args:
-        problem: The network and its treated tensors.
-        taken: A forward pass that was captured with `create_graph`.
+        problem: The network and its random parameters.
+        capture: A forward pass that was captured with `create_graph`.
         loss: 0-dim, a function of its outputs.
     """
 
-    def __init__(self, problem: Problem, taken: Capture, loss: Tensor) -> None:
+    def __init__(self, problem: Problem, capture: Capture, loss: Tensor) -> None:
         self.problem = problem
-        self.loop = taken.loop
-        self.dtype = taken.f.dtype
-        self.tensors = [taken.stand_ins[slot.name] for slot in problem.slots]
+        self.loop = capture.loop
+        self.dtype = capture.f.dtype
+        self.tensors = [capture.stand_ins[slot.name] for slot in problem.slots]
         with torch.enable_grad():
             self._gradients = torch.autograd.grad(loss, self.tensors, create_graph=True, allow_unused=True)
 
@@ -95,7 +95,7 @@ def _used(problem: Problem, gradients: Sequence[Tensor | None], parts: Sequence[
 
 
 def add_rows(problem: Problem, gradients: Sequence[Tensor | None], total: Tensor) -> None:
-    """Adds gradients `[R, *shape]` per slot to rows of treated entries, `[R, P]`."""
+    """Adds gradients `[R, *shape]` per slot to rows of random entries, `[R, P]`."""
     for gradient, slot, part in zip(gradients, problem.slots, problem.layout.split(total), strict=True):
         if gradient is not None:
             part += slot.take_rows(gradient)
@@ -113,7 +113,7 @@ def _products(
             if ran_out(error):
                 raise
     rows = [_derivatives(outputs, inputs, row, batched=False) for row in zip(*vectors, strict=True)]
-    return [stack(found) for found in zip(*rows, strict=True)]
+    return [stack(parts) for parts in zip(*rows, strict=True)]
 
 
 def _derivatives(

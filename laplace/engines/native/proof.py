@@ -1,4 +1,4 @@
-"""The numbers that an explanation must reproduce, and how closely."""
+"""The numbers that a rule must reproduce, and how closely."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SCALINGS = (0.61, 0.83, 1.37)
 """Factors of a cotangent under which every product in a backward pass is rounded in another way."""
 
 _NOISE = 8.0
-"""How many times the rounding that was seen an error may be."""
+"""Number of times the rounding that was seen an error may be."""
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -63,7 +63,7 @@ class Probe:
         return tuple(largest)
 
     def agree(self, slot: int, actual: Tensor, expected: Tensor, bound: Tensor, scale: float = 1.0) -> bool:
-        """Whether two vectors agree to the accuracy of the model's dtype, or to what rounding leaves in the truth.
+        """True if two vectors agree to the accuracy of the model's dtype, or to what rounding leaves in the truth.
 
         Args:
             slot: Which tensor they belong to.
@@ -79,7 +79,7 @@ class Probe:
 
 
 def close(actual: Tensor, expected: Tensor, bound: Tensor, coarsest: torch.dtype | None = None) -> bool:
-    """Whether two vectors agree to the accuracy of the model's dtype.
+    """True if two vectors agree to the accuracy of the model's dtype.
 
     Args:
         actual: From factors.
@@ -92,18 +92,18 @@ def close(actual: Tensor, expected: Tensor, bound: Tensor, coarsest: torch.dtype
     return bool(error <= tolerance * (expected.norm().to(error) + 1e-2 * bound.to(error)))
 
 
-def probe(problem: Problem, taken: Capture, n_data: int) -> Probe:
+def probe(problem: Problem, capture: Capture, n_data: int) -> Probe:
     """The probe of a captured batch of B data.
 
     Raises:
         InvalidData: Outputs or derivatives are not finite.
     """
-    f, generator = taken.f, torch.Generator().manual_seed(0)
+    f, generator = capture.f, torch.Generator().manual_seed(0)
     r = torch.randn(n_data, generator=generator).to(f) if n_data > 1 else torch.ones(1).to(f)
     v = torch.randn(f.shape[1], generator=generator).to(f)
     # A bias has the same Jacobian at every datum: cotangents that differ in size tell its rows apart all the same.
     unweighted = (1 + torch.rand(n_data, 1, generator=generator).to(f)) * v
-    stand_ins = [taken.stand_ins[slot.name] for slot in problem.slots]
+    stand_ins = [capture.stand_ins[slot.name] for slot in problem.slots]
 
     def again(factor: float) -> Gradients:
         cotangents = factor * r[:, None] * unweighted
@@ -117,6 +117,6 @@ def probe(problem: Problem, taken: Capture, n_data: int) -> Probe:
             "weights."
         )
     cotangents = unweighted.unsqueeze(0)
-    gradients = tuple(g.detach() for g in taken.gradients(cotangents, list(taken.uses)))
+    gradients = tuple(g.detach() for g in capture.gradients(cotangents, list(capture.calls)))
     coarsest = max({tensor.dtype for tensor in (f, *gradients)}, key=lambda dtype: TOLERANCE.get(dtype, 0.0))
     return Probe(r, cotangents, truths, gradients, coarsest, again)

@@ -48,10 +48,10 @@ def run(name: str, args: tuple[Any, ...], linear: Linear, recur: Recur) -> tuple
         outputs: list[Tensor] = []
         for side in range(sides):
             n = layer * sides + side
-            own = list(weights[n * each : (n + 1) * each])
-            w, b = own[:2], own[2:4] if biased else [None, None]
+            tensors = list(weights[n * each : (n + 1) * each])
+            w, b = tensors[:2], tensors[2:4] if biased else [None, None]
             out, state = _one_way(
-                name, x, tuple(s[n] for s in states), w, b, own[-1] if projected else None, side == 1, linear, recur
+                name, x, tuple(s[n] for s in states), w, b, tensors[-1] if projected else None, side == 1, linear, recur
             )
             outputs.append(out)
             last.append(state)

@@ -26,12 +26,12 @@ def check_unreached(problem: Problem, x: Inputs, unreached: list[str]) -> None:
     """Warns of tensors without a derivative on which the outputs depend all the same.
 
     Args:
-        problem: The network and its treated tensors.
+        problem: The network and its random parameters.
         x: Inputs of B data.
-        unreached: Treated tensors that autograd does not reach.
+        unreached: Random parameters that autograd does not reach.
 
     Raises:
-        CurvatureError: There is no treated tensor that autograd reaches.
+        CurvatureError: There is no random parameter that autograd reaches.
 
     Warns:
         ApproximationWarning: There are some.
@@ -54,11 +54,11 @@ def check_unreached(problem: Problem, x: Inputs, unreached: list[str]) -> None:
 
 
 def _depends(problem: Problem, x: Inputs, names: list[str]) -> bool:
-    """Whether the outputs change with tensors that are made larger; False where they cannot be."""
-    own = problem.detached()
-    moved = {name: 2 * own[name] + 1 for name in names}
+    """True if the outputs change with tensors that are made larger; False where they cannot be."""
+    tensors = problem.detached()
+    moved = {name: 2 * tensors[name] + 1 for name in names}
     try:
-        before, after = _outputs(problem, x, own), _outputs(problem, x, {**own, **moved})
+        before, after = _outputs(problem, x, tensors), _outputs(problem, x, {**tensors, **moved})
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         if ran_out(error):
             raise

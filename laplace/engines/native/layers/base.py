@@ -1,4 +1,4 @@
-"""What a layer rule is: how the input of a module and the gradient of its output explain a parameter."""
+"""Layer rules: Jacobian blocks of a parameter from the input of a module and the gradient of its output."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from laplace.core.registry import Registry
 from laplace.jacobian.blocks import Block
 
 
-class Reading(Enum):
-    """Where the data lie in the leading dimensions of an activation.
+class BatchAxis(Enum):
+    """Dimension of the data among the leading ones of an activation.
 
     `LEADING` reads `(B, T, …)` and `(B·T, …)`, `TRAILING` reads `(T, B, …)` and `(T·B, …)`. Shapes cannot tell
     the two apart (T may equal B); the probe of `plan.py` does.
@@ -28,11 +28,11 @@ class Reading(Enum):
             tensor: The activation; with `batched`, under one more leading dimension [K].
             n_data: B.
             n_features: Number of trailing dimensions that are not data or positions.
-            batched: Whether a leading [K] is kept.
+            batched: True if a leading [K] is kept.
         """
         lead = tuple(tensor.shape[:1]) if batched else ()
         features = tuple(tensor.shape[tensor.ndim - n_features :])
-        if self is Reading.LEADING:
+        if self is BatchAxis.LEADING:
             return tensor.reshape(*lead, n_data, -1, *features)
         return tensor.reshape(*lead, -1, n_data, *features).transpose(len(lead), len(lead) + 1)
 
@@ -49,7 +49,7 @@ class LayerRule(ABC):
     name: str
 
     def accepts(self, module: nn.Module, x: Tensor) -> bool:
-        """Whether the rule holds for this module and input."""
+        """True if the rule holds for this module and input."""
         return True
 
     @abstractmethod
@@ -57,12 +57,12 @@ class LayerRule(ABC):
         """Positions per datum in the leading dimensions of the input, 0 if they cannot hold `n_data` data."""
 
     @abstractmethod
-    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, reading: Reading) -> Tensor | None:
-        """What of the forward pass the parameter's block needs; computed once for all cotangents."""
+    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: BatchAxis) -> Tensor | None:
+        """The part of the forward pass that the parameter's block needs; computed once for all cotangents."""
 
     @abstractmethod
     def block(
-        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, reading: Reading
+        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, axis: BatchAxis
     ) -> Block:
         """The block from the activation and the gradients `[K, *shape of the module's output]`."""
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laplace.engines.native.layers.base import LayerRule, Reading, evenly, files
+from laplace.engines.native.layers.base import BatchAxis, LayerRule, evenly, files
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.outer import OuterBlock
 
@@ -51,16 +51,16 @@ class ConvolutionRule(_Convolution):
 
     name = "convolution"
 
-    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, reading: Reading) -> Tensor | None:
+    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: BatchAxis) -> Tensor | None:
         if attribute == "bias":
             return None
         a = patches(_padded(module, x), module.kernel_size, module.stride, module.dilation, module.groups)  # pyright: ignore
-        return _merge_positions(reading.positions(a, n_data, a.ndim - 1))
+        return _merge_positions(axis.positions(a, n_data, a.ndim - 1))
 
     def block(
-        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, reading: Reading
+        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, axis: BatchAxis
     ) -> Block:
-        return OuterBlock(a=a, g=_output_gradients(module, g, n_data, reading))
+        return OuterBlock(a=a, g=_output_gradients(module, g, n_data, axis))
 
 
 class TransposedConvolutionRule(_Convolution):
@@ -68,17 +68,17 @@ class TransposedConvolutionRule(_Convolution):
 
     name = "transposed convolution"
 
-    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, reading: Reading) -> Tensor | None:
+    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: BatchAxis) -> Tensor | None:
         if attribute == "bias":
             return None
         a = x.unflatten(1, (module.groups, -1)).movedim((1, 2), (-2, -1))  # pyright: ignore
-        return _merge_positions(reading.positions(a, n_data, a.ndim - 1))
+        return _merge_positions(axis.positions(a, n_data, a.ndim - 1))
 
     def block(
-        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, reading: Reading
+        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, axis: BatchAxis
     ) -> Block:
         if a is None:
-            return OuterBlock(a=None, g=_output_gradients(module, g, n_data, reading))
+            return OuterBlock(a=None, g=_output_gradients(module, g, n_data, axis))
         kernel, stride, padding = module.kernel_size, module.stride, module.padding
         amount = [side for p in reversed(padding) for side in (p, p)]  # pyright: ignore
         unfolded = patches(F.pad(g.flatten(0, 1), amount), kernel, stride, module.dilation, module.groups)  # pyright: ignore
@@ -86,7 +86,7 @@ class TransposedConvolutionRule(_Convolution):
             # An output padding leaves windows that no input position writes.
             unfolded = unfolded.narrow(1 + d, 0, positions)
         unfolded = unfolded.unflatten(0, g.shape[:2])
-        g = _merge_positions(reading.positions(unfolded, n_data, unfolded.ndim - 2, batched=True), batched=True)
+        g = _merge_positions(axis.positions(unfolded, n_data, unfolded.ndim - 2, batched=True), batched=True)
         return OuterBlock(a=a, g=g, input_first=True, unfolded=True)
 
 
@@ -109,10 +109,10 @@ def _merge_positions(tensor: Tensor, *, batched: bool = False) -> Tensor:
     return tensor.flatten(1 + batched, -3)
 
 
-def _output_gradients(module: nn.Module, g: Tensor, n_data: int, reading: Reading) -> Tensor:
+def _output_gradients(module: nn.Module, g: Tensor, n_data: int, axis: BatchAxis) -> Tensor:
     """`[K, N, channels, *space]` as `[K, B, T, G, O]`."""
     g = g.unflatten(2, (module.groups, -1)).movedim((2, 3), (-2, -1))  # pyright: ignore
-    return _merge_positions(reading.positions(g, n_data, g.ndim - 2, batched=True), batched=True)
+    return _merge_positions(axis.positions(g, n_data, g.ndim - 2, batched=True), batched=True)
 
 
 files(ConvolutionRule(), nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace.engines.native.layers.base import LayerRule, Reading, evenly, files
+from laplace.engines.native.layers.base import BatchAxis, LayerRule, evenly, files
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.index import IndexBlock
 
@@ -25,16 +25,16 @@ class EmbeddingRule(LayerRule):
     def positions(self, module: nn.Module, x: Tensor, n_data: int) -> int:
         return evenly(x.numel(), n_data) if x.ndim >= 1 else 0
 
-    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, reading: Reading) -> Tensor | None:
-        index = reading.positions(x, n_data, 0)
+    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: BatchAxis) -> Tensor | None:
+        index = axis.positions(x, n_data, 0)
         padding: Any = module.padding_idx
         return index if padding is None else index.where(index != padding, -1)
 
     def block(
-        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, reading: Reading
+        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, axis: BatchAxis
     ) -> Block:
         index = torch.empty(0) if a is None else a
-        g = reading.positions(g, n_data, 1, batched=True)
+        g = axis.positions(g, n_data, 1, batched=True)
         return IndexBlock(index=index, g=g, n_rows=int(module.num_embeddings), counted=index >= 0)  # pyright: ignore[reportArgumentType]
 
 

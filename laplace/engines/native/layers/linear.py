@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from laplace.engines.native.layers.base import LayerRule, Reading, evenly, files
+from laplace.engines.native.layers.base import BatchAxis, LayerRule, evenly, files
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.outer import OuterBlock
 
@@ -17,15 +17,15 @@ class LinearRule(LayerRule):
     def positions(self, module: nn.Module, x: Tensor, n_data: int) -> int:
         return evenly(x.shape[:-1].numel(), n_data) if x.ndim >= 2 else 0
 
-    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, reading: Reading) -> Tensor | None:
+    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: BatchAxis) -> Tensor | None:
         if attribute == "bias":
             return None
-        return reading.positions(x, n_data, 1).unsqueeze(2)
+        return axis.positions(x, n_data, 1).unsqueeze(2)
 
     def block(
-        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, reading: Reading
+        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, axis: BatchAxis
     ) -> Block:
-        g = reading.positions(g, n_data, 1, batched=True).unsqueeze(3)
+        g = axis.positions(g, n_data, 1, batched=True).unsqueeze(3)
         return OuterBlock(a=a, g=g)
 
 

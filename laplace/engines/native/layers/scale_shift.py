@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laplace.engines.native.layers.base import LayerRule, Reading, evenly, files
+from laplace.engines.native.layers.base import BatchAxis, LayerRule, evenly, files
 from laplace.jacobian.blocks import Block, DenseBlock
 
 Normaliser = Callable[[nn.Module, Tensor], Tensor]
@@ -25,15 +25,15 @@ class TrailingScaleRule(LayerRule):
         lead = x.shape[: x.ndim - len(module.normalized_shape)]  # pyright: ignore[reportArgumentType]
         return evenly(lead.numel(), n_data) if lead else 0
 
-    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, reading: Reading) -> Tensor | None:
+    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: BatchAxis) -> Tensor | None:
         if attribute == "bias":
             return None
-        return reading.positions(self.normalise(module, x), n_data, len(module.normalized_shape))  # pyright: ignore[reportArgumentType]
+        return axis.positions(self.normalise(module, x), n_data, len(module.normalized_shape))  # pyright: ignore[reportArgumentType]
 
     def block(
-        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, reading: Reading
+        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, axis: BatchAxis
     ) -> Block:
-        g = reading.positions(g, n_data, len(module.normalized_shape), batched=True)  # pyright: ignore[reportArgumentType]
+        g = axis.positions(g, n_data, len(module.normalized_shape), batched=True)  # pyright: ignore[reportArgumentType]
         return DenseBlock((g if a is None else g * a).sum(2).flatten(2))
 
 
@@ -50,15 +50,15 @@ class ChannelScaleRule(LayerRule):
     def positions(self, module: nn.Module, x: Tensor, n_data: int) -> int:
         return evenly(x.shape[0], n_data)
 
-    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, reading: Reading) -> Tensor | None:
+    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: BatchAxis) -> Tensor | None:
         if attribute == "bias":
             return None
-        return reading.positions(self.normalise(module, x), n_data, x.ndim - 1)
+        return axis.positions(self.normalise(module, x), n_data, x.ndim - 1)
 
     def block(
-        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, reading: Reading
+        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, axis: BatchAxis
     ) -> Block:
-        g = reading.positions(g, n_data, g.ndim - 2, batched=True)
+        g = axis.positions(g, n_data, g.ndim - 2, batched=True)
         products = g if a is None else g * a  # [K, B, T, channels, *space]
         products = products.sum((2, *range(4, products.ndim)))
         shared = getattr(module, attribute).numel() == 1

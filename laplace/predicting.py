@@ -1,38 +1,44 @@
-"""Laplace approximations in weight space, for any choice of weights and structure: predictions, tuning, state."""
+"""Predictions as users call them, of a posterior over weights."""
 
 from __future__ import annotations
 
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from laplace.compat.members import LegacyMembers
+from laplace.core import overrides
 from laplace.core.arguments import checked
 from laplace.core.batch import Inputs
+from laplace.core.gaussian import Gaussian
 from laplace.core.hyperparameters import check_counts
-from laplace.core.overrides import is_overridden
-from laplace.core.positions import in_users_layout, unrolled
+from laplace.core.positions import in_users_layout
 from laplace.core.random_numbers import check_generator, standard_normal
 from laplace.enums import LinkApprox, PredType
-from laplace.errors import InvalidArgument, InvalidType
+from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import own_mode, own_precision
-from laplace.posterior import overridden, own_outputs, state
-from laplace.posterior.weight_predictor import WeightPredictor
+from laplace.posterior.predictor import Predictor, precision_before, replayed
 from laplace.predictive import latent
+from laplace.predictive.names import WEIGHT_SPACE, PredictiveNames
 from laplace.predictive.posterior_outputs import PredictionOptions
 from laplace.predictive.prediction import Prediction, laid_out
-from laplace.tuning import PosteriorGroup, Tunable
 
 
-class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
-    """Base of all weight-space posteriors; a concrete class binds `structure` and `weights_type`.
+class Predicting(ABC):
+    """An object that predicts by a posterior over weights.
 
-    The arguments are those of `WeightFit`.
+    Attributes:
+        pred_types: Names of its predictives.
     """
 
-    # Predictions.
+    pred_types: ClassVar[PredictiveNames] = WEIGHT_SPACE
+
+    @property
+    @abstractmethod
+    def _predictor(self) -> Predictor:
+        """The posterior as it is now."""
 
     @checked
     def __call__(
@@ -77,17 +83,16 @@ class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
             InvalidArgument: An option is not accepted.
             ModelChangedError: The network was trained further after `fit`.
         """
-        kind = latent.check_options(pred_type, link_approx, n_samples, generator)
-        if observation_noise and not self.likelihood_object.has_noise:
-            raise InvalidArgument(
-                f"observation_noise=True, but likelihood={self.likelihood_object.name!r} has no noise."
-            )
-        likelihood = self.likelihood_object
+        kind = latent.check_options(pred_type, link_approx, n_samples, generator, self.pred_types)
+        predictor = self._predictor
+        likelihood, channel_dim = predictor.posterior.likelihood, predictor.posterior.channel_dim
+        if observation_noise and not likelihood.has_noise:
+            raise InvalidArgument(f"observation_noise=True, but likelihood={likelihood.name!r} has no noise.")
         if kind == PredType.NN:
             joint, diagonal_output = False, True
         options = PredictionOptions(str(link_approx), n_samples, _form(joint, diagonal_output))
-        rows = self._quantities(x, kind, options, lambda: generator, model_kwargs)
-        prediction = Prediction.of(self._as_overridden(rows, x, kind, model_kwargs), self.channel_dim)
+        rows = predictor.predicted(x, kind, options, lambda: generator, model_kwargs)
+        prediction = Prediction.of(rows, channel_dim)
         if likelihood.moment_prediction:
             return prediction.mean, prediction.variance
         if not likelihood.latent_prediction or (fitting and not likelihood.has_noise):
@@ -95,7 +100,60 @@ class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
         gaussian = prediction.latent
         if observation_noise:
             gaussian = gaussian.plus_noise(prediction.sigma_noise)
-        return laid_out(gaussian, self.channel_dim, joint=joint)
+        return laid_out(gaussian, channel_dim, joint=joint)
+
+    @checked
+    def predict(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        joint: bool = False,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        *,
+        local_reparameterization: bool = False,
+        **model_kwargs: Any,
+    ) -> Prediction:
+        """The predictive distribution at x as one object; each of its quantities is computed when it is first read.
+
+        Args:
+            x: Inputs, a tensor, tuple or mapping.
+            pred_type: `"glm"`, the linearised network (Immer et al., 2021), or `"nn"`, sampled weights.
+            joint: Covariance over all inputs.
+            link_approx: One of the links of the likelihood, names in `laplace.likelihoods.links.LINKS`; `"nn"` always
+                samples.
+            n_samples: Monte-Carlo samples, of whatever is sampled.
+            diagonal_output: Only variances of the outputs.
+            generator: Source of randomness; its state is copied, so that what is drawn does not depend on the order of
+                reading, and it is advanced once.
+            local_reparameterization: With `pred_type="nn"` and a diagonal posterior: draw noise on the pre-activations
+                of linear and convolutional layers instead of weights, for every datum anew (Kingma et al., 2015).
+            **model_kwargs: For the model, with `pred_type="nn"`.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidArgument: An option is not accepted.
+            ModelChangedError: The network was trained further after `fit`; also when a quantity is read.
+            UnsupportedError: Local reparameterisation without a diagonal posterior over sampled weights.
+        """
+        kind = latent.check_options(pred_type, link_approx, n_samples, generator, self.pred_types)
+        options = PredictionOptions(str(link_approx), n_samples, _form(joint, diagonal_output))
+        predictor = self._predictor
+        posterior = predictor.posterior
+        posterior.check_unchanged()
+        draws = replayed(generator, posterior.hypers.device)
+        if not local_reparameterization:
+            return Prediction.of(predictor.predicted(x, kind, options, draws, model_kwargs), posterior.channel_dim)
+        structure = posterior.choices.structure.name
+        if kind != PredType.NN or structure != "diag":
+            raise UnsupportedError(
+                f"local_reparameterization=True with pred_type={str(kind)!r} and "
+                f"hessian_structure={structure!r}: it draws from a diagonal posterior through the network; "
+                "use pred_type='nn' and hessian_structure='diag'."
+            )
+        return Prediction.of(predictor.reparameterised(x, options, draws, model_kwargs), posterior.channel_dim)
 
     @checked
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
@@ -108,13 +166,13 @@ class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
         """
         check_counts(0, n_samples=n_samples)
         check_generator(generator)
-        with torch.set_grad_enabled(self.keeps_graph), own_precision():
-            posterior = overridden.posterior_before(self, "sample")
-            noise = standard_normal((n_samples, len(self.mean)), self.mean, generator)
-            samples = self.mean + posterior.sample(noise)
-            embedded = self.weights.embed(samples)
+        posterior = self._predictor.posterior
+        with torch.set_grad_enabled(posterior.keeps_graph), own_precision():
+            precision, mean = precision_before(posterior, "sample"), posterior.mean
+            samples = mean + precision.sample(standard_normal((n_samples, len(mean)), mean, generator))
+            embedded = posterior.weights.embed(samples)
             if embedded is not samples:
-                self.check_unchanged()
+                posterior.check_unchanged()
             return embedded
 
     @checked
@@ -132,24 +190,10 @@ class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
 
         Of outputs with positions `[S, *shape of the network's outputs]`, positions being inputs in this sense.
         """
-        samples = self._latent_samples(x, pred_type, n_samples, diagonal_output, generator, joint, model_kwargs)
-        return in_users_layout(samples, self.channel_dim, 1)
-
-    def _latent_samples(
-        self,
-        x: Inputs,
-        pred_type: PredType | str,
-        n_samples: int,
-        diagonal_output: bool,
-        generator: torch.Generator | None,
-        joint: bool,
-        model_kwargs: dict[str, Any],
-    ) -> Tensor:
-        """`[S, B, *positions, C]`."""
-        kind = latent.check_options(pred_type, None, n_samples, generator)
+        kind = latent.check_options(pred_type, None, n_samples, generator, self.pred_types)
         options = PredictionOptions(n_samples=n_samples, form=_form(joint, diagonal_output))
-        rows = self._quantities(x, kind, options, lambda: generator, model_kwargs)
-        return unrolled(rows.latent_samples, rows.positions, 1)
+        samples = self._predictor.latent_samples(x, kind, options, generator, model_kwargs)
+        return in_users_layout(samples, self._predictor.posterior.channel_dim, 1)
 
     @checked
     def predictive_samples(
@@ -166,25 +210,22 @@ class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
 
         Reward modelling gives preference probabilities for pairs (C = 2) and latent rewards for single items.
         """
-        if is_overridden(self, "functional_samples"):
-            kind = latent.check_options(pred_type, None, n_samples, generator)
-            form = _form(joint, diagonal_output)
-            drawn = own_outputs.own_samples(self, "functional_samples", x, kind, form, model_kwargs)(
-                n_samples, generator
-            )
-            samples = unrolled(drawn.values, drawn.positions, 1)
-        else:
-            samples = self._latent_samples(x, pred_type, n_samples, diagonal_output, generator, joint, model_kwargs)
-        return in_users_layout(self.likelihood_object.inverse_link(samples), self.channel_dim, 1)
+        kind = latent.check_options(pred_type, None, n_samples, generator, self.pred_types)
+        options = PredictionOptions(n_samples=n_samples, form=_form(joint, diagonal_output))
+        samples = self._predictor.latent_samples(x, kind, options, generator, model_kwargs, own=True)
+        posterior = self._predictor.posterior
+        return in_users_layout(posterior.likelihood.inverse_link(samples), posterior.channel_dim, 1)
 
     @checked
     def functional_variance(self, Js: Tensor | Jacobian) -> Tensor:
         """J_b P⁻¹ J_bᵀ of Jacobians `[B, C, P]`, `[B, C, C]`."""
-        return overridden.posterior_before(self, "functional_variance").functional_variance(self._jacobian(Js))
+        precision = precision_before(self._predictor.posterior, "functional_variance")
+        return precision.functional_variance(self._jacobian(Js))
 
     def functional_covariance(self, Js: Tensor | Jacobian) -> Tensor:
         """J P⁻¹ Jᵀ over all data of Jacobians `[B, C, P]`, `[B·C, B·C]`, data major."""
-        return overridden.posterior_before(self, "functional_covariance").functional_covariance(self._jacobian(Js))
+        precision = precision_before(self._predictor.posterior, "functional_covariance")
+        return precision.functional_covariance(self._jacobian(Js))
 
     @checked
     def predictive_moments(
@@ -204,54 +245,34 @@ class ParametricLaplace(WeightPredictor, Tunable, LegacyMembers):
             NotFittedError: Before `fit`.
             ModelChangedError: The network was trained further after `fit`.
         """
-        with own_mode(), torch.set_grad_enabled(self._keeps_graph):
-            return laid_out(self._latent(x, _form(joint, diagonal_output)), self.channel_dim, joint=joint)
+        with own_mode(), torch.set_grad_enabled(self._predictor.graph):
+            gaussian = self._latent(x, _form(joint, diagonal_output))
+            return laid_out(gaussian, self._predictor.posterior.channel_dim, joint=joint)
 
     @checked
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Mean and variances of the latent outputs at X, `[B, C]` each, without covariances between outputs."""
-        with own_mode(), torch.set_grad_enabled(self._keeps_graph):
-            return laid_out(self._latent(X, "diagonal"), self.channel_dim)
+        with own_mode(), torch.set_grad_enabled(self._predictor.graph):
+            return laid_out(self._latent(X, "diagonal"), self._predictor.posterior.channel_dim)
 
     def _jacobian(self, Js: Tensor | Jacobian) -> Jacobian:
         if isinstance(Js, Jacobian):
             return Js
-        n_params = self.problem.layout.n_params
+        posterior = self._predictor.posterior
+        layout, like = posterior.problem.layout, posterior.hypers.prior_precision
+        n_params = layout.n_params
         if not isinstance(Js, Tensor):
             raise InvalidType(f"Js is of type {type(Js).__name__}; give Jacobians [B, C, P], P = {n_params}.")
         if Js.ndim != 3 or Js.shape[2] != n_params:
             raise InvalidArgument(f"Js has shape {tuple(Js.shape)}; it must be [B, C, P] with P = {n_params}.")
-        return Jacobian.from_dense(Js.to(self._like), self.problem.layout.sizes)
+        return Jacobian.from_dense(Js.to(device=like.device, dtype=like.dtype), layout.sizes)
 
-    # Tuning and state.
+    def _latent(self, x: Inputs, form: str) -> Gaussian:
+        """Gaussian of the linearised network's outputs; `form` is `"full"`, `"diagonal"` or `"joint"`."""
+        return self._predictor.linearised(x).latent(form)
 
-    @property
-    def _subject(self) -> PosteriorGroup:
-        return PosteriorGroup((self,))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that decides a prediction but the model's weights: tensors, numbers and strings only.
-
-        Raises:
-            NotFittedError: Before `fit`.
-        """
-        return state.save(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a saved posterior for the same model.
-
-        Raises:
-            StateError: The state belongs to another class, model, likelihood or choice of weights.
-        """
-        state.load(self, state_dict)
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> ParametricLaplace:
-        """Moves the posterior (and the model, as `nn.Module.to` does) to a device or dtype; returns itself."""
-        state.move(self, None if device is None else state.checked_device(device), dtype)
-        return self
-
-    def __repr__(self) -> str:
-        return state.describe(self)
+overrides.check_class(Predicting, Predicting)
 
 
 def _form(joint: bool, diagonal_output: bool) -> str:

@@ -1,4 +1,4 @@
-"""Calls of PyTorch's functions with treated tensors: products, tables, and sums with what has no data dimension.
+"""Calls of PyTorch's functions with random parameters: products, tables, and sums with what has no data dimension.
 
 A layer rule knows a module; these know one operation, whichever module it is written in: a weight used through
 `F.linear`, stored as `[in, out]`, or packed with others, a scale w ⊙ h, a table of positions that is added to all data.
@@ -14,22 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
-from laplace.engines.native.layers import Reading
+from laplace.engines.native.layer_calls import FunctionCall
+from laplace.engines.native.layers import BatchAxis
 from laplace.engines.native.layers.base import evenly
-from laplace.engines.native.uses import Call
 from laplace.jacobian.blocks import Block, DenseBlock
 from laplace.jacobian.index import IndexBlock
 from laplace.jacobian.outer import OuterBlock
 
 
 @dataclass(frozen=True, eq=False)
-class LinearCall(Call):
+class LinearCall(FunctionCall):
     """z = x Wᵀ + b, or z = x W + b of a weight that is stored `[in, out]`.
 
     Attributes:
         x: Inputs `[..., I]`.
         rows: By role, rows of the tensor that are used, of how many: parts of a packed projection.
-        transposed: Whether the weight is stored `[in, out]`.
+        transposed: True if the weight is stored `[in, out]`.
     """
 
     name: str
@@ -39,31 +39,31 @@ class LinearCall(Call):
     transposed: bool = False
 
     @property
-    def whole(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def whole(self) -> bool:
         return not self.rows and not self.transposed
 
     def positions(self, n_data: int) -> int:
         return evenly(self.x.shape[:-1].numel(), n_data) if self.x.ndim >= 2 else 0
 
-    def block(self, role: str, g: Tensor, n_data: int, reading: Reading) -> Block:
-        g = reading.positions(g, n_data, 1, batched=True).unsqueeze(3)
+    def block(self, role: str, g: Tensor, n_data: int, axis: BatchAxis) -> Block:
+        g = axis.positions(g, n_data, 1, batched=True).unsqueeze(3)
         if role in self.rows:
             first, total = self.rows[role]
             g = F.pad(g, (first, total - first - g.shape[-1]))
         if role == "bias":
             return OuterBlock(a=None, g=g)
-        a = reading.positions(self.x, n_data, 1).unsqueeze(2).to(g.dtype)
+        a = axis.positions(self.x, n_data, 1).unsqueeze(2).to(g.dtype)
         return OuterBlock(a=a, g=g, input_first=self.transposed)
 
 
 @dataclass(frozen=True, eq=False)
-class TableCall(Call):
+class TableCall(FunctionCall):
     """z = W[index] of a table that is used as a function.
 
     Attributes:
         index: Rows that are read.
         n_rows: V.
-        padding: A row whose reading leaves no gradient.
+        padding: A row that gets no gradient.
     """
 
     name: str
@@ -75,8 +75,8 @@ class TableCall(Call):
     def positions(self, n_data: int) -> int:
         return evenly(self.index.numel(), n_data) if self.index.ndim >= 1 else 0
 
-    def block(self, role: str, g: Tensor, n_data: int, reading: Reading) -> Block:
-        return self.rows_of(reading.positions(self.index, n_data, 0), reading.positions(g, n_data, 1, batched=True))
+    def block(self, role: str, g: Tensor, n_data: int, axis: BatchAxis) -> Block:
+        return self.rows_of(axis.positions(self.index, n_data, 0), axis.positions(g, n_data, 1, batched=True))
 
     def rows_of(self, index: Tensor, g: Tensor) -> IndexBlock:
         """The block of rows `[B, T]` with gradients `[K, B, T, D]`."""
@@ -86,12 +86,12 @@ class TableCall(Call):
 
 @dataclass(frozen=True)
 class Operand:
-    """What was computed from one treated tensor alone, and has no data dimension: 1 + w, a cast, a row of a table.
+    """A tensor computed from one random parameter alone, without a data dimension: 1 + w, a cast, a row of a table.
 
     Attributes:
         value: The result, with its graph.
-        root: The treated tensor, or what a table gave.
-        name: The treated tensor's name.
+        root: The random parameter, or what a table gave.
+        name: The random parameter's name.
         table: The call that read the table, or None.
     """
 
@@ -102,18 +102,18 @@ class Operand:
 
 
 @dataclass(frozen=True, eq=False)
-class SpreadCall(Call):
+class SpreadCall(FunctionCall):
     """z = h ⊙ o or z = h ± o with an operand o that has no data dimension, or o expanded over the data.
 
     The gradient of one datum with respect to o is that of z (times h), summed over all dimensions along which o is
-    repeated but the data's; from o to the treated tensor it goes through the graph.
+    repeated but the data's; from o to the random parameter it goes through the graph.
 
     Attributes:
         operand: o.
         shape: Of z.
         factor: h of a product, or None.
         sign: −1 where o is subtracted.
-        create_graph: Whether gradients are differentiated again.
+        create_graph: True if gradients are differentiated again.
     """
 
     name: str
@@ -125,15 +125,15 @@ class SpreadCall(Call):
     create_graph: bool = False
 
     @property
-    def instead_of(self) -> Call | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def instead_of(self) -> FunctionCall | None:
         return self.operand.table
 
     def positions(self, n_data: int) -> int:
         return evenly(self.shape.numel(), n_data) if self.shape else 0
 
-    def block(self, role: str, g: Tensor, n_data: int, reading: Reading) -> Block:
+    def block(self, role: str, g: Tensor, n_data: int, axis: BatchAxis) -> Block:
         g = g if self.factor is None else g * self.factor.to(g.dtype)
-        values = self._to_root(self.sign * self._summed(g, n_data, reading))  # [K, B, *root]
+        values = self._to_root(self.sign * self._summed(g, n_data, axis))  # [K, B, *root]
         root, table = self.operand.root, self.operand.table
         if table is not None:
             index = table.index.reshape(1, -1).expand(n_data, -1)
@@ -145,31 +145,31 @@ class SpreadCall(Call):
         index = torch.arange(rows.shape[2], device=rows.device).expand(n_data, -1)
         return IndexBlock(index=index, g=rows, n_rows=rows.shape[2], counted=index >= 0)
 
-    def _summed(self, g: Tensor, n_data: int, reading: Reading) -> Tensor:
+    def _summed(self, g: Tensor, n_data: int, axis: BatchAxis) -> Tensor:
         """Gradients `[K, *z]` as `[K, B, *o]`.
 
         Raises:
             IndexError: o varies along the dimension of the data.
         """
-        own = (1,) * (len(self.shape) - self.operand.value.ndim) + tuple(self.operand.value.shape)
-        second = reading is Reading.TRAILING and len(own) > 1 and own[1] == 1 and self.shape[1] == n_data
+        shape = (1,) * (len(self.shape) - self.operand.value.ndim) + tuple(self.operand.value.shape)
+        second = axis is BatchAxis.TRAILING and len(shape) > 1 and shape[1] == 1 and self.shape[1] == n_data
         at = 1 if second else 0
-        if own[at] != 1:
+        if shape[at] != 1:
             raise IndexError("the operand has a dimension for the data")
-        if second or reading is Reading.LEADING:
+        if second or axis is BatchAxis.LEADING:
             g = g.unflatten(1 + at, (n_data, -1)).movedim(1 + at, 1)
         else:
             g = g.unflatten(1, (-1, n_data)).movedim(2, 1)
-        repeated = [2 + d for d, size in enumerate(own) if size == 1]
+        repeated = [2 + d for d, size in enumerate(shape) if size == 1]
         g = g.sum(repeated, keepdim=True) if repeated else g
         return g.reshape(*g.shape[:2], *self.operand.value.shape)
 
     def _to_root(self, g: Tensor) -> Tensor:
-        """Gradients of o `[K, B, *o]` as those of the treated tensor, by a vectorised pass from o to it."""
+        """Gradients of o `[K, B, *o]` as those of the random parameter, by a vectorised pass from o to it."""
         value, root = self.operand.value, self.operand.root
         if value is root:
             return g
-        (found,) = torch.autograd.grad(
+        (pulled,) = torch.autograd.grad(
             value,
             root,
             g.flatten(0, 1).to(value.dtype),
@@ -177,4 +177,4 @@ class SpreadCall(Call):
             create_graph=self.create_graph,
             is_grads_batched=True,
         )
-        return found.unflatten(0, g.shape[:2]).to(g.dtype)
+        return pulled.unflatten(0, g.shape[:2]).to(g.dtype)

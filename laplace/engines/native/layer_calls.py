@@ -1,4 +1,4 @@
-"""What a captured forward pass remembers of one use of a treated tensor."""
+"""Calls of modules and functions with random parameters among their arguments, as a forward pass records them."""
 
 from __future__ import annotations
 
@@ -10,29 +10,35 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from laplace.engines.native.layers import Reading
+from laplace.engines.native.layers import BatchAxis
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block
 
 
-class Call(ABC):
-    """One call of a function of PyTorch with treated tensors among its arguments, and the blocks that it gives them.
+class FunctionCall(ABC):
+    """One call of a function of PyTorch with random parameters among its arguments, and the blocks that it gives them.
 
     Attributes:
         name: Name in the coverage report.
         roles: Which argument each tensor is, by the tensor's name.
-        whole: Whether the tensors are used whole and as a linear layer uses them, so that the call may be a head.
-        instead_of: The call whose output this one spreads over the data: they explain the same derivative twice.
     """
 
     name: str
     roles: Mapping[str, str]
-    whole: bool = False
-    instead_of: Call | None = None
+
+    @property
+    def whole(self) -> bool:
+        """True if the tensors are used whole and as a linear layer uses them, so that the call may be a head."""
+        return False
+
+    @property
+    def instead_of(self) -> FunctionCall | None:
+        """The call whose output this one spreads over the data: both explain the same derivative."""
+        return None
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What calls share for which one explanation holds: the function, and which tensor is which argument."""
+        """A key that calls share for which one rule holds: the function, and which tensor is which argument."""
         return self.name, tuple(self.roles.items())
 
     @abstractmethod
@@ -40,15 +46,15 @@ class Call(ABC):
         """Positions per datum in the leading dimensions, 0 if they cannot hold `n_data` data."""
 
     @abstractmethod
-    def block(self, role: str, g: Tensor, n_data: int, reading: Reading) -> Block:
+    def block(self, role: str, g: Tensor, n_data: int, axis: BatchAxis) -> Block:
         """The block from the gradients `[K, *shape of the output]`, at least float32."""
 
 
 @dataclass(frozen=True)
-class Use:
+class LayerCall:
     """One call of a module or of a function: its first input and the place of its output in autograd's graph.
 
-    The place (an edge) is taken instead of the output tensor, so that a later in-place operation on the
+    The place is an edge of the graph and not the output tensor, so that a later in-place operation on the
     output does no harm and no copy is needed.
 
     Attributes:
@@ -58,10 +64,15 @@ class Use:
         shape: The output's shape.
     """
 
-    by: nn.Module | Call
+    by: nn.Module | FunctionCall
     x: Tensor
     edge: GradientEdge
     shape: torch.Size
+
+    @property
+    def kind(self) -> object:
+        """A key that calls share for which one rule holds: the module, or the kind of function call."""
+        return self.by.kind if isinstance(self.by, FunctionCall) else id(self.by)
 
     @property
     def module(self) -> nn.Module:
@@ -70,6 +81,6 @@ class Use:
         Raises:
             CurvatureError: A function was called.
         """
-        if isinstance(self.by, Call):
+        if isinstance(self.by, FunctionCall):
             raise CurvatureError(f"{self.by.name} is no layer")
         return self.by

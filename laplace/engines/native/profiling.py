@@ -1,0 +1,156 @@
+"""One batch seen by a native engine, without its curvature: what its shapes say, and how long small pieces take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook
+
+from laplace.core.layout import Layout
+from laplace.engines.native.capture import record
+from laplace.engines.native.passes import ForwardPass
+from laplace.engines.profile import BatchProfile
+from laplace.jacobian.shape import TensorShape
+from laplace.network.model_guard import lent
+
+_TIMED = 4
+"""Cotangents of the timed backward pass."""
+
+_WIDTH = 512
+"""Width of the timed matrix product."""
+
+
+def shape_profile(
+    batch: ForwardPass, *, n_columns: int, n_terms: int, loop: bool, product_budget: int, refused: bool
+) -> BatchProfile:
+    """Profile of a captured batch by its shapes: without its graph, which is held by then, and without seconds.
+
+    Args:
+        batch: The batch, with its proven plan.
+        n_columns: K.
+        n_terms: E.
+        loop: True if backward passes run one by one.
+        product_budget: Bytes that the vectors of one pass may hold.
+        refused: True if the columns are more backward passes than a batch may take.
+    """
+    return BatchProfile(
+        layout=batch.problem.layout,
+        tensors=_shapes(batch),
+        n_data=batch.n_data if batch.mixes else len(batch.f),
+        n_outputs=batch.f.shape[1],
+        n_columns=n_columns,
+        n_terms=n_terms,
+        itemsize=batch.dtype.itemsize,
+        graph=0,
+        widest=0,
+        gradients=batch.bytes_per_cotangent() // 2,
+        budget=batch.memory_budget,
+        product_budget=product_budget,
+        loop=loop,
+        refused=refused,
+    )
+
+
+def least_profile(layout: Layout, *, n_columns: int, itemsize: int, product_budget: int, loop: bool) -> BatchProfile:
+    """Lower bound of every batch's profile: the sizes of the tensors, and one datum with one output.
+
+    Args:
+        layout: The random parameters.
+        n_columns: K of that output.
+        itemsize: Bytes of a number of the curvature.
+        product_budget: Bytes that the vectors of one pass may hold.
+        loop: True if backward passes run one by one.
+    """
+    tensors = tuple(TensorShape(size, factored=True, is_bias=True) for size in layout.sizes)
+    return BatchProfile(
+        layout, tensors, n_data=1, n_outputs=1, n_columns=n_columns, n_terms=1, itemsize=itemsize, graph=0, widest=0,
+        gradients=0, budget=1, product_budget=product_budget, loop=loop,
+    )  # fmt: skip
+
+
+def timed_profile(batch: ForwardPass, outline: BatchProfile) -> BatchProfile:
+    """Adds graph and seconds to a profile, by a forward pass, a backward one of a few cotangents, and a product."""
+    saved: dict[int, int] = {}
+    widths: list[int] = []
+    with torch.inference_mode(False), lent(batch.problem.module), _watched(batch, saved, widths):
+        start = _now(batch.f)
+        again = record(batch.problem, batch.x, loop=outline.loop, observed=batch.capture.watched)
+        forward = _now(batch.f) - start
+    del again
+    heads = batch.heads()
+    rest = [i for i in range(len(batch.plan)) if i not in heads]
+    most = batch.memory_budget // max(1, batch.bytes_per_cotangent())
+    count = max(1, min(_TIMED, outline.n_columns or outline.n_outputs, most))
+    outputs = batch.capture.f if batch.mixes else batch.f  # of a datum, or of a row
+    eye = torch.eye(count, outputs.shape[1], device=batch.f.device, dtype=batch.f.dtype)
+    start = _now(batch.f)
+    if rest:
+        run = batch.blocks if batch.mixes else batch.row_blocks
+        run(eye.unsqueeze(1).expand(-1, len(outputs), -1), only=rest)
+    backward = (_now(batch.f) - start) / count
+    graph, widest = sum(saved.values()), max(widths, default=0)
+    return replace(outline, graph=graph, widest=widest, forward=forward, backward=backward, rate=_rate(batch))
+
+
+@contextmanager
+def _watched(batch: ForwardPass, saved: dict[int, int], widths: list[int]) -> Iterator[None]:
+    """Notes storages that autograd keeps, but for parameters and buffers, and what every module reads and writes."""
+    module = batch.problem.module
+    parameters = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not any(True for _ in module.children()):
+            tensors = [t for t in (*args, output) if isinstance(t, Tensor)]
+            widths.append(sum(t.numel() * t.element_size() for t in tensors))
+
+    handle = register_module_forward_hook(note)
+    try:
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+    finally:
+        handle.remove()
+
+
+def _shapes(batch: ForwardPass) -> tuple[TensorShape, ...]:
+    """Shapes of all tensors, from the forms of their factors alone."""
+    heads = batch.head_blocks(batch.heads())
+    sizes = [slot.size for slot in batch.problem.slots]
+    inputs = [call.x.to("meta") for call in batch.capture.calls]  # no memory, and no work
+    shapes: list[TensorShape] = []
+    for i, rule in enumerate(batch.plan):
+        if i in heads:
+            shapes.append(heads[i].shape(inputs))
+        elif rule.uses:
+            shapes.append(batch.form(i, inputs).shape(inputs))
+        else:
+            shapes.append(TensorShape(sizes[i], n_outputs=sizes[i]))
+    return tuple(shapes)
+
+
+def _rate(batch: ForwardPass) -> float:
+    """Multiplications per second of a matrix product in the curvature's dtype; the second of two counts."""
+    matrix = torch.ones(_WIDTH, _WIDTH, dtype=batch.dtype, device=batch.f.device)
+    torch.mm(matrix, matrix)
+    start = _now(matrix)
+    torch.mm(matrix, matrix)
+    return _WIDTH**3 / max(_now(matrix) - start, 1e-9)
+
+
+def _now(like: Tensor) -> float:
+    """Seconds on a clock, after all work on the tensor's device is done."""
+    if like.is_cuda:
+        torch.cuda.synchronize(like.device)
+    return time.perf_counter()
