@@ -59,7 +59,8 @@ class Predicting(ABC):
 
         Regression (and rewards) return the latent Gaussian `(mean, variance)`: `[B, C]` with `[B, C, C]`,
         `[B, C]` (`diagonal_output`), or `[B·C]` with `[B·C, B·C]` (`joint`); the variance is that of f, plus σ² with
-        `observation_noise`. Classification returns probabilities `[B, C]`.
+        `observation_noise`. Classification returns probabilities `[B, C]`. Counts (`"poisson"`) and a noise that
+        depends on the input (`"heteroscedastic"`) return mean and variance of y, `[B, C]` each.
 
         Of a network with outputs `[B, T, C]` (or `[B, C, H, W]` with `channel_dim=1`) means, variances and
         probabilities have that shape; covariances, one per position, are `[B, T, C, C]` (`[B, H, W, C, C]`).

@@ -48,6 +48,13 @@ class Points:
         columns = columns - further_below * (_REACH - columns) / (2 * _REACH)
         return cls(mean.double() + columns * deviation, torch.softmax(-0.5 * columns.square(), 0))
 
+    @property
+    def log_weights(self) -> Tensor:
+        """Logarithms of the weights, `[S, ...]`, in dimensions that broadcast with the values."""
+        if self.weights is None:
+            return self.values.new_zeros(len(self.values)).log_softmax(0).view(-1, *(1,) * (self.values.ndim - 1))
+        return self.weights.log().view(*self.weights.shape, *(1,) * (self.values.ndim - self.weights.ndim))
+
     def map(self, function: Callable[[Tensor], Tensor]) -> Points:
         """Points of a function of what these are points of."""
         return Points(function(self.values), self.weights)
