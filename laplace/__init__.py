@@ -4,6 +4,7 @@ from laplace.compat import finder as _finder
 
 _finder.install()
 
+from laplace.base import BaseLaplace  # noqa: E402
 from laplace.enums import (  # noqa: E402
     FunctionalApproximation,
     HessianStructure,
@@ -50,8 +51,7 @@ from laplace.named import (  # noqa: E402
     LowRankSubnetLaplace,
     SubnetLaplace,
 )
-from laplace.posterior.base import BaseLaplace  # noqa: E402
-from laplace.posterior.parametric import ParametricLaplace  # noqa: E402
+from laplace.parametric import ParametricLaplace  # noqa: E402
 from laplace.predictive.prediction import Prediction  # noqa: E402
 from laplace.training import OnlineLaplace, marglik_training  # noqa: E402
 

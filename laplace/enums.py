@@ -13,7 +13,7 @@ class _Name(str, Enum):
 
 
 class SubsetOfWeights(_Name):
-    """Which coordinates of the parameters are random."""
+    """Choices of the random coordinates among the parameters."""
 
     ALL = "all"
     LAST_LAYER = "last_layer"
@@ -21,7 +21,7 @@ class SubsetOfWeights(_Name):
 
 
 class HessianStructure(_Name):
-    """Which shape the curvature has."""
+    """Shapes of the curvature."""
 
     FULL = "full"
     KRON = "kron"
@@ -34,7 +34,7 @@ class HessianStructure(_Name):
 
 
 class FunctionalApproximation(_Name):
-    """How a function-space posterior is approximated."""
+    """Approximations of a function-space posterior."""
 
     SOD = "sod"
     NYSTROM = "nystrom"
@@ -48,6 +48,8 @@ class Likelihood(_Name):
     CLASSIFICATION = "classification"
     REWARD_MODELING = "reward_modeling"
     BERNOULLI = "bernoulli"
+    POISSON = "poisson"
+    HETEROSCEDASTIC = "heteroscedastic"
 
 
 class PredType(_Name):
@@ -59,7 +61,7 @@ class PredType(_Name):
 
 
 class LinkApprox(_Name):
-    """How a Gaussian over the network's outputs becomes a distribution over targets."""
+    """Ways in which a Gaussian over the network's outputs becomes a distribution over targets."""
 
     MC = "mc"
     PROBIT = "probit"
@@ -69,7 +71,7 @@ class LinkApprox(_Name):
 
 
 class TuningMethod(_Name):
-    """How the prior precision is chosen; `CV` is the Laplace Redux paper's name of `gridsearch`."""
+    """Methods that choose the prior precision; `CV` is the Laplace Redux paper's name of `gridsearch`."""
 
     MARGLIK = "marglik"
     GRIDSEARCH = "gridsearch"
@@ -77,7 +79,7 @@ class TuningMethod(_Name):
 
 
 class PriorStructure(_Name):
-    """How many prior precisions there are: one, one per parameter tensor, one per parameter."""
+    """Numbers of prior precisions: one, one per parameter tensor, one per parameter."""
 
     SCALAR = "scalar"
     DIAG = "diag"
@@ -85,7 +87,7 @@ class PriorStructure(_Name):
 
 
 class FeatureReduction(_Name):
-    """How features with positions, `[B, T, D]`, become `[B, D]`."""
+    """Reductions of features with positions, `[B, T, D]`, to `[B, D]`."""
 
     PICK_FIRST = "pick_first"
     PICK_LAST = "pick_last"

@@ -1,4 +1,4 @@
-"""The grid: one class per choice of weights and structure. Attributes only; behaviour lives in the bases.
+"""Classes of the grid that have a name: declarations only, behaviour lives in the bases.
 
 The constructors differ in nothing but the order of their arguments, which users' code and tools rely on.
 """
@@ -6,16 +6,16 @@ The constructors differ in nothing but the order of their arguments, which users
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any
 
 from torch import Tensor, nn
 
+from laplace.base import Backend, Options
+from laplace.binding import bind
 from laplace.core.batch import ForwardFn
-from laplace.curvature import CurvatureInterface
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
-from laplace.posterior.parametric import ParametricLaplace
+from laplace.parametric import ParametricLaplace
 from laplace.structures import (
     BlockCurvature,
     DiagCurvature,
@@ -27,9 +27,6 @@ from laplace.structures import (
 )
 from laplace.weights.last_layer import LastLayer
 from laplace.weights.subnetwork import Subnetwork
-
-Backend = type[CurvatureInterface] | None
-Options = dict[str, Any] | None
 
 
 def _damping(la: ParametricLaplace) -> bool:
@@ -65,11 +62,7 @@ class FullLaplace(ParametricLaplace):
         structure_kwargs: Options = None,
         channel_dim: int | None = None,
     ) -> None:
-        ParametricLaplace.__init__(
-            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
-            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=structure_kwargs,
-            channel_dim=channel_dim,
-        )  # fmt: skip
+        bind(self, locals())
 
 
 class KronLaplace(ParametricLaplace):
@@ -99,11 +92,7 @@ class KronLaplace(ParametricLaplace):
         forward_fn: ForwardFn | None = None,
         channel_dim: int | None = None,
     ) -> None:
-        ParametricLaplace.__init__(
-            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
-            dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kwargs, forward_fn=forward_fn,
-            channel_dim=channel_dim, precision_options={"damping": damping},
-        )  # fmt: skip
+        bind(self, locals())
 
 
 class DiagLaplace(ParametricLaplace):
@@ -148,14 +137,8 @@ class LowRankLaplace(ParametricLaplace):
         structure_kwargs: Options = None,
         channel_dim: int | None = None,
     ) -> None:
-        backend_kwargs = dict(backend_kwargs or {})
-        if "low_rank" in backend_kwargs:
-            structure_kwargs = {"rank": backend_kwargs.pop("low_rank"), **(structure_kwargs or {})}
-        ParametricLaplace.__init__(
-            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
-            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=structure_kwargs,
-            channel_dim=channel_dim,
-        )  # fmt: skip
+        backend_kwargs, structure_kwargs = _rank_of_older_scripts(backend_kwargs, structure_kwargs)
+        bind(self, locals())
 
 
 class EkfacLaplace(ParametricLaplace):
@@ -205,19 +188,13 @@ class LLLaplace(OfLastLayer, ParametricLaplace):
         channel_dim: int | None = None,
     ) -> None:
         _refuse_asdl_kwargs(asdl_fisher_kwargs)
-        ParametricLaplace.__init__(
-            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
-            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=structure_kwargs,
-            channel_dim=channel_dim,
-            weights_options={"name": last_layer_name, "reduction": feature_reduction},
-        )  # fmt: skip
+        bind(self, locals())
 
 
 class FullLLLaplace(LLLaplace, FullLaplace):
     """The last layer, full curvature."""
 
     _key = ("last_layer", "full")
-    __init__ = LLLaplace.__init__
 
 
 class KronLLLaplace(LLLaplace, KronLaplace):
@@ -247,47 +224,37 @@ class KronLLLaplace(LLLaplace, KronLaplace):
         channel_dim: int | None = None,
     ) -> None:
         _refuse_asdl_kwargs(asdl_fisher_kwargs)
-        ParametricLaplace.__init__(
-            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
-            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn,
-            channel_dim=channel_dim, weights_options={"name": last_layer_name, "reduction": feature_reduction},
-            precision_options={"damping": damping},
-        )  # fmt: skip
+        bind(self, locals())
 
 
 class DiagLLLaplace(LLLaplace, DiagLaplace):
     """The last layer, diagonal curvature."""
 
     _key = ("last_layer", "diag")
-    __init__ = LLLaplace.__init__
 
 
 class BlockLLLaplace(LLLaplace, BlockLaplace):
     """The last layer, an exact dense block for every layer: of a head of one module, the full curvature."""
 
     _key = ("last_layer", "block")
-    __init__ = LLLaplace.__init__
 
 
 class LowRankLLLaplace(LLLaplace, LowRankLaplace):
     """The last layer, the dominant eigenpairs of the curvature."""
 
     _key = ("last_layer", "lowrank")
-    __init__ = LLLaplace.__init__
 
 
 class EkfacLLLaplace(LLLaplace, EkfacLaplace):
     """The last layer, the exact diagonal of the curvature in the eigenbasis of its Kronecker factors."""
 
     _key = ("last_layer", "ekfac")
-    __init__ = LLLaplace.__init__
 
 
 class LowRankKronLLLaplace(LLLaplace, LowRankKronLaplace):
     """The last layer, dominant Kronecker eigenvectors and the exact diagonal."""
 
     _key = ("last_layer", "lowrank_kron")
-    __init__ = LLLaplace.__init__
 
 
 class SubnetLaplace(ParametricLaplace):
@@ -328,61 +295,57 @@ class SubnetLaplace(ParametricLaplace):
             raise InvalidArgument(
                 f"damping=True is a Kronecker-factored posterior's; hessian_structure={self.structure.name!r} has none."
             )
-        ParametricLaplace.__init__(
-            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
-            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=structure_kwargs,
-            channel_dim=channel_dim,
-            weights_options={"indices": subnetwork_indices}, precision_options={"damping": damping},
-        )  # fmt: skip
+        bind(self, locals())
 
 
 class FullSubnetLaplace(SubnetLaplace, FullLaplace):
     """A subnetwork, full curvature."""
 
     _key = ("subnetwork", "full")
-    __init__ = SubnetLaplace.__init__
 
 
 class KronSubnetLaplace(SubnetLaplace, KronLaplace):
     """A subnetwork, the sub-block of the Kronecker-factored curvature."""
 
     _key = ("subnetwork", "kron")
-    __init__ = SubnetLaplace.__init__
 
 
 class DiagSubnetLaplace(SubnetLaplace, DiagLaplace):
     """A subnetwork, diagonal curvature."""
 
     _key = ("subnetwork", "diag")
-    __init__ = SubnetLaplace.__init__
 
 
 class BlockSubnetLaplace(SubnetLaplace, BlockLaplace):
     """A subnetwork, an exact dense block for the treated entries of every layer."""
 
     _key = ("subnetwork", "block")
-    __init__ = SubnetLaplace.__init__
 
 
 class LowRankSubnetLaplace(SubnetLaplace, LowRankLaplace):
     """A subnetwork, the dominant eigenpairs of the curvature."""
 
     _key = ("subnetwork", "lowrank")
-    __init__ = SubnetLaplace.__init__
 
 
 class EkfacSubnetLaplace(SubnetLaplace, EkfacLaplace):
     """A subnetwork, the exact diagonal in the eigenbasis of the sub-block of the Kronecker factors."""
 
     _key = ("subnetwork", "ekfac")
-    __init__ = SubnetLaplace.__init__
 
 
 class LowRankKronSubnetLaplace(SubnetLaplace, LowRankKronLaplace):
     """A subnetwork, the treated entries of dominant Kronecker eigenvectors and the exact diagonal."""
 
     _key = ("subnetwork", "lowrank_kron")
-    __init__ = SubnetLaplace.__init__
+
+
+def _rank_of_older_scripts(backend_kwargs: Options, structure_kwargs: Options) -> tuple[Options, Options]:
+    """Options of a backend and of a structure, to which `backend_kwargs={"low_rank": k}` belongs as the rank."""
+    others = dict(backend_kwargs or {})
+    if "low_rank" not in others:
+        return backend_kwargs, structure_kwargs
+    return others, {"rank": others.pop("low_rank")} | (structure_kwargs or {})
 
 
 def _refuse_asdl_kwargs(given: Options) -> None:

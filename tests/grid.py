@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
-from laplace.posterior.parametric import ParametricLaplace
+from laplace.likelihoods import LIKELIHOODS as NAMES
+from laplace.parametric import ParametricLaplace
 from laplace.structures import STRUCTURES as REGISTRY
 
 WEIGHTS = ("all", "last_layer", "subnetwork")
@@ -20,7 +21,7 @@ CELLS += [(WEIGHTS[i % 3], structure) for i, structure in enumerate(STRUCTURES) 
 REREAD = tuple(name for name, structure in REGISTRY.items() if structure.readings > 1)
 DIAGONAL = [("all", "diag"), ("last_layer", "kron"), ("subnetwork", "full")]
 """Every choice of weights and every structure once, where a product would only repeat itself."""
-LIKELIHOODS = ("classification", "regression", "bernoulli", "reward_modeling")
+LIKELIHOODS = tuple(NAMES)
 
 N_DATA, WIDTH = 12, 3
 INDICES = torch.tensor([0, 3, 17, 20, 21, 25])
@@ -44,7 +45,8 @@ def network(likelihood: str = "classification", n_outputs: int = 3) -> nn.Module
         torch.manual_seed(7)
         if likelihood == "reward_modeling":
             return Rewards()
-        return nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Dropout(0.3), nn.Linear(5, n_outputs))
+        width = 2 * n_outputs if likelihood == "heteroscedastic" else n_outputs
+        return nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Dropout(0.3), nn.Linear(5, width))
 
 
 def data(likelihood: str = "classification", n_outputs: int = 3, seed: int = 3) -> tuple[Tensor, Tensor]:
@@ -52,7 +54,9 @@ def data(likelihood: str = "classification", n_outputs: int = 3, seed: int = 3) 
     generator = torch.Generator().manual_seed(seed)
     pair = (2,) if likelihood == "reward_modeling" else ()
     x = torch.randn(N_DATA, *pair, WIDTH, generator=generator)
-    if likelihood == "regression":
+    if likelihood == "poisson":
+        return x, torch.poisson(torch.full((N_DATA, n_outputs), 2.0), generator=generator)
+    if likelihood in ("regression", "heteroscedastic"):
         return x, torch.randn(N_DATA, n_outputs, generator=generator)
     if likelihood == "bernoulli":
         return x, torch.randint(2, (N_DATA, n_outputs), generator=generator).float()

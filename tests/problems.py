@@ -2,7 +2,7 @@
 
 Every test that is generated over networks takes its cases from here, by tags:
 
-* the likelihood (`regression`, `classification`, `bernoulli`, `reward_modeling`);
+* the likelihood (`regression`, `classification`, `bernoulli`, `reward_modeling`, `poisson`, `heteroscedastic`);
 * `kfac`: every trainable parameter belongs to a Linear or Conv module that is called once, so that
   `tests.reference.kfac` knows its Kronecker factors; `shared` if positions share weights, else expand = reduce;
 * `linear`: the outputs are affine in the parameters; `single_output`: C = 1; `frozen`: some parameters are;

@@ -467,7 +467,7 @@ ENUM_VALUES = {
     SubsetOfWeights: "all last_layer subnetwork",
     HessianStructure: "full kron diag lowrank block ekfac lowrank_kron gp",
     laplace.FunctionalApproximation: "sod nystrom variational",
-    Likelihood: "regression classification reward_modeling bernoulli",
+    Likelihood: "regression classification reward_modeling bernoulli poisson heteroscedastic",
     PredType: "glm nn gp",
     LinkApprox: "mc probit bridge bridge_norm delta",
     TuningMethod: "marglik gridsearch CV",

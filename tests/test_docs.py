@@ -11,28 +11,30 @@ import pytest
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
 from laplace.engines.options import MEMORY_BUDGET
 from laplace.jacobian.contractions import CHUNK_BYTES
+from laplace.likelihoods import LIKELIHOODS
+from laplace.likelihoods.links import LINKS
+from laplace.structures import STRUCTURES
+from tests.source import house
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_TREE = re.compile(r"^```\nlaplace/\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
-def tree_entries(tree: str) -> list[str]:
-    """Files and folders of the package as a tree lists them: names at the start of lines, two blanks between names."""
-    return [name for line in tree.splitlines() for name in re.findall(r"\w+(?:\.py|/)", line[:23])]
-
-
 @pytest.mark.portable
+@pytest.mark.filterwarnings("ignore::laplace.errors.SlowWarning")  # a structure may be written in its shortest form
 @each_page
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": f"docs_{page.stem}"}
-    for number, text in enumerate(_PYTHON.findall(page.read_text("utf-8"))):
-        exec(compile(text, f"{page.name}, example {number}", "exec", dont_inherit=True), namespace)
-    assert namespace
+    text = page.read_text("utf-8")
+    examples = _PYTHON.findall(text)
+    assert len(examples) == text.count("```py"), "an example that is not seen"
+    with STRUCTURES.temporarily(), LIKELIHOODS.temporarily(), LINKS.temporarily():
+        for number, example in enumerate(examples):
+            exec(compile(example, f"{page.name}, example {number}", "exec", dont_inherit=True), namespace)
 
 
 @each_page
@@ -74,9 +76,45 @@ def _resolves(dotted: str) -> bool:
 
 
 def test_the_house_is_the_one_that_stands() -> None:
-    (tree,) = _TREE.findall((ROOT / "docs" / "design.md").read_text("utf-8"))
     package = ROOT / "laplace"
     folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
-    assert sorted(tree_entries(tree)) == sorted(
-        folders | {path.name for path in package.glob("*.py")} - {"__init__.py"}
-    )
+    assert sorted(house()) == sorted(folders | {path.name for path in package.glob("*.py")} - {"__init__.py"})
+
+
+# Every formula of docs/mathematics.md has its place in the code.
+
+_PLACE = re.compile(r"`([\w/]+)\.py:([\w.]+)`")
+_PAGE = (ROOT / "docs" / "mathematics.md").read_text("utf-8")
+
+
+def mathematics() -> tuple[list[str], list[list[str]]]:
+    """Displayed lines of the page, and the cells of its tables' rows; the first row of each table names the columns."""
+    text = re.sub(r"^```.*?^```$", "", _PAGE, flags=re.DOTALL | re.MULTILINE)
+    rows = re.findall(r"^\|(.*)\|$", text, re.MULTILINE)
+    return re.findall(r"^ {4}(\S.*)$", text, re.MULTILINE), [re.split(r"(?<!\\)\|", row) for row in rows]
+
+
+def test_equations_are_numbered_and_each_has_its_place() -> None:
+    displayed, rows = mathematics()
+    numbers = [re.search(r"\((\d+)\)$", line) for line in displayed]
+    assert [number[1] if number else "" for number in numbers] == [str(i + 1) for i in range(len(displayed))]
+    placed = {number for first, *_ in rows for number in re.findall(r"\((\d+)\)", first)}
+    assert placed == {number[1] for number in numbers if number}
+
+
+def test_every_row_of_formulas_has_its_place() -> None:
+    _, rows = mathematics()
+    lines = [i for i, row in enumerate(rows) if not "".join(row).strip("-")]
+    headers = {i - 1 for i in lines}
+    assert all(rows[i][-1].strip() == "file:function" for i in headers)
+    assert not [row for i, row in enumerate(rows) if i not in headers | set(lines) and not _PLACE.search(row[-1])]
+
+
+@pytest.mark.parametrize(("file", "name"), sorted(set(_PLACE.findall(_PAGE))))
+def test_places_of_formulas_exist(file: str, name: str) -> None:
+    """Defined there, not only imported or inherited."""
+    module = importlib.import_module(f"laplace.{file.replace('/', '.')}")
+    first, _, attribute = name.partition(".")
+    owner = vars(module).get(first)
+    assert owner is not None and owner.__module__ == module.__name__
+    assert not attribute or attribute in vars(owner)

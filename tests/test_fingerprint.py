@@ -19,7 +19,7 @@ from laplace.errors import ApproximationWarning, ModelChangedError, ModelChanged
 from laplace.fitting import FirstBatch
 from laplace.network.attributes import attributes_of, changed, digests
 from laplace.network.witness import ROWS, differ, first_rows
-from laplace.posterior.parametric import ParametricLaplace
+from laplace.parametric import ParametricLaplace
 from laplace.training.continual import TaskFit
 from tests import grid
 

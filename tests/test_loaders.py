@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import UserDict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -165,44 +164,10 @@ class Passing(Wrapper):
         return self.net(input_ids * others["scale"])
 
 
-class Spread(Wrapper):
-    """Takes keywords only."""
-
-    def forward(self, **inputs: Tensor) -> Tensor:
-        return self.net(inputs["input_ids"])
-
-
 def mapped(kind: type, *keys: str, size: int = 5) -> list[Any]:
     parts = {"input_ids": X, "labels": Y, "scale": torch.full((12, 1), 2.0)}
     chosen = {key: parts[key].split(size) for key in keys}
     return [kind(dict(zip(chosen, values, strict=True))) for values in zip(*chosen.values(), strict=True)]
-
-
-@pytest.mark.filterwarnings("ignore:grid search")
-@pytest.mark.parametrize("kind", [dict, UserDict])
-@pytest.mark.parametrize("wrapper", [Wrapper, Named, Spread])
-@pytest.mark.parametrize(("weights", "structure"), grid.DIAGONAL)
-def test_mappings_equal_pairs(weights: str, structure: str, wrapper: type, kind: type) -> None:
-    """Fit, every prediction, and tuning."""
-    pairs = grid.fitted(weights, structure)
-    la = posterior(mapped(kind, "input_ids", "labels"), weights, structure, wrapper(grid.network()))
-    assert_equal_posteriors(la, pairs)
-    batch = mapped(kind, "input_ids", "labels", size=12)[0]
-    without_labels = mapped(kind, "input_ids", size=12)[0]
-    assert_close(la(batch), pairs(X), "float32")
-    assert_close(la(without_labels), pairs(X), "float32")
-    seeds = [torch.Generator().manual_seed(0) for _ in range(2)]
-    assert_close(la(batch, "nn", generator=seeds[0]), pairs(X, "nn", generator=seeds[1]), "float32")
-    scores: list[float] = []
-
-    def loss(probs: Tensor, y: Tensor) -> float:
-        scores.append(nn.functional.nll_loss(probs.log(), y).item())
-        return scores[-1]
-
-    options: dict[str, Any] = {"method": "gridsearch", "grid_size": 4, "loss": loss}
-    la.optimize_prior_precision(val_loader=mapped(kind, "input_ids", "labels"), **options)
-    pairs.optimize_prior_precision(val_loader=grid.batches(), **options)
-    assert scores[:4] == pytest.approx(scores[4:], rel=1e-4)
 
 
 @pytest.mark.parametrize("wrapper", [Named, Passing])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import warnings
 import weakref
@@ -12,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace import Laplace, MixtureLaplace
-from laplace.curvature import NativeEF
-from laplace.errors import ApproximationWarning, CurvatureError, ModelChangedError, TuningWarning
+from laplace import Laplace, MixtureLaplace, curvature
+from laplace.errors import ApproximationWarning, CurvatureError, ModelChangedError, TuningWarning, UnsupportedError
 from laplace.structures.kron_precision import KronPrecision
 from tests import grid
+from tests.conformance.backends import BACKENDS
 
 HOOKS = [name for name in vars(nn.Module()) if name.endswith("hooks")]
 BAD = 99.0
@@ -122,6 +123,11 @@ def refined(la: Any, **options: Any) -> None:
     la.fit(grid.batches())  # what follows is of the network again
 
 
+def forgotten(la: Any) -> None:
+    with contextlib.suppress(UnsupportedError):  # not every structure is a sum over data
+        la.forget(grid.batches()[:1])
+
+
 def read(la: Any, *args: Any, **options: Any) -> None:
     prediction = la.predict(X, *args, n_samples=3, generator=seed(), **options)
     _ = prediction.mean, prediction.latent_covariance, prediction.decomposition, prediction.interval()
@@ -154,6 +160,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "predict delta": lambda la: read(la, link_approx="delta"),
     "fit of a subset": lambda la: la.fit(loader(), subset=7, generator=seed()),
     "refine": refined,
+    "forget": forgotten,
 }
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": grid.network, "nasty": Nasty, "recurrent": Recurrent}
 
@@ -210,13 +217,21 @@ def test_the_networks_of_a_mixture_are_left_as_they_were(make: Callable[[list[nn
     assert torch.equal(mixture(X), reference)
 
 
-@pytest.mark.parametrize("backend", [NativeEF])
-def test_other_kinds_of_curvature_too(backend: Any) -> None:
+@pytest.mark.parametrize("structure", ["full", "kron"])
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+@pytest.mark.parametrize("name", ["NativeGGN", "NativeEF", "NativeHessian", *BACKENDS])
+def test_the_model_is_left_as_it_was_by_every_backend(name: str, weights: str, structure: str) -> None:
+    backend = BACKENDS[name].cls if name in BACKENDS else getattr(curvature, name)
+    structure = "full" if backend.kind == "hessian" else structure
+    sampled = [{}, {"stochastic": True}] if backend.kind == "ggn" else [{}]
     model = prepared(Nasty)
     before = picture(model)
-    Laplace(model, "classification", "all", "kron", backend=backend).fit(grid.batches())
-    Laplace(model, "classification", "all", "kron", backend_kwargs={"stochastic": True}).fit(grid.batches())
-    assert not differences(before, picture(model))
+    for options in sampled:
+        la = grid.make(weights, structure, model=model, backend=backend, backend_kwargs=options, prior_precision=1e3)
+        la.fit(loader())
+        la(X)
+        assert not differences(before, picture(model))
+    assert torch.backends.mha.get_fastpath_enabled(), "a switch of PyTorch was left off"
 
 
 def bad_batches(k: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,1 +1,1 @@
-"""What scripts written for the older interface import: dotted paths, matrix classes and helpers."""
+"""Names that scripts written for the older interface import: dotted paths, matrix classes and helpers."""

@@ -164,7 +164,7 @@ def draw_gaussian(mean: Tensor, covariance: Tensor, n_samples: int, generator: t
 
 
 def same_configuration(first: object, second: object) -> bool:
-    """Whether two nested configurations are equal, tensors compared entry by entry with shape and dtype."""
+    """True if two nested configurations are equal, tensors compared entry by entry with shape and dtype."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return first.dtype == second.dtype and torch.equal(first.cpu(), second.cpu())
     if isinstance(first, Mapping) and isinstance(second, Mapping):

@@ -69,7 +69,7 @@ def validate(
         "fitting": True,
     }
     running = isinstance(loss, AccumulatingMetric)
-    kept: list[tuple[Tensor, ...]] = []
+    rows: list[tuple[Tensor, ...]] = []
     seen = False
     for batch in val_loader:
         seen = True
@@ -77,10 +77,10 @@ def validate(
         if running:
             loss.update(*accepted_by(loss, row))
         else:
-            kept.append(row)
+            rows.append(row)
     if not seen:
         raise InvalidData("the validation loader is empty; give at least one batch.")
-    value = loss.compute() if running else loss(*(torch.cat(parts) for parts in zip(*kept, strict=True)))
+    value = loss.compute() if running else loss(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
     return float(value.sum() if isinstance(value, Tensor) else value)
 
 
@@ -176,12 +176,12 @@ class SoDSampler(Sampler[int]):
 
 
 def _is_valid_scalar(scalar: object) -> TypeGuard[float | Tensor]:
-    """Whether `scalar` is a real number or a tensor with one element and at most one dimension."""
+    """True if `scalar` is a real number or a tensor with one element and at most one dimension."""
     return is_scalar(scalar)
 
 
 def _is_batchnorm(module: nn.Module) -> bool:
-    """Whether a module is a batch normalisation of any dimension."""
+    """True if a module is a batch normalisation of any dimension."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 

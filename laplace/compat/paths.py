@@ -56,8 +56,8 @@ _FUNCTIONAL = _at(
 TABLE: dict[str, Mapping[str, str]] = {
     "laplace.laplace": _at("laplace.factory", "Laplace"),
     "laplace.baselaplace": {
-        **_at("laplace.posterior.base", "BaseLaplace"),
-        **_at("laplace.posterior.parametric", "ParametricLaplace"),
+        **_at("laplace.base", "BaseLaplace"),
+        **_at("laplace.parametric", "ParametricLaplace"),
         **_at("laplace.named", "FullLaplace KronLaplace DiagLaplace LowRankLaplace"),
         **_at("laplace.function_space", "BaseFunctionalLaplace FunctionalLaplace ELLA VaLLA"),
     },
@@ -97,7 +97,7 @@ TABLE: dict[str, Mapping[str, str]] = {
 ALSO: dict[str, Mapping[str, str]] = {
     "laplace.laplace": {
         **_at("laplace.compat.helpers", "_all_subclasses"),
-        **_at("laplace.posterior.base", "BaseLaplace"),
+        **_at("laplace.base", "BaseLaplace"),
     },
     "laplace.baselaplace": {
         **_at("laplace.enums", "Likelihood LinkApprox PredType PriorStructure TuningMethod"),

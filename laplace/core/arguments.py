@@ -19,7 +19,7 @@ _CLOSE = 0.6
 
 _MISSING = {
     "likelihood": "'classification', 'regression', 'bernoulli' or 'reward_modeling'",
-    "subnetwork_indices": "int64 positions in the flattened trainable parameters, which a mask of laplace.utils gives: "
+    "subnetwork_indices": "int64 indices of the flattened trainable parameters, which a mask of laplace.utils gives: "
     "LargestMagnitudeSubnetMask(model, n_params_subnet=100).select()",
     "n_subset": "how many data the Gaussian process is of, e.g. n_subset=200 (all data: their number)",
     "subsample_size": "how many data the directions are of, e.g. subsample_size=200",
@@ -104,13 +104,13 @@ def check_call(
 
 
 def unknown_argument(name: str, given: str, accepted: Sequence[str]) -> str:
-    """What is said of an unknown argument: the accepted name that was meant, where it belongs, or all names."""
+    """Message about an unknown argument: the accepted name that was meant, where it belongs, or all names."""
     meant = hint(given, accepted) or f"accepted are {', '.join(accepted)}."
     return f"{name}() has no argument {given!r}; {meant}"
 
 
 def hint(given: str, accepted: Sequence[str]) -> str:
-    """Which accepted name an unknown one may stand for, or where it belongs; empty if neither is known."""
+    """The accepted name that an unknown one may stand for, or where it belongs; empty if neither is known."""
     near = nearest(given, accepted)
     if given in _ELSEWHERE and given not in accepted:
         return f"{_ELSEWHERE[given]}."

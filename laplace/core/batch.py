@@ -124,7 +124,7 @@ def transform(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
 
 
 def _holds_plain_numbers(x: Any) -> bool:
-    """Whether a sequence is one of numbers or letters, or of such sequences."""
+    """True for a sequence of numbers or letters, or of such sequences."""
     while isinstance(x, list | tuple) and x:
         x = x[0]
     return isinstance(x, str | Real)
@@ -157,10 +157,10 @@ def size(x: Inputs, dict_key_x: str) -> int:
     """Number of samples, the leading dimension (of `x[dict_key_x]`, or of the first tensor)."""
     if isinstance(x, Mapping) and isinstance(x.get(dict_key_x, None), Tensor):
         return int(x[dict_key_x].shape[0])
-    found = tensors(x)
-    if not found or found[0].ndim == 0:
+    first = next(iter(tensors(x)), None)
+    if first is None or first.ndim == 0:
         raise InvalidData("the inputs hold no tensor with a leading batch dimension.")
-    return int(found[0].shape[0])
+    return int(first.shape[0])
 
 
 def select(x: Inputs, index: slice | Tensor, n: int) -> Inputs:
@@ -212,13 +212,13 @@ class CallByName:
             return _whole(model, x, error)
 
     def keywords(self, model: nn.Module, x: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What a model gets of a mapping by name; None where it gets the mapping whole."""
+        """Arguments that a model gets of a mapping by name; None where it gets the mapping whole."""
         parameters = _parameters(model)
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         names = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
         needed = [name for name, p in names.items() if p.default is p.empty]
-        held = ({self.dict_key_y} | ({LABELS, "label"} - names.keys())) - set(needed)
-        keys = [key for key in x.keys() if key not in held]  # noqa: SIM118  (a TensorDict iterates over its rows)
+        withheld = ({self.dict_key_y} | ({LABELS, "label"} - names.keys())) - set(needed)
+        keys = [key for key in x.keys() if key not in withheld]  # noqa: SIM118  (a TensorDict iterates over its rows)
         if len(needed) == 1 and needed[0] not in keys:
             return None
         if not names.keys() & set(keys) and (names or not takes_all):
@@ -254,7 +254,7 @@ def caller(model: nn.Module, forward_fn: ForwardFn | None, dict_key_y: str) -> F
 
 
 def takes(model: nn.Module, name: str) -> bool:
-    """Whether a model's `forward` has an argument of this name, or passes all on."""
+    """True if a model's `forward` has an argument of this name, or passes all on."""
     parameters = _parameters(model)
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
@@ -273,7 +273,7 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def _whole(model: nn.Module, x: Inputs, error: Exception) -> Any:
-    """What a model returns of a mapping as a whole, after an error by name; that error if neither way works."""
+    """Output of a model called with the whole mapping, after an error by name; that error if neither way works."""
     try:
         return model(x)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as second:
@@ -300,7 +300,7 @@ def latent(output: Any) -> Tensor:
 
 
 def part(output: Any, name: str) -> Any:
-    """What a model returns under a name, in a mapping or an object; None where there is no such part."""
+    """The part of an output under a name, in a mapping or an object; None where there is no such part."""
     return output.get(name, None) if isinstance(output, Mapping) else getattr(output, name, None)
 
 

@@ -48,12 +48,12 @@ class Gaussian:
 
     @property
     def is_diagonal(self) -> bool:
-        """Whether the covariance holds variances only, `[B, C]`."""
+        """True if the covariance holds variances only, `[B, C]`."""
         return self.covariance.shape == self.mean.shape
 
     @property
     def is_joint(self) -> bool:
-        """Whether the covariance couples rows, `[B·C, B·C]`."""
+        """True if the covariance couples rows, `[B·C, B·C]`."""
         return self.covariance.ndim == 2 and not self.is_diagonal
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -10,6 +11,54 @@ import torch
 from torch import Tensor
 
 from laplace.errors import InvalidArgument, InvalidType
+
+
+@dataclass(frozen=True, eq=False)
+class Hyperparameters:
+    """One value of every hyper-parameter, with the caller's graph.
+
+    Attributes:
+        prior_precision: δ, `[1]`, `[n_tensors]` or `[P]`.
+        prior_mean: μ₀, 0-dim, `[1]` or `[P]`.
+        sigma_noise: σ, 0-dim or `[C]`.
+        temperature: T, 0-dim.
+    """
+
+    prior_precision: Tensor
+    prior_mean: Tensor
+    sigma_noise: Tensor
+    temperature: Tensor
+
+    @classmethod
+    def unit(cls, like: Tensor) -> Hyperparameters:
+        """A standard normal prior, unit noise and temperature, on the device and in the dtype of a tensor."""
+        one = torch.ones((), device=like.device, dtype=like.dtype)
+        return cls(one.reshape(1), torch.zeros_like(one), one, one)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of them all."""
+        return self.prior_precision.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of them all."""
+        return self.prior_precision.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """True if one that the posterior precision depends on requires a gradient."""
+        return any(value.requires_grad for value in (self.prior_precision, self.sigma_noise, self.temperature))
+
+    def detached(self, *names: str) -> Hyperparameters:
+        """The same values without a graph: those of some names, or all."""
+        chosen = names or tuple(field.name for field in fields(self))
+        return replace(self, **{name: getattr(self, name).detach() for name in chosen})
+
+    def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Hyperparameters:
+        """The same values elsewhere, without a graph."""
+        values = {field.name: getattr(self, field.name).detach() for field in fields(self)}
+        return Hyperparameters(**{name: value.to(device=device, dtype=dtype) for name, value in values.items()})
 
 
 def as_tensor(name: str, value: Any, *, like: Tensor) -> Tensor:

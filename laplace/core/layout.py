@@ -13,11 +13,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """Names and sizes of the treated tensors, concatenated into one vector `[P]`, row-major.
+    """Names and sizes of the random parameter tensors, concatenated into one vector `[P]`, row-major.
 
     Attributes:
         names: Qualified parameter names.
-        sizes: Number of treated entries of each tensor.
+        sizes: Number of random entries of each tensor.
     """
 
     names: tuple[str, ...]
@@ -35,16 +35,16 @@ class Layout:
 
     @cached_property
     def slices(self) -> tuple[slice, ...]:
-        """Where each tensor lies in the vector."""
+        """Entries of each tensor in the vector."""
         ends = tuple(accumulate(self.sizes))
         return tuple(slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True))
 
     @cached_property
     def layers(self) -> tuple[tuple[int, ...], ...]:
-        """Positions of the tensors of each module: neighbours whose names differ in the last part only."""
+        """Indices of the tensors of each module: neighbours whose names differ in the last part only."""
         owners = (name.rpartition(".")[0] for name in self.names)
         numbered = groupby(enumerate(owners), key=lambda pair: pair[1])
-        return tuple(tuple(position for position, _ in run) for _, run in numbered)
+        return tuple(tuple(index for index, _ in run) for _, run in numbered)
 
     def split(self, vector: Tensor) -> tuple[Tensor, ...]:
         """Pieces `[..., p_i]` of a vector `[..., P]`."""

@@ -39,14 +39,14 @@ _WORDS = ("out of memory", "not enough memory", "allocate memory", "CUBLAS_STATU
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether an error says that memory ran out."""
+    """True if an error says that memory ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
 
 
 def in_slices(count: int, at_once: int, compute: Callable[[slice], _T], unit: Unit) -> Iterator[tuple[slice, _T]]:
-    """What `compute` gives for consecutive slices of the work; halves them where memory runs out, and goes on so.
+    """Computes consecutive slices of some work; halves them where memory runs out, and goes on so.
 
     Args:
         count: Pieces of work in all.

@@ -1,4 +1,4 @@
-"""What users put in place of the library's own: methods that are honoured, hooks that would have no effect.
+"""Overrides by users' classes and objects: methods that are honoured, hooks that would have no effect.
 
 A method of a user's class, or a function assigned to an object, takes effect wherever the library needs what it
 computes. What would be ignored in silence, a private hook of a similar library or of this one, is refused when the
@@ -67,15 +67,10 @@ _PYTHONS = (object, ABC, Generic, Protocol)
 _FREE = frozenset({"_key", "_abc_impl", "_originals"})
 """Private names of the library's classes that users may define: the key by which `Laplace(...)` finds a class."""
 
-HELD = frozenset(
-    {
-        "_like", "_prior_precision", "_prior_mean", "_sigma_noise", "_temperature", "_fit", "_refinement", "_mean",
-        "_backend", "_engine", "_posterior",
-    }
-)  # fmt: skip
+HELD = frozenset({"_posterior"})
 """Private attributes of objects: a definition in a class would be hidden by them."""
 
-_FIXED = {"model": "the network", "likelihood": "the likelihood"}
+_FIXED = {"model": "the network", "likelihood": "the likelihood", "structure": "the structure"}
 """Public attributes that are read when an object is made, and never again."""
 
 _FIT_ANEW = "it is what a fit found: write the weights into the network and call fit, or load a state"
@@ -128,7 +123,7 @@ _ORIGINALS = "_originals"
 
 
 def is_overridden(la: object, *names: str) -> bool:
-    """Whether a user's class, a user's assignment to one of the library's, or the object itself defines one of them."""
+    """True if a user's class, a user's assignment to one of the library's, or the object itself defines one of them."""
     own, cls = vars(la), type(la)
     originals = getattr(cls, _ORIGINALS)
     return any(name in own or getattr(cls, name, None) is not originals[name] for name in names)
@@ -174,7 +169,7 @@ def check_class(cls: type, root: type) -> None:
 
 
 def _original(cls: type, name: str) -> Any:
-    """What the library defines of a user's class."""
+    """The library's definition of a name, for a user's class."""
     bases = (base for base in cls.__mro__ if is_ours(base) and _ORIGINALS in vars(base))
     return next((vars(base)[_ORIGINALS][name] for base in bases if name in vars(base)), None)
 
@@ -190,8 +185,8 @@ def _users_names(cls: type) -> Iterator[str]:
 
 def _own_names(cls: type) -> set[str]:
     """Private names of the library that the class has."""
-    found = {name for base in cls.__mro__ if is_ours(base) for name in vars(base)}
-    return {name for name in found | HELD if name.startswith("_") and not name.startswith("__")} - _FREE
+    names = {name for base in cls.__mro__ if is_ours(base) for name in vars(base)}
+    return {name for name in names | HELD if name.startswith("_") and not name.startswith("__")} - _FREE
 
 
 def is_ours(part: Any) -> bool:
@@ -220,7 +215,7 @@ def check_assignment(la: object, name: str, value: Any) -> None:
     """
     if name in HOOKS and name not in HELD:
         raise ReadOnlyError(f"{name} is assigned, but this library never reads it: instead, {HOOKS[name]}.")
-    if name in _FIXED and vars(la).get(name, value) != value:
+    if name in _FIXED and getattr(la, name, value) != value:
         raise ReadOnlyError(
             f"{name} is assigned, but {_FIXED[name]} is read when the object is made: make a new one, "
             f"{type(la).__name__}(...)."
@@ -247,8 +242,8 @@ def check_backend_assignment(backend: object, name: str) -> None:
 def refused(la: object, name: str, error: AttributeError) -> AttributeError:
     """The error of an assignment that Python refused: of a property that is computed, one that says what to do."""
     owner = _owner(type(la), name)
-    found = None if owner is None else vars(owner)[name]
-    if owner is None or not is_ours(owner) or not isinstance(found, property) or found.fset is not None:
+    member = None if owner is None else vars(owner)[name]
+    if owner is None or not is_ours(owner) or not isinstance(member, property) or member.fset is not None:
         return error
     remedy = _READ_ONLY.get(name, "it is computed: to compute it in another way, override it in a class of your own")
     return ReadOnlyError(f"{name} of {type(la).__name__} cannot be assigned; {remedy}.")

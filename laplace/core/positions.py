@@ -114,7 +114,7 @@ def channel_of(f: Tensor, y: Tensor) -> int | None:
 
 
 def unrolled(rows: Tensor, positions: tuple[int, ...], dim: int = 0) -> Tensor:
-    """OutputRows `[…, B·T, …]` in dimension `dim` as `[…, B, *positions, …]`."""
+    """Rows `[…, B·T, …]` in dimension `dim` as `[…, B, *positions, …]`."""
     return rows.unflatten(dim, (-1, *positions)) if positions else rows
 
 

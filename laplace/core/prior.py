@@ -11,7 +11,7 @@ from laplace.core.layout import Layout
 
 @dataclass(frozen=True)
 class GaussianPrior:
-    """A diagonal Gaussian prior over the treated parameters.
+    """A diagonal Gaussian prior over the random parameters.
 
     Attributes:
         precision: δ, `[1]`, `[n_tensors]` or `[P]`; gradients flow through every method.

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from laplace.errors import InvalidType
 
+_LARGEST_RATE = 1e30
+"""Rate of counts above which they are drawn as with this one: infinite ones have no counts."""
+
 
 def check_generator(generator: torch.Generator | None) -> None:
     """Checks a source of randomness.
@@ -57,6 +60,13 @@ def global_numbers(generator: torch.Generator | None) -> Iterator[None]:
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(drawn_seed(generator))
         yield
+
+
+def poisson(rates: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Counts with these rates, in their shape and dtype."""
+    device = rates.device if generator is None else generator.device
+    bounded = rates.clamp(max=_LARGEST_RATE).to(device)
+    return torch.poisson(bounded, generator=generator).to(rates.device)
 
 
 def uniform(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from laplace.errors import InvalidArgument
@@ -35,6 +36,15 @@ class Registry(Generic[T]):
             return part
 
         return file
+
+    @contextmanager
+    def temporarily(self) -> Iterator[None]:
+        """Forgets at the end of a block what is registered in it."""
+        former = dict(self._entries)
+        try:
+            yield
+        finally:
+            self._entries = former
 
     def __getitem__(self, name: str) -> T:
         try:

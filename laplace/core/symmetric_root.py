@@ -68,13 +68,13 @@ class _Solution(torch.autograd.Function):
         sums = roots.unsqueeze(-1) + roots.unsqueeze(-2)
         # 1 / sums, but going to 0 where both eigenvalues do: there 1 / sums would be a quotient of roundings.
         inverse = sums / (sums.square() + _FLAT**2)
-        found = vectors @ (inverse * (vectors.mT @ right @ vectors)) @ vectors.mT
-        ctx.save_for_backward(found, root, roots, vectors)
-        return found
+        solution = vectors @ (inverse * (vectors.mT @ right @ vectors)) @ vectors.mT
+        ctx.save_for_backward(solution, root, roots, vectors)
+        return solution
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        found, root, roots, vectors = ctx.saved_tensors
+        solution, root, roots, vectors = ctx.saved_tensors
         gradient = 0.5 * (gradients[0] + gradients[0].mT)
         right: Any = _Solution.apply(gradient, root, roots, vectors)
-        return right, -(right @ found + found @ right), None, None
+        return right, -(right @ solution + solution @ right), None, None

@@ -3,6 +3,7 @@
 from laplace.fitting.diagonals import warn_of_diagonals
 from laplace.fitting.first_batch import FirstBatch
 from laplace.fitting.fit import (
+    FirstPass,
     Fit,
     ReadOptions,
     accumulate,
@@ -16,6 +17,7 @@ from laplace.fitting.processes import warn_of_shards
 
 __all__ = [
     "FirstBatch",
+    "FirstPass",
     "Fit",
     "ReadOptions",
     "accumulate",

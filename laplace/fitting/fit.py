@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
@@ -115,6 +115,10 @@ class Fit:
             )
 
 
+FirstPass = Callable[[CurvatureEngine], DataPass]
+"""Makes the first pass over the data of a fit, for the engine that computes their curvature."""
+
+
 @dataclass(frozen=True)
 class ReadOptions:
     """How the data of a fit are read.
@@ -124,12 +128,14 @@ class ReadOptions:
         progress_bar: Whether to show one.
         first_batch: What looks at the first batch that counts, or None.
         check_memory: Whether to ask first if memory holds the fit.
+        first_pass: Makes the first pass over the data; None for that of the structure.
     """
 
     dict_key_y: str
     progress_bar: bool = False
     first_batch: FirstBatch | None = None
     check_memory: bool = False
+    first_pass: FirstPass | None = None
 
 
 def accumulate(
@@ -158,7 +164,8 @@ def accumulate(
         if reading.check_memory:
             engine.inspect = check = MemoryCheck(engine.problem, structure, options)
             _check_before(check, engine, loader, reading.dict_key_y)
-        return _fitted(loader, engine, structure, structure.sweep(engine, options), reading)
+        first = structure.sweep(engine, options) if reading.first_pass is None else reading.first_pass(engine)
+        return _fitted(loader, engine, structure, first, reading)
     finally:
         engine.inspect = None
 

@@ -1,4 +1,4 @@
-"""What the posteriors over functions share: a Gaussian process is the linearised network seen from its outputs."""
+"""Common base of the posteriors over functions: a Gaussian process is the linearised network seen from its outputs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from laplace.core.arguments import checked
 from laplace.core.batch import Inputs
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
 from laplace.errors import InvalidArgument
-from laplace.posterior.parametric import ParametricLaplace
-from laplace.predictive.prediction import Prediction
-from laplace.tuning import TuningResult
+from laplace.parametric import ParametricLaplace
+from laplace.predictive.names import FUNCTION_SPACE
 
 
 class BaseFunctionalLaplace(ParametricLaplace):
@@ -22,8 +21,10 @@ class BaseFunctionalLaplace(ParametricLaplace):
 
     It predicts, is tuned and is saved as every other posterior: only its precision works with kernels between data. Its
     predictive has the name `"gp"`, and is that of the linearised network, `"glm"`, under this posterior (Immer et al.,
-    2021, equations 15 and 16). The arguments are those of `WeightFit`.
+    2021, equations 15 and 16). The arguments are those of `BaseLaplace`.
     """
+
+    pred_types = FUNCTION_SPACE
 
     @checked
     def __call__(
@@ -60,56 +61,7 @@ class BaseFunctionalLaplace(ParametricLaplace):
                 f"pred_type={str(pred_type)!r}; a {type(self).__name__} has the predictive 'gp' only."
             )
         return super().__call__(
-            x, PredType.GLM, joint, link_approx, n_samples, diagonal_output, generator, fitting, **options
-        )
-
-    @checked
-    def predict(
-        self,
-        x: Inputs,
-        pred_type: PredType | str = PredType.GP,
-        joint: bool = False,
-        link_approx: LinkApprox | str = LinkApprox.PROBIT,
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        **options: Any,
-    ) -> Prediction:
-        """The predictive distribution at x as one object, as of `ParametricLaplace.predict`; `pred_type` is `"gp"`."""
-        return super().predict(
-            x, _linearised(pred_type), joint, link_approx, n_samples, diagonal_output, generator, **options
-        )
-
-    @checked
-    def functional_samples(
-        self,
-        x: Inputs,
-        pred_type: PredType | str = PredType.GP,
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        joint: bool = False,
-        **model_kwargs: Any,
-    ) -> Tensor:
-        """Samples of the latent outputs, `[S, B, C]`: per input, or of all inputs together with `joint`."""
-        return super().functional_samples(
-            x, _linearised(pred_type), n_samples, diagonal_output, generator, joint, **model_kwargs
-        )
-
-    @checked
-    def predictive_samples(
-        self,
-        x: Inputs,
-        pred_type: PredType | str = PredType.GP,
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        joint: bool = False,
-        **model_kwargs: Any,
-    ) -> Tensor:
-        """Samples of the target's mean, `[S, B, C]`: probabilities, or the latents of a regression or of rewards."""
-        return super().predictive_samples(
-            x, _linearised(pred_type), n_samples, diagonal_output, generator, joint, **model_kwargs
+            x, pred_type, joint, link_approx, n_samples, diagonal_output, generator, fitting, **options
         )
 
     @checked
@@ -140,32 +92,10 @@ class BaseFunctionalLaplace(ParametricLaplace):
         With a factor on the prior of a subset (`prior_factor`) only the product of both matters, so that this tunes
         the factor as well (Immer et al., 2021, appendix A.2.2: it is "selected on the held-out validation set").
         """
+        self.pred_types.kind(pred_type)
         chosen = method or (TuningMethod.MARGLIK if val_loader is None else TuningMethod.GRIDSEARCH)
         super().optimize_prior_precision(
-            _linearised(pred_type), chosen, n_steps, lr, init_prior_prec, prior_structure, val_loader, loss,
-            log_prior_prec_min, log_prior_prec_max, grid_size, link_approx, n_samples, verbose, progress_bar,
-            log_prior_prec_base, generator,
+            pred_type, chosen, n_steps, lr, init_prior_prec, prior_structure, val_loader, loss, log_prior_prec_min,
+            log_prior_prec_max, grid_size, link_approx, n_samples, verbose, progress_bar, log_prior_prec_base,
+            generator,
         )  # fmt: skip
-
-    def optimize_hyperparameters(
-        self,
-        tune: Any = "prior_precision",
-        objective: Any = "evidence",
-        method: str | None = None,
-        *,
-        pred_type: PredType | str = PredType.GP,
-        **options: Any,
-    ) -> TuningResult:
-        """Chooses hyper-parameters and assigns them, as `ParametricLaplace` does; `pred_type` is `"gp"`."""
-        return super().optimize_hyperparameters(tune, objective, method, pred_type=_linearised(pred_type), **options)
-
-
-def _linearised(pred_type: PredType | str) -> PredType:
-    """The predictive by the name that weight-space posteriors know it by.
-
-    Raises:
-        InvalidArgument: Sampled weights.
-    """
-    if str(pred_type) not in (PredType.GP, PredType.GLM):
-        raise InvalidArgument(f"pred_type={str(pred_type)!r}; a posterior over functions has the predictive 'gp'.")
-    return PredType.GLM

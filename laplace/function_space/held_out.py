@@ -11,38 +11,37 @@ from torch import Tensor
 
 from laplace import tuning
 from laplace.core.checks import named
-from laplace.core.hyperparameters import as_tensor, positive
+from laplace.core.hyperparameters import Hyperparameters, as_tensor, positive
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument
 from laplace.network.model_guard import own_mode
-from laplace.posterior.parametric import ParametricLaplace
+from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
 from laplace.structures.base import Precision
 from laplace.tuning.candidates import Candidates
 from laplace.tuning.grid import Losses
 from laplace.tuning.objectives import make_objective
 from laplace.tuning.scores import negative_log_density
-from laplace.tuning.settings import Setting
 from laplace.tuning.validation import Validation
 
 
 def held_out_nll(
-    la: ParametricLaplace, engine: CurvatureEngine, precision: Precision, sigma_noise: Tensor, loader: Iterable[Any]
+    posterior: Posterior, engine: CurvatureEngine, precision: Precision, sigma_noise: Tensor, loader: Iterable[Any]
 ) -> float:
     """Mean negative log predictive density, of a regression with its noise, else by the probit approximation.
 
     Args:
-        la: Knows keys, device and likelihood; its own posterior is not read.
+        posterior: Knows keys, device and likelihood; its precision is not read.
         engine: Gives Jacobians.
-        precision: The posterior.
+        precision: P.
         sigma_noise: σ, 0-dim or `[C]`.
         loader: The data.
     """
-    likelihood, total, count = la.likelihood_object, 0.0, 0
+    likelihood, total, count = posterior.likelihood, 0.0, 0
     narrow = likelihood.target.reads_variances(likelihood, LinkApprox.PROBIT, whole_covariance=False)
     form = "diagonal" if narrow else "full"
-    for name, x, y in Validation(loader).batches(la):
+    for name, x, y in Validation(loader).batches(posterior):
         with named(name):
             found = latent.linearised(engine, precision, x, form)
             targets = likelihood.check_targets(found.mean, y)
@@ -71,12 +70,12 @@ def asked_for_candidates(
 
 
 def best_candidate(
-    la: ParametricLaplace, loader: Iterable[Any], candidates: Iterable[float | Sequence[float]]
+    posterior: Posterior, loader: Iterable[Any], candidates: Iterable[float | Sequence[float]]
 ) -> tuning.TuningResult:
     """The prior precision δ, or pair (δ, σ), of the smallest mean negative log predictive density.
 
     Args:
-        la: A fitted posterior; not changed.
+        posterior: A fitted posterior.
         loader: Validation data.
         candidates: Numbers δ, or pairs (δ, σ), or both.
 
@@ -84,15 +83,18 @@ def best_candidate(
         InvalidArgument: No candidate, one that is not accepted, or none with a finite density.
         InvalidData: No validation data.
     """
-    now = Setting.of(la)
-    settings = [_setting(now, candidate, has_noise=la.likelihood_object.has_noise) for candidate in candidates]
+    posterior.require_fitted()
+    now, likelihood = posterior.hypers.detached(), posterior.likelihood
+    settings = [_setting(now, candidate, has_noise=likelihood.has_noise) for candidate in candidates]
     if not settings:
         raise InvalidArgument("grid holds no candidate; give prior precisions, or pairs of one and a noise.")
     with own_mode(), torch.no_grad():
-        objective = make_objective(None, la.likelihood_object)
+        objective = make_objective(None, likelihood)
         predictive = tuning.Predictive(str(PredType.GLM), str(LinkApprox.PROBIT), 1, None)
-        losses = Losses(Candidates(la, settings, predictive, whole_covariance=objective.whole_covariance), objective)
-        for name, x, y in Validation(loader).batches(la):
+        losses = Losses(
+            Candidates(posterior, settings, predictive, whole_covariance=objective.whole_covariance), objective
+        )
+        for name, x, y in Validation(loader).batches(posterior):
             with named(name):
                 losses.update(x, y)
         values = losses.results()
@@ -106,7 +108,7 @@ def best_candidate(
     )
 
 
-def _setting(now: Setting, candidate: float | Sequence[float], *, has_noise: bool) -> Setting:
+def _setting(now: Hyperparameters, candidate: float | Sequence[float], *, has_noise: bool) -> Hyperparameters:
     """The present setting with a candidate in it.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -11,18 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from laplace import tuning
-from laplace.core.arguments import checked
+from laplace.base import Backend, Options
+from laplace.binding import bind
+from laplace.core.arguments import check_call, checked
 from laplace.core.batch import ForwardFn
+from laplace.core.hyperparameters import check_counts
 from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import FeatureReduction
-from laplace.errors import InvalidArgument
 from laplace.function_space.base import BaseFunctionalLaplace
 from laplace.function_space.held_out import asked_for_candidates, best_candidate, held_out_nll
 from laplace.likelihoods.base import Likelihood
-from laplace.named import Backend, OfLastLayer, Options
-from laplace.structures.gp.nystrom import NystromCurvature
-from laplace.structures.gp.subset_of_data import SubsetCurvature, SubsetOptions
+from laplace.named import OfLastLayer
+from laplace.posterior import learning
+from laplace.structures.gp.nystrom import DirectionPass, NystromCurvature, Watch
+from laplace.structures.gp.subset_of_data import SubsetCurvature
 
 
 class FunctionalLaplace(BaseFunctionalLaplace):
@@ -91,12 +94,7 @@ class FunctionalLaplace(BaseFunctionalLaplace):
         prior_factor: float | None = None,
         forward_fn: ForwardFn | None = None,
     ) -> None:
-        options = _options(n_subset, seed, selection, independent_outputs, prior_factor)
-        require_ggn(backend, backend_kwargs)
-        BaseFunctionalLaplace.__init__(
-            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
-            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=options,
-        )  # fmt: skip
+        bind(self, locals())
 
 
 class FunctionalLLLaplace(OfLastLayer, FunctionalLaplace):
@@ -127,13 +125,12 @@ class FunctionalLLLaplace(OfLastLayer, FunctionalLaplace):
         prior_factor: float | None = None,
         forward_fn: ForwardFn | None = None,
     ) -> None:
-        options = _options(n_subset, seed, selection, independent_outputs, prior_factor)
-        require_ggn(backend, backend_kwargs)
-        BaseFunctionalLaplace.__init__(
-            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
-            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn, structure_kwargs=options,
-            weights_options={"name": last_layer_name, "reduction": feature_reduction},
-        )  # fmt: skip
+        bind(self, locals())
+
+
+def _bind(la: ELLA, given: Mapping[str, Any]) -> None:
+    bind(la, given)
+    la.fit_history_ = {}
 
 
 def _directions(la: ELLA) -> Tensor:
@@ -171,12 +168,14 @@ class ELLA(BaseFunctionalLaplace):
         InvalidArgument: A value that is not accepted.
     """
 
+    _key = ("all", "gp", "nystrom")
     structure = NystromCurvature
     subsample_size = property(attrgetter("structure_options.subsample_size"), doc="M.")
     n_eigenvalues = property(attrgetter("structure_options.n_eigenvalues"), doc="k.")
     seed = property(attrgetter("structure_options.seed"), doc="Seed of the choice of data.")
     dual_directions = property(_directions, doc="V, `[P, k]`.")
     feature_gram = property(attrgetter("H"), doc="G, `[k, k]`.")
+    fit_history_: dict[str, list[Any]]
 
     def __init__(
         self,
@@ -197,13 +196,7 @@ class ELLA(BaseFunctionalLaplace):
         *,
         forward_fn: ForwardFn | None = None,
     ) -> None:
-        require_ggn(backend, backend_kwargs)
-        BaseFunctionalLaplace.__init__(
-            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
-            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn,
-            structure_kwargs={"subsample_size": subsample_size, "n_eigenvalues": n_eigenvalues, "seed": seed},
-        )  # fmt: skip
-        self.fit_history_: dict[str, list[Any]] = {}
+        _bind(self, locals())
 
     @checked
     def fit(
@@ -234,23 +227,26 @@ class ELLA(BaseFunctionalLaplace):
             InvalidArgument: A value that is not accepted, or a loader that can be read only once.
             CurvatureError: `override=False`.
         """
+        check_call(super().fit, "fit", (train_loader,), options)
+        if val_steps is not None:
+            check_counts(val_steps=val_steps)
         history: dict[str, list[Any]] = {"processed_examples": [], "val_nll": [], "tuning": []}
 
-        def watch(engine: CurvatureEngine, curvature: NystromCurvature, seen: int) -> None:
+        def record(engine: CurvatureEngine, curvature: NystromCurvature, seen: int) -> None:
             scale = self.likelihood_object.curvature_scale("ggn", self.sigma_noise, self.temperature).detach()
             prior = GaussianPrior(self.prior_precision.detach(), self.prior_mean.detach(), engine.problem.layout)
             precision = curvature.precision(scale.expand(curvature.n_terms), prior)
             history["processed_examples"].append(seen)
-            loss = held_out_nll(self, engine, precision, self.sigma_noise.detach(), val_loader or ())
+            loss = held_out_nll(self.snapshot(), engine, precision, self.sigma_noise.detach(), val_loader or ())
             history["val_nll"].append(loss)
 
-        given = self.structure_options
-        recorder = None if val_loader is None else watch
-        self.structure_options = replace(given, balanced=balanced, watch=recorder, watch_batches=val_steps)
-        try:
-            super().fit(train_loader, override, progress_bar, **options)
-        finally:
-            self.structure_options = given
+        watch = None if val_loader is None else Watch(record, val_steps)
+        chosen = replace(self.structure_options, balanced=balanced)
+        posterior = learning.fitted_to(
+            self.snapshot(), train_loader, override=override, progress_bar=progress_bar,
+            first_pass=lambda engine: DirectionPass(engine, chosen, watch), **options,
+        )  # fmt: skip
+        self.set_posterior(posterior)
         self.fit_history_ = history
 
     def optimize_hyperparameters(
@@ -287,14 +283,16 @@ class ELLA(BaseFunctionalLaplace):
                 tune, objective, method, val_loader=val_loader, grid=grid, **options
             )
         else:
-            result = best_candidate(self, *listed)
-            result.setting.assign(self)
+            result = best_candidate(self.snapshot(), *listed)
+            self._take_over(self._group.assigned(**result.values_of()))
         self.fit_history_.setdefault("tuning", []).append(result)
         return result
 
 
 class LLELLA(OfLastLayer, ELLA):
     """The last layer, by the Nyström approximation of its kernel; arguments as of `ELLA`."""
+
+    _key = ("last_layer", "gp", "nystrom")
 
     def __init__(
         self,
@@ -317,35 +315,4 @@ class LLELLA(OfLastLayer, ELLA):
         *,
         forward_fn: ForwardFn | None = None,
     ) -> None:
-        require_ggn(backend, backend_kwargs)
-        BaseFunctionalLaplace.__init__(
-            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
-            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn,
-            structure_kwargs={"subsample_size": subsample_size, "n_eigenvalues": n_eigenvalues, "seed": seed},
-            weights_options={"name": last_layer_name, "reduction": feature_reduction},
-        )  # fmt: skip
-
-
-def _options(
-    n_subset: int, seed: int, selection: str, independent_outputs: bool, prior_factor: float | None
-) -> dict[str, object]:
-    options = SubsetOptions(n_subset, seed, selection, independent_outputs, prior_factor)
-    return dict(vars(options))
-
-
-def require_ggn(backend: Backend, backend_kwargs: Options) -> None:
-    """Raises for curvature that is no Σ J Λ J with the exact Λ.
-
-    Raises:
-        InvalidArgument: An empirical Fisher, a Hessian, or sampled curvature.
-    """
-    if backend is not None and backend.kind != "ggn":
-        name = getattr(backend, "__name__", type(backend).__name__)
-        raise InvalidArgument(
-            f"backend={name} has curvature of kind {backend.kind!r}; a Gaussian process of the linearised "
-            "network has that of the GGN: give backend=NativeGGN or another GGN backend."
-        )
-    if (backend_kwargs or {}).get("stochastic"):
-        raise InvalidArgument(
-            "backend_kwargs has stochastic=True, but a Gaussian process takes the exact output Hessian; leave it out."
-        )
+        _bind(self, locals())

@@ -48,8 +48,6 @@ class VariationalOptions:
         seed: Of the choice and of samples.
         alpha: α.
         mc_softmax_samples: Samples of the energy, or 0 for the probit approximation.
-        training: How it is trained; None takes L as it starts.
-        former: A posterior to go on from.
 
     Raises:
         InvalidArgument: A value that is not accepted.
@@ -61,8 +59,6 @@ class VariationalOptions:
     seed: int = 0
     alpha: float = 1.0
     mc_softmax_samples: int = 0
-    training: Training | None = None
-    former: VariationalCurvature | None = None
 
     def __post_init__(self) -> None:
         given, count = self.inducing_locations, self.num_inducing
@@ -97,6 +93,7 @@ class VariationalCurvature(Curvature):
     second: Tensor
     total: Tensor
     name = "gp"
+    exact_ggn = True
     options = VariationalOptions
     readings = 2
     weighed = False
@@ -118,7 +115,10 @@ class VariationalCurvature(Curvature):
 
     @classmethod
     def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
-        return InducingPass(engine, options)
+        raise UnsupportedError(
+            "a variational posterior is found by its training alone, la.fit(...): it can neither be refined nor "
+            "forget data. Use hessian_structure='full', or functional_approximation='sod'."
+        )
 
     @classmethod
     def before_data(cls, prior: GaussianPrior) -> Precision:
@@ -194,16 +194,26 @@ class InducingPass(DataPass):
     Args:
         engine: Computes Jacobians.
         options: Where the inducing outputs are.
+        training: How they are trained.
+        former: A posterior to go on from, or None.
     """
 
-    def __init__(self, engine: CurvatureEngine, options: VariationalOptions) -> None:
+    def __init__(
+        self,
+        engine: CurvatureEngine,
+        options: VariationalOptions,
+        training: Training,
+        former: VariationalCurvature | None = None,
+    ) -> None:
         self.engine = engine
         self.options = options
+        self.training = training
+        self.former = former
         self.energy = Energy(engine.likelihood, options.alpha, options.mc_softmax_samples)
         self.generator = torch.Generator().manual_seed(options.seed)
         self.n_data = 0
         self.pool = None
-        if isinstance(options.inducing_locations, str) and options.former is None:
+        if isinstance(options.inducing_locations, str) and former is None:
             self.pool = make_pool(options.inducing_locations, options.num_inducing or 1, self.generator)
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
@@ -213,29 +223,23 @@ class InducingPass(DataPass):
         return uncounted(y)
 
     def finish(self) -> DataPass:
-        training = self.options.training
-        if training is None:
-            raise UnsupportedError(
-                "a variational posterior is found by its training alone, la.fit(...): it can neither be refined nor "
-                "forget data. Use hessian_structure='full', or functional_approximation='sod'."
-            )
-        places, root = self._start(training)
+        places, root = self._start()
         engine = self.engine
         return TrainingPass(
-            engine, self.energy, places, root, self.n_data, training, lambda *found: BoundPass(engine, *found)
+            engine, self.energy, places, root, self.n_data, self.training, lambda *found: BoundPass(engine, *found)
         )
 
-    def _start(self, training: Training) -> tuple[Places, Tensor]:
+    def _start(self) -> tuple[Places, Tensor]:
         options = self.options
-        if options.former is not None:
-            return options.former.places, options.former.inducing.root
+        if self.former is not None:
+            return self.former.places, self.former.inducing.root
         if self.pool is None:
             x = batches.to_device(options.inducing_locations, self.engine.problem.device)
             places = Places(x, options.inducing_classes)
         else:
             found = chosen(str(options.inducing_locations), options.num_inducing or 1, self.pool, self.generator)
             places = Places(found.x, options.inducing_classes, found.labels)
-        return start(self.engine, places, self.n_data, training)
+        return start(self.engine, places, self.n_data, self.training)
 
 
 class BoundPass(ObservingPass):

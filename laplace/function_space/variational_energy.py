@@ -18,6 +18,7 @@ from laplace.core.hyperparameters import check_counts
 from laplace.enums import LinkApprox
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.target import Summary, mean_of, variance_of
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,13 @@ class Energy:
     @property
     def form(self) -> str:
         """Which covariance is read: `"diagonal"` or `"full"`."""
-        return "full" if self.n_samples and not self.likelihood.has_noise else "diagonal"
+        if self.likelihood.has_noise:
+            return "diagonal"
+        return "full" if self.n_samples or not self._reads_variances else "diagonal"
+
+    @property
+    def _reads_variances(self) -> bool:
+        return self.likelihood.target.reads_variances(self.likelihood, LinkApprox.PROBIT)
 
     def log_terms(
         self, latent: Gaussian, y: Tensor, sigma_noise: Tensor, temperature: Tensor, generator: torch.Generator
@@ -68,9 +75,8 @@ class Energy:
         if self.likelihood.has_noise:
             return self._gaussian(latent, y, sigma_noise.square(), temperature)
         if self.n_samples == 0:
-            mean, variance = latent.mean, latent.covariance
-            probabilities = self.likelihood.predict(mean, variance, LinkApprox.PROBIT)
-            return -self.likelihood.predictive_nll(probabilities, None, y, sigma_noise) / temperature
+            summary = self.likelihood.target.summary(self.likelihood, latent.mean, latent.covariance, LinkApprox.PROBIT)
+            return -self._nll(summary, y, sigma_noise) / temperature
         return self._sampled(latent, y, sigma_noise, generator) / temperature
 
     def _gaussian(self, latent: Gaussian, y: Tensor, noise: Tensor, temperature: Tensor) -> Tensor:
@@ -86,11 +92,14 @@ class Energy:
     def _sampled(self, latent: Gaussian, y: Tensor, sigma_noise: Tensor, generator: torch.Generator) -> Tensor:
         samples = latent.sample(self.n_samples, generator)
         repeated = y.repeat(self.n_samples, *[1] * (y.ndim - 1))
-        means = self.likelihood.inverse_link(samples).flatten(0, 1)
-        logs = -self.likelihood.predictive_nll(means, None, repeated, sigma_noise).view(self.n_samples, -1)
+        summary = self.likelihood.target.summary_of_samples(self.likelihood, samples.flatten(0, 1).unsqueeze(0))
+        logs = -self._nll(summary, repeated, sigma_noise).view(self.n_samples, -1)
         if self.alpha == 0:
             return logs.mean(0)
         return ((self.alpha * logs).logsumexp(0) - math.log(self.n_samples)) / self.alpha
+
+    def _nll(self, summary: Summary, y: Tensor, sigma_noise: Tensor) -> Tensor:
+        return self.likelihood.predictive_nll(mean_of(summary), variance_of(summary), y, sigma_noise)
 
 
 def divergence(gram: Tensor, prior_precision: Tensor, distance: Tensor) -> Tensor:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 
-from laplace.core.arguments import checked
+from laplace.base import Backend, Options
+from laplace.binding import bind
+from laplace.core.arguments import check_call, checked
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import CurvatureEngine
@@ -18,13 +19,13 @@ from laplace.errors import NotFittedError
 from laplace.fitting import check_override
 from laplace.function_space.base import BaseFunctionalLaplace
 from laplace.function_space.held_out import held_out_nll
-from laplace.function_space.named import require_ggn
-from laplace.function_space.variational import VariationalCurvature
+from laplace.function_space.variational import InducingPass, VariationalCurvature
 from laplace.function_space.variational_energy import Energy
 from laplace.function_space.variational_inducing import Inducing
 from laplace.function_space.variational_training import LEARNT, Training
 from laplace.likelihoods.base import Likelihood
-from laplace.named import Backend, OfLastLayer, Options
+from laplace.named import OfLastLayer
+from laplace.posterior import learning
 from laplace.structures.gp.subset_precision import SubsetPrecision
 
 
@@ -64,11 +65,13 @@ class VaLLA(BaseFunctionalLaplace):
         InvalidArgument: A value that is not accepted.
     """
 
+    _key = ("all", "gp", "variational")
     structure = VariationalCurvature
     num_inducing = property(attrgetter("structure_options.num_inducing"), doc="M of a strategy, or None.")
     alpha = property(attrgetter("structure_options.alpha"), doc="α.")
     mc_softmax_samples = property(attrgetter("structure_options.mc_softmax_samples"), doc="Samples of the energies.")
     seed = property(attrgetter("structure_options.seed"), doc="Seed of the choice of locations and of samples.")
+    fit_history_: dict[str, list[float]]
 
     def __init__(
         self,
@@ -93,19 +96,7 @@ class VaLLA(BaseFunctionalLaplace):
         forward_fn: ForwardFn | None = None,
         weights_options: Options = None,
     ) -> None:
-        require_ggn(backend, backend_kwargs)
-        BaseFunctionalLaplace.__init__(
-            self, model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, enable_backprop,
-            dict_key_x, dict_key_y, backend, backend_kwargs, forward_fn=forward_fn,
-            structure_kwargs={
-                "inducing_locations": inducing_locations, "num_inducing": num_inducing,
-                "inducing_classes": inducing_classes, "seed": seed, "alpha": alpha,
-                "mc_softmax_samples": mc_softmax_samples,
-            },
-            weights_options=weights_options,
-        )  # fmt: skip
-        Energy(self.likelihood_object, alpha, mc_softmax_samples)  # refused now, not at fit
-        self.fit_history_: dict[str, list[float]] = {}
+        _bind(self, locals())
 
     @checked
     def fit(
@@ -153,15 +144,13 @@ class VaLLA(BaseFunctionalLaplace):
             self.seed, self._watch(val_loader, history), val_steps, history["objective"],
         )  # fmt: skip
         check_override(override)
-        former = None if override or self._fit is None else self._fit.curvature
-        given = self.structure_options
-        self.structure_options = replace(given, training=training, former=former)
-        try:
-            super().fit(train_loader, True, progress_bar, **options)
-        finally:
-            self.structure_options = given
-        for name, value in training.learnt.items():
-            setattr(self, name, value)
+        check_call(super().fit, "fit", (train_loader,), options)
+        former = self._trained if self.is_fitted and not override else None
+        posterior = learning.fitted_to(
+            self.snapshot(), train_loader, progress_bar=progress_bar,
+            first_pass=lambda engine: InducingPass(engine, self.structure_options, training, former), **options,
+        )  # fmt: skip
+        self.set_posterior(posterior.assigned(**training.learnt))
         self.fit_history_ = history
 
     def _watch(self, val_loader: Iterable[Any] | None, history: dict[str, list[float]]) -> Any:
@@ -174,7 +163,7 @@ class VaLLA(BaseFunctionalLaplace):
             prior = GaussianPrior(delta.to(like).reshape(1), self.prior_mean.detach(), engine.problem.layout)
             precision = SubsetPrecision((inducing,), like.new_ones(1), prior, like.dtype)
             history["val_step"].append(step)
-            history["val_nll"].append(held_out_nll(self, engine, precision, sigma, val_loader))
+            history["val_nll"].append(held_out_nll(self.snapshot(), engine, precision, sigma, val_loader))
 
         return watch
 
@@ -206,8 +195,16 @@ class VaLLA(BaseFunctionalLaplace):
         return self.log_marginal_likelihood().detach()
 
 
+def _bind(la: VaLLA, given: Mapping[str, Any]) -> None:
+    bind(la, given)
+    Energy(la.likelihood_object, la.alpha, la.mc_softmax_samples)  # refused now, not at fit
+    la.fit_history_ = {}
+
+
 class LLVaLLA(OfLastLayer, VaLLA):
     """The last layer, by a variational posterior of M inducing outputs; arguments as of `VaLLA`."""
+
+    _key = ("last_layer", "gp", "variational")
 
     def __init__(
         self,
@@ -233,9 +230,4 @@ class LLVaLLA(OfLastLayer, VaLLA):
         *,
         forward_fn: ForwardFn | None = None,
     ) -> None:
-        VaLLA.__init__(
-            self, model, likelihood, inducing_locations, num_inducing, inducing_classes, sigma_noise, prior_precision,
-            prior_mean, temperature, enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, seed, alpha,
-            mc_softmax_samples, forward_fn=forward_fn,
-            weights_options={"name": last_layer_name, "reduction": feature_reduction},
-        )  # fmt: skip
+        _bind(self, locals())

@@ -72,7 +72,7 @@ def _callback_class() -> type:
         ) from error
 
     class _OnlineLaplaceCallback(Callback):
-        """What `OnlineLaplaceCallback` returns."""
+        """Class of the object that `OnlineLaplaceCallback` returns."""
 
         def __init__(self, *parts: Any) -> None:
             *self._choice, self._model, self._loader, self._options = parts

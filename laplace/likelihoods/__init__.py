@@ -12,6 +12,8 @@ from laplace.likelihoods.base import Likelihood, NoiseFreeLikelihood, OutputHess
 from laplace.likelihoods.bernoulli import Bernoulli
 from laplace.likelihoods.categorical import Categorical
 from laplace.likelihoods.gaussian import Gaussian
+from laplace.likelihoods.heteroscedastic import Heteroscedastic
+from laplace.likelihoods.poisson import Poisson
 from laplace.likelihoods.preference import Preference
 
 LIKELIHOODS: Registry[Callable[[], Likelihood]] = Registry("likelihood")
@@ -19,6 +21,8 @@ LIKELIHOODS.register(Gaussian.name)(Gaussian)
 LIKELIHOODS.register(Categorical.name)(Categorical)
 LIKELIHOODS.register(Preference.name)(Preference)
 LIKELIHOODS.register(Bernoulli.name)(Bernoulli)
+LIKELIHOODS.register(Poisson.name)(Poisson)
+LIKELIHOODS.register(Heteroscedastic.name)(Heteroscedastic)
 
 
 def get_likelihood(spec: str | Enum | Likelihood) -> Likelihood:
@@ -48,10 +52,12 @@ __all__ = [
     "Bernoulli",
     "Categorical",
     "Gaussian",
+    "Heteroscedastic",
     "Likelihood",
     "LikelihoodFromLoss",
     "NoiseFreeLikelihood",
     "OutputHessian",
+    "Poisson",
     "Preference",
     "get_likelihood",
 ]

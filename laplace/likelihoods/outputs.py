@@ -137,6 +137,11 @@ class Component(Outputs, Protocol):
         ...
 
     @property
+    def read_by_link(self) -> Gaussian:
+        """Gaussian of f in the form that E[y] is computed from."""
+        ...
+
+    @property
     def decomposition(self) -> Decomposition:
         """Aleatoric and epistemic parts."""
         ...

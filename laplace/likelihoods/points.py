@@ -19,14 +19,15 @@ class Points:
 
     Attributes:
         values: `[S, ...]`.
-        weights: `[S]`, sum 1; None where all points weigh alike, as samples do.
+        weights: `[S]`, or `[S, ...]` where every entry has its own, sum 1; None where all points weigh alike, as
+            samples do.
     """
 
     values: Tensor
     weights: Tensor | None = None
 
     @classmethod
-    def of_gaussian(cls, mean: Tensor, variance: Tensor) -> Points:
+    def of_gaussian(cls, mean: Tensor, variance: Tensor, further_below: Tensor | None = None) -> Points:
         """Nodes for expectations of functions that act on every entry of f ~ N(mean, variance) alone, in float64.
 
         The trapezoidal rule converges exponentially for smooth functions (Trefethen and Weideman, 2014); for one that
@@ -36,11 +37,16 @@ class Points:
         Args:
             mean: `[...]`.
             variance: Of the same shape.
+            further_below: By how many standard deviations nodes reach further down, for functions that grow there, of
+                the same shape; None for 0.
         """
-        nodes = torch.linspace(-_REACH, _REACH, _NODES, dtype=torch.float64, device=mean.device)
         deviation = variance.double().clamp(min=0).sqrt()
-        values = mean.double() + nodes.view(-1, *(1,) * mean.ndim) * deviation
-        return cls(values, torch.softmax(-0.5 * nodes.square(), 0))
+        nodes = torch.linspace(-_REACH, _REACH, _NODES, dtype=torch.float64, device=mean.device)
+        columns = nodes.view(-1, *(1,) * mean.ndim)
+        if further_below is None:
+            return cls(mean.double() + columns * deviation, torch.softmax(-0.5 * nodes.square(), 0))
+        columns = columns - further_below * (_REACH - columns) / (2 * _REACH)
+        return cls(mean.double() + columns * deviation, torch.softmax(-0.5 * columns.square(), 0))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Points:
         """Points of a function of what these are points of."""
@@ -49,4 +55,6 @@ class Points:
     def mean(self, function: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """E[function], or the mean of the points themselves."""
         values = self.values if function is None else function(self.values)
-        return values.mean(0) if self.weights is None else torch.tensordot(self.weights, values, 1)
+        if self.weights is None:
+            return values.mean(0)
+        return torch.tensordot(self.weights, values, 1) if self.weights.ndim == 1 else (self.weights * values).sum(0)

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.factory import Laplace
-from laplace.posterior.parametric import ParametricLaplace
-
-HYPERS = ("_prior_precision", "_prior_mean", "_sigma_noise", "_temperature")
+from laplace.parametric import ParametricLaplace
 
 
 def make_components(
@@ -107,15 +105,13 @@ def check_repeatable(loader: Iterable[Any], n_components: int) -> None:
 
 @contextmanager
 def all_or_none(posteriors: Sequence[ParametricLaplace]) -> Iterator[None]:
-    """Puts every component back as it was where one of them fails."""
-    former = [(la, dict(vars(la)), la.weights.problem) for la in posteriors]
+    """Gives every component its posterior back where one of them fails: a user's own `fit` may be what fails."""
+    former = [la.snapshot() for la in posteriors]
     try:
         yield
     except BaseException:
-        for la, attributes, problem in former:
-            vars(la).clear()
-            vars(la).update(attributes)
-            la.weights.problem = problem
+        for la, posterior in zip(posteriors, former, strict=True):
+            la.set_posterior(posterior)
         raise
 
 

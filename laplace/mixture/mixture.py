@@ -24,9 +24,10 @@ from laplace.likelihoods.base import Likelihood
 from laplace.mixture import mimo, state
 from laplace.mixture.posterior import MixturePosterior
 from laplace.mixture.sampling import choose, in_order
-from laplace.mixture.weighting import check_same_data, weights_at
-from laplace.posterior.parametric import ParametricLaplace
-from laplace.posterior.weight_predictor import replayed
+from laplace.mixture.weighting import check_same_data, weights_of
+from laplace.parametric import ParametricLaplace
+from laplace.posterior.posterior import Posterior
+from laplace.posterior.predictor import replayed
 from laplace.predictive import latent
 from laplace.predictive.mixed_outputs import MixedOutputs
 from laplace.predictive.mixing import mixed
@@ -111,7 +112,7 @@ class MixtureLaplace(MixturePosterior, Tunable):
             x: Inputs, a tensor, tuple or mapping.
             pred_type: `"glm"` or `"nn"`.
             joint: Covariance over all inputs.
-            link_approx: `"probit"`, `"mc"`, `"bridge"` or `"bridge_norm"`.
+            link_approx: One of the links of the likelihood, names in `laplace.likelihoods.links.LINKS`.
             n_samples: Monte-Carlo samples of every component.
             diagonal_output: Only variances of the outputs.
             generator: Source of randomness; equal seeds give equal bits.
@@ -234,10 +235,14 @@ class MixtureLaplace(MixturePosterior, Tunable):
     # Tuning and state.
 
     @property
-    def _subject(self) -> PosteriorGroup:
+    def _group(self) -> PosteriorGroup:
         if self._rule == "evidence":
             check_same_data(self.components)
-        return PosteriorGroup(self.components, partial(weights_at, self._rule, PosteriorGroup(self.components)))
+        return PosteriorGroup(tuple(la.snapshot() for la in self.components), partial(weights_of, self._rule))
+
+    def _take_over(self, posteriors: tuple[Posterior, ...]) -> None:
+        for la, posterior in zip(self.components, posteriors, strict=True):
+            la.set_posterior(posterior)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all components and the weights' rule: tensors, numbers and strings only.

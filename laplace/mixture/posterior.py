@@ -19,8 +19,8 @@ from laplace.enums import HessianStructure, SubsetOfWeights
 from laplace.likelihoods.base import Likelihood
 from laplace.mixture.components import all_or_none, check_repeatable, check_same_outputs, make_components, shared
 from laplace.mixture.weighting import Rule, check_same_data, checked_rule, weights_now
-from laplace.posterior.parametric import ParametricLaplace
-from laplace.tuning.subject import log_mean_exp
+from laplace.parametric import ParametricLaplace
+from laplace.tuning.group import log_mean_exp
 
 
 class MixturePosterior(CheckedConstructor):
@@ -129,9 +129,9 @@ class MixturePosterior(CheckedConstructor):
         self._assign("temperature", value)
 
     def _assign(self, name: str, value: Any) -> None:
-        with all_or_none(self.components):
-            for la in self.components:
-                setattr(la, name, value)
+        posteriors = [la.snapshot().assigned(**{name: value}) for la in self.components]
+        for la, posterior in zip(self.components, posteriors, strict=True):
+            la.set_posterior(posterior)
 
     # Fit and evidence.
 

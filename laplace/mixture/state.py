@@ -10,7 +10,7 @@ from torch import Tensor
 from laplace.errors import InvalidArgument, InvalidType, StateError
 from laplace.mixture.components import all_or_none
 from laplace.mixture.weighting import Rule, checked_rule
-from laplace.posterior.parametric import ParametricLaplace
+from laplace.parametric import ParametricLaplace
 
 VERSION = 1
 """Version of the format of state dicts."""

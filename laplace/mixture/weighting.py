@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from laplace.errors import InvalidArgument, InvalidType
-from laplace.tuning.settings import Setting
-from laplace.tuning.subject import PosteriorGroup
-
-if TYPE_CHECKING:
-    from laplace.posterior.parametric import ParametricLaplace
+from laplace.parametric import ParametricLaplace
+from laplace.tuning.group import PosteriorGroup
 
 RULES = ("uniform", "evidence")
 """The ways to choose weights that have a name."""
@@ -82,11 +78,11 @@ def log_evidences(posteriors: Sequence[ParametricLaplace]) -> Tensor:
     return torch.stack([value.to(values[0].device) for value in values])
 
 
-def weights_at(rule: Rule, subject: PosteriorGroup, setting: Setting) -> Tensor:
-    """π at shared hyper-parameters, `[K]`, float64, with the graph of the setting."""
+def weights_of(rule: Rule, group: PosteriorGroup) -> Tensor:
+    """π of posteriors, `[K]`, float64, with the graph of their hyper-parameters."""
     if isinstance(rule, Tensor):
         return rule
-    return uniform(len(subject.posteriors)) if rule == "uniform" else by_evidence(subject.log_evidences(setting))
+    return uniform(len(group.posteriors)) if rule == "uniform" else by_evidence(group.log_evidences())
 
 
 def uniform(n_components: int) -> Tensor:

@@ -24,12 +24,12 @@ _OTHER = object()
 
 def attributes_of(model: nn.Module) -> Attributes:
     """Numbers, strings, None, and short lists, tuples, dicts and sets of them, on the model and its submodules."""
-    found: dict[str, list[tuple[str, Any]]] = {}
+    attributes: dict[str, list[tuple[str, Any]]] = {}
     for place, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in _OWN | _NO_SETTINGS and (plain := _plain(value, _DEPTH)) is not _OTHER:
-                found.setdefault(name, []).append((place, plain))
-    return {name: tuple(values) for name, values in found.items()}
+                attributes.setdefault(name, []).append((place, plain))
+    return {name: tuple(values) for name, values in attributes.items()}
 
 
 def _plain(value: Any, depth: int) -> Any:
@@ -47,9 +47,11 @@ def _plain(value: Any, depth: int) -> Any:
     return (kind.__name__, *(sorted(parts, key=repr) if kind is set else parts))
 
 
-def digests(found: Attributes) -> dict[str, str]:
+def digests(attributes: Attributes) -> dict[str, str]:
     """A short hash per name of an attribute, the same in every process."""
-    return {name: hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest() for name, values in found.items()}
+    return {
+        name: hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest() for name, values in attributes.items()
+    }
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str], *, common: bool = False) -> list[str]:

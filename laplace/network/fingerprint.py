@@ -82,7 +82,7 @@ class Fingerprint:
         return Fingerprint.of(model, witness, self.attributes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled: no data."""
+        """State that is copied and pickled: no data."""
         return vars(self) | {"witness": None}
 
     def _same_outputs(self, model: nn.Module) -> Fingerprint:
@@ -134,6 +134,24 @@ class Fingerprint:
         return None
 
 
+class ModelWatch:
+    """A fingerprint in use: what was compared once, and found the same, need not be compared as closely again.
+
+    Args:
+        fingerprint: Of a network.
+
+    Attributes:
+        fingerprint: The same, with what has been seen since.
+    """
+
+    def __init__(self, fingerprint: Fingerprint) -> None:
+        self.fingerprint = fingerprint
+
+    def check(self, model: nn.Module) -> None:
+        """Raises `ModelChangedError` if the network's weights, or its outputs at data of the fit, are not as then."""
+        self.fingerprint = self.fingerprint.check(model)
+
+
 def _tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
@@ -183,5 +201,5 @@ def _sums(tensor: Tensor) -> Tensor:
 
 
 def same_sums(a: Tensor, b: Tensor) -> bool:
-    """Whether two checksums agree up to the order of float64 sums."""
+    """True if two checksums agree up to the order of float64 sums."""
     return a.shape == b.shape and bool(torch.allclose(a, b, rtol=1e-9, atol=1e-9, equal_nan=True))

@@ -1,4 +1,4 @@
-"""Why a network cannot be run on inputs: the layer that refused them, what it was given, and what to do.
+"""Reasons why a network cannot be run on inputs: the layer that refused them, what it was given, and what to do.
 
 Nothing is looked at before a call has failed; then the traceback tells in which layer of PyTorch it did. Errors that a
 user's own code raises, and those that the inputs do not explain, pass as they are.
@@ -31,7 +31,7 @@ _OF_OPERANDS = re.compile(r"shapes cannot be multiplied|size mismatch|must match
 
 
 def called(model: nn.Module, forward_fn: ForwardFn | None, x: Inputs) -> Any:
-    """What a model returns on inputs.
+    """Output of a model on inputs.
 
     Args:
         model: The network.
@@ -59,7 +59,7 @@ def called(model: nn.Module, forward_fn: ForwardFn | None, x: Inputs) -> Any:
 
 
 def _misfit(error: Exception, model: nn.Module, x: Inputs) -> str | None:
-    """What is wrong with the inputs, or None if nothing that is known of them explains the error."""
+    """The fault of the inputs, or None if nothing that is known of them explains the error."""
     layer, given = _refusing(error)
     if layer is None:
         return _of_operation(error, model, x) or _of_call(error, model, x, layer)
@@ -93,7 +93,7 @@ def _refusing(error: Exception) -> tuple[nn.Module | None, Any]:
 
 
 def _of_operation(error: Exception, model: nn.Module, x: Inputs) -> str | None:
-    """What is wrong where an operation outside of PyTorch's own layers failed."""
+    """The fault where an operation outside of PyTorch's own layers failed."""
     words = _of_dtype(error, model, x, None, None)
     if words is None and _OF_OPERANDS.search(str(error)):
         words = f"{error}. {_SIZE}"
@@ -101,7 +101,7 @@ def _of_operation(error: Exception, model: nn.Module, x: Inputs) -> str | None:
 
 
 def _of_dtype(error: Exception, model: nn.Module, x: Inputs, layer: nn.Module | None, given: Any) -> str | None:
-    """Whether the dtype of the inputs is not that of the network; not whether two of its own layers differ."""
+    """The fault of inputs whose dtype is not the network's; None where two layers of its own differ."""
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     if own is None or not _OF_DTYPES.search(str(error)):
         return None
@@ -130,7 +130,7 @@ _CASTS = {
 
 
 def _of_index(error: Exception, layer: nn.Module) -> str | None:
-    """Whether an index is out of the range of an embedding."""
+    """The fault of an index that is out of the range of an embedding."""
     if isinstance(error, IndexError) and isinstance(layer, _TABLES):
         return f"It takes indices from 0 to {layer.num_embeddings - 1}: another vocabulary than the network's was used."
     return None
@@ -140,7 +140,7 @@ _SIZE = "Give data of the size on which the network was trained, with the batch 
 
 
 def _of_shape(error: Exception, layer: nn.Module, given: Any) -> str | None:
-    """What shape a layer takes, where PyTorch's error is about shapes."""
+    """The shape that a layer takes, where PyTorch's error is about shapes."""
     if not _OF_SHAPES.search(str(error)) or _OF_DTYPES.search(str(error)):
         return None
     if isinstance(layer, nn.Linear):
@@ -155,17 +155,17 @@ def _of_shape(error: Exception, layer: nn.Module, given: Any) -> str | None:
 
 
 def _of_call(error: Exception, model: nn.Module, x: Inputs, layer: nn.Module | None) -> str | None:
-    """Whether the parts of the inputs are not what the network's `forward` takes."""
+    """The fault of inputs whose parts are not what the network's `forward` takes."""
     name = f"{getattr(model.forward, '__qualname__', 'forward')}()"
     if not isinstance(error, TypeError) or (layer is None and name not in str(error)):
         return None
-    taken = ", ".join(inspect.signature(model.forward).parameters)
-    found = f"the inputs, {describe(x)}, are not what {type(model).__name__}.forward({taken}) takes"
+    parameters = ", ".join(inspect.signature(model.forward).parameters)
+    fault = f"the inputs, {describe(x)}, are not what {type(model).__name__}.forward({parameters}) takes"
     keys = batches.keys(x)
     if keys:
-        return f"{found}: say what it takes of them, e.g. forward_fn=lambda model, x: model(x[{keys[0]!r}])."
+        return f"{fault}: say what it takes of them, e.g. forward_fn=lambda model, x: model(x[{keys[0]!r}])."
     return (
-        f"{found} ({error}). Batches are (x, y), or (x1, …, y), whose inputs are spread; predictions take inputs "
+        f"{fault} ({error}). Batches are (x, y), or (x1, …, y), whose inputs are spread; predictions take inputs "
         "alone, la(x); anything else is said by forward_fn=lambda model, x: model(...)."
     )
 

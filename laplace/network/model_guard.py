@@ -1,4 +1,4 @@
-"""The user's model is lent, not given: whatever a call does, it finds the model as it left it."""
+"""The user's model during a call: whatever the call does, the model is afterwards as it was before."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ _FUSED: list[bool] = []
 
 
 def undisturbed(model: nn.Module) -> threading.RLock:
-    """The lock of a model: whoever holds it sees the model's own parameters, not those that a call has put in place.
-
-    Every reader of parameters takes it, for another thread may be in the middle of a forward pass.
-    """
+    """The lock of a model, for every reader of its parameters: another thread may have put others in their place."""
     with _LOCKS_GUARD:
         return _LOCKS.setdefault(model, threading.RLock())
 
@@ -118,13 +115,13 @@ def _one_network() -> Iterator[None]:
 @contextmanager
 def gradients_set_aside(model: nn.Module) -> Iterator[None]:
     """Takes the gradients off: a backward pass would add to them in place."""
-    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
-        for parameter, _ in kept:
+        for parameter, _ in gradients:
             parameter.grad = None
         yield
     finally:
-        for parameter, gradient in kept:
+        for parameter, gradient in gradients:
             parameter.grad = gradient
 
 
@@ -143,11 +140,11 @@ def flags_put_back(model: nn.Module) -> Iterator[None]:
 def hooks_put_back(model: nn.Module) -> Iterator[None]:
     """Takes off the hooks that foreign code registers, and puts back those that it removes."""
     tables = [value for module in model.modules() for name, value in vars(module).items() if name.endswith("_hooks")]
-    kept = [(table, copy.copy(table)) for table in tables if isinstance(table, MutableMapping)]
+    contents = [(table, copy.copy(table)) for table in tables if isinstance(table, MutableMapping)]
     try:
         yield
     finally:
-        for table, content in kept:
+        for table, content in contents:
             table.clear()
             table.update(content)
 
@@ -181,7 +178,7 @@ def same_random_state(model: nn.Module) -> Iterator[None]:
 
 
 class _State:
-    """What one module, its submodules apart, must look like after a call."""
+    """State that one module, its submodules apart, must have after a call."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -212,7 +209,7 @@ class _State:
 
 
 def _is_counted(buffer: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether autograd counts the writes to a buffer; inference tensors cannot be written to outside of their mode."""
+    """True if autograd counts the writes to a buffer; inference tensors cannot be written to outside of their mode."""
     return buffer is not None and not buffer.is_inference()
 
 

@@ -61,22 +61,22 @@ def counted(
 
 
 def _labels_tokens(x: Mapping[str, Any], y: Tensor) -> bool:
-    """Whether there is a label for every token: others, cut or moved already, are not the model's own."""
+    """True if there is a label for every token: others, cut or moved already, are not the model's own."""
     if y.ndim != 2 or y.is_floating_point() or y.numel() == 0:
         return False
     return any(value.shape[:2] == y.shape for value in _inputs(x))
 
 
 def _moves(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool:
-    """Whether the model's own loss compares the outputs at t with the label at t + 1; found once for every model."""
+    """True if the model's own loss compares the outputs at t with the label at t + 1; asked once for every model."""
     if model not in _MOVES:
         try:
-            found = _MOVES[model] = _found(model, x, y)
+            moves = _MOVES[model] = _asked(model, x, y)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             if ran_out(error):
                 raise
-            found = None  # of this batch, which may be at fault itself
-        if found is None and _sees(x, y):
+            moves = None  # of this batch, which may be at fault itself
+        if moves is None and _sees(x, y):
             warn(
                 "the targets under 'labels' are the inputs: every position is asked for the token that it sees. For a "
                 "model of the next token give pairs (x, y) with y = labels[:, 1:] and -100 in the last column, or a "
@@ -86,8 +86,8 @@ def _moves(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool:
     return _MOVES.get(model) is True
 
 
-def _found(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool | None:
-    """Whether of one datum's labels the last one counts in the model's loss and the first one does not.
+def _asked(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool | None:
+    """True if of one datum's labels the last one counts in the model's loss and the first one does not.
 
     None for a model without such a loss, or with one that says neither. Names of classes and of losses say too little:
     `BartForCausalLM` and `XLNetLMHeadModel` do not move their labels.
@@ -98,8 +98,8 @@ def _found(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool | None:
     def loss(position: int, label: int) -> Tensor | None:
         labels = torch.full_like(y[:1], IGNORED, device=device)
         labels[:, position] = label
-        found = _loss(model, datum, labels)
-        return None if found is None else found.nan_to_num()  # a mean over no labels
+        value = _loss(model, datum, labels)
+        return None if value is None else value.nan_to_num()  # a mean over no labels
 
     with lent(model), own_mode(), torch.no_grad():
         nothing = loss(0, IGNORED)
@@ -108,8 +108,8 @@ def _found(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool | None:
 
         def counts(position: int) -> bool:
             # Two classes: a loss may leave out one of them, or be zero to rounding.
-            found = (loss(position, label) for label in (0, 1))
-            return any(one is not None and not torch.equal(one, nothing) for one in found)
+            losses = (loss(position, label) for label in (0, 1))
+            return any(one is not None and not torch.equal(one, nothing) for one in losses)
 
         if counts(0):
             return False
@@ -133,7 +133,7 @@ def _loss(model: nn.Module, datum: Mapping[str, Any], labels: Tensor) -> Tensor 
 
 
 def _sees(x: Mapping[str, Any], y: Tensor) -> bool:
-    """Whether every target that counts is what an input has at its position."""
+    """True if every target that counts is what an input has at its position."""
     counts = y != IGNORED
     alike = [value == y for value in _inputs(x) if value.shape == y.shape]
     return bool(counts.any()) and any(bool(same[counts].all()) for same in alike)

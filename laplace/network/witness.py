@@ -44,7 +44,7 @@ class Witness:
         return cls(x, _spaced(outputs), call, frozenset(written))
 
     def agrees(self, model: nn.Module, *, changed: bool) -> bool:
-        """Whether the network has its outputs of then; one that does not run on these data any more has not.
+        """True if the network has its outputs of then; one that does not run on these data any more has not.
 
         Args:
             model: The network.
@@ -77,13 +77,13 @@ def first_rows(x: Inputs, n_data: int) -> tuple[Inputs, int]:
 
 
 def outputs_at(model: nn.Module, x: Inputs, call: ForwardFn) -> Tensor:
-    """Outputs in evaluation mode, `[B, …]`; the network is lent, and may write to its inputs."""
+    """Outputs in evaluation mode, `[B, …]`; the network may write to its inputs."""
     with own_mode(), torch.no_grad(), lent(model):
         return batches.latent(call(model, _copied(x)))
 
 
 def differ(a: Tensor, b: Tensor, model: nn.Module, *, other_kernels: bool = False) -> bool:
-    """Whether two outputs of a network differ by more than rounding.
+    """True if two outputs of a network differ by more than rounding.
 
     That is 1,000 times the precision of its numbers, and at most a tenth, relative to the largest output: kernels of
     accelerators may add up in another order every time, and half precision has three digits at most.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,18 +16,15 @@ from laplace.engines.engine import detached
 from laplace.likelihoods.logits import require_logits
 from laplace.network.misfits import called
 from laplace.network.model_guard import lent
+from laplace.posterior.posterior import Posterior
 from laplace.weights.discovery import hooks_fire
-from laplace.weights.problem import Problem
-
-if TYPE_CHECKING:
-    from laplace.posterior.weight_fit import WeightFit
 
 
-def problem_of(la: WeightFit, x: Inputs, y: Tensor) -> Problem:
-    """What backends see, with what only data tell: which layer runs last, and in which dimension the classes are.
+def discovered(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
+    """The posterior with what only data tell: which layer runs last, and in which dimension the classes are.
 
     Args:
-        la: The posterior, which takes over both.
+        posterior: Fitted or not.
         x: Inputs of the first batch.
         y: Its targets.
 
@@ -35,31 +32,33 @@ def problem_of(la: WeightFit, x: Inputs, y: Tensor) -> Problem:
         InvalidData: Labels that fit two readings of the outputs, or a network that ends in a sigmoid under a
             likelihood that takes one of the outputs.
     """
-    if not la.channels_known and y.ndim > 1 and not y.is_floating_point():
-        model, call = la.weights.model, call_of(la)
-        with lent(model), torch.no_grad():
-            f = _of_one(lambda some: batches.latent(called(model, call, some)), detached(x))
-        found = channel_of(f, y[: len(f)])
-        if found is not None:
-            set_channels(la, found)
-    problem = la.weights.discover(x)
-    if la.likelihood_object.activation == "sigmoid":
+    if posterior.choices.channel_dim is None and y.ndim > 1 and not y.is_floating_point():
+        call = call_of(posterior)
+        with lent(posterior.model), torch.no_grad():
+            f = _of_one(lambda some: batches.latent(called(posterior.model, call, some)), detached(x))
+        channel_dim = channel_of(f, y[: len(f)])
+        if channel_dim is not None:
+            posterior = with_channels(posterior, channel_dim)
+    problem = posterior.weights.discover(x)
+    if posterior.likelihood.activation == "sigmoid":
         with lent(problem.module), hooks_fire(problem.module), torch.enable_grad():
             f = _of_one(lambda some: problem.run(problem.stand_ins(), some), detached(x))
-        require_logits(la.likelihood_object, f, problem.dtype)
-    return problem
+        require_logits(posterior.likelihood, f, problem.dtype)
+    return posterior.with_problem(problem)
 
 
-def call_of(la: WeightFit) -> ForwardFn:
-    """How a posterior's network is called on inputs; its outputs are as it returns them."""
-    return batches.caller(la.weights.model, la.forward_fn, la.dict_key_y) or batches.call
+def with_channels(posterior: Posterior, channel_dim: int) -> Posterior:
+    """The posterior of a network whose outputs have their channels in this dimension."""
+    choices = posterior.choices
+    call = batches.caller(posterior.model, choices.forward_fn, choices.dict_key_y)
+    weights = posterior.weights.called_by(channels_last(call, channel_dim))
+    return replace(posterior.with_choices(channel_dim=channel_dim), weights=weights)
 
 
-def set_channels(la: WeightFit, channel_dim: int) -> None:
-    """Takes over where the outputs have their channels, which the posterior was not told."""
-    la.channel_dim, la.channels_known = channel_dim, True
-    la.weights.call_by(channels_last(batches.caller(la.weights.model, la.forward_fn, la.dict_key_y), channel_dim))
-    la._backend = la._engine = None
+def call_of(posterior: Posterior) -> ForwardFn:
+    """The call of a posterior's network on inputs; its outputs are as it returns them."""
+    choices = posterior.choices
+    return batches.caller(posterior.model, choices.forward_fn, choices.dict_key_y) or batches.call
 
 
 def _of_one(outputs: Callable[[Inputs], Tensor], x: Inputs) -> Tensor:

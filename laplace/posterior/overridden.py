@@ -10,29 +10,27 @@ be computed without the override.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace.core.gaussian import covariance_root
-from laplace.core.overrides import COVARIANCES, MOMENTS, is_overridden
+from laplace.core.hyperparameters import Hyperparameters
+from laplace.core.overrides import COVARIANCES, HYPERPARAMETERS, MOMENTS, is_overridden
 from laplace.core.prior import GaussianPrior
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.fitting import Fit
 from laplace.jacobian.jacobian import Jacobian
+from laplace.network.model_guard import own_precision as autocast_off
+from laplace.posterior.posterior import Owner, Posterior
 from laplace.structures import algebra
 from laplace.structures.base import Precision
 from laplace.structures.given import GivenPrecision
 
-if TYPE_CHECKING:
-    from laplace.posterior.weight_posterior import WeightPosterior
 
-
-def posterior_before(la: WeightPosterior, name: str) -> Precision:
+def posterior_before(la: Owner, name: str) -> Precision:
     """The posterior with what users override of the moments that come before `name`.
 
     Args:
@@ -42,31 +40,31 @@ def posterior_before(la: WeightPosterior, name: str) -> Precision:
     links = MOMENTS[: MOMENTS.index(name)] if name in MOMENTS else MOMENTS
     for link in reversed(links[1:]):  # the first is that of `la.posterior()`
         # Variances say everything of a diagonal posterior only.
-        if is_overridden(la, link) and (link != "posterior_variance" or la.structure.name == "diag"):
-            return _given(la, link, getattr(la, link))
+        if is_overridden(la, link) and (link != "posterior_variance" or _structure(la) == "diag"):
+            return _given(la, link, member(la, link))
     return la.posterior()
 
 
-def own_precision(la: WeightPosterior) -> Precision:
+def own_precision(la: Owner) -> Precision:
     """The posterior by a user's `posterior_precision`.
 
     Raises:
         InvalidArgument: It is none.
     """
-    return _given(la, "posterior_precision", la.posterior_precision)
+    return _given(la, "posterior_precision", member(la, "posterior_precision"))
 
 
-def own_diagonal(la: WeightPosterior, prior: GaussianPrior) -> Tensor:
+def own_diagonal(la: Owner, prior: GaussianPrior) -> Tensor:
     """A user's `prior_precision_diag`, `[P]`.
 
     Raises:
         InvalidArgument: It has another shape, or is not positive.
     """
-    found, n = la.prior_precision_diag, prior.layout.n_params
-    return _positive(la, "prior_precision_diag", checked(la, "prior_precision_diag", found, (n,)).to(prior.precision))
+    values = checked(la, "prior_precision_diag", member(la, "prior_precision_diag"), (prior.layout.n_params,))
+    return _positive(la, "prior_precision_diag", values.to(prior.precision))
 
 
-def own_fit(la: WeightPosterior, fit: Fit) -> Fit:
+def own_fit(la: Owner, fit: Fit) -> Fit:
     """A fit with what a user's class overrides of it.
 
     Raises:
@@ -76,105 +74,135 @@ def own_fit(la: WeightPosterior, fit: Fit) -> Fit:
         return fit
     if is_overridden(la, "loss"):
         terms = fit.loss_terms
-        if la.sigma_noise.numel() > 1:
+        if member(la, "sigma_noise").numel() > 1:
             raise UnsupportedError(
                 f"class {type(la).__name__} overrides loss, of which one noise per output takes one per output; use "
                 "one noise, or override log_likelihood."
             )
-        fit = replace(fit, loss_terms=(torch.as_tensor(la.loss).to(terms) / terms.numel()).expand(terms.shape))
+        fit = replace(
+            fit, loss_terms=(torch.as_tensor(member(la, "loss")).to(terms) / terms.numel()).expand(terms.shape)
+        )
     if is_overridden(la, "n_data"):
-        fit = replace(fit, n_data=la.n_data)
+        fit = replace(fit, n_data=member(la, "n_data"))
     if is_overridden(la, "n_outputs"):
-        fit = replace(fit, n_outputs=la.n_outputs)
+        fit = replace(fit, n_outputs=member(la, "n_outputs"))
     if is_overridden(la, "H"):
-        if la.structure.name not in ("full", "diag"):
+        own = la.snapshot()
+        structure = own.choices.structure
+        if structure.name not in ("full", "diag"):
             raise UnsupportedError(
                 f"class {type(la).__name__} overrides H, which is no tensor for hessian_structure="
-                f"{la.structure.name!r}; override posterior_precision, or write a structure."
+                f"{structure.name!r}; override posterior_precision, or write a structure."
             )
-        n = la.problem.layout.n_params
-        shape = (n, n) if la.structure.name == "full" else (n,)
-        values = checked(la, "H", la.H, shape).to(la.prior_precision.detach())
-        fit = replace(fit, curvature=la.structure.from_state({"values": values.unsqueeze(0)}))
+        n = own.problem.layout.n_params
+        shape = (n, n) if structure.name == "full" else (n,)
+        values = checked(la, "H", member(la, "H"), shape).to(own.hypers.prior_mean.detach())
+        fit = replace(fit, curvature=structure.from_state({"values": values.unsqueeze(0)}))
     return fit
 
 
-def predictive_posterior(la: WeightPosterior) -> Precision:
+def own_posterior(la: Owner, plain: Posterior) -> Precision:
+    """The posterior precision before any moment that users override but the first.
+
+    Args:
+        la: The object.
+        plain: Its posterior, by the library alone.
+    """
+    if is_overridden(la, "posterior_precision"):
+        return own_precision(la)
+    if is_overridden(la, "evidence"):
+        with autocast_off():
+            return member(la, "evidence")().precision
+    return resolved(la, plain).precision()
+
+
+def resolved(la: Owner, plain: Posterior) -> Posterior:
+    """A posterior with the data, the mean and the hyper-parameters that users' methods give, by the library alone.
+
+    Args:
+        la: The object.
+        plain: Its posterior, by the library alone.
+    """
+    if not is_overridden(la, *HYPERPARAMETERS):
+        return plain
+    prior, noise, temperature = (member(la, name) for name in ("prior", "sigma_noise", "temperature"))
+    data = replace(plain.require_fitted(), fit=own_fit(la, plain.fit), mean=member(la, "mean"), refinement=None)
+    return replace(plain, hypers=Hyperparameters(prior.precision, prior.mean, noise, temperature), data=data)
+
+
+def predictive_posterior(la: Owner) -> Precision:
     """The posterior as predictions see it, with all that users override."""
-    posterior = posterior_before(la, "functional_variance")
-    return UsersPosterior(la, posterior, la.at_present()) if is_overridden(la, *COVARIANCES) else posterior
+    precision = posterior_before(la, "functional_variance")
+    return UsersPrecision(la.snapshot(), precision) if is_overridden(la, *COVARIANCES) else precision
 
 
 @dataclass(frozen=True)
-class UsersPosterior(Precision):
-    """A posterior whose covariances of outputs are users' own; they are given dense Jacobians, a few data at a time.
+class UsersPrecision(Precision):
+    """A precision whose covariances of outputs are users' own; they are given dense Jacobians, a few data at a time.
 
     Attributes:
-        la: Whose methods are called.
-        posterior: The rest.
-        held: Blocks with the hyper-parameters of this posterior.
+        posterior: The posterior that their methods are called at, with the object that has them.
+        precision: The rest.
     """
 
-    la: WeightPosterior
-    posterior: Precision
-    held: Callable[[], AbstractContextManager[None]]
+    posterior: Posterior
+    precision: Precision
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        if not is_overridden(self.la, "functional_variance"):
-            return self.posterior.functional_variance(jacobian)
-        method, shape = method_of(self.la, "functional_variance"), (jacobian.n_cotangents, jacobian.n_cotangents)
-        found: list[Tensor] = []
-        with self.held():
+        if not self.posterior.overrides("functional_variance"):
+            return self.precision.functional_variance(jacobian)
+        shape = (jacobian.n_cotangents, jacobian.n_cotangents)
+        parts: list[Tensor] = []
+        with self.posterior.owned() as la:
             for piece in jacobian.pieces():
-                values = checked(self.la, "functional_variance", method(piece), (len(piece), *shape))
-                found.append(values.to(piece.dtype))
-        return torch.cat(found)
+                values = checked(la, "functional_variance", la.functional_variance(piece), (len(piece), *shape))
+                parts.append(values.to(piece.dtype))
+        return torch.cat(parts)
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        if not is_overridden(self.la, "functional_variance"):
-            return self.posterior.functional_diagonal(jacobian)
+        if not self.posterior.overrides("functional_variance"):
+            return self.precision.functional_diagonal(jacobian)
         return self.functional_variance(jacobian).diagonal(dim1=1, dim2=2)
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        if not is_overridden(self.la, "functional_covariance"):
-            return self.posterior.functional_covariance(jacobian)
+        if not self.posterior.overrides("functional_covariance"):
+            return self.precision.functional_covariance(jacobian)
         n, dense = jacobian.n_data * jacobian.n_cotangents, jacobian.dense()
-        with self.held():
-            found = method_of(self.la, "functional_covariance")(dense)
-        return checked(self.la, "functional_covariance", found, (n, n)).to(dense.dtype)
+        with self.posterior.owned() as la:
+            return checked(la, "functional_covariance", la.functional_covariance(dense), (n, n)).to(dense.dtype)
 
     def logdet(self) -> Tensor:
-        return self.posterior.logdet()
+        return self.precision.logdet()
 
     def logdet_ratio(self) -> Tensor:
-        return self.posterior.logdet_ratio()
+        return self.precision.logdet_ratio()
 
     def quad(self, vectors: Tensor) -> Tensor:
-        return self.posterior.quad(vectors)
+        return self.precision.quad(vectors)
 
     def sample(self, noise: Tensor) -> Tensor:
-        return self.posterior.sample(noise)
+        return self.precision.sample(noise)
 
     def diagonal_of_inverse(self) -> Tensor:
-        return self.posterior.diagonal_of_inverse()
+        return self.precision.diagonal_of_inverse()
 
     def to_dense(self) -> Tensor:
-        return self.posterior.to_dense()
+        return self.precision.to_dense()
 
     @property
     def public(self) -> Any:
-        return self.posterior.public
+        return self.precision.public
 
     @property
     def covariance(self) -> Tensor:
-        return self.posterior.covariance
+        return self.precision.covariance
 
     @property
     def scale(self) -> Tensor:
-        return self.posterior.scale
+        return self.precision.scale
 
 
-def _given(la: WeightPosterior, name: str, value: Any) -> Precision:
+def _given(la: Owner, name: str, value: Any) -> Precision:
     """The posterior with one of its moments as a user computes it.
 
     Raises:
@@ -186,15 +214,15 @@ def _given(la: WeightPosterior, name: str, value: Any) -> Precision:
         return value
     if isinstance(value, Kron | KronDecomposed):
         value = value.to_matrix()
-    elif isinstance(value, tuple) and la.structure.name == "lowrank":
+    elif isinstance(value, tuple) and _structure(la) == "lowrank":
         (vectors, values), delta = value
         value = (vectors * values) @ vectors.T + torch.diag(delta)
-    n = la.problem.layout.n_params
+    n = la.snapshot().problem.layout.n_params
     square = name == "posterior_covariance"
     accepted = ((n, n),) if square else ((n,),) if name == "posterior_variance" else ((n, n), (n,))
     if not isinstance(value, Tensor) or tuple(value.shape) not in accepted:
         raise wrong_shape(la, name, value, " or ".join(str(list(shape)) for shape in accepted))
-    value = value.to(la.prior_precision.dtype)
+    value = value.to(la.snapshot().hypers.dtype)
     if name == "posterior_scale":
         return GivenPrecision(value)
     if name == "posterior_variance":
@@ -215,23 +243,27 @@ def _positive(la: object, name: str, value: Tensor) -> Tensor:
     return value
 
 
-def method_of(la: object, name: str) -> Callable[..., Any]:
-    """A method as the object has it, which may be a user's."""
+def member(la: object, name: str) -> Any:
+    """A method or an attribute as the object has it, which may be a user's."""
     return getattr(la, name)
 
 
-def checked(la: object, name: str, found: Any, shape: tuple[int, ...]) -> Tensor:
+def _structure(la: Owner) -> str:
+    return la.snapshot().choices.structure.name
+
+
+def checked(la: object, name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
     """What a user's method gave, if it is a tensor of this shape.
 
     Raises:
         InvalidArgument: It is not.
     """
-    if not isinstance(found, Tensor) or tuple(found.shape) != shape:
-        raise wrong_shape(la, name, found, str(list(shape)))
-    return found
+    if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+        raise wrong_shape(la, name, value, str(list(shape)))
+    return value
 
 
-def wrong_shape(la: object, name: str, found: Any, expected: str) -> InvalidArgument:
+def wrong_shape(la: object, name: str, value: Any, expected: str) -> InvalidArgument:
     """The error of a user's method that gave something else."""
-    given = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    given = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     return InvalidArgument(f"{name} of class {type(la).__name__} gave {given}; it must be {expected}.")

@@ -4,92 +4,89 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from laplace.core.batch import Inputs
 from laplace.core.gaussian import Gaussian
-from laplace.core.overrides import is_overridden
 from laplace.core.positions import OutputRows, rows_of
 from laplace.core.random_numbers import drawn_seed
 from laplace.enums import PredType
 from laplace.errors import InvalidArgument
-from laplace.posterior.overridden import method_of, wrong_shape
+from laplace.posterior.overridden import wrong_shape
+from laplace.posterior.posterior import Posterior
 from laplace.predictive.posterior_outputs import Draw, OwnSamples, PosteriorOutputs
 from laplace.predictive.sources import GaussianSource
 
-if TYPE_CHECKING:
-    from laplace.core.batch import Inputs
-    from laplace.posterior.weight_posterior import WeightPosterior
 
-
-def users_samples(la: WeightPosterior, n_samples: int, generator: torch.Generator | None) -> Tensor:
+def users_samples(posterior: Posterior, n_samples: int, generator: torch.Generator | None) -> Tensor:
     """Samples of the treated weights `[S, P]` by a user's own `sample`."""
-    samples = _seeded(method_of(la, "sample"), generator)(n_samples)
-    layout = la.problem.layout
-    if not isinstance(samples, Tensor) or samples.ndim != 2 or len(samples) != n_samples:
-        raise wrong_shape(la, "sample", samples, f"[{n_samples}, P]")
-    samples = samples.to(la.mean)
-    if samples.shape[1] != layout.n_params:  # of a subnetwork: of all trainable parameters
-        samples = torch.stack([la.weights.restrict_prior(sample) for sample in samples])
-    if samples.shape[1] != layout.n_params:
-        raise wrong_shape(la, "sample", samples, f"[{n_samples}, P], P = {layout.n_params}")
+    layout, weights = posterior.problem.layout, posterior.weights
+    with posterior.owned() as la:
+        samples = _seeded(la.sample, generator)(n_samples)
+        if not isinstance(samples, Tensor) or samples.ndim != 2 or len(samples) != n_samples:
+            raise wrong_shape(la, "sample", samples, f"[{n_samples}, P]")
+        samples = samples.to(la.mean)
+        if samples.shape[1] != layout.n_params:  # of a subnetwork: of all trainable parameters
+            samples = torch.stack([weights.restrict_prior(sample) for sample in samples])
+        if samples.shape[1] != layout.n_params:
+            raise wrong_shape(la, "sample", samples, f"[{n_samples}, P], P = {layout.n_params}")
     return samples
 
 
 def own_quantities(
-    la: WeightPosterior, rows: PosteriorOutputs, x: Inputs, kind: PredType, model_kwargs: dict[str, Any]
+    posterior: Posterior, rows: PosteriorOutputs, x: Inputs, kind: PredType, model_kwargs: dict[str, Any]
 ) -> PosteriorOutputs:
     """A prediction with users' own samples, and their own variances of the linearised outputs.
 
     Args:
-        la: A fitted posterior.
+        posterior: A fitted posterior, with the object that has their methods.
         rows: The prediction as the library makes it.
         x: Inputs.
         kind: Linearised or sampled.
         model_kwargs: Further arguments of the model.
     """
     source = rows.source
-    if isinstance(source, GaussianSource) and is_overridden(la, "functional_variance_fast"):
-        source = OwnVariances(la, source, x, la.at_present())
+    if isinstance(source, GaussianSource) and posterior.overrides("functional_variance_fast"):
+        source = OwnVariances(posterior, source, x)
     samples = {
-        name: own_samples(la, name, x, kind, rows.options.form, model_kwargs)
+        name: own_samples(posterior, name, x, kind, rows.options.form, model_kwargs)
         for name in ("functional_samples", "predictive_samples")
-        if is_overridden(la, name)
+        if posterior.overrides(name)
     }
     own = OwnSamples(samples.get("functional_samples"), samples.get("predictive_samples"))
     return replace(rows, source=source, own=own)
 
 
 def own_samples(
-    la: WeightPosterior, name: str, x: Inputs, kind: PredType, form: str, model_kwargs: dict[str, Any]
+    posterior: Posterior, name: str, x: Inputs, kind: PredType, form: str, model_kwargs: dict[str, Any]
 ) -> Draw:
     """A user's own `functional_samples` or `predictive_samples` at x.
 
     Args:
-        la: A fitted posterior.
+        posterior: A fitted posterior, with the object that has their methods.
         name: Which of them.
         x: Inputs.
         kind: Linearised or sampled.
         form: Covariance of the latents: `"full"`, `"diagonal"` or `"joint"`.
         model_kwargs: Further arguments of the model.
     """
-    method, options = method_of(la, name), dict(model_kwargs)
+    options = dict(model_kwargs)
     # What has its default value is not passed on: a user's method need not know it.
     if kind != PredType.NN:
         options |= {"full": {}, "diagonal": {"diagonal_output": True}, "joint": {"joint": True}}[form]
-    pred_type, held = PredType.GP if la.structure.name == PredType.GP else kind, la.at_present()
+    pred_type = PredType.GP if posterior.choices.structure.name == PredType.GP else kind
 
     def draw(n: int, generator: torch.Generator | None) -> OutputRows:
-        with held():
-            found = _seeded(method, generator)(x, pred_type=pred_type, n_samples=n, **options)
-        if not isinstance(found, Tensor) or found.ndim < 3 or len(found) != n:
-            raise wrong_shape(la, name, found, f"[{n}, B, C]")
-        return rows_of(found, la.channel_dim, 1)
+        with posterior.owned() as la:
+            samples = _seeded(getattr(la, name), generator)(x, pred_type=pred_type, n_samples=n, **options)
+            if not isinstance(samples, Tensor) or samples.ndim < 3 or len(samples) != n:
+                raise wrong_shape(la, name, samples, f"[{n}, B, C]")
+        return rows_of(samples, posterior.channel_dim, 1)
 
     return draw
 
@@ -99,16 +96,14 @@ class OwnVariances(GaussianSource):
     """Linearised outputs whose variances are those of a user's own `functional_variance_fast`.
 
     Attributes:
-        la: Whose method is called.
+        posterior: The posterior that the method is called at, with the object that has it.
         source: The rest.
         x: Inputs.
-        held: Blocks with the hyper-parameters of this prediction.
     """
 
-    la: WeightPosterior
+    posterior: Posterior
     source: GaussianSource
     x: Inputs
-    held: Callable[[], AbstractContextManager[None]]
 
     @property
     def create_graph(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -120,18 +115,18 @@ class OwnVariances(GaussianSource):
     def latent(self, form: str, *, wide: bool = False) -> Gaussian:
         if form != "diagonal":
             return self.source.latent(form, wide=wide)
-        mean, variance = (rows_of(part, self.la.channel_dim) for part in self._found())
+        mean, variance = (rows_of(part, self.posterior.channel_dim) for part in self._moments())
         return Gaussian(mean.values, variance.values, mean.positions)
 
-    def _found(self) -> tuple[Tensor, Tensor]:
-        with self.held():
-            found = method_of(self.la, "functional_variance_fast")(self.x)
-        if not isinstance(found, tuple) or len(found) != 2 or found[0].shape != found[1].shape:
-            raise InvalidArgument(
-                f"functional_variance_fast of class {type(self.la).__name__} must return mean and variances, [B, C] "
-                "each."
-            )
-        return found
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        with self.posterior.owned() as la:
+            moments = la.functional_variance_fast(self.x)
+            if not isinstance(moments, tuple) or len(moments) != 2 or moments[0].shape != moments[1].shape:
+                raise InvalidArgument(
+                    f"functional_variance_fast of class {type(la).__name__} must return mean and variances, [B, C] "
+                    "each."
+                )
+        return moments
 
 
 def _seeded(method: Callable[..., Any], generator: torch.Generator | None) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ from laplace.errors import InvalidArgument, InvalidCall, InvalidData, Unsupporte
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.links import LINKS
 from laplace.network.model_guard import lent
+from laplace.predictive.names import WEIGHT_SPACE, PredictiveNames
 from laplace.structures.base import Precision
 from laplace.weights.problem import Problem
 
@@ -293,21 +294,27 @@ def check_options(
     link_approx: str | None,
     n_samples: int,
     generator: torch.Generator | None,
+    names: PredictiveNames = WEIGHT_SPACE,
 ) -> PredType:
     """Validates what a prediction was asked for.
+
+    Args:
+        pred_type: Name of the predictive.
+        link_approx: Name of the link, or None where there is none.
+        n_samples: Number of samples.
+        generator: Source of randomness.
+        names: Names of predictives that the posterior knows.
+
+    Returns:
+        Linearised or sampled.
 
     Raises:
         InvalidArgument: Unknown predictive or link, or no samples.
         InvalidType: The generator is no `torch.Generator`.
     """
-    if str(pred_type) not in (PredType.GLM, PredType.NN):
-        given = f"={pred_type!r}" if isinstance(pred_type, str) else f" is a {type(pred_type).__name__}"
-        raise InvalidArgument(
-            f"pred_type{given}; accepted are 'glm' and 'nn' ('gp' is the predictive of hessian_structure='gp'). It "
-            "follows the inputs, which are given alone, without targets: la(x, pred_type='glm')."
-        )
+    kind = names.kind(pred_type)
     if link_approx is not None and str(link_approx) not in LINKS:
         raise InvalidArgument(f"link_approx={str(link_approx)!r}; accepted are {list(LINKS)}.")
     check_generator(generator)
     check_counts(n_samples=n_samples)
-    return PredType(pred_type)
+    return kind

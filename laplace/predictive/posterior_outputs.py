@@ -187,12 +187,12 @@ class PosteriorOutputs:
         own = self.own.latents or self.own.targets
         if self.sampled or (self._link_draws and (joint or own is not None)):
             return self.mean_samples.mean(0)
-        gaussian = self._read_by_link
+        gaussian = self.read_by_link
         return likelihood.predict(gaussian.mean, gaussian.covariance, self.link, self.n_samples, self.draws())
 
     @property
-    def _read_by_link(self) -> Gaussian:
-        """The Gaussian in the form that the link reads."""
+    def read_by_link(self) -> Gaussian:
+        """Gaussian of the outputs in the form that E[y] is computed from."""
         if self.likelihood.target.reads_variances(self.likelihood, self.link):
             return self.marginals
         return self.of_each if self._link_draws else self._whole

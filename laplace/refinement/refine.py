@@ -2,43 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
-from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedError, warn
+from laplace.network.model_guard import own_mode, same_random_state
+from laplace.posterior.posterior import Posterior
+from laplace.posterior.refined import Refinement
 from laplace.refinement.refiner import RefineOptions, Refiner
-from laplace.refinement.result import Refinement
 from laplace.refinement.variational import variational
 
-if TYPE_CHECKING:
-    from laplace.posterior.weight_posterior import WeightPosterior
 
-METHODS = ("map", "variational")
-"""What `la.refine` can find."""
-
-
-def refine(la: WeightPosterior, loader: Iterable[Any], method: str, options: RefineOptions) -> Refinement:
-    """The refined posterior of the linearised network; `la` is not changed.
+def refine(posterior: Posterior, loader: Iterable[Any], method: str, options: RefineOptions) -> Refinement:
+    """The refined posterior of the linearised network, at the posterior's hyper-parameters.
 
     Raises:
         InvalidArgument: An unknown method, or options that are not accepted.
         UnsupportedError: A backend or a structure that cannot be refined.
         InvalidData: Other data than those of the fit.
+
+    Warns:
+        ApproximationWarning: It did not converge.
     """
-    if method not in METHODS:
-        raise InvalidArgument(f"method={method!r}; accepted are {list(METHODS)}.")
-    if method == "variational" and not la.structure.is_variational:
+    if method not in _METHODS:
+        raise InvalidArgument(f"method={method!r}; accepted are {list(_METHODS)}.")
+    structure = posterior.choices.structure
+    if method == "variational" and not structure.is_variational:
         raise UnsupportedError(
-            f"method='variational' has a full or a diagonal covariance, hessian_structure={la.structure.name!r} is "
+            f"method='variational' has a full or a diagonal covariance, hessian_structure={structure.name!r} is "
             "neither; use hessian_structure='full' or 'diag', or method='map', which every structure takes."
         )
-    la.check_unchanged()
-    refiner = Refiner(la, loader, options)
-    start = torch.zeros_like(refiner.model.offset) if la.refined_step is None else la.refined_step.double()
-    precision = la.posterior()
-    if method == "map":
-        end = refiner.minimum(refiner.model, start, precision, show=options.progress_bar)
-        return refiner.result("map", end.at, refiner.fit_at(end.at), end)
-    return variational(refiner, start, precision)
+    with own_mode(), torch.no_grad(), same_random_state(posterior.model):
+        posterior.check_unchanged()
+        refined = _METHODS[method](Refiner(posterior, loader, options))
+    if not refined.converged:
+        warn(
+            f"{refined!r}: give more max_steps, or a larger tolerance than this precision of numbers allows.",
+            ApproximationWarning,
+        )
+    return refined
+
+
+def _mode(refiner: Refiner) -> Refinement:
+    """The mode, and the curvature there."""
+    end = refiner.minimum(
+        refiner.model, refiner.start, refiner.posterior.precision(), show=refiner.options.progress_bar
+    )
+    return refiner.result("map", end.at, refiner.fit_at(end.at), end)
+
+
+_METHODS: dict[str, Callable[[Refiner], Refinement]] = {"map": _mode, "variational": variational}
+"""What `la.refine` can find."""

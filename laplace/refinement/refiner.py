@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +14,14 @@ from laplace.core.random_numbers import check_generator
 from laplace.engines.native.ggn import GGNEngine
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.fitting import Fit, ReadOptions
+from laplace.posterior.posterior import Posterior
+from laplace.posterior.refined import Refinement
 from laplace.refinement.glm import LinearModel
 from laplace.refinement.likelihood_at_mode import Shifted
 from laplace.refinement.linear import LinearData
 from laplace.refinement.newton import Minimum, minimise
-from laplace.refinement.result import Refinement
 from laplace.refinement.smoothing import NOWHERE, Smoothing
 from laplace.structures.base import Precision
-
-if TYPE_CHECKING:
-    from laplace.posterior.weight_posterior import WeightPosterior
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """In posterior standard deviations: what products with a Jacobian of this precision can resolve."""
@@ -55,7 +53,7 @@ class Refiner:
     """The linearised network with its data at the present hyper-parameters.
 
     Args:
-        la: A fitted posterior; not changed.
+        posterior: A fitted posterior.
         loader: The data of the fit, read once.
         options: How.
 
@@ -66,12 +64,12 @@ class Refiner:
         InvalidType: The generator is no `torch.Generator`.
     """
 
-    def __init__(self, la: WeightPosterior, loader: Iterable[Any], options: RefineOptions) -> None:
-        engine = la.engine
+    def __init__(self, posterior: Posterior, loader: Iterable[Any], options: RefineOptions) -> None:
+        choices, engine = posterior.choices, posterior.engine
         if not isinstance(engine, GGNEngine):
             raise UnsupportedError(
-                f"backend={la.backend_cls.__name__} cannot refine: the curvature of the linearised network is a GGN at "
-                "its own outputs; use backend=NativeGGN, the default."
+                f"backend={choices.backend_cls.__name__} cannot refine: the curvature of the linearised network is a "
+                "GGN at its own outputs; use backend=NativeGGN, the default."
             )
         if options.max_steps < 1 or options.n_samples < 2:
             raise InvalidArgument(
@@ -80,23 +78,31 @@ class Refiner:
         if options.tolerance is not None and not 0 < options.tolerance < 1:
             raise InvalidArgument(f"tolerance={options.tolerance}; it must lie in (0, 1).")
         check_generator(options.generator)
-        self.la = la
+        self.posterior = posterior
         self.engine = engine
         self.options = options
-        self.data = LinearData(engine, loader, la.dict_key_y)
-        if self.data.n_data != la.unrefined().n_data:
+        self.data = LinearData(engine, loader, choices.dict_key_y)
+        seen = posterior.map_fit.n_data
+        if self.data.n_data != seen:
             raise InvalidData(
-                f"the loader gave {self.data.n_data} data that count, the fit has seen {la.n_data:g}; a refinement "
+                f"the loader gave {self.data.n_data} data that count, the fit has seen {seen:g}; a refinement "
                 "replaces the fit and needs all of its data."
             )
-        centre = la.expansion_point.double()
+        self.evidence = evidence = posterior.evidence
+        scale = posterior.likelihood.curvature_scale(engine.kind, evidence.sigma_noise, evidence.temperature)
         self.model = LinearModel(
             data=self.data,
-            likelihood=la.likelihood_object,
-            scale=la.likelihood_object.curvature_scale(engine.kind, la.sigma_noise, la.temperature).detach().double(),
-            prior_precision=la.prior.diagonal().detach().double(),
-            offset=centre - la.prior.mean.detach().double(),
+            likelihood=posterior.likelihood,
+            scale=scale.detach().double(),
+            prior_precision=evidence.prior.diagonal().detach().double(),
+            offset=posterior.expansion_point.double() - evidence.prior.mean.detach().double(),
         )
+
+    @property
+    def start(self) -> Tensor:
+        """The step from θ* that a search begins with, `[P]`, float64: that of a former refinement, or zero."""
+        step = self.posterior.refined_step
+        return torch.zeros_like(self.model.offset) if step is None else step.double()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -105,7 +111,7 @@ class Refiner:
 
     def minimum(self, model: LinearModel, start: Tensor, precision: Precision, *, show: bool) -> Minimum:
         """The minimum of a model, searched from a step `[P]`."""
-        dtype = self.la.expansion_point.dtype
+        dtype = self.posterior.expansion_point.dtype
 
         def precondition(vector: Tensor) -> Tensor:
             return precision.solve(vector.to(dtype).unsqueeze(0))[0].double()
@@ -116,24 +122,25 @@ class Refiner:
 
     def fit_at(self, step: Tensor, smoothing: Smoothing = NOWHERE, roots: Sequence[Tensor] | None = None) -> Fit:
         """Curvature, in the posterior's structure, and loss at f_lin(x, θ* + step)."""
-        la, engine, first = self.la, self.engine, self.data.batches[0]
-        shifted = Shifted(la.likelihood_object, smoothing, first.y[0], first.f.shape[1], rooted=roots is not None)
-        exact = replace(engine.options, stochastic=False, generator=None)
-        own = GGNEngine(engine.problem, shifted, exact)
+        choices, engine, first = self.posterior.choices, self.engine, self.data.batches[0]
+        shifted = Shifted(self.posterior.likelihood, smoothing, first.y[0], first.f.shape[1], rooted=roots is not None)
+        own = GGNEngine(engine.problem, shifted, replace(engine.options, stochastic=False, generator=None))
         known = [None] * len(self.data.batches) if roots is None else roots
         pushed = self.data.push(step)
         loader = [
             (batch.x, shifted.pack(shift, root, batch.y))
             for batch, shift, root in zip(self.data.batches, pushed, known, strict=True)
         ]
-        return fitting.accumulate(loader, own, la.structure, la.structure_options, ReadOptions(la.dict_key_y))
+        return fitting.accumulate(
+            loader, own, choices.structure, choices.structure_options, ReadOptions(choices.dict_key_y)
+        )
 
     def precision(self, fit: Fit) -> Precision:
         """P of another fit at the present hyper-parameters."""
-        return replace(self.la.evidence(), fit=fit).precision
+        return replace(self.evidence, fit=fit).precision
 
     def result(self, method: str, step: Tensor, fit: Fit, end: Minimum) -> Refinement:
         """A refinement with the mean θ* + step."""
-        mean = self.la.expansion_point + step.to(self.la.expansion_point.dtype)
+        centre = self.posterior.expansion_point
         steps = len(end.values) - 1
-        return Refinement(method, mean, fit, steps, end.converged, end.distance, end.values)
+        return Refinement(method, centre + step.to(centre.dtype), fit, steps, end.converged, end.distance, end.values)

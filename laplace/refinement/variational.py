@@ -18,10 +18,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from laplace.fitting import Fit
+from laplace.posterior.refined import Refinement
 from laplace.refinement.glm import LinearModel
 from laplace.refinement.newton import Minimum
 from laplace.refinement.refiner import BOUND_TOLERANCE, Refiner
-from laplace.refinement.result import Refinement
 from laplace.refinement.smoothing import Smoothing
 from laplace.structures.base import Curvature, Precision
 
@@ -48,23 +48,18 @@ class _State:
     elbo: float
 
 
-def variational(refiner: Refiner, start: Tensor, precision: Precision) -> Refinement:
-    """The variational Gaussian, begun at a posterior.
-
-    Args:
-        refiner: Data and hyper-parameters.
-        start: m − θ* to begin at, `[P]`.
-        precision: S⁻¹ to begin at.
-    """
+def variational(refiner: Refiner) -> Refinement:
+    """The variational Gaussian; the search begins at the posterior."""
+    precision = refiner.posterior.precision()
     options, like = refiner.options, refiner.data.batches[0].f
-    likelihood = refiner.la.likelihood_object
+    likelihood = refiner.posterior.likelihood
     widest = _widest(refiner, precision) if likelihood.independent_outputs else 1.0
     smoothing = Smoothing.of(likelihood, like.shape[1], options.n_samples, options.generator, like, widest)
     tolerance = options.tolerance or BOUND_TOLERANCE[refiner.dtype]
     # Steps are natural gradients of the bound itself; among random points their end is not the sampled bound's maximum.
     slack = tolerance if smoothing.independent else max(tolerance, 1 / len(smoothing.points))
-    fit = refiner.la.fitted()
-    state = _at(refiner, smoothing, fit, precision, start)
+    fit = refiner.posterior.fit
+    state = _at(refiner, smoothing, fit, precision, refiner.start)
     values, rate, change = [state.elbo], 1.0, float("inf")
     with tqdm(total=options.max_steps, desc="refine", disable=not options.progress_bar) as bar:
         for _ in range(options.max_steps):
@@ -123,11 +118,15 @@ def _bound(refiner: Refiner, model: LinearModel, precision: Precision, step: Ten
 
     2 KL = tr(diag(δ) S) + (m − μ₀)ᵀ diag(δ) (m − μ₀) − P + log det S⁻¹ − log det diag(δ).
     """
-    la, delta = refiner.la, model.prior_precision
+    evidence, delta = refiner.evidence, model.prior_precision
     terms = model.loss_terms(step)
     n_outputs = refiner.data.batches[0].f.shape[1]
-    expected = la.likelihood_object.log_likelihood(
-        terms, refiner.data.n_data, n_outputs, la.sigma_noise.detach().double(), la.temperature.detach().double()
+    expected = model.likelihood.log_likelihood(
+        terms,
+        refiner.data.n_data,
+        n_outputs,
+        evidence.sigma_noise.detach().double(),
+        evidence.temperature.detach().double(),
     )
     theta = model.offset + step
     trace = delta @ precision.diagonal_of_inverse().double()

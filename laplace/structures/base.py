@@ -98,6 +98,7 @@ class Curvature(ABC):
         readings: How many times the data are read, at least.
         exact_prior: Whether a prior that varies within a tensor is added as it is, and not in an eigenbasis.
         tail: Largest absolute eigenvalue that was seen and left out; 0 where nothing is.
+        exact_ggn: True if it is of Jacobians and exact output Hessians, which backends of other curvature lack.
         needs_columns: Whether it is of factors of outer products, which curvature known by its products alone lacks.
         weighed: Whether noise and temperature scale it in the precision, and not in the bound of the evidence alone.
         is_diagonal: Whether the posterior's variances say everything of it.
@@ -110,6 +111,7 @@ class Curvature(ABC):
     readings: int = 1
     exact_prior: bool = True
     tail: float = 0.0
+    exact_ggn: bool = False
     needs_columns: bool = False
     weighed: bool = True
     is_diagonal: bool = False

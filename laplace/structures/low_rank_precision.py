@@ -57,6 +57,17 @@ class Subspace:
         """Σ_e w_e M_e, `[r, r]`, with the graph of the weights."""
         return torch.tensordot(weights.double(), self.cores, 1)
 
+    def eigenvalues(self, weights: Tensor) -> Tensor:
+        """Eigenvalues of the core, `[r]`, with the graph of the weights; without a graph they are kept."""
+        core = self.core(weights)
+        if self.is_diagonal:
+            return core.diagonal()
+        return self._recent_values(weights, lambda: torch.linalg.eigvalsh(core))
+
+    @cached_property
+    def _recent_values(self) -> Recent[Tensor]:
+        return Recent()
+
     def eigenpairs(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Eigenvectors `[P, r]` and eigenvalues `[r]` of Σ_e w_e H_e, in the dtype of the basis."""
         core = self.core(weights)
@@ -71,11 +82,11 @@ class Subspace:
         delta = prior.precision.double()
         if not prior.is_constant_per_tensor:
             return _InverseWeightedGram.apply(delta, self.basis)
-        grams = self._recent(prior.layout, lambda: self._grams(prior.layout))
+        grams = self._recent_grams(prior.layout, lambda: self._grams(prior.layout))
         return torch.tensordot((1 / delta).expand(prior.layout.n_tensors), grams, 1)
 
     @cached_property
-    def _recent(self) -> Recent[Tensor]:
+    def _recent_grams(self) -> Recent[Tensor]:
         return Recent()
 
     def _grams(self, layout: Layout) -> Tensor:
@@ -121,11 +132,9 @@ class LowRankPrecision(Precision):
         Raises:
             CurvatureError: P is not positive definite.
         """
-        core = self.subspace.core(self.weights)
         if self.prior.is_scalar:
-            values = core.diagonal() if self.subspace.is_diagonal else torch.linalg.eigvalsh(core)
-            return self._checked(values / self.prior.precision.double())
-        root = torch.linalg.cholesky(self.subspace.gram(self.prior))
+            return self._checked(self.subspace.eigenvalues(self.weights) / self.prior.precision.double())
+        core, root = self.subspace.core(self.weights), torch.linalg.cholesky(self.subspace.gram(self.prior))
         return self._checked(torch.linalg.eigvalsh(root.T @ core @ root))
 
     def _checked(self, thetas: Tensor) -> Tensor:

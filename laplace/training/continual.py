@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,23 +27,18 @@ from laplace.core.arguments import checked
 from laplace.core.batch import Inputs, require_rereadable
 from laplace.core.hyperparameters import check_counts
 from laplace.core.positions import as_rows
-from laplace.engines.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.evidence import Evidence
-from laplace.fitting import FirstBatch, Fit, ReadOptions
+from laplace.fitting import Fit
 from laplace.network import next_token
-from laplace.network.fingerprint import Fingerprint
 from laplace.network.misfits import called
 from laplace.network.model_guard import flags_put_back, own_mode
-from laplace.network.witness import Witness
+from laplace.parametric import ParametricLaplace
 from laplace.posterior.first_outputs import call_of
+from laplace.posterior.learning import measured
 from laplace.structures.base import Precision
 from laplace.training.online import check_step_size
 from laplace.tuning.optimise import minimise
-
-if TYPE_CHECKING:
-    from laplace.posterior.parametric import ParametricLaplace
-
 
 # The pieces.
 
@@ -99,8 +94,6 @@ class TaskFit:
     former: ParametricLaplace
     fit: Fit
     posterior: ParametricLaplace
-    _engine: CurvatureEngine
-    _witness: Witness | None = None
 
     @classmethod
     def of(cls, la: ParametricLaplace, train_loader: Iterable[Any], *, progress_bar: bool = False) -> TaskFit:
@@ -114,14 +107,10 @@ class TaskFit:
         Raises:
             InvalidData: A batch cannot be used.
         """
-        first = FirstBatch(la.weights.model, la.weights.forward_fn)
-        fit, engine = la.measured(train_loader, ReadOptions(la.dict_key_y, progress_bar, first, check_memory=True))
-        after = copy.copy(la)
+        task, after = measured(la.snapshot(), train_loader, progress_bar=progress_bar), _copied(la)
         with torch.no_grad():
-            mean = la.problem.mean().to(la.prior_mean.dtype)
-            joint = la.fitted() + fit if la.is_fitted else fit
-            after.adopt(joint, mean, Fingerprint.of(la.weights.model, first.witness), engine)
-        return cls(la, fit, after, engine, first.witness)
+            after.set_posterior(task.after(la.fitted() + task.fit if la.is_fitted else task.fit))
+        return cls(la, task.fit, after)
 
     def log_marginal_likelihood(self, prior_precision: Tensor | None = None) -> Tensor:
         """Log evidence of the task given the former ones, 0-dim, differentiable in δ.
@@ -174,9 +163,8 @@ class TaskFit:
 
     def finish(self) -> None:
         """Ends the task: its curvature and the present weights go over to the posterior, as by `override=False`."""
-        after = self.posterior
-        fingerprint = Fingerprint.of(self.former.weights.model, self._witness)
-        self.former.adopt(after.fitted(), after.mean, fingerprint, self._engine)
+        after = self.posterior.snapshot()
+        self.former.set_posterior(after.at(self.former.snapshot().hypers))
 
 
 @dataclass(frozen=True)
@@ -275,25 +263,29 @@ def train_task(
     check_counts(n_epochs=n_epochs, marglik_frequency=marglik_frequency, n_hypersteps=n_hypersteps)
     check_step_size(lr_hyp)
     require_rereadable(train_loader, "training reads train_loader once per epoch")
-    descent = _Descent(la, train_loader, optimizer_cls, optimizer_kwargs, scheduler_cls, scheduler_kwargs)
+    former = _copied(la)  # whose prior precision moves with the training, which may fail
+    descent = _Descent(former, train_loader, optimizer_cls, optimizer_kwargs, scheduler_cls, scheduler_kwargs)
     losses: list[float] = []
-    former_prior = la.prior_precision
-    try:
-        for epoch in trange(1, n_epochs + 1, desc="task", disable=not progress_bar):
-            losses.append(descent.epoch())
-            due = epoch > n_epochs_burnin and epoch % marglik_frequency == 0 and epoch < n_epochs
-            if due and not fix_prior_precision:
-                la.prior_precision = TaskFit.of(la, train_loader).tuned_prior_precision(n_hypersteps, lr_hyp)
-        task = TaskFit.of(la, train_loader)
-        if not fix_prior_precision:
-            la.prior_precision = task.tuned_prior_precision(n_hypersteps, lr_hyp)
-        with torch.no_grad():
-            evidence = task.log_marginal_likelihood().item()
-    except BaseException:
-        la.prior_precision = former_prior
-        raise
+    for epoch in trange(1, n_epochs + 1, desc="task", disable=not progress_bar):
+        losses.append(descent.epoch())
+        due = epoch > n_epochs_burnin and epoch % marglik_frequency == 0 and epoch < n_epochs
+        if due and not fix_prior_precision:
+            former.prior_precision = TaskFit.of(former, train_loader).tuned_prior_precision(n_hypersteps, lr_hyp)
+    task = TaskFit.of(former, train_loader)
+    if not fix_prior_precision:
+        former.prior_precision = task.tuned_prior_precision(n_hypersteps, lr_hyp)
+    with torch.no_grad():
+        evidence = task.log_marginal_likelihood().item()
     task.finish()
+    la.set_posterior(former.snapshot())
     return TaskResult(la.prior_precision.detach().clone(), evidence, losses)
+
+
+def _copied(la: ParametricLaplace) -> ParametricLaplace:
+    """Another object with the same posterior."""
+    other = copy.copy(la)
+    other.set_posterior(la.snapshot())
+    return other
 
 
 class _Descent:
@@ -359,7 +351,7 @@ class _Descent:
 def _negative_log_likelihood(la: ParametricLaplace, x: Inputs, y: Tensor) -> Tensor:
     """−log p(y | f(x)) of a batch at the model's present weights, 0-dim, at the posterior's noise and temperature."""
     likelihood = la.likelihood_object
-    f = batches.latent(called(la.weights.model, call_of(la), x))
+    f = batches.latent(called(la.weights.model, call_of(la.snapshot()), x))
     f, y = as_rows(f, y, la.channel_dim if la.channels_known else None)
     y = la.engine.checked(f, y)
     terms = likelihood.loss_terms(f, y)

@@ -21,7 +21,7 @@ from laplace.errors import TuningWarning, warn
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.network import next_token
 from laplace.network.model_guard import flags_put_back
-from laplace.posterior.parametric import ParametricLaplace
+from laplace.parametric import ParametricLaplace
 from laplace.training.online import OnlineLaplace
 
 

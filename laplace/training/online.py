@@ -32,8 +32,8 @@ from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.network import next_token
 from laplace.network.misfits import called
 from laplace.network.model_guard import own_mode, same_random_state
+from laplace.parametric import ParametricLaplace
 from laplace.posterior.first_outputs import call_of
-from laplace.posterior.parametric import ParametricLaplace
 from laplace.tuning.settings import spread
 
 
@@ -142,7 +142,7 @@ class OnlineLaplace(CheckedConstructor):
         self.model = model
         require_rereadable(train_loader, "training reads train_loader once per epoch")
         self.train_loader = train_loader
-        self.forward_fn = call_of(self.la)
+        self.forward_fn = call_of(self.la.snapshot())
         self.n_hypersteps, self.marglik_frequency = n_hypersteps, marglik_frequency
         self.n_epochs_burnin = n_epochs_burnin
         self.margliks: list[float] = []

@@ -9,8 +9,8 @@ from laplace.tuning.choose import (
     choose_prior_precision,
     report,
 )
+from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.objectives import Thresholds
-from laplace.tuning.subject import PosteriorGroup
 from laplace.tuning.tunable import Tunable
 
 __all__ = [

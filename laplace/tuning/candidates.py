@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
-from laplace.core.overrides import POSTERIOR, PREDICTIONS, is_overridden
+from laplace.core.hyperparameters import Hyperparameters
+from laplace.core.overrides import POSTERIOR, PREDICTIONS
 from laplace.core.positions import rows_of
 from laplace.core.random_numbers import drawn_seed, standard_normal
 from laplace.engines.outputs import outputs
@@ -20,12 +20,10 @@ from laplace.enums import LinkApprox, PredType
 from laplace.errors import CurvatureError
 from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian
+from laplace.posterior.posterior import Posterior
+from laplace.posterior.predictor import sampler
 from laplace.predictive import latent
 from laplace.tuning.scores import Prediction
-from laplace.tuning.settings import Setting
-
-if TYPE_CHECKING:
-    from laplace.posterior.parametric import ParametricLaplace
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Candidates:
     that candidates differ by their hyper-parameters alone.
 
     Args:
-        la: A fitted posterior; not changed.
+        posterior: A fitted posterior.
         settings: The candidates; scalar priors, and noises in equal ratios.
         predictive: Predictive, link, samples and generator.
         whole_covariance: Whether regressions have covariances `[B, C, C]`; else variances.
@@ -71,25 +69,27 @@ class Candidates:
     """
 
     def __init__(
-        self, la: ParametricLaplace, settings: list[Setting], predictive: Predictive, *, whole_covariance: bool
+        self, posterior: Posterior, settings: list[Hyperparameters], predictive: Predictive, *, whole_covariance: bool
     ) -> None:
-        latent.check_options(predictive.pred_type, predictive.link_approx, predictive.n_samples, None)
-        la.check_unchanged()
-        self.la = la
+        asked = (predictive.pred_type, predictive.link_approx, predictive.n_samples, None)
+        self.kind = latent.check_options(*asked, posterior.choices.pred_types)
+        posterior.check_unchanged()
+        self.posterior = posterior
         self.settings = settings
         self.predictive = predictive
-        self.diagonal = la.likelihood_object.target.reads_variances(
-            la.likelihood_object, predictive.link_approx, whole_covariance=whole_covariance
+        likelihood = posterior.likelihood
+        self.diagonal = likelihood.target.reads_variances(
+            likelihood, predictive.link_approx, whole_covariance=whole_covariance
         )
         self.priors = torch.cat([setting.prior_precision[:1] for setting in settings])
         # What users' own methods compute follows from nothing but calling them, at every candidate.
-        self.called = is_overridden(la, *PREDICTIONS)
+        self.called = posterior.overrides(*PREDICTIONS)
         self.scan, self.factors = None, torch.ones_like(self.priors)
-        if not is_overridden(la, *POSTERIOR):
-            first = settings[0].evidence(la)
-            weights = torch.stack([setting.evidence(la).weights.mean() for setting in settings])
+        if not posterior.overrides(*POSTERIOR):
+            first = posterior.at(settings[0]).evidence
+            weights = torch.stack([posterior.at(setting).evidence.weights.mean() for setting in settings])
             self.factors = weights / weights[0] if first.fit.curvature.weighed else torch.ones_like(weights)
-            self.scan = first.fit.curvature.scan(first.weights, la.problem.layout, **first.options)
+            self.scan = first.fit.curvature.scan(first.weights, posterior.problem.layout, **first.options)
         self.seed = shared_seed(predictive.generator, self.priors.device)
         self._steps: dict[int, Tensor] = {}
 
@@ -97,12 +97,12 @@ class Candidates:
         """Consecutive candidates that are predicted together for batches of about this size."""
         n, size = len(self.settings), 1
         apart = self.called or self.scan is None
-        likelihood = self.la.likelihood_object
+        likelihood = self.posterior.likelihood
         by_rows = likelihood.target.by_rows(likelihood, self.predictive.link_approx)
-        if self.predictive.pred_type != PredType.NN and by_rows and not apart:
-            n_outputs = self.la.fitted().n_outputs
+        if self.kind != PredType.NN and by_rows and not apart:
+            n_outputs = self.posterior.fit.n_outputs
             per_datum = n_outputs if self.diagonal else n_outputs**2
-            width = max(self.la.problem.layout.n_params, n_data * per_datum)
+            width = max(self.posterior.problem.layout.n_params, n_data * per_datum)
             size = max(1, CHUNK_BYTES // (8 * width))
         return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
@@ -115,11 +115,12 @@ class Candidates:
         """
         if self.called:
             return self._by_calling(x)
-        if self.predictive.pred_type == PredType.NN:
+        if self.kind == PredType.NN:
             return self._sampled(x)
-        x = batches.to_device(x, self.la.problem.device)
+        posterior = self.posterior
+        x = batches.to_device(x, posterior.problem.device)
         wide = self.predictive.link_approx == LinkApprox.MC
-        with closing(latent.shifted(self.la.engine.jacobian(x), self.la.refined_step)) as pieces:
+        with closing(latent.shifted(posterior.engine.jacobian(x), posterior.refined_step)) as pieces:
             parts = [(self._variances_of(replace(part, wide=wide)), f, part.positions) for part, f in pieces]
         mean = torch.cat([f for _, f, _ in parts]).to(self.priors.dtype)
         variances = [function for function, _, _ in parts]
@@ -131,35 +132,34 @@ class Candidates:
             at = self.scan.variances(jacobian, diagonal=self.diagonal)
             return lambda group: at(self.priors[group] / self.factors[group])
 
-        def held(group: slice) -> Tensor:
-            found: list[Tensor] = []
+        def one_by_one(group: slice) -> Tensor:
+            parts: list[Tensor] = []
             for setting in self.settings[group]:
-                with setting.held_by(self.la):
-                    precision = self.la.predictive_posterior()
-                    contract = precision.functional_diagonal if self.diagonal else precision.functional_variance
-                    found.append(latent.contracted(contract, jacobian))
-            return torch.stack(found)
+                precision = self.posterior.at(setting).predictive_precision()
+                contract = precision.functional_diagonal if self.diagonal else precision.functional_variance
+                parts.append(latent.contracted(contract, jacobian))
+            return torch.stack(parts)
 
-        return held
+        return one_by_one
 
     def _by_calling(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
         """Predictions by the posterior's own `__call__`, one candidate at a time."""
-        la, options = self.la, self.predictive
-        rows = outputs(la.engine, x)
-        pred_type = PredType.GP if la.structure.name == PredType.GP else options.pred_type
+        posterior, options, channel_dim = self.posterior, self.predictive, self.posterior.channel_dim
+        rows = outputs(posterior.engine, x)
+        pred_type = PredType.GP if posterior.choices.structure.name == PredType.GP else options.pred_type
 
         def predict(group: slice) -> Prediction:
-            with self.settings[group.start].held_by(la):
-                found = la(
+            with posterior.at(self.settings[group.start]).owned() as la:
+                prediction = la(
                     x, pred_type=pred_type, link_approx=options.link_approx, n_samples=options.n_samples,
                     diagonal_output=self.diagonal, generator=self._draws(),
                 )  # fmt: skip
-            if isinstance(found, Tensor):
-                return rows_of(found, la.channel_dim).values
-            mean, variance = found
+            if isinstance(prediction, Tensor):
+                return rows_of(prediction, channel_dim).values
+            mean, variance = prediction
             whole = variance.ndim > mean.ndim
-            values = variance.flatten(0, -3) if whole else rows_of(variance, la.channel_dim).values
-            return rows_of(mean, la.channel_dim).values, values
+            values = variance.flatten(0, -3) if whole else rows_of(variance, channel_dim).values
+            return rows_of(mean, channel_dim).values, values
 
         return predict, rows.values, rows.positions
 
@@ -191,7 +191,7 @@ class Candidates:
         return found / factors.view(-1, *(1,) * (found.ndim - 1))
 
     def _target(self, mean: Tensor, variance: Tensor) -> Prediction:
-        options, likelihood = self.predictive, self.la.likelihood_object
+        options, likelihood = self.predictive, self.posterior.likelihood
         return likelihood.target.summary(
             likelihood, mean, variance, options.link_approx, options.n_samples, self._draws()
         )
@@ -200,28 +200,27 @@ class Candidates:
         return torch.Generator(device=self.priors.device).manual_seed(self.seed)
 
     def _sampled(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
-        la = self.la
-        latent.refuse_refined(la.refined_step, la.engine.problem)
-        run = latent.sampler(la.engine, la.expansion_point, x, {})
+        posterior = self.posterior
+        latent.refuse_refined(posterior.refined_step, posterior.engine.problem)
+        run = latent.sampler(posterior.engine, posterior.expansion_point, x, {})
 
         def predict(group: slice) -> Prediction:
-            samples = run(la.mean + self._step(group.start)).flatten(1, -2)
-            return la.likelihood_object.target.summary_of_samples(la.likelihood_object, samples)
+            samples = run(posterior.mean + self._step(group.start)).flatten(1, -2)
+            return posterior.likelihood.target.summary_of_samples(posterior.likelihood, samples)
 
-        outputs = run(la.mean.unsqueeze(0))[0]
+        outputs = run(posterior.mean.unsqueeze(0))[0]
         return predict, outputs.flatten(0, -2), tuple(outputs.shape[1:-1])
 
     def _step(self, i: int) -> Tensor:
         """Samples of θ − θ* of one candidate `[S, P]`, kept for the next batch where all of them together are small."""
         if i in self._steps:
             return self._steps[i]
-        mean, n_samples = self.la.mean, self.predictive.n_samples
-        if is_overridden(self.la, "sample", *POSTERIOR):
-            with self.settings[i].held_by(self.la):
-                step = self.la.weight_samples(n_samples, self._draws()) - mean
+        mean, n_samples, posterior = self.posterior.mean, self.predictive.n_samples, self.posterior.at(self.settings[i])
+        if posterior.overrides("sample", *POSTERIOR):
+            step = sampler(posterior)(n_samples, self._draws()) - mean
         else:
             noise = standard_normal((n_samples, len(mean)), mean, self._draws())
-            step = self.settings[i].evidence(self.la).precision.sample(noise)
+            step = posterior.evidence.precision.sample(noise)
         if len(self.settings) * step.numel() * step.element_size() <= 8 * CHUNK_BYTES:
             self._steps[i] = step
         return step

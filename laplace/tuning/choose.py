@@ -13,13 +13,12 @@ from laplace.core.hyperparameters import check_counts, positive
 from laplace.enums import PredType, TuningMethod
 from laplace.errors import InvalidArgument, TuningWarning, warn
 from laplace.tuning.candidates import Predictive
-from laplace.tuning.evidence import negative_evidence
 from laplace.tuning.gradient_loss import SmoothLoss
 from laplace.tuning.grid import Grid, make_axes, search_grid
+from laplace.tuning.group import PosteriorGroup, negative_evidence
 from laplace.tuning.objectives import make_objective
 from laplace.tuning.optimise import Evaluate, Search, minimise
-from laplace.tuning.settings import Coordinates, Setting, checked_names, restructured, spread
-from laplace.tuning.subject import PosteriorGroup
+from laplace.tuning.settings import NAMES, Coordinates, checked_names, restructured, spread
 from laplace.tuning.validation import Validation
 
 EVIDENCE = "evidence"
@@ -89,10 +88,9 @@ class TuningResult:
     converged: bool
     notes: tuple[str, ...]
 
-    @property
-    def setting(self) -> Setting:
-        """The hyper-parameters."""
-        return Setting(self.prior_precision, self.sigma_noise, self.temperature)
+    def values_of(self, names: Sequence[str] = NAMES) -> dict[str, Tensor]:
+        """The hyper-parameters of some names."""
+        return {name: getattr(self, name) for name in names}
 
 
 def check_predictive(pred_type: Any) -> None:
@@ -110,24 +108,24 @@ def check_predictive(pred_type: Any) -> None:
     )
 
 
-def choose_prior_precision(subject: PosteriorGroup, options: TuningOptions) -> TuningResult:
+def choose_prior_precision(group: PosteriorGroup, options: TuningOptions) -> TuningResult:
     """The best prior precision by the chosen method; the posteriors are not changed.
 
     Raises:
         InvalidArgument: Unknown method or structure, or missing validation data.
     """
-    subject.check_structure(options.prior_structure)
-    layout, like = subject.layout, subject.first.prior_mean
-    now = subject.setting(("prior_precision",))
+    group.check_structure(options.prior_structure)
+    layout, like = group.layout, group.first.hypers.prior_precision
+    now = group.hypers(("prior_precision",))
     if options.method == TuningMethod.MARGLIK:
         start = replace(now, prior_precision=spread(options.init_prior_prec, options.prior_structure, layout, like))
         coordinates = Coordinates(("prior_precision",), start)
         search = minimise(
-            negative_evidence(subject, coordinates), coordinates.vector(), method="adam", n_steps=options.n_steps,
+            negative_evidence(group, coordinates), coordinates.vector(), method="adam", n_steps=options.n_steps,
             lr=options.lr, tolerance=0.0, label=EVIDENCE, progress_bar=options.progress_bar,
         )  # fmt: skip
         unused = "val_loader is not used by method='marglik'; use method='gridsearch' to tune on validation data"
-        result = _by_evidence(subject, _moved(coordinates, search, sign=-1))
+        result = _by_evidence(group, _moved(coordinates, search, sign=-1))
         return result if options.val_loader is None else replace(result, notes=(unused, *result.notes))
     if options.method in (TuningMethod.GRIDSEARCH, TuningMethod.CV):
         if options.val_loader is None:
@@ -135,7 +133,7 @@ def choose_prior_precision(subject: PosteriorGroup, options: TuningOptions) -> T
         # One value is searched, whatever the structure it is then written in: the posterior is the same.
         structured = spread(1.0, options.prior_structure, layout, like)
         return _on_grid(
-            subject, {"prior_precision": _powers(options, like)}, options.loss, Validation(options.val_loader),
+            group, {"prior_precision": _powers(options, like)}, options.loss, Validation(options.val_loader),
             options.predictive, structured, progress_bar=options.progress_bar,
         )  # fmt: skip
     raise InvalidArgument(f"method={options.method!r}; accepted are 'marglik', 'gridsearch' and 'CV'.")
@@ -155,18 +153,18 @@ def _powers(options: TuningOptions, like: Tensor) -> Tensor:
     return positive(name, torch.logspace(low, high, n, base, dtype=like.dtype, device=like.device))
 
 
-def choose_hyperparameters(subject: PosteriorGroup, options: SearchOptions) -> TuningResult:
+def choose_hyperparameters(group: PosteriorGroup, options: SearchOptions) -> TuningResult:
     """The best hyper-parameters by the chosen objective; the posteriors are not changed.
 
     Raises:
         InvalidArgument: Arguments that do not belong together, or no finite objective.
     """
-    subject.check_structure(options.prior_structure)
+    group.check_structure(options.prior_structure)
     by_evidence = isinstance(options.objective, str) and options.objective == EVIDENCE
-    has_noise = subject.likelihood.has_noise
+    has_noise = group.likelihood.has_noise
     names = checked_names(options.tune, has_noise=has_noise, by_evidence=by_evidence)
-    now = subject.setting(names)
-    prior = restructured(now.prior_precision, options.prior_structure, subject.layout)
+    now = group.hypers(names)
+    prior = restructured(now.prior_precision, options.prior_structure, group.layout)
     start = replace(now, prior_precision=prior) if "prior_precision" in names else now
     method = options.method or ("lbfgs" if by_evidence else "grid")
     if method != "grid" and options.grid is not None:
@@ -174,20 +172,18 @@ def choose_hyperparameters(subject: PosteriorGroup, options: SearchOptions) -> T
     coordinates = Coordinates(names, start)
     if by_evidence:
         _refuse_data(options, method)
-        found = _climbed(negative_evidence(subject, coordinates), coordinates, options, method, sign=-1)
-        return _by_evidence(subject, found)
+        found = _climbed(negative_evidence(group, coordinates), coordinates, options, method, sign=-1)
+        return _by_evidence(group, found)
     if options.val_loader is None:
         raise InvalidArgument(f"objective={options.objective!r} needs val_loader=, the validation data.")
     validation = Validation(options.val_loader, options.ood_loader, options.ood_weight)
     if method == "grid":
         axes = make_axes(names, options.grid, now.prior_precision)
         return _on_grid(
-            subject, axes, options.objective, validation, options.predictive, prior, progress_bar=options.progress_bar
+            group, axes, options.objective, validation, options.predictive, prior, progress_bar=options.progress_bar
         )
-    objective = make_objective(options.objective, subject.likelihood)
-    loss = SmoothLoss(
-        subject, coordinates, objective, validation, options.predictive, progress_bar=options.progress_bar
-    )
+    objective = make_objective(options.objective, group.likelihood)
+    loss = SmoothLoss(group, coordinates, objective, validation, options.predictive, progress_bar=options.progress_bar)
     return _climbed(loss, coordinates, options, method, sign=1)
 
 
@@ -238,7 +234,7 @@ def _moved(coordinates: Coordinates, search: Search, *, sign: int) -> TuningResu
         notes.append(f"the best value has a hyper-parameter at the bound of the search, 1e-10 or 1e10: the {names} may "
                      "have no finite optimum")  # fmt: skip
     with torch.no_grad():
-        best = coordinates.setting(search.best)
+        best = coordinates.hypers(search.best)
     values = torch.tensor([sign * value for value in search.values], dtype=torch.float64)
     value = sign * search.best_value
     return TuningResult(
@@ -246,14 +242,14 @@ def _moved(coordinates: Coordinates, search: Search, *, sign: int) -> TuningResu
     )
 
 
-def _by_evidence(subject: PosteriorGroup, result: TuningResult) -> TuningResult:
+def _by_evidence(group: PosteriorGroup, result: TuningResult) -> TuningResult:
     """The result, with a note where a truncated curvature leaves out more than the prior adds.
 
     Directions that were cut count as if the data said nothing of them, so that their log det P / P₀ is missing, and
     with it what keeps the prior precision from falling.
     """
     scale = 1 / (result.sigma_noise.square().min() * result.temperature)
-    cut = max(la.fitted().curvature.tail for la in subject.posteriors) * scale.item()
+    cut = max(posterior.fit.curvature.tail for posterior in group.posteriors) * scale.item()
     smallest = result.prior_precision.min().item()
     if cut <= smallest:
         return result
@@ -265,7 +261,7 @@ def _by_evidence(subject: PosteriorGroup, result: TuningResult) -> TuningResult:
 
 
 def _on_grid(
-    subject: PosteriorGroup,
+    group: PosteriorGroup,
     axes: dict[str, Tensor],
     loss: Any,
     validation: Validation,
@@ -275,7 +271,7 @@ def _on_grid(
     progress_bar: bool,
 ) -> TuningResult:
     """The best candidate of a grid; a tuned prior precision is written in the structure of `prior`."""
-    objective = make_objective(loss, subject.likelihood)
+    objective = make_objective(loss, group.likelihood)
     if objective.thresholds:
         if tuple(axes) != ("prior_precision",):
             raise InvalidArgument("Thresholds choose a prior precision; give tune='prior_precision'.")
@@ -285,14 +281,14 @@ def _on_grid(
                 "objective, such as 'nll'."
             )
         axes = {"prior_precision": axes["prior_precision"].sort().values}
-    now = subject.setting(tuple(axes))
+    now = group.hypers(tuple(axes))
     if "prior_precision" not in axes and now.prior_precision.numel() > 1:
         raise InvalidArgument(
             "a grid of noises or temperatures needs one prior precision for all parameters, or one that is tuned too; "
             "tune='prior_precision' as well, or use method='lbfgs'."
         )
     grid = Grid.over(axes, now)
-    found = search_grid(subject, grid, objective, validation, predictive, progress_bar=progress_bar)
+    found = search_grid(group, grid, objective, validation, predictive, progress_bar=progress_bar)
     best = grid.settings[found.place]
     chosen = best.prior_precision
     chosen = chosen.expand_as(prior).clone() if "prior_precision" in axes else chosen

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,24 +20,22 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
-from laplace.core.overrides import POSTERIOR, PREDICTIONS, is_overridden
+from laplace.core.overrides import POSTERIOR, PREDICTIONS
 from laplace.core.positions import rows_that_count
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import own_mode
+from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
 from laplace.predictive.mixing import mixed
 from laplace.structures.base import Precision
 from laplace.tuning.candidates import Predictive, shared_seed
+from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.objectives import Objective
 from laplace.tuning.scores import Prediction
-from laplace.tuning.settings import Coordinates, Setting
-from laplace.tuning.subject import PosteriorGroup
+from laplace.tuning.settings import Coordinates
 from laplace.tuning.validation import Validation, at_rows, checked_rows, entropy_of
-
-if TYPE_CHECKING:
-    from laplace.posterior.parametric import ParametricLaplace
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class SmoothLoss:
     """A validation loss of linearised predictions; the network runs once, when it is made.
 
     Args:
-        la: A fitted posterior, or several that predict as a mixture; not changed.
+        group: A fitted posterior, or several that predict as a mixture.
         coordinates: What is tuned.
         objective: The loss.
         validation: The data.
@@ -81,7 +78,7 @@ class SmoothLoss:
 
     def __init__(
         self,
-        la: ParametricLaplace | PosteriorGroup,
+        group: PosteriorGroup,
         coordinates: Coordinates,
         objective: Objective,
         validation: Validation,
@@ -89,16 +86,17 @@ class SmoothLoss:
         *,
         progress_bar: bool = False,
     ) -> None:
-        kind = latent.check_options(predictive.pred_type, predictive.link_approx, predictive.n_samples, None)
-        if kind == PredType.NN or objective.thresholds:
-            what = "pred_type='nn'" if kind == PredType.NN else "Thresholds"
+        asked = (predictive.pred_type, predictive.link_approx, predictive.n_samples, None)
+        kinds = [latent.check_options(*asked, posterior.choices.pred_types) for posterior in group.posteriors]
+        if PredType.NN in kinds or objective.thresholds:
+            what = "pred_type='nn'" if PredType.NN in kinds else "Thresholds"
             raise InvalidArgument(f"{what} has no gradient in the hyper-parameters; use method='grid'.")
-        self.subject = PosteriorGroup.of(la)
-        for posterior in self.subject.posteriors:
+        self.group = group
+        for posterior in group.posteriors:
             posterior.check_unchanged()
-            if is_overridden(posterior, *PREDICTIONS):
+            if posterior.overrides(*PREDICTIONS):
                 raise InvalidArgument(
-                    f"class {type(posterior).__name__} predicts by a method of its own (one of "
+                    f"class {type(posterior.owner).__name__} predicts by a method of its own (one of "
                     f"{', '.join(PREDICTIONS)}), whose gradient in the hyper-parameters is not known; use "
                     "method='grid'."
                 )
@@ -106,12 +104,12 @@ class SmoothLoss:
         self.objective = objective
         self.validation = validation
         self.predictive = predictive
-        likelihood = self.subject.likelihood
+        likelihood = group.likelihood
         self.diagonal = likelihood.target.reads_variances(
             likelihood, predictive.link_approx, whole_covariance=objective.whole_covariance
         )
         with own_mode(), torch.no_grad():
-            first = self.subject.first
+            first = group.first
             data = validation.batches(first, progress_bar=progress_bar)
             self.data = [self._run(*batch) for batch in data]
             self.foreign: list[list[Batch]] = []
@@ -119,19 +117,19 @@ class SmoothLoss:
                 self.entropy = entropy_of(likelihood)
                 foreign = validation.foreign(first, progress_bar=progress_bar)
                 self.foreign = [self._run(*batch) for batch in foreign]
-        self.seed = shared_seed(predictive.generator, first.prior_precision.device)
+        self.seed = shared_seed(predictive.generator, first.hypers.device)
 
     def __call__(self, logs: Tensor) -> tuple[float, Tensor]:
         """The loss and its gradient at logarithms `[n]`."""
-        if any(is_overridden(la, *POSTERIOR) for la in self.subject.posteriors):
+        if any(posterior.overrides(*POSTERIOR) for posterior in self.group.posteriors):
             return self._through_users_methods(logs)
         with own_mode(), torch.enable_grad():
             leaf = logs.clone().requires_grad_()
-            setting = self.coordinates.setting(leaf)
-            precisions = [setting.evidence(la).precision for la in self.subject.posteriors]
+            group = self.group.at(self.coordinates.hypers(leaf))
+            precisions = [posterior.evidence.precision for posterior in group.posteriors]
             # What a precision keeps must not depend on who asks first: with a graph, or without.
-            still = self.coordinates.setting(logs.detach())
-            constants = [still.evidence(la).precision for la in self.subject.posteriors]
+            still = self.group.at(self.coordinates.hypers(logs.detach()))
+            constants = [posterior.evidence.precision for posterior in still.posteriors]
             pairs = list(zip(precisions, constants, strict=True))
             every = [*self.data, *self.foreign]
             variances = [
@@ -141,7 +139,7 @@ class SmoothLoss:
                 ]
                 for batch in every
             ]
-            loss = self._loss(variances, setting)
+            loss = self._loss(variances, group)
             if not loss.requires_grad:
                 raise InvalidArgument(
                     f"{self.objective.name} cannot be differentiated; use method='grid', or compute it with torch."
@@ -159,15 +157,12 @@ class SmoothLoss:
         """The same where users compute the posterior, of which only autograd knows the derivative."""
         with own_mode(), torch.enable_grad():
             leaf = logs.clone().requires_grad_()
-            setting = self.coordinates.setting(leaf)
+            group = self.group.at(self.coordinates.hypers(leaf))
             variances = [
-                [
-                    self._held_variance(la, setting, part)
-                    for la, part in zip(self.subject.posteriors, batch, strict=True)
-                ]
+                [self._users_variance(one, part) for one, part in zip(group.posteriors, batch, strict=True)]
                 for batch in (*self.data, *self.foreign)
             ]
-            loss = self._loss(variances, setting)
+            loss = self._loss(variances, group)
             if not loss.requires_grad:
                 raise InvalidArgument(
                     f"{self.objective.name} does not depend on the hyper-parameters in a way that autograd knows; use "
@@ -176,17 +171,16 @@ class SmoothLoss:
             (gradient,) = torch.autograd.grad(loss, leaf)
             return loss.item(), gradient
 
-    def _held_variance(self, la: ParametricLaplace, setting: Setting, batch: Batch) -> Tensor:
+    def _users_variance(self, posterior: Posterior, batch: Batch) -> Tensor:
         """`[B, C]` or `[B, C, C]`, with its graph."""
-        with setting.held_by(la):
-            precision = la.predictive_posterior()
-            contract = precision.functional_diagonal if self.diagonal else precision.functional_variance
-            return torch.cat([contract(jacobian) for jacobian in batch.jacobians])
+        precision = posterior.predictive_precision()
+        contract = precision.functional_diagonal if self.diagonal else precision.functional_variance
+        return torch.cat([contract(jacobian) for jacobian in batch.jacobians])
 
     def _run(self, name: str, x: Inputs, y: Tensor | None = None) -> list[Batch]:
         """One pass of every network over a batch."""
         with named(name):
-            return [_passed(la, x, y) for la in self.subject.posteriors]
+            return [_passed(posterior, x, y) for posterior in self.group.posteriors]
 
     def _variance(self, precision: Precision, batch: Batch) -> Tensor:
         """`[B, C]` or `[B, C, C]`, without gradient."""
@@ -195,13 +189,13 @@ class SmoothLoss:
         with torch.no_grad():
             return torch.cat([contract(replace(jacobian, wide=wide)) for jacobian in batch.jacobians])
 
-    def _loss(self, variances: list[list[Tensor]], setting: Setting) -> Tensor:
-        weights = self.subject.weights(setting)
-        loss = self._mean_of(self.objective, self.data, variances[: len(self.data)], setting.sigma_noise, weights)
+    def _loss(self, variances: list[list[Tensor]], group: PosteriorGroup) -> Tensor:
+        weights, sigma = group.weights(), group.first.hypers.sigma_noise
+        loss = self._mean_of(self.objective, self.data, variances[: len(self.data)], sigma, weights)
         if not self.foreign:
             return loss
         outside = variances[len(self.data) :]
-        entropy = self._mean_of(self.entropy, self.foreign, outside, setting.sigma_noise, weights)
+        entropy = self._mean_of(self.entropy, self.foreign, outside, sigma, weights)
         ratio = sum(batch[0].n_data for batch in self.foreign) / sum(batch[0].n_data for batch in self.data)
         return loss - self.validation.ood_weight * ratio * entropy
 
@@ -221,7 +215,7 @@ class SmoothLoss:
         return running.result()
 
     def _predicted(self, batch: Batch, variance: Tensor) -> Prediction:
-        options, likelihood = self.predictive, self.subject.likelihood
+        options, likelihood = self.predictive, self.group.likelihood
         draws = torch.Generator(device=variance.device).manual_seed(self.seed)
         return likelihood.target.summary(
             likelihood, batch.mean, variance, options.link_approx, options.n_samples, draws
@@ -239,15 +233,15 @@ class SmoothLoss:
         return total
 
 
-def _passed(la: ParametricLaplace, x: Inputs, y: Tensor | None) -> Batch:
+def _passed(posterior: Posterior, x: Inputs, y: Tensor | None) -> Batch:
     """One pass of a network over a batch."""
-    x = batches.to_device(x, la.problem.device)
-    with closing(latent.shifted(la.engine.jacobian(x), la.refined_step)) as pieces:
+    x = batches.to_device(x, posterior.problem.device)
+    with closing(latent.shifted(posterior.engine.jacobian(x), posterior.refined_step)) as pieces:
         parts = list(pieces)
-    mean = torch.cat([f for _, f in parts]).to(la.prior_precision.dtype)
+    mean = torch.cat([f for _, f in parts]).to(posterior.hypers.dtype)
     positions = parts[0][0].positions
-    y = checked_rows(la, mean, y, positions)
-    kept = rows_that_count(y, positions, la.likelihood_object.ignore_index)
+    y = checked_rows(posterior, mean, y, positions)
+    kept = rows_that_count(y, positions, posterior.likelihood.ignore_index)
     return Batch([jacobian for jacobian, _ in parts], mean, y, kept)
 
 

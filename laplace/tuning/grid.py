@@ -12,15 +12,14 @@ from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
-from laplace.core.hyperparameters import positive
+from laplace.core.hyperparameters import Hyperparameters, positive
 from laplace.core.positions import rows_that_count
 from laplace.errors import CurvatureError, InvalidArgument
 from laplace.network.model_guard import own_mode
 from laplace.tuning.candidates import Predict, Predictive
+from laplace.tuning.group import CandidateSet, PosteriorGroup
 from laplace.tuning.objectives import Objective, Running
 from laplace.tuning.scores import Prediction
-from laplace.tuning.settings import Setting
-from laplace.tuning.subject import CandidateSet, PosteriorGroup
 from laplace.tuning.validation import Validation, at_rows, checked_rows, entropy_of
 
 _RANGES = {"prior_precision": (-4, 4), "sigma_noise": (-2, 2), "temperature": (-2, 2)}
@@ -39,7 +38,7 @@ class Grid:
     """
 
     axes: dict[str, Tensor]
-    settings: list[Setting]
+    settings: list[Hyperparameters]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,7 +46,7 @@ class Grid:
         return tuple(len(values) for values in self.axes.values())
 
     @classmethod
-    def over(cls, axes: dict[str, Tensor], now: Setting) -> Grid:
+    def over(cls, axes: dict[str, Tensor], now: Hyperparameters) -> Grid:
         """A grid around what a posterior has now.
 
         Args:
@@ -103,7 +102,7 @@ class Found:
 
 
 def search_grid(
-    subject: PosteriorGroup,
+    group: PosteriorGroup,
     grid: Grid,
     objective: Objective,
     validation: Validation,
@@ -117,17 +116,17 @@ def search_grid(
         InvalidData: No validation data.
         InvalidArgument: No candidate with a finite loss, or none that meets the thresholds.
     """
-    la = subject.first
+    first = group.first
     with own_mode(), torch.no_grad():
-        candidates = subject.candidates(grid.settings, predictive, whole_covariance=objective.whole_covariance)
+        candidates = group.candidates(grid.settings, predictive, whole_covariance=objective.whole_covariance)
         losses = Losses(candidates, objective)
-        for name, x, y in validation.batches(la, label="grid search", progress_bar=progress_bar):
+        for name, x, y in validation.batches(first, label="grid search", progress_bar=progress_bar):
             with named(name):
                 losses.update(x, y)
         values = losses.results()
         if validation.ood_loader is not None:
-            entropies = Losses(candidates, entropy_of(la.likelihood_object))
-            for name, x in validation.foreign(la, progress_bar=progress_bar):
+            entropies = Losses(candidates, entropy_of(group.likelihood))
+            for name, x in validation.foreign(first, progress_bar=progress_bar):
                 with named(name):
                     entropies.update(x, None)
             # Both are sums in equation 12: over N_val data that count, and over N_out foreign inputs.
@@ -160,8 +159,9 @@ class Losses:
     def update(self, x: Inputs, y: Tensor | None) -> None:
         """Takes in one batch; without targets, one of foreign inputs."""
         predict, f, positions = self.candidates.prepare(x)
-        y = checked_rows(self.candidates.la, f, y, positions)
-        kept = rows_that_count(y, positions, self.candidates.la.likelihood_object.ignore_index)
+        posterior = self.candidates.posterior
+        y = checked_rows(posterior, f, y, positions)
+        kept = rows_that_count(y, positions, posterior.likelihood.ignore_index)
         self.n_data += len(y) if kept is None else len(kept)
         if not self._groups:
             self._groups = self.candidates.groups(len(f))

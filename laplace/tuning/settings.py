@@ -1,78 +1,20 @@
-"""Hyper-parameters as values: a setting, and the vector of logarithms that a search moves."""
+"""Hyper-parameters as the vector of logarithms that a search moves; priors of other structures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from laplace.core.hyperparameters import as_tensor, check_length, positive
+from laplace.core.hyperparameters import Hyperparameters, as_tensor, check_length, positive
 from laplace.core.layout import Layout
-from laplace.core.overrides import EVIDENCE, HYPERPARAMETERS, is_overridden
 from laplace.enums import PriorStructure
 from laplace.errors import InvalidArgument
-from laplace.evidence import Evidence
-
-if TYPE_CHECKING:
-    from laplace.posterior.parametric import ParametricLaplace
 
 NAMES = ("prior_precision", "sigma_noise", "temperature")
 """What can be tuned."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One value of every hyper-parameter.
-
-    Attributes:
-        prior_precision: δ, `[1]`, `[n_tensors]` or `[P]`.
-        sigma_noise: σ, 0-dim or `[C]`.
-        temperature: T, 0-dim.
-    """
-
-    prior_precision: Tensor
-    sigma_noise: Tensor
-    temperature: Tensor
-
-    @classmethod
-    def of(cls, la: ParametricLaplace) -> Setting:
-        """What a posterior has now, without a graph."""
-        return cls(la.prior_precision.detach(), la.sigma_noise.detach(), la.temperature.detach())
-
-    def evidence(self, la: ParametricLaplace) -> Evidence:
-        """The evidence of a posterior at this setting; the posterior is not changed."""
-        if is_overridden(la, *HYPERPARAMETERS):
-            with self.held_by(la):
-                return la.evidence()
-        now = la.evidence()
-        prior = replace(now.prior, precision=self.prior_precision)
-        return replace(now, prior=prior, sigma_noise=self.sigma_noise, temperature=self.temperature)
-
-    def log_evidence(self, la: ParametricLaplace) -> Tensor:
-        """Log p(D) of a posterior at this setting, 0-dim, with its graph, by a user's own terms where there are any."""
-        if not is_overridden(la, "log_marginal_likelihood", *EVIDENCE):
-            return self.evidence(la).log_marginal_likelihood
-        with self.held_by(la):
-            return la.log_marginal_likelihood()
-
-    def held_by(self, la: ParametricLaplace) -> AbstractContextManager[None]:
-        """The posterior at this setting for the length of a block: for what users' own methods compute of it."""
-        return la.held(prior_precision=self.prior_precision, sigma_noise=self.sigma_noise, temperature=self.temperature)
-
-    def assign(self, la: ParametricLaplace, names: Sequence[str] = NAMES) -> None:
-        """Gives a posterior these values, all of them or, if one is refused, none."""
-        former = Setting.of(la)
-        try:
-            for name in names:
-                setattr(la, name, getattr(self, name))
-        except BaseException:
-            for name in names:
-                setattr(la, name, getattr(former, name))
-            raise
 
 
 @dataclass(frozen=True)
@@ -85,14 +27,14 @@ class Coordinates:
     """
 
     names: tuple[str, ...]
-    start: Setting
+    start: Hyperparameters
 
     def vector(self) -> Tensor:
         """Logarithms of the start, `[n]`, float64."""
         return torch.cat([getattr(self.start, name).reshape(-1) for name in self.names]).double().log()
 
-    def setting(self, logs: Tensor) -> Setting:
-        """The setting at a vector of logarithms `[n]`, with its graph."""
+    def hypers(self, logs: Tensor) -> Hyperparameters:
+        """The hyper-parameters at a vector of logarithms `[n]`, with its graph."""
         shapes = [getattr(self.start, name).shape for name in self.names]
         parts = logs.exp().to(self.start.prior_precision.dtype).split([shape.numel() for shape in shapes])
         values = {name: part.view(shape) for name, shape, part in zip(self.names, shapes, parts, strict=True)}

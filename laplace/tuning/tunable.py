@@ -11,6 +11,7 @@ from torch import Tensor
 
 from laplace.core.arguments import checked
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
+from laplace.posterior.posterior import Posterior
 from laplace.tuning.candidates import Predictive
 from laplace.tuning.choose import (
     SearchOptions,
@@ -21,7 +22,7 @@ from laplace.tuning.choose import (
     choose_prior_precision,
     report,
 )
-from laplace.tuning.subject import PosteriorGroup
+from laplace.tuning.group import PosteriorGroup
 
 
 class Tunable(ABC):
@@ -35,8 +36,12 @@ class Tunable(ABC):
 
     @property
     @abstractmethod
-    def _subject(self) -> PosteriorGroup:
-        """The posteriors that are tuned."""
+    def _group(self) -> PosteriorGroup:
+        """The posteriors that are tuned, as they are now."""
+
+    @abstractmethod
+    def _take_over(self, posteriors: tuple[Posterior, ...]) -> None:
+        """Takes over the tuned posteriors, in their order."""
 
     @checked
     def optimize_prior_precision(
@@ -99,13 +104,13 @@ class Tunable(ABC):
             log_prior_prec_base=log_prior_prec_base, progress_bar=progress_bar,
             predictive=Predictive(str(pred_type), str(link_approx), n_samples, generator),
         )  # fmt: skip
-        subject = self._subject
-        with subject.same_random_states():
-            result = choose_prior_precision(subject, options)
+        group = self._group
+        with group.same_random_states():
+            result = choose_prior_precision(group, options)
         report(result)
-        subject.assign(result.setting, ("prior_precision",))
+        self._take_over(group.assigned(prior_precision=result.prior_precision))
         if verbose:
-            print(f"Optimized prior precision is {subject.first.prior_precision}.")  # noqa: T201
+            print(f"Optimized prior precision is {result.prior_precision}.")  # noqa: T201
 
     @checked
     def optimize_hyperparameters(
@@ -171,9 +176,9 @@ class Tunable(ABC):
             progress_bar=progress_bar,
             predictive=Predictive(str(pred_type), str(link_approx), n_samples, generator),
         )  # fmt: skip
-        subject = self._subject
-        with subject.same_random_states():
-            result = choose_hyperparameters(subject, options)
+        group = self._group
+        with group.same_random_states():
+            result = choose_hyperparameters(group, options)
         report(result)
-        subject.assign(result.setting)
+        self._take_over(group.assigned(**result.values_of()))
         return result

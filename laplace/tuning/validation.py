@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +20,9 @@ from laplace.errors import InvalidArgument, InvalidData
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.checks import check_outputs
 from laplace.network import next_token
+from laplace.posterior.posterior import Posterior
 from laplace.tuning.objectives import MeanScore, Objective
 from laplace.tuning.scores import Prediction, find_score
-
-if TYPE_CHECKING:
-    from laplace.posterior.parametric import ParametricLaplace
 
 
 @dataclass(frozen=True)
@@ -51,30 +49,30 @@ class Validation:
             )
 
     def batches(
-        self, la: ParametricLaplace, *, label: str = "validation", progress_bar: bool = False
+        self, posterior: Posterior, *, label: str = "validation", progress_bar: bool = False
     ) -> Iterator[tuple[str, Inputs, Tensor]]:
         """Name of a batch, inputs and targets of the validation data that count, on the posterior's device.
 
         Args:
-            la: The posterior.
+            posterior: The posterior.
             label: Name of the progress bar.
             progress_bar: Show one.
 
         Raises:
             InvalidData: There are none.
         """
-        device, ignored, empty = la.prior_precision.device, la.likelihood_object.ignore_index, True
+        device, ignored, empty = posterior.hypers.device, posterior.likelihood.ignore_index, True
         for number, batch in enumerate(tqdm(self.loader, desc=label, disable=not progress_bar)):
             name = f"validation batch {number}"
             with named(name):
-                kept = next_token.counted(batch, la.dict_key_y, device, ignored, la.weights.model)
+                kept = next_token.counted(batch, posterior.choices.dict_key_y, device, ignored, posterior.model)
             if kept is not None:
                 empty = False
                 yield name, *kept
         if empty:
             raise InvalidData("the validation loader gave no data that count; the hyper-parameters are as they were.")
 
-    def foreign(self, la: ParametricLaplace, *, progress_bar: bool = False) -> Iterator[tuple[str, Inputs]]:
+    def foreign(self, posterior: Posterior, *, progress_bar: bool = False) -> Iterator[tuple[str, Inputs]]:
         """Name of a batch and inputs from elsewhere, on the posterior's device.
 
         Raises:
@@ -83,16 +81,16 @@ class Validation:
         empty = True
         for number, batch in enumerate(tqdm(self.ood_loader or (), desc="foreign inputs", disable=not progress_bar)):
             empty = False
-            yield f"batch {number} of ood_loader", batches.to_device(batches.inputs(batch), la.prior_precision.device)
+            yield f"batch {number} of ood_loader", batches.to_device(batches.inputs(batch), posterior.hypers.device)
         if empty:
             raise InvalidData("ood_loader gave no inputs; the hyper-parameters are as they were.")
 
 
-def checked_rows(la: ParametricLaplace, f: Tensor, y: Tensor | None, positions: tuple[int, ...]) -> Tensor:
+def checked_rows(posterior: Posterior, f: Tensor, y: Tensor | None, positions: tuple[int, ...]) -> Tensor:
     """Checked targets of outputs f `[B, C]`; zeros `[B]` of foreign inputs, which have none.
 
     Args:
-        la: The posterior.
+        posterior: The posterior.
         f: Outputs; with positions, B are rows, data × positions.
         y: Targets as the loader gives them, or None.
         positions: Their dimensions.
@@ -100,7 +98,7 @@ def checked_rows(la: ParametricLaplace, f: Tensor, y: Tensor | None, positions: 
     if y is None:
         check_outputs(f)
         return torch.zeros(len(f), dtype=torch.long, device=f.device)
-    return la.likelihood_object.check_targets(f, target_rows(y, f, positions, la.channel_dim))
+    return posterior.likelihood.check_targets(f, target_rows(y, f, positions, posterior.channel_dim))
 
 
 def at_rows(prediction: Prediction, rows: Tensor | None) -> Prediction:

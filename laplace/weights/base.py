@@ -1,10 +1,12 @@
-"""Which coordinates of the parameters are random: the axis that turns a model into a `Problem`."""
+"""The choice of the random coordinates among the parameters: the axis that turns a model into a `Problem`."""
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -14,7 +16,7 @@ from laplace.weights.problem import Problem
 
 
 class Weights(ABC):
-    """A choice of random coordinates, bound to a model.
+    """A choice of random coordinates, bound to a model; what is found out later makes another one.
 
     Args:
         model: The network, kept by reference and never written to.
@@ -24,8 +26,11 @@ class Weights(ABC):
         InvalidType: The network is no module.
 
     Attributes:
-        problem: What backends see; None for a last layer that is not known before `discover`.
+        arguments: Names that posteriors' constructors have for its options, with its own names for them.
+        problem: What backends see; None for a last layer that is not known yet.
     """
+
+    arguments: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, model: nn.Module, forward_fn: ForwardFn | None = None) -> None:
         self.model = unwrap(require_module(model))
@@ -38,11 +43,11 @@ class Weights(ABC):
 
     @abstractmethod
     def embed(self, samples: Tensor) -> Tensor:
-        """Samples `[S, P]` of the treated coordinates as users expect them from `la.sample`."""
+        """Samples `[S, P]` of the random coordinates as users expect them from `la.sample`."""
 
     @abstractmethod
     def restrict_prior(self, values: Tensor) -> Tensor:
-        """A prior `[n]` given for more than the treated coordinates, restricted to them; others are returned as is."""
+        """A prior `[n]` given for more than the random coordinates, restricted to them; others are returned as is."""
 
     def named(self, name: str) -> Problem | None:
         """The problem of a layer by name, for choices that are one; else the problem as it is."""
@@ -52,11 +57,18 @@ class Weights(ABC):
         """The model and the arguments with which a backend is made for this choice."""
         return self.called, {}
 
-    def call_by(self, forward_fn: ForwardFn | None) -> None:
-        """Calls the model in another way from now on."""
-        self.forward_fn = forward_fn
-        if self.problem is not None:
-            self.problem = replace(self.problem, forward_fn=forward_fn)
+    def with_problem(self, problem: Problem) -> Weights:
+        """The same choice, of which the problem is known."""
+        other = copy.copy(self)
+        other.problem = problem
+        return other
+
+    def called_by(self, forward_fn: ForwardFn | None) -> Weights:
+        """The same choice, of a model that is called in another way."""
+        other = copy.copy(self)
+        other.forward_fn = forward_fn
+        other.problem = None if self.problem is None else replace(self.problem, forward_fn=forward_fn)
+        return other
 
     @property
     def called(self) -> nn.Module:
@@ -64,7 +76,7 @@ class Weights(ABC):
         return self.model if self.forward_fn is None else Called(self.model, self.forward_fn)
 
     def state(self) -> dict[str, Any]:
-        """What identifies the choice in a state dict."""
+        """Identification of the choice in a state dict."""
         return {}
 
 
@@ -82,7 +94,7 @@ class Called(nn.Module):
         self.forward_fn = forward_fn
 
     def forward(self, x: Inputs) -> Any:
-        """What `forward_fn` returns."""
+        """Output of `forward_fn`."""
         return self.forward_fn(self.module, x)
 
 

@@ -59,11 +59,11 @@ def require_linear(model: nn.Module, name: str) -> str:
         InvalidArgument: There is no module of this name, or it is of another type.
     """
     modules = dict(unwrap(model).named_modules())
-    found = dict(unwrap(model).named_modules(remove_duplicate=False)).get(name)
-    if isinstance(found, LINEAR):
-        return next(first for first, module in modules.items() if module is found)
+    layer = dict(unwrap(model).named_modules(remove_duplicate=False)).get(name)
+    if isinstance(layer, LINEAR):
+        return next(first for first, module in modules.items() if module is layer)
     linear = [key for key, module in modules.items() if isinstance(module, LINEAR)]
-    what = "not a module of this model" if found is None else f"of type {type(found).__name__}"
+    what = "not a module of this model" if layer is None else f"of type {type(layer).__name__}"
     mend = f"Pass last_layer_name= with the name of one that the model calls last; it has {linear[-5:]}."
     if not linear:
         mend = "The model has none: use subset_of_weights='all' or 'subnetwork'."
@@ -83,14 +83,14 @@ def hooks_fire(model: nn.Module) -> Iterator[None]:
 
 
 def has_parameters(name: str, module: nn.Module) -> bool:
-    """Whether a module of this name is a layer, or holds one."""
+    """True if a module of this name is a layer, or holds one."""
     # The modules inside a parametrised layer (weight norm) make its weight; they are not layers.
     inside_parametrisation = "parametrizations" in name.split(".")
     return not inside_parametrisation and any(True for _ in module.parameters())
 
 
 def has_run_inside(name: str, finished: list[str]) -> bool:
-    """Whether a call of one of a module's own submodules is among those that ended."""
+    """True if a call of one of a module's own submodules is among those that ended."""
     prefix = f"{name}." if name else ""
     return any(other != name and other.startswith(prefix) for other in finished)
 

@@ -36,6 +36,8 @@ class LastLayer(Weights):
         InvalidArgument: Unknown reduction, or the named module is neither an `nn.Linear` nor a convolution.
     """
 
+    arguments = {"last_layer_name": "name", "feature_reduction": "reduction"}  # noqa: RUF012
+
     def __init__(
         self,
         model: nn.Module,
@@ -52,10 +54,10 @@ class LastLayer(Weights):
             self.problem = self._problem(require_linear(self.model, name))
 
     def discover(self, x: Inputs) -> Problem:
-        if self.problem is None:
-            self._check_trunk()
-            self.problem = self._problem(self._found(x))
-        return self.problem
+        if self.problem is not None:
+            return self.problem
+        self._check_trunk()
+        return self._problem(self._found(x))
 
     def _check_trunk(self) -> None:
         """Warns where the features of a datum depend on its batch, which the head alone does not show."""
@@ -102,8 +104,8 @@ class LastLayer(Weights):
         prefix = f"{name}." if name else ""
         tensors = {f"{prefix}{key}": tensor for key, tensor in head.named_parameters()}
         # A head that is frozen altogether is still random; one with a frozen part keeps that part fixed.
-        treated = {key: tensor for key, tensor in tensors.items() if tensor.requires_grad} or tensors
-        slots = tuple(ParameterSlice(key, tensor.shape) for key, tensor in treated.items())
+        random = {key: tensor for key, tensor in tensors.items() if tensor.requires_grad} or tensors
+        slots = tuple(ParameterSlice(key, tensor.shape) for key, tensor in random.items())
         return Problem(self.model, slots, self.forward_fn, self.reduction, head=name)
 
     def embed(self, samples: Tensor) -> Tensor:

@@ -73,8 +73,8 @@ class ModuleTypeSubnetMask(WholeTensorSubnetMask):
             )
 
     def _matching(self) -> list[nn.Parameter]:
-        found = [module for module in self.model.modules() if isinstance(module, self.module_types)]
-        return [parameter for module in found for parameter in module.parameters()]
+        modules = [module for module in self.model.modules() if isinstance(module, self.module_types)]
+        return [parameter for module in modules for parameter in module.parameters()]
 
     def _chosen(self, train_loader: Iterable[Any] | None) -> Sequence[nn.Parameter]:
         return self._matching()
@@ -108,7 +108,7 @@ class CallableSubnetMask(SubnetMask):
         return mask
 
     def _of(self, name: str, value: Tensor) -> Tensor:
-        """What the function says of one tensor, `[p]`."""
+        """Mask of one tensor by the function, `[p]`."""
         answer = self.choose(name, value)
         if isinstance(answer, bool):
             return torch.full((value.numel(),), answer, device=value.device)

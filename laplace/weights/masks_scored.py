@@ -21,7 +21,7 @@ _CRITERIA: dict[str, type[nn.Module]] = {
 
 
 class VarianceModel(Protocol):
-    """What `LargestVarianceDiagLaplaceSubnetMask` needs of a diagonal Laplace approximation."""
+    """The part of a diagonal Laplace approximation that `LargestVarianceDiagLaplaceSubnetMask` needs."""
 
     def fit(self, train_loader: Iterable[Any]) -> object:
         """Fits the posterior."""

@@ -1,4 +1,4 @@
-"""What backends see: a module, named tensors of it, and which of their entries are random."""
+"""The view that backends have of a model: a module, named tensors of it, and which of their entries are random."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Selection:
     Attributes:
         rows: Rows that hold a selected entry, `[R]`, or None for all.
         cols: Columns that hold one, `[Q]`, or None for all.
-        index: Positions within the R × Q sub-matrix, row-major, or None if it is selected whole.
+        index: Indices within the R × Q sub-matrix, row-major, or None if it is selected whole.
     """
 
     rows: Tensor | None
@@ -50,12 +50,12 @@ class Selection:
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """One treated tensor of a problem.
+    """One tensor of a problem with random entries.
 
     Attributes:
         name: Qualified name in the module.
         shape: Shape of the whole tensor.
-        entries: Flat treated entries, sorted, or None for all.
+        entries: Flat random entries, sorted, or None for all.
     """
 
     name: str
@@ -64,20 +64,20 @@ class ParameterSlice:
 
     @property
     def size(self) -> int:
-        """Number of treated entries."""
+        """Number of random entries."""
         return self.shape.numel() if self.entries is None else int(self.entries.numel())
 
     @cached_property
     def selection(self) -> Selection | None:
-        """The treated entries as rows × columns, or None for all."""
+        """The random entries as rows × columns, or None for all."""
         return None if self.entries is None else Selection.of(self.entries, self.shape)
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Treated entries `[p]` of a tensor of this slot's shape."""
+        """Random entries `[p]` of a tensor of this slot's shape."""
         return self.take_rows(tensor.unsqueeze(0))[0]
 
     def take_rows(self, tensors: Tensor) -> Tensor:
-        """Treated entries `[R, p]` of tensors `[R, *shape]`."""
+        """Random entries `[R, p]` of tensors `[R, *shape]`."""
         flat = tensors.reshape(len(tensors), -1)
         return flat if self.entries is None else flat[:, self.entries.to(flat.device)]
 
@@ -90,14 +90,14 @@ class ParameterSlice:
 
 @dataclass(frozen=True)
 class Problem:
-    """Which module to differentiate, with respect to which tensors: all that a curvature backend needs to know.
+    """A module to differentiate, and the tensors to differentiate it by: all that a curvature backend needs to know.
 
     All weights are every trainable tensor; a last layer is the head's tensors, so that autograd's graph
     starts at the head and the trunk runs without one; a subnetwork is a set of entries.
 
     Attributes:
         module: The network, never written to.
-        slots: The treated tensors, in order.
+        slots: The tensors with random entries, in order.
         forward_fn: How to call the module on inputs; None for the default of `laplace.core.batch.call`.
         reduction: How a head applied to positions `[B, T, D]` is reduced, or None.
         head: Name of the head module of a last-layer problem, or None.
@@ -116,17 +116,17 @@ class Problem:
 
     @property
     def channel_dim(self) -> int:
-        """Where the outputs have their channels as users see them; `run` returns them last."""
+        """Dimension of the channels in the outputs as users see them; `run` returns them last."""
         return self.forward_fn.channel_dim if isinstance(self.forward_fn, ChannelsLast) else -1
 
     @property
     def device(self) -> torch.device:
-        """Device of the treated tensors."""
+        """Device of the random parameters."""
         return self.tensor(self.slots[0].name).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the treated tensors."""
+        """Dtype of the random parameters."""
         return self.tensor(self.slots[0].name).dtype
 
     def tensor(self, name: str) -> Tensor:
@@ -135,7 +135,7 @@ class Problem:
             return self.module.get_parameter(name)
 
     def mean(self) -> Tensor:
-        """Present values of the treated entries, `[P]`, detached."""
+        """Present values of the random entries, `[P]`, detached."""
         return torch.cat([slot.take(self.tensor(slot.name).detach()) for slot in self.slots])
 
     def detached(self) -> dict[str, Tensor]:
@@ -164,11 +164,11 @@ class Problem:
 
     def stand_ins(self) -> dict[str, Tensor]:
         """Detached tensors for every parameter: those of the slots require gradients, the others do not."""
-        treated = {slot.name for slot in self.slots}
-        return {name: tensor.requires_grad_(name in treated) for name, tensor in self.detached().items()}
+        random = {slot.name for slot in self.slots}
+        return {name: tensor.requires_grad_(name in random) for name, tensor in self.detached().items()}
 
     def substituted(self, theta: Tensor) -> dict[str, Tensor]:
-        """Detached tensors with the treated entries replaced by `theta`, `[P]`."""
+        """Detached tensors with the random entries replaced by `theta`, `[P]`."""
         tensors = self.detached()
         for slot, values in zip(self.slots, self.layout.split(theta), strict=True):
             whole = tensors[slot.name]
@@ -193,19 +193,19 @@ class Problem:
 
 
 def _without_channels(f: Tensor, x: Inputs) -> str:
-    """What is wrong with outputs `[B]` or `[C]`."""
+    """The fault of outputs `[B]` or `[C]`."""
     given = next(iter(batches.tensors(x)), f)
-    found = (
+    fault = (
         f"the network's output has shape {list(f.shape)} for inputs of shape {list(given.shape)}; a Laplace "
         "approximation needs [B, C], or [B, *positions, C]"
     )
     if f.ndim and given.ndim > 1 and len(given) == len(f):
         return (
-            f"{found}. For one output per datum leave squeeze(-1) away, or give forward_fn=lambda model, x: "
+            f"{fault}. For one output per datum leave squeeze(-1) away, or give forward_fn=lambda model, x: "
             "model(x).unsqueeze(-1), and targets [B, 1]."
         )
     return (
-        f"{found}. If the inputs are of one datum, give them a batch dimension, x.unsqueeze(0), and data sets in a "
+        f"{fault}. If the inputs are of one datum, give them a batch dimension, x.unsqueeze(0), and data sets in a "
         "torch.utils.data.DataLoader; else reshape the output in the model or by forward_fn=."
     )
 

@@ -20,7 +20,7 @@ class Subnetwork(Weights):
 
     Args:
         model: The network.
-        indices: `[p]` distinct int64 positions in the flattened trainable parameters; in whatever order they are
+        indices: `[p]` distinct int64 indices of the flattened trainable parameters; in whatever order they are
             given, means, priors and curvatures of the subnetwork are in ascending order.
         forward_fn: How to call it.
 
@@ -28,6 +28,8 @@ class Subnetwork(Weights):
         InvalidType: `indices` is not an int64 tensor.
         InvalidArgument: Not one-dimensional, empty, out of range or with duplicates.
     """
+
+    arguments = {"subnetwork_indices": "indices"}  # noqa: RUF012
 
     def __init__(self, model: nn.Module, indices: Tensor, forward_fn: ForwardFn | None = None) -> None:
         super().__init__(model, forward_fn)
@@ -66,8 +68,8 @@ class Subnetwork(Weights):
         if values.numel() == self.n_params_full:
             return values[self._order.to(values.device)]
         if values.numel() == len(self._tensors):
-            kept = [i for i, name in enumerate(self._tensors) if name in layout.names]
-            return values[torch.tensor(kept, device=values.device)]
+            chosen = [i for i, name in enumerate(self._tensors) if name in layout.names]
+            return values[torch.tensor(chosen, device=values.device)]
         return values
 
     def for_backend(self, problem: Problem) -> tuple[nn.Module, dict[str, Any]]:

@@ -53,6 +53,8 @@ def _shapes_and_likelihoods() -> None:
     add("mlp_regression_single", partial(mlp, 2, 8, 1), (2,), 1, "regression", "kfac mlp", head="2", n_data=7)
     add("mlp_bernoulli_single", partial(mlp, 3, 6, 1), (3,), 1, "bernoulli", "kfac mlp", head="2")
     add("mlp_bernoulli_multi", partial(mlp, 3, 6, 3), (3,), 3, "bernoulli", "kfac mlp", head="2")
+    add("mlp_poisson", partial(mlp, 3, 6, 2), (3,), 2, "poisson", "kfac mlp", head="2")
+    add("mlp_heteroscedastic", partial(mlp, 3, 6, 4), (3,), 4, "heteroscedastic", "kfac mlp", head="2", n_data=7)
     add("mlp_ignored_labels", _MLP, (3,), 3, tags="kfac mlp ignored_labels", head="4", n_data=7, ignored=(1, 4))
     add("mlp_saturated", _MLP, (3,), 3, tags="kfac mlp saturated", head="4", spread=2.0)
     add("deep_mlp", partial(mlp, 3, 4, 4, 4, 4, 4, 1), (3,), 1, "regression", "kfac mlp deep", head="10")

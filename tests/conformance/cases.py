@@ -7,14 +7,14 @@ by being there. The truth is dense, in float64, and computed once per problem fo
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace import Laplace, ParametricLaplace
 from laplace.core.prior import GaussianPrior
@@ -106,15 +106,15 @@ class Case:
         ranks = {"lowrank": len(self.columns), "lowrank_kron": 1000}
         return {"structure_kwargs": {"rank": ranks[self.structure]}} if self.structure in ranks else {}
 
-    def build(self, **options: Any) -> ParametricLaplace:
-        """The posterior, not fitted, of a fresh model."""
+    def build(self, model: nn.Module | None = None, **options: Any) -> ParametricLaplace:
+        """The posterior, not fitted, of a fresh model, or of a given one around it."""
         subset = self.weights
         options = self.exactly | options
         if self.weights in SUBNETWORKS:
             subset, options["subnetwork_indices"] = "subnetwork", indices(self.problem, self.weights)
         elif self.weights == "last_layer":
-            options["last_layer_name"] = self.problem.head
-        model = self.problem.make_model()
+            options.setdefault("last_layer_name", self.problem.head)
+        model = self.problem.make_model() if model is None else model
         return Laplace(model, self.problem.likelihood, subset, self.structure, **options)  # pyright: ignore
 
     def fit(self, batch_size: int | None = None, kind: str = "ggn", **options: Any) -> ParametricLaplace:
@@ -122,6 +122,16 @@ class Case:
         la = self.build(backend=BACKENDS[kind], **options)
         la.fit(self.problem.batches(batch_size))
         return la
+
+
+# What a structure keeps of the exact curvature, where that is a function of it; those of Kronecker factors have files
+# of their own.
+KEPT: dict[str, Callable[[Case, Tensor], Tensor]] = {
+    "full": lambda case, dense: dense,
+    "lowrank": lambda case, dense: dense,
+    "diag": lambda case, dense: torch.diag(dense.diagonal()),
+    "block": lambda case, dense: dense * (case.layer_of[:, None] == case.layer_of),
+}
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,6 @@ from tests.conformance.backend_table import PAGE, section
 from tests.conformance.backends import BACKENDS, PRIMITIVES, Backend, computed, engine_of, expected
 from tests.conformance.cases import FEW, WEIGHTS, Case, has_own_head, own_dense
 from tests.reference.compare import assert_close
-from tests.test_manners import MODELS, differences, loader, picture, prepared
-from tests.test_manners import X as NASTY_X
 
 NATIVE = {"ggn": NativeGGN, "ef": NativeEF, "hessian": NativeHessian}
 CURVLINOPS = ("CurvlinopsGGN", "CurvlinopsEF")
@@ -186,15 +184,6 @@ def test_sampled_curvature_draws_anew_in_every_batch_and_from_its_own_generator(
     assert torch.equal(state, torch.get_rng_state()), "the global generator was used"
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_memory_budget_changes_nothing(name: str) -> None:
-    case = Case(catalogue.get("mlp_classification"), "full", "mixed")
-    engines = [engine_of(BACKENDS[name], case, **options) for options in ({}, {"memory_budget": 1})]
-    for primitive in ("full", "blocks", "matmul"):
-        a, b = (computed(engine, primitive, case) for engine in engines)
-        assert_close(a, b, "algebra", label=primitive)
-
-
 # Networks of which a copy is not the network.
 
 
@@ -303,24 +292,7 @@ def test_ignored_labels_and_one_noise_per_output(name: str) -> None:
         assert all("one noise per output" in words for words in la.coverage().values())
 
 
-# Manners.
-
-
-@pytest.mark.parametrize("structure", ["full", "kron"])
-@pytest.mark.parametrize("weights", ["all", "last_layer"])
-@pytest.mark.parametrize("name", BACKENDS)
-def test_the_model_is_left_as_it_was(name: str, weights: str, structure: str) -> None:
-    backend = BACKENDS[name]
-    structure = "full" if backend.kind == "hessian" else structure
-    model = prepared(MODELS["nasty"])
-    before, state = picture(model), torch.get_rng_state()
-    la = Laplace(model, "classification", weights, structure, backend=backend.cls, prior_precision=1e3)
-    la.fit(loader())
-    la(NASTY_X)
-    assert not differences(before, picture(model))
-    assert torch.equal(state, torch.get_rng_state())
-    fast = torch.backends.mha.get_fastpath_enabled()
-    assert fast, "a switch of PyTorch was left off"
+# Several of them.
 
 
 def test_backends_one_after_the_other_on_one_model() -> None:

@@ -6,17 +6,8 @@ import pytest
 import torch
 
 from tests import problems as catalogue
-from tests.conformance.cases import LINEAR, STRUCTURE_NAMES, Case, by_turns, drawn, few, own_dense, thinned
+from tests.conformance.cases import KEPT, LINEAR, STRUCTURE_NAMES, Case, by_turns, drawn, few, own_dense, thinned
 from tests.reference.compare import assert_close
-
-# What a structure keeps of the exact curvature, where that is a function of it; those of Kronecker factors have files
-# of their own.
-KEPT = {
-    "full": lambda case, dense: dense,
-    "lowrank": lambda case, dense: dense,
-    "diag": lambda case, dense: torch.diag(dense.diagonal()),
-    "block": lambda case, dense: dense * (case.layer_of[:, None] == case.layer_of),
-}
 
 
 @pytest.mark.parametrize("case", thinned(*KEPT))

@@ -17,6 +17,7 @@ from tests import problems as catalogue
 from tests.conformance.cases import drawn
 from tests.conformance.test_gradients import check
 from tests.reference import curvature as reference
+from tests.reference import evidence
 from tests.reference.compare import assert_close
 
 STRUCTURES = ("full", "lowrank", "block", "diag")
@@ -224,13 +225,23 @@ def test_a_negative_direction_that_is_small_is_one_all_the_same(structure: str) 
 
 @pytest.mark.parametrize("structure", ["full", "lowrank", "block"])
 def test_float32_rounding_of_a_singular_hessian_is_no_negative_direction(structure: str) -> None:
-    """A linear network's Hessian is its GGN, with more weights than data: zeros that rounding makes negative."""
+    """A linear network's Hessian is its GGN, with more weights than data: zeros that rounding makes negative.
+
+    The evidence is known without any matrix over weights: per output det(I + ΦΦᵀ/δ) of the features Φ of five data.
+    """
     torch.manual_seed(0)
     model = torch.nn.Linear(30, 2)
+    x, y = torch.randn(5, 30), torch.randn(5, 2)
     la = Laplace(model, "regression", "all", structure, backend=NativeHessian)
-    la.fit([(torch.randn(5, 30), torch.randn(5, 2))])
+    la.fit([(x, y)])
+    theta = reference.flat_parameters(model, ["weight", "bias"]).double()
+    features = torch.cat([x, torch.ones(5, 1)], 1).double()
+    loss = 0.5 * (model(x).detach() - y).double().square().sum()
     for delta in (1e-7, 1e-3, torch.full((62,), 1e-6)):
-        assert la.log_marginal_likelihood(delta).isfinite()
+        prior = torch.as_tensor(delta).double().expand(62)
+        log_det = 2 * torch.linalg.slogdet(torch.eye(5).double() + features @ features.T / prior[0]).logabsdet
+        expected = evidence.log_likelihood(loss, 5, 2) - 0.5 * (log_det + (prior * theta.square()).sum())
+        assert_close(la.log_marginal_likelihood(delta), expected, "float32_solve")
 
 
 class _Square(torch.autograd.Function):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections import UserDict
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace import Laplace, ParametricLaplace
+from laplace import ParametricLaplace
 from laplace.errors import LaplaceError
 from tests import problems as catalogue
+from tests.conformance.backends import BACKENDS
+from tests.conformance.cases import BACKENDS as NATIVE
 from tests.conformance.cases import FEW, STRUCTURE_NAMES, SUMMING, Case, cases, drawn, few, own_dense
 from tests.conformance.kron_truth import kron_truth
 from tests.conformance.test_predictions import latent_of
@@ -97,32 +101,63 @@ def test_ignored_labels_count_nowhere(case: Case, kind: str) -> None:
     assert la.n_data == int(kept.sum())
 
 
-class _TakesMapping(nn.Module):
-    def __init__(self, model: nn.Module, key: str) -> None:
+class Whole(nn.Module):
+    """Takes the whole mapping."""
+
+    def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self.net, self.key = model, key
+        self.net = net
 
-    def forward(self, data: dict[str, Tensor]) -> Tensor:
-        return self.net(data[self.key])
+    def forward(self, data: Mapping[str, Tensor]) -> Tensor:
+        return self.net(data["input_ids"])
 
 
-@pytest.mark.parametrize("structure", STRUCTURE_NAMES)
-@pytest.mark.parametrize("weights", ["all", "last_layer"])
-@pytest.mark.parametrize("name", ["mlp_classification", "mlp_regression", "transformer"])
-def test_mappings_equal_pairs(name: str, weights: str, structure: str) -> None:
-    problem = catalogue.get(name)
-    case = Case(problem, structure, weights)
-    pairs = case.fit(4)
-    model = _TakesMapping(problem.make_model(), "features")
-    keys = {"dict_key_x": "features", "dict_key_y": "target"}
-    la = Laplace(model, problem.likelihood, weights, structure, **keys, **case.exactly)
-    la.fit([{"features": x, "target": y} for x, y in problem.batches(4)])
+class Named(Whole):
+    """Names its inputs, as the models of a language library do."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        assert labels is None
+        return self.net(input_ids)
+
+
+class Spread(Whole):
+    """Takes keywords only."""
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        return self.net(inputs["input_ids"])
+
+
+STYLES = [(wrapper, kind) for kind in (dict, UserDict) for wrapper in (Whole, Named, Spread)]
+MAPPED = few("all", "last_layer", "mixed", names=["mlp_classification", "mlp_regression", "transformer"])
+
+
+@pytest.mark.filterwarnings("ignore:grid search")
+@pytest.mark.parametrize(
+    ("number", "case"), [pytest.param(i, *param.values, id=param.id) for i, param in enumerate(MAPPED)]
+)
+def test_mappings_equal_pairs(number: int, case: Case) -> None:
+    """Fit, every prediction, and tuning; models take mappings, and mappings come, in all ways by turns."""
+    problem, (wrapper, kind) = case.problem, STYLES[number % len(STYLES)]
+    batches = problem.batches(4)
+    mapped = [kind({"input_ids": x, "labels": y}) for x, y in batches]
+    named = {"last_layer_name": f"net.{problem.head}"} if case.weights == "last_layer" else {}
+    pairs, la = case.fit(4), case.build(wrapper(problem.make_model()), **named)
+    la.fit(mapped)
     same(la, pairs)
-    latents = [latent_of(pairs, problem.x, "full"), latent_of(la, {"features": problem.x}, "full")]
-    assert_close(latents[0].covariance, latents[1].covariance, "backend")
-    draws = [p.functional_samples(x, "nn", n_samples=3, generator=torch.Generator().manual_seed(0))
-             for p, x in ((pairs, problem.x), (la, {"features": problem.x}))]  # fmt: skip
-    assert_close(draws[0], draws[1], "algebra")
+    for form in ({"input_ids": problem.x}, {"input_ids": problem.x, "labels": problem.y}):
+        latents = [latent_of(one, x, "full") for one, x in ((pairs, problem.x), (la, kind(form)))]
+        assert_close(latents[1].mean, latents[0].mean, "backend", label="mean")
+        assert_close(latents[1].covariance, latents[0].covariance, "backend", label="covariance")
+        draws = [one.functional_samples(x, "nn", n_samples=3, generator=torch.Generator().manual_seed(0))
+                 for one, x in ((pairs, problem.x), (la, kind(form)))]  # fmt: skip
+        assert_close(draws[1], draws[0], "algebra", label="samples")
+    values = [
+        one.optimize_hyperparameters(
+            objective="nll", val_loader=loader, grid={"prior_precision": [0.1, 1.0, 7.0]}
+        ).values
+        for one, loader in ((pairs, batches), (la, mapped))
+    ]
+    assert_close(values[1], values[0], "backend", label="validation losses")
 
 
 @pytest.mark.parametrize("case", few("all", "last_layer", "mixed"))
@@ -137,6 +172,7 @@ def test_predictions_do_not_depend_on_the_batch(case: Case) -> None:
 
 
 BUDGETS = (1, 2000)
+SPLIT = ["full", "block", "lowrank"]  # what the packages' engines compute a few vectors at a time
 
 
 @pytest.mark.parametrize(
@@ -145,11 +181,28 @@ BUDGETS = (1, 2000)
 def test_memory_budget_changes_nothing(case: Case) -> None:
     """Neither the curvature nor predictions, nor the draws for equal seeds."""
     kind = "ef" if case.weights == "mixed" else "ggn"
-    plain = case.fit(kind=kind)
-    x = case.problem.x
+    check_budgets(case, backend=NATIVE[kind])
+
+
+@pytest.mark.parametrize("case", few("mixed", names=["mlp_classification"], structures=SPLIT))
+@pytest.mark.parametrize("name", BACKENDS)
+def test_memory_budget_of_other_packages_changes_nothing(name: str, case: Case) -> None:
+    backend, options = BACKENDS[name], dict(case.exactly.get("structure_kwargs", {}))
+    if backend.kind == "hessian":
+        options["indefinite"] = "abs"
+    check_budgets(case, backend=backend.cls, structure_kwargs=options)
+
+
+def check_budgets(case: Case, **options: Any) -> None:
+    x, batches = case.problem.x, case.problem.batches()
+    plain = case.build(**options)
+    plain.fit(batches)
     for budget in BUDGETS:
-        la = case.fit(kind=kind, backend_kwargs={"memory_budget": budget})
-        same(la, plain, f"budget {budget}")
+        la = case.build(backend_kwargs={"memory_budget": budget}, **options)
+        la.fit(batches)
+        precisions = [one.evidence().precision.to_dense() for one in (la, plain)]
+        assert_close(*precisions, "backend", label=f"precision, budget {budget}")
+        assert_close(la.log_likelihood, plain.log_likelihood, "backend", label=f"log likelihood, budget {budget}")
         for form in ("full", "diagonal", "joint"):
             one, other = latent_of(la, x, form), latent_of(plain, x, form)
             assert_close(one.covariance, other.covariance, "backend", label=f"{form}, budget {budget}")

@@ -241,8 +241,8 @@ def test_lengths_may_differ_between_batches() -> None:
 
 
 @pytest.mark.parametrize(("budget", "structures"), [(1, ("diag",)), (20_000, ("full", "kron"))])
-def test_memory_budget_changes_nothing(budget: int, structures: tuple[str, ...]) -> None:
-    """One position, or a few, at a time."""
+def test_a_few_positions_at_a_time_are_all_of_them(budget: int, structures: tuple[str, ...]) -> None:
+    """As many as the memory budget allows: one, or a few."""
     case = net("tokens")
     options = {"backend_kwargs": {"memory_budget": budget}}
     for structure in structures:

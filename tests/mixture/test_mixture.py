@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from laplace import Laplace, MixtureLaplace
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, NotFittedError, StateError
-from laplace.posterior.parametric import ParametricLaplace
+from laplace.parametric import ParametricLaplace
 from laplace.structures import STRUCTURES
 from tests import grid
 from tests.reference import mixture as reference
@@ -440,7 +440,7 @@ def test_pixels_are_mixed_along_their_channels(likelihood: str) -> None:
         mean, covariance = mixture(x)
         expected = (rows[0].latent_mean + rows[1].latent_mean) / 2
         apart = (rows[0].latent_mean - rows[1].latent_mean) / 2
-        within = (rows[0].latent_covariance + rows[1].latent_covariance) / 2
+        within = (rows[0].latent.shown + rows[1].latent.shown) / 2
         assert_close(mean.movedim(1, -1).flatten(0, 2), expected, "algebra")
         assert_close(covariance.flatten(0, 2), within + apart[:, :, None] * apart[:, None, :], "algebra")
     latents, samples = (

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from laplace import MixtureLaplace
+from laplace import Laplace, MixtureLaplace
 from laplace.errors import InvalidArgument, NotFittedError
 from laplace.metrics import gaussian_nll, nll
 from laplace.tuning import Predictive, Thresholds
-from laplace.tuning.evidence import negative_evidence
 from laplace.tuning.gradient_loss import SmoothLoss
+from laplace.tuning.group import negative_evidence
 from laplace.tuning.objectives import make_objective
 from laplace.tuning.settings import Coordinates
 from laplace.tuning.validation import Validation
@@ -92,9 +92,9 @@ def test_gradient_of_a_validation_loss(likelihood: str, objective: str, link: st
     mixture = fitted(likelihood, rule)
     mixture.prior_precision = 0.9
     names = ("prior_precision", "sigma_noise") if likelihood == "regression" else ("prior_precision", "temperature")
-    subject = mixture._subject
+    group = mixture._group
     loss = SmoothLoss(
-        subject, Coordinates(names, subject.setting(())), make_objective(objective, mixture.likelihood_object),
+        group, Coordinates(names, group.hypers(())), make_objective(objective, mixture.likelihood_object),
         Validation(validation(likelihood), [x for x, _ in validation(likelihood)], 0.4), Predictive("glm", link, 20),
     )  # fmt: skip
     at = torch.tensor([0.3, -0.2], dtype=torch.float64)
@@ -117,8 +117,8 @@ def test_evidence_climbs_that_of_the_mixture() -> None:
     assert result.converged
     assert_close(mixture.log_marginal_likelihood(), result.value, "algebra")
     assert mixture.log_marginal_likelihood() > before
-    coordinates = Coordinates(("prior_precision", "sigma_noise"), result.setting)
-    evaluate = negative_evidence(mixture._subject, coordinates)
+    coordinates = Coordinates(("prior_precision", "sigma_noise"), mixture._group.hypers(()))
+    evaluate = negative_evidence(mixture._group, coordinates)
     at = coordinates.vector() + 0.3
     assert_close(evaluate(at)[1], slopes(lambda logs: evaluate(logs)[0], at), "finite_difference")
     for la in mixture.components:
@@ -160,15 +160,20 @@ def test_thresholds_of_appendix_f4() -> None:
 
 
 def test_equal_networks_share_a_prior_per_tensor() -> None:
-    mixture = MixtureLaplace(networks()[:1] * 2, "classification", "all", "kron")
-    mixture.fit(batches("classification"))
-    mixture.optimize_prior_precision(prior_structure="layerwise", n_steps=3)
-    assert mixture.prior_precision.shape == (4,)
+    """And it is that of one of them: the evidence of a mixture of equals has the same optimum."""
+    network = networks()[0]
+    mixture = MixtureLaplace([network, network], "classification", "all", "kron")
+    alone = Laplace(network, "classification", "all", "kron")
+    for la in (mixture, alone):
+        la.fit(batches("classification"))
+        la.optimize_prior_precision(prior_structure="layerwise", n_steps=3)
+    assert len(alone.prior_precision) == 4
+    assert_close(mixture.prior_precision, alone.prior_precision, "algebra")
 
 
 def test_a_tuned_parameter_that_differs_starts_at_the_geometric_mean() -> None:
     mixture = fitted()
-    start = mixture._subject.setting(("prior_precision",)).prior_precision
+    start = mixture._group.hypers(("prior_precision",)).prior_precision
     assert_close(start, [(0.7 * 1.0 * 2.0) ** (1 / 3)], "algebra")
 
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.reference import likelihoods
+
 IGNORED = -100
 SOFTMAX = ("classification", "reward_modeling")
 
@@ -72,8 +74,8 @@ def output_hessian(f: Tensor, likelihood: str, y: Tensor | None = None) -> Tenso
 
     Args:
         f: Outputs, `[B, C]`.
-        likelihood: `"regression"` (I), `"classification"` and `"reward_modeling"` (diag p − ppᵀ), or
-            `"bernoulli"` (diag p(1 − p), p the sigmoid).
+        likelihood: `"regression"` (I), `"classification"` and `"reward_modeling"` (diag p − ppᵀ), `"bernoulli"`
+            (diag p(1 − p), p the sigmoid), or one of `likelihoods.DENSITIES` (the Fisher information).
         y: Targets; only the ignored labels among them matter, whose Λ is zero.
     """
     if likelihood == "regression":
@@ -81,6 +83,8 @@ def output_hessian(f: Tensor, likelihood: str, y: Tensor | None = None) -> Tenso
     if likelihood == "bernoulli":
         p = torch.sigmoid(f)
         return torch.diag_embed(p * (1 - p))
+    if likelihood in likelihoods.DENSITIES:
+        return likelihoods.fisher(f, likelihood)
     p = torch.softmax(f, dim=1)
     hessian = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
     return hessian if y is None else hessian * (y != IGNORED)[:, None, None]
@@ -92,6 +96,8 @@ def residual(f: Tensor, y: Tensor, likelihood: str) -> Tensor:
         return f - y
     if likelihood == "bernoulli":
         return torch.sigmoid(f) - y
+    if likelihood in likelihoods.DENSITIES:
+        return likelihoods.gradient(f, y, likelihood)
     counted = y != IGNORED
     hot = nn.functional.one_hot(torch.where(counted, y, 0), f.shape[1])
     return (torch.softmax(f, dim=1) - hot) * counted[:, None]
@@ -103,6 +109,8 @@ def loss(f: Tensor, y: Tensor, likelihood: str) -> Tensor:
         return 0.5 * (y - f).square().sum()
     if likelihood == "bernoulli":
         return nn.functional.binary_cross_entropy_with_logits(f, y.to(f.dtype), reduction="sum")
+    if likelihood in likelihoods.DENSITIES:
+        return likelihoods.nll(f, y, likelihood).sum()
     return nn.functional.cross_entropy(f, y, reduction="sum", ignore_index=IGNORED)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.reference import curvature
+from tests.reference import curvature, likelihoods
 
 
 def loss(f: Tensor, y: Tensor, likelihood: str) -> Tensor:
@@ -18,6 +18,8 @@ def loss(f: Tensor, y: Tensor, likelihood: str) -> Tensor:
         return 0.5 * (y - f).square().sum()
     if likelihood == "bernoulli":
         return functional.binary_cross_entropy_with_logits(f, y.view_as(f), reduction="sum")
+    if likelihood in likelihoods.DENSITIES:
+        return likelihoods.nll(f, y, likelihood).sum()
     return functional.cross_entropy(f, y, reduction="sum")
 
 

@@ -59,9 +59,7 @@ def test_a_fit_shows_what_a_plan_knows(case: Case, monkeypatch: pytest.MonkeyPat
     la = case.build()
     planned: list[BatchProfile] = []
     loader = case.problem.batches(None)
-    monkeypatch.setattr(
-        "laplace.posterior.weight_posterior.planning.make_plan", lambda survey, *_: planned.append(survey)
-    )
+    monkeypatch.setattr("laplace.fitting.planning.make_plan", lambda survey, *_: planned.append(survey))
     la.plan(loader)
     (shown,) = surveys(la, loader, monkeypatch)
     timed = {name: getattr(shown, name) for name in ("forward", "backward", "rate")}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from laplace import Laplace
 from laplace.errors import InvalidArgument, InvalidData, NotFittedError
-from laplace.posterior.parametric import ParametricLaplace
+from laplace.parametric import ParametricLaplace
 from laplace.structures.base import Precision
 from laplace.training.continual import TaskFit, continual_training, quadratic_penalty, train_task
 from tests import grid

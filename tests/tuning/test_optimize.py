@@ -614,7 +614,7 @@ def test_a_cut_above_the_prior_is_told_of() -> None:
     _, values = la.H
     with pytest.warns(TuningWarning, match="leaves out eigenvalues up to .* raise structure_kwargs"):
         la.optimize_prior_precision(init_prior_prec=0.01, n_steps=1)
-    assert values.min() >= la._fit.curvature.tail > la.prior_precision.item()
+    assert values.min() >= la.fitted().curvature.tail > la.prior_precision.item()
     with pytest.warns(TuningWarning, match="leaves out eigenvalues"):
         la.optimize_hyperparameters(method="adam", n_steps=1)
     la.optimize_prior_precision(init_prior_prec=1e3, n_steps=1)  # what was cut is small beside it

@@ -14,11 +14,11 @@ from laplace.errors import InvalidArgument, TuningWarning
 from laplace.metrics import RunningNLLMetric
 from laplace.structures import STRUCTURES
 from laplace.tuning.candidates import Predictive
-from laplace.tuning.evidence import negative_evidence
 from laplace.tuning.gradient_loss import SmoothLoss
+from laplace.tuning.group import negative_evidence
 from laplace.tuning.objectives import make_objective
 from laplace.tuning.optimise import Evaluate
-from laplace.tuning.settings import Coordinates, Setting
+from laplace.tuning.settings import Coordinates
 from laplace.tuning.validation import Validation
 from tests import grid
 from tests.reference.compare import assert_close
@@ -71,14 +71,15 @@ def test_joint_gradient_of_the_evidence(weights: str, structure: str, likelihood
         la = fitted(weights, structure, likelihood, sigma_noise=noise, temperature=1.3)
         for prior in priors(la):
             la.prior_precision = prior
-            coordinates = Coordinates(names(likelihood), Setting.of(la))
-            check(negative_evidence(la, coordinates), coordinates.vector())
+            coordinates = Coordinates(names(likelihood), la._group.hypers(()))
+            check(negative_evidence(la._group, coordinates), coordinates.vector())
 
 
 def smooth(la: ParametricLaplace, likelihood: str, objective: Any, link: str, *, foreign: bool) -> SmoothLoss:
     outside = [torch.cat([x for x, _ in batches(likelihood, seed=5)])] if foreign else None
     return SmoothLoss(
-        la, Coordinates(names(likelihood), Setting.of(la)), make_objective(objective, la.likelihood_object),
+        la._group, Coordinates(names(likelihood), la._group.hypers(())),
+        make_objective(objective, la.likelihood_object),
         Validation(batches(likelihood, seed=11), outside, 0.4), Predictive("glm", link, 20),
     )  # fmt: skip
 
@@ -170,7 +171,7 @@ def test_solving_by_the_root_of_samples(weights: str, structure: str) -> None:
 
 
 def evidence_at(la: ParametricLaplace, logs: Tensor, coordinates: Coordinates) -> float:
-    return -negative_evidence(la, coordinates)(logs)[0]
+    return -negative_evidence(la._group, coordinates)(logs)[0]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_joint_maximum_of_the_evidence(weights: str, structure: str, method: str
         assert result.value > alone.value
         assert result.value == pytest.approx(la.log_marginal_likelihood().item(), rel=1e-10)
         assert la.sigma_noise.shape == torch.as_tensor(noise).shape
-        coordinates = Coordinates(tune, Setting.of(la))
+        coordinates = Coordinates(tune, la._group.hypers(()))
         best = coordinates.vector()
         for i in range(len(best)):
             for move in (-0.1, 0.1):

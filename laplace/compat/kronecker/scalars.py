@@ -1,4 +1,4 @@
-"""What counts as a scalar in the legacy matrix classes, and how it is spread over factors."""
+"""Scalars of the legacy matrix classes, and how they are spread over factors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Scalar = float | Tensor
 
 
 def is_scalar(value: object) -> TypeGuard[Scalar]:
-    """Whether `value` is a real number (not a bool) or a tensor with one element and at most one dimension."""
+    """True if `value` is a real number (not a bool) or a tensor with one element and at most one dimension."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and value.ndim <= 1
     return isinstance(value, Real) and not isinstance(value, bool)

@@ -41,9 +41,6 @@ class NystromOptions:
         n_eigenvalues: K, how many are kept.
         seed: Of the choice of data, and (plus 1) of their outputs.
         balanced: Whether the classes take turns in the choice.
-        watch: Called with the curvature and the number of data so far every `watch_batches` batches of the second
-            reading, and at its end.
-        watch_batches: Batches between these calls, or None for the end alone.
 
     Raises:
         InvalidArgument: Not 0 < k ≤ M.
@@ -53,8 +50,6 @@ class NystromOptions:
     n_eigenvalues: int
     seed: int = 1234
     balanced: bool = False
-    watch: Callable[[CurvatureEngine, NystromCurvature, int], None] | None = None
-    watch_batches: int | None = None
 
     def __post_init__(self) -> None:
         check_counts(subsample_size=self.subsample_size, n_eigenvalues=self.n_eigenvalues)
@@ -63,8 +58,23 @@ class NystromOptions:
                 f"n_eigenvalues={self.n_eigenvalues} exceeds subsample_size={self.subsample_size}: M data span at most "
                 "M directions."
             )
-        if self.watch_batches is not None:
-            check_counts(val_steps=self.watch_batches)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Observer of the second reading.
+
+    Attributes:
+        record: Called with the engine, the curvature and the number of data so far, always at the end.
+        every: Batches between calls before that; None for the end alone.
+    """
+
+    record: Callable[[CurvatureEngine, NystromCurvature, int], None]
+    every: int | None = None
+
+    def is_due(self, n_batches: int) -> bool:
+        """Whether a call follows this many batches, before the end."""
+        return self.every is not None and n_batches % self.every == 0
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,7 @@ class NystromCurvature(Curvature):
     directions: Tensor
     gram: Tensor
     name = "gp"
+    exact_ggn = True
     options = NystromOptions
     readings = 2
 
@@ -142,11 +153,13 @@ class DirectionPass(DataPass):
     Args:
         engine: Computes Jacobians.
         options: How many.
+        watch: Observer of the second reading, or None.
     """
 
-    def __init__(self, engine: CurvatureEngine, options: NystromOptions) -> None:
+    def __init__(self, engine: CurvatureEngine, options: NystromOptions, watch: Watch | None = None) -> None:
         self.engine = engine
         self.options = options
+        self.watch = watch
         score = make_score("random", engine, torch.Generator().manual_seed(options.seed))
         self.pool = Pool(options.subsample_size, score, balanced=options.balanced)
 
@@ -161,7 +174,7 @@ class DirectionPass(DataPass):
 
     def finish(self) -> GramPass:
         directions = _directions(list(self._rows()), self.options.n_eigenvalues)
-        return GramPass(self.engine, directions, self.options)
+        return GramPass(self.engine, directions, self.watch)
 
     def _rows(self) -> Iterator[Jacobian]:
         """A row of the Jacobian per datum, of an output at random."""
@@ -199,13 +212,13 @@ class GramPass(ObservingPass):
     Args:
         engine: Computes Jacobians.
         directions: Vᵀ, `[k, P]`.
-        options: Who watches.
+        watch: Observer of this reading, or None.
     """
 
-    def __init__(self, engine: CurvatureEngine, directions: Tensor, options: NystromOptions) -> None:
+    def __init__(self, engine: CurvatureEngine, directions: Tensor, watch: Watch | None) -> None:
         super().__init__(engine)
         self.directions = directions
-        self.options = options
+        self.watch = watch
         self.batches = self.seen = 0
         self.gram: Tensor | None = None
 
@@ -218,23 +231,18 @@ class GramPass(ObservingPass):
             require_finite(gram.isfinite())
             self.gram = gram if self.gram is None else self.gram + gram
         self.batches, self.seen = self.batches + 1, self.seen + len(y)
-        every = self.options.watch_batches
-        if every and self.batches % every == 0:
-            self._watch()
+        if self.watch is not None and self.watch.is_due(self.batches):
+            self.watch.record(self.engine, self._curvature(), self.seen)
         return uncounted(y, self.n_outputs)
-
-    def _watch(self) -> NystromCurvature:
-        curvature = self._curvature()
-        if self.options.watch is not None:
-            self.options.watch(self.engine, curvature, self.seen)
-        return curvature
 
     def sums(self) -> dict[str, Tensor]:
         return those_known(losses=self.losses, gram=self.gram)
 
     def finish(self) -> NystromCurvature:
-        every = self.options.watch_batches
-        return self._curvature() if every and self.batches % every == 0 else self._watch()
+        curvature = self._curvature()
+        if self.watch is not None and not self.watch.is_due(self.batches):
+            self.watch.record(self.engine, curvature, self.seen)
+        return curvature
 
     def _curvature(self) -> NystromCurvature:
         if self.gram is None:

@@ -74,6 +74,7 @@ class SubsetCurvature(Curvature):
     factor: float | None
     terms: int
     name = "gp"
+    exact_ggn = True
     options = SubsetOptions
 
     @property

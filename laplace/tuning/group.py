@@ -5,36 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.layout import Layout
 from laplace.enums import PriorStructure
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
-from laplace.network.model_guard import same_random_state
+from laplace.network.model_guard import own_mode, same_random_state
+from laplace.posterior.assigned import Given
+from laplace.posterior.posterior import Posterior
 from laplace.predictive.mixing import mixed
 from laplace.tuning.candidates import Candidates, Predict, Predictive
+from laplace.tuning.optimise import Evaluate
 from laplace.tuning.scores import Prediction
-from laplace.tuning.settings import NAMES, Setting
-
-if TYPE_CHECKING:
-    from laplace.posterior.parametric import ParametricLaplace
+from laplace.tuning.settings import NAMES, Coordinates
 
 
 class CandidateSet(Protocol):
     """Predictive distributions at every candidate of a grid, as `Candidates` has them."""
 
     @property
-    def la(self) -> ParametricLaplace:
+    def posterior(self) -> Posterior:
         """Whose likelihood and device count."""
         ...
 
     @property
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[Hyperparameters]:
         """The candidates."""
         ...
 
@@ -52,69 +53,65 @@ class PosteriorGroup:
     """Posteriors that share their hyper-parameters; one posterior is a mixture of one.
 
     Attributes:
-        posteriors: K fitted posteriors; not changed.
-        weigh: The mixture weights π `[K]` at a setting, with its graph; None for one posterior.
+        posteriors: K fitted posteriors.
+        weigh: The mixture weights π `[K]` of such a group, with their graph; None for one posterior.
     """
 
-    posteriors: tuple[ParametricLaplace, ...]
-    weigh: Callable[[Setting], Tensor] | None = None
+    posteriors: tuple[Posterior, ...]
+    weigh: Callable[[PosteriorGroup], Tensor] | None = None
 
-    @classmethod
-    def of(cls, la: ParametricLaplace | PosteriorGroup) -> PosteriorGroup:
-        """A posterior as a subject."""
-        return la if isinstance(la, PosteriorGroup) else cls((la,))
+    def at(self, hypers: Hyperparameters) -> PosteriorGroup:
+        """The posteriors at shared hyper-parameters, with their graph; each keeps its own prior mean."""
+        return replace(self, posteriors=tuple(one.at(_shared(hypers, one)) for one in self.posteriors))
+
+    def assigned(self, **values: Given) -> tuple[Posterior, ...]:
+        """The posteriors at hyper-parameters as users give them, by name.
+
+        Raises:
+            InvalidArgument: One of them does not accept a value.
+        """
+        return tuple(one.assigned(**values) for one in self.posteriors)
 
     @property
-    def first(self) -> ParametricLaplace:
+    def first(self) -> Posterior:
         """The posterior whose likelihood, layout and device count."""
         return self.posteriors[0]
 
     @property
     def likelihood(self) -> Likelihood:
         """What the data are distributed by."""
-        return self.first.likelihood_object
+        return self.first.likelihood
 
     @property
     def layout(self) -> Layout:
         """Which entries of a prior precision belong to which tensor."""
         return self.first.problem.layout
 
-    def setting(self, tuned: Sequence[str]) -> Setting:
+    def hypers(self, tuned: Sequence[str]) -> Hyperparameters:
         """The shared hyper-parameters; of those that are tuned and differ, the geometric mean.
 
         Raises:
             NotFittedError: Before `fit`.
             InvalidArgument: The posteriors differ in one that is not tuned.
         """
-        for la in self.posteriors:
-            la.fitted()
-        found = [Setting.of(la) for la in self.posteriors]
-        values = {name: [getattr(one, name) for one in found] for name in NAMES}
+        for posterior in self.posteriors:
+            posterior.require_fitted()
+        every = [posterior.hypers.detached() for posterior in self.posteriors]
+        values = {name: [getattr(one, name) for one in every] for name in NAMES}
         differ = [name for name, (first, *others) in values.items() if not all(_same(first, o) for o in others)]
         if not set(differ) <= set(tuned):
             fixed = " and ".join(name for name in differ if name not in tuned)
             raise InvalidArgument(
                 f"the components differ in {fixed}, which is not tuned; assign one value to the mixture first."
             )
-        return replace(found[0], **{name: _geometric_mean(values[name]) for name in differ})
-
-    def assign(self, setting: Setting, names: Sequence[str] = NAMES) -> None:
-        """Gives all posteriors these values, or none of them if one refuses."""
-        former = [Setting.of(la) for la in self.posteriors]
-        try:
-            for la in self.posteriors:
-                setting.assign(la, names)
-        except BaseException:
-            for la, values in zip(self.posteriors, former, strict=True):
-                values.assign(la, names)
-            raise
+        return replace(every[0], **{name: _geometric_mean(values[name]) for name in differ})
 
     @contextmanager
     def same_random_states(self) -> Iterator[None]:
         """The global random states of all devices of the posteriors are afterwards what they were."""
         with ExitStack() as stack:
-            for la in self.posteriors:
-                stack.enter_context(same_random_state(la.weights.model))
+            for posterior in self.posteriors:
+                stack.enter_context(same_random_state(posterior.model))
             yield
 
     def check_structure(self, structure: str | None) -> None:
@@ -125,29 +122,38 @@ class PosteriorGroup:
         """
         if structure is None or structure == PriorStructure.SCALAR:
             return
-        if len({la.problem.layout.sizes for la in self.posteriors}) > 1:
+        if len({posterior.problem.layout.sizes for posterior in self.posteriors}) > 1:
             raise InvalidArgument(
                 f"prior_structure={structure!r}, but the components have different parameters, which can only share "
                 "one prior precision; use prior_structure='scalar'."
             )
 
-    def weights(self, setting: Setting) -> Tensor:
-        """Mixture weights π at a setting, `[K]`."""
-        return torch.ones(1, dtype=torch.float64) if self.weigh is None else self.weigh(setting)
+    def weights(self) -> Tensor:
+        """Mixture weights π, `[K]`, with their graph."""
+        return torch.ones(1, dtype=torch.float64) if self.weigh is None else self.weigh(self)
 
-    def log_evidences(self, setting: Setting) -> Tensor:
-        """Log p(D | M_k) of every component at a setting, `[K]`, float64, with its graph."""
-        values = [setting.log_evidence(la).double() for la in self.posteriors]
+    def log_evidences(self) -> Tensor:
+        """Log p(D | M_k) of every component, `[K]`, float64, with its graph."""
+        values = [posterior.log_evidence().double() for posterior in self.posteriors]
         return torch.stack([value.to(values[0].device) for value in values])
 
-    def log_evidence(self, setting: Setting) -> Tensor:
+    def log_evidence(self) -> Tensor:
         """Log p(D) under a uniform prior over the components, 0-dim."""
-        return log_mean_exp(self.log_evidences(setting))
+        return log_mean_exp(self.log_evidences())
 
-    def candidates(self, settings: list[Setting], predictive: Predictive, *, whole_covariance: bool) -> CandidateSet:
+    def candidates(
+        self, settings: list[Hyperparameters], predictive: Predictive, *, whole_covariance: bool
+    ) -> CandidateSet:
         """Predictions of candidates, from one pass of every network."""
-        parts = [Candidates(la, settings, predictive, whole_covariance=whole_covariance) for la in self.posteriors]
-        return parts[0] if self.weigh is None else MixedCandidates(parts, self.weights)
+        parts = [
+            Candidates(
+                one, [_shared(setting, one) for setting in settings], predictive, whole_covariance=whole_covariance
+            )
+            for one in self.posteriors
+        ]
+        if self.weigh is None:
+            return parts[0]
+        return MixedCandidates(parts, torch.stack([self.at(setting).weights() for setting in settings], 1))
 
 
 class MixedCandidates:
@@ -155,14 +161,14 @@ class MixedCandidates:
 
     Args:
         parts: Those of every component.
-        weights: Mixture weights at a setting, `[K]`.
+        weights: Mixture weights at every candidate, `[K, n]`.
     """
 
-    def __init__(self, parts: list[Candidates], weights: Callable[[Setting], Tensor]) -> None:
+    def __init__(self, parts: list[Candidates], weights: Tensor) -> None:
         self.parts = parts
-        self.la = parts[0].la
+        self.posterior = parts[0].posterior
         self.settings = parts[0].settings
-        self.weights = torch.stack([weights(setting) for setting in self.settings], 1)
+        self.weights = weights
 
     def groups(self, n_data: int) -> list[slice]:
         """Consecutive candidates that are predicted together: as many as the largest component allows."""
@@ -180,9 +186,27 @@ class MixedCandidates:
         return predict, *prepared[0][1:]
 
 
+def negative_evidence(group: PosteriorGroup, coordinates: Coordinates) -> Evaluate:
+    """−log p(D) and its gradient, as a function of the logarithms of what is tuned (MacKay, 1992)."""
+
+    def evaluate(logs: Tensor) -> tuple[float, Tensor]:
+        with own_mode(), torch.enable_grad():
+            leaf = logs.clone().requires_grad_()
+            value = -group.at(coordinates.hypers(leaf)).log_evidence()
+            (gradient,) = torch.autograd.grad(value, leaf)
+            return value.item(), gradient
+
+    return evaluate
+
+
 def log_mean_exp(values: Tensor) -> Tensor:
     """log((1/K) Σ_k exp v_k) of `[K]`, 0-dim."""
     return values.logsumexp(0) - torch.tensor(float(len(values)), dtype=values.dtype, device=values.device).log()
+
+
+def _shared(hypers: Hyperparameters, posterior: Posterior) -> Hyperparameters:
+    """Shared hyper-parameters with the prior mean of one posterior."""
+    return replace(hypers, prior_mean=posterior.hypers.prior_mean)
 
 
 def _geometric_mean(values: list[Tensor]) -> Tensor:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from laplace.base import BaseLaplace
 from laplace.core.memory import ran_out
 from laplace.errors import InvalidArgument, LaplaceError, StateError, StateWarning, warn
 from laplace.fitting import Fit
-from laplace.network.fingerprint import Fingerprint, checksums, same_sums
+from laplace.network.fingerprint import Fingerprint, ModelWatch, checksums, same_sums
 from laplace.network.model_guard import undisturbed
-from laplace.posterior.first_outputs import set_channels
-from laplace.refinement.result import Refinement
-from laplace.structures.base import move as moved
+from laplace.posterior.first_outputs import with_channels
+from laplace.posterior.posterior import Fitted, Posterior
+from laplace.posterior.refined import Refinement
+from laplace.structures.base import move
 from laplace.weights.problem import Problem
-
-if TYPE_CHECKING:
-    from laplace.posterior.parametric import ParametricLaplace
 
 VERSION = 1
 """Version of the format of state dicts."""
@@ -31,23 +31,23 @@ _REQUIRED = (
 )  # fmt: skip
 
 
-def save(la: ParametricLaplace) -> dict[str, Any]:
+def save(la: BaseLaplace) -> dict[str, Any]:
     """The state: tensors, numbers, strings, lists and dicts of them.
 
     Nothing of the training data is among them where curvature is summed over the data. A Gaussian process on a subset
     keeps what its layers see of that subset (of a first layer the inputs themselves), a variational posterior also the
     inputs that are its locations; `repr` says so.
     """
-    fit = la.unrefined()
-    layout = la.problem.layout
-    held = fit.curvature.state()
+    posterior = la.snapshot()
+    fit, layout, refinement = posterior.map_fit, posterior.problem.layout, posterior.refinement
+    curvature = fit.curvature.state()
     return {
         "version": VERSION,
         "cls_name": type(la).__name__,
         "likelihood": la.likelihood_object.name,
-        "mean": la.expansion_point.detach().clone(),
-        "H": held,
-        "shapes": _shapes(held),
+        "mean": posterior.expansion_point.detach().clone(),
+        "H": curvature,
+        "shapes": _shapes(curvature),
         "loss": fit.loss_terms.clone(),
         "n_data": fit.n_data,
         "n_outputs": fit.n_outputs,
@@ -61,40 +61,36 @@ def save(la: ParametricLaplace) -> dict[str, Any]:
         "layout": {"names": list(layout.names), "sizes": list(layout.sizes)},
         "weights": la.weights.state(),
         "model_sums": checksums(la.weights.model),
-        "attributes": None if la.fingerprint is None else dict(la.fingerprint.attributes),
+        "attributes": dict(posterior.require_fitted().watch.fingerprint.attributes),
         "precision_options": dict(la.precision_options),
         "backend": la.backend_cls.__name__,
         "channel_dim": la.channel_dim,
         "curvature_kind": la.backend_cls.kind,
-        "coverage": la.coverage(),
+        "coverage": dict(posterior.fit.coverage),
         "draws": fit.draws,
-        "refinement": None if la.refinement is None else la.refinement.state(),
+        "refinement": None if refinement is None else refinement.state(),
     }
 
 
-def load(la: ParametricLaplace, state: dict[str, Any]) -> None:
-    """Checks a state against the object, then takes it over; a refused state changes nothing.
+def loaded(la: BaseLaplace, state: dict[str, Any]) -> Posterior:
+    """The posterior of a state, which is checked against the object; the object is not changed.
 
     Raises:
         StateError: It belongs to another version, class, model, likelihood or choice of weights, or is malformed.
     """
-    former, former_problem = dict(vars(la)), la.weights.problem
     try:
         problem = _checked(la, state)
         for key in ("temperature", "enable_backprop", "precision_options"):
             if state[key] != getattr(la, key):
                 warn(f"{key} changes from {getattr(la, key)} to {state[key]}.", StateWarning)
-        la.weights.problem = problem
-        take_over(la, state)
+        return _of_state(la.snapshot().with_problem(problem), state)
     except BaseException as error:
-        vars(la).update(former)
-        la.weights.problem = former_problem
         if isinstance(error, LaplaceError | Warning) or not isinstance(error, Exception) or ran_out(error):
             raise
         raise StateError(f"the state is malformed: {error!r}; save it anew from the posterior.") from error
 
 
-def _checked(la: ParametricLaplace, state: dict[str, Any]) -> Problem:
+def _checked(la: BaseLaplace, state: dict[str, Any]) -> Problem:
     """The problem that a state is of, if it is one of this object."""
     missing = [key for key in _REQUIRED if not isinstance(state, dict) or key not in state]
     if missing:
@@ -125,29 +121,33 @@ def _checked(la: ParametricLaplace, state: dict[str, Any]) -> Problem:
     return problem
 
 
-def take_over(la: ParametricLaplace, state: dict[str, Any]) -> None:
-    """Assigns a checked state."""
-    if not la.channels_known and state.get("channel_dim", -1) != -1:
-        set_channels(la, state["channel_dim"])
-    to = la.prior_precision.device
-    curvature = la.structure.from_state(moved(state["H"], to, None))
+def _of_state(posterior: Posterior, state: dict[str, Any]) -> Posterior:
+    """The posterior of a checked state.
+
+    Args:
+        posterior: The former one, of the state's random weights.
+        state: The state.
+    """
+    if posterior.choices.channel_dim is None and state.get("channel_dim", -1) != -1:
+        posterior = with_channels(posterior, state["channel_dim"])
+    to, structure = posterior.hypers.device, posterior.choices.structure
+    curvature = structure.from_state(move(state["H"], to, None))
     loss, draws = state["loss"].to(to), state.get("draws")
     fit = Fit(curvature, loss, state["n_data"], state["n_outputs"], dict(state["coverage"]), draws)
-    la.precision_options = dict(state["precision_options"])
-    la.enable_backprop = state["enable_backprop"]
-    la.dict_key_x, la.dict_key_y = state["dict_key_x"], state["dict_key_y"]
-    for key in ("sigma_noise", "temperature", "prior_precision", "prior_mean"):
-        # A 0-dim tensor is a number here: given as a tensor it would come back with one dimension.
-        setattr(la, key, state[key] if state[key].ndim else state[key].item())
+    keys = {key: state[key] for key in ("dict_key_x", "dict_key_y")}
+    posterior = posterior.with_choices(precision_options=dict(state["precision_options"]), **keys)
+    # A 0-dim tensor is a number here: given as a tensor it would come back with one dimension.
+    names = ("sigma_noise", "temperature", "prior_precision", "prior_mean")
+    posterior = posterior.assigned(**{n: state[n] if state[n].ndim else state[n].item() for n in names})
     refined = state.get("refinement")
-    refinement = None if refined is None else Refinement.from_state(refined, fit, la.structure, to)
-    fingerprint = Fingerprint.of(la.weights.model, attributes=state.get("attributes"))
-    la.adopt(fit, state["mean"].to(to), fingerprint, refinement=refinement)
+    refinement = None if refined is None else Refinement.from_state(refined, fit, structure, to)
+    fingerprint = Fingerprint.of(posterior.model, attributes=state.get("attributes"))
+    return replace(posterior, data=Fitted(fit, state["mean"].to(to), ModelWatch(fingerprint), refinement))
 
 
-def _expect(what: str, found: Any, expected: Any) -> None:
-    if found != expected:
-        raise StateError(f"the state's {what} is {found!r}, this object's {expected!r}; load it into a matching one.")
+def _expect(what: str, given: Any, expected: Any) -> None:
+    if given != expected:
+        raise StateError(f"the state's {what} is {given!r}, this object's {expected!r}; load it into a matching one.")
 
 
 def _shapes(held: Any, name: str = "H") -> dict[str, list[int]]:
@@ -182,54 +182,57 @@ def checked_device(device: torch.device | str) -> torch.device:
         ) from error
 
 
-def move(la: ParametricLaplace, device: torch.device | None, dtype: torch.dtype | None) -> None:
-    """Moves the model and everything that the posterior holds.
+def moved_with_model(la: BaseLaplace, device: torch.device | str | None, dtype: torch.dtype | None) -> Posterior:
+    """The posterior elsewhere, after the model was moved there.
 
     Raises:
-        InvalidArgument: No dtype.
+        InvalidArgument: No device, or no dtype.
         ModelChangedError: The network was changed after `fit`, so that the posterior is not its own any more.
     """
+    to = None if device is None else checked_device(device)
     if not isinstance(dtype, torch.dtype | None):
         raise InvalidArgument(f"dtype={dtype!r} is no dtype; give torch.float32 or torch.float64, for example.")
-    la.check_unchanged()
+    la.snapshot().check_unchanged()
     with undisturbed(la.weights.model):
-        la.model.to(device=device, dtype=dtype)
-    keep = None if dtype is None else torch.promote_types(dtype, torch.float32)
-    la.rebase(device, keep)
+        la.model.to(device=to, dtype=dtype)
+    return la.snapshot().moved(to, None if dtype is None else torch.promote_types(dtype, torch.float32))
 
 
-def describe(la: ParametricLaplace) -> str:
+def describe(la: BaseLaplace) -> str:
     """One line per fact: what was chosen, what was fitted, at which hyper-parameters."""
-    fitted = la.is_fitted
+    posterior = la.snapshot()
     size = "found at fit" if la.n_params is None else f"{la.n_params:,} parameters in {la.n_layers} tensors"
     lines = [
         f"likelihood={la.likelihood_object.name!r}, weights={size}, backend={la.backend_cls.__name__}",
         f"prior_precision={_values(la.prior_precision)}, prior_mean={_values(la.prior_mean)}, "
         f"temperature={_values(la.temperature)}"
         + (f", sigma_noise={_values(la.sigma_noise)}" if la.likelihood_object.has_noise else ""),
-        f"fitted to {la.n_data:,.10g} data with {la.n_outputs} outputs" if fitted else "not fitted",
     ]
-    notes = (la.fitted().curvature.note, prior_note(la), refined_note(la)) if fitted else ()
-    lines += [note for note in notes if note]
+    if posterior.data is None:
+        lines.append("not fitted")
+    else:
+        fit = posterior.fit
+        lines.append(f"fitted to {fit.n_data:,.10g} data with {fit.n_outputs} outputs")
+        lines += [note for note in (fit.curvature.note, prior_note(posterior), refined_note(posterior)) if note]
     return f"{type(la).__name__}(\n  " + ",\n  ".join(lines) + "\n)"
 
 
-def prior_note(la: ParametricLaplace) -> str | None:
+def prior_note(posterior: Posterior) -> str | None:
     """Says so where a prior is approximated by its diagonal in a Kronecker eigenbasis, or dampens."""
-    if la.precision_options.get("damping"):
+    if posterior.choices.precision_options.get("damping"):
         return "damping: (√s A + √δ) ⊗ (√s B + √δ) instead of s A ⊗ B + δ"
-    if not la.structure.exact_prior and not la.prior.is_constant_per_tensor:
+    if not posterior.choices.structure.exact_prior and not posterior.evidence.prior.is_constant_per_tensor:
         return "the prior varies within Kronecker blocks: its diagonal in their eigenbasis is used"
     return None
 
 
-def refined_note(la: ParametricLaplace) -> str | None:
+def refined_note(posterior: Posterior) -> str | None:
     """How a refined posterior came about."""
-    found = la.refinement
-    if found is None:
+    refinement = posterior.refinement
+    if refinement is None:
         return None
-    end = "converged" if found.converged else "not converged"
-    return f"refined to the {_REFINED[found.method]} of the linearised network, {end} in {found.steps} steps"
+    end = "converged" if refinement.converged else "not converged"
+    return f"refined to the {_REFINED[refinement.method]} of the linearised network, {end} in {refinement.steps} steps"
 
 
 _REFINED = {"map": "mode", "variational": "variational Gaussian"}

@@ -1,0 +1,391 @@
+"""The contract of every Laplace approximation: choices, hyper-parameters, evidence, and the posterior behind them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from laplace.core import batch as batches
+from laplace.core import overrides
+from laplace.core.arguments import CheckedConstructor, checked
+from laplace.core.batch import ForwardFn, Inputs
+from laplace.core.hyperparameters import Hyperparameters
+from laplace.core.overrides import is_overridden
+from laplace.core.positions import channels_last
+from laplace.curvature import CurvatureInterface
+from laplace.engines.engine import CurvatureEngine
+from laplace.enums import LinkApprox, PredType
+from laplace.errors import InvalidArgument, LaplaceError
+from laplace.evidence import Evidence
+from laplace.likelihoods import get_likelihood
+from laplace.likelihoods.base import Likelihood
+from laplace.network.model_guard import own_precision, require_module, undisturbed
+from laplace.posterior.attributes import Chosen
+from laplace.posterior.choices import Choices, checked_backend, require_exact_ggn
+from laplace.posterior.derived import Derived
+from laplace.posterior.posterior import Posterior
+from laplace.predictive.names import WEIGHT_SPACE, PredictiveNames
+from laplace.structures.base import Curvature, Precision
+from laplace.structures.indefinite import SignedOptions
+from laplace.weights.all_weights import AllWeights
+from laplace.weights.base import Weights
+from laplace.weights.problem import Problem
+
+Backend = type[CurvatureInterface] | None
+Options = dict[str, Any] | None
+
+
+class BaseLaplace(CheckedConstructor, ABC):
+    """A Gaussian posterior around trained weights, in weight space or in function space.
+
+    An object holds one reference to an immutable posterior; whatever changes it makes another one, and takes that over
+    once nothing can fail any more. Constructors of named classes pass what they are given to this one (`binding.py`).
+
+    Args:
+        model: The trained network; it is lent and left as it is.
+        likelihood: `"regression"`, `"classification"`, `"reward_modeling"`, `"bernoulli"`, or a likelihood object.
+        sigma_noise: Standard deviation of the observation noise, one or one per output (regression only).
+        prior_precision: δ: one, one per parameter tensor, or one per parameter.
+        prior_mean: μ₀: one, or one per parameter.
+        temperature: T of the likelihood p(y | f)^(1/T).
+        enable_backprop: Whether predictions can be differentiated with respect to the inputs.
+        dict_key_x: Key of the inputs whose first dimension is the batch, for mappings.
+        dict_key_y: Key of the targets, for mappings.
+        backend: Curvature backend, a class; None for the native GGN.
+        backend_kwargs: Its constructor's options; never written to.
+        asdl_fisher_kwargs: Options for the ASDL backends.
+        forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
+        structure_kwargs: Options of the structure (low rank: `rank`, …).
+        channel_dim: Dimension of the network's outputs that holds the classes (or the outputs of a position): −1 for
+            `[B, C]` and `[B, T, C]`, 1 for pixels `[B, C, H, W]`. None for what the shape of labels says at the first
+            fit, as PyTorch's losses read it; without labels of positions it is the last one.
+        weights_options: Options of the choice of weights.
+        precision_options: Options of the structure's precision.
+
+    Raises:
+        InvalidArgument: A hyper-parameter is not positive or not finite, or has a length that fits nothing.
+        UnsupportedError: The class chooses no structure.
+    """
+
+    structure: type[Curvature]
+    weights_type: type[Weights] = AllWeights
+    pred_types: ClassVar[PredictiveNames] = WEIGHT_SPACE
+    _posterior: Posterior
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | Tensor = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: Backend = None,
+        backend_kwargs: Options = None,
+        asdl_fisher_kwargs: Options = None,
+        *,
+        forward_fn: ForwardFn | None = None,
+        structure_kwargs: Options = None,
+        channel_dim: int | None = None,
+        weights_options: Options = None,
+        precision_options: Options = None,
+    ) -> None:
+        overrides.require_structure(type(self))
+        call = channels_last(batches.caller(require_module(model), forward_fn, dict_key_y), channel_dim)
+        weights = self.weights_type(model, forward_fn=call, **(weights_options or {}))
+        self.structure_kwargs = dict(structure_kwargs or {})
+        options, backend = self.structure.options_from(self.structure_kwargs), checked_backend(backend)
+        if self.structure.exact_ggn:
+            require_exact_ggn(backend, backend_kwargs or {})
+        signed = {"indefinite": options.indefinite} if isinstance(options, SignedOptions) else {}
+        choices = Choices(
+            likelihood=likelihood, likelihood_object=get_likelihood(likelihood), structure=self.structure,
+            structure_options=options,
+            precision_options=dict(precision_options or {}) | (signed if backend.kind == "hessian" else {}),
+            backend_cls=backend, backend_kwargs=dict(backend_kwargs or {}),
+            asdl_fisher_kwargs=dict(asdl_fisher_kwargs or {}), forward_fn=forward_fn, dict_key_x=dict_key_x,
+            dict_key_y=dict_key_y, channel_dim=channel_dim, pred_types=self.pred_types,
+        )  # fmt: skip
+        self.model, self.likelihood, self.enable_backprop = model, likelihood, bool(enable_backprop)
+        self._posterior = Posterior(choices, weights, Hyperparameters.unit(_like(model))).assigned(
+            sigma_noise=sigma_noise, temperature=temperature, prior_precision=prior_precision, prior_mean=prior_mean
+        )
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuses classes of users that define what would have no effect.
+
+        Raises:
+            UnsupportedError: One does.
+        """
+        super().__init_subclass__(**options)
+        overrides.check_class(cls, BaseLaplace)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses assignments that would be ignored; new attributes, and functions in place of methods, are free.
+
+        Raises:
+            ReadOnlyError: The attribute is computed, or never read.
+        """
+        overrides.check_assignment(self, name, value)
+        try:
+            super().__setattr__(name, value)
+        except LaplaceError:
+            raise
+        except AttributeError as error:
+            raise overrides.refused(self, name, error) from None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: nothing derived, and hyper-parameters without their graph."""
+        now = self._posterior
+        return self.__dict__ | {"_posterior": replace(now, hypers=now.hypers.detached(), derived=Derived())}
+
+    # The one reference.
+
+    def snapshot(self) -> Posterior:
+        """The posterior as a value: what is assigned to the object later changes nothing of it."""
+        return replace(self._posterior, owner=self)
+
+    def set_posterior(self, posterior: Posterior) -> None:
+        """Takes over a posterior."""
+        self._posterior = replace(posterior, owner=None)
+
+    @contextmanager
+    def holding(self, posterior: Posterior) -> Iterator[Any]:
+        """The object with another posterior for the length of a block: for what users' methods compute of it."""
+        former = self._posterior
+        self.set_posterior(posterior)
+        try:
+            yield self
+        finally:
+            self._posterior = former
+
+    # What was chosen.
+
+    likelihood_object = Chosen[Likelihood]("What the data are distributed by.", fixed=True)
+    backend_cls = Chosen[type[CurvatureInterface]]("Class of the curvature backend.")
+    backend_kwargs = Chosen[dict[str, Any]]("Options of the backend's constructor.")
+    asdl_fisher_kwargs = Chosen[dict[str, Any]]("Options of the ASDL backends.")
+    forward_fn = Chosen["ForwardFn | None"]("How the user calls the network; None for `model(x)`.", fixed=True)
+    structure_options = Chosen[Any]("Options of the structure, an object.")
+    precision_options = Chosen[dict[str, Any]]("Options of the structure's precision.")
+    dict_key_x = Chosen[str]("Key of the inputs, for mappings.")
+    dict_key_y = Chosen[str]("Key of the targets, for mappings.")
+
+    @property
+    def weights(self) -> Weights:
+        """The choice of random weights."""
+        return self._posterior.weights
+
+    @property
+    def channel_dim(self) -> int:
+        """Dimension of the network's outputs that holds the channels."""
+        return self._posterior.channel_dim
+
+    @property
+    def channels_known(self) -> bool:
+        """True if that was given, or told by the shape of labels."""
+        return self._posterior.choices.channel_dim is not None
+
+    @property
+    def problem(self) -> Problem:
+        """What backends see.
+
+        Raises:
+            NotFittedError: The last layer is found at `fit`, or by `last_layer_name=`.
+        """
+        return self._posterior.problem
+
+    @property
+    def backend(self) -> CurvatureInterface:
+        """The curvature backend as users call it: `la.backend.jacobians(x)`, `la.backend.diag(x, y)`."""
+        return self._posterior.backend
+
+    @property
+    def engine(self) -> CurvatureEngine:
+        """What computes Jacobians and curvature, made on first use."""
+        return self._posterior.engine
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The treated tensors of the model, in order."""
+        return [self.problem.tensor(slot.name) for slot in self.problem.slots]
+
+    @property
+    def is_subset_params(self) -> bool:
+        """True if some parameter of the model is frozen."""
+        with undisturbed(self.weights.model):
+            return any(not p.requires_grad for p in self.model.parameters())
+
+    @property
+    def n_params(self) -> int | None:
+        """P, or None while the last layer is unknown."""
+        return None if self.weights.problem is None else self.weights.problem.layout.n_params
+
+    @property
+    def n_layers(self) -> int | None:
+        """Number of treated tensors, or None while the last layer is unknown."""
+        return None if self.weights.problem is None else self.weights.problem.layout.n_tensors
+
+    # Hyper-parameters.
+
+    @property
+    def prior_precision(self) -> Tensor:
+        """δ, `[1]`, `[n_tensors]` or `[P]`."""
+        return self._posterior.hypers.prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, value: float | Tensor) -> None:
+        self._posterior = self._posterior.assigned(prior_precision=value)
+
+    @property
+    def prior_mean(self) -> Tensor:
+        """μ₀, 0-dim, `[1]` or `[P]`."""
+        return self._posterior.hypers.prior_mean
+
+    @prior_mean.setter
+    def prior_mean(self, value: float | Tensor) -> None:
+        self._posterior = self._posterior.assigned(prior_mean=value)
+
+    @property
+    def sigma_noise(self) -> Tensor:
+        """σ, 0-dim or `[C]`."""
+        return self._posterior.hypers.sigma_noise
+
+    @sigma_noise.setter
+    def sigma_noise(self, value: float | Tensor) -> None:
+        self._posterior = self._posterior.assigned(sigma_noise=value)
+
+    @property
+    def temperature(self) -> Tensor:
+        """T, 0-dim."""
+        return self._posterior.hypers.temperature
+
+    @temperature.setter
+    def temperature(self, value: float | Tensor) -> None:
+        self._posterior = self._posterior.assigned(temperature=value)
+
+    # Evidence.
+
+    @abstractmethod
+    def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False) -> None:
+        """Fits the posterior to the data of a loader."""
+
+    @abstractmethod
+    def evidence(self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None) -> Evidence:
+        """The terms of the log evidence at the present, or at other, hyper-parameters."""
+
+    @abstractmethod
+    def posterior(self) -> Precision:
+        """The posterior precision with its factorisation."""
+
+    @property
+    def log_likelihood(self) -> Tensor:
+        """Log p(D | θ*), 0-dim, differentiable in noise and temperature."""
+        return self.evidence().log_likelihood.to(self._posterior.hypers.dtype)
+
+    @property
+    def scatter(self) -> Tensor:
+        """(θ* − μ₀)ᵀ diag(δ) (θ* − μ₀), 0-dim."""
+        return self.evidence().scatter.to(self._posterior.hypers.dtype)
+
+    @property
+    def log_det_ratio(self) -> Tensor:
+        """Log det P − log det P₀, 0-dim."""
+        if is_overridden(self, "log_det_posterior_precision", "log_det_prior_precision", "posterior_precision"):
+            return self.log_det_posterior_precision - self.log_det_prior_precision
+        return self.evidence().log_det_ratio.to(self._posterior.hypers.dtype)
+
+    @property
+    def log_det_prior_precision(self) -> Tensor:
+        """Log det P₀, 0-dim."""
+        return self.evidence().effective_prior.logdet().to(self._posterior.hypers.dtype)
+
+    @property
+    def log_det_posterior_precision(self) -> Tensor:
+        """Log det P, 0-dim."""
+        return self._precision().logdet().to(self._posterior.hypers.dtype)
+
+    def _precision(self) -> Precision:
+        """P, with its graph, as users' classes override it."""
+        return self.posterior() if is_overridden(self, "posterior_precision") else self.evidence().precision
+
+    @checked
+    def log_marginal_likelihood(
+        self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
+    ) -> Tensor:
+        """Laplace approximation of the log evidence, differentiable in both arguments.
+
+        log p(D) ≈ log p(D | θ*) − ½ (log det P − log det P₀ + scatter)   (Daxberger et al., 2021, equation 6).
+
+        Args:
+            prior_precision: δ to evaluate at; it is also assigned, without its graph.
+            sigma_noise: σ to evaluate at, likewise (regression only).
+
+        Returns:
+            0-dim tensor.
+
+        Raises:
+            InvalidArgument: A value is not accepted, or a noise is given without a Gaussian likelihood.
+            NotFittedError: Before `fit`.
+        """
+        if sigma_noise is not None and not self.likelihood_object.has_noise:
+            raise InvalidArgument(
+                f"sigma_noise was given, but likelihood={self.likelihood_object.name!r} has no observation noise."
+            )
+        given = {"prior_precision": prior_precision, "sigma_noise": sigma_noise}
+        given = {name: value for name, value in given.items() if value is not None}
+        if not given:
+            with own_precision():
+                return self._log_evidence()
+        there = self._posterior.assigned(**given)
+        with self.holding(there), own_precision():
+            value = self._log_evidence()
+        self._posterior = there.at(there.hypers.detached(*given))
+        return value
+
+    def _log_evidence(self) -> Tensor:
+        """Log p(D), 0-dim, of the terms as users' classes override them."""
+        evidence = self.evidence()
+        if not is_overridden(self, *overrides.EVIDENCE):
+            return evidence.log_marginal_likelihood
+        value = self.log_likelihood - 0.5 * (self.log_det_ratio + self.scatter + evidence.precision.slack())
+        return value.to(self._posterior.hypers.dtype)
+
+    @checked
+    def marglik(
+        self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
+    ) -> Tensor:
+        """`log_marginal_likelihood`, by the name of the Laplace Redux paper."""
+        return self.log_marginal_likelihood(prior_precision, sigma_noise)
+
+    # Predictions.
+
+    @abstractmethod
+    def __call__(self, x: Inputs, pred_type: PredType | str = PredType.GLM, **options: Any) -> Any:
+        """Predictive distribution at x."""
+
+    @checked
+    def predictive(
+        self, x: Inputs, pred_type: PredType | str, link_approx: LinkApprox | str, n_samples: int
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`self(x, ...)` with positional options."""
+        return self(x, pred_type=pred_type, link_approx=link_approx, n_samples=n_samples)
+
+
+overrides.check_class(BaseLaplace, BaseLaplace)
+
+
+def _like(model: nn.Module) -> Tensor:
+    """A number on the device of a model and in its dtype, at least float32."""
+    parameter = next(model.parameters(), torch.zeros(()))
+    dtype = torch.promote_types(parameter.dtype, torch.float32) if parameter.is_floating_point() else None
+    return torch.zeros((), device=parameter.device, dtype=dtype)

@@ -1,0 +1,397 @@
+"""Laplace approximations in weight space, as users hold them: fitting, moments, tuning, refinement, state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace import state
+from laplace.base import BaseLaplace
+from laplace.compat.members import LegacyMembers
+from laplace.core.arguments import checked
+from laplace.core.overrides import is_overridden
+from laplace.core.prior import GaussianPrior
+from laplace.errors import InvalidArgument, NotFittedError
+from laplace.evidence import Evidence
+from laplace.fitting import Fit
+from laplace.fitting.planning import FitPlan
+from laplace.keyed_classes import KeyedClasses
+from laplace.network.fingerprint import Fingerprint
+from laplace.posterior import learning, overridden
+from laplace.posterior.posterior import Posterior
+from laplace.posterior.predictor import Predictor
+from laplace.posterior.refined import Refinement
+from laplace.predicting import Predicting
+from laplace.refinement.refine import refine
+from laplace.refinement.refiner import RefineOptions
+from laplace.structures.base import Precision
+from laplace.tuning import PosteriorGroup, Tunable
+
+CELLS: KeyedClasses[ParametricLaplace] = KeyedClasses()
+"""Classes with a `_key`: the cells of the grid that have one."""
+
+
+class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
+    """Base of all weight-space posteriors; a concrete class binds `structure` and `weights_type`.
+
+    The arguments are those of `BaseLaplace`.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Files a class with a `_key` of its own, by which `Laplace(...)` finds it."""
+        super().__init_subclass__(**options)
+        if "_key" in vars(cls):
+            CELLS.add(vars(cls)["_key"], cls)
+
+    # What the data say.
+
+    @property
+    def is_fitted(self) -> bool:
+        """True if `fit` or `load_state_dict` gave a posterior."""
+        return self._posterior.data is not None
+
+    def fitted(self) -> Fit:
+        """What the data say; after `refine`, at the outputs of the linearised network.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        self._require_data()
+        return self._posterior.fit
+
+    def unrefined(self) -> Fit:
+        """What the data say at the network's own outputs.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        self._require_data()
+        return self._posterior.map_fit
+
+    def _require_data(self) -> None:
+        if not self.is_fitted:
+            raise NotFittedError(f"this {type(self).__name__} is not fitted; call fit(train_loader) first.")
+
+    @property
+    def fingerprint(self) -> Fingerprint | None:
+        """What the network was at the fit; None before it."""
+        return None if self._posterior.data is None else self._posterior.data.watch.fingerprint
+
+    def check_unchanged(self) -> None:
+        """Raises `ModelChangedError` if the network's weights, or its outputs at data of the fit, are not as then."""
+        self._posterior.check_unchanged()
+
+    def coverage(self) -> dict[str, str]:
+        """Which layer rule or fallback explains every treated tensor, and in which form its curvature is held.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        return dict(self.fitted().coverage)
+
+    @property
+    def mean(self) -> Tensor:
+        """θ*, `[P]`; the prior's mean before `fit`, θ̂ after `refine`."""
+        return self._posterior.mean
+
+    @property
+    def expansion_point(self) -> Tensor:
+        """θ*, the network's weights at `fit`, around which predictions are linearised, `[P]`.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        self._require_data()
+        return self._posterior.expansion_point
+
+    @property
+    def refinement(self) -> Refinement | None:
+        """How `refine` ended; None without one, and after a fit that followed."""
+        return self._posterior.refinement
+
+    @property
+    def loss(self) -> float | Tensor:
+        """Summed unit negative log likelihood of the data, 0-dim; the number 0 before `fit`."""
+        return self._posterior.fit.loss_terms.sum() if self.is_fitted else 0.0
+
+    @property
+    def n_data(self) -> float:
+        """Data seen that count, a sum of weights where some faded; 0 before `fit`."""
+        return self._posterior.map_fit.n_data if self.is_fitted else 0
+
+    @property
+    def n_outputs(self) -> int:
+        """C; 0 before `fit`."""
+        return self._posterior.map_fit.n_outputs if self.is_fitted else 0
+
+    @property
+    def H(self) -> Any:
+        """The unit curvature: `[P, P]`, `[P]`, or Kronecker factors."""
+        return self.fitted().curvature.public()
+
+    # Moments and evidence.
+
+    @property
+    def prior(self) -> GaussianPrior:
+        """N(μ₀, diag(δ)⁻¹)."""
+        prior = GaussianPrior(self.prior_precision, self.prior_mean, self.problem.layout)
+        if not is_overridden(self, "prior_precision_diag"):
+            return prior
+        return replace(prior, precision=overridden.own_diagonal(self, prior))
+
+    @property
+    def prior_precision_diag(self) -> Tensor:
+        """δ of every treated parameter, `[P]`."""
+        return GaussianPrior(self.prior_precision, self.prior_mean, self.problem.layout).diagonal()
+
+    def evidence(self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None) -> Evidence:
+        self._require_data()
+        given = {"prior_precision": prior_precision, "sigma_noise": sigma_noise}
+        other = {name: value for name, value in given.items() if value is not None}
+        if not other:
+            return overridden.resolved(self, self._posterior).evidence
+        with self.holding(self._posterior.at(replace(self._posterior.hypers, **other))):
+            return self.evidence()
+
+    def posterior(self) -> Precision:
+        """The posterior precision with its factorisation, kept until a hyper-parameter or the fit changes.
+
+        Where a hyper-parameter requires a gradient it is made anew, with the graph that leads to it, and not kept; so
+        is one that a user's class computes.
+        """
+        self._require_data()
+        return overridden.own_posterior(self, self._posterior)
+
+    def predictive_posterior(self) -> Precision:
+        """The posterior as predictions and samples see it: with what users' classes override."""
+        return overridden.predictive_posterior(self)
+
+    @property
+    def posterior_precision(self) -> Any:
+        """P: `[P, P]`, `[P]`, or a `KronPrecision` with `diag()`, `to_matrix()`, `logdet()`, `bmm()`."""
+        return self.evidence().precision.public
+
+    @property
+    def posterior_covariance(self) -> Tensor:
+        """P⁻¹, `[P, P]`."""
+        return overridden.posterior_before(self, "posterior_covariance").covariance
+
+    @property
+    def posterior_variance(self) -> Tensor:
+        """Diagonal of P⁻¹, `[P]`."""
+        return overridden.posterior_before(self, "posterior_variance").diagonal_of_inverse()
+
+    @property
+    def posterior_scale(self) -> Tensor:
+        """L with L Lᵀ = P⁻¹: lower-triangular (full), symmetric (Kron), or standard deviations `[P]` (diag)."""
+        return overridden.posterior_before(self, "posterior_scale").scale
+
+    def square_norm(self, value: Tensor) -> Tensor:
+        """(θ − θ*)ᵀ P (θ − θ*) of `[..., P]`; the prior's before `fit`."""
+        return self._density().quad(self._checked_weights(value) - self.mean)
+
+    def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
+        """Log density of the posterior at θ `[..., P]`; the prior's before `fit`."""
+        own = is_overridden(self, "square_norm")
+        precision = self._density()
+        value = self._checked_weights(value)
+        unnormalised = -0.5 * (self.square_norm(value) if own else precision.quad(value - self.mean))
+        if not normalized:
+            return unnormalised
+        own = is_overridden(self, "log_det_posterior_precision")
+        logdet = self.log_det_posterior_precision if own else precision.logdet()
+        normaliser = 0.5 * value.shape[-1] * math.log(2 * math.pi) - 0.5 * logdet
+        return (unnormalised - normaliser).to(unnormalised.dtype)
+
+    def _checked_weights(self, value: Tensor) -> Tensor:
+        """Weights `[..., P]`; one number would be spread to all of them.
+
+        Raises:
+            InvalidArgument: Another length.
+        """
+        n_params = self.problem.layout.n_params
+        if value.ndim == 0 or value.shape[-1] != n_params:
+            raise InvalidArgument(f"value has shape {list(value.shape)}; it must be [..., P] with P = {n_params}.")
+        return value
+
+    def _density(self) -> Precision:
+        return self._precision() if self.is_fitted else self.structure.before_data(self.prior)
+
+    # From data to the next posterior.
+
+    @checked
+    def fit(
+        self,
+        train_loader: Iterable[Any],
+        override: bool = True,
+        progress_bar: bool = False,
+        *,
+        decay: float = 1.0,
+        subset: int | None = None,
+        generator: torch.Generator | None = None,
+        check_memory: bool = True,
+    ) -> None:
+        """Fits the Gaussian to the curvature of the data at the model's present weights.
+
+        Args:
+            train_loader: Batches `(x, y)`, tuples `(x1, …, y)` or mappings with `dict_key_y`.
+            override: Start anew; False adds the data to those of the former fit.
+            progress_bar: Show one.
+            decay: With `override=False`, how often every datum of the former fit counts from now on, in (0, 1]: it
+                multiplies the former curvature, loss and number of data, so that old data fade exponentially. The
+                prior does not fade.
+            subset: M: take the curvature of M data drawn at random, times N/M, which is unbiased (Immer et al., 2021,
+                appendix A.3.1); loss and number are those of all N. The data are read once more.
+            generator: Source of that choice; None for the global one, which leads to another choice each time.
+            check_memory: Whether to refuse a fit that by the shapes of its first batch takes more memory than there is;
+                asked of fits above 1 GiB, on CPUs under Linux and on CUDA.
+
+        Raises:
+            OutOfMemory: Memory does not hold the fit; the message names choices that take less.
+            InvalidData: A batch cannot be used; the former posterior is kept, as after every error.
+            InvalidArgument: A hyper-parameter's length does not fit the treated parameters or the outputs, or a decay
+                or a subset that is not accepted.
+            InvalidType: What is given for the loader cannot be iterated over, or targets are given beside it.
+            UnsupportedError: The structure is no sum over data, and the former fit cannot fade.
+
+        Warns:
+            ApproximationWarning: Random outputs, several heads with a last layer, one of several processes, or many
+                weights that Kronecker factors could not hold.
+        """
+        self._posterior = learning.fitted_to(
+            self._posterior, train_loader, override=override, progress_bar=progress_bar, decay=decay, subset=subset,
+            generator=generator, check_memory=check_memory,
+        )  # fmt: skip
+
+    @checked
+    def forget(self, loader: Iterable[Any], progress_bar: bool = False, *, weight: float = 1.0) -> None:
+        """Removes the contribution of data from the fit: their curvature, their loss and their number.
+
+        The curvature is then that of a fit without them. The mean stays, for it is the network's weights, which were
+        trained with the data; without all data the posterior is a Gaussian around them with the prior's precision.
+
+        Args:
+            loader: Batches of data that were fitted, at the weights that the network still has.
+            progress_bar: Show one.
+            weight: How often the data count in the fit: 1, or `decay**k` for data that faded in k later fits.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            ModelChangedError: The weights are not those of the fit any more, at which the curvature was computed.
+            InvalidData: More data than the fit has seen, or data that cannot be used.
+            CurvatureError: The curvature would be indefinite: these data were not fitted.
+            UnsupportedError: The structure is no sum over data, or its curvature is a random sample. After every error
+                the former posterior is kept.
+        """
+        self._require_data()
+        self._posterior = learning.without(self._posterior, loader, progress_bar=progress_bar, weight=weight)
+
+    @checked
+    def plan(self, train_loader: Iterable[Any]) -> FitPlan:
+        """Predicts memory and time of `fit` and of a prediction from the first batch; nothing is fitted or drawn.
+
+        Where the last layer is not known yet, it is found, as `fit` would.
+
+        Args:
+            train_loader: What `fit` would be given; one batch of it is read.
+
+        Raises:
+            InvalidArgument: A loader that can be read only once: a fit would miss that batch.
+            InvalidData: No data that count.
+            UnsupportedError: A user's own backend or structure, which does not say what it takes.
+        """
+        self._posterior, plan = learning.planned(self._posterior, train_loader)
+        return plan
+
+    @checked
+    def refine(
+        self,
+        loader: Iterable[Any],
+        method: str = "map",
+        *,
+        max_steps: int = 100,
+        tolerance: float | None = None,
+        n_samples: int = 200,
+        generator: torch.Generator | None = None,
+        progress_bar: bool = False,
+    ) -> Refinement:
+        """Inference in the linearised model f(x, θ*) + J (θ − θ*), at the present hyper-parameters, and takes it over.
+
+        The network's weights are its mode only where training converged; `"map"` finds the mode (a convex problem) and
+        the curvature there, in the posterior's structure. `"variational"` finds the Gaussian that maximises the
+        evidence lower bound, with a full or a diagonal covariance (Immer et al., 2021, appendices A.3.2 and B.3).
+        Afterwards predictions of `pred_type="glm"` have the mean f(x, θ*) + J (θ̂ − θ*); the evidence is
+        log p(D | f_lin(θ̂)) − ½ (log det P − log det P₀ + (θ̂ − μ₀)ᵀ P₀ (θ̂ − μ₀)). A fit that follows removes it.
+
+        Args:
+            loader: All data of the fit; they are read once and held.
+            method: `"map"` or `"variational"`.
+            max_steps: Newton steps, or updates of the variational covariance.
+            tolerance: Distance from the mode in posterior standard deviations, or relative change of the bound; None
+                for what the precision of the numbers allows.
+            n_samples: Points of the expectations of softmax likelihoods (others take quadrature).
+            generator: Source of those points; None for seed 0.
+            progress_bar: Show one.
+
+        Returns:
+            How it ended, `la.refinement`.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidArgument: An unknown method, or options that are not accepted.
+            InvalidData: Other data than those of the fit.
+            UnsupportedError: A backend other than the GGN of this library, or a structure without a variational form.
+                After every error the former posterior is kept.
+
+        Warns:
+            ApproximationWarning: It did not converge.
+        """
+        options = RefineOptions(max_steps, tolerance, n_samples, generator, progress_bar)
+        refinement = refine(self.snapshot(), loader, method, options)
+        self._posterior = self._posterior.with_refinement(refinement)
+        return refinement
+
+    # Predictions, tuning and state.
+
+    @property
+    def _predictor(self) -> Predictor:
+        return Predictor(self.snapshot(), self.enable_backprop)
+
+    @property
+    def _group(self) -> PosteriorGroup:
+        return PosteriorGroup((self.snapshot(),))
+
+    def _take_over(self, posteriors: tuple[Posterior, ...]) -> None:
+        (posterior,) = posteriors
+        self.set_posterior(posterior)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides a prediction but the model's weights: tensors, numbers and strings only.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        self._require_data()
+        return state.save(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a saved posterior for the same model.
+
+        Raises:
+            StateError: The state belongs to another class, model, likelihood or choice of weights.
+        """
+        self.set_posterior(state.loaded(self, state_dict))
+        self.enable_backprop = state_dict["enable_backprop"]
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> ParametricLaplace:
+        """Moves the posterior (and the model, as `nn.Module.to` does) to a device or dtype; returns itself."""
+        self.set_posterior(state.moved_with_model(self, device, dtype))
+        return self
+
+    def __repr__(self) -> str:
+        return state.describe(self)

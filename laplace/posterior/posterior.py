@@ -1,0 +1,334 @@
+"""The posterior over the random weights as a value: other hyper-parameters, or other data, make another one."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from laplace.core.hyperparameters import Hyperparameters
+from laplace.core.overrides import COVARIANCES, EVIDENCE, HYPERPARAMETERS, MOMENTS, POSTERIOR, is_overridden
+from laplace.core.prior import GaussianPrior
+from laplace.curvature import CurvatureInterface
+from laplace.engines.engine import CurvatureEngine
+from laplace.errors import NotFittedError, UnsupportedError
+from laplace.evidence import Evidence
+from laplace.fitting import Fit
+from laplace.likelihoods.base import Likelihood
+from laplace.network.fingerprint import Fingerprint, ModelWatch
+from laplace.network.model_guard import own_precision
+from laplace.network.witness import Witness
+from laplace.posterior.assigned import Given, assigned
+from laplace.posterior.choices import Choices
+from laplace.posterior.derived import Derived
+from laplace.posterior.refined import Refinement
+from laplace.structures.base import Precision
+from laplace.weights.base import Weights
+from laplace.weights.problem import Problem
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """What data say of a network at the weights that it had at the fit.
+
+    Attributes:
+        fit: Curvature and loss at the network's own outputs.
+        mean: θ*, the network's weights, `[P]`.
+        watch: Notices that the network was changed since.
+        refinement: What inference in the linearised network found; None without it.
+    """
+
+    fit: Fit
+    mean: Tensor
+    watch: ModelWatch
+    refinement: Refinement | None = None
+
+    def moved(self, model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> Fitted:
+        """The same elsewhere, for a network that was moved there."""
+        return Fitted(
+            self.fit.moved(device, dtype),
+            self.mean.to(device=device, dtype=dtype),
+            ModelWatch(self.watch.fingerprint.moved(model, device, dtype)),
+            None if self.refinement is None else self.refinement.moved(device, dtype),
+        )
+
+
+class Owner(Protocol):
+    """The object that users hold: methods of their own are called on it, while it has a posterior for its own."""
+
+    def holding(self, posterior: Posterior) -> AbstractContextManager[Any]:
+        """A block in which the object has another posterior."""
+        ...
+
+    def snapshot(self) -> Posterior:
+        """The posterior that it has now, with itself for the owner."""
+        ...
+
+    def posterior(self) -> Precision:
+        """P, as users' classes have it."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Posterior:
+    """θ ~ N(θ̂, P⁻¹) with P = s·H + diag(δ), at one setting of the hyper-parameters; without data it is the prior.
+
+    Nothing of it changes: `at` gives the posterior at other hyper-parameters, which shares the curvature with its
+    factorisations, and the engine. What follows from methods that users override is asked of the object that they
+    belong to, while that has this posterior for its own.
+
+    Attributes:
+        choices: Likelihood, structure, backend and keys.
+        weights: The random weights.
+        hypers: Prior, noise and temperature.
+        data: What the data say; None before a fit.
+        derived: The engine and the last precision, made on first use.
+        owner: The object whose class, or which itself, may have methods of users; None for the library's alone.
+    """
+
+    choices: Choices
+    weights: Weights
+    hypers: Hyperparameters
+    data: Fitted | None = None
+    derived: Derived = field(default_factory=Derived, repr=False)
+    owner: Owner | None = field(default=None, repr=False)
+
+    # Other posteriors.
+
+    def at(self, hypers: Hyperparameters) -> Posterior:
+        """The posterior at other hyper-parameters, with their graph."""
+        return replace(self, hypers=hypers)
+
+    def assigned(self, **given: Given) -> Posterior:
+        """The posterior at hyper-parameters as users give them, by name.
+
+        Raises:
+            InvalidArgument: A value is not accepted.
+            InvalidType: A value is neither a number nor a tensor.
+        """
+        return self.at(assigned(self.hypers, self.likelihood, self.weights, **given))
+
+    def with_choices(self, **choices: Any) -> Posterior:
+        """The posterior with other choices, by name, for which all that is derived is made anew."""
+        return replace(self, choices=replace(self.choices, **choices), derived=Derived())
+
+    def with_problem(self, problem: Problem) -> Posterior:
+        """The posterior of random weights that are known now."""
+        if problem is self.weights.problem:
+            return self
+        return replace(self, weights=self.weights.with_problem(problem), derived=Derived())
+
+    def with_data(self, fit: Fit, engine: CurvatureEngine, witness: Witness | None) -> Posterior:
+        """The posterior of data, around the network's present weights."""
+        mean = self.problem.mean().to(self.hypers.dtype)
+        watch = ModelWatch(Fingerprint.of(self.model, witness))
+        return replace(self, data=Fitted(fit, mean, watch), derived=Derived(engine))
+
+    def with_fit(self, fit: Fit) -> Posterior:
+        """The posterior of other data, around the same mean; a refinement, which was of the former ones, is gone."""
+        return replace(self, data=replace(self.require_fitted(), fit=fit, refinement=None))
+
+    def with_refinement(self, refinement: Refinement) -> Posterior:
+        """The posterior around another mean."""
+        return replace(self, data=replace(self.require_fitted(), refinement=refinement))
+
+    def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Posterior:
+        """The posterior elsewhere, of a network that was moved there, at hyper-parameters without a graph."""
+        data = None if self.data is None else self.data.moved(self.model, device, dtype)
+        return replace(self, hypers=self.hypers.moved(device, dtype), data=data, derived=Derived())
+
+    # What was chosen.
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What the data are distributed by."""
+        return self.choices.likelihood_object
+
+    @property
+    def model(self) -> nn.Module:
+        """The network."""
+        return self.weights.model
+
+    @property
+    def channel_dim(self) -> int:
+        """Dimension of the network's outputs that holds the channels."""
+        return -1 if self.choices.channel_dim is None else self.choices.channel_dim
+
+    @property
+    def problem(self) -> Problem:
+        """What backends see.
+
+        Raises:
+            NotFittedError: The last layer is found at `fit`, or by `last_layer_name=`.
+        """
+        if self.weights.problem is None:
+            raise NotFittedError(
+                "the last layer is not known before fit; call fit(train_loader) first, or pass last_layer_name=."
+            )
+        return self.weights.problem
+
+    @property
+    def backend(self) -> CurvatureInterface:
+        """The curvature backend as users call it."""
+        if self.derived.backend is None:
+            self.derived.backend = self.choices.backend(self.weights, self.problem)
+        return self.derived.backend
+
+    @property
+    def engine(self) -> CurvatureEngine:
+        """What computes Jacobians and curvature."""
+        if self.derived.engine is None:
+            self.derived.engine = self.choices.engine(self.weights, self.problem, split_outputs=False)
+        return self.derived.engine
+
+    # What the data say.
+
+    def require_fitted(self) -> Fitted:
+        """What the data say.
+
+        Raises:
+            NotFittedError: Before a fit.
+        """
+        if self.data is None:
+            raise NotFittedError("the posterior is not fitted; call fit(train_loader) first.")
+        return self.data
+
+    @property
+    def map_fit(self) -> Fit:
+        """Curvature and loss at the network's own outputs."""
+        return self.require_fitted().fit
+
+    @property
+    def fit(self) -> Fit:
+        """Curvature and loss; after a refinement, at the outputs of the linearised network."""
+        refinement = self.require_fitted().refinement
+        return self.require_fitted().fit if refinement is None else refinement.fit
+
+    @property
+    def refinement(self) -> Refinement | None:
+        """What inference in the linearised network found."""
+        return None if self.data is None else self.data.refinement
+
+    @property
+    def expansion_point(self) -> Tensor:
+        """θ*, the network's weights at the fit, around which predictions are linearised, `[P]`."""
+        return self.require_fitted().mean
+
+    @property
+    def refined_step(self) -> Tensor | None:
+        """θ̂ − θ*, `[P]`, of a refined posterior; None of others."""
+        return None if self.refinement is None else self.refinement.mean - self.expansion_point
+
+    @property
+    def mean(self) -> Tensor:
+        """θ̂, `[P]`; the prior's mean before a fit."""
+        if self.overrides("mean"):
+            with self.owned() as la:
+                return la.mean
+        if self.refinement is not None:
+            return self.refinement.mean
+        return self.hypers.prior_mean if self.data is None else self.data.mean
+
+    @property
+    def sigma_noise(self) -> Tensor:
+        """σ, 0-dim or `[C]`, as users' classes have it."""
+        if self.overrides("sigma_noise"):
+            with self.owned() as la:
+                return la.sigma_noise
+        return self.hypers.sigma_noise
+
+    def check_unchanged(self) -> None:
+        """Raises `ModelChangedError` if the network's weights, or its outputs at data of the fit, are not as then."""
+        if self.data is not None:
+            self.data.watch.check(self.model)
+
+    # What follows.
+
+    @property
+    def prior(self) -> GaussianPrior:
+        """N(μ₀, diag(δ)⁻¹)."""
+        return GaussianPrior(self.hypers.prior_precision, self.hypers.prior_mean, self.problem.layout)
+
+    @property
+    def evidence(self) -> Evidence:
+        """The terms of the log evidence, differentiable in the hyper-parameters."""
+        if self.overrides(*HYPERPARAMETERS):
+            with self.owned() as la:
+                return la.evidence()
+        return Evidence(
+            fit=self.fit,
+            mean=self.mean,
+            prior=self.prior,
+            likelihood=self.likelihood,
+            kind=self.choices.backend_cls.kind,
+            sigma_noise=self.hypers.sigma_noise,
+            temperature=self.hypers.temperature,
+            options=self.choices.precision_options,
+        )
+
+    def log_evidence(self) -> Tensor:
+        """Log p(D), 0-dim, with its graph, by a user's own terms where there are any."""
+        if self.overrides("log_marginal_likelihood", *EVIDENCE):
+            with self.owned() as la:
+                return la.log_marginal_likelihood()
+        return self.evidence.log_marginal_likelihood
+
+    def precision(self) -> Precision:
+        """P with its factorisation, kept until a hyper-parameter or the fit changes.
+
+        Where a hyper-parameter requires a gradient it is made anew, with the graph that leads to it, and not kept.
+        """
+        if self.overrides("posterior", "posterior_precision", *HYPERPARAMETERS):
+            with self.owned() as la:
+                return la.posterior()
+        if torch.is_inference_mode_enabled():  # what a precision computes in this mode is of no use to autograd later
+            return self.evidence.precision
+        if torch.is_grad_enabled() and self.hypers.requires_grad:
+            with own_precision():
+                return self.evidence.precision
+        values = (self.hypers.prior_precision, self.hypers.sigma_noise, self.hypers.temperature)
+        return self.derived.precision(self.fit.curvature, values, self._constant_precision)
+
+    def _constant_precision(self) -> Precision:
+        with torch.no_grad(), own_precision():
+            return self.evidence.constant().precision
+
+    def predictive_precision(self) -> Precision:
+        """P as predictions see it: with the covariances of outputs that users' classes override."""
+        if self.overrides(*POSTERIOR):
+            with self.owned() as la:
+                return la.predictive_posterior()
+        return self.precision()
+
+    # What users override.
+
+    def overrides(self, *names: str) -> bool:
+        """True if a user's class, or the object itself, defines one of these methods."""
+        return self.owner is not None and is_overridden(self.owner, *names)
+
+    def owned(self) -> AbstractContextManager[Any]:
+        """A block in which the object has this posterior for its own; it is what the block is entered as.
+
+        Raises:
+            UnsupportedError: The posterior belongs to no object.
+        """
+        if self.owner is None:
+            raise UnsupportedError("this posterior belongs to no object whose methods could be called.")
+        return self.owner.holding(self)
+
+    @property
+    def follows_hyperparameters(self) -> bool:
+        """True if a hyper-parameter requires a gradient: predictions are then differentiable in it."""
+        if self.overrides(*HYPERPARAMETERS):
+            with self.owned() as la:
+                return any(value.requires_grad for value in (la.prior.precision, la.sigma_noise, la.temperature))
+        return self.hypers.requires_grad
+
+    @property
+    def keeps_graph(self) -> bool:
+        """True if predictions keep a graph that leads to hyper-parameters, or into users' own methods."""
+        own = self.overrides(*MOMENTS, *COVARIANCES)
+        return torch.is_grad_enabled() and (own or self.follows_hyperparameters)

@@ -1,0 +1,170 @@
+"""Predictions of a posterior: from inputs to an object that computes what is read of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.core.batch import Inputs
+from laplace.core.overrides import POSTERIOR, PREDICTIONS
+from laplace.core.positions import unrolled
+from laplace.core.random_numbers import drawn_seed, standard_normal
+from laplace.enums import PredType
+from laplace.posterior import own_outputs
+from laplace.posterior.overridden import posterior_before
+from laplace.posterior.posterior import Posterior
+from laplace.predictive import latent
+from laplace.predictive.posterior_outputs import Draws, PosteriorOutputs, PredictionOptions
+from laplace.predictive.reparameterised import ReparameterisedOutputs
+from laplace.predictive.sources import GaussianSource, LinearisedOutputs, SampledOutputs, SampleSource
+from laplace.structures.base import Precision
+
+
+@dataclass(frozen=True, eq=False)
+class Predictor:
+    """A posterior as it is asked for predictions.
+
+    Attributes:
+        posterior: Fitted, with the object that may have methods of users.
+        through_x: Whether predictions can be differentiated with respect to the inputs.
+    """
+
+    posterior: Posterior
+    through_x: bool = False
+
+    @property
+    def graph(self) -> bool:
+        """True if predictions are differentiable: in the inputs, or in hyper-parameters that ask for it."""
+        return self.through_x or self.posterior.keeps_graph
+
+    def predicted(
+        self, x: Inputs, kind: PredType, options: PredictionOptions, draws: Draws, model_kwargs: dict[str, Any]
+    ) -> PosteriorOutputs:
+        """The prediction at x, with what users' classes override of it."""
+        rows = self.quantities(x, kind, options, draws, model_kwargs)
+        if not self.posterior.overrides(*PREDICTIONS):
+            return rows
+        return own_outputs.own_quantities(self.posterior, rows, x, kind, model_kwargs)
+
+    def quantities(
+        self, x: Inputs, kind: PredType, options: PredictionOptions, draws: Draws, model_kwargs: dict[str, Any]
+    ) -> PosteriorOutputs:
+        """The prediction at x without users' own samples and variances at given inputs.
+
+        Args:
+            x: Inputs.
+            kind: Linearised or sampled.
+            options: Link, samples and form.
+            draws: Source of randomness.
+            model_kwargs: Further arguments of the model.
+        """
+        if kind == PredType.NN:
+            latent.check_model_kwargs(self.posterior.problem.module, model_kwargs)
+            return self._of(self.sampled(x, model_kwargs), options, draws)
+        latent.refuse_model_kwargs(model_kwargs)
+        return self._of(self.linearised(x), options, draws)
+
+    def _of(self, source: GaussianSource | SampleSource, options: PredictionOptions, draws: Draws) -> PosteriorOutputs:
+        posterior = self.posterior
+        sigma = posterior.sigma_noise if source.create_graph else posterior.sigma_noise.detach()
+        return PosteriorOutputs(source, posterior.likelihood, sigma, options, draws)
+
+    def linearised(self, x: Inputs) -> LinearisedOutputs:
+        """Outputs of the linearised network."""
+        posterior, graph = self.posterior, self.graph
+        with torch.set_grad_enabled(graph):
+            precision = posterior.predictive_precision()
+        return LinearisedOutputs(
+            posterior.engine, precision, x, posterior.refined_step, graph, posterior.check_unchanged, self.through_x
+        )
+
+    def sampled(self, x: Inputs, model_kwargs: dict[str, Any]) -> SampledOutputs:
+        """Outputs of the network at sampled weights."""
+        posterior, graph = self.posterior, self.graph
+        latent.refuse_refined(posterior.refined_step, posterior.engine.problem)
+        with torch.set_grad_enabled(graph):
+            thetas = sampler(posterior)
+        return SampledOutputs(
+            posterior.engine, thetas, posterior.expansion_point, x, model_kwargs, graph, posterior.check_unchanged,
+            self.through_x,
+        )  # fmt: skip
+
+    def reparameterised(
+        self, x: Inputs, options: PredictionOptions, draws: Draws, model_kwargs: dict[str, Any]
+    ) -> PosteriorOutputs:
+        """The prediction by noise on the pre-activations of linear and convolutional layers.
+
+        Raises:
+            UnsupportedError: The posterior is not diagonal.
+        """
+        posterior, graph = self.posterior, self.graph
+        latent.refuse_refined(posterior.refined_step, posterior.problem)
+        with torch.set_grad_enabled(graph):
+            variances = posterior.predictive_precision().diagonal_of_inverse()
+        source = ReparameterisedOutputs(
+            posterior.problem, posterior.mean, variances, posterior.fit.coverage, x, model_kwargs, graph,
+            posterior.check_unchanged, self.through_x,
+        )  # fmt: skip
+        return self._of(source, options, draws)
+
+    def latent_samples(
+        self,
+        x: Inputs,
+        kind: PredType,
+        options: PredictionOptions,
+        generator: torch.Generator | None,
+        model_kwargs: dict[str, Any],
+        *,
+        own: bool = False,
+    ) -> Tensor:
+        """Samples of the outputs at x, `[S, B, *positions, C]`; with `own` those of a user's `functional_samples`."""
+        name = "functional_samples"
+        if own and self.posterior.overrides(name):
+            draw = own_outputs.own_samples(self.posterior, name, x, kind, options.form, model_kwargs)
+            rows = draw(options.n_samples, generator)
+            return unrolled(rows.values, rows.positions, 1)
+        drawn = self.quantities(x, kind, options, lambda: generator, model_kwargs)
+        return unrolled(drawn.latent_samples, drawn.positions, 1)
+
+
+def sampler(posterior: Posterior) -> Callable[[int, torch.Generator | None], Tensor]:
+    """Draws samples of the random weights, `[S, P]`; of a subnetwork of its entries alone."""
+    if posterior.overrides("sample"):
+        return partial(own_outputs.users_samples, posterior)
+    precision, mean = precision_before(posterior, "sample"), posterior.mean
+    return lambda n, generator: mean + precision.sample(standard_normal((n, len(mean)), mean, generator))
+
+
+def precision_before(posterior: Posterior, name: str) -> Precision:
+    """P with what users override of the moments that come before a name, as of `overridden.posterior_before`."""
+    if not posterior.overrides(*POSTERIOR):
+        return posterior.precision()
+    with posterior.owned() as la:
+        return posterior_before(la, name)
+
+
+def replayed(generator: torch.Generator | None, device: torch.device) -> Draws:
+    """Generators that all start where the given one is now, or, without one, where the global seed leads at first."""
+    if generator is not None:
+        state = generator.get_state()
+        torch.randint(2, (1,), generator=generator, device=generator.device)  # the next prediction draws others
+
+        def same() -> torch.Generator:
+            copy = torch.Generator(device=generator.device)
+            copy.set_state(state)
+            return copy
+
+        return same
+    seeds: list[int] = []
+
+    def seeded() -> torch.Generator:
+        if not seeds:
+            seeds.append(drawn_seed())
+        return torch.Generator(device=device).manual_seed(seeds[0])
+
+    return seeded

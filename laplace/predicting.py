@@ -1,0 +1,279 @@
+"""Predictions as users call them, of a posterior over weights."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from laplace.core import overrides
+from laplace.core.arguments import checked
+from laplace.core.batch import Inputs
+from laplace.core.gaussian import Gaussian
+from laplace.core.hyperparameters import check_counts
+from laplace.core.positions import in_users_layout
+from laplace.core.random_numbers import check_generator, standard_normal
+from laplace.enums import LinkApprox, PredType
+from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
+from laplace.jacobian.jacobian import Jacobian
+from laplace.network.model_guard import own_mode, own_precision
+from laplace.posterior.predictor import Predictor, precision_before, replayed
+from laplace.predictive import latent
+from laplace.predictive.names import WEIGHT_SPACE, PredictiveNames
+from laplace.predictive.posterior_outputs import PredictionOptions
+from laplace.predictive.prediction import Prediction, laid_out
+
+
+class Predicting(ABC):
+    """An object that predicts by a posterior over weights.
+
+    Attributes:
+        pred_types: Names of its predictives.
+    """
+
+    pred_types: ClassVar[PredictiveNames] = WEIGHT_SPACE
+
+    @property
+    @abstractmethod
+    def _predictor(self) -> Predictor:
+        """The posterior as it is now."""
+
+    @checked
+    def __call__(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        joint: bool = False,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        fitting: bool = False,
+        *,
+        observation_noise: bool = False,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Predictive distribution at x.
+
+        Regression (and rewards) return the latent Gaussian `(mean, variance)`: `[B, C]` with `[B, C, C]`,
+        `[B, C]` (`diagonal_output`), or `[B·C]` with `[B·C, B·C]` (`joint`); the variance is that of f, plus σ² with
+        `observation_noise`. Classification returns probabilities `[B, C]`.
+
+        Of a network with outputs `[B, T, C]` (or `[B, C, H, W]` with `channel_dim=1`) means, variances and
+        probabilities have that shape; covariances, one per position, are `[B, T, C, C]` (`[B, H, W, C, C]`).
+
+        Args:
+            x: Inputs, a tensor, tuple or mapping.
+            pred_type: `"glm"`, the linearised network (Immer et al., 2021), or `"nn"`, sampled weights.
+            joint: Covariance over all inputs; with classification, samples of `link_approx="mc"` are joint.
+            link_approx: One of the links of the likelihood, names in `laplace.likelihoods.links.LINKS`; `"nn"` always
+                samples.
+            n_samples: Monte-Carlo samples.
+            diagonal_output: Only variances of the outputs.
+            generator: Source of randomness; equal seeds give equal bits.
+            fitting: Return preference probabilities of pairs with reward modelling.
+            observation_noise: Add σ² to the variance (regression).
+            **model_kwargs: For the model, with `pred_type="nn"`.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidArgument: An option is not accepted.
+            ModelChangedError: The network was trained further after `fit`.
+        """
+        kind = latent.check_options(pred_type, link_approx, n_samples, generator, self.pred_types)
+        predictor = self._predictor
+        likelihood, channel_dim = predictor.posterior.likelihood, predictor.posterior.channel_dim
+        if observation_noise and not likelihood.has_noise:
+            raise InvalidArgument(f"observation_noise=True, but likelihood={likelihood.name!r} has no noise.")
+        if kind == PredType.NN:
+            joint, diagonal_output = False, True
+        options = PredictionOptions(str(link_approx), n_samples, _form(joint, diagonal_output))
+        rows = predictor.predicted(x, kind, options, lambda: generator, model_kwargs)
+        prediction = Prediction.of(rows, channel_dim)
+        if likelihood.moment_prediction:
+            return prediction.mean, prediction.variance
+        if not likelihood.latent_prediction or (fitting and not likelihood.has_noise):
+            return prediction.mean
+        gaussian = prediction.latent
+        if observation_noise:
+            gaussian = gaussian.plus_noise(prediction.sigma_noise)
+        return laid_out(gaussian, channel_dim, joint=joint)
+
+    @checked
+    def predict(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        joint: bool = False,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        *,
+        local_reparameterization: bool = False,
+        **model_kwargs: Any,
+    ) -> Prediction:
+        """The predictive distribution at x as one object; each of its quantities is computed when it is first read.
+
+        Args:
+            x: Inputs, a tensor, tuple or mapping.
+            pred_type: `"glm"`, the linearised network (Immer et al., 2021), or `"nn"`, sampled weights.
+            joint: Covariance over all inputs.
+            link_approx: One of the links of the likelihood, names in `laplace.likelihoods.links.LINKS`; `"nn"` always
+                samples.
+            n_samples: Monte-Carlo samples, of whatever is sampled.
+            diagonal_output: Only variances of the outputs.
+            generator: Source of randomness; its state is copied, so that what is drawn does not depend on the order of
+                reading, and it is advanced once.
+            local_reparameterization: With `pred_type="nn"` and a diagonal posterior: draw noise on the pre-activations
+                of linear and convolutional layers instead of weights, for every datum anew (Kingma et al., 2015).
+            **model_kwargs: For the model, with `pred_type="nn"`.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidArgument: An option is not accepted.
+            ModelChangedError: The network was trained further after `fit`; also when a quantity is read.
+            UnsupportedError: Local reparameterisation without a diagonal posterior over sampled weights.
+        """
+        kind = latent.check_options(pred_type, link_approx, n_samples, generator, self.pred_types)
+        options = PredictionOptions(str(link_approx), n_samples, _form(joint, diagonal_output))
+        predictor = self._predictor
+        posterior = predictor.posterior
+        posterior.check_unchanged()
+        draws = replayed(generator, posterior.hypers.device)
+        if not local_reparameterization:
+            return Prediction.of(predictor.predicted(x, kind, options, draws, model_kwargs), posterior.channel_dim)
+        structure = posterior.choices.structure.name
+        if kind != PredType.NN or structure != "diag":
+            raise UnsupportedError(
+                f"local_reparameterization=True with pred_type={str(kind)!r} and "
+                f"hessian_structure={structure!r}: it draws from a diagonal posterior through the network; "
+                "use pred_type='nn' and hessian_structure='diag'."
+            )
+        return Prediction.of(predictor.reparameterised(x, options, draws, model_kwargs), posterior.channel_dim)
+
+    @checked
+    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
+        """Samples of the weights, `[S, P]`; of a subnetwork `[S, all trainable parameters]`.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidArgument: A negative number of samples.
+            ModelChangedError: The fixed weights around a subnetwork are not those of `fit` any more.
+        """
+        check_counts(0, n_samples=n_samples)
+        check_generator(generator)
+        posterior = self._predictor.posterior
+        with torch.set_grad_enabled(posterior.keeps_graph), own_precision():
+            precision, mean = precision_before(posterior, "sample"), posterior.mean
+            samples = mean + precision.sample(standard_normal((n_samples, len(mean)), mean, generator))
+            embedded = posterior.weights.embed(samples)
+            if embedded is not samples:
+                posterior.check_unchanged()
+            return embedded
+
+    @checked
+    def functional_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """Samples of the latent outputs, `[S, B, C]`: per input, or of all inputs together with `joint`.
+
+        Of outputs with positions `[S, *shape of the network's outputs]`, positions being inputs in this sense.
+        """
+        kind = latent.check_options(pred_type, None, n_samples, generator, self.pred_types)
+        options = PredictionOptions(n_samples=n_samples, form=_form(joint, diagonal_output))
+        samples = self._predictor.latent_samples(x, kind, options, generator, model_kwargs)
+        return in_users_layout(samples, self._predictor.posterior.channel_dim, 1)
+
+    @checked
+    def predictive_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """Samples of the target's mean, `[S, B, C]`: probabilities, or the latents of a regression or of rewards.
+
+        Reward modelling gives preference probabilities for pairs (C = 2) and latent rewards for single items.
+        """
+        kind = latent.check_options(pred_type, None, n_samples, generator, self.pred_types)
+        options = PredictionOptions(n_samples=n_samples, form=_form(joint, diagonal_output))
+        samples = self._predictor.latent_samples(x, kind, options, generator, model_kwargs, own=True)
+        posterior = self._predictor.posterior
+        return in_users_layout(posterior.likelihood.inverse_link(samples), posterior.channel_dim, 1)
+
+    @checked
+    def functional_variance(self, Js: Tensor | Jacobian) -> Tensor:
+        """J_b P⁻¹ J_bᵀ of Jacobians `[B, C, P]`, `[B, C, C]`."""
+        precision = precision_before(self._predictor.posterior, "functional_variance")
+        return precision.functional_variance(self._jacobian(Js))
+
+    def functional_covariance(self, Js: Tensor | Jacobian) -> Tensor:
+        """J P⁻¹ Jᵀ over all data of Jacobians `[B, C, P]`, `[B·C, B·C]`, data major."""
+        precision = precision_before(self._predictor.posterior, "functional_covariance")
+        return precision.functional_covariance(self._jacobian(Js))
+
+    @checked
+    def predictive_moments(
+        self, x: Inputs, *, joint: bool = False, diagonal_output: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and covariance of the linearised network's outputs, without noise, under any likelihood.
+
+        Args:
+            x: Inputs of B data.
+            joint: Whether the covariance is of all data together.
+            diagonal_output: Only variances of the outputs.
+
+        Returns:
+            `[B, C]` with `[B, C, C]`, or with `[B, C]` (`diagonal_output`), or `[B·C]` with `[B·C, B·C]` (`joint`).
+
+        Raises:
+            NotFittedError: Before `fit`.
+            ModelChangedError: The network was trained further after `fit`.
+        """
+        with own_mode(), torch.set_grad_enabled(self._predictor.graph):
+            gaussian = self._latent(x, _form(joint, diagonal_output))
+            return laid_out(gaussian, self._predictor.posterior.channel_dim, joint=joint)
+
+    @checked
+    def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
+        """Mean and variances of the latent outputs at X, `[B, C]` each, without covariances between outputs."""
+        with own_mode(), torch.set_grad_enabled(self._predictor.graph):
+            return laid_out(self._latent(X, "diagonal"), self._predictor.posterior.channel_dim)
+
+    def _jacobian(self, Js: Tensor | Jacobian) -> Jacobian:
+        if isinstance(Js, Jacobian):
+            return Js
+        posterior = self._predictor.posterior
+        layout, like = posterior.problem.layout, posterior.hypers.prior_precision
+        n_params = layout.n_params
+        if not isinstance(Js, Tensor):
+            raise InvalidType(f"Js is of type {type(Js).__name__}; give Jacobians [B, C, P], P = {n_params}.")
+        if Js.ndim != 3 or Js.shape[2] != n_params:
+            raise InvalidArgument(f"Js has shape {tuple(Js.shape)}; it must be [B, C, P] with P = {n_params}.")
+        return Jacobian.from_dense(Js.to(device=like.device, dtype=like.dtype), layout.sizes)
+
+    def _latent(self, x: Inputs, form: str) -> Gaussian:
+        """Gaussian of the linearised network's outputs; `form` is `"full"`, `"diagonal"` or `"joint"`."""
+        return self._predictor.linearised(x).latent(form)
+
+
+overrides.check_class(Predicting, Predicting)
+
+
+def _form(joint: bool, diagonal_output: bool) -> str:
+    """The covariance of the latents that was asked for."""
+    return "joint" if joint else "diagonal" if diagonal_output else "full"

@@ -1,0 +1,168 @@
+"""Likelihoods whose predictions are E[y] and Var(y): moments and densities against quadrature, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import MultivariateNormal, Normal
+
+from laplace import Laplace
+from laplace.errors import InvalidArgument, InvalidData
+from laplace.likelihoods import Heteroscedastic, Poisson
+from laplace.likelihoods.heteroscedastic import natural_moments
+from laplace.likelihoods.links import LINKS
+from laplace.likelihoods.moment_target import MomentLikelihood, TargetMoments
+from laplace.likelihoods.poisson import log_normal_moments
+from tests import grid
+from tests.reference import likelihoods as reference
+from tests.reference.compare import assert_close
+
+ONE = torch.ones((), dtype=torch.float64)
+MOMENTS = {"poisson": log_normal_moments, "heteroscedastic": natural_moments}
+LIKELIHOODS: list[MomentLikelihood] = [Poisson(), Heteroscedastic()]
+
+
+def latents(spread: float = 0.3, c: int = 4) -> tuple[Tensor, Tensor]:
+    """Gaussians of five rows, whose outputs are correlated."""
+    factor = torch.randn(5, c, c + 1, dtype=torch.float64)
+    return torch.randn(5, c, dtype=torch.float64), spread * factor @ factor.mT / c
+
+
+def check(actual: TargetMoments, mean: Tensor, covariance: Tensor, name: str) -> None:
+    expected = reference.moments(mean, covariance, name)
+    for label, part, truth in zip(
+        ("mean", "aleatoric", "epistemic"), (actual.mean, actual.aleatoric, actual.epistemic), expected, strict=True
+    ):
+        assert_close(part, truth, "backend", label=label)
+
+
+@pytest.mark.parametrize("name", list(MOMENTS))
+@pytest.mark.parametrize("spread", [1e-6, 0.3, 1.0])
+def test_moments(name: str, spread: float) -> None:
+    mean, covariance = latents(spread)
+    check(MOMENTS[name](mean, covariance), mean, covariance, name)
+    variances = covariance.diagonal(dim1=1, dim2=2)
+    check(MOMENTS[name](mean, variances), mean, torch.diag_embed(variances), name)
+
+
+@pytest.mark.parametrize("name", list(MOMENTS))
+def test_moments_of_known_outputs(name: str) -> None:
+    """Without a variance of f they are those of p(y | f)."""
+    mean, covariance = latents()
+    known = MOMENTS[name](mean, 0 * covariance)
+    likelihood = next(one for one in LIKELIHOODS if one.name == name)
+    assert_close(known.mean, likelihood.inverse_link(mean), "algebra")
+    assert_close(known.aleatoric, likelihood.conditional(mean).variance, "algebra")
+    assert_close(known.epistemic, torch.zeros_like(known.mean), "algebra")
+
+
+def test_a_wide_precision() -> None:
+    """The tail of 1/λ² that a standard deviation of 3 of s reaches, by samples of closed forms: λ ≈ exp(s) there."""
+    mean = torch.tensor([[0.0, -30.0]], dtype=torch.float64)
+    known = natural_moments(mean, torch.tensor([[0.0, 9.0]], dtype=torch.float64))
+    assert_close(known.aleatoric, torch.tensor([[30 + 4.5]], dtype=torch.float64).exp(), "backend")
+    first = natural_moments(mean, torch.tensor([[2.0, 9.0]], dtype=torch.float64))
+    assert_close(first.epistemic, 2 * torch.tensor([[60 + 18.0]], dtype=torch.float64).exp(), "backend")
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=lambda likelihood: likelihood.name)
+def test_predictions_do_not_depend_on_the_link_and_are_differentiable(likelihood: MomentLikelihood) -> None:
+    mean, covariance = latents(c=2)
+    expected = MOMENTS[likelihood.name](mean, covariance).mean
+    for link in LINKS:
+        assert torch.equal(likelihood.predict(mean, covariance, link), expected)
+    assert likelihood.links == ()
+
+    def summary(mean: Tensor, root: Tensor) -> Any:
+        return likelihood.target.summary(likelihood, mean, root @ root.mT, "probit")
+
+    root = torch.linalg.cholesky(covariance)
+    torch.autograd.gradcheck(summary, (mean.requires_grad_(), root.requires_grad_()))
+
+
+@pytest.mark.parametrize("variance", [1e-6, 0.1, 2.0, 50.0])
+def test_density_of_counts(variance: float) -> None:
+    """The mixture over a log-normal rate, which the moments name again; of counts far from the mean too."""
+    mean = torch.linspace(-2, 3, 6, dtype=torch.float64).unsqueeze(1)
+    spread = torch.full_like(mean, variance)
+    known = log_normal_moments(mean, spread)
+    for count in (0.0, 1.0, 7.0, 120.0):
+        y = torch.full_like(mean, count)
+        actual = Poisson().predictive_nll(known.mean, known.variance, y, ONE)
+        tolerance = "backend" if variance > 1e-3 else "float32"
+        assert_close(actual, -reference.count_density(mean, spread, y)[:, 0], tolerance, label=str(count))
+
+
+def test_density_of_counts_with_a_known_rate() -> None:
+    f, y = torch.randn(6, 2, dtype=torch.float64), torch.poisson(torch.full((6, 2), 3.0, dtype=torch.float64))
+    expected = reference.nll(f, y, "poisson")
+    assert_close(Poisson().predictive_nll(f.exp(), None, y, ONE), expected, "algebra")
+    assert_close(Poisson().predictive_nll(f.exp(), f.exp(), y, ONE), expected, "float32")
+    rates = f.exp().requires_grad_()
+    variances = (f.exp() + 0.4).requires_grad_()
+    torch.autograd.gradcheck(lambda m, v: Poisson().predictive_nll(m, v, y, ONE), (rates, variances))
+
+
+def test_density_of_a_noise_of_its_own() -> None:
+    mean, variance, y = torch.randn(4, 2), torch.rand(4, 2) + 0.1, torch.randn(4, 2)
+    expected = -Normal(mean, variance.sqrt()).log_prob(y).sum(1)
+    assert_close(Heteroscedastic().predictive_nll(mean, variance, y, ONE), expected, "float32")
+    with pytest.raises(InvalidData, match="without a variance"):
+        Heteroscedastic().predictive_nll(mean, None, y, ONE)
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=lambda likelihood: likelihood.name)
+def test_conditionals_and_their_samples(likelihood: MomentLikelihood) -> None:
+    f, _ = latents()
+    width = f.shape[1] // 2 if likelihood.name == "heteroscedastic" else f.shape[1]
+    conditional = likelihood.conditional(f.expand(3, *f.shape))
+    y = conditional.sample()
+    assert y.shape == (3, 5, width)
+    assert_close(conditional.log_prob(y), -reference.nll(f.expand(3, *f.shape), y, likelihood.name), "algebra")
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=lambda likelihood: likelihood.name)
+def test_summaries_of_samples_agree_with_those_of_their_gaussian(likelihood: MomentLikelihood) -> None:
+    mean, covariance = latents(0.05)
+    n = 100_000
+    samples = MultivariateNormal(mean, covariance).sample((n,))
+    drawn = likelihood.target.summary_of_samples(likelihood, samples)
+    known = likelihood.target.summary(likelihood, mean, covariance, "probit")
+    means = likelihood.conditional(samples[:5000]).mean
+    assert_close(drawn[0], known[0], "mc", standard_error=means.std(0) / n**0.5)
+    terms = likelihood.conditional(samples[:5000]).variance + (means - means.mean(0)).square()
+    assert_close(drawn[1], known[1], "mc", standard_error=terms.std(0) / n**0.5)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "f", "y", "message"),
+    [
+        (Poisson(), torch.zeros(2, 1), torch.tensor([[1.0], [-3.0]]), "Targets hold -3"),
+        (Poisson(), torch.zeros(2, 1), torch.tensor([[1.0], [0.25]]), "Targets hold 0.25"),
+        (Poisson(), torch.zeros(2, 1), torch.tensor([1.0, 2.0]), r"unsqueeze\(-1\)"),
+        (Poisson(), torch.zeros(2, 1), torch.tensor([[1.0], [float("inf")]]), "NaN or infinite"),
+        (Heteroscedastic(), torch.zeros(2, 3), torch.zeros(2, 1), r"\[B, 2C\]"),
+        (Heteroscedastic(), torch.zeros(2, 4), torch.zeros(2, 4), "must be equal"),
+        (Heteroscedastic(), torch.zeros(2, 4), torch.full((2, 2), float("nan")), "NaN"),
+    ],
+)
+def test_bad_data_is_refused(likelihood: MomentLikelihood, f: Tensor, y: Tensor, message: str) -> None:
+    with pytest.raises(InvalidData, match=message):
+        likelihood.check_targets(f, y)
+
+
+def test_counts_may_be_integers() -> None:
+    y = Poisson().check_targets(torch.zeros(2, 2), torch.tensor([[1, 2], [0, 5]]))
+    assert y.dtype == torch.float32
+
+
+@pytest.mark.parametrize("likelihood", ["poisson", "heteroscedastic"])
+def test_a_noise_is_refused(likelihood: str) -> None:
+    with pytest.raises(InvalidArgument, match="no observation noise"):
+        Laplace(grid.network(likelihood), likelihood, "all", "diag", sigma_noise=0.5)
+    la = grid.fitted("all", "diag", likelihood)
+    with pytest.raises(InvalidArgument, match="no noise"):
+        la(grid.data(likelihood)[0], observation_noise=True)

@@ -1,0 +1,97 @@
+"""Likelihoods by their densities: gradients and Fisher information by autograd and quadrature, moments by dense sums.
+
+Written from textbook densities alone: `torch.distributions` for counts, the exponential family in its natural
+parameters for a noise that depends on the input.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+DENSITIES = ("poisson", "heteroscedastic")
+
+
+def nll(f: Tensor, y: Tensor, likelihood: str) -> Tensor:
+    """−log p(y | f) of every row, `[...]`, of outputs `[..., C]` (counts) or `[..., 2C]` and targets `[..., C]`."""
+    if likelihood == "poisson":
+        return -torch.distributions.Poisson(f.exp(), validate_args=False).log_prob(y).sum(-1)
+    first, s = f.chunk(2, -1)
+    second = -0.5 * softplus(s)
+    log_partition = -first.square() / (4 * second) - 0.5 * (-2 * second).log()
+    return -(first * y + second * y.square() - log_partition - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+def gradient(f: Tensor, y: Tensor, likelihood: str) -> Tensor:
+    """Gradient of `nll`, `[B, C]`, by autograd."""
+    leaf = f.detach().requires_grad_()
+    return torch.autograd.grad(nll(leaf, y, likelihood).sum(), leaf)[0]
+
+
+def fisher(f: Tensor, likelihood: str) -> Tensor:
+    """E[∇ ∇ᵀ] of the gradients of `nll` at targets of p(y | f), `[B, C, C]`, by a sum over targets.
+
+    Outputs of different targets have no covariance, so that every target may take the same nodes.
+    """
+    if likelihood == "poisson":
+        counts = torch.arange(400, dtype=f.dtype).view(-1, 1, 1)
+        masses = torch.distributions.Poisson(f.exp()).log_prob(counts).exp()  # [n, B, C]
+        slopes = torch.stack([gradient(f, count.expand_as(f), likelihood) for count in counts])
+        return torch.diag_embed((masses * slopes.square()).sum(0))
+    mean, scale = _normal(f)
+    nodes, weights = np.polynomial.hermite_e.hermegauss(20)
+    total = f.new_zeros(*f.shape, f.shape[1])
+    for node, weight in zip(nodes, weights / math.sqrt(2 * math.pi), strict=True):
+        slope = gradient(f, mean + node * scale, likelihood)
+        total = total + weight * slope.unsqueeze(2) * slope.unsqueeze(1)
+    c = mean.shape[1]
+    target = torch.arange(2 * c) % c
+    return total * (target.unsqueeze(0) == target.unsqueeze(1))
+
+
+def moments(mean: Tensor, covariance: Tensor, likelihood: str, n: int = 80) -> tuple[Tensor, Tensor, Tensor]:
+    """E[y], E[Var(y | f)] and Var(E[y | f]) under f ~ N(mean, covariance), `[B, C]`, by Gauss–Hermite quadrature.
+
+    Args:
+        mean: `[B, C]`, or `[B, 2C]`.
+        covariance: `[B, C, C]`, or `[B, 2C, 2C]`.
+        likelihood: Its name.
+        n: Nodes per dimension.
+    """
+    nodes, weights = (torch.as_tensor(part) for part in np.polynomial.hermite_e.hermegauss(n))
+    weights = weights / math.sqrt(2 * math.pi)
+    if likelihood == "poisson":
+        deviation = covariance.diagonal(dim1=1, dim2=2).sqrt()
+        rates = (mean + nodes.view(-1, 1, 1) * deviation).exp()
+        values, spreads, weights = rates, rates, weights.view(-1, 1, 1)
+    else:
+        c = mean.shape[1] // 2
+        places = torch.stack([torch.arange(c), torch.arange(c) + c], 1)  # of a target's two outputs
+        pairs = covariance[:, places.unsqueeze(2), places.unsqueeze(1)]  # [B, C, 2, 2]
+        root = torch.linalg.cholesky(pairs)
+        grid = torch.cartesian_prod(nodes, nodes)
+        f = mean[:, places] + torch.einsum("bcij,nj->nbci", root, grid)
+        precision = softplus(f[..., 1])
+        values, spreads = f[..., 0] / precision, 1 / precision
+        weights = torch.cartesian_prod(weights, weights).prod(1).view(-1, 1, 1)
+    expected = (weights * values).sum(0)
+    return expected, (weights * spreads).sum(0), (weights * (values - expected).square()).sum(0)
+
+
+def count_density(mean: Tensor, variance: Tensor, y: Tensor, n: int = 100_001) -> Tensor:
+    """log ∫ Poisson(y; exp(f)) N(f; mean, variance) df, element-wise, by a dense sum over all f that matter."""
+    low = mean - 14 * variance.sqrt()
+    high = torch.maximum(mean + 14 * variance.sqrt(), y.clamp(min=1).log() + 3)
+    f = low + torch.linspace(0, 1, n, dtype=mean.dtype).view(-1, *(1,) * mean.ndim) * (high - low)
+    logs = y * f - f.exp() - torch.lgamma(y + 1) + torch.distributions.Normal(mean, variance.sqrt()).log_prob(f)
+    return logs.logsumexp(0) + ((high - low) / (n - 1)).log()
+
+
+def _normal(f: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of y given outputs `[B, 2C]`."""
+    first, s = f.chunk(2, -1)
+    return first / softplus(s), softplus(s).rsqrt()

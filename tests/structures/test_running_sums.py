@@ -1,0 +1,127 @@
+"""Passes over data have running sums with one name: those of shards, added and put back, give the fit of all data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from laplace import Laplace, ParametricLaplace
+from laplace.errors import InvalidData, UnsupportedError
+from laplace.structures import STRUCTURES, Curvature
+from laplace.structures.base import DataPass
+from tests import problems as catalogue
+from tests.conformance.cases import Case, own_dense
+from tests.reference.compare import assert_close
+
+Batches = Sequence[tuple[Any, Tensor]]
+
+
+def read(data_pass: DataPass, batches: Batches) -> None:
+    for x, y in batches:
+        data_pass.add(x, y)
+
+
+def fitted_in_shards(passes: list[DataPass], shards: list[Batches], *, in_place: bool) -> list[Curvature]:
+    """The curvature that every process finds, of which each reads its own data and all share their sums."""
+    found: list[Any] = list(passes)
+    while isinstance(found[0], DataPass):
+        for data_pass, batches in zip(found, shards, strict=True):
+            read(data_pass, batches)
+        shared = [data_pass.sums() for data_pass in found]
+        totals = {name: sum(sums[name] for sums in shared[1:]) + shared[0][name] for name in shared[0]}
+        for data_pass, sums in zip(found, shared, strict=True):
+            if in_place:  # as an all-reduce does
+                for name, tensor in sums.items():
+                    tensor.copy_(totals[name])
+            else:
+                data_pass.load_sums(totals)
+        found = [data_pass.finish() for data_pass in found]
+    return found
+
+
+def dense(la: ParametricLaplace, curvature: Curvature) -> Tensor:
+    """Σ_e H_e, `[P, P]`."""
+    weights = torch.ones(curvature.n_terms, dtype=torch.float64)
+    one = torch.ones(1, dtype=torch.float64)
+    la.prior_precision = one
+    return curvature.precision(weights, la.prior).to_dense() - torch.eye(la.problem.layout.n_params, dtype=one.dtype)
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "loaded"])
+@pytest.mark.parametrize("noise", ["one", "per output"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_sums_of_shards_are_those_of_all_data(structure: str, noise: str, in_place: bool) -> None:
+    case = Case(catalogue.get("mlp_regression"), structure, "all")
+    la = case.build(sigma_noise=torch.tensor([0.7, 1.3])) if noise == "per output" else case.build()
+    batches = case.problem.batches(2)
+    la.fit(batches)
+    whole = own_dense(la)
+    with torch.no_grad():
+        passes = [la.structure.sweep(la.engine, la.structure_options) for _ in range(2)]
+        for curvature in fitted_in_shards(passes, [batches[:1], batches[1:]], in_place=in_place):
+            assert type(curvature) is la.structure
+            assert_close(dense(la, curvature), whole, "backend")
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_sums_are_the_tensors_that_batches_are_added_to(structure: str) -> None:
+    case = Case(catalogue.get("mlp_classification"), structure, "all")
+    la = case.fit()
+    (batch, *_) = case.problem.batches(4)
+    with torch.no_grad():
+        data_pass = la.structure.sweep(la.engine, la.structure_options)
+        read(data_pass, [batch])
+        once = {name: tensor.clone() for name, tensor in data_pass.sums().items()}
+        read(data_pass, [batch])
+        assert once
+        for name, tensor in data_pass.sums().items():
+            upper = torch.ones_like(tensor, dtype=torch.bool)
+            if structure in ("full", "block"):  # of sums only the upper block triangle counts
+                upper = upper.triu()
+            assert_close(tensor[upper], 2 * once[name][upper], "algebra", label=name)
+
+
+def test_sums_of_another_pass_are_refused() -> None:
+    case = Case(catalogue.get("mlp_classification"), "kron", "all")
+    la = case.fit()
+    data_pass = la.structure.sweep(la.engine, la.structure_options)
+    with pytest.raises(InvalidData, match="no batch"):
+        data_pass.sums()
+    with torch.no_grad():
+        read(data_pass, case.problem.batches(4))
+    sums = data_pass.sums()
+    missing, *_ = sums
+    with pytest.raises(InvalidData, match=missing):
+        data_pass.load_sums({name: tensor for name, tensor in sums.items() if name != missing})
+    with pytest.raises(InvalidData, match="another"):
+        data_pass.load_sums(sums | {"another": torch.zeros(1)})
+
+
+def test_what_chooses_among_the_data_is_no_sum() -> None:
+    model, x, y = torch.nn.Linear(3, 2), torch.randn(12, 3), torch.randn(12, 2)
+    for options in ({"n_subset": 4}, {"functional_approximation": "nystrom", "n_eigenvalues": 2, "subsample_size": 8}):
+        la = Laplace(model, "regression", "all", "gp", **options)
+        la.fit([(x, y)])
+        with pytest.raises(UnsupportedError, match="does not add up"):
+            la.structure.sweep(la.engine, la.structure_options).sums()
+
+
+def test_sums_in_the_span_of_given_directions() -> None:
+    """Of the second reading of a Nyström approximation; the first one chooses."""
+    torch.manual_seed(0)
+    model, x, y = torch.nn.Linear(3, 2).double(), torch.randn(12, 3).double(), torch.randn(12, 2).double()
+    options = {"functional_approximation": "nystrom", "n_eigenvalues": 3, "subsample_size": 8}
+    la = Laplace(model, "regression", "all", "gp", **options)
+    batches = list(zip(x.split(4), y.split(4), strict=True))
+    la.fit(batches)
+    with torch.no_grad():
+        firsts = [la.structure.sweep(la.engine, la.structure_options) for _ in range(2)]
+        for first in firsts:
+            read(first, batches)
+        passes = [first.finish() for first in firsts]
+        for curvature in fitted_in_shards(passes, [batches[:1], batches[1:]], in_place=True):  # pyright: ignore
+            assert_close(curvature.public(), la.H, "backend")
