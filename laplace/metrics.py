@@ -1,4 +1,4 @@
-"""Scores of predictive distributions: proper scoring rules, calibration, detection of foreign inputs.
+"""Scores of predictive distributions: proper scoring rules, calibration, detection of inputs out of distribution.
 
 Every function takes tensors on any device, ignores rows whose label is `ignore_index`, and returns a 0-dim tensor
 in the dtype of the predictions. Logarithms are natural: negative log likelihoods are in nats per datum.
@@ -226,7 +226,7 @@ def gaussian_crps(mean: Tensor, var: Tensor, y: Tensor) -> Tensor:
 
 
 def regression_calibration_error(mean: Tensor, var: Tensor, y: Tensor, n_levels: int = 20) -> Tensor:
-    """How far quantiles are from holding the share of targets that they claim (Kuleshov et al., 2018, eq. 9).
+    """Distance of quantiles from holding the share of targets that they claim (Kuleshov et al., 2018, eq. 9).
 
     Mean over levels p_j = j / (m + 1), j = 1 … m, of (p_j − p̂_j)², p̂_j the share of all entries whose target lies
     below the predictive p_j-quantile: 0 where predictions are calibrated, less than 1.
@@ -281,7 +281,7 @@ class RunningMetric(AccumulatingMetric, Protocol):
 
 
 def accepted_by(metric: AccumulatingMetric, row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a metric's `update` takes of `(mean, variance, y)`: all, or `(mean, y)`; a pair as it is.
+    """The part of `(mean, variance, y)` that a metric's `update` takes: all, or `(mean, y)`; a pair as it is.
 
     Three arguments where it requires three: `weight=None` would be another's third. Sums and wrappers of metrics have
     a signature of `*args`, which does not tell; a copy tries all three then.

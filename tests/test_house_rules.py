@@ -177,16 +177,16 @@ DEFAULTS = {
 # Folders in which some docstring still begins as a clause, some local is still named by what was done to it, and some
 # word is still the library's own.
 CLAUSES = {
-    "curvature", "engines", "factory", "fitting", "function_space", "likelihoods", "metrics",
-    "mixture", "posterior", "predictive", "refinement", "structures", "training", "tuning",
+    "curvature", "engines", "factory", "fitting", "function_space", "likelihoods", "mixture",
+    "posterior", "predictive", "refinement", "training", "tuning",
 }  # fmt: skip
 PARTICIPLES = {
     "curvature", "engines", "fitting", "function_space", "likelihoods", "posterior", "predictive", "refinement",
-    "structures", "training", "tuning",
+    "training", "tuning",
 }  # fmt: skip
 OWN_WORDS = {
-    "curvature", "engines", "fitting", "function_space", "metrics", "mixture", "named", "network",
-    "posterior", "predictive", "structures", "training", "tuning", "weights",
+    "curvature", "engines", "fitting", "function_space", "mixture", "named", "network", "posterior",
+    "predictive", "training", "tuning", "weights",
 }  # fmt: skip
 _CLAUSE = re.compile(r"(What|Whether|How|Which|Of which|Of what|Where|When|Why|Who)\b")
 _PARTICIPLE = {"found", "taken", "kept", "held"}

@@ -211,6 +211,12 @@ def test_a_question_takes_the_conditions_along() -> None:
         pytest.fail("the condition was not read")
 
 
+def test_nothing_is_finite() -> None:
+    """A tied network has tensors without Kronecker factors alone."""
+    assert bool(checks.all_finite([])) and bool(checks.all_finite([X, X]))
+    assert not bool(checks.all_finite([X, X / 0]))
+
+
 def test_collections_may_be_inside_each_other() -> None:
     with pytest.raises(LaplaceError, match="inner"), checks.together():
         checks.require(truth(True), fault("outer"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -86,6 +86,12 @@ def require(holds: Tensor, fault: Fault) -> None:
         waiting.add(holds.detach().all(), fault)
     elif not bool(holds.all()):
         _raise_first([False], [fault])
+
+
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """True, 0-dim, if every entry of every tensor is finite; also if there are none."""
+    flags = [tensor.isfinite().all() for tensor in tensors]
+    return torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool)
 
 
 def is_true(question: Tensor) -> bool:

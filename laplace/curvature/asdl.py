@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from laplace.core.random_numbers import drawn_seed
 from laplace.curvature.interface import CurvatureInterface, EFInterface
-from laplace.curvature.model_copy import PrivateBatch
+from laplace.curvature.model_copy import CopiedBatch
 from laplace.curvature.package_backends import PackageGGN, PackageInterface
 from laplace.curvature.packages import LayerFactors, PackageEngine, Reasons, missing
 from laplace.curvature.support_tables import asdl_fault, obstacles_of
@@ -74,24 +74,24 @@ class AsdlEngine(PackageEngine):
     def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
         return obstacles_of(watched, lambda call: asdl_fault(call, primitive))
 
-    def _full(self, batch: PrivateBatch) -> Tensor:
+    def _full(self, batch: CopiedBatch) -> Tensor:
         columns = self._columns(batch)
         (total,) = self._mean(batch, "full", lambda: [batch.module.fisher.data])  # pyright: ignore
         return self._scale() * total[columns][:, columns]
 
-    def _diag(self, batch: PrivateBatch, own: Sequence[int]) -> dict[int, Tensor]:
-        batch.treat_only(own)
-        places = [batch.layer(i) for i in own]
-        found = self._mean(batch, "diag", lambda: [getattr(_fisher(m).diag, attribute) for m, attribute in places])
+    def _diag(self, batch: CopiedBatch, chosen: Sequence[int]) -> dict[int, Tensor]:
+        batch.treat_only(chosen)
+        places = [batch.layer(i) for i in chosen]
+        diagonals = self._mean(batch, "diag", lambda: [getattr(_fisher(m).diag, name) for m, name in places])
         slots = self.problem.slots
-        return {i: self._scale() * slots[i].take(values) for i, values in zip(own, found, strict=True)}
+        return {i: self._scale() * slots[i].take(values) for i, values in zip(chosen, diagonals, strict=True)}
 
-    def _kron(self, batch: PrivateBatch, own: Sequence[int]) -> dict[int, LayerFactors]:
-        batch.treat_only(own)
-        layers = [batch.layer(i)[0] for i in own]
-        found = self._mean(batch, "kron", lambda: [f for m in layers for f in (_fisher(m).kron.A, _fisher(m).kron.B)])
+    def _kron(self, batch: CopiedBatch, chosen: Sequence[int]) -> dict[int, LayerFactors]:
+        batch.treat_only(chosen)
+        layers = [batch.layer(i)[0] for i in chosen]
+        sides = self._mean(batch, "kron", lambda: [f for m in layers for f in (_fisher(m).kron.A, _fisher(m).kron.B)])
         factors: dict[int, LayerFactors] = {}
-        for i, layer, a, b in zip(own, layers, found[::2], found[1::2], strict=True):
+        for i, layer, a, b in zip(chosen, layers, sides[::2], sides[1::2], strict=True):
             shape = batch.input_shape(i)
             convolution = isinstance(layer, nn.Conv2d)
             shared = batch.call(i).shape[2:].numel() if convolution else shape[1:-1].numel()
@@ -100,7 +100,7 @@ class AsdlEngine(PackageEngine):
             factors[i] = LayerFactors(self._scale() * b, total, shape[0] * shared)
         return factors
 
-    def _jacobian(self, batch: PrivateBatch) -> Tensor:
+    def _jacobian(self, batch: CopiedBatch) -> Tensor:
         """Jacobians `[B, C, P]`: one forward and one backward pass per output."""
         columns, n_data, outputs = self._columns(batch), *batch.watched.f.shape
 
@@ -112,10 +112,8 @@ class AsdlEngine(PackageEngine):
 
         return torch.stack([of_output(c) for c in range(outputs)], 1)
 
-    # How they come about.
-
-    def _mean(self, batch: PrivateBatch, shape: str, read: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """What `read` finds after a pass of ASDL, as a mean over the draws.
+    def _mean(self, batch: CopiedBatch, shape: str, read: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Values that `read` gives after a pass of ASDL, as a mean over the draws.
 
         Targets are drawn one per pass: of several ASDL divides the gradients by their number, and so the Fisher by
         its square.
@@ -125,11 +123,11 @@ class AsdlEngine(PackageEngine):
         total: list[Tensor] = []
         for _ in range(self.options.num_samples):
             self._pass(batch, shape)
-            found = [values.detach() for values in read()]
-            total = [former + values for former, values in zip(total, found, strict=True)] if total else found
+            new = [values.detach() for values in read()]
+            total = [former + values for former, values in zip(total, new, strict=True)] if total else new
         return [values / self.options.num_samples for values in total]
 
-    def _pass(self, batch: PrivateBatch, shape: str) -> None:
+    def _pass(self, batch: CopiedBatch, shape: str) -> None:
         """One forward and backward pass, which leave their result in the attribute `fisher` of private modules."""
         config = self.fisher.FisherConfig(
             fisher_type=self.fisher_type, fisher_shapes=[shape], loss_type=self._loss_type(), data_size=1
@@ -141,7 +139,7 @@ class AsdlEngine(PackageEngine):
         maker.forward_and_backward()
 
     def _loss_type(self) -> str | None:
-        """What ASDL calls the loss.
+        """ASDL's name of the loss.
 
         Raises:
             CurvatureError: It has no Fisher of this loss.
@@ -156,12 +154,12 @@ class AsdlEngine(PackageEngine):
         raise CurvatureError(f"no Fisher of {type(loss).__name__}")
 
     def _scale(self) -> float:
-        """What makes ASDL's Fisher that of the unit negative log likelihood; its own squared error is halved."""
+        """Factor that makes ASDL's Fisher that of the unit negative log likelihood; its own squared error is halved."""
         if self.fisher_type == "fisher_emp":
             return self.factor**2
         return 2 * self.factor if type(self.loss) is nn.MSELoss else self.factor
 
-    def _columns(self, batch: PrivateBatch) -> Tensor:
+    def _columns(self, batch: CopiedBatch) -> Tensor:
         """Places of the treated entries, in the order of the slots, among the columns of ASDL, module by module."""
         place = {batch.layer(i): i for i in range(len(batch.tensors))}
         order = [place[m, a] for m in batch.module.modules() for a in ("weight", "bias") if (m, a) in place]
@@ -176,7 +174,7 @@ class AsdlEngine(PackageEngine):
 
 
 def _fisher(module: nn.Module) -> Any:
-    """What a pass left on a module."""
+    """The result that a pass left on a module."""
     return module.fisher
 
 
@@ -219,7 +217,7 @@ class AsdlHessianEngine(PackageEngine):
     def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
         return {}
 
-    def _full(self, batch: PrivateBatch) -> Tensor:
+    def _full(self, batch: CopiedBatch) -> Tensor:
         maker = self.hessian.HessianMaker(batch.module, self.hessian.HessianConfig(hessian_shapes=["full"]))
         maker.setup_loss_call(self.loss, maker.setup_model_call(batch.module, batch.x), batch.y)
         with differentiable(batch.module, twice=True):
@@ -242,7 +240,7 @@ def batch_gradient(
     Args:
         model: The network, whose modules get hooks for the length of the call.
         closure: Runs the network and the backward pass; returns the outputs.
-        return_outputs: Whether the outputs are returned as well.
+        return_outputs: Return the outputs as well.
         batch_size: B, where layers see more rows than data.
 
     Raises:

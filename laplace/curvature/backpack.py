@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from laplace.core.gram import gram
 from laplace.core.random_numbers import drawn_seed
 from laplace.curvature.interface import CurvatureInterface, EFInterface
-from laplace.curvature.model_copy import PrivateBatch
+from laplace.curvature.model_copy import CopiedBatch
 from laplace.curvature.module_chain import chain_from
 from laplace.curvature.package_backends import PackageGGN, PackageInterface
 from laplace.curvature.packages import LayerFactors, PackageEngine, Reasons, missing
 from laplace.curvature.support_tables import (
     CHAIN,
     FACTORED,
-    Faults,
+    SupportTable,
     backpack_fault,
     faultless,
     hessian_known,
@@ -62,7 +62,7 @@ def _package() -> ModuleType:
 
 
 class BackPackEngine(PackageEngine):
-    """What both kinds of curvature share: layers, and gradients per datum.
+    """Base of both kinds of curvature: layers, and gradients per datum.
 
     The arguments are those of `PackageEngine`.
     """
@@ -80,13 +80,13 @@ class BackPackEngine(PackageEngine):
         return obstacles_of(watched, lambda use: backpack_fault(use, factored=primitive == "kron"))
 
     @abstractmethod
-    def _blocks(self, batch: PrivateBatch, groups: Groups) -> list[Tensor]:
+    def _blocks(self, batch: CopiedBatch, groups: Groups) -> list[Tensor]:
         """Blocks of the unit curvature of groups of tensors."""
 
-    def _full(self, batch: PrivateBatch) -> Tensor:
+    def _full(self, batch: CopiedBatch) -> Tensor:
         return self._blocks(batch, (tuple(range(len(batch.tensors))),))[0]
 
-    def _jacobian(self, batch: PrivateBatch) -> Tensor:
+    def _jacobian(self, batch: CopiedBatch) -> Tensor:
         """Jacobians `[B, C, P]`: one backward pass per output."""
         with self._extended(_layers(batch)):
             f = batch.module(batch.x)
@@ -97,10 +97,10 @@ class BackPackEngine(PackageEngine):
                 rows.append(torch.cat(self._per_datum(batch, "grad_batch"), 1))
         return torch.stack(rows, 1)
 
-    def _per_datum(self, batch: PrivateBatch, field: str) -> list[Tensor]:
+    def _per_datum(self, batch: CopiedBatch, field: str) -> list[Tensor]:
         """Treated entries `[B, p]` of what BackPACK left per datum on every tensor."""
-        found = [getattr(tensor, field).detach() for tensor in batch.tensors]
-        return [slot.take_rows(values) for slot, values in zip(self.problem.slots, found, strict=True)]
+        whole = [getattr(tensor, field).detach() for tensor in batch.tensors]
+        return [slot.take_rows(values) for slot, values in zip(self.problem.slots, whole, strict=True)]
 
     @contextmanager
     def _extended(self, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -131,37 +131,37 @@ class BackPackGGNEngine(BackPackEngine):
             "jacobian": self._jacobian,
         }  # fmt: skip
 
-    def _blocks(self, batch: PrivateBatch, groups: Groups) -> list[Tensor]:
+    def _blocks(self, batch: CopiedBatch, groups: Groups) -> list[Tensor]:
         """Grams of the propagated root V, `[K, B, p]` of every tensor."""
         roots = self._propagated(batch, range(len(batch.tensors)), "SqrtGGN", CHAIN)
         flat = [slot.take_rows(root.flatten(0, 1)) for slot, root in zip(self.problem.slots, roots, strict=True)]
         return [self.factor * gram(torch.cat([flat[i] for i in group], 1)) for group in groups]
 
-    def _diag(self, batch: PrivateBatch, own: Sequence[int]) -> dict[int, Tensor]:
-        found = self._propagated(batch, own, "DiagGGN", CHAIN)
-        return {i: self.factor * self.problem.slots[i].take(value) for i, value in zip(own, found, strict=True)}
+    def _diag(self, batch: CopiedBatch, chosen: Sequence[int]) -> dict[int, Tensor]:
+        diagonals = self._propagated(batch, chosen, "DiagGGN", CHAIN)
+        return {i: self.factor * self.problem.slots[i].take(v) for i, v in zip(chosen, diagonals, strict=True)}
 
-    def _kron(self, batch: PrivateBatch, own: Sequence[int]) -> dict[int, LayerFactors]:
-        found = self._propagated(batch, own, "KFAC" if self.options.stochastic else "KFLR", FACTORED)
+    def _kron(self, batch: CopiedBatch, chosen: Sequence[int]) -> dict[int, LayerFactors]:
+        sides = self._propagated(batch, chosen, "KFAC" if self.options.stochastic else "KFLR", FACTORED)
         factors: dict[int, LayerFactors] = {}
-        for i, (output, *inputs) in zip(own, found, strict=True):
+        for i, (output, *inputs) in zip(chosen, sides, strict=True):
             n_data = len(batch.y)  # BackPACK's input side is a mean over the data
             factors[i] = LayerFactors(self.factor * output, n_data * inputs[0] if inputs else None, n_data)
         return factors
 
-    def _propagated(self, batch: PrivateBatch, own: Sequence[int], quantity: str, table: Faults) -> list[Any]:
-        """What a second-order extension gives for some tensors, in one backward pass.
+    def _propagated(self, batch: CopiedBatch, chosen: Sequence[int], quantity: str, table: SupportTable) -> list[Any]:
+        """Values of a second-order extension for some tensors, in one backward pass.
 
         Raises:
             CurvatureError: The network is not a chain of modules that the extension knows.
         """
         loss = hessian_known(self.loss, batch.watched.f.shape[1])
-        batch.treat_only(own)
-        chain = faultless(chain_from(batch.module, batch.x, [batch.tensors[i] for i in own]), table)
+        batch.treat_only(chosen)
+        chain = faultless(chain_from(batch.module, batch.x, [batch.tensors[i] for i in chosen]), table)
         extension = self._extension(quantity)
         with self._extended([*chain.modules, loss]), self.backpack.backpack(extension):
             loss(nn.Sequential(*chain.modules)(chain.x), batch.y).backward()
-        return [getattr(batch.tensors[i], extension.savefield) for i in own]
+        return [getattr(batch.tensors[i], extension.savefield) for i in chosen]
 
     def _extension(self, quantity: str) -> Any:
         """An extension, its draws (from the global state, which is put back) begun at a seed of their own."""
@@ -184,24 +184,24 @@ class BackPackEFEngine(BackPackEngine):
     def computes(self) -> Mapping[str, Callable[..., Any]]:
         return {"full": self._full, "blocks": self._blocks, "diag": self._diag, "jacobian": self._jacobian}
 
-    def _blocks(self, batch: PrivateBatch, groups: Groups) -> list[Tensor]:
+    def _blocks(self, batch: CopiedBatch, groups: Groups) -> list[Tensor]:
         self._backward(batch, self.backpack.extensions.BatchGrad())
         gradients = self._per_datum(batch, "grad_batch")
         # The factor of the loss is a factor of every gradient, so that the Fisher has its square.
         return [self.factor**2 * gram(torch.cat([gradients[i] for i in group], 1)) for group in groups]
 
-    def _diag(self, batch: PrivateBatch, own: Sequence[int]) -> dict[int, Tensor]:
-        batch.treat_only(own)
+    def _diag(self, batch: CopiedBatch, chosen: Sequence[int]) -> dict[int, Tensor]:
+        batch.treat_only(chosen)
         self._backward(batch, self.backpack.extensions.SumGradSquared())
-        found = [batch.tensors[i].sum_grad_squared for i in own]  # pyright: ignore[reportAttributeAccessIssue]
-        return {i: self.factor**2 * self.problem.slots[i].take(v) for i, v in zip(own, found, strict=True)}
+        sums = [batch.tensors[i].sum_grad_squared for i in chosen]  # pyright: ignore[reportAttributeAccessIssue]
+        return {i: self.factor**2 * self.problem.slots[i].take(v) for i, v in zip(chosen, sums, strict=True)}
 
-    def _backward(self, batch: PrivateBatch, extension: Any) -> None:
+    def _backward(self, batch: CopiedBatch, extension: Any) -> None:
         with self._extended(_layers(batch)), self.backpack.backpack(extension):
             self.loss(batch.module(batch.x), batch.y).backward()
 
 
-def _layers(batch: PrivateBatch) -> list[nn.Module]:
+def _layers(batch: CopiedBatch) -> list[nn.Module]:
     """The private modules that hold treated tensors."""
     treated = {id(tensor) for tensor in batch.tensors if tensor.requires_grad}
     return [m for m in batch.module.modules() if any(id(t) in treated for t in m._parameters.values())]

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from laplace.core.random_numbers import drawn_seed
 from laplace.curvature.curvlinops_layers import fault
 from laplace.curvature.interface import CurvatureInterface, EFInterface
-from laplace.curvature.model_copy import PrivateBatch
+from laplace.curvature.model_copy import CopiedBatch
 from laplace.curvature.package_backends import PackageGGN, PackageInterface
 from laplace.curvature.packages import LayerFactors, PackageEngine, Reasons, missing, reuse
 from laplace.engines.engine import Groups
@@ -76,18 +76,18 @@ class CurvlinopsEngine(PackageEngine):
             return {}
         reasons = reuse(watched)
         for i in range(len(watched.plan)):
-            found = None if i in reasons else fault(watched, i, reduce=self.options.kfac_approx == "reduce")
-            if found is not None:
-                reasons[i] = found
+            reason = None if i in reasons else fault(watched, i, reduce=self.options.kfac_approx == "reduce")
+            if reason is not None:
+                reasons[i] = reason
         return reasons
 
     # Products.
 
-    def _full(self, batch: PrivateBatch) -> Tensor:
+    def _full(self, batch: CopiedBatch) -> Tensor:
         (block,) = self._blocks(batch, (tuple(range(len(batch.tensors))),))
         return block
 
-    def _blocks(self, batch: PrivateBatch, groups: Groups) -> list[Tensor]:
+    def _blocks(self, batch: CopiedBatch, groups: Groups) -> list[Tensor]:
         self._prove(batch)
         options, sizes = self._drawn(), self.problem.layout.sizes
         return [self._products(batch, group, self._eye(sum(sizes[i] for i in group)), options) for group in groups]
@@ -95,12 +95,12 @@ class CurvlinopsEngine(PackageEngine):
     def _eye(self, size: int) -> Tensor:
         return torch.eye(size, dtype=self.problem.dtype, device=self.problem.device)
 
-    def _matmul(self, batch: PrivateBatch, vectors: Tensor) -> Tensor:
+    def _matmul(self, batch: CopiedBatch, vectors: Tensor) -> Tensor:
         self._prove(batch)
         everything = tuple(range(len(batch.tensors)))
         return self._products(batch, everything, vectors.to(batch.tensors[0]), self._drawn())
 
-    def _prove(self, batch: PrivateBatch) -> None:
+    def _prove(self, batch: CopiedBatch) -> None:
         """Checks what operators rely on: that forward-mode derivatives are those of the backward pass.
 
         The two differ where a backward pass is not the derivative of the forward one: the padding row of an embedding,
@@ -121,8 +121,8 @@ class CurvlinopsEngine(PackageEngine):
         if not agree:
             raise CurvatureError("forward-mode derivatives differ from those of the backward pass")
 
-    def _transposes(self, batch: PrivateBatch, generator: torch.Generator) -> bool:
-        """Whether uᵀ(J v) = (Jᵀu)ᵀv for the cotangent u of the batch's probe and random v."""
+    def _transposes(self, batch: CopiedBatch, generator: torch.Generator) -> bool:
+        """True if uᵀ(J v) = (Jᵀu)ᵀv for the cotangent u of the batch's probe and random v."""
         vectors = [torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in batch.tensors]
         with _differentiable_forward():
             (forward,) = self._operator("JacobianLinearOperator", batch, batch.tensors) @ vectors
@@ -130,7 +130,7 @@ class CurvlinopsEngine(PackageEngine):
         bound = torch.stack([g.norm() * v.norm() for g, v in zip(batch.gradients, vectors, strict=True)]).norm()
         return close((forward * batch.probe).sum(), parts.sum(), bound)
 
-    def _operator(self, name: str, batch: PrivateBatch, tensors: Sequence[Tensor], **options: Any) -> Any:
+    def _operator(self, name: str, batch: CopiedBatch, tensors: Sequence[Tensor], **options: Any) -> Any:
         """An operator of curvlinops on one batch; its check of determinism would only compute everything twice."""
         loss = () if name == "JacobianLinearOperator" else (self.loss,)
         return getattr(self.curvlinops, name)(
@@ -139,7 +139,7 @@ class CurvlinopsEngine(PackageEngine):
         )  # fmt: skip
 
     def _products(
-        self, batch: PrivateBatch, slots: Sequence[int], vectors: Tensor, options: Mapping[str, Any]
+        self, batch: CopiedBatch, slots: Sequence[int], vectors: Tensor, options: Mapping[str, Any]
     ) -> Tensor:
         """Products `[R, p]` of the operator of some tensors with vectors `[R, p]` of their treated entries."""
         chosen = [self.problem.slots[i] for i in slots]
@@ -151,8 +151,8 @@ class CurvlinopsEngine(PackageEngine):
             pieces = part.split([slot.size for slot in chosen], 1)
             columns = [slot.place(p).T.view(*slot.shape, -1) for slot, p in zip(chosen, pieces, strict=True)]
             with _differentiable_forward():
-                found = operator @ columns
-            flat = [slot.take_rows(c.movedim(-1, 0)) for slot, c in zip(chosen, found, strict=True)]
+                products = operator @ columns
+            flat = [slot.take_rows(c.movedim(-1, 0)) for slot, c in zip(chosen, products, strict=True)]
             rows.append(torch.cat(flat, 1))
         return self.scale * torch.cat(rows)
 
@@ -164,7 +164,7 @@ class CurvlinopsEngine(PackageEngine):
 
     # Kronecker factors.
 
-    def _kron(self, batch: PrivateBatch, slots: Sequence[int]) -> dict[int, LayerFactors]:
+    def _kron(self, batch: CopiedBatch, slots: Sequence[int]) -> dict[int, LayerFactors]:
         kfac = self._operator(
             "KFACLinearOperator", batch, [batch.tensors[i] for i in slots], fisher_type=self.fisher_type,
             kfac_approx=self.options.kfac_approx, num_per_example_loss_terms=1, separate_weight_and_bias=True,
@@ -174,7 +174,7 @@ class CurvlinopsEngine(PackageEngine):
         names = {module: name for name, module in batch.module.named_modules()}
         return {i: self._layer_factors(batch, i, kfac, names) for i in slots}
 
-    def _layer_factors(self, batch: PrivateBatch, slot: int, kfac: Any, names: Mapping[nn.Module, str]) -> LayerFactors:
+    def _layer_factors(self, batch: CopiedBatch, slot: int, kfac: Any, names: Mapping[nn.Module, str]) -> LayerFactors:
         call = batch.call(slot)
         name = names[batch.copies[call.module]]
         shape = batch.input_shape(slot)

@@ -1,4 +1,4 @@
-"""Of which layers the Kronecker factors of curvlinops are those of KFAC."""
+"""Layers for which the Kronecker factors of curvlinops are those of KFAC."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from laplace.engines.native.passes import ForwardPass
 
 
 def fault(watched: ForwardPass, slot: int, *, reduce: bool) -> str | None:
-    """Why the factors of a tensor with one use are missing or wrong in curvlinops, or None.
+    """The reason why factors of a tensor with one use are missing or wrong in curvlinops, or None.
 
     Args:
         watched: The captured pass of the network.
-        slot: Which tensor.
-        reduce: Whether positions are averaged (KFAC-reduce), which curvlinops does over all but the first dimension.
+        slot: Index of the tensor.
+        reduce: Average over positions (KFAC-reduce), which curvlinops does over all but the first dimension.
     """
     use = watched.plan[slot].uses[0]
     call = watched.capture.calls[use.call]
     layer, x = call.module, call.x
     if type(layer) not in (nn.Linear, nn.Conv2d):
         return f"no Kronecker factors of {type(layer).__name__}"
-    found = _of_convolution(layer) if isinstance(layer, nn.Conv2d) else None
-    if found is not None:
-        return found
+    reason = _of_convolution(layer) if isinstance(layer, nn.Conv2d) else None
+    if reason is not None:
+        return reason
     if reduce and (use.axis is not BatchAxis.LEADING or len(x) != watched.n_data):
         return "positions are averaged over another dimension than the data's"
     return _of_input(layer, x)

@@ -1,4 +1,4 @@
-"""A private copy of the network for packages that write to what they are given, proved to be the network.
+"""Copies of the network for packages that write to what they are given, proved to compute the same.
 
 A package may leave hooks, attributes and gradients on modules, so it never sees the user's. A copy is made for every
 batch, is thrown away after it, and must give the outputs and derivatives of the network: a copy of a module that reads
@@ -27,8 +27,8 @@ from laplace.weights.problem import Caller, Problem
 
 
 @dataclass(frozen=True)
-class PrivateBatch:
-    """What a package computes on: a copy of the network, or of its head, with inputs and targets.
+class CopiedBatch:
+    """A batch with a copy of the network, or of its head, which a package may write to.
 
     Attributes:
         module: Gives `[B, C]` for `x`. The copy itself if it is called with one tensor and returns one.
@@ -36,7 +36,7 @@ class PrivateBatch:
         y: Checked targets.
         tensors: The copy's treated tensors, whole, one per slot; nothing else in the copy requires gradients.
         copies: The copy of every module of the network that was copied.
-        of_head: Whether only the head was copied, so that `x` are its inputs.
+        of_head: True if only the head was copied, so that `x` are its inputs.
         watched: The captured pass of the network itself.
         probe: The random cotangent u `[B, C]` of the proof.
         gradients: Jᵀu by tensor, whole, of the copy and of the network.
@@ -75,7 +75,7 @@ class PrivateBatch:
             tensor.requires_grad_(i in slots)
 
 
-def private_batch(watched: ForwardPass, y: Tensor) -> PrivateBatch:
+def copied_batch(watched: ForwardPass, y: Tensor) -> CopiedBatch:
     """A proven copy for a batch: of the head where the outputs are the head's, else of the network.
 
     Args:
@@ -97,7 +97,7 @@ def private_batch(watched: ForwardPass, y: Tensor) -> PrivateBatch:
         sources.append((problem.module, detached(watched.x)))
     for source, x in sources:
         module, tensors, copies = _copied(problem, source, x)
-        batch = PrivateBatch(module, x, y, tensors, copies, x is features, watched, probe, gradients)
+        batch = CopiedBatch(module, x, y, tensors, copies, x is features, watched, probe, gradients)
         if _is_faithful(batch):
             return batch
     raise CurvatureError("a copy of the network does not have its outputs and derivatives")
@@ -159,13 +159,13 @@ def _untied(head: nn.Module, tensors: tuple[nn.Parameter, ...]) -> tuple[nn.Para
     return tuple(own[id(tensor)] for tensor in tensors)
 
 
-def _is_faithful(batch: PrivateBatch) -> bool:
-    """Whether the copy has the outputs of the network and, for the cotangent of the probe, its gradients."""
+def _is_faithful(batch: CopiedBatch) -> bool:
+    """True if the copy has the outputs of the network and, for the cotangent of the probe, its gradients."""
     f = batch.watched.f
-    found = batch.module(batch.x)
-    if found.shape != f.shape or not close(found.detach(), f, f.norm()):
+    outputs = batch.module(batch.x)
+    if outputs.shape != f.shape or not close(outputs.detach(), f, f.norm()):
         return False
-    gradients = _gradients(found, batch.tensors, batch.probe)
+    gradients = _gradients(outputs, batch.tensors, batch.probe)
     bound = torch.stack([gradient.norm() for gradient in batch.gradients]).norm()
     return all(close(actual, expected, bound) for actual, expected in zip(gradients, batch.gradients, strict=True))
 
@@ -174,5 +174,5 @@ def _gradients(f: Tensor, tensors: Sequence[Tensor], u: Tensor) -> tuple[Tensor,
     """Jᵀu by tensor, zero where f does not depend on one."""
     if not f.requires_grad:
         return tuple(torch.zeros_like(tensor) for tensor in tensors)
-    found = torch.autograd.grad(f, tensors, u, retain_graph=True, allow_unused=True)
-    return tuple(torch.zeros_like(t) if g is None else g.to_dense() for t, g in zip(tensors, found, strict=True))
+    gradients = torch.autograd.grad(f, tensors, u, retain_graph=True, allow_unused=True)
+    return tuple(torch.zeros_like(t) if g is None else g.to_dense() for t, g in zip(tensors, gradients, strict=True))

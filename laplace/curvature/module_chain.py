@@ -1,4 +1,4 @@
-"""The end of a network that is a chain of modules: each takes what the one before it gave, and nothing else happens."""
+"""Detects whether the tail of a network is a plain sequence of modules."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from laplace.errors import CurvatureError
 
 
 @dataclass(frozen=True)
-class Chain:
+class ModuleChain:
     """Modules one after the other, of which the last gives the outputs of the network.
 
     Attributes:
         modules: The modules, no two of them the same object.
-        x: What the first one takes.
+        x: Inputs of the first one.
     """
 
     modules: tuple[nn.Module, ...]
@@ -40,7 +40,7 @@ class _Call:
     output_version: int
 
 
-def chain_from(module: nn.Module, x: Inputs, tensors: Sequence[Tensor]) -> Chain:
+def chain_from(module: nn.Module, x: Inputs, tensors: Sequence[Tensor]) -> ModuleChain:
     """The chain that begins with the first module that holds one of the tensors, watched in one forward pass.
 
     What runs before that module may be anything: it does not depend on the tensors.
@@ -63,7 +63,7 @@ def chain_from(module: nn.Module, x: Inputs, tensors: Sequence[Tensor]) -> Chain
         raise CurvatureError("the network is not a chain of modules")
     if not wanted <= set().union(*(_held(call.module) for call in links)):
         raise CurvatureError("a parameter is not held by a module of the chain")
-    return Chain(tuple(_apart([call.module for call in links])), links[0].x)
+    return ModuleChain(tuple(_apart([call.module for call in links])), links[0].x)
 
 
 def _held(module: nn.Module) -> set[int]:
@@ -71,7 +71,7 @@ def _held(module: nn.Module) -> set[int]:
 
 
 def _joined(links: Sequence[_Call], f: Any) -> bool:
-    """Whether every module took what the one before gave, unchanged, and the last gave f."""
+    """True if the input of every module is the output of the one before, unchanged, and the last one's is f."""
     last = links[-1]
     between = all(b.x is a.output and b.x_version == a.output_version for a, b in itertools.pairwise(links))
     return between and f is last.output and isinstance(f, Tensor) and f._version == last.output_version

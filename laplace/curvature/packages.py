@@ -1,4 +1,4 @@
-"""Engines of other people's packages: what a package computes rightly it computes, the rest is the native engine's.
+"""Base of engines of other people's packages: tensors that a package cannot compute are the native engine's.
 
 A table of every package says, before anything is computed, for which tensors of a batch it has a quantity and for which
 it has none, or a wrong one; those are *routed*: the native engine computes them, and `coverage()` says so with the
@@ -20,7 +20,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.memory import DATUM, in_slices, ran_out
-from laplace.curvature.model_copy import private_batch
+from laplace.curvature.model_copy import copied_batch
 from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine, Groups, detached
 from laplace.engines.kron_parts import KronBlock, KronParts
 from laplace.engines.native.capture import record
@@ -35,13 +35,13 @@ from laplace.network.model_guard import lent
 from laplace.weights.problem import Problem
 
 Reasons = dict[int, str]
-"""Why tensors, by position, are not the package's."""
+"""Reasons why tensors, by index, are not the package's."""
 
 _WHOLE = ("full", "blocks", "matmul", "jacobian")
 """Quantities of all tensors together: one of them that is routed takes the others along."""
 
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
-"""What packages raise for a network that they cannot differentiate."""
+"""Errors that packages raise for a network that they cannot differentiate."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class LayerFactors:
     Attributes:
         output: Σ g gᵀ over data and positions, `[O, O]`.
         inputs: Σ a aᵀ over data and positions, `[I, I]`, or None for a bias.
-        positions: How many terms the input side sums.
+        positions: Number of terms of the sum on the input side.
     """
 
     output: Tensor
@@ -65,7 +65,7 @@ class PackageEngine(CurvatureEngine):
     Args:
         problem: The network and its treated tensors.
         likelihood: Loss and output Hessian.
-        options: What is sampled, and how much is computed at once.
+        options: Sampling, Kronecker factors, and how much is computed at once.
 
     Attributes:
         package: Name of the package.
@@ -89,76 +89,76 @@ class PackageEngine(CurvatureEngine):
         self._rest: dict[tuple[int, ...], NativeEngine] = {}
         self._reasons: Reasons = {}
 
-    # What a package says of itself.
+    # The package's own table.
 
     @abstractmethod
     def computes(self) -> Mapping[str, Callable[..., Any]]:
-        """Functions of a `PrivateBatch` by primitive.
+        """Functions of a `CopiedBatch` by primitive.
 
-        `full`: `[P, P]`; `diag`: `[p]` for every tensor asked for, by position; `kron`: `LayerFactors` likewise;
+        `full`: `[P, P]`; `diag`: `[p]` for every tensor asked for, by index; `kron`: `LayerFactors` likewise;
         `blocks(batch, groups)`: `[p, p]` each; `matmul(batch, vectors)`: `[R, P]`; `jacobian`: `[B, C, P]`.
-        `diag` and `kron` get the positions of the tensors asked for as their second argument. All are of the unit
+        `diag` and `kron` get the indices of the tensors asked for as their second argument. All are of the unit
         negative log likelihood.
         """
 
     @abstractmethod
     def obstacles(self, primitive: str, watched: ForwardPass) -> Reasons:
-        """Why tensors of a captured batch are not the package's, by its table of layers."""
+        """Reasons why tensors of a captured batch are not the package's, by its table of layers."""
 
     # Primitives.
 
     def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
-        found = self._by_package("full", x, y)
-        if found is None:
+        computed = self._by_package("full", x, y)
+        if computed is None:
             return self.native.full(x, y, running)
-        values = found.values.to(self.native.dtype).unsqueeze(0)
-        return found.summary, values if running is None else running.add_(values)
+        values = computed.values.to(self.native.dtype).unsqueeze(0)
+        return computed.summary, values if running is None else running.add_(values)
 
     def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
-        found = None if bases is not None else self._by_package("diag", x, y)
-        if found is None:
+        computed = None if bases is not None else self._by_package("diag", x, y)
+        if computed is None:
             return self.native.diag(x, y, bases)
-        parts: dict[int, Tensor] = {i: values.to(self.native.dtype) for i, values in found.values.items()}
-        if found.rest:
-            rest = self._native_of(found.rest)
+        parts: dict[int, Tensor] = {i: values.to(self.native.dtype) for i, values in computed.values.items()}
+        if computed.rest:
+            rest = self._native_of(computed.rest)
             values = rest.diag(x, y)[1][0]
-            parts |= dict(zip(found.rest, rest.problem.layout.split(values), strict=True))
-        return found.summary, torch.cat([parts[i] for i in range(len(self.problem.slots))]).unsqueeze(0)
+            parts |= dict(zip(computed.rest, rest.problem.layout.split(values), strict=True))
+        return computed.summary, torch.cat([parts[i] for i in range(len(self.problem.slots))]).unsqueeze(0)
 
     def kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
-        found = self._by_package("kron", x, y)
-        if found is None:
+        computed = self._by_package("kron", x, y)
+        if computed is None:
             return self.native.kron(x, y)
         factors: dict[str, Tensor] = {}
         blocks: dict[int, KronBlock] = {}
-        for i, layer in found.values.items():
-            own, blocks[i] = self._kron_block(i, found.origins[i], layer)
-            factors |= own
-        if found.rest:
-            parts = self._native_of(found.rest).kron(x, y)[1]
-            factors |= {_renamed(key, found.rest): factor for key, factor in parts.factors.items()}
-            blocks |= {i: _moved(block, found.rest) for i, block in zip(found.rest, parts.blocks, strict=True)}
-        return found.summary, KronParts(factors, tuple(blocks[i] for i in range(len(self.problem.slots))))
+        for i, layer in computed.values.items():
+            sides, blocks[i] = self._kron_block(i, computed.origins[i], layer)
+            factors |= sides
+        if computed.rest:
+            parts = self._native_of(computed.rest).kron(x, y)[1]
+            factors |= {_renamed(key, computed.rest): factor for key, factor in parts.factors.items()}
+            blocks |= {i: _moved(block, computed.rest) for i, block in zip(computed.rest, parts.blocks, strict=True)}
+        return computed.summary, KronParts(factors, tuple(blocks[i] for i in range(len(self.problem.slots))))
 
     def blocks(
         self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[Tensor] | None = None
     ) -> tuple[BatchSummary, tuple[Tensor, ...]]:
-        found = self._by_package("blocks", x, y, groups)
-        if found is None:
+        computed = self._by_package("blocks", x, y, groups)
+        if computed is None:
             return self.native.blocks(x, y, groups, running)
-        values = [block.to(self.native.dtype).unsqueeze(0) for block in found.values]
+        values = [block.to(self.native.dtype).unsqueeze(0) for block in computed.values]
         if running is not None:
             values = [former.add_(block) for former, block in zip(running, values, strict=True)]
-        return found.summary, tuple(values)
+        return computed.summary, tuple(values)
 
     def matmul(
         self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
     ) -> tuple[BatchSummary, Tensor]:
-        found = self._by_package("matmul", x, y, vectors[0])
-        if found is None:
+        computed = self._by_package("matmul", x, y, vectors[0])
+        if computed is None:
             return self.native.matmul(x, y, vectors, running)
-        values = found.values.unsqueeze(0).to(vectors)
-        return found.summary, values if running is None else running.add_(values)
+        values = computed.values.unsqueeze(0).to(vectors)
+        return computed.summary, values if running is None else running.add_(values)
 
     def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
         if create_graph or "jacobian" not in self.computes():
@@ -172,13 +172,13 @@ class PackageEngine(CurvatureEngine):
         per_datum = outputs * self.problem.layout.n_params * self.native.dtype.itemsize
         step = max(1, self.native.memory_budget // per_datum)
 
-        def computed(part: slice) -> tuple[Inputs, Tensor, Tensor | None]:
+        def jacobian_of(part: slice) -> tuple[Inputs, Tensor, Tensor | None]:
             whole = part == slice(0, n_data)
             some = x if whole else batches.select(x, part, n_data)
             seen = watched if whole else self.native.forward(some)
             return some, seen.f, self._computed("jacobian", seen, None)[0]
 
-        for _, (some, f, values) in in_slices(n_data, step, computed, DATUM):
+        for _, (some, f, values) in in_slices(n_data, step, jacobian_of, DATUM):
             if values is None:
                 yield from self.native.jacobian(some)
             else:
@@ -193,10 +193,10 @@ class PackageEngine(CurvatureEngine):
             for slot, reason in zip(self.problem.slots, (self._reasons[i] for i in sorted(self._reasons)), strict=True)
         }
 
-    # How they come about.
+    # The package's part of a batch.
 
-    def _by_package(self, primitive: str, x: Inputs, y: Tensor, *arguments: Any) -> _Found | None:
-        """What the package computes, or None where nothing of this batch is its."""
+    def _by_package(self, primitive: str, x: Inputs, y: Tensor, *arguments: Any) -> _Computed | None:
+        """Calls the package; None where nothing of this batch is its."""
         everything = range(len(self.problem.slots))
         if primitive not in self.computes():
             self._note(dict.fromkeys(everything, f"it has no {primitive}"))
@@ -207,25 +207,25 @@ class PackageEngine(CurvatureEngine):
         if values is None:
             return None
         rest = tuple(i for i, reason in reasons.items() if reason)
-        return _Found(self.native.summary(watched.f, y), values, rest, self._origins(watched))
+        return _Computed(self.native.summary(watched.f, y), values, rest, self._origins(watched))
 
     def _computed(self, primitive: str, watched: ForwardPass, y: Tensor | None, *arguments: Any) -> tuple[Any, Reasons]:
-        """What the package computes, or None for nothing, and why tensors are not its (empty where they are)."""
+        """Values of the package, or None, and reasons why tensors are not its (empty where they are)."""
         everything = range(len(self.problem.slots))
         reasons = self._checked(primitive, watched, y)
         if len(reasons) == len(everything):
             return None, reasons
-        own = [i for i in everything if i not in reasons]
+        chosen = [i for i in everything if i not in reasons]
         try:
             with lent(self.problem.module), undisturbed_by_warnings(), torch.inference_mode(False), torch.enable_grad():
-                batch = private_batch(watched, watched.f if y is None else y)
-                extra = (own,) if primitive not in _WHOLE else arguments
+                batch = copied_batch(watched, watched.f if y is None else y)
+                extra = (chosen,) if primitive not in _WHOLE else arguments
                 values = self.computes()[primitive](batch, *extra)
         except _FAILURES as error:
             if ran_out(error):
                 raise
             return None, dict.fromkeys(everything, _first_line(error))
-        return values, dict(sorted((reasons | dict.fromkeys(own, "")).items()))
+        return values, dict(sorted((reasons | dict.fromkeys(chosen, "")).items()))
 
     def _watch(self, x: Inputs, y: Tensor) -> tuple[ForwardPass, Tensor]:
         """A captured pass of the network itself, with checked targets."""
@@ -238,7 +238,7 @@ class PackageEngine(CurvatureEngine):
         return watched, self.native.targets(watched.f, y, watched.positions)
 
     def _checked(self, primitive: str, watched: ForwardPass, y: Tensor | None) -> Reasons:
-        """Why tensors are not the package's, in the order of their positions."""
+        """Reasons why tensors are not the package's, in the order of their indices."""
         everything = range(len(self.problem.slots))
         common = self._common_obstacle(watched, y)
         if common is not None:
@@ -250,7 +250,7 @@ class PackageEngine(CurvatureEngine):
         return {i: reasons[i] for i in sorted(reasons)}
 
     def _common_obstacle(self, watched: ForwardPass, y: Tensor | None) -> str | None:
-        """What no package does."""
+        """The reason why a batch is none for any package, or None."""
         if watched.positions:
             return "outputs with positions"
         ignored = self.likelihood.ignore_index
@@ -276,7 +276,7 @@ class PackageEngine(CurvatureEngine):
         return self._rest[slots]
 
     def _origins(self, watched: ForwardPass) -> list[int]:
-        """The first tensor of the same layer's use, by whose position a weight and its bias share a factor."""
+        """The first tensor of the same layer's use, by whose index a weight and its bias share a factor."""
         first: dict[object, int] = {}
         keys = [tuple((use.call, use.axis) for use in rule.uses) for rule in watched.plan]
         return [first.setdefault(key or i, i) for i, key in enumerate(keys)]
@@ -300,12 +300,12 @@ class PackageEngine(CurvatureEngine):
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What a package computed of a batch.
+class _Computed:
+    """The package's part of a batch.
 
     Attributes:
         summary: The batch's other contributions.
-        values: What its function returned.
+        values: Returned by its function.
         rest: Tensors that are the native engine's.
         origins: The first tensor of the same layer's use.
     """
@@ -354,9 +354,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _renamed(key: str, slots: tuple[int, ...]) -> str:
-    """The key of a factor of some of the tensors, with their positions among all."""
-    kind, _, position = key.partition(":")
-    return f"{kind}:{slots[int(position)]}"
+    """The key of a factor of some of the tensors, with their indices among all."""
+    kind, _, index = key.partition(":")
+    return f"{kind}:{slots[int(index)]}"
 
 
 def _moved(block: KronBlock, slots: tuple[int, ...]) -> KronBlock:

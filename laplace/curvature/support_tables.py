@@ -1,4 +1,4 @@
-"""What BackPACK and ASDL differentiate rightly: kinds of modules, their configurations, and losses."""
+"""Tables of what BackPACK and ASDL differentiate correctly: modules, their configurations, and losses."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from laplace.curvature.module_chain import Chain
+from laplace.curvature.module_chain import ModuleChain
 from laplace.curvature.packages import Reasons, reuse
 from laplace.engines.native.layer_calls import LayerCall
 from laplace.engines.native.layers import BatchAxis
 from laplace.engines.native.passes import ForwardPass
 from laplace.errors import CurvatureError
 
-Faults = Mapping[type[nn.Module], Callable[[Any], str]]
-"""Why a module of an exact class is not differentiated rightly; empty if it is."""
+SupportTable = Mapping[type[nn.Module], Callable[[Any], str]]
+"""Reason, by exact class, why a module is not differentiated correctly; empty if it is."""
 
 
 def _none(module: nn.Module) -> str:
@@ -60,7 +60,7 @@ def _flat(module: Any) -> str:
 
 _AVERAGES = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 
-LAYERS: Faults = {
+LAYERS: SupportTable = {
     nn.Linear: _none,
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _padded),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _enlarged),
@@ -68,7 +68,7 @@ LAYERS: Faults = {
 }
 """Layers with parameters, by exact class."""
 
-FACTORED: Faults = {
+FACTORED: SupportTable = {
     nn.Linear: _none,
     nn.Conv2d: _padded,
     nn.ReLU: _in_place,
@@ -81,7 +81,7 @@ FACTORED: Faults = {
 }
 """Modules of chains through which Kronecker factors are propagated."""
 
-CHAIN: Faults = {
+CHAIN: SupportTable = {
     **LAYERS,
     **FACTORED,
     nn.LogSigmoid: _none,
@@ -92,8 +92,8 @@ CHAIN: Faults = {
 """Modules of chains through which roots of the GGN are propagated."""
 
 
-def fault_of(module: nn.Module, table: Faults) -> str:
-    """Why a module is not one that the table knows; empty if it is."""
+def fault_of(module: nn.Module, table: SupportTable) -> str:
+    """Reason why a module is not in a table; empty if it is."""
     if type(module) not in table:
         return f"no derivative of {type(module).__name__}"
     if module._forward_hooks or module._forward_pre_hooks:
@@ -102,7 +102,7 @@ def fault_of(module: nn.Module, table: Faults) -> str:
 
 
 def obstacles_of(watched: ForwardPass, fault: Callable[[LayerCall], str]) -> Reasons:
-    """Why tensors are not a package's: not one use of one layer, other data in its first dimension, or a fault."""
+    """Reasons why tensors are not a package's: not one use of one layer, data in another dimension, or a fault."""
     reasons = reuse(watched)
     for i, rule in enumerate(watched.plan):
         if i in reasons:
@@ -111,13 +111,13 @@ def obstacles_of(watched: ForwardPass, fault: Callable[[LayerCall], str]) -> Rea
         call = watched.capture.calls[use.call]
         if use.axis is not BatchAxis.LEADING or len(call.x) != watched.n_data:
             reasons[i] = "the data are not in the first dimension of a layer's inputs"
-        elif found := fault(call):
-            reasons[i] = found
+        elif reason := fault(call):
+            reasons[i] = reason
     return reasons
 
 
 def backpack_fault(call: LayerCall, *, factored: bool) -> str:
-    """Why BackPACK does not differentiate a layer, or not rightly; empty if it does."""
+    """Reason why BackPACK does not differentiate a layer correctly; empty if it does."""
     layer = call.module
     if factored and type(layer) is not nn.Linear:
         return f"no Kronecker factors of {type(layer).__name__} by the convention of KFAC-expand"
@@ -126,7 +126,7 @@ def backpack_fault(call: LayerCall, *, factored: bool) -> str:
     return fault_of(layer, LAYERS)
 
 
-def faultless(chain: Chain, table: Faults) -> Chain:
+def faultless(chain: ModuleChain, table: SupportTable) -> ModuleChain:
     """A chain of which the table knows every module.
 
     Raises:
@@ -158,7 +158,7 @@ def hessian_known(loss: nn.Module, outputs: int) -> nn.Module:
 
 
 def asdl_fault(call: LayerCall, primitive: str) -> str:
-    """Why ASDL does not compute a quantity of a layer, or not rightly; empty if it does."""
+    """Reason why ASDL does not compute a quantity of a layer correctly; empty if it does."""
     layer = call.module
     if type(layer) is nn.Linear:
         apart = call.x.ndim == 2 or (primitive == "kron" and call.x.ndim > 2)

@@ -1,4 +1,4 @@
-"""What computes the numbers of a batch: primitives, from which each structure takes the one it needs."""
+"""Base of curvature engines: primitives of a batch, from which each structure takes the one it needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from laplace.weights.problem import Problem
 
 @dataclass(frozen=True)
 class BatchSummary:
-    """What a batch contributes besides its curvature.
+    """Contributions of a batch besides its curvature.
 
     Attributes:
         loss_terms: Summed unit negative log likelihood, `[1]`, or `[C]` with one noise per output.
@@ -55,11 +55,11 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
     Args:
         problem: The network and its treated tensors.
         likelihood: Loss and output Hessian.
-        options: What is sampled, and how much is computed at once.
+        options: Sampling, Kronecker factors, and how much is computed at once.
 
     Attributes:
         kind: `"ggn"`, `"ef"` or `"hessian"`: how the curvature scales with noise and temperature.
-        name: What users call it.
+        name: The name that users know.
         generator: Source of the draws of sampled curvature, or None.
         inspect: Called once, by engines that can say, with what the next batch shows, before its curvature is summed.
     """
@@ -137,7 +137,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         raise self._refusal("jacobian")
 
     def head_jacobian(self, x: Inputs, *, create_graph: bool = False) -> list[tuple[Jacobian, Tensor]] | None:
-        """What `jacobian` gives, where all treated tensors belong to a head, of which it is cheap; else None."""
+        """The parts of `jacobian` where all treated tensors belong to a head, of which they are cheap; else None."""
         parts = list(self.jacobian(x, create_graph=create_graph))
         return parts if parts and all(jacobian.is_head for jacobian, _ in parts) else None
 
@@ -148,7 +148,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         )
 
     def outline(self, x: Inputs | None = None) -> BatchProfile | None:
-        """What shapes alone show, of a batch or, without one, of the least of all batches; None of engines that cannot.
+        """Profile by shapes alone, of a batch or, without one, of the smallest batch; None of engines that cannot.
 
         A lower bound of `survey`, without its seconds.
         """
@@ -156,7 +156,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         return None
 
     def coverage(self) -> dict[str, str]:
-        """Which rule or fallback explains each treated tensor; empty before the first batch."""
+        """Names, by tensor, the rule or fallback that explains it; empty before the first batch."""
         return {}
 
     def _refusal(self, primitive: str) -> UnsupportedError:
@@ -168,7 +168,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
 
 
 Groups = tuple[tuple[int, ...], ...]
-"""Positions of the treated tensors whose entries share a dense block."""
+"""Indices of the treated tensors whose entries share a dense block."""
 
 _NEEDED_BY = {"blocks": "block", "matmul": "lowrank", "diag in a basis": "ekfac", "jacobian": "any"} | {
     name: name for name in ("diag", "kron", "full")

@@ -16,7 +16,7 @@ UNUSED = "unused"
 """Kind of a block that no datum has needed yet."""
 
 Probe = Callable[[str, int, int], Tensor]
-"""By the key of a side, its number of groups G and its width n: what it is multiplied with, `[G, n, w]`."""
+"""Maps the key of a side, its number of groups G and its width n to the matrix it is multiplied with, `[G, n, w]`."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class KronParts:
 
 @dataclass(frozen=True)
 class KronBlock:
-    """How the curvature of one tensor is held: by keys into `KronParts.factors`.
+    """Form of the curvature of one tensor, by keys into `KronParts.factors`.
 
     Attributes:
         kind: `"kron"`, `"dense"`, `"diag"`, or `"unused"`: zero, and added to any other kind.

@@ -1,4 +1,4 @@
-"""Options of curvature engines: what is sampled, which Kronecker factors, and how much is computed at once."""
+"""Options of curvature engines: sampling, Kronecker factors, and how much is computed at once."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def outputs(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -
     Args:
         engine: Knows the network and the parameters.
         x: Inputs.
-        create_graph: Whether the graph leads to `x`.
+        create_graph: Keep the graph that leads to `x`.
 
     Raises:
         InvalidData: Outputs that are not finite.

@@ -1,4 +1,4 @@
-"""What one batch of data shows of the work and memory of a fit: shapes, and the seconds of a few small pieces."""
+"""Shapes, memory and timings of one batch, from which the cost of a fit is estimated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from laplace.jacobian.shape import TensorShape
 
 @dataclass(frozen=True)
 class BatchProfile:
-    """What is known of a batch; all bytes are those of the whole batch.
+    """Shapes, bytes and seconds of a batch; all bytes are those of the whole batch.
 
     Attributes:
         layout: The treated tensors.
@@ -28,8 +28,8 @@ class BatchProfile:
         gradients: Bytes of the output gradients of one cotangent.
         budget: Bytes of output gradients held at once.
         product_budget: Bytes that the vectors hold with which curvature is multiplied at once.
-        loop: Whether backward passes run one by one.
-        refused: Whether the columns are more backward passes than a batch may take.
+        loop: True if backward passes run one by one.
+        refused: True if the columns are more backward passes than a batch may take.
         forward: Seconds of a forward pass; NaN where nothing was timed.
         backward: Seconds of one cotangent's backward pass, or NaN.
         rate: Multiplications with an addition per second, in matrix products, or NaN.
@@ -60,7 +60,7 @@ class BatchProfile:
 
     @property
     def is_head(self) -> bool:
-        """Whether every treated tensor belongs to the head, which needs no backward pass."""
+        """True if every treated tensor belongs to the head, which needs no backward pass."""
         return all(tensor.is_head for tensor in self.tensors)
 
     @property
@@ -91,14 +91,14 @@ class BatchProfile:
         return max(self.graph + 2 * at_once * self.gradients + copied + cotangents, self.widest)
 
     def product_bytes(self, n_vectors: int) -> int:
-        """Held while a batch is multiplied with vectors: a graph of gradients, and the vectors that fit the budget."""
+        """Bytes held while a batch is multiplied with vectors: a graph of gradients, and vectors within the budget."""
         per_vector = 4 * (self.gradients + self.n_data * self.n_outputs * self.itemsize)
         rows = 2 * self.n_params * self.itemsize
         at_once = max(1, min(n_vectors, self.product_budget // (per_vector + rows)))
         return 2 * self.graph + (1 if self.loop else at_once) * per_vector + at_once * rows
 
     def piece_bytes(self, sizes: Sequence[int], together: int = 1) -> int:
-        """Of the largest dense piece `[k, b, p]` that is multiplied out of tensors of these sizes.
+        """Bytes of the largest dense piece `[k, b, p]` that is multiplied out of tensors of these sizes.
 
         Args:
             sizes: p of every tensor.
@@ -125,8 +125,8 @@ class BatchProfile:
 
     def head(self) -> BatchProfile | None:
         """The same batch where the last layer alone is treated; None where the survey saw no head."""
-        kept = [i for i, tensor in enumerate(self.tensors) if tensor.is_head]
-        if not kept:
+        heads = [i for i, tensor in enumerate(self.tensors) if tensor.is_head]
+        if not heads:
             return None
-        layout = Layout(tuple(self.layout.names[i] for i in kept), tuple(self.layout.sizes[i] for i in kept))
-        return replace(self, layout=layout, tensors=tuple(self.tensors[i] for i in kept), graph=0, gradients=0)
+        layout = Layout(tuple(self.layout.names[i] for i in heads), tuple(self.layout.sizes[i] for i in heads))
+        return replace(self, layout=layout, tensors=tuple(self.tensors[i] for i in heads), graph=0, gradients=0)

@@ -158,7 +158,7 @@ def _estimate(
         weights=weights,
         structure=structure.name,
         peak_bytes=footprint.fit_bytes(survey),
-        kept_bytes=footprint.kept,
+        kept_bytes=footprint.fitted,
         seconds=(n_batches or 1) * footprint.fit_seconds(survey) + footprint.between / survey.rate,
         predict_bytes=footprint.predict_bytes(survey),
         predict_seconds=footprint.predict_seconds(survey),

@@ -85,7 +85,7 @@ def _clamped(values: Tensor) -> Tensor:
 
 
 def remaining_matrix(total: Tensor, removed: Tensor, *, signed: bool = False) -> Tensor:
-    """What is left of a sum of positive semi-definite `[..., n, n]` without some terms: total − removed, in its dtype.
+    """The rest of a sum of positive semi-definite `[..., n, n]` without some terms: total − removed, in its dtype.
 
     Negative eigenvalues within the rounding of `total` are set to zero: a difference of nearly equal sums has them.
 

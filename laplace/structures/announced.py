@@ -30,7 +30,7 @@ _announced: ContextVar[bool] = ContextVar("announced", default=False)
 
 @contextmanager
 def bars(shown: bool) -> Iterator[None]:
-    """Whether long work shows a progress bar, instead of a warning, inside of this block."""
+    """Shows progress bars for long work inside of this block, or warnings in their place."""
     token = _bars.set(shown)
     try:
         yield
@@ -52,7 +52,7 @@ class Decompositions:
 
     @property
     def is_long(self) -> bool:
-        """Whether they are announced."""
+        """True if they are announced."""
         return sum(map(_seconds, self.sizes)) > LONG
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What a structure is: a frozen curvature that adds up over data, and the precision it gives with a prior."""
+"""Base of all structures: a frozen curvature that adds up over data, and the precision it gives with a prior."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DataPass(ABC):
         """The curvature after the last reading, or the next reading."""
 
     def counted(self, read: BatchSummary) -> BatchSummary:
-        """What counts besides the curvature, of the sums over all batches that were read, after the last reading."""
+        """The part besides the curvature, of the sums over all batches that were read, after the last reading."""
         return read
 
     def sums(self) -> dict[str, Tensor]:
@@ -141,7 +141,7 @@ class Curvature(ABC):
         """Refuses a choice that cannot be held, before any data are read.
 
         Args:
-            layout: The treated tensors.
+            layout: The random parameter tensors.
             options: An object of `options`.
 
         Raises:
@@ -226,7 +226,7 @@ class Curvature(ABC):
 
     @property
     def prior_factor(self) -> float:
-        """What its precisions multiply the prior precision with."""
+        """Factor of the prior precision in its precisions."""
         return 1.0
 
     # The posterior.
@@ -273,7 +273,7 @@ class Curvature(ABC):
 
     @property
     def note(self) -> str | None:
-        """What `repr` of a posterior says of it, or None."""
+        """Words about it in the `repr` of a posterior, or None."""
         return None
 
     def forms(self) -> tuple[str, ...]:
@@ -298,8 +298,8 @@ class AdditiveCurvature(Curvature):
         summary, new = self.from_batch(engine, x, y)
         return summary, self + new
 
-    def is_finite(self) -> Tensor:
-        """True, 0-dim, if every number is finite (of a matrix: its diagonal, which holds every square)."""
+    def is_finite(self) -> Tensor | bool:
+        """True, or 0-dim, if every number is finite (of a matrix: its diagonal, which holds every square)."""
         return fields.is_finite(self)
 
     @classmethod
@@ -356,14 +356,14 @@ def those_known(**sums: Tensor | None) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in sums.items() if tensor is not None}
 
 
-def require_finite(finite: Tensor) -> None:
+def require_finite(finite: Tensor | bool) -> None:
     """Requires that a batch's numbers are finite.
 
     Raises:
         InvalidData: They are not.
     """
     checks.require(
-        finite,
+        torch.as_tensor(finite),
         lambda: InvalidData(
             "the loss or the curvature is not finite; the inputs, targets or weights hold NaN or infinity."
         ),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.checks import all_finite
 from laplace.core.gram import mirror
 from laplace.core.layout import Layout
 from laplace.core.prior import GaussianPrior
@@ -32,7 +33,7 @@ class BlockOptions(SignedOptions):
     """Options of `hessian_structure="block"`.
 
     Attributes:
-        max_block: Most treated entries of one layer. A block of p entries takes 4 p² bytes in a float32 fit, and 20 p²
+        max_block: Most random entries of one layer. A block of p entries takes 4 p² bytes in a float32 fit, and 20 p²
             more and some 10 p³ operations for its eigendecomposition: 1.6 GB and about a minute at the default.
     """
 
@@ -50,7 +51,7 @@ class BlockCurvature(AdditiveCurvature):
 
     Attributes:
         sums: `[E, p, p]` of every layer, of which the upper block triangle counts: `values` completes it.
-        groups: Positions of the tensors of every layer.
+        groups: Indices of the tensors of every layer.
         signed: Whether negative eigenvalues are meant; else they are rounding, and zero.
     """
 
@@ -71,7 +72,7 @@ class BlockCurvature(AdditiveCurvature):
             size, name = sum(layout.sizes[i] for i in group), layout.names[group[0]]
             if size > options.max_block:
                 raise InvalidArgument(
-                    f"hessian_structure='block': the layer {name.rpartition('.')[0]!r} has {size} treated entries, "
+                    f"hessian_structure='block': the layer {name.rpartition('.')[0]!r} has {size} random entries, "
                     f"more than max_block={options.max_block}; its block would take {24 * size**2 / 2**30:.3g} GiB, "
                     f"factorised. Pass structure_kwargs={{'max_block': {size}}} if the machine has that, or use "
                     "hessian_structure='kron' or 'diag', or fewer weights."
@@ -92,12 +93,12 @@ class BlockCurvature(AdditiveCurvature):
     def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
         sizes = [sum(survey.layout.sizes[i] for i in layer) for layer in survey.layout.layers]
         squares, largest = sum(size**2 for size in sizes), max(sizes)
-        kept = survey.n_terms * squares * survey.itemsize
+        fitted = survey.n_terms * squares * survey.itemsize
         data = survey.n_data * max(1, survey.n_columns)
         return Cost(
-            kept=kept,
-            running=kept if survey.n_columns else 2 * kept,
-            adding=kept,
+            fitted=fitted,
+            running=fitted if survey.n_columns else 2 * fitted,
+            adding=fitted,
             pieces=3 * survey.piece_bytes([largest], survey.at_once),
             posterior=(2 * DOUBLE + survey.itemsize) * squares + 4 * DOUBLE * largest**2,
             projecting=3 * survey.piece_bytes([largest], survey.n_outputs),
@@ -173,7 +174,7 @@ class BlockCurvature(AdditiveCurvature):
 
     def is_finite(self) -> Tensor:
         """Of the diagonals, which hold every square, so that no pass over the blocks is taken for every batch."""
-        return torch.stack([block.diagonal(dim1=1, dim2=2).isfinite().all() for block in self.sums]).all()
+        return all_finite(block.diagonal(dim1=1, dim2=2) for block in self.sums)
 
     def state(self) -> dict[str, Any]:
         return {"values": list(self.values), "groups": [list(group) for group in self.groups]}

@@ -1,4 +1,4 @@
-"""What a structure takes: bytes and multiplications, from what one batch showed."""
+"""Cost of a structure: bytes and multiplications, from what one batch showed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ DOUBLE = 8
 
 @dataclass(frozen=True)
 class Cost:
-    """What one structure takes on one kind of batch.
+    """Bytes and multiplications of one structure on one kind of batch.
 
     Attributes:
-        kept: Bytes of the fitted curvature.
+        fitted: Bytes of the fitted curvature.
         running: Bytes of sums that are held while a batch is read.
         adding: Bytes of sums when a batch is added, the graph being gone.
         pieces: Bytes of what a fit multiplies out, contracts and drops.
@@ -30,7 +30,7 @@ class Cost:
         assumed: Whether it is an upper bound that the structure itself does not speak for; no fit is refused by it.
     """
 
-    kept: int
+    fitted: int
     running: int
     adding: int
     pieces: int = 0

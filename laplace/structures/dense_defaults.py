@@ -151,7 +151,7 @@ class PrecisionFromDense(Precision):
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def dense(self, method: str) -> FullPrecision:
-        """What answers a query instead.
+        """The dense matrix that answers a query instead.
 
         Args:
             method: Its name.

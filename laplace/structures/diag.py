@@ -42,11 +42,11 @@ class DiagCurvature(AdditiveCurvature):
     @classmethod
     def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
         numbers = survey.n_params * survey.itemsize
-        kept = survey.n_terms * numbers
+        fitted = survey.n_terms * numbers
         return Cost(
-            kept=kept,
-            running=2 * kept,
-            adding=3 * kept,
+            fitted=fitted,
+            running=2 * fitted,
+            adding=3 * fitted,
             pieces=2 * survey.piece_bytes(survey.shared_sizes),
             posterior=4 * numbers,
             projecting=2 * survey.piece_bytes(survey.shared_sizes, survey.n_outputs),

@@ -102,10 +102,10 @@ class Spectra:
     """The eigendecompositions of all blocks, computed once per fit and shared by every precision.
 
     Attributes:
-        blocks: One per treated tensor or group of tensors, in float64.
+        blocks: One per tensor or group of tensors, in float64.
         dtype: The curvature's dtype: eigenvalues that were clamped in float64 lose nothing that a float32 evidence
             could show.
-        groups: Positions of the tensors of every block, which follow each other; None for one tensor per block.
+        groups: Indices of the tensors of every block, which follow each other; None for one tensor per block.
         signed: Whether negative eigenvalues are meant; else there are none.
     """
 

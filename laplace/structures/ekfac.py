@@ -70,13 +70,13 @@ class EkfacCurvature(Curvature):
         kron, diag = KronCurvature.footprint(survey, None), DiagCurvature.footprint(survey, None)
         sides = Sides.of(survey)
         bases, doubles = sides.squares * survey.itemsize, sides.squares * DOUBLE
-        between = kron.kept + bases + doubles  # with the factors' own decomposition, in float64
+        between = kron.fitted + bases + doubles  # with the factors' own decomposition, in float64
         columns = 0 if survey.is_head else survey.at_once
         gradients = 2 * columns * survey.n_data * survey.itemsize * widest_gradient(survey)
         return Cost(
-            kept=kron.kept + bases + diag.kept,
-            running=max(kron.running, kron.kept + bases + diag.running),
-            adding=max(kron.adding, between + 4 * DOUBLE * sides.largest, kron.kept + bases + diag.adding),
+            fitted=kron.fitted + bases + diag.fitted,
+            running=max(kron.running, kron.fitted + bases + diag.running),
+            adding=max(kron.adding, between + 4 * DOUBLE * sides.largest, kron.fitted + bases + diag.adding),
             pieces=max(kron.pieces, 2 * diag.pieces + gradients),
             posterior=kron.posterior,
             projecting=kron.projecting,
@@ -126,12 +126,12 @@ class EkfacCurvature(Curvature):
     def _spectra(self, weights: Tensor) -> Spectra:
         values = (weights.double() @ self.corrected.double()).clamp(min=0)
         exact = iter(() if self._exact is None else self._exact.spectra(weights))
-        found: list[BlockSpectrum] = []
+        spectra: list[BlockSpectrum] = []
         for block, basis, part in zip(
             self.kron.parts.blocks, self._wide_bases, values.split([b.size for b in self.bases]), strict=True
         ):
-            found.append(_with_values(basis, part) if block.kind == "kron" else next(exact))
-        return Spectra(tuple(found), self.corrected.dtype)
+            spectra.append(_with_values(basis, part) if block.kind == "kron" else next(exact))
+        return Spectra(tuple(spectra), self.corrected.dtype)
 
     @cached_property
     def _wide_bases(self) -> tuple[BlockSpectrum, ...]:
@@ -153,7 +153,7 @@ class EkfacCurvature(Curvature):
     def from_state(cls, state: dict[str, Any]) -> EkfacCurvature:
         kron, corrected = KronCurvature.from_state(state["kron"]), state["corrected"]
         parts = corrected[0].split([block.size for block in kron.parts.blocks])
-        bases = [BlockSpectrum(values=part, **held) for held, part in zip(state["bases"], parts, strict=True)]
+        bases = [BlockSpectrum(values=part, **basis) for basis, part in zip(state["bases"], parts, strict=True)]
         return cls(kron, tuple(bases), corrected)
 
     def forms(self) -> tuple[str, ...]:

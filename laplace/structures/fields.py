@@ -9,6 +9,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
+from laplace.core.checks import all_finite
+
 
 def entries(value: Any) -> dict[str, Any]:
     """Fields of a dataclass, items of a mapping or of a sequence, by name; of anything else nothing."""
@@ -33,8 +35,7 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def is_finite(value: Any) -> Tensor:
     """True, 0-dim, if every number in a value's tensors is finite."""
-    checks = [tensor.isfinite().all() for _, tensor in named_tensors(value)]
-    return torch.stack(checks).all() if checks else torch.ones((), dtype=torch.bool)
+    return all_finite(tensor for _, tensor in named_tensors(value))
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -58,7 +59,7 @@ def state_of(value: Any) -> Any:
 
 
 def from_state(kind: Any, state: Any) -> Any:
-    """What `state_of` was given.
+    """The object that `state_of` was given.
 
     Args:
         kind: Its type, as annotations say it: a dataclass, or `tuple[X, ...]`, `dict[str, X]` and `X | None` of what

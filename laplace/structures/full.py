@@ -66,7 +66,7 @@ class FullCurvature(AdditiveCurvature):
     @classmethod
     def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
         square, columns = survey.n_params**2, survey.n_data * max(1, survey.n_columns)
-        kept = survey.n_terms * square * survey.itemsize
+        fitted = survey.n_terms * square * survey.itemsize
         products = survey.n_columns == 0  # rows of the matrix, their transposes, and the sum
         head = 0
         if survey.is_head:  # Grams of the features, and rows of u ⊗ φ with what they are joined from
@@ -74,9 +74,9 @@ class FullCurvature(AdditiveCurvature):
             head = 2 * square * survey.itemsize // survey.n_outputs
             head += 2 * min(CHUNK_BYTES, rows * survey.n_params * survey.itemsize)
         return Cost(
-            kept=kept,
-            running=3 * kept if products else kept,
-            adding=kept,
+            fitted=fitted,
+            running=3 * fitted if products else fitted,
+            adding=fitted,
             pieces=head or 3 * survey.piece_bytes([survey.n_params], survey.at_once),
             posterior=(6 * DOUBLE + survey.itemsize) * square,
             projecting=3 * survey.piece_bytes([survey.n_params], survey.n_outputs),

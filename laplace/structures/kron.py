@@ -41,7 +41,7 @@ from laplace.structures.variances_over_priors import SpectralScan
 
 @dataclass(frozen=True)
 class KronCurvature(AdditiveCurvature):
-    """Kronecker factors of every treated tensor.
+    """Kronecker factors of every random parameter tensor.
 
     Attributes:
         parts: The factors.
@@ -64,12 +64,12 @@ class KronCurvature(AdditiveCurvature):
     @classmethod
     def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
         sides = Sides.of(survey)
-        kept = sides.numbers(survey.n_terms) * survey.itemsize
+        fitted = sides.numbers(survey.n_terms) * survey.itemsize
         gradients = survey.n_data * survey.itemsize * widest_gradient(survey)
         return Cost(
-            kept=kept,
-            running=2 * kept,
-            adding=3 * kept,
+            fitted=fitted,
+            running=2 * fitted,
+            adding=3 * fitted,
             pieces=2 * sides.largest * survey.itemsize + (0 if survey.is_head else survey.at_once * gradients),
             posterior=(DOUBLE + survey.itemsize) * sides.squares
             + 4 * DOUBLE * sides.largest
@@ -95,12 +95,12 @@ class KronCurvature(AdditiveCurvature):
             raise algebra.other_structure(self.name, removed.name)
         mine, theirs = self.parts.factors, removed.parts.factors
         blocks = self.parts.merged(removed.parts)
-        found: dict[str, Tensor] = {}
+        factors: dict[str, Tensor] = {}
         for key, is_matrix in (pair for block in blocks for pair in self._roles(block)):
-            if key not in found:
+            if key not in factors:
                 remaining = algebra.remaining_matrix if is_matrix else algebra.remaining_entries
-                found[key] = remaining(*_both(mine.get(key), theirs.get(key)), signed=signed)
-        return KronCurvature(KronParts(found, blocks))
+                factors[key] = remaining(*_both(mine.get(key), theirs.get(key)), signed=signed)
+        return KronCurvature(KronParts(factors, blocks))
 
     def _roles(self, block: KronBlock) -> Iterator[tuple[str, bool]]:
         """Keys that a block reads, and whether each holds matrices `[..., n, n]` rather than independent entries."""
@@ -127,11 +127,11 @@ class KronCurvature(AdditiveCurvature):
         return Recent()
 
     def _spectra(self, weights: Tensor | None) -> Spectra:
-        found: dict[str, tuple[Tensor, Tensor]] = {}
+        shared: dict[str, tuple[Tensor, Tensor]] = {}
         blocks: list[BlockSpectrum] = []
         with self._ahead.announced() as done:
             for i, block in enumerate(self.parts.blocks):
-                blocks.append(self._spectrum(block, weights, found))
+                blocks.append(self._spectrum(block, weights, shared))
                 done(i)
         return Spectra(tuple(blocks), self.parts.factors[self.parts.blocks[0].output].dtype)
 
@@ -153,7 +153,7 @@ class KronCurvature(AdditiveCurvature):
             self.spectra(torch.ones(1))
 
     def _spectrum(
-        self, block: KronBlock, weights: Tensor | None, found: dict[str, tuple[Tensor, Tensor]]
+        self, block: KronBlock, weights: Tensor | None, shared: dict[str, tuple[Tensor, Tensor]]
     ) -> BlockSpectrum:
         factors = self.parts.factors
         terms = factors[block.output].double()
@@ -162,11 +162,11 @@ class KronCurvature(AdditiveCurvature):
             return diag_spectrum(total)
         if block.kind == "dense":
             return dense_spectrum(total)
-        if block.output not in found:
+        if block.output not in shared:
             _, vectors = algebra.eigh(total)
-            found[block.output] = values_at(total, vectors), followed(total, vectors)
+            shared[block.output] = values_at(total, vectors), followed(total, vectors)
         inputs: Tensor | None = None if block.input is None else factors[block.input].double()
-        return kron_spectrum(block, total, found[block.output], inputs, self.parts.positions(block))
+        return kron_spectrum(block, total, shared[block.output], inputs, self.parts.positions(block))
 
     @property
     def kfacs(self) -> list[list[Tensor]]:

@@ -46,7 +46,7 @@ class KronPrecision(Precision):
         return self.weights.mean()
 
     def _varies(self, i: int) -> bool:
-        """Whether the prior varies within a dense block, which then has no fixed eigenbasis."""
+        """True if the prior varies within a dense block, which then has no fixed eigenbasis."""
         return self.spectra[i].matrix is not None and self._priors[i].numel() > 1
 
     @cached_property
@@ -151,19 +151,19 @@ class KronPrecision(Precision):
             CurvatureError: P is not positive definite.
         """
         dtype = self.prior.precision.dtype
-        found: list[PosteriorBlock] = []
+        blocks: list[PosteriorBlock] = []
         for i, (spectrum, values) in enumerate(self._decomposed):
             values = self._require_positive(values)
             if self._moves(i) and spectrum.basis is not None:
                 precision = self._dense_block(i, projected=self.spectra.signed and self._varies(i))
                 eigen = values.detach(), spectrum.basis.detach()
-                found.append(MovingBlock(precision, eigen, dtype))
+                blocks.append(MovingBlock(precision, eigen, dtype))
             else:
-                found.append(EigenBlock(spectrum.cast(dtype), values.to(dtype)))
-        return tuple(found)
+                blocks.append(EigenBlock(spectrum.cast(dtype), values.to(dtype)))
+        return tuple(blocks)
 
     def _moves(self, i: int) -> bool:
-        """Whether the eigenvectors of a dense block depend on a hyper-parameter that requires a gradient."""
+        """True if the eigenvectors of a dense block depend on a hyper-parameter that requires a gradient."""
         matrix = self.spectra[i].matrix
         if matrix is None or not torch.is_grad_enabled():
             return False
@@ -173,20 +173,20 @@ class KronPrecision(Precision):
     @property
     def _decomposed(self) -> list[tuple[BlockSpectrum, Tensor]]:
         """Basis and eigenvalues of every posterior block, float64, without gradient where both move."""
-        found: list[tuple[BlockSpectrum, Tensor]] = []
+        decomposed: list[tuple[BlockSpectrum, Tensor]] = []
         for i, spectrum in enumerate(self.spectra):
             if not self._varies(i):
-                found.append((spectrum, self._values(i)))
+                decomposed.append((spectrum, self._values(i)))
                 continue
             with torch.no_grad():
                 if self.spectra.signed:
                     own = dense_spectrum(self._dense_block(i, projected=True), signed=torch.float64)
-                    found.append((own, own.values))
+                    decomposed.append((own, own.values))
                 else:
                     own = dense_spectrum(self._dense_block(i))
                     # P is at least its prior, also where rounding of H says less.
-                    found.append((own, own.values.maximum(self._priors[i].min().double())))
-        return found
+                    decomposed.append((own, own.values.maximum(self._priors[i].min().double())))
+        return decomposed
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         return self.spectra.regrouped(jacobian).sum_over_blocks(
@@ -252,7 +252,7 @@ def spectral_scan(spectra: Spectra, weights: Tensor, layout: Layout, *, damping:
     Args:
         spectra: The eigendecomposition of every block at these weights.
         weights: Scale of every curvature term, `[E]`, without gradient.
-        layout: The treated tensors.
+        layout: The random parameter tensors.
         damping: As of `KronPrecision`.
     """
     bases = tuple(spectrum.cast(weights.dtype) for spectrum in spectra)

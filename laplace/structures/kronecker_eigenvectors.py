@@ -24,7 +24,7 @@ class Columns:
         left: `[K, M]`, M entries of the first dimension (of all groups: zero outside of a column's own).
         right: `[K, R]`.
         values: λ_e, `[E, K]`, none of which is negative.
-        index: Treated entries within the M · R, `[p]`, or None for all.
+        index: Random entries within the M · R, `[p]`, or None for all.
     """
 
     left: Tensor
@@ -37,7 +37,7 @@ class Columns:
 
     @property
     def size(self) -> int:
-        """Number of treated entries, p."""
+        """Number of random entries, p."""
         return self.left.shape[1] * self.right.shape[1] if self.index is None else len(self.index)
 
     def pieces(self) -> Iterator[tuple[slice, Tensor]]:

@@ -74,7 +74,7 @@ class LowRankOptions(SignedOptions):
 
     @property
     def is_share(self) -> bool:
-        """Whether `rank` is a share of the trace."""
+        """True if `rank` is a share of the trace."""
         return isinstance(self.rank, float)
 
 
@@ -149,13 +149,13 @@ class LowRankCurvature(Curvature):
         width = min(survey.n_params, rank + options.oversampling)
         row = survey.n_params * survey.itemsize
         blocks = (1 + survey.n_terms) * width * row  # the basis and its products
-        kept = survey.n_terms * min(rank, width) * row
+        fitted = survey.n_terms * min(rank, width) * row
         return Cost(
-            kept=kept,
+            fitted=fitted,
             running=blocks,
-            adding=blocks + kept,
+            adding=blocks + fitted,
             pieces=min(2 * CHUNK_BYTES, 2 * blocks),
-            posterior=kept + 4 * row,
+            posterior=fitted + 4 * row,
             projecting=3 * survey.piece_bytes(survey.shared_sizes, survey.n_outputs),
             vectors=width * survey.n_terms,
             readings=options.power_iterations + 2 if width < survey.n_params else 1,
@@ -185,8 +185,8 @@ class LowRankCurvature(Curvature):
         cut = 0.0
         for values, vectors in zip(*torch.linalg.eigh(cores), strict=True):
             order = values.abs().argsort(descending=True)
-            kept, rest = order[:limit], order[limit:]
-            terms.append((subspace.rotated(basis, vectors[:, kept].T), values[kept]))
+            first, rest = order[:limit], order[limit:]
+            terms.append((subspace.rotated(basis, vectors[:, first].T), values[first]))
             cut = max(cut, values[rest].abs().max().item() if len(rest) else 0.0)
         lost = self.tail + other.tail  # of products with either H: nobody saw what it had cut off
         error = self.error + other.error + lost * math.sqrt(limit * self.n_terms)
@@ -329,14 +329,14 @@ class _Reading(DataPass):
             basis = basis.expand(len(products), -1, -1).clone()
         pairs = [subspace.rayleigh_ritz_(q, product) for q, product in zip(basis, products, strict=True)]
         del products
-        kept = [self._kept(found, e) for e, found in enumerate(pairs)]
-        if any(count is None for count in kept):
+        counts = [self._n_wanted(ritz, e) for e, ritz in enumerate(pairs)]
+        if any(count is None for count in counts):
             width = 2 * basis.shape[1]
             return self.starting(self.engine, self.options, self.generator, width, basis, self.trace)
-        return self._concluded(pairs, [count or 0 for count in kept])
+        return self._concluded(pairs, [count or 0 for count in counts])
 
     def _significant(self, pairs: subspace.RitzPairs) -> int:
-        """How many of the leading eigenvalues are no rounding: of both signs for a Hessian, else positive."""
+        """Number of leading eigenvalues that are no rounding: of both signs for a Hessian, else positive."""
         values = pairs.values
         if not len(values):
             return 0
@@ -344,18 +344,18 @@ class _Reading(DataPass):
         floor = len(values) * torch.finfo(pairs.vectors.dtype).eps * values.abs().max()
         return int((sizes > floor).cummin(0).values.sum())
 
-    def _kept(self, pairs: subspace.RitzPairs, term: int) -> int | None:
-        """How many eigenpairs of a term to keep, or None where the block must grow to reach the share."""
-        found = self._significant(pairs)
+    def _n_wanted(self, pairs: subspace.RitzPairs, term: int) -> int | None:
+        """Number of eigenpairs of a term to keep, or None where the block must grow to reach the share."""
+        significant = self._significant(pairs)
         if not self.options.is_share or self.trace is None:
-            return min(found, int(self.options.rank))
+            return min(significant, int(self.options.rank))
         rounding = _SHARE_ROUNDING * torch.finfo(pairs.vectors.dtype).eps
         goal = self.options.rank * (1 - rounding) * self.trace[term].to(pairs.values)
-        count = int((pairs.values[:found].cumsum(0) < goal).sum()) + 1
-        exhausted = found < len(pairs.values) or len(pairs.values) == pairs.vectors.shape[1]
+        count = int((pairs.values[:significant].cumsum(0) < goal).sum()) + 1
+        exhausted = significant < len(pairs.values) or len(pairs.values) == pairs.vectors.shape[1]
         if count > len(pairs.values) - self.options.oversampling and not exhausted:
             return None
-        return min(count, found)
+        return min(count, significant)
 
     def _leading(self, pairs: subspace.RitzPairs, count: int) -> Tensor:
         """The first eigenvectors `[count, P]`.
@@ -379,12 +379,12 @@ class _Reading(DataPass):
         leading[group[:inside]] = subspace.rotated(pairs.vectors[group], chosen)
         return leading
 
-    def _concluded(self, pairs: Sequence[subspace.RitzPairs], kept: Sequence[int]) -> LowRankCurvature:
+    def _concluded(self, pairs: Sequence[subspace.RitzPairs], counts: Sequence[int]) -> LowRankCurvature:
         terms, squares, tail = [], 0.0, 0.0
-        for found, count in zip(pairs, kept, strict=True):
-            terms.append((self._leading(found, count), found.values[:count]))
-            squares += found.residuals[:count].square().sum().item()
-            rest = found.values[count : self._significant(found)]
+        for ritz, count in zip(pairs, counts, strict=True):
+            terms.append((self._leading(ritz, count), ritz.values[:count]))
+            squares += ritz.residuals[:count].square().sum().item()
+            rest = ritz.values[count : self._significant(ritz)]
             tail = max(tail, rest.abs().max().item() if len(rest) else 0.0)
-        limit = max(kept) if self.options.is_share else int(self.options.rank)
+        limit = max(counts) if self.options.is_share else int(self.options.rank)
         return LowRankCurvature.joined(terms, limit=limit, error=math.sqrt(squares), tail=tail, trace=self.trace)

@@ -50,7 +50,7 @@ class Subspace:
 
     @property
     def is_diagonal(self) -> bool:
-        """Whether the basis consists of eigenvectors whatever the weights."""
+        """True if the basis consists of eigenvectors whatever the weights."""
         return len(self.cores) == 1
 
     def core(self, weights: Tensor) -> Tensor:
@@ -328,7 +328,7 @@ class LowRankScan(VariancesOverPriors):
             if self.signed:
                 require_positive(1 + thetas, _RELATIVE)
             moments = _Moments(unit.prior / delta, unit.z / delta.sqrt())
-            found = moments.reduced(thetas if self.signed else thetas.clamp(min=0))
-            return found.to(dtype if diagonal else jacobian.summed_in(dtype))
+            variances = moments.reduced(thetas if self.signed else thetas.clamp(min=0))
+            return variances.to(dtype if diagonal else jacobian.summed_in(dtype))
 
         return one_by_one(at)

@@ -66,13 +66,13 @@ class LowRankKronCurvature(Curvature):
     """S U Λ Uᵀ S + D for every tensor with Kronecker factors; the exact diagonal of every other.
 
     Under a vector noise the terms share U, the eigenvectors of their sum; Λ_e, the diagonal and S are of the weighted
-    sum, so that the diagonal is exact at all noises. Of a subnetwork the columns are restricted to the treated entries.
+    sum, so that the diagonal is exact at all noises. Of a subnetwork the columns are restricted to its entries.
 
     The sum of two fits has the sum of both diagonals, exactly; the sides of both are stacked and truncated to k again.
 
     Attributes:
         diagonal: The exact diagonal, `[E, P]`.
-        blocks: What the sides mean, one per treated tensor.
+        blocks: What the sides mean, one per tensor.
         sides: Low-rank sides by key.
         factors: Counts of the rows of embeddings, and numbers of positions, by key.
         rank: k.
@@ -96,13 +96,13 @@ class LowRankKronCurvature(Curvature):
     def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
         diag, sides = DiagCurvature.footprint(survey, None), Sides.of(survey)
         width = options.rank + options.oversampling
-        found = sides.columns(width) * (DOUBLE + survey.itemsize)  # random vectors, and their products
+        sketch = sides.columns(width) * (DOUBLE + survey.itemsize)  # random vectors, and their products
         gradients = survey.n_data * survey.itemsize * widest_gradient(survey)
-        kept = diag.kept + sides.columns(options.rank) * survey.itemsize
+        fitted = diag.fitted + sides.columns(options.rank) * survey.itemsize
         return Cost(
-            kept=kept,
-            running=diag.running + 2 * found,
-            adding=max(diag.adding + 2 * found, kept + 4 * DOUBLE * survey.n_params),
+            fitted=fitted,
+            running=diag.running + 2 * sketch,
+            adding=max(diag.adding + 2 * sketch, fitted + 4 * DOUBLE * survey.n_params),
             pieces=diag.pieces + (0 if survey.is_head else 2 * survey.at_once * gradients),
             posterior=(3 * DOUBLE + 4 * survey.itemsize) * survey.n_params + sides.columns(options.rank) * DOUBLE,
             projecting=2 * diag.projecting,

@@ -109,12 +109,12 @@ class _Solved:
             return first, None
         z = torch.linalg.solve_triangular(self.factor.to(dtype), self._applied(block, dtype).flatten(1), upper=False)
         z = z.unflatten(1, (block.n_data, -1))
-        found = first - (z.square().sum(0) if diagonal else torch.einsum("kbc,kbd->bcd", z, z))
-        return found, None if dtype == torch.float64 else self._cancels(first, found, diagonal=diagonal)
+        rest = first - (z.square().sum(0) if diagonal else torch.einsum("kbc,kbd->bcd", z, z))
+        return rest, None if dtype == torch.float64 else self._cancels(first, rest, diagonal=diagonal)
 
-    def _cancels(self, first: Tensor, found: Tensor, *, diagonal: bool) -> Tensor:
-        before, after = (t.detach() if diagonal else t.detach().diagonal(dim1=1, dim2=2) for t in (first, found))
-        return (after * _CANCELLING < torch.finfo(found.dtype).eps * before).any()
+    def _cancels(self, first: Tensor, rest: Tensor, *, diagonal: bool) -> Tensor:
+        before, after = (t.detach() if diagonal else t.detach().diagonal(dim1=1, dim2=2) for t in (first, rest))
+        return (after * _CANCELLING < torch.finfo(rest.dtype).eps * before).any()
 
     def _applied(self, block: Block, dtype: torch.dtype) -> Tensor:
         """J B⁻¹ V, `[K, B, C]`."""
@@ -153,9 +153,9 @@ class _Solved:
         if not len(self.roots):
             return self.inverse
         whitened = torch.linalg.solve_triangular(self.factor, torch.diag(self.roots), upper=False)
-        taken = self.part.columns.forms(whitened.T @ whitened) * self._weights.square()
+        removed = self.part.columns.forms(whitened.T @ whitened) * self._weights.square()
         least = 1 / (1 / self.inverse + self.part.columns.diagonal(self.roots.square()) * self.part.scaling.square())
-        return torch.maximum(self.inverse - taken, least)  # (P⁻¹)_pp is at least 1 / P_pp
+        return torch.maximum(self.inverse - removed, least)  # (P⁻¹)_pp is at least 1 / P_pp
 
 
 @dataclass(frozen=True)
@@ -227,12 +227,12 @@ class LowRankKronPrecision(Precision):
 
     @cached_property
     def _solved(self) -> tuple[_Solved, ...]:
-        found: list[_Solved] = []
+        solved: list[_Solved] = []
         for part, delta in zip(self.parts, self.prior.per_block(), strict=True):
             inverse = self._inverse(part, delta).expand(part.size)
             factor = self._cholesky(part, delta) if len(part.columns) else inverse.new_zeros(0, 0)
-            found.append(_Solved(part, inverse, (self._scale.double() * part.values).sqrt(), factor))
-        return tuple(found)
+            solved.append(_Solved(part, inverse, (self._scale.double() * part.values).sqrt(), factor))
+        return tuple(solved)
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         return self._reduced(jacobian, diagonal=False)

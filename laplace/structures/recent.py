@@ -1,4 +1,4 @@
-"""What a fit has factorised already, for as long as it is asked for at the same weights."""
+"""Factorisations of a fit, for as long as they are asked for at the same weights."""
 
 from __future__ import annotations
 

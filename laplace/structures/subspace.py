@@ -72,10 +72,10 @@ def orthonormalise_(rows: Tensor) -> Tensor:
     for _ in range(_PASSES if len(rows) else 0):
         gram = inner(rows, rows)
         lengths = gram.diagonal().sqrt()
-        kept = lengths > _NOISE * eps * lengths.max()
-        scale = torch.where(kept, 1 / lengths.where(kept, 1.0), 0.0)
+        independent = lengths > _NOISE * eps * lengths.max()
+        scale = torch.where(independent, 1 / lengths.where(independent, 1.0), 0.0)
         gram = scale.unsqueeze(1) * gram * scale
-        if (gram - torch.diag(kept.to(gram))).abs().max() <= _NOISE * eps:
+        if (gram - torch.diag(independent.to(gram))).abs().max() <= _NOISE * eps:
             rows.mul_(scale.unsqueeze(1).to(rows))
             break
         vectors = torch.linalg.eigh(gram)[1]

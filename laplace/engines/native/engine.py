@@ -43,7 +43,7 @@ class NativeEngine(CurvatureEngine):
     Args:
         problem: The network and its random parameters.
         likelihood: Loss and output Hessian.
-        options: What is sampled, and how much is computed at once.
+        options: Sampling, Kronecker factors, and how much is computed at once.
     """
 
     def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:

@@ -18,7 +18,7 @@ class GGNEngine(OuterEngine):
     Args:
         problem: The network and its random parameters.
         likelihood: Loss and output Hessian.
-        options: What is sampled, and how much is computed at once.
+        options: Sampling, Kronecker factors, and how much is computed at once.
     """
 
     kind = "ggn"

@@ -64,8 +64,8 @@ class Span(ABC):
             gram = self.gram(weights, scales)
             values, vectors = algebra.eigh(0.5 * (gram + gram.T))
             floor = len(values) * torch.finfo(values.dtype).eps * values.amax() if len(values) else 0.0
-            kept = values > floor
-            values, vectors = values[kept], vectors[:, kept]
+            significant = values > floor
+            values, vectors = values[significant], vectors[:, significant]
             return Basis(self.parts, values, vectors, self.lift(vectors / values.sqrt(), weights), scales)
 
 
@@ -94,7 +94,7 @@ class Dual(Span):
 
     @cached_property
     def kernels(self) -> tuple[Tensor, ...]:
-        """The share of every treated tensor in it: what a prior per tensor weighs anew."""
+        """The share of every tensor in it: what a prior per tensor weighs anew."""
         count = len(self.parts[0].blocks)
         return tuple(_symmetric([Jacobian((part.blocks[i],)) for part in self.parts]) for i in range(count))
 
@@ -147,13 +147,13 @@ class Basis:
         return torch.cat(rows)
 
     def _rows(self, jacobian: Jacobian) -> Tensor:
-        found, start = 0.0, 0
+        product, start = 0.0, 0
         for part in self.parts:
             stop = start + part.n_data * part.n_cotangents
             cross = kernel(jacobian, part, self.scales)
-            found = found + cross.flatten(2) @ self.dual[start:stop]
+            product = product + cross.flatten(2) @ self.dual[start:stop]
             start = stop
-        return torch.as_tensor(found)
+        return torch.as_tensor(product)
 
     def variance(self, jacobian: Jacobian) -> Projected:
         """Between the outputs of every datum."""

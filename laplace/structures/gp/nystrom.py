@@ -34,7 +34,7 @@ from laplace.structures.precision import Precision
 
 @dataclass(frozen=True)
 class NystromOptions:
-    """How the directions are found.
+    """Options of the search for directions.
 
     Attributes:
         subsample_size: M, data whose Jacobians span them.

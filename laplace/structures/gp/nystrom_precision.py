@@ -79,17 +79,17 @@ class NystromPrecision(Precision):
 
     def _at(self, inside: Tensor, outside: Tensor) -> Tensor:
         one = torch.ones((), dtype=torch.float64, device=inside.device)
-        found = Projected(inside, outside, self._spectrum[0]).at(one, self._delta)
+        constant = Projected(inside, outside, self._spectrum[0]).at(one, self._delta)
         slope = self._slope(-1)
         if slope is None:
-            return found
+            return constant
         half = inside @ slope
-        return found + ((half * inside).sum(-1) if outside.ndim < inside.ndim else half @ inside.mT)
+        return constant + ((half * inside).sum(-1) if outside.ndim < inside.ndim else half @ inside.mT)
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         inside = self._projected(jacobian)
-        found = self._at(inside, inside.new_zeros(*inside.shape[:2], inside.shape[1]))
-        return found.to(jacobian.summed_in(self.directions.dtype))
+        variance = self._at(inside, inside.new_zeros(*inside.shape[:2], inside.shape[1]))
+        return variance.to(jacobian.summed_in(self.directions.dtype))
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
         inside = self._projected(jacobian)
@@ -97,8 +97,8 @@ class NystromPrecision(Precision):
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         inside = self._projected(jacobian).flatten(0, 1)
-        found = self._at(inside, inside.new_zeros(len(inside), len(inside)))
-        return found.to(jacobian.summed_in(self.directions.dtype))
+        covariance = self._at(inside, inside.new_zeros(len(inside), len(inside)))
+        return covariance.to(jacobian.summed_in(self.directions.dtype))
 
     @property
     def _root(self) -> Tensor:

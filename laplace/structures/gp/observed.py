@@ -73,5 +73,5 @@ class ObservingPass(DataPass):
 
 
 def uncounted(y: Tensor, n_outputs: int = 0) -> BatchSummary:
-    """What a batch contributes whose loss is counted elsewhere: its number."""
+    """Contribution of a batch whose loss is counted elsewhere: its number of data."""
     return BatchSummary(torch.zeros(1), len(y), n_outputs)

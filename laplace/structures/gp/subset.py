@@ -1,4 +1,4 @@
-"""Which data a function-space posterior keeps: the best M of a stream by a score, read once."""
+"""Data that a function-space posterior keeps: the best M of a stream by a score, read once."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ class Pool:
             order = order[_turns(torch.cat([rows.y for rows in self._rows])[order]).sort(stable=True).indices]
         keep = torch.zeros(len(order), dtype=torch.bool, device=order.device)
         keep[order[: self.size]] = True
-        kept = [rows.where(mask) for rows, mask in zip(self._rows, keep.split(counts), strict=True)]
-        self._rows = [rows for rows in kept if len(rows)]
+        best = [rows.where(mask) for rows, mask in zip(self._rows, keep.split(counts), strict=True)]
+        self._rows = [rows for rows in best if len(rows)]
 
     def chunks(self) -> Iterator[Rows]:
         """The data, in pieces no longer than the longest batch.
@@ -115,7 +115,7 @@ class Pool:
 
 
 def _turns(labels: Tensor) -> Tensor:
-    """How many of the same class come before each label, `[n]`.
+    """Number of data of the same class before each label, `[n]`.
 
     A datum that is left out once stays so: whatever comes later never leaves fewer in front of it.
     """
@@ -179,8 +179,8 @@ def _trace(engine: CurvatureEngine, x: Inputs, y: Tensor) -> Tensor:
 
 
 def _leverage(engine: CurvatureEngine, x: Inputs, y: Tensor) -> Tensor:
-    found: list[Tensor] = []
+    scores: list[Tensor] = []
     for jacobian, f, targets in observed(engine, x, y):
         hessian = engine.likelihood.hessian(f, targets).matrix().double()
-        found.append((kernel_at(jacobian) * hessian).sum((1, 2)))
-    return torch.cat(found)
+        scores.append((kernel_at(jacobian) * hessian).sum((1, 2)))
+    return torch.cat(scores)

@@ -29,7 +29,7 @@ from laplace.structures.precision import Precision
 
 @dataclass(frozen=True)
 class SubsetOptions:
-    """How a subset is chosen and used.
+    """Options of the choice and the use of a subset.
 
     Attributes:
         n_subset: M.

@@ -39,7 +39,7 @@ class DualPrecision(Precision):
 
     @property
     def is_scalar(self) -> bool:
-        """Whether P is a rescaling of what one eigendecomposition per fit knows."""
+        """True if P is a rescaling of what one eigendecomposition per fit knows."""
         return self.prior.is_scalar and self.weights.numel() == 1
 
     @abstractmethod
@@ -64,7 +64,7 @@ class DualPrecision(Precision):
 
     @property
     def moves(self) -> bool:
-        """Whether what the data span, as `bases` hold it, depends on a hyper-parameter that requires a gradient."""
+        """True if the span of the data, as `bases` hold it, depends on a hyper-parameter that requires a gradient."""
         follows = self.weights.requires_grad or self.prior.precision.requires_grad
         return not self.is_scalar and torch.is_grad_enabled() and follows
 
@@ -73,10 +73,10 @@ class DualPrecision(Precision):
         gram = self.duals[i].gram(self.weights_of(i), self.scales)
         return torch.linalg.cholesky(gram + torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
 
-    def moved(self, i: int, jacobian: Jacobian, found: Tensor, form: str) -> Tensor:
-        """Covariances that were found in a fixed basis, with the gradient of K** − K*M S (I + G)⁻¹ Sᵀ K_M*."""
+    def moved(self, i: int, jacobian: Jacobian, constant: Tensor, form: str) -> Tensor:
+        """Covariances in a fixed basis, with the gradient of K** − K*M S (I + G)⁻¹ Sᵀ K_M*."""
         if not self.moves:
-            return found
+            return constant
         outside = {"full": kernel_at, "diagonal": kernel_diagonal, "joint": _joint_kernel}[form](jacobian, self.scales)
         cross = torch.cat([kernel(jacobian, part, self.scales) for part in self.duals[i].parts], 2)
         rows = self.duals[i].lower(cross.flatten(0, 1), self.weights_of(i))
@@ -86,11 +86,11 @@ class DualPrecision(Precision):
         else:
             each = inside.unflatten(0, cross.shape[:2])
             value = outside - (each @ each.mT if form == "full" else each.square().sum(2))
-        return found + (value - value.detach())
+        return constant + (value - value.detach())
 
     @cached_property
     def bases(self) -> tuple[Basis, ...]:
-        """Of what the data span, in units in which `setting` are scalars."""
+        """Bases of the span of the data, in units in which `setting` are scalars."""
         if self.is_scalar:
             return tuple(dual.unit for dual in self.duals)
         scales = tuple(scale.detach() for scale in self.scales)
@@ -113,16 +113,16 @@ class SubsetPrecision(DualPrecision):
         return self.weights
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        found = self.bases[0].variance(jacobian).at(*self.setting)
-        return self.moved(0, jacobian, found, "full").to(jacobian.summed_in(self.dtype))
+        variance = self.bases[0].variance(jacobian).at(*self.setting)
+        return self.moved(0, jacobian, variance, "full").to(jacobian.summed_in(self.dtype))
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        found = self.bases[0].diagonal(jacobian).at(*self.setting)
-        return self.moved(0, jacobian, found, "diagonal").to(self.dtype)
+        variances = self.bases[0].diagonal(jacobian).at(*self.setting)
+        return self.moved(0, jacobian, variances, "diagonal").to(self.dtype)
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        found = self.bases[0].covariance(jacobian).at(*self.setting)
-        return self.moved(0, jacobian, found, "joint").to(jacobian.summed_in(self.dtype))
+        covariance = self.bases[0].covariance(jacobian).at(*self.setting)
+        return self.moved(0, jacobian, covariance, "joint").to(jacobian.summed_in(self.dtype))
 
     # Weights: products with A = √w Sᵀ J and its transpose, block by block.
 
@@ -210,19 +210,19 @@ class IndependentPrecision(DualPrecision):
         return torch.diag_embed(self.functional_diagonal(jacobian))
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        found = [
+        variances = [
             self.moved(i, part, basis.diagonal(part).at(*self.setting), "diagonal")
             for i, (basis, part) in enumerate(self._outputs(jacobian))
         ]
-        return torch.cat(found, 1).to(self.dtype)
+        return torch.cat(variances, 1).to(self.dtype)
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        found = [
+        blocks = [
             self.moved(i, part, basis.covariance(part).at(*self.setting), "joint")
             for i, (basis, part) in enumerate(self._outputs(jacobian))
         ]
-        size = len(found) * jacobian.n_data
-        covariance = torch.diag_embed(torch.stack(found, -1)).permute(0, 2, 1, 3).reshape(size, size)
+        size = len(blocks) * jacobian.n_data
+        covariance = torch.diag_embed(torch.stack(blocks, -1)).permute(0, 2, 1, 3).reshape(size, size)
         return covariance.to(jacobian.summed_in(self.dtype))
 
     def quad(self, vectors: Tensor) -> Tensor:
@@ -276,8 +276,8 @@ class DualScan(VariancesOverPriors):
         parts = [b.diagonal(jacobian.select_outputs(one_output(jacobian, c))) for c, b in enumerate(self.bases)]
 
         def at(deltas: Tensor) -> Tensor:
-            found = torch.stack([torch.cat([self._at(part, delta) for part in parts], 1) for delta in deltas])
-            return (found if diagonal else torch.diag_embed(found)).to(self.dtype)
+            variances = torch.stack([torch.cat([self._at(part, delta) for part in parts], 1) for delta in deltas])
+            return (variances if diagonal else torch.diag_embed(variances)).to(self.dtype)
 
         return at
 

@@ -1,0 +1,33 @@
+"""The one place that decides in which type sums are formed and matrices are factorised: float64 where there is one.
+
+A posterior variance is a difference of nearly equal numbers, and the root of a covariance turns a relative error ε into
+√ε, so that what is summed or factorised is widened first, and narrowed again where it is held. Devices without float64,
+Apple's MPS, do with float32; numbers on the CPU are float64 for any of them.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import torch
+from torch import Tensor
+
+WITHOUT_FLOAT64 = frozenset({"mps"})
+"""Types of devices that have no float64."""
+
+
+def wide_dtype(device: torch.device | str | None = None) -> torch.dtype:
+    """The widest floating-point type of a device; None is the CPU."""
+    kind = "cpu" if device is None else torch.device(device).type
+    return torch.float32 if kind in WITHOUT_FLOAT64 else torch.float64
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """The tensor in the widest type of its device; itself if it has that type."""
+    return tensor.to(wide_dtype(tensor.device))
+
+
+def exponent_share(dtype: torch.dtype) -> float:
+    """Share of float64's exponents that a type has: 1, and an eighth of float32; x ** share is in its range."""
+    return math.log(torch.finfo(dtype).max) / math.log(sys.float_info.max)
