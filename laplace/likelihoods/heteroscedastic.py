@@ -18,6 +18,7 @@ from torch.nn.functional import softplus
 
 from laplace.core import scores
 from laplace.core.gaussian import sample_moments
+from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import standard_normal
 from laplace.errors import InvalidData
 from laplace.likelihoods.base import OutputHessian
@@ -49,13 +50,13 @@ class _Pairs:
     @classmethod
     def of(cls, mean: Tensor, covariance: Tensor) -> _Pairs:
         """Those of means `[..., 2C]` with covariances `[..., 2C, 2C]` or variances `[..., 2C]`."""
-        first, s = mean.double().chunk(2, -1)
+        first, s = widened(mean).chunk(2, -1)
         c, whole = first.shape[-1], covariance.ndim > mean.ndim
         variances = covariance.diagonal(dim1=-2, dim2=-1) if whole else covariance
-        first_variance, variance = variances.double().clamp(min=0).chunk(2, -1)
+        first_variance, variance = widened(variances).clamp(min=0).chunk(2, -1)
         shared = torch.zeros_like(first)
         if whole:
-            shared = covariance[..., :c, c:].diagonal(dim1=-2, dim2=-1).double()
+            shared = widened(covariance[..., :c, c:].diagonal(dim1=-2, dim2=-1))
         slope = torch.where(variance > 0, shared / variance.where(variance > 0, 1.0), 0.0)
         return cls(first, s, variance, slope, (first_variance - slope * shared).clamp(min=0))
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from laplace.core.gaussian import covariance_root
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import COVARIANCES, HYPERPARAMETERS, MOMENTS, is_overridden
+from laplace.core.precision_policy import widened
 from laplace.core.prior import GaussianPrior
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.fitting import Fit
@@ -231,7 +232,7 @@ def _given(la: Owner, name: str, value: Any) -> Precision:
         return GivenPrecision(covariance_root(value.unsqueeze(0))[0])
     if value.ndim == 1:
         return GivenPrecision(_positive(la, name, value).rsqrt())
-    root = algebra.covariance_factor(0.5 * (value + value.T).double())
+    root = algebra.covariance_factor(0.5 * widened(value + value.T))
     if root is None:
         raise InvalidArgument(f"{name} of class {type(la).__name__} is not positive definite.")
     return GivenPrecision(root.to(value.dtype))
