@@ -125,6 +125,9 @@ DEFAULTS = {
     "likelihoods/label_targets.py:LabelTarget": Defaults(
         "samples serve all labels; some have closed forms, or quadrature"
     ),
+    "likelihoods/moment_target.py:MomentTarget": Defaults(
+        "some scores read more than moments", {"summary", "summary_of_samples"}
+    ),
     "likelihoods/sampled_target.py:SampledTarget": Defaults("some moments and intervals have closed forms"),
     "likelihoods/target.py:Target": Defaults("what a target does not say is refused, or follows from its samples"),
     "parametric.py:ParametricLaplace": Defaults("one that is trained takes the options of its training", {"fit"}),
@@ -151,11 +154,11 @@ DEFAULTS = {
 # Folders in which some docstring still begins as a clause, some local is still named by what was done to it, and some
 # word is still the library's own.
 CLAUSES = {
-    "base", "curvature", "engines", "fitting", "function_space", "jacobian", "likelihoods", "mixture",
-    "parametric", "posterior", "predictive", "refinement", "state", "training", "tuning",
+    "base", "curvature", "engines", "fitting", "function_space", "jacobian", "mixture",
+    "parametric", "posterior", "refinement", "state", "training", "tuning",
 }  # fmt: skip
 PARTICIPLES = {
-    "curvature", "engines", "fitting", "function_space", "likelihoods", "predictive", "refinement", "state",
+    "curvature", "engines", "fitting", "function_space", "refinement", "state",
     "training", "tuning",
 }  # fmt: skip
 OWN_WORDS = {

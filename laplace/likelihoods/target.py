@@ -23,7 +23,7 @@ Score = Callable[[Density, Summary, Tensor, Tensor], Tensor]
 
 
 class Target:
-    """What predictions say of y. A quantity that has no meaning is refused, as all of them are here.
+    """Quantities and scores of y in a prediction. One that has no meaning is refused, as all of them are here.
 
     Quantities of a posterior are those of a mixture of one component.
 
@@ -128,7 +128,7 @@ class Target:
         *,
         for_scores: bool = False,
     ) -> Summary:
-        """What losses read of f ~ N(mean, covariance); arguments are those of `Likelihood.predict`.
+        """Summary of f ~ N(mean, covariance) for losses; arguments are those of `Likelihood.predict`.
 
         Args:
             likelihood: p(y | f).
@@ -142,7 +142,7 @@ class Target:
         return likelihood.predict(mean, covariance, link, n_samples, generator)
 
     def summary_of_samples(self, likelihood: Density, samples: Tensor, *, for_scores: bool = False) -> Summary:
-        """What losses read of samples of f, `[S, B, C]`."""
+        """The same of samples of f, `[S, B, C]`."""
         return likelihood.inverse_link(samples).mean(0)
 
     def refuse(self, what: str, likelihood: Density) -> NoReturn:
