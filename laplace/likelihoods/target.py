@@ -103,13 +103,13 @@ class Target:
 
     # What losses read.
 
-    def reads_variances(self, likelihood: Density, link: str, *, whole_covariance: bool = True) -> bool:
+    def reads_variances(self, likelihood: Density, link: str, *, for_scores: bool = False) -> bool:
         """True if `summary` reads variances of f alone, no covariances between outputs.
 
         Args:
             likelihood: p(y | f).
             link: A name in `LINKS`.
-            whole_covariance: True if summaries with covariances show them whole.
+            for_scores: As of `summary`.
         """
         return LINKS[link].serving(independent=likelihood.independent_outputs)[1]
 
@@ -137,7 +137,7 @@ class Target:
             link: A name in `LINKS`.
             n_samples: Samples of a link that draws.
             generator: Their source.
-            for_scores: What `scores` read, which may be more than `la(x)` shows, and users' losses read.
+            for_scores: True for what `scores` read, False for what users' losses do, which is what `la(x)` shows.
         """
         return likelihood.predict(mean, covariance, link, n_samples, generator)
 
