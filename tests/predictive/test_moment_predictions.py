@@ -157,7 +157,10 @@ def test_a_gaussian_process_of_all_data_is_the_posterior(likelihood: str) -> Non
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.parametrize("approximation", ["nystrom", "variational"])
 def test_other_posteriors_over_functions(likelihood: str, approximation: str) -> None:
-    options = {"nystrom": {"subsample_size": 12, "n_eigenvalues": 8}, "variational": {"inducing_locations": "random", "num_inducing": 6}}
+    options = {
+        "nystrom": {"subsample_size": 12, "n_eigenvalues": 8},
+        "variational": {"inducing_locations": "random", "num_inducing": 6},
+    }
     la = Laplace(
         grid.network(likelihood).double().eval(), likelihood, "all", "gp", functional_approximation=approximation,
         prior_precision=50.0, **options[approximation],
