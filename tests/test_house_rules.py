@@ -125,6 +125,9 @@ DEFAULTS = {
     "likelihoods/label_targets.py:LabelTarget": Defaults(
         "samples serve all labels; some have closed forms, or quadrature"
     ),
+    "likelihoods/moment_target.py:MomentTarget": Defaults(
+        "some scores read more than moments", {"summary", "summary_of_samples"}
+    ),
     "likelihoods/sampled_target.py:SampledTarget": Defaults("some moments and intervals have closed forms"),
     "likelihoods/target.py:Target": Defaults("what a target does not say is refused, or follows from its samples"),
     "parametric.py:ParametricLaplace": Defaults("one that is trained takes the options of its training", {"fit"}),

@@ -39,7 +39,7 @@ def held_out_nll(
         loader: The data.
     """
     likelihood, total, count = posterior.likelihood, 0.0, 0
-    narrow = likelihood.target.reads_variances(likelihood, LinkApprox.PROBIT, whole_covariance=False)
+    narrow = likelihood.target.reads_variances(likelihood, LinkApprox.PROBIT, for_scores=True)
     form, nll = "diagonal" if narrow else "full", find_score("nll", likelihood)
     for name, x, y in Validation(loader).batches(posterior):
         with named(name):

@@ -1,4 +1,4 @@
-"""What a likelihood says: loss, output Hessian, samples of targets, normaliser, link.
+"""Likelihoods: loss, output Hessian, samples of targets, normaliser, link.
 
 Everything here refers to one network output per datum, the latent `f`, `[B, C]`. The *unit*
 negative log likelihood is the one at noise 1 and temperature 1 without its normaliser:
@@ -102,7 +102,7 @@ class Likelihood(ABC):
 
     @property
     def peer_name(self) -> Likelihood | str:
-        """What a user's own backend is told: a name that it knows, or the likelihood itself."""
+        """The likelihood as a user's own backend takes it: a name that it knows, or the object itself."""
         return self
 
     def torch_loss(self) -> tuple[nn.Module, float]:

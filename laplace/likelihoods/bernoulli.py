@@ -88,8 +88,8 @@ class Bernoulli(NoiseFreeLikelihood):
         Raises:
             UnsupportedError: A bridge, which is a matter of softmax, or an unknown link.
         """
-        found = super().predict(mean, covariance, link, n_samples, generator)
-        return probabilities_within(found) if link == LinkApprox.DELTA else found
+        probabilities = super().predict(mean, covariance, link, n_samples, generator)
+        return probabilities_within(probabilities) if link == LinkApprox.DELTA else probabilities
 
     def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:
         """Σ_c binary cross-entropy of the predicted probabilities, `[B]`; zeros count as machine precision."""

@@ -46,7 +46,7 @@ class Decomposition:
 
     @property
     def mutual_information(self) -> Tensor:
-        """What y would say of f, `[B]`: predictive − expected entropy, the epistemic part, never negative."""
+        """Information of y about f, `[B]`: predictive − expected entropy, the epistemic part, never negative."""
         return (self.predictive_entropy - self.expected_entropy).clamp(min=0)
 
     def to(self, dtype: torch.dtype) -> Decomposition:

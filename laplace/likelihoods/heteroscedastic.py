@@ -210,7 +210,7 @@ class Heteroscedastic(MomentLikelihood):
     def conditional(self, f: Tensor) -> distributions.Distribution:
         """C independent Gaussians."""
         mean, precision, _ = _parameters(f)
-        return distributions.Independent(distributions.Normal(mean, precision.rsqrt()), 1)
+        return distributions.Independent(distributions.Normal(mean, precision.rsqrt(), validate_args=False), 1)
 
     def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:
         """−Σ_c log N(y_c; prediction_c, variance_c), `[B]`: of the Gaussian with the moments of y.

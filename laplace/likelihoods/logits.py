@@ -54,7 +54,7 @@ def _refusal(likelihood: Likelihood, name: str, reason: str) -> str:
 
 
 def _are_distributions(f: Tensor, dtype: torch.dtype) -> bool:
-    """Whether every row has C >= 2 entries of at least 0 and sum 1 within max(1e-5, 2 eps sqrt(C))."""
+    """True if every row has C >= 2 entries of at least 0 and sum 1 within max(1e-5, 2 eps sqrt(C))."""
     if f.ndim != 2 or f.shape[1] < 2 or len(f) == 0 or not bool(f.min() >= 0):
         return False
     eps = max(torch.finfo(f.dtype).eps, torch.finfo(dtype).eps)
@@ -63,7 +63,7 @@ def _are_distributions(f: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _ends_in_sigmoid(node: Any) -> bool:
-    """Whether all that a node of autograd's graph gives comes out of a sigmoid."""
+    """True if all that a node of autograd's graph gives comes out of a sigmoid."""
     if node is None:
         return False
     if node.name().startswith("Sigmoid"):

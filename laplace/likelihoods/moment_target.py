@@ -75,7 +75,7 @@ class MomentTarget(SampledTarget):
             known.mean,
         )
 
-    def reads_variances(self, likelihood: Density, link: str, *, whole_covariance: bool = True) -> bool:
+    def reads_variances(self, likelihood: Density, link: str, *, for_scores: bool = False) -> bool:
         return self.variances_only
 
     def by_rows(self, likelihood: Density, link: str) -> bool:

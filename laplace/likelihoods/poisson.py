@@ -100,7 +100,7 @@ class Poisson(MomentLikelihood):
 
     def conditional(self, f: Tensor) -> distributions.Distribution:
         """C independent Poisson distributions."""
-        return distributions.Independent(distributions.Poisson(f.exp()), 1)
+        return distributions.Independent(distributions.Poisson(f.exp(), validate_args=False), 1)
 
     def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:
         """−Σ_c log ∫ Poisson(y_c; exp(f)) N(f; μ, v) df, `[B]`, with the μ and v of these moments of y_c.

@@ -66,8 +66,8 @@ class RealTarget(Target):
         """Gaussian of noisy targets, or a mixture of those of the components."""
         return mixture_of([normal_of(c.latent.plus_noise(c.sigma_noise)) for c in rows.components], rows.weights)
 
-    def reads_variances(self, likelihood: Density, link: str, *, whole_covariance: bool = True) -> bool:
-        return not whole_covariance
+    def reads_variances(self, likelihood: Density, link: str, *, for_scores: bool = False) -> bool:
+        return for_scores
 
     def by_rows(self, likelihood: Density, link: str) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""What categorical and preference likelihoods share: cross-entropy of softmax(f)."""
+"""Cross-entropy of softmax(f), which categorical and preference likelihoods share."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ class SoftmaxLikelihood(NoiseFreeLikelihood):
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """softmax(f) − e_y, `[B, C]`."""
-        kept = self._kept(y)
-        labels = torch.where(kept, y, 0)
+        counts = self._counts(y)
+        labels = torch.where(counts, y, 0)
         # −(1 − p_y) as minus the sum of the others keeps its digits where p_y rounds to 1.
         others = torch.softmax(f, 1).scatter(1, labels.unsqueeze(1), 0.0)
         full = others.scatter(1, labels.unsqueeze(1), -others.sum(1, keepdim=True))
-        return torch.where(kept.unsqueeze(1), full, 0.0)
+        return torch.where(counts.unsqueeze(1), full, 0.0)
 
     def hessian(self, f: Tensor, y: Tensor | None = None) -> OutputHessian:
         """diag(p) − p pᵀ with p = softmax(f); zero for ignored labels."""
         p = torch.softmax(f, 1)
         if y is not None:
-            p = torch.where(self._kept(y).unsqueeze(1), p, 0.0)
+            p = torch.where(self._counts(y).unsqueeze(1), p, 0.0)
         return OutputHessian(diag=p, vec=p)
 
     def sample_gradients(
@@ -59,7 +59,7 @@ class SoftmaxLikelihood(NoiseFreeLikelihood):
         p = torch.softmax(f, 1)
         labels = _sample_labels(p.detach(), n_samples, generator)
         gradients = p.unsqueeze(0) - functional.one_hot(labels, f.shape[1]).to(f)
-        return gradients if y is None else torch.where(self._kept(y).unsqueeze(1), gradients, 0.0)
+        return gradients if y is None else torch.where(self._counts(y).unsqueeze(1), gradients, 0.0)
 
     def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:
         """−log prediction_y, `[B]`; NaN for ignored labels.
@@ -67,13 +67,13 @@ class SoftmaxLikelihood(NoiseFreeLikelihood):
         A probability that underflowed counts as the smallest normal number, so that one saturated
         datum is punished (about 87 in float32) without making every candidate of a search infinite.
         """
-        kept = self._kept(y)
-        chosen = prediction.gather(1, torch.where(kept, y, 0).unsqueeze(1)).squeeze(1)
+        counts = self._counts(y)
+        chosen = prediction.gather(1, torch.where(counts, y, 0).unsqueeze(1)).squeeze(1)
         nll = -chosen.clamp(min=torch.finfo(chosen.dtype).tiny).log()
-        return torch.where(kept, nll, torch.nan)
+        return torch.where(counts, nll, torch.nan)
 
-    def _kept(self, y: Tensor) -> Tensor:
-        """Which data count, `[B]`, bool."""
+    def _counts(self, y: Tensor) -> Tensor:
+        """True for the data that count, `[B]`."""
         return torch.ones_like(y, dtype=torch.bool) if self.ignore_index is None else y != self.ignore_index
 
 

@@ -23,7 +23,7 @@ Score = Callable[[Density, Summary, Tensor, Tensor], Tensor]
 
 
 class Target:
-    """What predictions say of y. A quantity that has no meaning is refused, as all of them are here.
+    """Quantities and scores of y in a prediction. One that has no meaning is refused, as all of them are here.
 
     Quantities of a posterior are those of a mixture of one component.
 
@@ -103,13 +103,13 @@ class Target:
 
     # What losses read.
 
-    def reads_variances(self, likelihood: Density, link: str, *, whole_covariance: bool = True) -> bool:
+    def reads_variances(self, likelihood: Density, link: str, *, for_scores: bool = False) -> bool:
         """True if `summary` reads variances of f alone, no covariances between outputs.
 
         Args:
             likelihood: p(y | f).
             link: A name in `LINKS`.
-            whole_covariance: True if summaries with covariances show them whole.
+            for_scores: As of `summary`.
         """
         return LINKS[link].serving(independent=likelihood.independent_outputs)[1]
 
@@ -128,7 +128,7 @@ class Target:
         *,
         for_scores: bool = False,
     ) -> Summary:
-        """What losses read of f ~ N(mean, covariance); arguments are those of `Likelihood.predict`.
+        """Summary of f ~ N(mean, covariance) for losses; arguments are those of `Likelihood.predict`.
 
         Args:
             likelihood: p(y | f).
@@ -137,12 +137,12 @@ class Target:
             link: A name in `LINKS`.
             n_samples: Samples of a link that draws.
             generator: Their source.
-            for_scores: What `scores` read, which may be more than `la(x)` shows, and users' losses read.
+            for_scores: True for what `scores` read, False for what users' losses do, which is what `la(x)` shows.
         """
         return likelihood.predict(mean, covariance, link, n_samples, generator)
 
     def summary_of_samples(self, likelihood: Density, samples: Tensor, *, for_scores: bool = False) -> Summary:
-        """What losses read of samples of f, `[S, B, C]`."""
+        """The same of samples of f, `[S, B, C]`."""
         return likelihood.inverse_link(samples).mean(0)
 
     def refuse(self, what: str, likelihood: Density) -> NoReturn:

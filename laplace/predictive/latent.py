@@ -68,10 +68,10 @@ def linearised(
         precision.functional_diagonal if form == "diagonal" else precision.functional_variance
     )
     with closing(pieces):
-        found = [(f, contracted(contract, replace(jacobian, wide=wide)), jacobian.positions) for jacobian, f in pieces]
-    if not found:
+        parts = [(f, contracted(contract, replace(jacobian, wide=wide)), jacobian.positions) for jacobian, f in pieces]
+    if not parts:
         raise InvalidData("the inputs hold no data to predict.")
-    means, variances, positions = zip(*found, strict=True)
+    means, variances, positions = zip(*parts, strict=True)
     return _checked(Gaussian(torch.cat(means), torch.cat(variances), positions[0]))
 
 
@@ -94,7 +94,7 @@ def without_graph(
 
 
 def contracted(contract: Callable[[Jacobian], Tensor], jacobian: Jacobian) -> Tensor:
-    """What is contracted from the Jacobian of every datum, `[B, …]`; of fewer data at once where memory runs out."""
+    """A contraction of the Jacobian of every datum, `[B, …]`; of fewer data at once where memory runs out."""
     n_data = jacobian.n_data
 
     def computed(part: slice) -> Tensor:
@@ -262,13 +262,13 @@ def check_model_kwargs(model: torch.nn.Module, model_kwargs: dict[str, Any]) -> 
     """
     if not model_kwargs:
         return
-    taken = inspect.signature(model.forward).parameters
-    unknown = [name for name in model_kwargs if name not in taken]
-    if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+    accepted = inspect.signature(model.forward).parameters
+    unknown = [name for name in model_kwargs if name not in accepted]
+    if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
         meant = hint(unknown[0], _OPTIONS) or "it is no option of predictions."
         raise InvalidCall(
             f"unexpected argument {unknown[0]!r}; {meant} pred_type='nn' passes what is none to the model, whose "
-            f"forward takes {', '.join(taken)}."
+            f"forward takes {', '.join(accepted)}."
         )
 
 
@@ -277,7 +277,7 @@ def refuse_refined(step: Tensor | None, problem: Problem) -> None:
 
     Args:
         step: θ̂ − θ*, or None without a refinement.
-        problem: The network; one that is linear in its treated weights, a last layer, is its own linearisation.
+        problem: The network; one that is linear in its random weights, a last layer, is its own linearisation.
 
     Raises:
         UnsupportedError: The network is not linear in them.

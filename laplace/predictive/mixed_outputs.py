@@ -53,7 +53,7 @@ class MixedOutputs:
 
     @property
     def target(self) -> Target:
-        """What the outputs say of y."""
+        """The target of the likelihood, of these rows."""
         return self.likelihood.target.of(self)
 
     @property

@@ -78,7 +78,7 @@ _FLAT = 1e-8
 
 
 def quantile(means: Tensor, variances: Tensor, weights: Tensor, probability: float) -> Tensor:
-    """Where the mixture's distribution function Σ_k π_k Φ((q − m_k) / s_k) is `probability`, `[...]`.
+    """Quantile: where the mixture's distribution function Σ_k π_k Φ((q − m_k) / s_k) is `probability`, `[...]`.
 
     Found by bisection between the components' own quantiles. A step of Newton's method at the end changes no digit,
     and carries the derivative by means and variances.

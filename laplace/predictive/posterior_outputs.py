@@ -24,7 +24,7 @@ Draws = Callable[[], "torch.Generator | None"]
 
 @dataclass(frozen=True)
 class PredictionOptions:
-    """What a prediction was asked for.
+    """Options of a prediction.
 
     Attributes:
         link: How latents become probabilities.
@@ -99,7 +99,7 @@ class PosteriorOutputs:
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Of what was computed already: the dimensions of the positions, empty for outputs `[B, C]`."""
+        """Dimensions of the positions, empty for outputs `[B, C]`; of a quantity that was computed already."""
         known = next((name for name in ("latent", "marginals", "_whole", "_drawn") if name in self.__dict__), "_mean")
         return getattr(self, known).positions
 

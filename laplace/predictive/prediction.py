@@ -1,4 +1,4 @@
-"""What `la.predict` returns: one object that computes what is asked of it, once, and nothing else."""
+"""The object that `la.predict` returns: it computes what is asked of it, once, and nothing else."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Prediction:
         return cls(MixedOutputs.of(outputs), channel_dim)
 
     def __repr__(self) -> str:
-        """What was asked for; nothing is computed for it."""
+        """The options of the prediction; nothing is computed for them."""
         options = self.rows.options
         return f"Prediction(link={options.link!r}, n_samples={options.n_samples}, form={options.form!r})"
 
@@ -58,7 +58,7 @@ class Prediction:
 
     @property
     def target(self) -> Target:
-        """What the outputs say of y."""
+        """The target of the likelihood."""
         return self.rows.target
 
     # Latents.

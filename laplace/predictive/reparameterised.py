@@ -40,7 +40,7 @@ class ReparameterisedOutputs(SampleSource):
     """Outputs of the network with noise on the pre-activations of its linear and convolutional layers.
 
     Attributes:
-        problem: The network and its treated tensors.
+        problem: The network and its random parameters.
         mean: θ*, `[P]`.
         variances: Of the weights, `[P]`.
         coverage: Which rule was proved to explain a tensor: a layer that is used in another way as well is sampled.
@@ -83,7 +83,7 @@ class ReparameterisedOutputs(SampleSource):
 
     def layers(self) -> dict[nn.Module, dict[str, Tensor]]:
         """Layers that get noise, with the variances of their weight and bias in the tensors' shapes."""
-        found: dict[nn.Module, dict[str, Tensor]] = {}
+        noisy: dict[nn.Module, dict[str, Tensor]] = {}
         holders = owners(self.problem)
         parts = self.problem.layout.split(self.variances)
         for owner in holders:
@@ -93,13 +93,13 @@ class ReparameterisedOutputs(SampleSource):
             proved = rule is not None and self.coverage.get(slot.name, "").split(" →")[0] == rule.name
             if isinstance(owner.module, _LAYERS) and alone and proved:
                 values = slot.place(parts[owner.slot].unsqueeze(0))[0].view(slot.shape)
-                found.setdefault(owner.module, {})[owner.attribute] = values
-        for module, variances in found.items():  # a weight that is not treated does not vary
+                noisy.setdefault(owner.module, {})[owner.attribute] = values
+        for module, variances in noisy.items():  # a weight that is not random does not vary
             variances.setdefault("weight", torch.zeros_like(module.get_parameter("weight").detach()))
-        return found
+        return noisy
 
     def _shared(self, layers: Mapping[nn.Module, Mapping[str, Tensor]]) -> Tensor:
-        """Which entries take sampled weights, `[P]`."""
+        """True for the entries that take sampled weights, `[P]`."""
         noisy = {o.slot for o in owners(self.problem) if o.attribute in layers.get(o.module, {})}
         sizes = self.problem.layout.sizes
         each = torch.tensor([i not in noisy for i in range(len(sizes))], device=self.mean.device)

@@ -80,7 +80,7 @@ class Candidates:
         self.for_scores = not whole_covariance
         likelihood = posterior.likelihood
         self.diagonal = likelihood.target.reads_variances(
-            likelihood, predictive.link_approx, whole_covariance=whole_covariance
+            likelihood, predictive.link_approx, for_scores=self.for_scores
         )
         self.priors = torch.cat([setting.prior_precision[:1] for setting in settings])
         # What users' own methods compute follows from nothing but calling them, at every candidate.

@@ -106,7 +106,7 @@ class SmoothLoss:
         self.predictive = predictive
         likelihood = group.likelihood
         self.diagonal = likelihood.target.reads_variances(
-            likelihood, predictive.link_approx, whole_covariance=objective.whole_covariance
+            likelihood, predictive.link_approx, for_scores=not objective.whole_covariance
         )
         with autograd_mode(), torch.no_grad():
             first = group.first

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.portable
 
 HYPER = {"prior_precision": 0.3, "prior_mean": 0.1, "temperature": 1.6}
 ALL = [
-    "mlp_classification", "mlp_regression", "mlp_bernoulli_multi", "mlp_ignored_labels", "mlp_saturated", "prelu",
+    "mlp_classification", "mlp_regression", "mlp_bernoulli_multi", "mlp_poisson", "mlp_heteroscedastic",
+    "mlp_ignored_labels", "mlp_saturated", "prelu",
     "layer_norm", "weight_norm", "frozen_bias", "reused_module", "functional_reuse", "bare_parameter",
     "shared_positions", "time_major_square", "pair_view", "dict_input", "logits_object", "conv2d_grouped",
     "conv_transpose2d", "transformer", "lstm", "embedding_padding", "tied_head",

@@ -26,7 +26,10 @@ from tests.reference.compare import assert_close
 
 pytestmark = pytest.mark.portable
 
-NAMES = ["mlp_regression", "mlp_classification", "mlp_bernoulli_multi", "mlp_ignored_labels", "dict_input", "tied_head"]
+NAMES = [
+    "mlp_regression", "mlp_classification", "mlp_bernoulli_multi", "mlp_poisson", "mlp_heteroscedastic",
+    "mlp_ignored_labels", "dict_input", "tied_head",
+]  # fmt: skip
 HYPER = {"prior_precision": 0.3, "prior_mean": 0.1, "temperature": 1.6}
 
 
@@ -166,6 +169,10 @@ def settings(problem: catalogue.Problem, **options: Any) -> Training:
         ("mlp_classification", 0.0, 5, "all"),
         ("mlp_classification", 0.7, 5, "all"),
         ("mlp_bernoulli_multi", 1.0, 0, "all"),
+        ("mlp_poisson", 1.0, 0, "all"),
+        ("mlp_poisson", 0.5, 5, "all"),
+        ("mlp_heteroscedastic", 1.0, 0, "all"),
+        ("mlp_heteroscedastic", 0.0, 5, "all"),
         ("mlp_regression", 0.5, 0, "last_layer"),
     ],
 )
