@@ -27,12 +27,11 @@ from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import own_precision, require_module, undisturbed
 from laplace.posterior.attributes import Chosen
-from laplace.posterior.choices import Choices, checked_backend, require_exact_ggn
+from laplace.posterior.choices import Choices, checked_backend
 from laplace.posterior.derived import Derived
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.names import WEIGHT_SPACE, PredictiveNames
 from laplace.structures.base import Curvature, Precision
-from laplace.structures.indefinite import SignedOptions
 from laplace.weights.all_weights import AllWeights
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem
@@ -99,26 +98,27 @@ class BaseLaplace(CheckedConstructor, ABC):
         weights_options: Options = None,
         precision_options: Options = None,
     ) -> None:
+        # Tools read the names of the arguments off the code object, among which there must be no other local.
         overrides.require_structure(type(self))
-        call = channels_last(batches.caller(require_module(model), forward_fn, dict_key_y), channel_dim)
-        weights = self.weights_type(model, forward_fn=call, **(weights_options or {}))
+        self.model, self.likelihood, self.enable_backprop = require_module(model), likelihood, bool(enable_backprop)
         self.structure_kwargs = dict(structure_kwargs or {})
-        options, backend = self.structure.options_from(self.structure_kwargs), checked_backend(backend)
-        if self.structure.exact_ggn:
-            require_exact_ggn(backend, backend_kwargs or {})
-        signed = {"indefinite": options.indefinite} if isinstance(options, SignedOptions) else {}
-        choices = Choices(
-            likelihood=likelihood, likelihood_object=get_likelihood(likelihood), structure=self.structure,
-            structure_options=options,
-            precision_options=dict(precision_options or {}) | (signed if backend.kind == "hessian" else {}),
-            backend_cls=backend, backend_kwargs=dict(backend_kwargs or {}),
-            asdl_fisher_kwargs=dict(asdl_fisher_kwargs or {}), forward_fn=forward_fn, dict_key_x=dict_key_x,
-            dict_key_y=dict_key_y, channel_dim=channel_dim, pred_types=self.pred_types,
-        )  # fmt: skip
-        self.model, self.likelihood, self.enable_backprop = model, likelihood, bool(enable_backprop)
-        self._posterior = Posterior(choices, weights, Hyperparameters.unit(_like(model))).assigned(
+        self._posterior = Posterior(
+            weights=self.weights_type(
+                model,
+                forward_fn=channels_last(batches.caller(model, forward_fn, dict_key_y), channel_dim),
+                **(weights_options or {}),
+            ),
+            choices=Choices(
+                structure=self.structure, structure_options=self.structure.options_from(self.structure_kwargs),
+                precision_options=dict(precision_options or {}), backend_cls=checked_backend(backend),
+                backend_kwargs=dict(backend_kwargs or {}), asdl_fisher_kwargs=dict(asdl_fisher_kwargs or {}),
+                likelihood=likelihood, likelihood_object=get_likelihood(likelihood), forward_fn=forward_fn,
+                dict_key_x=dict_key_x, dict_key_y=dict_key_y, channel_dim=channel_dim, pred_types=self.pred_types,
+            ).reconciled(),
+            hypers=Hyperparameters.unit(_like(model)),
+        ).assigned(
             sigma_noise=sigma_noise, temperature=temperature, prior_precision=prior_precision, prior_mean=prior_mean
-        )
+        )  # fmt: skip
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuses classes of users that define what would have no effect.

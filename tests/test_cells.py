@@ -30,14 +30,14 @@ each_weights = pytest.mark.parametrize("weights", BASES)
 
 @dataclass(frozen=True)
 class MeanOptions:
-    """A factor on the curvature."""
+    """Something to choose."""
 
-    times: float = 1.0
+    digits: int = 8
 
 
 @dataclass(frozen=True)
 class MeanCurvature(AdditiveCurvature):
-    """One number for all parameters, the mean of the diagonal, times that of the options."""
+    """One number for all parameters, the mean of the diagonal."""
 
     mean: Tensor
     n_params: int
@@ -49,39 +49,15 @@ class MeanCurvature(AdditiveCurvature):
         return len(self.mean)
 
     @classmethod
-    def from_batch(cls, engine, x, y, former=None):
+    def from_batch(cls, engine, x, y):
         summary, diagonal = engine.diag(x, y)
-        new = cls(diagonal.mean(1), diagonal.shape[1])
-        return summary, new if former is None else former + new
-
-    @classmethod
-    def zeros(cls, prior):
-        return cls(prior.precision.new_zeros(1), prior.layout.n_params)
+        return summary, cls(diagonal.mean(1), diagonal.shape[1])
 
     def __add__(self, other):
         return MeanCurvature(self.mean + other.mean, self.n_params)
 
-    def as_diag(self):
-        return DiagCurvature(self.mean.unsqueeze(1).expand(-1, self.n_params))
-
     def precision(self, weights, prior, **options):
-        return self.as_diag().precision(weights, prior)
-
-    def scan(self, weights, layout, **options):
-        return self.as_diag().scan(weights, layout)
-
-    def is_finite(self):
-        return bool(self.mean.isfinite().all())
-
-    def state(self):
-        return {"mean": self.mean, "n_params": self.n_params}
-
-    @classmethod
-    def from_state(cls, state):
-        return cls(state["mean"], state["n_params"])
-
-    def forms(self):
-        return ()
+        return DiagCurvature(self.mean.unsqueeze(1).expand(-1, self.n_params)).precision(weights, prior)
 
     def public(self):
         return self.mean.sum(0)
@@ -128,10 +104,10 @@ def test_a_class_that_is_made_is_one_class(registered: None, weights: str) -> No
 
 
 def test_its_options_and_arguments_are_checked(registered: None) -> None:
-    la = grid.make("last_layer", "one_number", structure_kwargs={"times": 2.0}, last_layer_name="3")
-    assert (la.structure_options, la.last_layer_name) == (MeanOptions(2.0), "3")
-    with pytest.raises(InvalidArgument, match="accepted: times"):
-        grid.make("all", "one_number", structure_kwargs={"time": 2.0})
+    la = grid.make("last_layer", "one_number", structure_kwargs={"digits": 2}, last_layer_name="3")
+    assert (la.structure_options, la.last_layer_name) == (MeanOptions(2), "3")
+    with pytest.raises(InvalidArgument, match="accepted: digits"):
+        grid.make("all", "one_number", structure_kwargs={"digit": 2})
     with pytest.raises(InvalidCall, match=r"OneNumberLaplace\(\) has no argument 'last_layer_name'"):
         grid.make("all", "one_number", last_layer_name="3")
     with pytest.raises(InvalidArgument, match="damping"):

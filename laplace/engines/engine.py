@@ -150,7 +150,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
     def outline(self, x: Inputs | None = None) -> BatchProfile | None:
         """Profile by shapes alone, of a batch or, without one, of the smallest batch; None of engines that cannot.
 
-        A lower bound of `survey`, without its seconds.
+        A lower bound of `profile`, without its seconds.
         """
         del x
         return None

@@ -124,7 +124,7 @@ class BatchProfile:
         return replace(self, n_data=1, gradients=self.gradients // self.n_data, tensors=tensors)
 
     def head(self) -> BatchProfile | None:
-        """The same batch where the last layer alone is treated; None where the survey saw no head."""
+        """The same batch where the last layer alone is treated; None where the profile saw no head."""
         heads = [i for i, tensor in enumerate(self.tensors) if tensor.is_head]
         if not heads:
             return None

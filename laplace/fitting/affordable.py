@@ -34,47 +34,47 @@ class MemoryCheck:
     structure: type[Curvature]
     options: Any
 
-    def __call__(self, survey: BatchProfile) -> None:
+    def __call__(self, profile: BatchProfile) -> None:
         """Looks at what a batch shows, whose forward pass is held by now.
 
         Raises:
             OutOfMemory: The fit takes more than there is.
         """
-        lacking = self.lacking(survey)
+        lacking = self.lacking(profile)
         if lacking is not None:
-            raise self.refusal(survey, lacking)
+            raise self.refusal(profile, lacking)
 
-    def lacking(self, survey: BatchProfile) -> Available | None:
+    def lacking(self, profile: BatchProfile) -> Available | None:
         """What there is, where that is less than the fit takes; None where it is enough, or nobody can say."""
         try:
-            cost = self.structure.footprint(survey, self.options)
+            cost = self.structure.cost(profile, self.options)
         except UnsupportedError:  # a structure that does not say what it takes
             return None
-        needed = cost.fit_bytes(survey)
+        needed = cost.fit_bytes(profile)
         if cost.assumed or needed <= LEAST:
             return None
         found = available(self.problem.device)
         return found if found is not None and found.size < needed else None
 
-    def _bytes(self, survey: BatchProfile) -> int:
-        return self.structure.footprint(survey, self.options).fit_bytes(survey)
+    def _bytes(self, profile: BatchProfile) -> int:
+        return self.structure.cost(profile, self.options).fit_bytes(profile)
 
-    def refusal(self, survey: BatchProfile, there: Available) -> OutOfMemory:
+    def refusal(self, profile: BatchProfile, there: Available) -> OutOfMemory:
         """The error, with other choices that memory holds."""
-        plan = make_plan(survey, self.problem, self.structure, self.options, None)
+        plan = make_plan(profile, self.problem, self.structure, self.options, None)
         return OutOfMemory(
             f"a fit of subset_of_weights={plan.chosen.weights!r}, hessian_structure={plan.chosen.structure!r} would "
             f"take {in_units(plan.peak_bytes)} more than is held now, but only {in_units(there.size)} are available "
-            f"({there.source}). {self._mend(survey, plan, there)} fit(..., check_memory=False) begins all the same."
+            f"({there.source}). {self._mend(profile, plan, there)} fit(..., check_memory=False) begins all the same."
         )
 
-    def _mend(self, survey: BatchProfile, plan: FitPlan, there: Available) -> str:
+    def _mend(self, profile: BatchProfile, plan: FitPlan, there: Available) -> str:
         """What takes less: other choices, smaller batches, fewer weights."""
         chosen = plan.chosen
         others = [o for o in plan.cheaper if (o.weights, o.structure) != (chosen.weights, chosen.structure)]
         found = [other for other in others if other.peak_bytes <= there.size]
         ways = [f"Choose what takes less: {_listed(found, chosen.weights)}."] if found else []
-        if self._bytes(survey.of_one_datum()) <= there.size:
+        if self._bytes(profile.of_one_datum()) <= there.size:
             ways.append("Give the loader smaller batches (batch_size).")
         if not ways:
             fewer = "" if chosen.weights == SubsetOfWeights.SUBNETWORK else ", of a subnetwork"

@@ -164,7 +164,7 @@ def accumulate(
         if reading.check_memory:
             engine.inspect = check = MemoryCheck(engine.problem, structure, options)
             _check_before(check, engine, loader, reading.dict_key_y)
-        first = structure.sweep(engine, options) if reading.first_pass is None else reading.first_pass(engine)
+        first = structure.first_pass(engine, options) if reading.first_pass is None else reading.first_pass(engine)
         return _fitted(loader, engine, structure, first, reading)
     finally:
         engine.inspect = None
@@ -174,19 +174,19 @@ def _fitted(
     loader: Iterable[Any],
     engine: CurvatureEngine,
     structure: type[Curvature],
-    sweep: DataPass,
+    data_pass: DataPass,
     reading: ReadOptions,
 ) -> Fit:
-    """The fit after as many readings as the structure needs, of which `sweep` is the first."""
+    """The fit after as many passes over the data as the structure needs, of which `data_pass` is the first."""
     first, number = None, 1
     draws = None if engine.generator is None else engine.generator.get_state()
     while True:
         if engine.generator is not None and draws is not None:
             engine.generator.set_state(draws)  # every reading is of the same sampled curvature
-        label = "fit" if structure.readings == 1 else f"fit, reading {number}"
+        label = "fit" if structure.n_passes == 1 else f"fit, reading {number}"
         batches_read = tqdm(loader, desc=label, disable=not reading.progress_bar)
         look = reading.first_batch if first is None else None
-        totals = _read(batches_read, engine, sweep, reading.dict_key_y, look)
+        totals = _read(batches_read, engine, data_pass, reading.dict_key_y, look)
         if totals is None:
             raise InvalidData(_NO_DATA if first is None else _read_up(structure, number))
         if first is not None and totals.n_data != first.n_data:
@@ -195,11 +195,11 @@ def _fitted(
                 f"hessian_structure={structure.name!r} needs the same data every time."
             )
         first, number = first or totals, number + 1
-        found = sweep.finish()
+        found = data_pass.finish()
         if isinstance(found, Curvature):
-            kept, used = sweep.counted(first), None if engine.generator is None else engine.generator.get_state()
+            kept, used = data_pass.counted(first), None if engine.generator is None else engine.generator.get_state()
             return Fit(found, kept.loss_terms, int(kept.n_data), kept.n_outputs, _report(engine, found), used)
-        sweep = found
+        data_pass = found
 
 
 def _check_before(check: MemoryCheck, engine: CurvatureEngine, loader: Iterable[Any], dict_key_y: str) -> None:
@@ -220,8 +220,8 @@ def require_rereadable(loader: Iterable[Any], structure: type[Curvature]) -> Non
     Raises:
         InvalidArgument: The loader can be read only once.
     """
-    if structure.readings > 1:
-        reader = f"hessian_structure={structure.name!r} reads the data {structure.readings} times or more"
+    if structure.n_passes > 1:
+        reader = f"hessian_structure={structure.name!r} reads the data {structure.n_passes} times or more"
         batches.require_rereadable(loader, reader)
 
 
@@ -229,7 +229,7 @@ def _read_up(structure: type[Curvature], number: int) -> str:
     """What is wrong with a loader that is no iterator, and yet can be read only once."""
     return (
         f"reading {number} of the loader gave no data: behind it there is a stream, which can be read only once, but "
-        f"hessian_structure={structure.name!r} reads the data {structure.readings} times or more; give a DataLoader "
+        f"hessian_structure={structure.name!r} reads the data {structure.n_passes} times or more; give a DataLoader "
         "of a data set that can be read again, or a list of batches."
     )
 
@@ -237,11 +237,11 @@ def _read_up(structure: type[Curvature], number: int) -> str:
 def _read(
     loader: Iterable[Any],
     engine: CurvatureEngine,
-    sweep: DataPass,
+    data_pass: DataPass,
     dict_key_y: str,
     first_batch: FirstBatch | None,
 ) -> BatchSummary | None:
-    """Feeds every batch to a sweep; returns the sums of what they contribute besides curvature, None without data."""
+    """Feeds every batch to a pass over the data; returns sums of what they contribute besides curvature, or None."""
     total: BatchSummary | None = None
     device, ignored = engine.problem.device, engine.likelihood.ignore_index
     conditions = Conditions()  # read once a batch: some are those of the batch before
@@ -251,7 +251,7 @@ def _read(
                 kept = next_token.counted(batch, dict_key_y, device, ignored, engine.problem.module)
                 if kept is None:
                     continue
-                summary = sweep.add(*kept)
+                summary = data_pass.add(*kept)
                 require_finite(summary.loss_terms.isfinite())
                 if total is None and first_batch is not None:
                     conditions.read()

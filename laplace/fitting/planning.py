@@ -105,21 +105,21 @@ class FitPlan:
 
 
 def make_plan(
-    survey: BatchProfile, problem: Problem, structure: type[Curvature], options: Any, n_batches: int | None
+    profile: BatchProfile, problem: Problem, structure: type[Curvature], options: Any, n_batches: int | None
 ) -> FitPlan:
     """The plan of one choice, with the cheaper ones of all registered structures.
 
     Args:
-        survey: What the first batch showed.
+        profile: What the first batch showed.
         problem: Which weights are treated.
         structure: The structure chosen.
         options: Its options.
         n_batches: How many batches there are, or None if that is unknown.
     """
     weights = _choice(problem)
-    chosen = _estimate(survey, weights, structure, structure.footprint(survey, options), n_batches)
-    others = [(weights, survey)]
-    head = survey.head() if weights == SubsetOfWeights.ALL else None
+    chosen = _estimate(profile, weights, structure, structure.cost(profile, options), n_batches)
+    others = [(weights, profile)]
+    head = profile.head() if weights == SubsetOfWeights.ALL else None
     if head is not None:
         others.append((str(SubsetOfWeights.LAST_LAYER), head))
     found = [_default(seen, name, STRUCTURES[key], n_batches) for name, seen in others for key in STRUCTURES]
@@ -134,34 +134,34 @@ def _choice(problem: Problem) -> str:
     return str(SubsetOfWeights.ALL if whole else SubsetOfWeights.SUBNETWORK)
 
 
-def _default(survey: BatchProfile, weights: str, structure: type[Curvature], n_batches: int | None) -> Estimate | None:
+def _default(profile: BatchProfile, weights: str, structure: type[Curvature], n_batches: int | None) -> Estimate | None:
     """A structure with its default options, or None where it does not fit the problem, cannot say, or is refused."""
-    if structure.needs_columns and not survey.n_columns:
+    if structure.needs_columns and not profile.n_columns:
         return None
     options = structure.options()
     try:
-        structure.check(survey.layout, options)
-        footprint = structure.footprint(survey, options)
+        structure.check(profile.layout, options)
+        cost = structure.cost(profile, options)
     except (InvalidArgument, UnsupportedError):
         return None
-    if footprint.assumed:
+    if cost.assumed:
         return None
-    if survey.refused and not (survey.is_head or footprint.vectors):  # products with vectors take no columns
+    if profile.refused and not (profile.is_head or cost.vectors):  # products with vectors take no columns
         return None
-    return _estimate(survey, weights, structure, footprint, n_batches)
+    return _estimate(profile, weights, structure, cost, n_batches)
 
 
 def _estimate(
-    survey: BatchProfile, weights: str, structure: type[Curvature], footprint: Cost, n_batches: int | None
+    profile: BatchProfile, weights: str, structure: type[Curvature], cost: Cost, n_batches: int | None
 ) -> Estimate:
     return Estimate(
         weights=weights,
         structure=structure.name,
-        peak_bytes=footprint.fit_bytes(survey),
-        kept_bytes=footprint.fitted,
-        seconds=(n_batches or 1) * footprint.fit_seconds(survey) + footprint.between / survey.rate,
-        predict_bytes=footprint.predict_bytes(survey),
-        predict_seconds=footprint.predict_seconds(survey),
+        peak_bytes=cost.fit_bytes(profile),
+        kept_bytes=cost.fitted,
+        seconds=(n_batches or 1) * cost.fit_seconds(profile) + cost.between / profile.rate,
+        predict_bytes=cost.predict_bytes(profile),
+        predict_seconds=cost.predict_seconds(profile),
     )
 
 

@@ -83,7 +83,7 @@ def accumulate(
     source = subset.generator
     chosen = torch.randperm(n_inputs, generator=source, device=source.device)[: subset.size].sort().values.cpu()
     part: Iterable[Any] = _Chosen(loader, engine, reading.dict_key_y, chosen)
-    if structure.readings > 1:  # a loader that shuffles would give other data in every reading
+    if structure.n_passes > 1:  # a loader that shuffles would give other data in every reading
         part = list(part)
     fit = fitting.accumulate(part, engine, structure, options, reading)
     if subset.size == n_inputs:

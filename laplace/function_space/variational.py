@@ -95,7 +95,7 @@ class VariationalCurvature(Curvature):
     name = "gp"
     exact_ggn = True
     options = VariationalOptions
-    readings = 2
+    n_passes = 2
     weighed = False
 
     @property
@@ -114,7 +114,7 @@ class VariationalCurvature(Curvature):
             return torch.einsum("mr,emn,nr->er", mixed, self.second, mixed)
 
     @classmethod
-    def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
+    def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
         raise UnsupportedError(
             "a variational posterior is found by its training alone, la.fit(...): it can neither be refined nor "
             "forget data. Use hessian_structure='full', or functional_approximation='sod'."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from laplace.core.batch import ForwardFn
@@ -13,6 +13,7 @@ from laplace.errors import InvalidArgument, InvalidType
 from laplace.likelihoods.base import Likelihood
 from laplace.predictive.names import PredictiveNames
 from laplace.structures.base import Curvature
+from laplace.structures.indefinite import SignedOptions
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem
 
@@ -50,6 +51,19 @@ class Choices:
     dict_key_y: str
     channel_dim: int | None
     pred_types: PredictiveNames
+
+    def reconciled(self) -> Choices:
+        """The same, with what the structure's options say of the sign of an exact Hessian.
+
+        Raises:
+            InvalidArgument: The structure takes the exact GGN alone, and the backend has other curvature.
+        """
+        if self.structure.exact_ggn:
+            require_exact_ggn(self.backend_cls, self.backend_kwargs)
+        options = self.structure_options
+        if self.backend_cls.kind != "hessian" or not isinstance(options, SignedOptions):
+            return self
+        return replace(self, precision_options=self.precision_options | {"indefinite": options.indefinite})
 
     def backend(self, weights: Weights, problem: Problem) -> CurvatureInterface:
         """An object of the backend's class, for direct calls and for methods of users' classes.

@@ -95,7 +95,7 @@ class Curvature(ABC):
     Attributes:
         name: What users call it.
         options: Class of its options, whose fields are the keys of `structure_kwargs`.
-        readings: How many times the data are read, at least.
+        n_passes: How many times the data are read, at least.
         exact_prior: Whether a prior that varies within a tensor is added as it is, and not in an eigenbasis.
         tail: Largest absolute eigenvalue that was seen and left out; 0 where nothing is.
         exact_ggn: True if it is of Jacobians and exact output Hessians, which backends of other curvature lack.
@@ -108,7 +108,7 @@ class Curvature(ABC):
 
     name: str
     options: type[Any] = NoOptions
-    readings: int = 1
+    n_passes: int = 1
     exact_prior: bool = True
     tail: float = 0.0
     exact_ggn: bool = False
@@ -150,11 +150,11 @@ class Curvature(ABC):
         del layout, options  # most structures have no limit
 
     @classmethod
-    def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
+    def cost(cls, profile: BatchProfile, options: Any) -> Cost:
         """Memory and work of a fit and of predictions.
 
         Args:
-            survey: What a batch showed.
+            profile: What a batch showed.
             options: An object of `options`.
         """
         raise UnsupportedError(f"hessian_structure={cls.name!r} does not say what it takes; it cannot be planned for.")
@@ -172,7 +172,7 @@ class Curvature(ABC):
 
     @classmethod
     @abstractmethod
-    def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
+    def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
         """The first reading of the data.
 
         Args:
@@ -303,7 +303,7 @@ class AdditiveCurvature(Curvature):
         return fields.is_finite(self)
 
     @classmethod
-    def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
+    def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
         return _SumPass(cls, engine)
 
 

@@ -90,19 +90,19 @@ class BlockCurvature(AdditiveCurvature):
         return summary, BlockCurvature(tuple(sums), self.groups)
 
     @classmethod
-    def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
-        sizes = [sum(survey.layout.sizes[i] for i in layer) for layer in survey.layout.layers]
+    def cost(cls, profile: BatchProfile, options: Any) -> Cost:
+        sizes = [sum(profile.layout.sizes[i] for i in layer) for layer in profile.layout.layers]
         squares, largest = sum(size**2 for size in sizes), max(sizes)
-        fitted = survey.n_terms * squares * survey.itemsize
-        data = survey.n_data * max(1, survey.n_columns)
+        fitted = profile.n_terms * squares * profile.itemsize
+        data = profile.n_data * max(1, profile.n_columns)
         return Cost(
             fitted=fitted,
-            running=fitted if survey.n_columns else 2 * fitted,
+            running=fitted if profile.n_columns else 2 * fitted,
             adding=fitted,
-            pieces=3 * survey.piece_bytes([largest], survey.at_once),
-            posterior=(2 * DOUBLE + survey.itemsize) * squares + 4 * DOUBLE * largest**2,
-            projecting=3 * survey.piece_bytes([largest], survey.n_outputs),
-            vectors=0 if survey.n_columns else survey.n_params,
+            pieces=3 * profile.piece_bytes([largest], profile.at_once),
+            posterior=(2 * DOUBLE + profile.itemsize) * squares + 4 * DOUBLE * largest**2,
+            projecting=3 * profile.piece_bytes([largest], profile.n_outputs),
+            vectors=0 if profile.n_columns else profile.n_params,
             work=0.5 * data * squares,
             solve=sum(EIGH * size**3 for size in sizes),
         )

@@ -23,9 +23,9 @@ class Cost:
         posterior: Bytes that the first prediction makes and keeps, or passes through.
         projecting: Bytes of what a prediction multiplies out or rotates, and drops.
         vectors: With how many vectors the curvature is multiplied; 0 for sums of outer products.
-        readings: How often the data are read.
+        n_passes: How often the data are read.
         work: Multiplications per batch besides those of the passes through the network.
-        between: Multiplications of factorisations between two readings.
+        between: Multiplications of factorisations between two passes.
         solve: Multiplications of the factorisations that the first prediction needs.
         assumed: Whether it is an upper bound that the structure itself does not speak for; no fit is refused by it.
     """
@@ -37,32 +37,32 @@ class Cost:
     posterior: int = 0
     projecting: int = 0
     vectors: int = 0
-    readings: int = 1
+    n_passes: int = 1
     work: float = 0.0
     between: float = 0.0
     solve: float = 0.0
     assumed: bool = False
 
-    def fit_bytes(self, survey: BatchProfile) -> int:
+    def fit_bytes(self, profile: BatchProfile) -> int:
         """Peak of a fit above what was held before it."""
-        reading = survey.product_bytes(self.vectors) if self.vectors else survey.batch_bytes
+        reading = profile.product_bytes(self.vectors) if self.vectors else profile.batch_bytes
         return max(self.running + reading + self.pieces, self.adding)
 
-    def predict_bytes(self, survey: BatchProfile) -> int:
+    def predict_bytes(self, profile: BatchProfile) -> int:
         """Peak of the first prediction of a batch above what was held after the fit."""
-        return self.posterior + survey.jacobian_bytes + self.projecting
+        return self.posterior + profile.jacobian_bytes + self.projecting
 
-    def fit_seconds(self, survey: BatchProfile) -> float:
-        """One batch, in all readings."""
-        passes = survey.reading_seconds
+    def fit_seconds(self, profile: BatchProfile) -> float:
+        """One batch, in all passes."""
+        passes = profile.reading_seconds
         if self.vectors:  # J v by differentiating twice, then Jᵀ u: about three backward passes
-            passes = survey.forward + 3 * self.vectors * survey.backward
-        return self.readings * (passes + self.work / survey.rate)
+            passes = profile.forward + 3 * self.vectors * profile.backward
+        return self.n_passes * (passes + self.work / profile.rate)
 
-    def predict_seconds(self, survey: BatchProfile) -> float:
+    def predict_seconds(self, profile: BatchProfile) -> float:
         """The first prediction of a batch, with the factorisation."""
-        passes = survey.forward + (0.0 if survey.is_head else survey.n_outputs * survey.backward)
-        return passes + (self.work + self.solve) / survey.rate
+        passes = profile.forward + (0.0 if profile.is_head else profile.n_outputs * profile.backward)
+        return passes + (self.work + self.solve) / profile.rate
 
 
 @dataclass(frozen=True)
@@ -82,28 +82,28 @@ class Sides:
     rows: float
 
     @classmethod
-    def of(cls, survey: BatchProfile) -> Sides:
-        """Those of a survey; a small tensor without factors has a dense block, a large one a diagonal."""
+    def of(cls, profile: BatchProfile) -> Sides:
+        """Those of a profile; a small tensor without factors has a dense block, a large one a diagonal."""
         outputs: list[tuple[int, int]] = []
         inputs: list[tuple[int, int]] = []
         vectors, rows = 0, 0.0
-        for layer in survey.layout.layers:
-            for position, tensor in enumerate(survey.tensors[i] for i in layer):
+        for layer in profile.layout.layers:
+            for position, tensor in enumerate(profile.tensors[i] for i in layer):
                 if not tensor.factored:
                     dense = tensor.size <= DENSE_BLOCK_LIMIT
                     outputs += [(1, tensor.size)] if dense else []
                     vectors += 0 if dense else tensor.size
-                    rows += survey.n_data * survey.n_columns * tensor.size * (tensor.size if dense else 1)
+                    rows += profile.n_data * profile.n_columns * tensor.size * (tensor.size if dense else 1)
                     continue
                 if not (tensor.is_bias and position):  # which shares the output side of its weight
                     outputs.append((tensor.groups, tensor.n_outputs))
-                    columns = 1 if tensor.is_head else survey.n_columns
-                    rows += survey.n_data * tensor.positions * columns * tensor.output_side
+                    columns = 1 if tensor.is_head else profile.n_columns
+                    rows += profile.n_data * tensor.positions * columns * tensor.output_side
                 if tensor.indexed:
                     vectors += tensor.n_inputs
                 elif not tensor.is_bias:
                     inputs.append((tensor.groups, tensor.n_inputs))
-                    rows += survey.n_data * tensor.positions * tensor.input_side
+                    rows += profile.n_data * tensor.positions * tensor.input_side
         return cls(tuple(outputs), tuple(inputs), vectors, rows)
 
     def numbers(self, n_terms: int) -> int:
@@ -138,14 +138,14 @@ EIGH = 12.0
 """Multiplications of an eigendecomposition of n × n over n³, at the speed of a matrix product in float32."""
 
 
-def squares_of_sums(survey: BatchProfile) -> float:
+def squares_of_sums(profile: BatchProfile) -> float:
     """Multiplications of the squared Jacobian of every tensor: pieces where positions share it, else two factors."""
-    rest = [t for t in survey.tensors if not t.is_head]
+    rest = [t for t in profile.tensors if not t.is_head]
     per_column = sum(t.size * (1 + t.positions if t.positions > 1 else 1) for t in rest)
-    head = sum(t.size for t in survey.tensors if t.is_head)
-    return float(survey.n_data * (max(1, survey.n_columns) * per_column + head))
+    head = sum(t.size for t in profile.tensors if t.is_head)
+    return float(profile.n_data * (max(1, profile.n_columns) * per_column + head))
 
 
-def widest_gradient(survey: BatchProfile) -> int:
+def widest_gradient(profile: BatchProfile) -> int:
     """Numbers of one datum's output gradients of the widest layer."""
-    return max(tensor.positions * tensor.groups * tensor.n_outputs for tensor in survey.tensors)
+    return max(tensor.positions * tensor.groups * tensor.n_outputs for tensor in profile.tensors)

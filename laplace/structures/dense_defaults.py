@@ -41,7 +41,7 @@ _told: set[type[Curvature]] = set()
 
 
 class DenseDefaults(Curvature):
-    """Curvature of which only the matrix need be known, whatever its readings of the data.
+    """Curvature of which only the matrix need be known, however often it reads the data.
 
     A subclass may override any of what follows, and return from `precision` a subclass of `PrecisionFromDense` that
     answers some queries itself.
@@ -125,9 +125,9 @@ class DenseDefaults(Curvature):
             )
 
     @classmethod
-    def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
+    def cost(cls, profile: BatchProfile, options: Any) -> Cost:
         """That of the full structure, which nothing here exceeds."""
-        return replace(FullCurvature.footprint(survey, None), assumed=True)
+        return replace(FullCurvature.cost(profile, None), assumed=True)
 
 
 class CurvatureFromDense(AdditiveCurvature, DenseDefaults):

@@ -40,17 +40,17 @@ class DiagCurvature(AdditiveCurvature):
         return summary, cls(values)
 
     @classmethod
-    def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
-        numbers = survey.n_params * survey.itemsize
-        fitted = survey.n_terms * numbers
+    def cost(cls, profile: BatchProfile, options: Any) -> Cost:
+        numbers = profile.n_params * profile.itemsize
+        fitted = profile.n_terms * numbers
         return Cost(
             fitted=fitted,
             running=2 * fitted,
             adding=3 * fitted,
-            pieces=2 * survey.piece_bytes(survey.shared_sizes),
+            pieces=2 * profile.piece_bytes(profile.shared_sizes),
             posterior=4 * numbers,
-            projecting=2 * survey.piece_bytes(survey.shared_sizes, survey.n_outputs),
-            work=squares_of_sums(survey),
+            projecting=2 * profile.piece_bytes(profile.shared_sizes, profile.n_outputs),
+            work=squares_of_sums(profile),
         )
 
     def __add__(self, other: Curvature) -> DiagCurvature:

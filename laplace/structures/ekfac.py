@@ -54,7 +54,7 @@ class EkfacCurvature(Curvature):
     corrected: Tensor
     name = "ekfac"
     needs_columns = True
-    readings = 2
+    n_passes = 2
     exact_prior = False
 
     @property
@@ -62,17 +62,17 @@ class EkfacCurvature(Curvature):
         return len(self.corrected)
 
     @classmethod
-    def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
+    def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
         return _Factors(engine)
 
     @classmethod
-    def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
-        kron, diag = KronCurvature.footprint(survey, None), DiagCurvature.footprint(survey, None)
-        sides = Sides.of(survey)
-        bases, doubles = sides.squares * survey.itemsize, sides.squares * DOUBLE
+    def cost(cls, profile: BatchProfile, options: Any) -> Cost:
+        kron, diag = KronCurvature.cost(profile, None), DiagCurvature.cost(profile, None)
+        sides = Sides.of(profile)
+        bases, doubles = sides.squares * profile.itemsize, sides.squares * DOUBLE
         between = kron.fitted + bases + doubles  # with the factors' own decomposition, in float64
-        columns = 0 if survey.is_head else survey.at_once
-        gradients = 2 * columns * survey.n_data * survey.itemsize * widest_gradient(survey)
+        columns = 0 if profile.is_head else profile.at_once
+        gradients = 2 * columns * profile.n_data * profile.itemsize * widest_gradient(profile)
         return Cost(
             fitted=kron.fitted + bases + diag.fitted,
             running=max(kron.running, kron.fitted + bases + diag.running),
@@ -80,8 +80,8 @@ class EkfacCurvature(Curvature):
             pieces=max(kron.pieces, 2 * diag.pieces + gradients),
             posterior=kron.posterior,
             projecting=kron.projecting,
-            readings=2,
-            work=0.5 * (kron.work + diag.work) + float(survey.n_data * max(1, survey.n_columns) * sides.columns(1)),
+            n_passes=2,
+            work=0.5 * (kron.work + diag.work) + float(profile.n_data * max(1, profile.n_columns) * sides.columns(1)),
             between=sides.solve,
             solve=0.0,
         )
@@ -171,7 +171,7 @@ class _Factors(DataPass):
 
     def __init__(self, engine: CurvatureEngine) -> None:
         self.engine = engine
-        self.inner = KronCurvature.sweep(engine, None)
+        self.inner = KronCurvature.first_pass(engine, None)
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
         return self.inner.add(x, y)

@@ -64,25 +64,25 @@ class FullCurvature(AdditiveCurvature):
         return summary, FullCurvature(sums)
 
     @classmethod
-    def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
-        square, columns = survey.n_params**2, survey.n_data * max(1, survey.n_columns)
-        fitted = survey.n_terms * square * survey.itemsize
-        products = survey.n_columns == 0  # rows of the matrix, their transposes, and the sum
+    def cost(cls, profile: BatchProfile, options: Any) -> Cost:
+        square, columns = profile.n_params**2, profile.n_data * max(1, profile.n_columns)
+        fitted = profile.n_terms * square * profile.itemsize
+        products = profile.n_columns == 0  # rows of the matrix, their transposes, and the sum
         head = 0
-        if survey.is_head:  # Grams of the features, and rows of u ⊗ φ with what they are joined from
-            rows = survey.n_data * max(tensor.positions for tensor in survey.tensors)
-            head = 2 * square * survey.itemsize // survey.n_outputs
-            head += 2 * min(CHUNK_BYTES, rows * survey.n_params * survey.itemsize)
+        if profile.is_head:  # Grams of the features, and rows of u ⊗ φ with what they are joined from
+            rows = profile.n_data * max(tensor.positions for tensor in profile.tensors)
+            head = 2 * square * profile.itemsize // profile.n_outputs
+            head += 2 * min(CHUNK_BYTES, rows * profile.n_params * profile.itemsize)
         return Cost(
             fitted=fitted,
             running=3 * fitted if products else fitted,
             adding=fitted,
-            pieces=head or 3 * survey.piece_bytes([survey.n_params], survey.at_once),
-            posterior=(6 * DOUBLE + survey.itemsize) * square,
-            projecting=3 * survey.piece_bytes([survey.n_params], survey.n_outputs),
-            vectors=survey.n_params if products else 0,
-            work=0.5 * survey.n_data * square if survey.is_head else 0.5 * columns * square,
-            solve=4.0 * survey.n_params**3,
+            pieces=head or 3 * profile.piece_bytes([profile.n_params], profile.at_once),
+            posterior=(6 * DOUBLE + profile.itemsize) * square,
+            projecting=3 * profile.piece_bytes([profile.n_params], profile.n_outputs),
+            vectors=profile.n_params if products else 0,
+            work=0.5 * profile.n_data * square if profile.is_head else 0.5 * columns * square,
+            solve=4.0 * profile.n_params**3,
         )
 
     def __add__(self, other: Curvature) -> FullCurvature:

@@ -62,20 +62,20 @@ class KronCurvature(AdditiveCurvature):
         return summary, cls(parts)
 
     @classmethod
-    def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
-        sides = Sides.of(survey)
-        fitted = sides.numbers(survey.n_terms) * survey.itemsize
-        gradients = survey.n_data * survey.itemsize * widest_gradient(survey)
+    def cost(cls, profile: BatchProfile, options: Any) -> Cost:
+        sides = Sides.of(profile)
+        fitted = sides.numbers(profile.n_terms) * profile.itemsize
+        gradients = profile.n_data * profile.itemsize * widest_gradient(profile)
         return Cost(
             fitted=fitted,
             running=2 * fitted,
             adding=3 * fitted,
-            pieces=2 * sides.largest * survey.itemsize + (0 if survey.is_head else survey.at_once * gradients),
-            posterior=(DOUBLE + survey.itemsize) * sides.squares
+            pieces=2 * sides.largest * profile.itemsize + (0 if profile.is_head else profile.at_once * gradients),
+            posterior=(DOUBLE + profile.itemsize) * sides.squares
             + 4 * DOUBLE * sides.largest
-            + (DOUBLE + 3 * survey.itemsize) * survey.n_params,
-            projecting=3 * survey.piece_bytes(survey.shared_sizes, survey.n_outputs)
-            + 2 * survey.n_outputs * (survey.n_outputs * survey.itemsize if survey.is_head else gradients),
+            + (DOUBLE + 3 * profile.itemsize) * profile.n_params,
+            projecting=3 * profile.piece_bytes(profile.shared_sizes, profile.n_outputs)
+            + 2 * profile.n_outputs * (profile.n_outputs * profile.itemsize if profile.is_head else gradients),
             work=sides.rows,
             solve=sides.solve,
         )

@@ -102,7 +102,7 @@ class LowRankCurvature(Curvature):
     trace: Tensor | None = None
     name = "lowrank"
     options = LowRankOptions
-    readings = 2
+    n_passes = 2
 
     @property
     def n_terms(self) -> int:
@@ -128,7 +128,7 @@ class LowRankCurvature(Curvature):
         return f"rank {self.rank}{share}, relative residual {self.residual:.2g}, largest eigenvalue cut {self.tail:.2g}"
 
     @classmethod
-    def sweep(cls, engine: CurvatureEngine, options: LowRankOptions) -> DataPass:
+    def first_pass(cls, engine: CurvatureEngine, options: LowRankOptions) -> DataPass:
         """The first reading of the data.
 
         Raises:
@@ -144,24 +144,24 @@ class LowRankCurvature(Curvature):
         return _Reading.starting(engine, options, generator, wanted + options.oversampling)
 
     @classmethod
-    def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
+    def cost(cls, profile: BatchProfile, options: Any) -> Cost:
         rank = _FIRST_RANK if options.is_share else int(options.rank)
-        width = min(survey.n_params, rank + options.oversampling)
-        row = survey.n_params * survey.itemsize
-        blocks = (1 + survey.n_terms) * width * row  # the basis and its products
-        fitted = survey.n_terms * min(rank, width) * row
+        width = min(profile.n_params, rank + options.oversampling)
+        row = profile.n_params * profile.itemsize
+        blocks = (1 + profile.n_terms) * width * row  # the basis and its products
+        fitted = profile.n_terms * min(rank, width) * row
         return Cost(
             fitted=fitted,
             running=blocks,
             adding=blocks + fitted,
             pieces=min(2 * CHUNK_BYTES, 2 * blocks),
             posterior=fitted + 4 * row,
-            projecting=3 * survey.piece_bytes(survey.shared_sizes, survey.n_outputs),
-            vectors=width * survey.n_terms,
-            readings=options.power_iterations + 2 if width < survey.n_params else 1,
-            between=2.0 * (options.power_iterations + 2) * width**2 * survey.n_params,
+            projecting=3 * profile.piece_bytes(profile.shared_sizes, profile.n_outputs),
+            vectors=width * profile.n_terms,
+            n_passes=options.power_iterations + 2 if width < profile.n_params else 1,
+            between=2.0 * (options.power_iterations + 2) * width**2 * profile.n_params,
             work=0.0,
-            solve=float(rank * survey.n_params * survey.n_data),
+            solve=float(rank * profile.n_params * profile.n_data),
         )
 
     @classmethod

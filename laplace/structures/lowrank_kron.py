@@ -86,28 +86,28 @@ class LowRankKronCurvature(Curvature):
     name = "lowrank_kron"
     needs_columns = True
     options = LowRankKronOptions
-    readings = 2
+    n_passes = 2
 
     @classmethod
-    def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
+    def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
         return _Search(engine, options)
 
     @classmethod
-    def footprint(cls, survey: BatchProfile, options: Any) -> Cost:
-        diag, sides = DiagCurvature.footprint(survey, None), Sides.of(survey)
+    def cost(cls, profile: BatchProfile, options: Any) -> Cost:
+        diag, sides = DiagCurvature.cost(profile, None), Sides.of(profile)
         width = options.rank + options.oversampling
-        sketch = sides.columns(width) * (DOUBLE + survey.itemsize)  # random vectors, and their products
-        gradients = survey.n_data * survey.itemsize * widest_gradient(survey)
-        fitted = diag.fitted + sides.columns(options.rank) * survey.itemsize
+        sketch = sides.columns(width) * (DOUBLE + profile.itemsize)  # random vectors, and their products
+        gradients = profile.n_data * profile.itemsize * widest_gradient(profile)
+        fitted = diag.fitted + sides.columns(options.rank) * profile.itemsize
         return Cost(
             fitted=fitted,
             running=diag.running + 2 * sketch,
-            adding=max(diag.adding + 2 * sketch, fitted + 4 * DOUBLE * survey.n_params),
-            pieces=diag.pieces + (0 if survey.is_head else 2 * survey.at_once * gradients),
-            posterior=(3 * DOUBLE + 4 * survey.itemsize) * survey.n_params + sides.columns(options.rank) * DOUBLE,
+            adding=max(diag.adding + 2 * sketch, fitted + 4 * DOUBLE * profile.n_params),
+            pieces=diag.pieces + (0 if profile.is_head else 2 * profile.at_once * gradients),
+            posterior=(3 * DOUBLE + 4 * profile.itemsize) * profile.n_params + sides.columns(options.rank) * DOUBLE,
             projecting=2 * diag.projecting,
-            readings=2,
-            work=0.5 * diag.work + float(survey.n_data * max(1, survey.n_columns) * sides.columns(width)),
+            n_passes=2,
+            work=0.5 * diag.work + float(profile.n_data * max(1, profile.n_columns) * sides.columns(width)),
             between=float(width**2 * sides.columns(1)),
         )
 

@@ -183,11 +183,10 @@ def test_balanced_choices_take_turns(size: int) -> None:
     counts = torch.zeros(30)
     for seed in range(100):
         la = ELLA(nn.Linear(1, 3), "classification", 8, 1, seed=seed)
-        engine = la._posterior.choices.engine(la.weights, la.problem, split_outputs=False)
-        sweep = DirectionPass(engine, NystromOptions(8, 1, seed, balanced=True))
+        data_pass = DirectionPass(la.engine, NystromOptions(8, 1, seed, balanced=True))
         for start in range(0, 30, size):
-            sweep.add(x[start : start + size], y[start : start + size])
-        kept = torch.cat([rows.x for rows in sweep.pool.chunks()])[:, 0].long()
+            data_pass.add(x[start : start + size], y[start : start + size])
+        kept = torch.cat([rows.x for rows in data_pass.pool.chunks()])[:, 0].long()
         assert torch.bincount(y[kept]).tolist() == [3, 3, 2]
         counts[kept] += 1
     # Of 100 draws of 3 of 20 (or 8): np, with a standard deviation of √(np(1 − p)).

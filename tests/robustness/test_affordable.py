@@ -48,7 +48,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
 def surveys(la: Any, loader: Any, monkeypatch: pytest.MonkeyPatch) -> list[BatchProfile]:
     """What a fit shows to the check."""
     seen: list[BatchProfile] = []
-    monkeypatch.setattr(MemoryCheck, "__call__", lambda self, survey: seen.append(survey))
+    monkeypatch.setattr(MemoryCheck, "__call__", lambda self, profile: seen.append(profile))
     la.fit(loader)
     return seen
 
@@ -59,7 +59,7 @@ def test_a_fit_shows_what_a_plan_knows(case: Case, monkeypatch: pytest.MonkeyPat
     la = case.build()
     planned: list[BatchProfile] = []
     loader = case.problem.batches(None)
-    monkeypatch.setattr("laplace.fitting.planning.make_plan", lambda survey, *_: planned.append(survey))
+    monkeypatch.setattr("laplace.fitting.planning.make_plan", lambda profile, *_: planned.append(profile))
     la.plan(loader)
     (shown,) = surveys(la, loader, monkeypatch)
     timed = {name: getattr(shown, name) for name in ("forward", "backward", "rate")}

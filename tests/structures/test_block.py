@@ -51,7 +51,7 @@ def test_a_layer_that_is_too_large_is_refused_before_data_are_read() -> None:
 
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
     la = Laplace(model, "classification", "all", "block", structure_kwargs={"max_block": 19})
-    with pytest.raises(InvalidArgument, match=r"layer '0' has 20 treated entries.*max_block=19.*'kron'"):
+    with pytest.raises(InvalidArgument, match=r"layer '0' has 20 random entries.*max_block=19.*'kron'"):
         la.fit(Loader())
     assert not read
     for allowed in (20, 8192):

@@ -178,10 +178,10 @@ def test_a_structure_of_several_readings() -> None:
     class ReadTwice(DenseDefaults):
         matrix: Tensor
         name = "twice"
-        readings = 2
+        n_passes = 2
 
         @classmethod
-        def sweep(cls, engine: Any, options: Any) -> DataPass:
+        def first_pass(cls, engine: Any, options: Any) -> DataPass:
             return Twice(engine, 1)
 
         def __add__(self, other: ReadTwice) -> ReadTwice:

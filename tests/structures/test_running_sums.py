@@ -61,7 +61,7 @@ def test_sums_of_shards_are_those_of_all_data(structure: str, noise: str, in_pla
     la.fit(batches)
     whole = own_dense(la)
     with torch.no_grad():
-        passes = [la.structure.sweep(la.engine, la.structure_options) for _ in range(2)]
+        passes = [la.structure.first_pass(la.engine, la.structure_options) for _ in range(2)]
         for curvature in fitted_in_shards(passes, [batches[:1], batches[1:]], in_place=in_place):
             assert type(curvature) is la.structure
             assert_close(dense(la, curvature), whole, "backend")
@@ -73,7 +73,7 @@ def test_sums_are_the_tensors_that_batches_are_added_to(structure: str) -> None:
     la = case.fit()
     (batch, *_) = case.problem.batches(4)
     with torch.no_grad():
-        data_pass = la.structure.sweep(la.engine, la.structure_options)
+        data_pass = la.structure.first_pass(la.engine, la.structure_options)
         read(data_pass, [batch])
         once = {name: tensor.clone() for name, tensor in data_pass.sums().items()}
         read(data_pass, [batch])
@@ -88,7 +88,7 @@ def test_sums_are_the_tensors_that_batches_are_added_to(structure: str) -> None:
 def test_sums_of_another_pass_are_refused() -> None:
     case = Case(catalogue.get("mlp_classification"), "kron", "all")
     la = case.fit()
-    data_pass = la.structure.sweep(la.engine, la.structure_options)
+    data_pass = la.structure.first_pass(la.engine, la.structure_options)
     with pytest.raises(InvalidData, match="no batch"):
         data_pass.sums()
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_what_chooses_among_the_data_is_no_sum() -> None:
         la = Laplace(model, "regression", "all", "gp", **options)
         la.fit([(x, y)])
         with pytest.raises(UnsupportedError, match="does not add up"):
-            la.structure.sweep(la.engine, la.structure_options).sums()
+            la.structure.first_pass(la.engine, la.structure_options).sums()
 
 
 def test_sums_in_the_span_of_given_directions() -> None:
@@ -119,7 +119,7 @@ def test_sums_in_the_span_of_given_directions() -> None:
     batches = list(zip(x.split(4), y.split(4), strict=True))
     la.fit(batches)
     with torch.no_grad():
-        firsts = [la.structure.sweep(la.engine, la.structure_options) for _ in range(2)]
+        firsts = [la.structure.first_pass(la.engine, la.structure_options) for _ in range(2)]
         for first in firsts:
             read(first, batches)
         passes = [first.finish() for first in firsts]

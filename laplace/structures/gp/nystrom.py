@@ -73,7 +73,7 @@ class Watch:
     every: int | None = None
 
     def is_due(self, n_batches: int) -> bool:
-        """Whether a call follows this many batches, before the end."""
+        """True if a call follows this many batches, before the end."""
         return self.every is not None and n_batches % self.every == 0
 
 
@@ -91,7 +91,7 @@ class NystromCurvature(Curvature):
     name = "gp"
     exact_ggn = True
     options = NystromOptions
-    readings = 2
+    n_passes = 2
 
     @property
     def n_terms(self) -> int:
@@ -107,7 +107,7 @@ class NystromCurvature(Curvature):
         return algebra.eigh(self.gram.sum(0))
 
     @classmethod
-    def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
+    def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
         return DirectionPass(engine, options)
 
     @classmethod

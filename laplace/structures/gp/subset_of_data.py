@@ -111,7 +111,7 @@ class SubsetCurvature(Curvature):
         return tuple(self.dual.output(c) for c in range(self.dual.roots.shape[1]))
 
     @classmethod
-    def sweep(cls, engine: CurvatureEngine, options: Any) -> DataPass:
+    def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
         return SubsetPass(engine, options)
 
     @classmethod
