@@ -48,7 +48,7 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     Args:
         model: The trained network, which is left as it is.
-        likelihood: `"regression"`, `"classification"`, `"reward_modeling"`, `"bernoulli"`, or a likelihood object.
+        likelihood: A name in `laplace.likelihoods.LIKELIHOODS`, e.g. `"classification"`, or a likelihood object.
         sigma_noise: Standard deviation of the observation noise, one or one per output (regression only).
         prior_precision: δ: one, one per parameter tensor, or one per parameter.
         prior_mean: μ₀: one, or one per parameter.

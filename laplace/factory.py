@@ -35,7 +35,7 @@ def Laplace(
 
     Args:
         model: The trained network.
-        likelihood: `"regression"`, `"classification"`, `"reward_modeling"`, `"bernoulli"`, or a likelihood object.
+        likelihood: A name in `laplace.likelihoods.LIKELIHOODS`, e.g. `"classification"`, or a likelihood object.
         subset_of_weights: `"all"`, `"last_layer"` or `"subnetwork"`; or a name in `laplace.weights.WEIGHTS`.
         hessian_structure: `"full"`, `"block"`, `"kron"`, `"ekfac"`, `"diag"`, `"lowrank"`, `"lowrank_kron"` or `"gp"`;
             or a name in `laplace.structures.STRUCTURES`.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace.core import scores
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidArgument, InvalidData
 
 IGNORE_INDEX = -100
@@ -143,7 +144,7 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
         if values.numel() == 0 or bool(values.isnan().any()):
             raise InvalidData(f"{name} is empty or holds NaN; give one finite score per datum.")
     ranked = scores_out.sort().values
-    below = torch.searchsorted(ranked, scores_in).double() + torch.searchsorted(ranked, scores_in, right=True)
+    below = widened(torch.searchsorted(ranked, scores_in)) + torch.searchsorted(ranked, scores_in, right=True)
     return (below.mean() / (2 * ranked.numel())).to(scores_in.dtype)
 
 
@@ -318,7 +319,7 @@ class RunningNLLMetric:
 
     def reset(self) -> None:
         """Forgets all batches."""
-        self.nll_sum = torch.zeros((), dtype=torch.float64)
+        self.nll_sum = torch.zeros((), dtype=wide_dtype())
         self.n_valid_labels = 0
 
     def update(self, probs: Tensor, targets: Tensor) -> None:
@@ -333,7 +334,7 @@ class RunningNLLMetric:
         """
         probs, targets = _flattened(probs, targets, self.ignore_index)
         picked = probs.detach().gather(1, targets.unsqueeze(1))
-        self.nll_sum = self.nll_sum - picked.log().sum().cpu().double()
+        self.nll_sum = self.nll_sum - widened(picked.log().sum().cpu())
         self.n_valid_labels += targets.numel()
 
     def compute(self) -> Tensor:

@@ -59,7 +59,8 @@ class Predicting(ABC):
 
         Regression (and rewards) return the latent Gaussian `(mean, variance)`: `[B, C]` with `[B, C, C]`,
         `[B, C]` (`diagonal_output`), or `[B·C]` with `[B·C, B·C]` (`joint`); the variance is that of f, plus σ² with
-        `observation_noise`. Classification returns probabilities `[B, C]`.
+        `observation_noise`. Classification returns probabilities `[B, C]`. Counts (`"poisson"`) and a noise that
+        depends on the input (`"heteroscedastic"`) return mean and variance of y, `[B, C]` each.
 
         Of a network with outputs `[B, T, C]` (or `[B, C, H, W]` with `channel_dim=1`) means, variances and
         probabilities have that shape; covariances, one per position, are `[B, T, C, C]` (`[B, H, W, C, C]`).
@@ -145,11 +146,11 @@ class Predicting(ABC):
         draws = replayed(generator, posterior.hypers.device)
         if not local_reparameterization:
             return Prediction.of(predictor.predicted(x, kind, options, draws, model_kwargs), posterior.channel_dim)
-        structure = posterior.choices.structure.name
-        if kind != PredType.NN or structure != "diag":
+        structure = posterior.choices.structure
+        if kind != PredType.NN or not structure.is_diagonal:
             raise UnsupportedError(
                 f"local_reparameterization=True with pred_type={str(kind)!r} and "
-                f"hessian_structure={structure!r}: it draws from a diagonal posterior through the network; "
+                f"hessian_structure={structure.name!r}: it draws from a diagonal posterior through the network; "
                 "use pred_type='nn' and hessian_structure='diag'."
             )
         return Prediction.of(predictor.reparameterised(x, options, draws, model_kwargs), posterior.channel_dim)

@@ -18,6 +18,7 @@ from torch.distributions import (
 
 from laplace.core.gaussian import Gaussian
 from laplace.core.positions import unrolled
+from laplace.core.precision_policy import widened
 from laplace.errors import CurvatureError, InvalidArgument
 
 
@@ -48,7 +49,7 @@ def _density_root(covariance: Tensor, eps: float) -> Tensor | None:
 
     Such a share would be the rounding of the outputs' Jacobians, and a density all of its own making.
     """
-    root, info = torch.linalg.cholesky_ex(covariance.double())
+    root, info = torch.linalg.cholesky_ex(widened(covariance))
     left, all_of_it = root.diagonal(dim1=-2, dim2=-1).square(), covariance.diagonal(dim1=-2, dim2=-1)
     return None if bool((info != 0).any()) or bool((left <= eps * all_of_it).any()) else root
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import wide_dtype
 from laplace.errors import InvalidArgument, InvalidType
 
 
@@ -70,7 +71,7 @@ def as_tensor(name: str, value: Any, *, like: Tensor) -> Tensor:
     """
     if isinstance(value, bool) or not isinstance(value, Real | Tensor):
         raise InvalidType(f"{name} must be a real number or a tensor; {type(value).__name__} was given.")
-    tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+    tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=wide_dtype())
     if tensor.ndim > 1 or tensor.numel() == 0:
         raise InvalidArgument(
             f"{name} must be a scalar or a vector; a tensor of shape {tuple(tensor.shape)} was given."

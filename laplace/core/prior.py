@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from laplace.core.layout import Layout
+from laplace.core.precision_policy import widened
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class GaussianPrior:
 
     def logdet(self) -> Tensor:
         """Σ log δ over all parameters, 0-dim, float64: log det P − log det P₀ is a small difference of large sums."""
-        logs = self.precision.double().log()
+        logs = widened(self.precision).log()
         if self.is_constant_per_tensor and not self.is_scalar:
             return logs @ logs.new_tensor(self.layout.sizes)
         return logs.sum() * (self.layout.n_params // logs.numel())

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import wide_dtype
 from laplace.errors import InvalidType
 
 _LARGEST_RATE = 1e30
@@ -72,4 +73,6 @@ def poisson(rates: Tensor, generator: torch.Generator | None = None) -> Tensor:
 def uniform(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Independent uniform numbers in [0, 1), float64 (fine enough for rare classes), on the device of `like`."""
     device = like.device if generator is None else generator.device
-    return torch.rand(shape, generator=generator, device=device, dtype=torch.float64).to(like.device)
+    return torch.rand(shape, generator=generator, device=device, dtype=wide_dtype(device)).to(
+        like.device, wide_dtype(like.device)
+    )

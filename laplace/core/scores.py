@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torch.special import entr
 
+from laplace.core.precision_policy import widened
+
 
 def class_brier(probs: Tensor, y: Tensor, ignore_index: int | None = None) -> Tensor:
     """Σ_c (p_c − 1[y = c])² of labels `[B]` (Brier, 1950); of an ignored label it means nothing."""
@@ -75,7 +77,7 @@ def binned_gaps(probs: Tensor, y: Tensor, n_bins: int) -> Tensor:
     The expected calibration error is (1/N) Σ_m |Σ_n gap_nm| (Guo et al., 2017, eq. 3).
     """
     confidence, predicted = probs.max(-1)
-    gap = (predicted == y).double() - confidence.double()
+    gap = widened(predicted == y) - widened(confidence)
     return one_hot(confidence_bins(confidence, n_bins), n_bins) * gap.unsqueeze(-1)
 
 

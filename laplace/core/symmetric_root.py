@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import widened
+
 _SCALES = 1e-7
 """Share of the mean variance that is added to the squares of the units, so that an output of noise alone is small."""
 
@@ -30,7 +32,7 @@ def scaled_root(covariance: Tensor) -> Tensor:
     Args:
         covariance: Finite; its symmetric part is used.
     """
-    wide = covariance.double()
+    wide = widened(covariance)
     size = wide.detach().diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]  # in units of it nothing overflows
     size = size.where(size > 0, 1.0)
     wide = 0.5 * (wide / size) + 0.5 * (wide / size).mT

@@ -47,7 +47,7 @@ class CurvatureInterface:
 
     Args:
         model: The network (with `last_layer` a `FeatureExtractor` around it, or the network itself).
-        likelihood: `"regression"`, `"classification"`, `"bernoulli"`, `"reward_modeling"` or a likelihood object.
+        likelihood: A name in `laplace.likelihoods.LIKELIHOODS`, e.g. `"classification"`, or a likelihood object.
         last_layer: Differentiate with respect to the last layer only.
         subnetwork_indices: Differentiate with respect to these entries of the flattened trainable parameters.
         dict_key_x: Key of the inputs in mappings.

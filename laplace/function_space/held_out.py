@@ -22,7 +22,7 @@ from laplace.structures.base import Precision
 from laplace.tuning.candidates import Candidates
 from laplace.tuning.grid import Losses
 from laplace.tuning.objectives import make_objective
-from laplace.tuning.scores import negative_log_density
+from laplace.tuning.scores import find_score
 from laplace.tuning.validation import Validation
 
 
@@ -40,13 +40,15 @@ def held_out_nll(
     """
     likelihood, total, count = posterior.likelihood, 0.0, 0
     narrow = likelihood.target.reads_variances(likelihood, LinkApprox.PROBIT, whole_covariance=False)
-    form = "diagonal" if narrow else "full"
+    form, nll = "diagonal" if narrow else "full", find_score("nll", likelihood)
     for name, x, y in Validation(loader).batches(posterior):
         with named(name):
             found = latent.linearised(engine, precision, x, form)
             targets = likelihood.check_targets(found.mean, y)
-        summary = likelihood.target.summary(likelihood, found.mean, found.covariance, LinkApprox.PROBIT)
-        total += negative_log_density(likelihood, summary, targets, sigma_noise).sum().item()
+        summary = likelihood.target.summary(
+            likelihood, found.mean, found.covariance, LinkApprox.PROBIT, for_scores=True
+        )
+        total += nll(likelihood, summary, targets, sigma_noise).sum().item()
         count += len(targets)
     return total / count
 

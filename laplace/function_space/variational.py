@@ -22,6 +22,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import check_counts
 from laplace.core.layout import Layout
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
@@ -140,11 +141,11 @@ class VariationalCurvature(Curvature):
                 "the variational approximation takes one prior precision. Use functional_approximation='sod' for one "
                 "per tensor, or hessian_structure='full' or 'lowrank'."
             )
-        one = torch.ones(1, dtype=torch.float64, device=self.total.device)
+        one = torch.ones(1, dtype=wide_dtype(self.total.device), device=self.total.device)
         return VariationalPrecision((self.inducing,), one, prior, weights.dtype, self, weights)
 
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> DualScan:
-        one = torch.ones((), dtype=torch.float64, device=weights.device)
+        one = torch.ones((), dtype=wide_dtype(weights.device), device=weights.device)
         return DualScan((self.inducing.unit,), one, 1.0, weights.dtype, True)
 
     def state(self) -> dict[str, Any]:
@@ -159,9 +160,9 @@ class VariationalCurvature(Curvature):
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> VariationalCurvature:
-        inducing = Inducing(tuple(Jacobian.from_state(part) for part in state["parts"]), state["root"].double())
+        inducing = Inducing(tuple(Jacobian.from_state(part) for part in state["parts"]), widened(state["root"]))
         places = Places(batches.from_plain(state["locations"]), state["classes"])
-        return cls(inducing, places, state["second"].double(), state["total"].double())
+        return cls(inducing, places, widened(state["second"]), widened(state["total"]))
 
     def public(self) -> Tensor:
         """L Lᵀ, `[M, M]`, float64: the curvature of the inducing outputs."""
@@ -182,10 +183,10 @@ class VariationalPrecision(SubsetPrecision):
 
     def slack(self) -> Tensor:
         """tr(H P⁻¹) + δ tr(P⁻¹) − P, 0-dim, differentiable in noise, temperature and prior."""
-        values, delta = self.curvature.inducing.unit.values, self.prior.precision[0].double()
+        values, delta = self.curvature.inducing.unit.values, widened(self.prior.precision[0])
         inverse = 1 / (delta + values)
         data = (self.curvature.total - self.curvature.shares @ inverse) / delta
-        return (self.scale_of_data.double() * data).sum() - (values * inverse).sum()
+        return (widened(self.scale_of_data) * data).sum() - (values * inverse).sum()
 
 
 class InducingPass(DataPass):
@@ -259,7 +260,7 @@ class BoundPass(ObservingPass):
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
         for jacobian, f, targets in self.observed(x, y):
-            hessian = self.engine.likelihood.hessian(f.double(), targets)
+            hessian = self.engine.likelihood.hessian(widened(f), targets)
             cross = self.inducing.cross(jacobian).permute(2, 0, 1)
             within = hessian.matrix() * kernel_at(jacobian)
             # With a noise for every output Λ is diagonal: each output has a term of its own.

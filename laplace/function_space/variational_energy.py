@@ -18,7 +18,8 @@ from laplace.core.hyperparameters import check_counts
 from laplace.enums import LinkApprox
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
-from laplace.likelihoods.target import Summary, mean_of, variance_of
+from laplace.likelihoods.target import mean_of, variance_of
+from laplace.tuning.scores import find_score
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,10 @@ class Energy:
         if self.likelihood.has_noise:
             return self._gaussian(latent, y, sigma_noise.square(), temperature)
         if self.n_samples == 0:
-            summary = self.likelihood.target.summary(self.likelihood, latent.mean, latent.covariance, LinkApprox.PROBIT)
-            return -self._nll(summary, y, sigma_noise) / temperature
+            summary = self.likelihood.target.summary(
+                self.likelihood, latent.mean, latent.covariance, LinkApprox.PROBIT, for_scores=True
+            )
+            return -find_score("nll", self.likelihood)(self.likelihood, summary, y, sigma_noise) / temperature
         return self._sampled(latent, y, sigma_noise, generator) / temperature
 
     def _gaussian(self, latent: Gaussian, y: Tensor, noise: Tensor, temperature: Tensor) -> Tensor:
@@ -93,13 +96,11 @@ class Energy:
         samples = latent.sample(self.n_samples, generator)
         repeated = y.repeat(self.n_samples, *[1] * (y.ndim - 1))
         summary = self.likelihood.target.summary_of_samples(self.likelihood, samples.flatten(0, 1).unsqueeze(0))
-        logs = -self._nll(summary, repeated, sigma_noise).view(self.n_samples, -1)
+        means, variances = mean_of(summary), variance_of(summary)
+        logs = -self.likelihood.predictive_nll(means, variances, repeated, sigma_noise).view(self.n_samples, -1)
         if self.alpha == 0:
             return logs.mean(0)
         return ((self.alpha * logs).logsumexp(0) - math.log(self.n_samples)) / self.alpha
-
-    def _nll(self, summary: Summary, y: Tensor, sigma_noise: Tensor) -> Tensor:
-        return self.likelihood.predictive_nll(mean_of(summary), variance_of(summary), y, sigma_noise)
 
 
 def divergence(gram: Tensor, prior_precision: Tensor, distance: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import uniform
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
@@ -160,7 +161,7 @@ def chosen(strategy: str, count: int, pool: Pool, generator: torch.Generator) ->
             "inducing_locations='kmeans' averages inputs, which takes a tensor of real numbers; use 'random', or give "
             "the locations themselves."
         )
-    points = whole.x.flatten(1).double()
+    points = widened(whole.x.flatten(1))
     centres = k_means(points, count, generator)
     nearest = torch.cdist(centres, points).argmin(1)
     return Places(centres.to(whole.x.dtype).view(count, *whole.x.shape[1:]), labels=whole.y[nearest])

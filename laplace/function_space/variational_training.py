@@ -11,6 +11,7 @@ from torch import Tensor
 from laplace.core.batch import Inputs
 from laplace.core.gaussian import Gaussian
 from laplace.core.hyperparameters import check_counts
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.function_space.variational_energy import Energy, divergence
@@ -100,8 +101,8 @@ class Variables:
         self.engine = engine
         self.training = training
         self.root = root.detach().clone().requires_grad_()
-        self.log_prior = training.prior_precision.detach().double().reshape(()).log()
-        self.log_noise = training.sigma_noise.detach().double().square().log()
+        self.log_prior = widened(training.prior_precision.detach()).reshape(()).log()
+        self.log_noise = widened(training.sigma_noise.detach()).square().log()
         self.places = places
         self.leaves = [self.root]
         if "prior_precision" in training.learn:
@@ -148,10 +149,10 @@ def start(engine: CurvatureEngine, places: Places, n_data: int, training: Traini
         n_data: N.
         training: Noise and temperature.
     """
-    f = torch.cat([f.detach() for _, f in jacobians(engine, places.x)]).double()
+    f = widened(torch.cat([f.detach() for _, f in jacobians(engine, places.x)]))
     places = places.settled(f)
     curvature = engine.likelihood.hessian(f).diagonal()
-    scale = engine.likelihood.curvature_scale("ggn", training.sigma_noise.double(), training.temperature.double())
+    scale = engine.likelihood.curvature_scale("ggn", widened(training.sigma_noise), widened(training.temperature))
     classes = torch.as_tensor(places.classes).unsqueeze(1)
     chosen = (scale * curvature).gather(1, classes).squeeze(1)
     share = n_data * f.shape[1] / len(f)
@@ -170,11 +171,11 @@ def objective(
     gram = inducing.gram(None, None)
     root = torch.linalg.cholesky(gram + delta * torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
     terms: list[Tensor] = []
-    for jacobian, f, targets in observed(variables.engine, x, y, torch.float64):
+    for jacobian, f, targets in observed(variables.engine, x, y, wide_dtype(variables.engine.problem.device)):
         latent = Gaussian(f, marginals(inducing, root, delta, jacobian, energy.form))
-        temperature = training.temperature.double()
+        temperature = widened(training.temperature)
         terms.append(energy.log_terms(latent, targets, variables.sigma_noise, temperature, generator))
-    distance = training.distance(variables.engine.problem).double()
+    distance = widened(training.distance(variables.engine.problem))
     return divergence(gram, delta, distance) - n_data * torch.cat(terms).mean()
 
 

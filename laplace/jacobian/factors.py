@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import widened
 from laplace.jacobian.blocks import Block, all_of, by_row
 from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.jacobian.kronecker import KroneckerFactored
@@ -111,7 +112,7 @@ def kernel_by_grams(
 
     def products(i: slice, j: slice) -> Tensor:
         inputs = input_products(i, j)
-        outputs = torch.einsum("kbtgo,lmsgo->gkbtlms", x.gradients[:, i].double(), y.gradients[:, j].double())
+        outputs = torch.einsum("kbtgo,lmsgo->gkbtlms", widened(x.gradients[:, i]), widened(y.gradients[:, j]))
         if x.n_positions == y.n_positions == 1:
             return (outputs[:, :, :, 0, :, :, 0] * inputs[:, None, :, 0, None, :, 0]).sum(0)
         return torch.einsum("gkbtlms,gbtms->kblm", outputs, inputs)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.jacobian.blocks import BLOCKS, Block
 from laplace.jacobian.kronecker import ProductBasis
 from laplace.jacobian.outer import OuterBlock
@@ -126,14 +127,14 @@ class HeadBlock(Head):
         return lambda: self._kernel(other)
 
     def _kernel(self, other: Block) -> Tensor:
-        features = self.features.double()
+        features = widened(self.features)
         if isinstance(other, HeadBlock):
-            eye = torch.eye(self.n_outputs, dtype=torch.float64, device=features.device)
-            return (features @ other.features.double().T)[None, :, None] * eye[:, None, :, None]
+            eye = torch.eye(self.n_outputs, dtype=wide_dtype(features.device), device=features.device)
+            return (features @ widened(other.features).T)[None, :, None] * eye[:, None, :, None]
         if isinstance(other, OuterBlock) and other.n_positions == other.groups == 1 and not other.input_first:
-            a = features.new_ones(other.n_data, 1) if other.a is None else other.a[:, 0, 0].double()
-            return torch.einsum("bm,lmk->kblm", features @ a.T, other.g[:, :, 0, 0].double())
-        pieces = (piece.double().unflatten(2, (self.n_outputs, -1)) for piece in other.pieces())
+            a = features.new_ones(other.n_data, 1) if other.a is None else widened(other.a[:, 0, 0])
+            return torch.einsum("bm,lmk->kblm", features @ a.T, widened(other.g[:, :, 0, 0]))
+        pieces = (widened(piece).unflatten(2, (self.n_outputs, -1)) for piece in other.pieces())
         return torch.cat([torch.einsum("bd,lmkd->kblm", features, piece) for piece in pieces], 3)
 
     # Contractions: an output has weights of its own, and every one is a product with the features.

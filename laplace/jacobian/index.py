@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import widened
 from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of
 from laplace.jacobian.contractions import total
 from laplace.jacobian.factors import FactoredBlock, kernel_by_grams
@@ -173,7 +174,7 @@ class IndexBlock(FactoredBlock):
 
 def _same_rows(x: Tensor, y: Tensor) -> Tensor:
     """1 where two positions `[B, T]` and `[M, T']` read the same row, `[1, B, T, M, T']`, float64."""
-    return ((x[:, :, None, None] == y) & (x >= 0)[:, :, None, None]).double().unsqueeze(0)
+    return widened((x[:, :, None, None] == y) & (x >= 0)[:, :, None, None]).unsqueeze(0)
 
 
 BLOCKS.register("index")(IndexBlock)

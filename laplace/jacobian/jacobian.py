@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import wide_dtype
 from laplace.jacobian.blocks import Block, DenseBlock, from_state
 from laplace.jacobian.contractions import CHUNK_BYTES, total
 from laplace.jacobian.heads import HeadBlock
@@ -84,7 +85,7 @@ class Jacobian:
 
     def summed_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which covariances are summed: this one, or float64 where that is wanted."""
-        return torch.float64 if self.wide else dtype
+        return wide_dtype(self.blocks[0].bound().device) if self.wide else dtype
 
     def sum_over_blocks(self, function: Callable[[int, Block], Tensor]) -> Tensor:
         """Adds up what `function(index, block)` gives for every block."""

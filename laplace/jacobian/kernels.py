@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.jacobian.blocks import Block, DenseBlock
 from laplace.jacobian.contractions import total
 from laplace.jacobian.factors import flat_product
@@ -62,21 +63,21 @@ def _by_factors(x: Block, y: Block) -> Callable[[], Tensor] | None:
 
 def _multiplied_out(x: Block, y: Block) -> Tensor:
     """By dense pieces of both, contracted and dropped."""
-    others = [y.dense().double()] if isinstance(y, DenseBlock) else None
+    others = [widened(y.dense())] if isinstance(y, DenseBlock) else None
     rows: list[Tensor] = []
     for piece in x.pieces():
-        columns = [flat_product(piece.double(), other.double()) for other in (others or y.pieces())]
+        columns = [flat_product(widened(piece), widened(other)) for other in (others or y.pieces())]
         rows.append(torch.cat(columns, 3))
     return torch.cat(rows, 1)
 
 
 def _scaled(values: Tensor, scales: Scales, i: int) -> Tensor:
-    return values if scales is None else scales[i].double().reshape(()) * values
+    return values if scales is None else widened(scales[i]).reshape(()) * values
 
 
 def _double(block: Block) -> Block:
-    return block.cast(torch.float64)
+    return block.cast(wide_dtype(block.bound().device))
 
 
 def _ones(block: Block) -> Tensor:
-    return torch.ones(block.size, dtype=torch.float64, device=block.bound().device)
+    return torch.ones(block.size, dtype=wide_dtype(block.bound().device), device=block.bound().device)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import widened
 from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of
 from laplace.jacobian.contractions import CHUNK_BYTES, total
 from laplace.jacobian.factors import FactoredBlock, flat_product, kernel_by_grams
@@ -129,10 +130,10 @@ class OuterBlock(FactoredBlock):
             return None
         a, other_a = self.a, other.a
         if a is None or other_a is None:
-            return lambda: flat_product(self.g.double().sum(2), other.g.double().sum(2))
+            return lambda: flat_product(widened(self.g).sum(2), widened(other.g).sum(2))
 
         def products(i: slice, j: slice) -> Tensor:
-            return torch.einsum("btgi,msgi->gbtms", a[i].double(), other_a[j].double())
+            return torch.einsum("btgi,msgi->gbtms", widened(a[i]), widened(other_a[j]))
 
         return kernel_by_grams(self, other, products)
 

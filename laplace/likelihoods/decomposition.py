@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.special import digamma
 
 from laplace.core.gaussian import Gaussian
+from laplace.core.precision_policy import exponent_share, widened
 from laplace.core.scores import class_entropy
 from laplace.errors import CurvatureError
 from laplace.likelihoods.points import Points
@@ -82,7 +83,7 @@ def of_dirichlet(log_concentrations: Tensor, dtype: torch.dtype) -> Decompositio
     """
     alpha = bounded(log_concentrations)
     total = alpha.sum(1, keepdim=True)
-    mean = torch.softmax(log_concentrations.double(), 1)
+    mean = torch.softmax(widened(log_concentrations), 1)
     variance = mean * (1 - mean)
     expected = (mean * (digamma(total + 1) - digamma(alpha + 1))).sum(1)
     aleatoric, epistemic = variance * total / (total + 1), variance / (total + 1)
@@ -104,7 +105,7 @@ def of_gaussian(latent: Gaussian, sigma_noise: Tensor) -> Decomposition:
     if latent.is_diagonal:
         logdet = (epistemic + noise).log().sum(1)
     else:
-        root, info = torch.linalg.cholesky_ex(latent.covariance.double() + torch.diag(noise))
+        root, info = torch.linalg.cholesky_ex(widened(latent.covariance) + torch.diag(noise))
         if bool((info != 0).any()):
             raise CurvatureError("the predictive covariance is not positive definite: look at the prior precision.")
         logdet = 2 * root.diagonal(dim1=1, dim2=2).log().sum(1).to(epistemic)
@@ -114,4 +115,6 @@ def of_gaussian(latent: Gaussian, sigma_noise: Tensor) -> Decomposition:
 
 def bounded(log_concentrations: Tensor) -> Tensor:
     """α from log α, float64, kept within what its sums and gamma functions can hold."""
-    return log_concentrations.double().clamp(-650, 650).exp()
+    wide = widened(log_concentrations)
+    limit = 650 * exponent_share(wide.dtype)
+    return wide.clamp(-limit, limit).exp()

@@ -1,4 +1,4 @@
-"""Regression with a noise that depends on the input: y ~ N(η₁ / λ(s), 1 / λ(s)), in natural parameters.
+"""Regression with a noise that depends on the input: y ~ N(η / λ(s), 1 / λ(s)), in natural parameters.
 
 (Immer, Palumbo, Marx and Vogt, 2023, "Effective Bayesian heteroscedastic regression with deep neural networks".) The
 natural parameters of a Gaussian are η₁ = m/σ² and η₂ = −1/(2σ²) < 0. The network returns η₁ and an s that is free, with
@@ -17,6 +17,8 @@ from torch import Tensor, distributions
 from torch.nn.functional import softplus
 
 from laplace.core import scores
+from laplace.core.gaussian import sample_moments
+from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import standard_normal
 from laplace.errors import InvalidData
 from laplace.likelihoods.base import OutputHessian
@@ -24,53 +26,126 @@ from laplace.likelihoods.checks import check_outputs, check_values
 from laplace.likelihoods.moment_target import MomentLikelihood, MomentTarget, TargetMoments
 from laplace.likelihoods.outputs import Density
 from laplace.likelihoods.points import Points
-from laplace.likelihoods.target import Score, Summary, mean_of, variance_of
+from laplace.likelihoods.target import Score, Summary
+
+
+@dataclass(frozen=True, eq=False)
+class _Pairs:
+    """Gaussians over pairs (η, s), `[..., C]` each, in float64: s, and η given s, which is N(a(s), r).
+
+    Attributes:
+        first: E[η].
+        s: E[s].
+        variance: Var(s).
+        slope: Cov(η, s) / Var(s).
+        rest: r.
+    """
+
+    first: Tensor
+    s: Tensor
+    variance: Tensor
+    slope: Tensor
+    rest: Tensor
+
+    @classmethod
+    def of(cls, mean: Tensor, covariance: Tensor) -> _Pairs:
+        """Those of means `[..., 2C]` with covariances `[..., 2C, 2C]` or variances `[..., 2C]`."""
+        first, s = widened(mean).chunk(2, -1)
+        c, whole = first.shape[-1], covariance.ndim > mean.ndim
+        variances = covariance.diagonal(dim1=-2, dim2=-1) if whole else covariance
+        first_variance, variance = widened(variances).clamp(min=0).chunk(2, -1)
+        shared = torch.zeros_like(first)
+        if whole:
+            shared = widened(covariance[..., :c, c:].diagonal(dim1=-2, dim2=-1))
+        slope = torch.where(variance > 0, shared / variance.where(variance > 0, 1.0), 0.0)
+        return cls(first, s, variance, slope, (first_variance - slope * shared).clamp(min=0))
+
+    @property
+    def points(self) -> Points:
+        """Nodes of s for functions that grow like 1/λ² as s falls, like exp(−2s).
+
+        Their mean lies 2 standard deviations per unit of s further down.
+        """
+        return Points.of_gaussian(self.s, self.variance, further_below=2 * self.variance.sqrt())
+
+    def first_given(self, s: Tensor) -> Tensor:
+        """a(s)."""
+        return self.first + self.slope * (s - self.s)
 
 
 def natural_moments(mean: Tensor, covariance: Tensor) -> TargetMoments:
-    """Moments of y under Gaussian (η₁, s), float64, by quadrature over s, given which η₁ is Gaussian.
+    """Moments of y under Gaussian (η, s), float64, by quadrature over s, given which η is Gaussian.
 
-    With η₁ | s ~ N(a(s), r):  E[y] = E[a/λ],  E[Var(y | f)] = E[1/λ],  Var(E[y | f]) = E[(a/λ − E[y])² + r/λ²].
+    With η | s ~ N(a(s), r):  E[y] = E[a/λ],  E[Var(y | f)] = E[1/λ],  Var(E[y | f]) = E[(a/λ − E[y])² + r/λ²].
+    Variances that no float holds, of precisions that are hardly known, are infinite.
 
     Args:
-        mean: `[B, 2C]`.
-        covariance: `[B, 2C, 2C]` or variances `[B, 2C]`.
+        mean: `[..., 2C]`.
+        covariance: `[..., 2C, 2C]` or variances `[..., 2C]`.
     """
-    first, s = mean.double().chunk(2, 1)
-    variances = covariance if covariance.ndim == mean.ndim else covariance.diagonal(dim1=1, dim2=2)
-    first_variance, variance = variances.double().clamp(min=0).chunk(2, 1)
-    c = first.shape[1]
-    shared = torch.zeros_like(first)
-    if covariance.ndim > mean.ndim:
-        shared = covariance[:, :c, c:].diagonal(dim1=1, dim2=2).double()
-    slope = torch.where(variance > 0, shared / variance.where(variance > 0, 1.0), 0.0)
-    rest = (first_variance - slope * shared).clamp(min=0)
-    # 1/λ² grows like exp(−2s) as s falls, so that its mean lies 2 standard deviations per unit of s further down.
-    points = Points.of_gaussian(s, variance, further_below=2 * variance.sqrt())
-    conditional = points.map(lambda value: (first + slope * (value - s)) / softplus(value))
+    pairs = _Pairs.of(mean, covariance)
+    points = pairs.points
+    conditional = points.map(lambda s: pairs.first_given(s) / softplus(s))
     expected = conditional.mean()
-    return TargetMoments(
-        expected,
-        points.mean(lambda value: 1 / softplus(value)),
-        conditional.mean(lambda value: (value - expected).square())
-        + rest * points.mean(lambda value: softplus(value).pow(-2)),
-    )
+    epistemic = conditional.mean(lambda value: (value - expected).square())
+    epistemic = epistemic + pairs.rest * points.mean(lambda s: softplus(s).pow(-2))
+    return TargetMoments(expected, points.mean(lambda s: 1 / softplus(s)), epistemic.nan_to_num(math.inf, math.inf))
 
 
 class NoisyRealTarget(MomentTarget):
-    """Real numbers, each with a noise of its own; scores are those of the Gaussian with their moments."""
+    """Real numbers, each with a noise of its own.
+
+    The negative log likelihood reads the latents: a precision that is hardly known gives y tails whose variance says
+    little of its density. A summary of latents has covariances, one of y variances.
+    """
 
     @property
     def scores(self) -> Mapping[str, Score]:
-        return {"crps": self.crps, "entropy": self.predictive_entropy}
+        return {"nll": self.nll, "crps": self.crps, "entropy": self.predictive_entropy}
+
+    def nll(self, likelihood: Density, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
+        """−Σ_c log p(y_c), by quadrature over s_c, given which y_c is Gaussian; without latents that of its moments."""
+        mean, covariance = _pair(summary)
+        if covariance.ndim == mean.ndim:
+            return scores.gaussian_nll(mean, covariance, y)
+        pairs = _Pairs.of(mean, covariance)
+        points = pairs.points
+        precision = softplus(points.values)
+        variance = (1 + pairs.rest / precision) / precision
+        squares = (y - pairs.first_given(points.values) / precision).square() / variance
+        logs = points.log_weights - 0.5 * (squares + (2 * math.pi * variance).log())
+        return -logs.logsumexp(0).sum(-1).to(mean)
 
     def crps(self, likelihood: Density, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
-        """Continuous ranked probability scores, summed over outputs."""
-        return scores.gaussian_crps(mean_of(summary), _variance(summary), y)
+        """Continuous ranked probability scores of Gaussians with the moments of y, summed over outputs."""
+        return scores.gaussian_crps(*_moments(summary), y)
 
     def predictive_entropy(self, likelihood: Density, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
-        """Differential entropy."""
-        return scores.gaussian_entropy(_variance(summary))
+        """Differential entropy of Gaussians with the moments of y."""
+        return scores.gaussian_entropy(_moments(summary)[1])
+
+    def summary(
+        self,
+        likelihood: Density,
+        mean: Tensor,
+        covariance: Tensor,
+        link: str,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        *,
+        for_scores: bool = False,
+    ) -> Summary:
+        """E[y] and Var(y); for scores the latents with their covariances."""
+        if for_scores:
+            return mean, covariance.to(mean.dtype)
+        return super().summary(likelihood, mean, covariance, link, n_samples, generator)
+
+    def summary_of_samples(self, likelihood: Density, samples: Tensor, *, for_scores: bool = False) -> Summary:
+        """The same of samples, whose latents have no covariances."""
+        if not for_scores:
+            return super().summary_of_samples(likelihood, samples)
+        mean, variance = sample_moments(samples)
+        return mean, torch.diag_embed(variance)
 
 
 @dataclass(frozen=True)
@@ -144,7 +219,7 @@ class Heteroscedastic(MomentLikelihood):
             InvalidData: No variance, without which the density is not known.
         """
         if variance is None:
-            raise InvalidData("a mean was given without a variance, of which likelihood='heteroscedastic' needs both.")
+            raise InvalidData("a mean was given without a variance; likelihood='heteroscedastic' needs both.")
         return scores.gaussian_nll(prediction, variance, y)
 
 
@@ -155,8 +230,21 @@ def _parameters(f: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return first / precision, precision, torch.sigmoid(s)
 
 
-def _variance(summary: Summary) -> Tensor:
-    variance = variance_of(summary)
-    if variance is None:
-        raise InvalidData("a mean was given without a variance, of which likelihood='heteroscedastic' needs both.")
-    return variance
+def _pair(summary: Summary) -> tuple[Tensor, Tensor]:
+    """Means and (co)variances.
+
+    Raises:
+        InvalidData: A mean alone.
+    """
+    if isinstance(summary, tuple):
+        return summary
+    raise InvalidData("a mean was given without a variance; likelihood='heteroscedastic' needs both.")
+
+
+def _moments(summary: Summary) -> tuple[Tensor, Tensor]:
+    """E[y] and Var(y), `[..., C]`."""
+    mean, covariance = _pair(summary)
+    if covariance.ndim == mean.ndim:
+        return mean, covariance
+    known = natural_moments(mean, covariance)
+    return known.mean.to(mean), known.variance.to(mean)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.gaussian import Gaussian
+from laplace.core.precision_policy import exponent_share, wide_dtype, widened
 from laplace.core.registry import Registry
 from laplace.errors import ApproximationWarning, InvalidArgument, warn
 
@@ -114,15 +115,16 @@ def delta(mean: Tensor, covariance: Tensor) -> Tensor:
     Warns:
         ApproximationWarning: Some rows were scaled down.
     """
-    p = torch.softmax(mean.double(), 1)
+    p = torch.softmax(widened(mean), 1)
     gaussian = Gaussian(mean, covariance)
     # In units of the largest variance nothing overflows.
-    unit = gaussian.variance.detach().abs().amax(1, keepdim=True).double().clamp(min=1e-300)
-    variance = gaussian.variance.double() / unit
+    unit = widened(gaussian.variance.detach().abs().amax(1, keepdim=True))
+    unit = unit.clamp(min=1e-300 ** exponent_share(unit.dtype))
+    variance = widened(gaussian.variance) / unit
     if gaussian.is_diagonal:
         mixed = variance * p
     else:
-        mixed = ((covariance.double() / unit.unsqueeze(2)) @ p.unsqueeze(2)).squeeze(2)
+        mixed = ((widened(covariance) / unit.unsqueeze(2)) @ p.unsqueeze(2)).squeeze(2)
     spread = variance - 2 * mixed  # v_k up to a constant
     spread = 0.5 * (spread - (p * spread).sum(1, keepdim=True))
     lowest = -spread.amin(1, keepdim=True)
@@ -222,13 +224,15 @@ def log_concentrations(mean: Tensor, covariance: Tensor, normalise: bool = False
             "given: take its diagonal blocks."
         )
     # Variances alone meet no cancellation that float64 does not resolve; a row sum carries the input's rounding.
-    eps = torch.finfo(torch.float64 if gaussian.is_diagonal else mean.dtype).eps
+    eps = torch.finfo(wide_dtype(mean.device) if gaussian.is_diagonal else mean.dtype).eps
     # The bridge depends on ratios within Σ only, so it is computed in units of the largest variance. Bounded means
-    # keep float64 finite: at 1e100 any softmax is saturated.
-    unit = gaussian.variance.detach().abs().amax(1, keepdim=True).double().clamp(min=1e-300)
-    variance = gaussian.variance.double() / unit
+    # keep numbers finite: at 1e100 (float32: 1e12) any softmax is saturated.
+    unit = widened(gaussian.variance.detach().abs().amax(1, keepdim=True))
+    unit = unit.clamp(min=1e-300 ** exponent_share(unit.dtype))
+    variance = widened(gaussian.variance) / unit
     row_sums = variance if gaussian.is_diagonal else _row_sums(covariance, unit)
-    centred, conditional = _condition_on_zero_sum(mean.double().clamp(-1e100, 1e100), variance, row_sums, eps)
+    largest = 1e100 ** exponent_share(variance.dtype)
+    centred, conditional = _condition_on_zero_sum(widened(mean).clamp(-largest, largest), variance, row_sums, eps)
     if normalise:
         centred = centred / _excess(conditional, unit, n_classes).sqrt()
         unit = math.sqrt(n_classes / 2) / conditional.mean(1, keepdim=True)  # that of Σ/c, whatever the first one was
@@ -243,7 +247,7 @@ def _row_sums(covariance: Tensor, unit: Tensor) -> Tensor:
     A positive semi-definite Σ has |Σ_kl| ≤ unit, so that C bounds a row sum up to rounding; beyond 2C it overflowed.
     """
     n_classes = covariance.shape[-1]
-    sums = covariance.sum(2, dtype=torch.float64) / unit
+    sums = covariance.sum(2, dtype=wide_dtype(covariance.device)) / unit
     return sums.nan_to_num(nan=0.0).clamp(-2 * n_classes, 2 * n_classes)
 
 
@@ -255,13 +259,15 @@ def _condition_on_zero_sum(mean: Tensor, variance: Tensor, row_sums: Tensor, eps
     gain = torch.where(informative, row_sums / torch.where(informative, total, 1.0), 1 / n_classes)
     centred = mean - gain * mean.sum(1, keepdim=True)
     conditional = variance - torch.where(informative, gain * row_sums, 0.0)
-    floor = (eps * variance.detach().amax(1, keepdim=True)).clamp(min=1e-300)
+    floor = (eps * variance.detach().amax(1, keepdim=True)).clamp(min=1e-300 ** exponent_share(variance.dtype))
     return centred, torch.maximum(conditional, floor)
 
 
 def _excess(conditional: Tensor, unit: Tensor, n_classes: int) -> Tensor:
     """The scale c = mean variance / √(C/2), `[B, 1]`, in the original units, bounded away from zero."""
-    return (conditional.mean(1, keepdim=True) * unit / math.sqrt(n_classes / 2)).clamp(min=1e-200)
+    return (conditional.mean(1, keepdim=True) * unit / math.sqrt(n_classes / 2)).clamp(
+        min=1e-200 ** exponent_share(conditional.dtype)
+    )
 
 
 def _bridge_link(mean: Tensor, covariance: Tensor, *_: object) -> Tensor:

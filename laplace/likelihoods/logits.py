@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import wide_dtype
 from laplace.errors import InvalidData
 from laplace.likelihoods.base import Likelihood
 
@@ -58,7 +59,7 @@ def _are_distributions(f: Tensor, dtype: torch.dtype) -> bool:
         return False
     eps = max(torch.finfo(f.dtype).eps, torch.finfo(dtype).eps)
     allowed = max(_SUM, 2 * eps * math.sqrt(f.shape[1]))
-    return bool(((f.sum(1, dtype=torch.float64) - 1).abs() <= allowed).all())
+    return bool(((f.sum(1, dtype=wide_dtype(f.device)) - 1).abs() <= allowed).all())
 
 
 def _ends_in_sigmoid(node: Any) -> bool:

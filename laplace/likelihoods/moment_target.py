@@ -89,12 +89,14 @@ class MomentTarget(SampledTarget):
         link: str,
         n_samples: int = 100,
         generator: torch.Generator | None = None,
+        *,
+        for_scores: bool = False,
     ) -> Summary:
         """E[y] and Var(y)."""
         known = self.moments(mean, covariance)
         return known.mean.to(mean), known.variance.to(mean)
 
-    def summary_of_samples(self, likelihood: Density, samples: Tensor) -> Summary:
+    def summary_of_samples(self, likelihood: Density, samples: Tensor, *, for_scores: bool = False) -> Summary:
         conditional = likelihood.conditional(samples)
         means = conditional.mean
         return means.mean(0), conditional.variance.mean(0) + means.var(0, correction=0)

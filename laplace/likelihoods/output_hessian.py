@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.checks import require
+from laplace.core.precision_policy import widened
 from laplace.errors import CurvatureError
 
 
@@ -106,7 +107,7 @@ _TINY = 1e-30
 
 def _spectral_root(dense: Tensor) -> Tensor:
     """Eigenvectors times roots of eigenvalues, `[C, B, C]`, of a positive semi-definite `[B, C, C]`."""
-    values, vectors = torch.linalg.eigh(dense.double())
+    values, vectors = torch.linalg.eigh(widened(dense))
     tolerance = 100 * dense.shape[-1] * torch.finfo(dense.dtype).eps * values.abs().amax(1, keepdim=True)
     require(
         values >= -tolerance,

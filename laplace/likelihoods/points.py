@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import wide_dtype, widened
+
 _REACH = 9.0
 _NODES = 361
 """Nodes of the trapezoidal rule over ±9 standard deviations: as exact as float64 for smooth functions."""
@@ -40,13 +42,20 @@ class Points:
             further_below: By how many standard deviations nodes reach further down, for functions that grow there, of
                 the same shape; None for 0.
         """
-        deviation = variance.double().clamp(min=0).sqrt()
-        nodes = torch.linspace(-_REACH, _REACH, _NODES, dtype=torch.float64, device=mean.device)
+        deviation = widened(variance).clamp(min=0).sqrt()
+        nodes = torch.linspace(-_REACH, _REACH, _NODES, dtype=wide_dtype(mean.device), device=mean.device)
         columns = nodes.view(-1, *(1,) * mean.ndim)
         if further_below is None:
-            return cls(mean.double() + columns * deviation, torch.softmax(-0.5 * nodes.square(), 0))
+            return cls(widened(mean) + columns * deviation, torch.softmax(-0.5 * nodes.square(), 0))
         columns = columns - further_below * (_REACH - columns) / (2 * _REACH)
-        return cls(mean.double() + columns * deviation, torch.softmax(-0.5 * columns.square(), 0))
+        return cls(widened(mean) + columns * deviation, torch.softmax(-0.5 * columns.square(), 0))
+
+    @property
+    def log_weights(self) -> Tensor:
+        """Logarithms of the weights, `[S, ...]`, in dimensions that broadcast with the values."""
+        if self.weights is None:
+            return self.values.new_zeros(len(self.values)).log_softmax(0).view(-1, *(1,) * (self.values.ndim - 1))
+        return self.weights.log().view(*self.weights.shape, *(1,) * (self.values.ndim - self.weights.ndim))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Points:
         """Points of a function of what these are points of."""

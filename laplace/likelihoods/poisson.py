@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributions
 
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import poisson
 from laplace.errors import InvalidData
 from laplace.likelihoods.base import OutputHessian
@@ -32,8 +33,8 @@ def log_normal_moments(mean: Tensor, covariance: Tensor) -> TargetMoments:
         covariance: `[B, C, C]` or variances `[B, C]`.
     """
     variance = covariance if covariance.ndim == mean.ndim else covariance.diagonal(dim1=1, dim2=2)
-    variance = variance.double().clamp(min=0)
-    rate = (mean.double() + 0.5 * variance).exp()
+    variance = widened(variance).clamp(min=0)
+    rate = (widened(mean) + 0.5 * variance).exp()
     return TargetMoments(rate, rate, variance.expm1() * rate.square())
 
 
@@ -107,11 +108,12 @@ class Poisson(MomentLikelihood):
         Of Gaussian latents it is exact but for the quadrature, whose error is below 1e-8; without a variance the rate
         is known.
         """
-        mean, y = prediction.double().clamp(min=torch.finfo(torch.float64).tiny), y.double()
+        mean, y = widened(prediction), widened(y)
+        mean = mean.clamp(min=torch.finfo(mean.dtype).tiny)
         known = y * mean.log() - mean - torch.lgamma(y + 1)
         if variance is None:
             return -known.sum(1).to(prediction)
-        spread = ((variance.double() - mean) / mean.square()).log1p().clamp(min=_SMALLEST_VARIANCE)
+        spread = ((widened(variance) - mean) / mean.square()).log1p().clamp(min=_SMALLEST_VARIANCE)
         return -_log_mixture(mean.log() - 0.5 * spread, spread, y).sum(1).to(prediction)
 
 
@@ -127,7 +129,7 @@ def _log_mixture(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
         width = (1 / variance + mode.exp()).rsqrt()
         ratio = (2 * variance.sqrt() / width).log()
         stretch = (ratio + ratio.log1p() + 0.3) / _REACH  # sinh(9a) / 9a is about √v / w
-        t = torch.linspace(-_REACH, _REACH, _NODES, dtype=torch.float64, device=mean.device)
+        t = torch.linspace(-_REACH, _REACH, _NODES, dtype=wide_dtype(mean.device), device=mean.device)
         t = t.view(-1, *(1,) * mean.ndim)
         f = mode + width * (stretch * t).sinh() / stretch
         weight = (2 * _REACH / (_NODES - 1)) * width * (stretch * t).cosh()

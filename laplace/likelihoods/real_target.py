@@ -80,11 +80,13 @@ class RealTarget(Target):
         link: str,
         n_samples: int = 100,
         generator: torch.Generator | None = None,
+        *,
+        for_scores: bool = False,
     ) -> Summary:
         """Mean and (co)variances of f, without noise."""
         return mean, covariance.to(mean.dtype)
 
-    def summary_of_samples(self, likelihood: Density, samples: Tensor) -> Summary:
+    def summary_of_samples(self, likelihood: Density, samples: Tensor, *, for_scores: bool = False) -> Summary:
         return sample_moments(samples)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import uniform
 from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian
 from laplace.likelihoods.targets import TARGETS
@@ -78,7 +79,7 @@ class SoftmaxLikelihood(NoiseFreeLikelihood):
 
 def _sample_labels(p: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
     """Labels drawn from the rows of p by inversion, `[S, B]`; a class of probability 0 is never drawn."""
-    cumulative = p.double().cumsum(1)
+    cumulative = widened(p).cumsum(1)
     u = uniform((n_samples, p.shape[0]), p, generator).T * cumulative[:, -1:]
     labels = torch.searchsorted(cumulative, u.contiguous(), right=True)
     return labels.clamp(max=p.shape[1] - 1).T

@@ -125,12 +125,24 @@ class Target:
         link: str,
         n_samples: int = 100,
         generator: torch.Generator | None = None,
+        *,
+        for_scores: bool = False,
     ) -> Summary:
-        """What losses and scores read of f ~ N(mean, covariance); arguments are those of `Likelihood.predict`."""
+        """What losses read of f ~ N(mean, covariance); arguments are those of `Likelihood.predict`.
+
+        Args:
+            likelihood: p(y | f).
+            mean: `[B, C]`.
+            covariance: `[B, C, C]`, or variances `[B, C]`.
+            link: A name in `LINKS`.
+            n_samples: Samples of a link that draws.
+            generator: Their source.
+            for_scores: What `scores` read, which may be more than `la(x)` shows, and users' losses read.
+        """
         return likelihood.predict(mean, covariance, link, n_samples, generator)
 
-    def summary_of_samples(self, likelihood: Density, samples: Tensor) -> Summary:
-        """What losses and scores read of samples of f, `[S, B, C]`."""
+    def summary_of_samples(self, likelihood: Density, samples: Tensor, *, for_scores: bool = False) -> Summary:
+        """What losses read of samples of f, `[S, B, C]`."""
         return likelihood.inverse_link(samples).mean(0)
 
     def refuse(self, what: str, likelihood: Density) -> NoReturn:

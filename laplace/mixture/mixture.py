@@ -272,4 +272,4 @@ class MixtureLaplace(MixturePosterior, Tunable):
 
 def _known_as(la: ParametricLaplace, pred_type: PredType | str) -> PredType | str:
     """What a component calls the linearised predictive: a posterior over functions has its own name for it."""
-    return PredType.GP if la.structure.name == PredType.GP and str(pred_type) == PredType.GLM else pred_type
+    return la.pred_types.name(PredType.GLM) if str(pred_type) == PredType.GLM else pred_type

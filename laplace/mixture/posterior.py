@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from laplace.core.arguments import CheckedConstructor, checked
+from laplace.core.precision_policy import widened
 from laplace.enums import HessianStructure, SubsetOfWeights
 from laplace.likelihoods.base import Likelihood
 from laplace.mixture.components import all_or_none, check_repeatable, check_same_outputs, make_components, shared
@@ -189,4 +190,4 @@ class MixturePosterior(CheckedConstructor):
         with all_or_none(self.components):
             values = [la.log_marginal_likelihood(prior_precision, sigma_noise) for la in self.components]
         like = values[0]
-        return log_mean_exp(torch.stack([value.to(like.device, torch.float64) for value in values])).to(like.dtype)
+        return log_mean_exp(torch.stack([widened(value.to(like.device)) for value in values])).to(like.dtype)

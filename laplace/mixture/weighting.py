@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.parametric import ParametricLaplace
 from laplace.tuning.group import PosteriorGroup
@@ -31,7 +32,7 @@ def checked_rule(weights: str | Tensor | Sequence[float], n_components: int) -> 
             raise InvalidArgument(f"weights={weights!r}; accepted are {list(RULES)} and {n_components} numbers.")
         return weights
     try:
-        given = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach().clone()
+        given = torch.as_tensor(weights, dtype=wide_dtype(), device="cpu").detach().clone()
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidType(
             f"weights={weights!r} is no list of numbers; accepted are {list(RULES)} and {n_components} numbers."
@@ -74,7 +75,7 @@ def log_evidences(posteriors: Sequence[ParametricLaplace]) -> Tensor:
         InvalidArgument: The components saw different numbers of data.
     """
     check_same_data(posteriors)
-    values = [la.log_marginal_likelihood().double() for la in posteriors]
+    values = [widened(la.log_marginal_likelihood()) for la in posteriors]
     return torch.stack([value.to(values[0].device) for value in values])
 
 
@@ -87,7 +88,7 @@ def weights_of(rule: Rule, group: PosteriorGroup) -> Tensor:
 
 def uniform(n_components: int) -> Tensor:
     """1/K, `[K]`, float64."""
-    return torch.full((n_components,), 1 / n_components, dtype=torch.float64)
+    return torch.full((n_components,), 1 / n_components, dtype=wide_dtype())
 
 
 def check_same_data(posteriors: Sequence[ParametricLaplace]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace.core import checks
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import ModelChangedError, ModelChangedWarning, warn
 from laplace.network.attributes import Attributes, attributes_of, changed, digests
 from laplace.network.model_guard import undisturbed
@@ -186,17 +187,17 @@ def checksums(model: nn.Module) -> Tensor:
     """Two weighted sums per tensor, `[n, 2]`, float64 on the CPU."""
     with torch.no_grad(), undisturbed(model):
         rows = [_sums(tensor) for tensor in _tensors(model)]
-    return torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.float64)
+    return torch.stack(rows) if rows else torch.zeros(0, 2, dtype=wide_dtype())
 
 
 def _sums(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     whole = flat.numel() // _PERIOD * _PERIOD
-    columns = flat[:whole].view(-1, _PERIOD).sum(0, dtype=torch.float64)
-    rest = flat[whole:].double()
+    columns = flat[:whole].view(-1, _PERIOD).sum(0, dtype=wide_dtype(flat.device))
+    rest = widened(flat[whole:])
     columns[: len(rest)] += rest
-    places = torch.arange(1, _PERIOD + 1, device=flat.device, dtype=torch.float64)
+    places = torch.arange(1, _PERIOD + 1, device=flat.device, dtype=wide_dtype(flat.device))
     return torch.stack([columns.sum(), columns @ torch.cos(places)]).cpu()
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from laplace.core.gaussian import covariance_root
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import COVARIANCES, HYPERPARAMETERS, MOMENTS, is_overridden
+from laplace.core.precision_policy import widened
 from laplace.core.prior import GaussianPrior
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.fitting import Fit
@@ -40,7 +41,7 @@ def posterior_before(la: Owner, name: str) -> Precision:
     links = MOMENTS[: MOMENTS.index(name)] if name in MOMENTS else MOMENTS
     for link in reversed(links[1:]):  # the first is that of `la.posterior()`
         # Variances say everything of a diagonal posterior only.
-        if is_overridden(la, link) and (link != "posterior_variance" or _structure(la) == "diag"):
+        if is_overridden(la, link) and (link != "posterior_variance" or la.snapshot().choices.structure.is_diagonal):
             return _given(la, link, member(la, link))
     return la.posterior()
 
@@ -214,7 +215,7 @@ def _given(la: Owner, name: str, value: Any) -> Precision:
         return value
     if isinstance(value, Kron | KronDecomposed):
         value = value.to_matrix()
-    elif isinstance(value, tuple) and _structure(la) == "lowrank":
+    elif isinstance(value, tuple) and la.snapshot().choices.structure.name == "lowrank":
         (vectors, values), delta = value
         value = (vectors * values) @ vectors.T + torch.diag(delta)
     n = la.snapshot().problem.layout.n_params
@@ -231,7 +232,7 @@ def _given(la: Owner, name: str, value: Any) -> Precision:
         return GivenPrecision(covariance_root(value.unsqueeze(0))[0])
     if value.ndim == 1:
         return GivenPrecision(_positive(la, name, value).rsqrt())
-    root = algebra.covariance_factor(0.5 * (value + value.T).double())
+    root = algebra.covariance_factor(0.5 * widened(value + value.T))
     if root is None:
         raise InvalidArgument(f"{name} of class {type(la).__name__} is not positive definite.")
     return GivenPrecision(root.to(value.dtype))
@@ -246,10 +247,6 @@ def _positive(la: object, name: str, value: Tensor) -> Tensor:
 def member(la: object, name: str) -> Any:
     """A method or an attribute as the object has it, which may be a user's."""
     return getattr(la, name)
-
-
-def _structure(la: Owner) -> str:
-    return la.snapshot().choices.structure.name
 
 
 def checked(la: object, name: str, value: Any, shape: tuple[int, ...]) -> Tensor:

@@ -79,7 +79,7 @@ def own_samples(
     # What has its default value is not passed on: a user's method need not know it.
     if kind != PredType.NN:
         options |= {"full": {}, "diagonal": {"diagonal_output": True}, "joint": {"joint": True}}[form]
-    pred_type = PredType.GP if posterior.choices.structure.name == PredType.GP else kind
+    pred_type = posterior.choices.pred_types.name(kind)
 
     def draw(n: int, generator: torch.Generator | None) -> OutputRows:
         with posterior.owned() as la:

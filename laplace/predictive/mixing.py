@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import wide_dtype, widened
+
 Prediction = Tensor | tuple[Tensor, Tensor]
 
 
@@ -87,15 +89,15 @@ def quantile(means: Tensor, variances: Tensor, weights: Tensor, probability: flo
         weights: π, `[K]`.
         probability: In (0, 1).
     """
-    m, v = means.double(), variances.double()
-    s = v.clamp(min=torch.finfo(torch.float64).tiny).sqrt()
+    m, v = widened(means), widened(variances)
+    s = v.clamp(min=torch.finfo(v.dtype).tiny).sqrt()
     pi = weights.to(m).reshape(-1, *(1,) * (m.ndim - 1))
 
     def excess(q: Tensor) -> Tensor:
         return (pi * torch.special.ndtr((q - m) / s)).sum(0) - probability
 
     with torch.no_grad():
-        own = m + s * torch.special.ndtri(torch.tensor(probability, dtype=torch.float64, device=m.device))
+        own = m + s * torch.special.ndtri(torch.tensor(probability, dtype=wide_dtype(m.device), device=m.device))
         low, high = own.amin(0), own.amax(0)
         for _ in range(_HALVINGS):
             middle = 0.5 * (low + high)

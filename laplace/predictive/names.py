@@ -32,6 +32,10 @@ class PredictiveNames:
         given = f"={str(pred_type)!r}" if isinstance(pred_type, str) else f" is a {type(pred_type).__name__}"
         raise InvalidArgument(f"pred_type{given}; {self.accepted}")
 
+    def name(self, kind: PredType) -> str:
+        """The name of a predictive, the first of several."""
+        return next((name for name, own in self.kinds.items() if own == kind), str(kind))
+
 
 WEIGHT_SPACE = PredictiveNames(
     {"glm": PredType.GLM, "nn": PredType.NN},

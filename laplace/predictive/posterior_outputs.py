@@ -10,6 +10,7 @@ from torch import Tensor
 
 from laplace.core.gaussian import Gaussian, sample_moments
 from laplace.core.positions import OutputRows
+from laplace.core.precision_policy import wide_dtype
 from laplace.enums import LinkApprox
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.decomposition import Decomposition
@@ -143,7 +144,7 @@ class PosteriorOutputs:
 
         Where the link draws, or everything is float64, `latent` has them.
         """
-        there = self._link_draws or self.sigma_noise.dtype == torch.float64
+        there = self._link_draws or self.sigma_noise.dtype == wide_dtype(self.sigma_noise.device)
         return self.latent if there else self._gaussian(self.options.form, wide=True)
 
     @property

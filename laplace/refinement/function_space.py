@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import widened
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
 from laplace.refinement.newton import backtracked
@@ -106,9 +107,9 @@ def mode(
     n = prior_mean.numel()
     if kernel.shape != (n, n):
         raise InvalidArgument(f"kernel has shape {list(kernel.shape)}; for a mean {list(prior_mean.shape)}: {[n, n]}.")
-    K, m, scale = kernel.double(), prior_mean.double(), scale.detach().double()
+    K, m, scale = widened(kernel), widened(prior_mean), widened(scale.detach())
     y = likelihood.check_targets(m, y)
-    dual = torch.zeros_like(m) if start is None else start.double()
+    dual = torch.zeros_like(m) if start is None else widened(start)
 
     def evaluated(a: Tensor) -> tuple[Tensor, float]:
         shift = (K @ a.flatten()).view_as(m)

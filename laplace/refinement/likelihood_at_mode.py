@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import widened
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.checks import check_outputs
 from laplace.likelihoods.output_hessian import OutputHessian
@@ -38,7 +39,7 @@ class Shifted(Likelihood):
     def pack(self, shift: Tensor, root: Tensor | None, y: Tensor) -> Tensor:
         """Targets `[B, …]` of `base` with shifts `[B, C]` and roots, as `[B, n]`, float64."""
         parts = [shift] if root is None else [shift, root.flatten(1)]
-        return torch.cat([part.double() for part in (*parts, y.reshape(len(y), -1))], 1)
+        return torch.cat([widened(part) for part in (*parts, y.reshape(len(y), -1))], 1)
 
     def _unpacked(self, packed: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         c = self.n_outputs
@@ -59,20 +60,20 @@ class Shifted(Likelihood):
     def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
         """Loss at the centre, f + shift."""
         shift, _, targets = self._unpacked(y)
-        return self.base.loss_terms(f.double() + shift, targets).to(f.dtype)
+        return self.base.loss_terms(widened(f) + shift, targets).to(f.dtype)
 
     def hessian(self, f: Tensor, y: Tensor | None = None) -> OutputHessian:
         """Expected output Hessian around f + shift."""
         if y is None:
             return self.base.hessian(f)
         shift, root, targets = self._unpacked(y)
-        found = self.smoothing.hessian(self.base, f.double() + shift, root, targets)
+        found = self.smoothing.hessian(self.base, widened(f) + shift, root, targets)
         parts = {field.name: getattr(found, field.name) for field in fields(found)}
         return replace(found, **{name: None if part is None else part.to(f.dtype) for name, part in parts.items()})
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         shift, root, targets = self._unpacked(y)
-        return self.smoothing.gradient(self.base, f.double() + shift, root, targets).to(f.dtype)
+        return self.smoothing.gradient(self.base, widened(f) + shift, root, targets).to(f.dtype)
 
     def sample_gradients(
         self, f: Tensor, y: Tensor | None, n_samples: int, generator: torch.Generator | None = None

@@ -12,6 +12,7 @@ from torch import Tensor
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.positions import require_none
+from laplace.core.precision_policy import widened
 from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.products import Linearised, add_rows
 from laplace.errors import InvalidData
@@ -91,7 +92,7 @@ class LinearBatch:
         self.engine = engine
         self.x = x
         self.kept: HeadMap | GraphMap | None = self._map()
-        self.f = self._outputs.detach().double()
+        self.f = widened(self._outputs.detach())
         self.y = engine.likelihood.check_targets(self.f, y)
 
     def _map(self) -> HeadMap | GraphMap:
@@ -101,7 +102,7 @@ class LinearBatch:
                 require_none(parts[0][0].positions, "a refinement")
                 self._outputs = torch.cat([f for _, f in parts])
                 found = [jacobian.head_features() for jacobian, _ in parts]
-                return HeadMap(torch.cat([phi for phi, _ in found]).double(), found[0][1])
+                return HeadMap(widened(torch.cat([phi for phi, _ in found])), found[0][1])
         linear = self.engine.linear(self.x)
         require_none(tuple(linear.f.shape[1:-1]), "a refinement")
         self._outputs = linear.f

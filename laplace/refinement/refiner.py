@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace import fitting
+from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import check_generator
 from laplace.engines.native.ggn import GGNEngine
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
@@ -93,28 +94,28 @@ class Refiner:
         self.model = LinearModel(
             data=self.data,
             likelihood=posterior.likelihood,
-            scale=scale.detach().double(),
-            prior_precision=evidence.prior.diagonal().detach().double(),
-            offset=posterior.expansion_point.double() - evidence.prior.mean.detach().double(),
+            scale=widened(scale.detach()),
+            prior_precision=widened(evidence.prior.diagonal().detach()),
+            offset=widened(posterior.expansion_point) - widened(evidence.prior.mean.detach()),
         )
 
     @property
     def start(self) -> Tensor:
         """The step from θ* that a search begins with, `[P]`, float64: that of a former refinement, or zero."""
         step = self.posterior.refined_step
-        return torch.zeros_like(self.model.offset) if step is None else step.double()
+        return torch.zeros_like(self.model.offset) if step is None else widened(step)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the numbers that the network computes."""
-        return torch.float64 if self.engine.dtype == torch.float64 else torch.float32
+        return self.engine.dtype
 
     def minimum(self, model: LinearModel, start: Tensor, precision: Precision, *, show: bool) -> Minimum:
         """The minimum of a model, searched from a step `[P]`."""
         dtype = self.posterior.expansion_point.dtype
 
         def precondition(vector: Tensor) -> Tensor:
-            return precision.solve(vector.to(dtype).unsqueeze(0))[0].double()
+            return widened(precision.solve(vector.to(dtype).unsqueeze(0))[0])
 
         tolerance = self.options.tolerance or _TOLERANCE[self.dtype]
         max_steps = max(self.options.max_steps, 1)

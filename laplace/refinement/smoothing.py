@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.gaussian import covariance_root
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.random_numbers import standard_normal
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.output_hessian import OutputHessian
@@ -63,7 +64,7 @@ class Smoothing:
         if likelihood.independent_outputs:
             return cls(*_quadrature(widest, like.device), independent=True)
         source = generator or torch.Generator(device=like.device).manual_seed(0)
-        half = standard_normal((-(-n_samples // 2), n_outputs), like.double(), source)
+        half = standard_normal((-(-n_samples // 2), n_outputs), widened(like), source)
         if len(half) > n_outputs:  # unit second moments: expectations of quadratic functions are exact
             root = torch.linalg.cholesky(half.mT @ half / len(half))
             half = torch.linalg.solve_triangular(root, half.mT, upper=False).mT
@@ -72,7 +73,7 @@ class Smoothing:
 
     def root(self, covariance: Tensor) -> Tensor:
         """What colours the points: `[B, C]` standard deviations of `[B, C]` variances, else roots `[B, C, C]`."""
-        return covariance.double().clamp(min=0).sqrt() if self.independent else covariance_root(covariance.double())
+        return widened(covariance).clamp(min=0).sqrt() if self.independent else covariance_root(widened(covariance))
 
     def around(self, f: Tensor, root: Tensor | None) -> list[tuple[float, Tensor]]:
         """Weighted outputs `[B, C]` around f; f alone without a root."""
@@ -117,8 +118,8 @@ def _quadrature(widest: float, device: torch.device) -> tuple[Tensor, Tensor]:
         nodes = np.linspace(-_REACH, _REACH, count)
         masses = np.exp(-(nodes**2) / 2)
         masses = masses / masses.sum()
-    points = torch.as_tensor(nodes, dtype=torch.float64, device=device).unsqueeze(1)
-    return points, torch.as_tensor(masses, dtype=torch.float64, device=device)
+    points = torch.as_tensor(nodes, dtype=wide_dtype(device), device=device).unsqueeze(1)
+    return points, torch.as_tensor(masses, dtype=wide_dtype(device), device=device)
 
 
 NOWHERE = Smoothing(torch.zeros(1, 1), torch.ones(1), independent=True)

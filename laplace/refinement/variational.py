@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from laplace.core.precision_policy import widened
 from laplace.fitting import Fit
 from laplace.posterior.refined import Refinement
 from laplace.refinement.glm import LinearModel
@@ -125,10 +126,10 @@ def _bound(refiner: Refiner, model: LinearModel, precision: Precision, step: Ten
         terms,
         refiner.data.n_data,
         n_outputs,
-        evidence.sigma_noise.detach().double(),
-        evidence.temperature.detach().double(),
+        widened(evidence.sigma_noise.detach()),
+        widened(evidence.temperature.detach()),
     )
     theta = model.offset + step
-    trace = delta @ precision.diagonal_of_inverse().double()
-    twice = trace + (delta * theta) @ theta - len(delta) + precision.logdet_ratio().detach().double()
+    trace = delta @ widened(precision.diagonal_of_inverse())
+    twice = trace + (delta * theta) @ theta - len(delta) + widened(precision.logdet_ratio().detach())
     return float(expected - 0.5 * twice)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.checks import require
+from laplace.core.precision_policy import widened
 from laplace.errors import CurvatureError
 from laplace.structures.announced import Decompositions
 from laplace.structures.indefinite import without_rounding
@@ -65,7 +66,7 @@ def _announced(matrix: Tensor) -> Iterator[None]:
 def _checked(matrix: Tensor) -> Tensor:
     mend = "the curvature is not finite; the data or the network's outputs hold NaN or infinity."
     require(matrix.isfinite(), lambda: CurvatureError(mend))
-    return matrix.detach().double()
+    return widened(matrix.detach())
 
 
 def _clamped(values: Tensor) -> Tensor:
@@ -156,7 +157,7 @@ def significant_part(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 def _projected(matrix: Tensor, keep: Tensor) -> Tensor:
     # The projection is a constant, so that the gradient is that of the projected curvature.
     projector = keep @ keep.T
-    return projector @ matrix.double() @ projector
+    return projector @ widened(matrix) @ projector
 
 
 def cholesky(matrix: Tensor) -> Tensor | None:

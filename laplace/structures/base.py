@@ -318,7 +318,7 @@ class _SumPass(DataPass):
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
         add = self.structure.from_batch if self.total is None else self.total.with_batch
         summary, total = add(self.engine, x, y)
-        require_finite(total.is_finite())
+        require_finite(torch.as_tensor(total.is_finite()))  # structures of users give a bool
         self.total = total
         return summary
 

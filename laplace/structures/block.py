@@ -13,6 +13,7 @@ from laplace.core.batch import Inputs
 from laplace.core.checks import all_finite
 from laplace.core.gram import mirror
 from laplace.core.layout import Layout
+from laplace.core.precision_policy import widened
 from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine, Groups
 from laplace.engines.profile import BatchProfile
@@ -161,8 +162,8 @@ class BlockCurvature(AdditiveCurvature):
             self._indefinite(options.get("indefinite")).spectra(torch.ones(1))
 
     def _spectra(self, weights: Tensor | None) -> Spectra:
-        terms = (block.double() for block in self.values)
-        totals = (t[0] if weights is None else torch.tensordot(weights.double(), t, 1) for t in terms)
+        terms = (widened(block) for block in self.values)
+        totals = (t[0] if weights is None else torch.tensordot(widened(weights), t, 1) for t in terms)
         dtype = self.sums[0].dtype
         signed = dtype if self.signed else None
         blocks: list[BlockSpectrum] = []

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import widened
 from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import Groups
 from laplace.engines.kron_parts import KronBlock
@@ -89,7 +90,7 @@ class BlockSpectrum:
         if precision.numel() == 1 or self.shape is None:
             return precision
         shares = replace(self, left=_shares(self.left), right=_shares(self.right))
-        return shares.rotate(precision.double())
+        return shares.rotate(widened(precision))
 
     def diagonal(self, values: Tensor) -> Tensor:
         """Diagonal of U diag(values) Uᵀ, `[p]`."""

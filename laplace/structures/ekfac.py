@@ -16,6 +16,7 @@ from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.core.layout import Layout
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import KronBlock, KronParts
@@ -124,7 +125,7 @@ class EkfacCurvature(Curvature):
         return Recent()
 
     def _spectra(self, weights: Tensor) -> Spectra:
-        values = (weights.double() @ self.corrected.double()).clamp(min=0)
+        values = (widened(weights) @ widened(self.corrected)).clamp(min=0)
         exact = iter(() if self._exact is None else self._exact.spectra(weights))
         spectra: list[BlockSpectrum] = []
         for block, basis, part in zip(
@@ -136,7 +137,7 @@ class EkfacCurvature(Curvature):
     @cached_property
     def _wide_bases(self) -> tuple[BlockSpectrum, ...]:
         with algebra.kept_for_later():
-            return tuple(basis.cast(torch.float64) for basis in self.bases)
+            return tuple(basis.cast(wide_dtype(basis.values.device)) for basis in self.bases)
 
     @cached_property
     def _exact(self) -> KronCurvature | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from laplace.core.batch import Inputs
 from laplace.core.gram import mirror
 from laplace.core.layout import Layout
+from laplace.core.precision_policy import widened
 from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
@@ -211,14 +212,14 @@ class FullPrecision(RootPrecision):
         return factor
 
     def _double(self) -> Tensor:
-        values = torch.tensordot(self.weights.double(), self.curvature.values.double(), 1)
-        return values + torch.diag(self.prior.diagonal().double())
+        values = torch.tensordot(widened(self.weights), widened(self.curvature.values), 1)
+        return values + torch.diag(widened(self.prior.diagonal()))
 
     def _projected(self) -> Tensor:
         """P with the curvature's directions of rounding set to zero; differentiable in w and δ."""
-        prior = torch.diag(self.prior.diagonal().double())
+        prior = torch.diag(widened(self.prior.diagonal()))
         values = self.curvature.values
-        curvature = torch.tensordot(self.weights.double(), values.double(), 1)
+        curvature = torch.tensordot(widened(self.weights), widened(values), 1)
         if self.curvature.signed:
             return algebra.significant_part(curvature, values.dtype) + prior
         return algebra.positive_part(curvature) + prior

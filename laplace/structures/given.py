@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import widened
 from laplace.structures.root_precision import RootPrecision
 
 
@@ -25,7 +26,7 @@ class GivenPrecision(RootPrecision):
         return self.root.ndim == 1
 
     def logdet(self) -> Tensor:
-        root = self.root.double()
+        root = widened(self.root)
         return -2 * (root.log().sum() if self._is_diagonal else torch.linalg.slogdet(root).logabsdet)
 
     def logdet_ratio(self) -> Tensor:
@@ -40,12 +41,12 @@ class GivenPrecision(RootPrecision):
         if self._is_diagonal:
             return vectors / self.root
         rows = vectors.reshape(-1, vectors.shape[-1])
-        return torch.linalg.solve(self.root.double(), rows.double().T).T.to(vectors).view_as(vectors)
+        return torch.linalg.solve(widened(self.root), widened(rows).T).T.to(vectors).view_as(vectors)
 
     def to_dense(self) -> Tensor:
         if self._is_diagonal:
             return torch.diag(self.root.square().reciprocal())
-        inverse = torch.linalg.inv(self.root.double())
+        inverse = torch.linalg.inv(widened(self.root))
         return (inverse.T @ inverse).to(self.root)
 
     @property

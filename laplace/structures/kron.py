@@ -17,6 +17,7 @@ from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.core.layout import Layout
+from laplace.core.precision_policy import widened
 from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts
@@ -156,8 +157,8 @@ class KronCurvature(AdditiveCurvature):
         self, block: KronBlock, weights: Tensor | None, shared: dict[str, tuple[Tensor, Tensor]]
     ) -> BlockSpectrum:
         factors = self.parts.factors
-        terms = factors[block.output].double()
-        total = terms[0] if weights is None else torch.tensordot(weights.double(), terms, 1)
+        terms = widened(factors[block.output])
+        total = terms[0] if weights is None else torch.tensordot(widened(weights), terms, 1)
         if block.kind in ("diag", UNUSED):
             return diag_spectrum(total)
         if block.kind == "dense":
@@ -165,7 +166,7 @@ class KronCurvature(AdditiveCurvature):
         if block.output not in shared:
             _, vectors = algebra.eigh(total)
             shared[block.output] = values_at(total, vectors), followed(total, vectors)
-        inputs: Tensor | None = None if block.input is None else factors[block.input].double()
+        inputs: Tensor | None = None if block.input is None else widened(factors[block.input])
         return kron_spectrum(block, total, shared[block.output], inputs, self.parts.positions(block))
 
     @property

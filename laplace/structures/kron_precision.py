@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.layout import Layout
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.prior import GaussianPrior
 from laplace.errors import CurvatureError
 from laplace.jacobian.jacobian import Jacobian
@@ -79,7 +80,7 @@ class KronPrecision(Precision):
         left, right = spectrum.left_values, spectrum.right_values
         if not self.damping or left is None or right is None or spectrum.matrix is not None:
             return self._scale * spectrum.values + prior
-        root, scale = prior.double().sqrt().view(-1, *_folded(spectrum, prior)), self._scale.double().sqrt()
+        root, scale = widened(prior).sqrt().view(-1, *_folded(spectrum, prior)), widened(self._scale).sqrt()
         damped = (scale * left.unsqueeze(2) + root) * (scale * right.unsqueeze(1) + root)
         return damped.flatten()
 
@@ -108,7 +109,7 @@ class KronPrecision(Precision):
             matrix = algebra.significant_part(matrix, self.spectra.dtype)
         elif projected:
             matrix = algebra.positive_part(matrix)
-        return self._scale.double() * matrix + torch.diag(prior.double().expand(len(matrix)))
+        return widened(self._scale) * matrix + torch.diag(widened(prior).expand(len(matrix)))
 
     def _cholesky(self, i: int) -> Tensor:
         """Cholesky factor of a dense block with a varying prior, in float64.
@@ -129,11 +130,11 @@ class KronPrecision(Precision):
         parts = vectors.split([spectrum.size for spectrum in self.spectra], -1)
         total = torch.zeros((), dtype=vectors.dtype, device=vectors.device)
         for i, (spectrum, part) in enumerate(zip(self.spectra, parts, strict=True)):
-            exact = part.double()
+            exact = widened(part)
             if spectrum.matrix is None:
                 total = total + (spectrum.rotate(exact).square() * self._values(i)).sum(-1)
             else:  # by the block itself, whose derivative in the weights of several terms no eigenbasis has
-                product = self._scale.double() * (exact @ spectrum.matrix) + self._priors[i].double() * exact
+                product = widened(self._scale) * (exact @ spectrum.matrix) + widened(self._priors[i]) * exact
                 total = total + (product * exact).sum(-1)
         return total.to(vectors.dtype)
 
@@ -180,12 +181,12 @@ class KronPrecision(Precision):
                 continue
             with torch.no_grad():
                 if self.spectra.signed:
-                    own = dense_spectrum(self._dense_block(i, projected=True), signed=torch.float64)
+                    own = dense_spectrum(self._dense_block(i, projected=True), signed=wide_dtype(self._scale.device))
                     decomposed.append((own, own.values))
                 else:
                     own = dense_spectrum(self._dense_block(i))
                     # P is at least its prior, also where rounding of H says less.
-                    decomposed.append((own, own.values.maximum(self._priors[i].min().double())))
+                    decomposed.append((own, own.values.maximum(widened(self._priors[i].min()))))
         return decomposed
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:

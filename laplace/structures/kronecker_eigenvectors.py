@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.kron_parts import KronBlock
 from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.structures.low_rank_factors import Side
@@ -128,7 +129,7 @@ def columns_of(block: KronBlock, output: Side, inputs: Side | Tensor | None, pos
     floor = totals.max() * torch.finfo(output.basis.dtype).eps
     order = order[totals.flatten()[order] > floor]  # what is less is rounding
     group, i, j = order // totals[0].numel(), order // totals.shape[2] % totals.shape[1], order % totals.shape[2]
-    sides = vectors.mT[group, i], output.basis.double().mT[group, j]
+    sides = vectors.mT[group, i], widened(output.basis).mT[group, j]
     left, right = sides if block.input_first else sides[::-1]
     groups = torch.nn.functional.one_hot(group, len(totals)).to(left)
     left = (groups.unsqueeze(2) * left.unsqueeze(1)).flatten(1)
@@ -138,11 +139,11 @@ def columns_of(block: KronBlock, output: Side, inputs: Side | Tensor | None, pos
 def _input_eigen(inputs: Side | Tensor | None, output: Side, rank: int) -> tuple[Tensor, Tensor]:
     """Eigenvectors `[G, n, r]` and eigenvalues `[1, G, r]` of the input side."""
     if inputs is None:
-        ones = output.basis.new_ones(1, len(output.basis), 1, dtype=torch.float64)
+        ones = output.basis.new_ones(1, len(output.basis), 1, dtype=wide_dtype(output.basis.device))
         return ones[0].unsqueeze(2), ones
     if isinstance(inputs, Side):
-        return inputs.basis.double(), inputs.values
-    counts = inputs.double()
+        return widened(inputs.basis), inputs.values
+    counts = widened(inputs)
     order = counts.argsort(descending=True, stable=True)[:rank]
     vectors = torch.nn.functional.one_hot(order, len(counts)).T.to(counts)
     return vectors.unsqueeze(0), counts[order].reshape(1, 1, -1)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.core.layout import Layout
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.prior import GaussianPrior
 from laplace.core.random_numbers import standard_normal
 from laplace.engines.engine import BatchSummary, CurvatureEngine
@@ -224,16 +225,17 @@ class LowRankCurvature(Curvature):
         if mode in ("clamp", "abs"):
             values, vectors = torch.linalg.eigh(cores)
             cores = (vectors * mended(values, mode).unsqueeze(1)) @ vectors.mT
-        return Subspace(self.basis, cores.double())
+        return Subspace(self.basis, widened(cores))
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> LowRankCurvature:
-        cores = state["cores"].double()  # whatever dtype the posterior was moved to
+        cores = widened(state["cores"])  # whatever dtype the posterior was moved to
         return fields.from_state(cls, state | {"cores": cores})
 
     def public(self) -> tuple[Tensor, Tensor]:
         """Eigenvectors U `[P, K]` and eigenvalues λ `[K]` of the sum of the terms."""
-        return self._subspace(None).eigenpairs(torch.ones(self.n_terms, dtype=torch.float64, device=self.basis.device))
+        ones = torch.ones(self.n_terms, dtype=wide_dtype(self.basis.device), device=self.basis.device)
+        return self._subspace(None).eigenpairs(ones)
 
 
 def _basis_of(rows: Tensor) -> Tensor:
@@ -307,7 +309,7 @@ class _Reading(DataPass):
     def _add_trace(self, x: Inputs, y: Tensor) -> None:
         draws = self.engine.generator
         state = None if draws is None else draws.get_state()
-        trace = self.engine.diag(x, y)[1].double().sum(1)
+        trace = widened(self.engine.diag(x, y)[1]).sum(1)
         self.trace = trace if self.trace is None else self.trace + trace
         if draws is not None and state is not None:
             draws.set_state(state)  # of sampled curvature the trace is that of the very same operator

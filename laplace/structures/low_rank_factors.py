@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidData
 from laplace.structures import algebra
 
@@ -36,9 +37,9 @@ class Draws:
 
     def _drawn(self, key: str, groups: int, n: int) -> Tensor:
         if self.width >= n:
-            return torch.eye(n, dtype=torch.float64).expand(groups, -1, -1)
+            return torch.eye(n, dtype=wide_dtype()).expand(groups, -1, -1)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {key}".encode()))
-        return torch.randn(groups, n, self.width, dtype=torch.float64, generator=generator)
+        return torch.randn(groups, n, self.width, dtype=wide_dtype(), generator=generator)
 
 
 class Ranges:
@@ -60,7 +61,7 @@ class Ranges:
 
 def _orthonormal(products: Tensor) -> Tensor:
     """Q `[G, n, w]` in the dtype of the products; the identity where they span everything."""
-    total = (products.sum(0) if products.ndim == 4 else products).double()
+    total = widened(products.sum(0) if products.ndim == 4 else products)
     groups, n, width = total.shape
     if width >= n:
         return torch.eye(n, dtype=products.dtype, device=products.device).expand(groups, -1, -1)
@@ -82,7 +83,7 @@ class Side:
     @property
     def values(self) -> Tensor:
         """Uᵀ A_e U of single eigenvectors, `[E, G, r]`, float64, without rounding below zero."""
-        return self.cores.double().diagonal(dim1=-2, dim2=-1).clamp(min=0)
+        return widened(self.cores).diagonal(dim1=-2, dim2=-1).clamp(min=0)
 
     @classmethod
     def of(cls, basis: Tensor, products: Tensor, rank: int) -> Side:
@@ -94,13 +95,13 @@ class Side:
             rank: Eigenvectors kept of every group.
         """
         products = products if products.ndim == 4 else products.unsqueeze(0)
-        return cls._truncated(basis, basis.double().mT @ products.double(), rank)
+        return cls._truncated(basis, widened(basis).mT @ widened(products), rank)
 
     def added(self, other: Side, rank: int) -> Side:
         """The dominant part of the sum of two sides."""
-        stacked, triangular = torch.linalg.qr(torch.cat([self.basis, other.basis], -1).double())
+        stacked, triangular = torch.linalg.qr(widened(torch.cat([self.basis, other.basis], -1)))
         mine, yours = triangular.split([self.basis.shape[-1], other.basis.shape[-1]], -1)
-        cores = mine @ self.cores.double() @ mine.mT + yours @ other.cores.double() @ yours.mT
+        cores = mine @ widened(self.cores) @ mine.mT + yours @ widened(other.cores) @ yours.mT
         return self._truncated(stacked.to(self.basis), cores, rank)
 
     @classmethod

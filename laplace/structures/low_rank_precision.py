@@ -21,6 +21,7 @@ from torch import Tensor
 from laplace.core.checks import is_true
 from laplace.core.gram import row_gram
 from laplace.core.layout import Layout
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.prior import GaussianPrior
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import subspace
@@ -55,7 +56,7 @@ class Subspace:
 
     def core(self, weights: Tensor) -> Tensor:
         """Σ_e w_e M_e, `[r, r]`, with the graph of the weights."""
-        return torch.tensordot(weights.double(), self.cores, 1)
+        return torch.tensordot(widened(weights), self.cores, 1)
 
     def eigenvalues(self, weights: Tensor) -> Tensor:
         """Eigenvalues of the core, `[r]`, with the graph of the weights; without a graph they are kept."""
@@ -79,7 +80,7 @@ class Subspace:
 
     def gram(self, prior: GaussianPrior) -> Tensor:
         """Qᵀ diag(δ)⁻¹ Q, `[r, r]`, float64, differentiable in δ."""
-        delta = prior.precision.double()
+        delta = widened(prior.precision)
         if not prior.is_constant_per_tensor:
             return _InverseWeightedGram.apply(delta, self.basis)
         grams = self._recent_grams(prior.layout, lambda: self._grams(prior.layout))
@@ -133,7 +134,7 @@ class LowRankPrecision(Precision):
             CurvatureError: P is not positive definite.
         """
         if self.prior.is_scalar:
-            return self._checked(self.subspace.eigenvalues(self.weights) / self.prior.precision.double())
+            return self._checked(self.subspace.eigenvalues(self.weights) / widened(self.prior.precision))
         core, root = self.subspace.core(self.weights), torch.linalg.cholesky(self.subspace.gram(self.prior))
         return self._checked(torch.linalg.eigvalsh(root.T @ core @ root))
 
@@ -165,7 +166,7 @@ class LowRankPrecision(Precision):
     @cached_property
     def _solved(self) -> _Solved:
         """The inside of the subspace, with the graph that leads to weights and prior."""
-        core, delta = self.subspace.core(self.weights), self.prior.precision.double()
+        core, delta = self.subspace.core(self.weights), widened(self.prior.precision)
         if self.prior.is_scalar:
             root, inside = None, core / delta
             values, vectors = torch.linalg.eigh(core.detach())
@@ -194,7 +195,7 @@ class LowRankPrecision(Precision):
         inverse = self._deviations.square()
         basis = self.subspace.basis
         wanted = jacobian.summed_in(basis.dtype)
-        dtype = torch.float64 if self._cancels else wanted
+        dtype = wide_dtype(basis.device) if self._cancels else wanted
         variances = tuple(part.to(dtype) for part in self.prior.layout.split(inverse))
         moments = _Moments.of(jacobian, basis, solved.rotation, variances, diagonal=diagonal)
         return (moments.reduced(solved.thetas) + solved.moved(moments.z, -1, diagonal=diagonal)).to(wanted)
@@ -212,8 +213,8 @@ class LowRankPrecision(Precision):
         total = row_gram(inside, 1 / (1 + thetas)) + self._solved.moved(inside, -1, diagonal=False)
         # What lies outside of the subspace is formed before it is squared, so that nothing cancels.
         for part, basis, deviations in subspace.chunks(rows, self.subspace.basis, self._deviations.unsqueeze(0)):
-            wide = deviations.double()
-            outside = part.double() * wide - inside @ rotation @ (basis.double() * wide)
+            wide = widened(deviations)
+            outside = widened(part) * wide - inside @ rotation @ (widened(basis) * wide)
             total = total + outside @ outside.T
         return total.to(jacobian.summed_in(self.subspace.basis.dtype))
 
@@ -227,7 +228,7 @@ class LowRankPrecision(Precision):
 
     def diagonal_of_inverse(self) -> Tensor:
         thetas, rotation = self._solved.thetas, self._solved.rotation
-        inverse = self._deviations.double().square()
+        inverse = widened(self._deviations).square()
         share = subspace.quadratic_forms(self.subspace.basis, rotation.T @ rotation) * inverse  # Σ Z², at most 1
         shrunk = rotation.T @ (torch.diag(1 / (1 + thetas)) + self._solved.slope(-1)) @ rotation
         inside = subspace.quadratic_forms(self.subspace.basis, shrunk)
@@ -323,7 +324,7 @@ class LowRankScan(VariancesOverPriors):
         dtype = self.subspace.basis.dtype
 
         def at(delta: Tensor) -> Tensor:
-            delta = delta.double()
+            delta = widened(delta)
             thetas = values / delta
             if self.signed:
                 require_positive(1 + thetas, _RELATIVE)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import check_counts
+from laplace.core.precision_policy import widened
 from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts, Probe
@@ -145,7 +146,7 @@ class LowRankKronCurvature(Curvature):
 
     def _parts(self, weights: Tensor) -> tuple[Part, ...]:
         sizes = [block.size for block in self.blocks]
-        diagonals = (weights.double() @ self.diagonal.double()).split(sizes)
+        diagonals = (widened(weights) @ widened(self.diagonal)).split(sizes)
         dtype = self.diagonal.dtype
         return tuple(
             Part.of(columns, diagonal, weights, dtype)
@@ -160,7 +161,7 @@ class LowRankKronCurvature(Curvature):
 
     def _columns(self, block: KronBlock) -> Columns:
         if block.kind != "kron":
-            return kronecker_eigenvectors.none(block.size, self.diagonal.double())
+            return kronecker_eigenvectors.none(block.size, widened(self.diagonal))
         output, key = self.sides[block.output], block.input
         if key is None:  # a bias has no input side, and no mean of it
             return columns_of(block, output, None, 1.0, self.rank)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.checks import is_true
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.prior import GaussianPrior
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block
@@ -60,7 +61,7 @@ class Part:
         diagonal = diagonal.clamp(min=0)
         if not len(columns):
             return cls(columns, diagonal.new_zeros(0), torch.ones_like(diagonal).to(dtype), diagonal.to(dtype))
-        values = weights.double() @ columns.values
+        values = widened(weights) @ columns.values
         lowrank = columns.diagonal(values)
         exceeds = lowrank > diagonal
         positive = exceeds & (diagonal > 0)
@@ -95,7 +96,7 @@ class _Solved:
     @cached_property
     def _weights(self) -> Tensor:
         """S B⁻¹, `[p]`: what the entries of U are multiplied with in B⁻¹ V."""
-        return self.part.scaling.double() * self.inverse
+        return widened(self.part.scaling) * self.inverse
 
     def reduced(self, block: Block, dtype: torch.dtype, *, diagonal: bool) -> tuple[Tensor, Tensor | None]:
         """J P⁻¹ Jᵀ per datum, `[B, C, C]`, or its diagonals `[B, C]`, computed in `dtype`.
@@ -110,7 +111,7 @@ class _Solved:
         z = torch.linalg.solve_triangular(self.factor.to(dtype), self._applied(block, dtype).flatten(1), upper=False)
         z = z.unflatten(1, (block.n_data, -1))
         rest = first - (z.square().sum(0) if diagonal else torch.einsum("kbc,kbd->bcd", z, z))
-        return rest, None if dtype == torch.float64 else self._cancels(first, rest, diagonal=diagonal)
+        return rest, None if dtype == wide_dtype(first.device) else self._cancels(first, rest, diagonal=diagonal)
 
     def _cancels(self, first: Tensor, rest: Tensor, *, diagonal: bool) -> Tensor:
         before, after = (t.detach() if diagonal else t.detach().diagonal(dim1=1, dim2=2) for t in (first, rest))
@@ -124,7 +125,7 @@ class _Solved:
 
     def covariance(self, rows: Tensor) -> Tensor:
         """J P⁻¹ Jᵀ of rows `[n, p]`, `[n, n]`, float64."""
-        rows = rows.double()
+        rows = widened(rows)
         z = torch.linalg.solve_triangular(self.factor, self._inside(rows * self._weights).T, upper=False)
         return (rows * self.inverse) @ rows.T - z.T @ z
 
@@ -136,7 +137,7 @@ class _Solved:
         deviations = self.inverse.sqrt()
         if not len(self.roots):
             return noise * deviations
-        whiten = self.part.scaling.double() * deviations
+        whiten = widened(self.part.scaling) * deviations
         core = self.factor @ self.factor.T
         values, vectors = algebra.eigh(core)
         values = values.clamp(min=1)
@@ -191,7 +192,7 @@ class LowRankKronPrecision(Precision):
 
     def _inverse(self, part: Part, delta: Tensor) -> Tensor:
         """B⁻¹, `[p]`, float64."""
-        return 1 / (self._scale.double() * part.rest.double() + delta.double())
+        return 1 / (widened(self._scale) * widened(part.rest) + widened(delta))
 
     def _cholesky(self, part: Part, delta: Tensor) -> Tensor:
         """Cholesky factor of K = I + Vᵀ B⁻¹ V, `[K, K]`, float64.
@@ -199,8 +200,8 @@ class LowRankKronPrecision(Precision):
         Raises:
             CurvatureError: The prior is so small that K is singular by rounding.
         """
-        roots = (self._scale.double() * part.values).sqrt()
-        gram = part.columns.gram(part.scaling.double().square() * self._inverse(part, delta))
+        roots = (widened(self._scale) * part.values).sqrt()
+        gram = part.columns.gram(widened(part.scaling).square() * self._inverse(part, delta))
         eye = torch.eye(len(roots), dtype=roots.dtype, device=roots.device)
         factor = algebra.cholesky(eye + roots.unsqueeze(1) * gram * roots)
         if factor is None:
@@ -208,8 +209,8 @@ class LowRankKronPrecision(Precision):
         return factor
 
     def quad(self, vectors: Tensor) -> Tensor:
-        wide = vectors.double()
-        total = wide.square() @ (self._scale * self._rest + self.prior.diagonal()).double()
+        wide = widened(vectors)
+        total = wide.square() @ widened(self._scale * self._rest + self.prior.diagonal())
         for part, piece in zip(self.parts, wide.split([part.size for part in self.parts], -1), strict=True):
             inside = part.columns.inside(piece * part.scaling)
             total = total + self._scale * (inside.square() * part.values).sum(-1)
@@ -221,7 +222,7 @@ class LowRankKronPrecision(Precision):
         return dense.to(self.prior.precision.dtype)
 
     def _dense_block(self, part: Part) -> Tensor:
-        eye = torch.eye(len(part.columns), dtype=torch.float64, device=part.rest.device)
+        eye = torch.eye(len(part.columns), dtype=wide_dtype(part.rest.device), device=part.rest.device)
         rows = part.columns.combined(eye) * part.scaling
         return self._scale * (rows.T * part.values) @ rows
 
@@ -231,7 +232,7 @@ class LowRankKronPrecision(Precision):
         for part, delta in zip(self.parts, self.prior.per_block(), strict=True):
             inverse = self._inverse(part, delta).expand(part.size)
             factor = self._cholesky(part, delta) if len(part.columns) else inverse.new_zeros(0, 0)
-            solved.append(_Solved(part, inverse, (self._scale.double() * part.values).sqrt(), factor))
+            solved.append(_Solved(part, inverse, (widened(self._scale) * part.values).sqrt(), factor))
         return tuple(solved)
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
@@ -248,10 +249,11 @@ class LowRankKronPrecision(Precision):
         flags = [cancels for _, cancels in reduced if cancels is not None]
         if not flags or not is_true(torch.stack(flags).any()):
             return total(values for values, _ in reduced)
+        wide = wide_dtype(flags[0].device)
         return total(
             values
             if cancels is None or not bool(cancels)
-            else part.reduced(block.cast(torch.float64), torch.float64, diagonal=diagonal)[0].to(dtype)
+            else part.reduced(block.cast(wide), wide, diagonal=diagonal)[0].to(dtype)
             for (part, block), (values, cancels) in zip(pairs, reduced, strict=True)
         )
 
@@ -261,7 +263,7 @@ class LowRankKronPrecision(Precision):
         return torch.stack(parts).sum(0).to(jacobian.summed_in(self.prior.precision.dtype))
 
     def sample(self, noise: Tensor) -> Tensor:
-        pieces = noise.double().split([part.size for part in self.parts], -1)
+        pieces = widened(noise).split([part.size for part in self.parts], -1)
         drawn = [solved.sample(piece) for solved, piece in zip(self._solved, pieces, strict=True)]
         return torch.cat(drawn, -1).to(noise.dtype)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.gram import row_gram
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.jacobian.blocks import Block, MappedBlock
 from laplace.structures.eigenblocks import BlockSpectrum
 from laplace.structures.powers import power
@@ -70,7 +71,7 @@ class EigenBlock(PosteriorBlock):
 
     def _summed(self, wide: bool) -> Tensor:
         """Variances in the dtype in which covariances are summed."""
-        return self._variances.double() if wide else self._variances
+        return widened(self._variances) if wide else self._variances
 
     def times(self, vectors: Tensor, exponent: float) -> Tensor:
         return self.spectrum.rotate(self.spectrum.rotate(vectors) * self.values**exponent, back=True)
@@ -102,7 +103,7 @@ class MovingBlock(PosteriorBlock):
         return self.matrix(-0.5)
 
     def gram(self, block: Block, *, wide: bool) -> Tensor:
-        ones = self._ones.double() if wide else self._ones
+        ones = widened(self._ones) if wide else self._ones
         return MappedBlock(block, lambda piece: piece @ self._root).weighted_gram(ones)
 
     def norms(self, block: Block) -> Tensor:
@@ -113,7 +114,7 @@ class MovingBlock(PosteriorBlock):
         return self._root.new_ones(len(self._root))
 
     def covariance(self, block: Block, *, wide: bool) -> Tensor:
-        return row_gram(block.by_output() @ self._root, dtype=torch.float64 if wide else None)
+        return row_gram(block.by_output() @ self._root, dtype=wide_dtype(self._root.device) if wide else None)
 
     def times(self, vectors: Tensor, exponent: float) -> Tensor:
         return vectors @ self.matrix(exponent).to(vectors)

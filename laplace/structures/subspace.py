@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import wide_dtype, widened
+
 _CHUNK_BYTES = 2**22
 """Bytes of float64 that are worked on at once: they stay in a processor's cache."""
 
@@ -30,34 +32,34 @@ def chunks(*blocks: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def inner(left: Tensor, right: Tensor, weights: Tensor | None = None) -> Tensor:
     """Inner products of rows `[l, P]` and `[m, P]`, with weights `[P]` if given: `[l, m]` in float64."""
-    total = torch.zeros(len(left), len(right), dtype=torch.float64, device=left.device)
+    total = torch.zeros(len(left), len(right), dtype=wide_dtype(left.device), device=left.device)
     if weights is None:
         for a, b in chunks(left, right):
-            a64 = a.double()
-            total += a64 @ (a64 if left is right else b.double()).T
+            a64 = widened(a)
+            total += a64 @ (a64 if left is right else widened(b)).T
     else:
         for a, b, w in chunks(left, right, weights.unsqueeze(0)):
-            total += (a.double() * w.double()) @ b.double().T
+            total += (widened(a) * widened(w)) @ widened(b).T
     return total
 
 
 def quadratic_forms(rows: Tensor, matrix: Tensor) -> Tensor:
     """q_pᵀ M q_p of every column q_p of rows `[l, P]`, `[P]` in float64."""
-    parts = [((matrix @ part.double()) * part.double()).sum(0) for (part,) in chunks(rows)]
+    parts = [((matrix @ widened(part)) * widened(part)).sum(0) for (part,) in chunks(rows)]
     return torch.cat(parts)
 
 
 def rotate_(rows: Tensor, matrix: Tensor) -> None:
     """Replaces rows `[l, P]` by `matrix` `[l, l]` times them."""
     for (part,) in chunks(rows):
-        part.copy_(matrix @ part.double())
+        part.copy_(matrix @ widened(part))
 
 
 def rotated(rows: Tensor, matrix: Tensor) -> Tensor:
     """`matrix` `[m, l]` times rows `[l, P]`, in the dtype of the rows."""
     result = rows.new_empty(len(matrix), rows.shape[1])
     for source, target in chunks(rows, result):
-        target.copy_(matrix @ source.double())
+        target.copy_(matrix @ widened(source))
     return result
 
 
@@ -111,7 +113,7 @@ def rayleigh_ritz_(basis: Tensor, products: Tensor) -> RitzPairs:
     values, rotation = values[order], vectors[:, order].T
     squares = torch.zeros_like(values)
     for q, product in chunks(basis, products):
-        u = rotation @ q.double()
-        squares += (rotation @ product.double() - values.unsqueeze(1) * u).square().sum(1)
+        u = rotation @ widened(q)
+        squares += (rotation @ widened(product) - values.unsqueeze(1) * u).square().sum(1)
         q.copy_(u)
     return RitzPairs(basis, values, squares.sqrt())

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import widened
 from laplace.jacobian.jacobian import Jacobian
 
 
@@ -51,7 +52,7 @@ class SpectralScan(VariancesOverPriors):
             values = [self.precisions(precision) for precision in precisions.split(1)]
             inverses = [1 / torch.stack(block) for block in zip(*values, strict=True)]
             if jacobian.wide and not diagonal:
-                inverses = [inverse.double() for inverse in inverses]
+                inverses = [widened(inverse) for inverse in inverses]
             if diagonal:
                 return projected.sum_over_blocks(lambda i, block: block.weighted_norms_each(inverses[i]))
             return projected.sum_over_blocks(lambda i, block: block.weighted_gram_each(inverses[i]))

@@ -77,6 +77,7 @@ class Candidates:
         self.posterior = posterior
         self.settings = settings
         self.predictive = predictive
+        self.for_scores = not whole_covariance
         likelihood = posterior.likelihood
         self.diagonal = likelihood.target.reads_variances(
             likelihood, predictive.link_approx, whole_covariance=whole_covariance
@@ -146,7 +147,7 @@ class Candidates:
         """Predictions by the posterior's own `__call__`, one candidate at a time."""
         posterior, options, channel_dim = self.posterior, self.predictive, self.posterior.channel_dim
         rows = outputs(posterior.engine, x)
-        pred_type = PredType.GP if posterior.choices.structure.name == PredType.GP else options.pred_type
+        pred_type = posterior.choices.pred_types.name(self.kind)
 
         def predict(group: slice) -> Prediction:
             with posterior.at(self.settings[group.start]).owned() as la:
@@ -193,7 +194,13 @@ class Candidates:
     def _target(self, mean: Tensor, variance: Tensor) -> Prediction:
         options, likelihood = self.predictive, self.posterior.likelihood
         return likelihood.target.summary(
-            likelihood, mean, variance, options.link_approx, options.n_samples, self._draws()
+            likelihood,
+            mean,
+            variance,
+            options.link_approx,
+            options.n_samples,
+            self._draws(),
+            for_scores=self.for_scores,
         )
 
     def _draws(self) -> torch.Generator:
@@ -206,7 +213,9 @@ class Candidates:
 
         def predict(group: slice) -> Prediction:
             samples = run(posterior.mean + self._step(group.start)).flatten(1, -2)
-            return posterior.likelihood.target.summary_of_samples(posterior.likelihood, samples)
+            return posterior.likelihood.target.summary_of_samples(
+                posterior.likelihood, samples, for_scores=self.for_scores
+            )
 
         outputs = run(posterior.mean.unsqueeze(0))[0]
         return predict, outputs.flatten(0, -2), tuple(outputs.shape[1:-1])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.hyperparameters import check_counts, positive
+from laplace.core.precision_policy import wide_dtype
 from laplace.enums import PredType, TuningMethod
 from laplace.errors import InvalidArgument, TuningWarning, warn
 from laplace.tuning.candidates import Predictive
@@ -235,7 +236,7 @@ def _moved(coordinates: Coordinates, search: Search, *, sign: int) -> TuningResu
                      "have no finite optimum")  # fmt: skip
     with torch.no_grad():
         best = coordinates.hypers(search.best)
-    values = torch.tensor([sign * value for value in search.values], dtype=torch.float64)
+    values = torch.tensor([sign * value for value in search.values], dtype=wide_dtype())
     value = sign * search.best_value
     return TuningResult(
         best.prior_precision, best.sigma_noise, best.temperature, value, values, {}, search.converged, tuple(notes)

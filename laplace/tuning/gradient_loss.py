@@ -218,7 +218,13 @@ class SmoothLoss:
         options, likelihood = self.predictive, self.group.likelihood
         draws = torch.Generator(device=variance.device).manual_seed(self.seed)
         return likelihood.target.summary(
-            likelihood, batch.mean, variance, options.link_approx, options.n_samples, draws
+            likelihood,
+            batch.mean,
+            variance,
+            options.link_approx,
+            options.n_samples,
+            draws,
+            for_scores=not self.objective.whole_covariance,
         )
 
     def _through(self, precision: Precision, constant: Precision, batch: Batch, slope: Tensor, leaf: Tensor) -> Tensor:

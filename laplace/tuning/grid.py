@@ -14,6 +14,7 @@ from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.hyperparameters import Hyperparameters, positive
 from laplace.core.positions import rows_that_count
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import CurvatureError, InvalidArgument
 from laplace.network.model_guard import own_mode
 from laplace.tuning.candidates import Predict, Predictive
@@ -194,9 +195,9 @@ class Losses:
     def results(self) -> Tensor:
         """The losses, float64, `[n]`; infinite where a posterior does not exist."""
         parts = [
-            torch.full((part.stop - part.start,), math.inf, dtype=torch.float64)
+            torch.full((part.stop - part.start,), math.inf, dtype=wide_dtype())
             if part.start in self._failed
-            else running.result().detach().double().cpu().reshape(-1)
+            else widened(running.result().detach()).cpu().reshape(-1)
             for part, running in self._running
         ]
         return torch.cat(parts)

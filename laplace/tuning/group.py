@@ -13,6 +13,7 @@ from torch import Tensor
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.layout import Layout
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.enums import PriorStructure
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
@@ -130,11 +131,11 @@ class PosteriorGroup:
 
     def weights(self) -> Tensor:
         """Mixture weights π, `[K]`, with their graph."""
-        return torch.ones(1, dtype=torch.float64) if self.weigh is None else self.weigh(self)
+        return torch.ones(1, dtype=wide_dtype()) if self.weigh is None else self.weigh(self)
 
     def log_evidences(self) -> Tensor:
         """Log p(D | M_k) of every component, `[K]`, float64, with its graph."""
-        values = [posterior.log_evidence().double() for posterior in self.posteriors]
+        values = [widened(posterior.log_evidence()) for posterior in self.posteriors]
         return torch.stack([value.to(values[0].device) for value in values])
 
     def log_evidence(self) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import widened
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.target import Score
@@ -98,7 +99,7 @@ class MeanScore(Running):
         counted = _counted(self.likelihood, y, values.shape[self.dim])
         if counted is not None:
             values = values.index_select(self.dim, counted)
-        self.total = self.total + values.double().sum(self.dim)
+        self.total = self.total + widened(values).sum(self.dim)
         self.count += values.shape[self.dim]
 
     def result(self) -> Tensor:

@@ -33,12 +33,10 @@ def find_score(name: str, likelihood: Likelihood) -> Score:
     Raises:
         UnsupportedError: It has no meaning for this target.
     """
-    if name == "nll":
-        return negative_log_density
-    scores = likelihood.target.scores
+    scores = {"nll": negative_log_density, **likelihood.target.scores}
     if name not in scores:
         raise UnsupportedError(
             f"{name!r} has no meaning for likelihood={likelihood.name!r}, whose target_kind is "
-            f"{likelihood.target_kind!r}; its scores are {['nll', *scores]}. Use one of them, or a loss of your own."
+            f"{likelihood.target_kind!r}; its scores are {[*scores]}. Use one of them, or a loss of your own."
         )
     return scores[name]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from laplace.core.hyperparameters import Hyperparameters, as_tensor, check_length, positive
 from laplace.core.layout import Layout
+from laplace.core.precision_policy import widened
 from laplace.enums import PriorStructure
 from laplace.errors import InvalidArgument
 
@@ -31,7 +32,7 @@ class Coordinates:
 
     def vector(self) -> Tensor:
         """Logarithms of the start, `[n]`, float64."""
-        return torch.cat([getattr(self.start, name).reshape(-1) for name in self.names]).double().log()
+        return widened(torch.cat([getattr(self.start, name).reshape(-1) for name in self.names])).log()
 
     def hypers(self, logs: Tensor) -> Hyperparameters:
         """The hyper-parameters at a vector of logarithms `[n]`, with its graph."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from laplace.core.precision_policy import wide_dtype
 from laplace.enums import Likelihood
 from laplace.errors import InvalidArgument
 from laplace.weights.masks import SubnetMask, require_loader
@@ -92,7 +93,7 @@ class RandomSubnetMask(ScoreBasedSubnetMask):
         """Uniform numbers `[P]`."""
         device = self.parameter_vector.device if self._generator is None else self._generator.device
         # float64: among many float32 numbers there are equal ones, and a tie prefers the first parameter.
-        scores = torch.rand(self._n_params, generator=self._generator, device=device, dtype=torch.float64)
+        scores = torch.rand(self._n_params, generator=self._generator, device=device, dtype=wide_dtype(device))
         return scores.to(self.parameter_vector.device)
 
 

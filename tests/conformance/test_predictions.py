@@ -15,7 +15,7 @@ from laplace.predictive import latent
 from tests import problems as catalogue
 from tests.conformance.cases import FEW, Case, by_turns, drawn, few, priors, truth
 from tests.reference import curvature as reference
-from tests.reference import predictive
+from tests.reference import likelihoods, predictive
 from tests.reference.compare import assert_close
 
 pytestmark = pytest.mark.portable
@@ -139,6 +139,22 @@ def test_monte_carlo_links(case: Case, diagonal: bool) -> None:
     assert_close(actual, expected, "mc", standard_error=error * 2**0.5)
     if not diagonal:
         assert_close(la(case.problem.x, joint=True, **options), expected, "mc", standard_error=error * 2**0.5)
+
+
+@pytest.mark.parametrize("case", few("all", "last_layer", "mixed", names=["mlp_poisson", "mlp_heteroscedastic"]))
+def test_moments_of_targets(case: Case) -> None:
+    """E[y] and Var(y), with the noise, under every link and form; aleatoric and epistemic parts."""
+    la = case.fit(prior_precision=4.0)
+    f, variance = truth(case.problem.name).f, predictive.functional_variance(case.jacobian, covariance_of(la))
+    expected, aleatoric, epistemic = likelihoods.moments(f, variance, case.problem.likelihood)
+    for options in ({}, {"link_approx": "mc"}, {"diagonal_output": True}, {"joint": True}):
+        mean, spread = la(case.problem.x, **options)
+        assert_close(mean, expected, "backend", label=f"mean, {options}")
+        assert_close(spread, aleatoric + epistemic, "backend", label=f"variance, {options}")
+    found = la.predict(case.problem.x, n_samples=10)
+    assert_close(found.variance, aleatoric + epistemic, "backend")
+    assert_close(found.decomposition.aleatoric, aleatoric, "backend")
+    assert_close(found.decomposition.epistemic, epistemic, "backend")
 
 
 @pytest.mark.parametrize("case", few("all", "last_layer", names=["mlp_bernoulli_single", "mlp_bernoulli_multi"]))

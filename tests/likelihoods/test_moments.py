@@ -16,6 +16,8 @@ from laplace.likelihoods.heteroscedastic import natural_moments
 from laplace.likelihoods.links import LINKS
 from laplace.likelihoods.moment_target import MomentLikelihood, TargetMoments
 from laplace.likelihoods.poisson import log_normal_moments
+from laplace.metrics import gaussian_crps
+from laplace.tuning.scores import find_score
 from tests import grid
 from tests.reference import likelihoods as reference
 from tests.reference.compare import assert_close
@@ -112,6 +114,41 @@ def test_density_of_a_noise_of_its_own() -> None:
     assert_close(Heteroscedastic().predictive_nll(mean, variance, y, ONE), expected, "float32")
     with pytest.raises(InvalidData, match="without a variance"):
         Heteroscedastic().predictive_nll(mean, None, y, ONE)
+
+
+@pytest.mark.parametrize("spread", [1e-4, 0.3, 1.0])
+def test_density_of_a_noise_of_its_own_under_gaussian_outputs(spread: float) -> None:
+    """The score that tuning minimises is exact, where the variance of y may say little."""
+    likelihood = Heteroscedastic()
+    mean, covariance = latents(spread)
+    y = 3 * torch.randn(5, 2, dtype=torch.float64)
+    summary = likelihood.target.summary(likelihood, mean, covariance, "probit", for_scores=True)
+    actual = find_score("nll", likelihood)(likelihood, summary, y, ONE)
+    assert_close(actual, -reference.noisy_density(mean, covariance, y).sum(1), "backend")
+    candidates = tuple(part.expand(3, *part.shape) for part in summary)
+    assert_close(find_score("nll", likelihood)(likelihood, candidates, y, ONE), actual.expand(3, 5), "algebra")
+
+
+@pytest.mark.parametrize("name", ["crps", "entropy"])
+def test_scores_of_a_noise_of_its_own(name: str) -> None:
+    """Of Gaussians with the moments of y, whichever of the two summaries is known."""
+    likelihood = Heteroscedastic()
+    mean, covariance = latents()
+    y, score = torch.randn(5, 2, dtype=torch.float64), find_score(name, likelihood)
+    values = [
+        score(likelihood, likelihood.target.summary(likelihood, mean, covariance, "probit", for_scores=latent), y, ONE)
+        for latent in (False, True)
+    ]
+    assert_close(values[0], values[1], "algebra")
+    m, aleatoric, epistemic = reference.moments(mean, covariance, "heteroscedastic")
+    normal = Normal(m, (aleatoric + epistemic).sqrt())
+    if name == "entropy":
+        assert_close(values[0], normal.entropy().sum(1), "backend")
+    else:
+        expected = gaussian_crps(m, normal.variance, y)
+        assert_close(values[0].mean(), expected, "backend")
+    with pytest.raises(InvalidData, match="without a variance"):
+        score(likelihood, m, y, ONE)
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=lambda likelihood: likelihood.name)

@@ -20,6 +20,7 @@ from laplace.likelihoods import LikelihoodFromLoss
 from tests import grid
 from tests.reference import evidence as truth
 from tests.reference.compare import assert_close
+from tests.reference.likelihoods import DENSITIES, nll
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -52,6 +53,8 @@ def unit_loss(likelihood: str, f: Tensor, y: Tensor) -> Tensor:
         return 0.5 * (f - y).square().sum(0)
     if likelihood == "bernoulli":
         return functional.binary_cross_entropy_with_logits(f, y, reduction="sum")
+    if likelihood in DENSITIES:
+        return nll(f, y, likelihood).sum()
     return functional.cross_entropy(f, y, reduction="sum")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import widened
 from laplace.errors import CurvatureError, InvalidArgument
 
 Block = Sequence[Tensor]
@@ -139,5 +140,5 @@ def eigh(factor: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(factor.dtype, torch.float32)
     if factor.ndim == 1:
         return factor.to(dtype).clamp(min=0), torch.ones_like(factor, dtype=dtype)
-    values, vectors = torch.linalg.eigh(factor.double())
+    values, vectors = torch.linalg.eigh(widened(factor))
     return values.clamp(min=0).to(dtype), vectors.to(dtype)

@@ -61,7 +61,7 @@ class FullSum:
     """Upper block triangle of the full curvature of some tensors, `[E, p, p]`.
 
     Args:
-        slots: Positions of the tensors; their entries follow each other.
+        slots: Indices of the tensors; their entries follow each other.
         problem: All random parameters.
         n_terms: E.
         dtype: Curvature dtype.
@@ -145,7 +145,7 @@ class BlockSum:
     """Full curvatures of groups of tensors: what lies on the block diagonal.
 
     Args:
-        groups: Positions of the tensors that share a block.
+        groups: Indices of the tensors that share a block.
         problem: All random parameters.
         n_terms: E.
         dtype: Curvature dtype.

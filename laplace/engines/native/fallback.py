@@ -44,7 +44,7 @@ def per_sample(
         problem: The network and its random parameters.
         x: Inputs of B data.
         cotangents: `[K, B, M]`, M = T·C for outputs with T positions.
-        slots: Positions of the wanted tensors in `problem.slots`.
+        slots: Indices of the wanted tensors in `problem.slots`.
         fallback: The way to compute them.
         create_graph: True if the result is to be differentiated with respect to x.
     """

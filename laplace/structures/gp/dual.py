@@ -19,6 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.kernels import Scales, kernel, kernel_at, kernel_diagonal
@@ -101,16 +102,16 @@ class Dual(Span):
     def gram(self, weights: Tensor | None, scales: Scales) -> Tensor:
         with algebra.kept_for_later():
             values = self.kernel if scales is None else sum(
-                (s.double().reshape(()) * k for s, k in zip(scales, self.kernels, strict=True)),
-                torch.zeros((), dtype=torch.float64, device=self.roots.device),
+                (widened(s).reshape(()) * k for s, k in zip(scales, self.kernels, strict=True)),
+                torch.zeros((), dtype=wide_dtype(self.roots.device), device=self.roots.device),
             )  # fmt: skip
             roots = self._weighted(weights)
             half = torch.einsum("mcnd,ndl->mcnl", values, roots)
             return torch.einsum("mck,mcnl->mknl", roots, half).reshape(roots.shape[0] * roots.shape[2], -1)
 
     def _weighted(self, weights: Tensor | None) -> Tensor:
-        roots = self.roots.double()
-        return roots if weights is None else weights.double().sqrt().view(1, -1, 1) * roots
+        roots = widened(self.roots)
+        return roots if weights is None else widened(weights).sqrt().view(1, -1, 1) * roots
 
     def lift(self, rows: Tensor, weights: Tensor | None) -> Tensor:
         roots = self._weighted(weights).to(rows)
@@ -191,7 +192,7 @@ class Projected:
 
     def at(self, weight: Tensor, prior: Tensor) -> Tensor:
         """The posterior covariance at a scalar w and δ, 0-dim each: `outside`/δ + V (δ + w λ)⁻¹ Vᵀ."""
-        weight, prior = weight.double(), prior.double()
+        weight, prior = widened(weight), widened(prior)
         gain = 1 / (prior + weight * self.values)
         if self.outside.ndim < self.inside.ndim:
             return self.outside / prior + self.inside.square() @ gain

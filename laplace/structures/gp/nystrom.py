@@ -18,6 +18,7 @@ from torch import Tensor
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import check_counts
 from laplace.core.layout import Layout
+from laplace.core.precision_policy import widened
 from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
@@ -140,7 +141,7 @@ class NystromCurvature(Curvature):
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> NystromCurvature:
-        return fields.from_state(cls, state | {"gram": state["gram"].double()})
+        return fields.from_state(cls, state | {"gram": widened(state["gram"])})
 
     def public(self) -> Tensor:
         """G, `[k, k]`."""
@@ -203,7 +204,7 @@ def _directions(parts: list[Jacobian], count: int) -> Tensor:
     weights = vectors[:, -count:] / values[-count:].sqrt()
     rows = torch.stack([pulled(parts, weight.unsqueeze(1)) for weight in weights.T])
     # Pulled in the model's dtype; the span is what counts, in any orthonormal basis.
-    return torch.linalg.qr(rows.double().T).Q.T.to(rows.dtype).contiguous()
+    return torch.linalg.qr(widened(rows).T).Q.T.to(rows.dtype).contiguous()
 
 
 class GramPass(ObservingPass):
@@ -225,7 +226,7 @@ class GramPass(ObservingPass):
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
         for jacobian, f, targets in self.observed(x, y):
             phi = features(self.directions, jacobian)
-            curved = self.engine.likelihood.hessian(f.double(), targets).times(phi)
+            curved = self.engine.likelihood.hessian(widened(f), targets).times(phi)
             terms = "ckl" if self.engine.split_outputs else "kl"
             gram = torch.einsum(f"kbc,lbc->{terms}", phi, curved)
             require_finite(gram.isfinite())

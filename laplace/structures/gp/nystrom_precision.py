@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.prior import GaussianPrior
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
@@ -21,7 +22,7 @@ from laplace.structures.variances_over_priors import VariancesOverPriors
 def features(directions: Tensor, jacobian: Jacobian) -> Tensor:
     """J V of directions Vᵀ `[k, P]`, `[k, B, C]`, float64."""
     parts = directions.split([block.size for block in jacobian.blocks], 1)
-    return jacobian.sum_over_blocks(lambda i, block: block.apply(parts[i]).double())
+    return jacobian.sum_over_blocks(lambda i, block: widened(block.apply(parts[i])))
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,15 @@ class NystromPrecision(Precision):
     def _spectrum(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues and eigenvectors of Σ w G; of several terms constants."""
         if len(self.gram) == 1:
-            return self.weights[0].double() * self.unit[0], self.unit[1]
-        return algebra.eigh(torch.tensordot(self.weights.detach().double(), self.gram, 1))
+            return widened(self.weights[0]) * self.unit[0], self.unit[1]
+        return algebra.eigh(torch.tensordot(widened(self.weights.detach()), self.gram, 1))
 
     def _slope(self, exponent: float) -> Tensor | None:
         """(Σ w G + δ)^exponent less what it is at these weights, in the eigenbasis: zero, with its gradient in w."""
         if len(self.gram) == 1 or not self.weights.requires_grad:
             return None
         values, vectors = self._spectrum
-        total = torch.tensordot(self.weights.double(), self.gram, 1)
+        total = torch.tensordot(widened(self.weights), self.gram, 1)
         drift = vectors.T @ (total - total.detach()) @ vectors
         return slopes(values + self._delta.detach(), exponent) * drift
 
@@ -65,12 +66,12 @@ class NystromPrecision(Precision):
     def logdet_ratio(self) -> Tensor:
         if len(self.gram) == 1:
             return (self.weights * self.unit[0] / self._delta).log1p().sum()
-        values = torch.linalg.eigvalsh(torch.tensordot(self.weights.double(), self.gram, 1))
+        values = torch.linalg.eigvalsh(torch.tensordot(widened(self.weights), self.gram, 1))
         return (values.clamp(min=0) / self._delta).log1p().sum()
 
     def quad(self, vectors: Tensor) -> Tensor:
         inside = vectors @ self.directions.T
-        gram = torch.tensordot(self.weights.double(), self.gram, 1).to(vectors)
+        gram = torch.tensordot(widened(self.weights), self.gram, 1).to(vectors)
         return ((inside @ gram) * inside).sum(-1) + self._delta * vectors.square().sum(-1)
 
     def _projected(self, jacobian: Jacobian) -> Tensor:
@@ -78,7 +79,7 @@ class NystromPrecision(Precision):
         return features(self.directions, jacobian).permute(1, 2, 0) @ self._spectrum[1]
 
     def _at(self, inside: Tensor, outside: Tensor) -> Tensor:
-        one = torch.ones((), dtype=torch.float64, device=inside.device)
+        one = torch.ones((), dtype=wide_dtype(inside.device), device=inside.device)
         constant = Projected(inside, outside, self._spectrum[0]).at(one, self._delta)
         slope = self._slope(-1)
         if slope is None:
@@ -120,7 +121,7 @@ class NystromPrecision(Precision):
         return self._root.square().sum(1)
 
     def to_dense(self) -> Tensor:
-        gram = torch.tensordot(self.weights.double(), self.gram, 1).to(self.directions)
+        gram = torch.tensordot(widened(self.weights), self.gram, 1).to(self.directions)
         return self.directions.T @ gram @ self.directions + torch.diag(self.prior.diagonal())
 
     @property

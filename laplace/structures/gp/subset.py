@@ -11,6 +11,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.positions import require_none
+from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import uniform
 from laplace.engines.engine import CurvatureEngine
 from laplace.engines.outputs import outputs
@@ -71,7 +72,7 @@ class Pool:
 
     def add(self, x: Inputs, y: Tensor) -> None:
         """Takes in a batch."""
-        scores = self.score(x, y).double()
+        scores = widened(self.score(x, y))
         if not bool(scores.isfinite().all()):
             raise InvalidData("the scores of the data are not finite; the inputs or weights hold NaN or infinity.")
         self._rows.append(Rows(x, y, scores, (self._read,)))
@@ -181,6 +182,6 @@ def _trace(engine: CurvatureEngine, x: Inputs, y: Tensor) -> Tensor:
 def _leverage(engine: CurvatureEngine, x: Inputs, y: Tensor) -> Tensor:
     scores: list[Tensor] = []
     for jacobian, f, targets in observed(engine, x, y):
-        hessian = engine.likelihood.hessian(f, targets).matrix().double()
+        hessian = widened(engine.likelihood.hessian(f, targets).matrix())
         scores.append((kernel_at(jacobian) * hessian).sum((1, 2)))
     return torch.cat(scores)

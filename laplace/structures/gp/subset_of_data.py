@@ -15,6 +15,7 @@ from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.hyperparameters import check_counts
 from laplace.core.layout import Layout
+from laplace.core.precision_policy import wide_dtype
 from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
@@ -145,7 +146,7 @@ class SubsetCurvature(Curvature):
         dtype, together = self.dual.roots.dtype, not self.independent
         if weights.numel() == 1:
             return DualScan(tuple(dual.unit for dual in self.duals), weights[0], self.prior_factor, dtype, together)
-        one = torch.ones((), dtype=torch.float64, device=weights.device)
+        one = torch.ones((), dtype=wide_dtype(weights.device), device=weights.device)
         parts = weights.split(1) if self.independent else (weights,)
         bases = tuple(dual.basis(part, None) for dual, part in zip(self.duals, parts, strict=True))
         return DualScan(bases, one, self.prior_factor, dtype, together)

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.prior import GaussianPrior
 from laplace.errors import UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
@@ -53,7 +54,7 @@ class DualPrecision(Precision):
 
     def logdet_ratio(self) -> Tensor:
         """Log det(I + G), differentiable."""
-        total = torch.zeros((), dtype=torch.float64, device=self.weights.device)
+        total = torch.zeros((), dtype=wide_dtype(self.weights.device), device=self.weights.device)
         for i, dual in enumerate(self.duals):
             if self.is_scalar:
                 total = total + (self.weights / self.prior.precision * dual.unit.values).log1p().sum()
@@ -101,7 +102,7 @@ class DualPrecision(Precision):
         """W and δ, 0-dim, in the units of `bases`."""
         if self.is_scalar:
             return self.weights[0], self.prior.precision[0]
-        one = torch.ones((), dtype=torch.float64, device=self.weights.device)
+        one = torch.ones((), dtype=wide_dtype(self.weights.device), device=self.weights.device)
         return one, one
 
 
@@ -149,7 +150,7 @@ class SubsetPrecision(DualPrecision):
         root = self.prior.diagonal().rsqrt().to(noise)
         values, vectors = self._spectrum
         factor = (1 - (1 + values).rsqrt()) / values
-        pushed = self._push(root * noise).double()
+        pushed = widened(self._push(root * noise))
         inner = (pushed @ vectors * factor) @ vectors.T
         if self.moves:
             inner = inner + pushed @ self._shrinking_slope()
@@ -166,7 +167,7 @@ class SubsetPrecision(DualPrecision):
     @property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues of G, and its eigenvectors."""
-        weight, prior = (value.double() for value in self.setting)
+        weight, prior = (widened(value) for value in self.setting)
         return weight / prior * self.bases[0].values, self.bases[0].vectors
 
     def diagonal_of_inverse(self) -> Tensor:

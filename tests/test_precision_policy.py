@@ -1,0 +1,98 @@
+"""One policy for wide numbers: float64, or float32 on devices that have none."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from laplace import Laplace
+from laplace.core import precision_policy
+from laplace.core.precision_policy import wide_dtype, widened
+from laplace.structures import STRUCTURES
+
+PACKAGE = Path(__file__).parents[1] / "laplace"
+HOME = "core/precision_policy.py"
+TABLES = {
+    "engines/native/proof.py": "how closely derivatives agree, by dtype",
+    "refinement/refiner.py": "how closely a minimum is found, by dtype",
+    "network/misfits.py": "the method that casts to a dtype, by dtype",
+}
+"""Tables of dtypes, which name them all."""
+
+X = torch.randn(10, 3, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(10) % 2
+OPTIONS: dict[str, Any] = {name: {"structure_kwargs": {"rank": 3}} for name in ("lowrank", "lowrank_kron")}
+
+
+def places(name: str) -> list[str]:
+    """Uses of an attribute in the package outside of the policy."""
+    return [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).as_posix() != HOME
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == name
+    ]
+
+
+def test_no_tensor_is_widened_without_the_policy() -> None:
+    assert not places("double")
+
+
+def test_float64_is_named_by_the_policy_and_by_tables_alone() -> None:
+    named = {place.rpartition(":")[0] for place in places("float64")}
+    assert named == set(TABLES)
+
+
+def test_wide_is_float64_where_there_is_one() -> None:
+    assert wide_dtype() == wide_dtype("cpu") == wide_dtype(torch.device("cuda", 1)) == torch.float64
+    assert wide_dtype("mps") == torch.float32
+    x = torch.ones(2, dtype=torch.float64)
+    assert widened(x) is x
+    assert widened(torch.ones(2)).dtype == widened(torch.arange(2)).dtype == torch.float64
+
+
+class _NoFloat64(TorchDispatchMode):
+    """A device without float64: no operation may give such a tensor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(tensor, Tensor) and tensor.dtype == torch.float64:
+                raise AssertionError(f"{func} gave float64")
+        return result
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+@pytest.mark.parametrize("structure", ["full", "block", "diag", "kron", "ekfac", "lowrank", "lowrank_kron"])
+def test_on_a_device_without_float64_nothing_is_float64(
+    structure: str, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert structure in STRUCTURES
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    numbers = tour(model, weights, structure)
+    monkeypatch.setattr(precision_policy, "WITHOUT_FLOAT64", frozenset({"cpu"}))
+    with _NoFloat64():
+        narrow = tour(model, weights, structure)
+    for wide, found in zip(numbers, narrow, strict=True):
+        assert torch.allclose(wide.float(), found, rtol=1e-3, atol=1e-4)
+
+
+def tour(model: nn.Module, weights: str, structure: str) -> list[Tensor]:
+    """Fit, evidence and predictions."""
+    la = Laplace(model, "classification", weights, structure, **OPTIONS.get(structure, {}))
+    la.fit([(X, Y)])
+    la.prior_precision = torch.tensor(2.0)
+    evidence = la.log_marginal_likelihood().detach()
+    variances = la.functional_variance_fast(X)[1]
+    links = [la(X, link_approx=link) for link in ("probit", "bridge")]
+    for sampled in ({"link_approx": "mc"}, {"pred_type": "nn", "link_approx": "mc"}):
+        la(X, generator=torch.Generator().manual_seed(0), **sampled)
+    return [evidence, variances, *links]
