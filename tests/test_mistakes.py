@@ -538,7 +538,7 @@ CALLS: dict[str, Row] = {
     "a dtype as text": row(InvalidArgument, lambda: fitted().to(dtype="float64"), "dtype", "torch.float64"),
     "the network's state": row(StateError, lambda: fitted().load_state_dict(net().state_dict()), "state lacks"),
     "a state of another network": row(
-        StateError, lambda: new(net(4)).load_state_dict(fitted().state_dict()), "sizes of the treated", "matching"
+        StateError, lambda: new(net(4)).load_state_dict(fitted().state_dict()), "sizes of the random", "matching"
     ),
     "a state of other weights": row(
         StateError,

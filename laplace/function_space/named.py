@@ -220,7 +220,7 @@ class ELLA(BaseFunctionalLaplace):
                 number of data seen so far in `"processed_examples"`.
             val_steps: Batches between records; None for one at the end.
             balanced: Whether the classes take turns in the choice of data.
-            **options: As of `WeightFit.fit`; former data cannot fade.
+            **options: As of `ParametricLaplace.fit`; former data cannot fade.
 
         Raises:
             InvalidData: A batch cannot be used; the former posterior is kept, as after every error.

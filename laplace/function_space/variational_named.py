@@ -129,7 +129,7 @@ class VaLLA(BaseFunctionalLaplace):
             val_loader: Data whose negative log predictive density is recorded in `fit_history_["val_nll"]`.
             val_steps: Steps between records; None for one at the end.
             learn: Which of `"prior_precision"`, `"sigma_noise"` and `"inducing_locations"` are learnt besides L.
-            **options: As of `WeightFit.fit`; former data cannot fade.
+            **options: As of `ParametricLaplace.fit`; former data cannot fade.
 
         Raises:
             InvalidData: A batch cannot be used; the former posterior is kept, as after every error.

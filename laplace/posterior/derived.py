@@ -58,5 +58,5 @@ class _Latest:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often a tensor was written to; tensors of inference mode are not counted."""
+    """Number of times that a tensor was written to; tensors of inference mode are not counted."""
     return 0 if tensor.is_inference() else tensor._version

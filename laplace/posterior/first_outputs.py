@@ -1,4 +1,4 @@
-"""What the outputs of one datum tell before data are summed: where the classes are, and an end in a sigmoid."""
+"""Facts that the outputs of one datum tell before data are summed: last layer, channels, an end in a sigmoid."""
 
 from __future__ import annotations
 

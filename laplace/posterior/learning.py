@@ -27,7 +27,7 @@ from laplace.structures.announced import bars
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """What data say at the network's present weights.
+    """Curvature and loss of data at the network's present weights.
 
     Attributes:
         posterior: The former posterior, with what only data tell: which layer runs last, where the channels are.
@@ -72,7 +72,7 @@ def measured(
     Raises:
         OutOfMemory: Memory does not hold the fit.
         InvalidData: A batch cannot be used.
-        InvalidArgument: A hyper-parameter's length does not fit the treated parameters or the outputs, or the
+        InvalidArgument: A hyper-parameter's length does not fit the random parameters or the outputs, or the
             structure reads the data several times and the loader can be read only once.
     """
     choices, model = posterior.choices, posterior.model

@@ -207,7 +207,7 @@ def _given(la: Owner, name: str, value: Any) -> Precision:
     """The posterior with one of its moments as a user computes it.
 
     Raises:
-        InvalidArgument: It is none, or has another shape than the treated parameters ask for.
+        InvalidArgument: It is none, or has another shape than the random parameters ask for.
     """
     from laplace.compat.kronecker import Kron, KronDecomposed  # needed by nobody else who imports the library
 
@@ -250,7 +250,7 @@ def member(la: object, name: str) -> Any:
 
 
 def checked(la: object, name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
-    """What a user's method gave, if it is a tensor of this shape.
+    """The value that a user's method gave, if it is a tensor of this shape.
 
     Raises:
         InvalidArgument: It is not.

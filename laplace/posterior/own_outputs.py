@@ -24,7 +24,7 @@ from laplace.predictive.sources import GaussianSource
 
 
 def users_samples(posterior: Posterior, n_samples: int, generator: torch.Generator | None) -> Tensor:
-    """Samples of the treated weights `[S, P]` by a user's own `sample`."""
+    """Samples of the random weights `[S, P]` by a user's own `sample`."""
     layout, weights = posterior.problem.layout, posterior.weights
     with posterior.owned() as la:
         samples = _seeded(la.sample, generator)(n_samples)

@@ -32,7 +32,7 @@ from laplace.weights.problem import Problem
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """What data say of a network at the weights that it had at the fit.
+    """Curvature and loss of data at the weights that a network had at the fit.
 
     Attributes:
         fit: Curvature and loss at the network's own outputs.
@@ -144,7 +144,7 @@ class Posterior:
 
     @property
     def likelihood(self) -> Likelihood:
-        """What the data are distributed by."""
+        """Distribution of the data, p(y | f)."""
         return self.choices.likelihood_object
 
     @property
@@ -159,7 +159,7 @@ class Posterior:
 
     @property
     def problem(self) -> Problem:
-        """What backends see.
+        """The network and its random tensors, as backends see them.
 
         Raises:
             NotFittedError: The last layer is found at `fit`, or by `last_layer_name=`.
@@ -179,7 +179,7 @@ class Posterior:
 
     @property
     def engine(self) -> CurvatureEngine:
-        """What computes Jacobians and curvature."""
+        """The engine of Jacobians and curvature."""
         if self.derived.engine is None:
             self.derived.engine = self.choices.engine(self.weights, self.problem, split_outputs=False)
         return self.derived.engine
@@ -187,7 +187,7 @@ class Posterior:
     # What the data say.
 
     def require_fitted(self) -> Fitted:
-        """What the data say.
+        """The fit with its mean, as it was made.
 
         Raises:
             NotFittedError: Before a fit.
@@ -209,7 +209,7 @@ class Posterior:
 
     @property
     def refinement(self) -> Refinement | None:
-        """What inference in the linearised network found."""
+        """Result of inference in the linearised network."""
         return None if self.data is None else self.data.refinement
 
     @property

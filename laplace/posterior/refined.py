@@ -1,4 +1,4 @@
-"""What a refinement found."""
+"""Result of a refinement."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Refinement:
     def from_state(
         cls, state: dict[str, Any], fit: Fit, structure: type[Curvature], device: torch.device
     ) -> Refinement:
-        """What `state` gave, on a device, with the data's number and coverage of the unrefined fit."""
+        """The refinement of a state, on a device, with the data's number and coverage of the unrefined fit."""
         curvature = structure.from_state(move(state["H"], device, None))
         return cls(
             state["method"],
