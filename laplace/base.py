@@ -25,7 +25,7 @@ from laplace.errors import InvalidArgument, LaplaceError
 from laplace.evidence import Evidence
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
-from laplace.network.model_guard import own_precision, require_module, undisturbed
+from laplace.network.model_guard import model_lock, own_precision, require_module
 from laplace.posterior.attributes import Chosen
 from laplace.posterior.choices import Choices, checked_backend
 from laplace.posterior.derived import Derived
@@ -222,7 +222,7 @@ class BaseLaplace(CheckedConstructor, ABC):
     @property
     def is_subset_params(self) -> bool:
         """True if some parameter of the model is frozen."""
-        with undisturbed(self.weights.model):
+        with model_lock(self.weights.model):
             return any(not p.requires_grad for p in self.model.parameters())
 
     @property

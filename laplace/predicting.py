@@ -18,7 +18,7 @@ from laplace.core.random_numbers import check_generator, standard_normal
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
-from laplace.network.model_guard import own_mode, own_precision
+from laplace.network.model_guard import autograd_mode, own_precision
 from laplace.posterior.predictor import Predictor, precision_before, replayed
 from laplace.predictive import latent
 from laplace.predictive.names import WEIGHT_SPACE, PredictiveNames
@@ -245,14 +245,14 @@ class Predicting(ABC):
             NotFittedError: Before `fit`.
             ModelChangedError: The network was trained further after `fit`.
         """
-        with own_mode(), torch.set_grad_enabled(self._predictor.graph):
+        with autograd_mode(), torch.set_grad_enabled(self._predictor.graph):
             gaussian = self._latent(x, _form(joint, diagonal_output))
             return laid_out(gaussian, self._predictor.posterior.channel_dim, joint=joint)
 
     @checked
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Mean and variances of the latent outputs at X, `[B, C]` each, without covariances between outputs."""
-        with own_mode(), torch.set_grad_enabled(self._predictor.graph):
+        with autograd_mode(), torch.set_grad_enabled(self._predictor.graph):
             return laid_out(self._latent(X, "diagonal"), self._predictor.posterior.channel_dim)
 
     def _jacobian(self, Js: Tensor | Jacobian) -> Jacobian:

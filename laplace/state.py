@@ -14,7 +14,7 @@ from laplace.core.memory import ran_out
 from laplace.errors import InvalidArgument, LaplaceError, StateError, StateWarning, warn
 from laplace.fitting import Fit
 from laplace.network.fingerprint import Fingerprint, ModelWatch, checksums, same_sums
-from laplace.network.model_guard import undisturbed
+from laplace.network.model_guard import model_lock
 from laplace.posterior.first_outputs import with_channels
 from laplace.posterior.posterior import Fitted, Posterior
 from laplace.posterior.refined import Refinement
@@ -193,7 +193,7 @@ def moved_with_model(la: BaseLaplace, device: torch.device | str | None, dtype: 
     if not isinstance(dtype, torch.dtype | None):
         raise InvalidArgument(f"dtype={dtype!r} is no dtype; give torch.float32 or torch.float64, for example.")
     la.snapshot().check_unchanged()
-    with undisturbed(la.weights.model):
+    with model_lock(la.weights.model):
         la.model.to(device=to, dtype=dtype)
     return la.snapshot().moved(to, None if dtype is None else torch.promote_types(dtype, torch.float32))
 

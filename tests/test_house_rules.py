@@ -151,14 +151,13 @@ DEFAULTS = {
 # Folders in which some docstring still begins as a clause, some local is still named by what was done to it, and some
 # word is still the library's own.
 CLAUSES = {
-    "fitting", "function_space", "likelihoods", "mixture", "predictive", "refinement", "training", "tuning",
+    "fitting", "function_space", "likelihoods", "mixture", "predictive", "refinement", "training",
+    "tuning",
 }  # fmt: skip
-PARTICIPLES = {
-    "fitting", "function_space", "likelihoods", "predictive", "refinement", "training", "tuning",
-}  # fmt: skip
+PARTICIPLES: set[str] = {"fitting", "function_space", "likelihoods", "predictive", "refinement", "training", "tuning"}
 OWN_WORDS = {
-    "curvature", "engines", "fitting", "function_space", "mixture", "named", "network", "posterior", "predictive",
-    "training", "tuning", "weights",
+    "curvature", "engines", "fitting", "function_space", "mixture", "named", "posterior", "predictive",
+    "training", "tuning",
 }  # fmt: skip
 _CLAUSE = re.compile(r"(What|Whether|How|Which|Of which|Of what|Where|When|Why|Who)\b")
 _PARTICIPLE = {"found", "taken", "kept", "held"}

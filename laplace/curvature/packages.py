@@ -31,7 +31,7 @@ from laplace.engines.options import EngineOptions
 from laplace.errors import CurvatureError, MissingDependency
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
-from laplace.network.model_guard import lent
+from laplace.network.model_guard import preserve_model
 from laplace.weights.problem import Problem
 
 Reasons = dict[int, str]
@@ -217,7 +217,12 @@ class PackageEngine(CurvatureEngine):
             return None, reasons
         chosen = [i for i in everything if i not in reasons]
         try:
-            with lent(self.problem.module), undisturbed_by_warnings(), torch.inference_mode(False), torch.enable_grad():
+            with (
+                preserve_model(self.problem.module),
+                undisturbed_by_warnings(),
+                torch.inference_mode(False),
+                torch.enable_grad(),
+            ):
                 batch = copied_batch(watched, watched.f if y is None else y)
                 extra = (chosen,) if primitive not in _WHOLE else arguments
                 values = self.computes()[primitive](batch, *extra)
@@ -232,7 +237,7 @@ class PackageEngine(CurvatureEngine):
         if self.needs_plan:
             return self.native.observe(x, y)
         x = detached(x)
-        with torch.inference_mode(False), lent(self.problem.module):
+        with torch.inference_mode(False), preserve_model(self.problem.module):
             capture = record(self.problem, x, loop=False)
         watched = ForwardPass(self.problem, x, capture, (), self.native.memory_budget)
         return watched, self.native.targets(watched.f, y, watched.positions)

@@ -19,7 +19,7 @@ from laplace.engines.native.accumulate import BlockSum, DiagSum, FullSum
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.jacobian.blocks import Block, DenseBlock
 from laplace.jacobian.jacobian import Jacobian
-from laplace.network.model_guard import gradients_set_aside, hooks_put_back, lent
+from laplace.network.model_guard import gradients_set_aside, hooks_put_back, preserve_model
 
 _METHODS = ("full", "diag", "kron", "jacobians", "last_layer_jacobians", "gradients")
 
@@ -228,7 +228,7 @@ class UserBackendEngine(CurvatureEngine):
 
     def _summary(self, x: Inputs, y: Tensor, loss: Tensor) -> BatchSummary:
         """The user's loss, with the number of data and outputs that one forward pass tells."""
-        with torch.no_grad(), lent(self.problem.module):
+        with torch.no_grad(), preserve_model(self.problem.module):
             f = self.problem.run(self.problem.detached(), detached(x)).to(self.dtype)
         require_no_positions(f.shape[1:-1], self.name)
         y = self.checked(f, y)
@@ -287,6 +287,6 @@ class UserBackendEngine(CurvatureEngine):
 @contextmanager
 def _borrowed(module: torch.nn.Module) -> Iterator[None]:
     """For calls of a user's backend: evaluation mode, gradients enabled, the model put back afterwards."""
-    with lent(module), hooks_put_back(module), gradients_set_aside(module):  # noqa: SIM117
+    with preserve_model(module), hooks_put_back(module), gradients_set_aside(module):  # noqa: SIM117
         with torch.inference_mode(False), torch.enable_grad():
             yield

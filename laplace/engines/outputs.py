@@ -10,7 +10,7 @@ from laplace.core.checks import require
 from laplace.core.positions import OutputRows
 from laplace.engines.engine import CurvatureEngine, detached
 from laplace.errors import InvalidData
-from laplace.network.model_guard import lent
+from laplace.network.model_guard import preserve_model
 
 
 def outputs(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -> OutputRows:
@@ -26,7 +26,7 @@ def outputs(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -
     """
     problem = engine.problem
     x = batches.to_device(x, problem.device)
-    with lent(problem.module):
+    with preserve_model(problem.module):
         f = problem.run(problem.detached(), x if create_graph else detached(x))
     rows = OutputRows.of(f.to(torch.promote_types(f.dtype, torch.float32)))
     require(

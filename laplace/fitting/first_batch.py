@@ -11,7 +11,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.errors import ApproximationWarning, warn
 from laplace.network.attributes import attributes_of, changed, digests
-from laplace.network.model_guard import same_random_state, undisturbed
+from laplace.network.model_guard import model_lock, same_random_state
 from laplace.network.witness import Witness, differ, first_rows, outputs_at
 from laplace.weights.discovery import hooks_fire
 
@@ -42,7 +42,7 @@ class FirstBatch:
         """
         rows, n_rows = first_rows(x, len(y))
         try:
-            with undisturbed(self.model):
+            with model_lock(self.model):
                 once, again = self._twice(rows)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
             if n_rows == len(y):

@@ -15,7 +15,7 @@ from laplace.core.hyperparameters import Hyperparameters, as_tensor, positive
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument
-from laplace.network.model_guard import own_mode
+from laplace.network.model_guard import autograd_mode
 from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
 from laplace.structures.base import Precision
@@ -90,7 +90,7 @@ def best_candidate(
     settings = [_setting(now, candidate, has_noise=likelihood.has_noise) for candidate in candidates]
     if not settings:
         raise InvalidArgument("grid holds no candidate; give prior precisions, or pairs of one and a noise.")
-    with own_mode(), torch.no_grad():
+    with autograd_mode(), torch.no_grad():
         objective = make_objective(None, likelihood)
         predictive = tuning.Predictive(str(PredType.GLM), str(LinkApprox.PROBIT), 1, None)
         losses = Losses(

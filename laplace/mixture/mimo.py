@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from laplace.core.layout import flatten
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.network.model_guard import require_module, undisturbed, unwrap
+from laplace.network.model_guard import model_lock, require_module, unwrap
 from laplace.weights.base import trainable
 from laplace.weights.discovery import find_last_layer, require_linear
 
@@ -86,7 +86,7 @@ def head_indices(model: nn.Module, last_layer_name: str, call: HeadCall) -> Tens
     """
     inner = unwrap(model)
     layer = inner.get_submodule(require_linear(inner, last_layer_name))
-    with undisturbed(inner):
+    with model_lock(inner):
         own = {id(tensor) for tensor in layer.parameters()}
         every = {name: (tensor.shape, id(tensor) in own) for name, tensor in trainable(inner).items()}
         n_outputs = max((len(tensor) for tensor in layer.parameters()), default=0)

@@ -13,7 +13,7 @@ from laplace.core import checks
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import ModelChangedError, ModelChangedWarning, warn
 from laplace.network.attributes import Attributes, attributes_of, changed, digests
-from laplace.network.model_guard import undisturbed
+from laplace.network.model_guard import model_lock
 from laplace.network.witness import Witness
 
 _PERIOD = 4096
@@ -59,7 +59,7 @@ class Fingerprint:
             witness: Data of the fit, or None.
             attributes: Digests at the fit, of a state; None for those of the present attributes.
         """
-        with undisturbed(model):
+        with model_lock(model):
             known = digests(attributes_of(model)) if attributes is None else dict(attributes)
             if witness is not None:
                 known = {name: digest for name, digest in known.items() if name not in witness.written}
@@ -74,7 +74,7 @@ class Fingerprint:
         Warns:
             ModelChangedWarning: There is no witness, and attributes differ.
         """
-        with undisturbed(model):
+        with model_lock(model):
             return self._same_tensors(model)._same_outputs(model)
 
     def moved(self, model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> Fingerprint:
@@ -185,7 +185,7 @@ def _equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
 
 def checksums(model: nn.Module) -> Tensor:
     """Two weighted sums per tensor, `[n, 2]`, float64 on the CPU."""
-    with torch.no_grad(), undisturbed(model):
+    with torch.no_grad(), model_lock(model):
         rows = [_sums(tensor) for tensor in _tensors(model)]
     return torch.stack(rows) if rows else torch.zeros(0, 2, dtype=wide_dtype())
 

@@ -22,7 +22,7 @@ _FUSED: list[bool] = []
 """What the switch of PyTorch's fused encoder layers was set to before the calls that are under way."""
 
 
-def undisturbed(model: nn.Module) -> threading.RLock:
+def model_lock(model: nn.Module) -> threading.RLock:
     """The lock of a model, for every reader of its parameters: another thread may have put others in their place."""
     with _LOCKS_GUARD:
         return _LOCKS.setdefault(model, threading.RLock())
@@ -73,14 +73,14 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def lent(model: nn.Module) -> Iterator[None]:
+def preserve_model(model: nn.Module) -> Iterator[None]:
     """Evaluation mode for the length of a call; flags, attributes, buffers and the global random state are put back.
 
     A forward pass may write too (a counter, a stored activation, which would keep a graph alive), so attributes and
     buffers are put back along with the flags. Calls on one model are serialised by a lock, since hooks and
     substituted parameters live on the module while a forward pass runs.
     """
-    with undisturbed(model):
+    with model_lock(model):
         states = [_State(module) for module in model.modules()]
         try:
             with same_random_state(model), _one_network():
@@ -163,7 +163,7 @@ def own_precision() -> Iterator[None]:
 
 
 @contextmanager
-def own_mode() -> Iterator[None]:
+def autograd_mode() -> Iterator[None]:
     """Outside of the caller's inference mode, in which autograd does not work, and of the caller's autocast."""
     with torch.inference_mode(False), own_precision():
         yield

@@ -18,7 +18,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import CallByName, Inputs
 from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, warn
-from laplace.network.model_guard import lent, own_mode
+from laplace.network.model_guard import autograd_mode, preserve_model
 
 IGNORED = -100
 """Label that Hugging Face's losses leave out, as PyTorch's do."""
@@ -101,7 +101,7 @@ def _asked(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool | None:
         value = _loss(model, datum, labels)
         return None if value is None else value.nan_to_num()  # a mean over no labels
 
-    with lent(model), own_mode(), torch.no_grad():
+    with preserve_model(model), autograd_mode(), torch.no_grad():
         nothing = loss(0, IGNORED)
         if nothing is None:
             return None

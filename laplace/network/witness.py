@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
-from laplace.network.model_guard import lent, own_mode
+from laplace.network.model_guard import autograd_mode, preserve_model
 
 ROWS = 8
 """Data that are kept at most."""
@@ -78,7 +78,7 @@ def first_rows(x: Inputs, n_data: int) -> tuple[Inputs, int]:
 
 def outputs_at(model: nn.Module, x: Inputs, call: ForwardFn) -> Tensor:
     """Outputs in evaluation mode, `[B, …]`; the network may write to its inputs."""
-    with own_mode(), torch.no_grad(), lent(model):
+    with autograd_mode(), torch.no_grad(), preserve_model(model):
         return batches.latent(call(model, _copied(x)))
 
 

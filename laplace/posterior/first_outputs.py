@@ -15,7 +15,7 @@ from laplace.core.positions import channel_of, channels_last
 from laplace.engines.engine import detached
 from laplace.likelihoods.logits import require_logits
 from laplace.network.misfits import called
-from laplace.network.model_guard import lent
+from laplace.network.model_guard import preserve_model
 from laplace.posterior.posterior import Posterior
 from laplace.weights.discovery import hooks_fire
 
@@ -34,14 +34,14 @@ def discovered(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
     """
     if posterior.choices.channel_dim is None and y.ndim > 1 and not y.is_floating_point():
         call = call_of(posterior)
-        with lent(posterior.model), torch.no_grad():
+        with preserve_model(posterior.model), torch.no_grad():
             f = _of_one(lambda some: batches.latent(called(posterior.model, call, some)), detached(x))
         channel_dim = channel_of(f, y[: len(f)])
         if channel_dim is not None:
             posterior = with_channels(posterior, channel_dim)
     problem = posterior.weights.discover(x)
     if posterior.likelihood.activation == "sigmoid":
-        with lent(problem.module), hooks_fire(problem.module), torch.enable_grad():
+        with preserve_model(problem.module), hooks_fire(problem.module), torch.enable_grad():
             f = _of_one(lambda some: problem.run(problem.stand_ins(), some), detached(x))
         require_logits(posterior.likelihood, f, problem.dtype)
     return posterior.with_problem(problem)

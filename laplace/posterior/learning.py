@@ -17,7 +17,7 @@ from laplace.errors import UnsupportedError
 from laplace.fitting import FirstBatch, FirstPass, Fit, ReadOptions, planning, subsampling
 from laplace.fitting.planning import FitPlan
 from laplace.fitting.subsampling import Subset
-from laplace.network.model_guard import own_mode, same_random_state
+from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.network.witness import Witness
 from laplace.posterior.assigned import restricted
 from laplace.posterior.first_outputs import discovered
@@ -84,7 +84,7 @@ def measured(
     if subset is not None:
         batches.require_rereadable(train_loader, f"subset={subset.size} reads the data twice")
     fitting.warn_of_shards()
-    with own_mode(), torch.no_grad(), same_random_state(model), bars(progress_bar):
+    with autograd_mode(), torch.no_grad(), same_random_state(model), bars(progress_bar):
         x, y, train_loader = fitting.begin_reading(train_loader, choices.dict_key_y, posterior.hypers.device)
         with named("batch 0"):
             posterior = discovered(posterior, x, y)
@@ -183,7 +183,7 @@ def without(
         )
     posterior.check_unchanged()
     removed = measured(posterior, loader, progress_bar=progress_bar, look=False).fit
-    with own_mode(), torch.no_grad():
+    with autograd_mode(), torch.no_grad():
         signed = posterior.choices.backend_cls.kind == "hessian"
         return posterior.with_fit(former.minus(removed.scaled(weight), signed=signed))
 
@@ -197,7 +197,7 @@ def planned(posterior: Posterior, train_loader: Iterable[Any]) -> tuple[Posterio
         UnsupportedError: A user's own backend or structure, which does not say what it takes.
     """
     choices, model = posterior.choices, posterior.model
-    with own_mode(), torch.no_grad(), same_random_state(model):
+    with autograd_mode(), torch.no_grad(), same_random_state(model):
         n_batches = planning.length(train_loader)
         x, y = planning.first_counted(
             train_loader, choices.dict_key_y, posterior.hypers.device, posterior.likelihood, model

@@ -25,7 +25,7 @@ from laplace.enums import PredType
 from laplace.errors import InvalidArgument, InvalidCall, InvalidData, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.links import LINKS
-from laplace.network.model_guard import lent
+from laplace.network.model_guard import preserve_model
 from laplace.predictive.names import WEIGHT_SPACE, PredictiveNames
 from laplace.structures.base import Precision
 from laplace.weights.problem import Problem
@@ -183,7 +183,7 @@ def sampler(
     x = x if create_graph else detached(x)
 
     def run(thetas: Tensor) -> Tensor:
-        with lent(problem.module):
+        with preserve_model(problem.module):
             stacked = torch.stack([problem.run(problem.substituted(theta), x) for theta in thetas])
         return stacked.to(_dtype(stacked))
 

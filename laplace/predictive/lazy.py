@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from laplace.network.model_guard import own_mode
+from laplace.network.model_guard import autograd_mode
 
 
 class LazyQuantity(property):
@@ -27,7 +27,7 @@ class LazyQuantity(property):
             return self
         if self.name in owner.__dict__:
             return owner.__dict__[self.name]
-        with own_mode(), torch.set_grad_enabled(owner.create_graph):
+        with autograd_mode(), torch.set_grad_enabled(owner.create_graph):
             # Of two threads that read one object at once the first has its result kept; both drew the same numbers.
             return owner.__dict__.setdefault(self.name, self.compute(owner))
 

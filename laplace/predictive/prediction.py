@@ -14,7 +14,7 @@ from laplace.core.positions import in_users_layout, unrolled
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.decomposition import Decomposition
 from laplace.likelihoods.target import Target
-from laplace.network.model_guard import own_mode
+from laplace.network.model_guard import autograd_mode
 from laplace.predictive.lazy import lazy
 from laplace.predictive.mixed_outputs import MixedOutputs
 from laplace.predictive.posterior_outputs import PosteriorOutputs
@@ -168,7 +168,7 @@ class Prediction:
         """
         if not 0 < level < 1:
             raise InvalidArgument(f"level={level}; it must lie in (0, 1), e.g. 0.95.")
-        with own_mode(), torch.set_grad_enabled(self.create_graph):
+        with autograd_mode(), torch.set_grad_enabled(self.create_graph):
             lower, upper = self.target.interval(self.rows, level, observation_noise=observation_noise)
             return self._outputs(lower), self._outputs(upper)
 
@@ -201,7 +201,7 @@ class Prediction:
         }
         if of not in distributions:
             raise InvalidArgument(f"of={of!r}; accepted are 'target', 'latent' and 'probabilities'.")
-        with own_mode(), torch.set_grad_enabled(self.create_graph):
+        with autograd_mode(), torch.set_grad_enabled(self.create_graph):
             return distributions[of](self.rows)
 
     # Shapes.

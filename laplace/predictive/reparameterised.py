@@ -27,7 +27,7 @@ from laplace.engines.engine import detached
 from laplace.engines.native.capture import owners
 from laplace.engines.native.layers import rule_for
 from laplace.errors import UnsupportedError
-from laplace.network.model_guard import lent
+from laplace.network.model_guard import preserve_model
 from laplace.predictive.latent import finite, with_arguments
 from laplace.predictive.sources import SampleSource
 from laplace.weights.problem import Problem
@@ -70,7 +70,7 @@ class ReparameterisedOutputs(SampleSource):
         x = batches.to_device(self.x, problem.device)
         x = x if self.through_x else detached(x)
         drawn: list[Tensor] = []
-        with lent(problem.module), ExitStack() as hooks:
+        with preserve_model(problem.module), ExitStack() as hooks:
             fired = hooks.enter_context(_noisy(layers, generator))
             for row in noise:
                 theta = self.mean.clone()

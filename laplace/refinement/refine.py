@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedError, warn
-from laplace.network.model_guard import own_mode, same_random_state
+from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.refined import Refinement
 from laplace.refinement.refiner import RefineOptions, Refiner
@@ -34,7 +34,7 @@ def refine(posterior: Posterior, loader: Iterable[Any], method: str, options: Re
             f"method='variational' has a full or a diagonal covariance, hessian_structure={structure.name!r} is "
             "neither; use hessian_structure='full' or 'diag', or method='map', which every structure takes."
         )
-    with own_mode(), torch.no_grad(), same_random_state(posterior.model):
+    with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
         posterior.check_unchanged()
         refined = _METHODS[method](Refiner(posterior, loader, options))
     if not refined.converged:

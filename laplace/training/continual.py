@@ -32,7 +32,7 @@ from laplace.evidence import Evidence
 from laplace.fitting import Fit
 from laplace.network import next_token
 from laplace.network.misfits import called
-from laplace.network.model_guard import flags_put_back, own_mode
+from laplace.network.model_guard import autograd_mode, flags_put_back
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.first_outputs import call_of
 from laplace.posterior.learning import measured
@@ -153,7 +153,7 @@ class TaskFit:
         start = self.former.prior_precision.detach()
 
         def evaluate(logs: Tensor) -> tuple[float, Tensor]:
-            with own_mode(), torch.enable_grad():
+            with autograd_mode(), torch.enable_grad():
                 leaf = logs.clone().requires_grad_()
                 value = -self.log_marginal_likelihood(leaf.exp())
                 (gradient,) = torch.autograd.grad(value, leaf)

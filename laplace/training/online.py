@@ -31,7 +31,7 @@ from laplace.factory import Laplace
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.network import next_token
 from laplace.network.misfits import called
-from laplace.network.model_guard import own_mode, same_random_state
+from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.first_outputs import call_of
 from laplace.tuning.settings import spread
@@ -176,7 +176,7 @@ class OnlineLaplace(CheckedConstructor):
             return round(self.la.n_data)
         if self._n_counted is None:
             # A loader draws its shuffling from the global random state.
-            with own_mode(), torch.no_grad(), same_random_state(self.model):
+            with autograd_mode(), torch.no_grad(), same_random_state(self.model):
                 self._n_counted = _count(self.train_loader, self.la)
         return self._n_counted
 

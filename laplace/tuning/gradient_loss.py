@@ -25,7 +25,7 @@ from laplace.core.positions import rows_that_count
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument
 from laplace.jacobian.jacobian import Jacobian
-from laplace.network.model_guard import own_mode
+from laplace.network.model_guard import autograd_mode
 from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
 from laplace.predictive.mixing import mixed
@@ -108,7 +108,7 @@ class SmoothLoss:
         self.diagonal = likelihood.target.reads_variances(
             likelihood, predictive.link_approx, whole_covariance=objective.whole_covariance
         )
-        with own_mode(), torch.no_grad():
+        with autograd_mode(), torch.no_grad():
             first = group.first
             data = validation.batches(first, progress_bar=progress_bar)
             self.data = [self._run(*batch) for batch in data]
@@ -123,7 +123,7 @@ class SmoothLoss:
         """The loss and its gradient at logarithms `[n]`."""
         if any(posterior.overrides(*POSTERIOR) for posterior in self.group.posteriors):
             return self._through_users_methods(logs)
-        with own_mode(), torch.enable_grad():
+        with autograd_mode(), torch.enable_grad():
             leaf = logs.clone().requires_grad_()
             group = self.group.at(self.coordinates.hypers(leaf))
             precisions = [posterior.evidence.precision for posterior in group.posteriors]
@@ -155,7 +155,7 @@ class SmoothLoss:
 
     def _through_users_methods(self, logs: Tensor) -> tuple[float, Tensor]:
         """The same where users compute the posterior, of which only autograd knows the derivative."""
-        with own_mode(), torch.enable_grad():
+        with autograd_mode(), torch.enable_grad():
             leaf = logs.clone().requires_grad_()
             group = self.group.at(self.coordinates.hypers(leaf))
             variances = [

@@ -16,7 +16,7 @@ from laplace.core.hyperparameters import Hyperparameters, positive
 from laplace.core.positions import rows_that_count
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import CurvatureError, InvalidArgument
-from laplace.network.model_guard import own_mode
+from laplace.network.model_guard import autograd_mode
 from laplace.tuning.candidates import Predict, Predictive
 from laplace.tuning.group import CandidateSet, PosteriorGroup
 from laplace.tuning.objectives import Objective, Running
@@ -118,7 +118,7 @@ def search_grid(
         InvalidArgument: No candidate with a finite loss, or none that meets the thresholds.
     """
     first = group.first
-    with own_mode(), torch.no_grad():
+    with autograd_mode(), torch.no_grad():
         candidates = group.candidates(grid.settings, predictive, whole_covariance=objective.whole_covariance)
         losses = Losses(candidates, objective)
         for name, x, y in validation.batches(first, label="grid search", progress_bar=progress_bar):

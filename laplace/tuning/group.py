@@ -17,7 +17,7 @@ from laplace.core.precision_policy import wide_dtype, widened
 from laplace.enums import PriorStructure
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
-from laplace.network.model_guard import own_mode, same_random_state
+from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.assigned import Given
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.mixing import mixed
@@ -191,7 +191,7 @@ def negative_evidence(group: PosteriorGroup, coordinates: Coordinates) -> Evalua
     """−log p(D) and its gradient, as a function of the logarithms of what is tuned (MacKay, 1992)."""
 
     def evaluate(logs: Tensor) -> tuple[float, Tensor]:
-        with own_mode(), torch.enable_grad():
+        with autograd_mode(), torch.enable_grad():
             leaf = logs.clone().requires_grad_()
             value = -group.at(coordinates.hypers(leaf)).log_evidence()
             (gradient,) = torch.autograd.grad(value, leaf)

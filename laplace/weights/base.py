@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from laplace.core.batch import ForwardFn, Inputs
-from laplace.network.model_guard import require_module, undisturbed, unwrap
+from laplace.network.model_guard import model_lock, require_module, unwrap
 from laplace.weights.problem import Problem
 
 
@@ -100,5 +100,5 @@ class Called(nn.Module):
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
     """Parameters with `requires_grad`, by name, tied ones once, in `model.parameters()` order."""
-    with undisturbed(model):
+    with model_lock(model):
         return {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}

@@ -13,7 +13,7 @@ from torch import nn
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.errors import InvalidArgument
 from laplace.network.misfits import called
-from laplace.network.model_guard import lent, unwrap
+from laplace.network.model_guard import preserve_model, unwrap
 
 LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Modules that can be a last layer."""
@@ -103,7 +103,7 @@ def _watch(model: nn.Module, watched: dict[str, nn.Module], run: Callable[[], ob
         finished.append(name)
 
     with ExitStack() as stack:
-        stack.enter_context(lent(model))
+        stack.enter_context(preserve_model(model))
         for name, module in watched.items():
             stack.callback(module.register_forward_hook(partial(note, name)).remove)
         stack.enter_context(hooks_fire(model))

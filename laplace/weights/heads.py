@@ -14,7 +14,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, UnsupportedError, warn
-from laplace.network.model_guard import lent, unwrap
+from laplace.network.model_guard import preserve_model, unwrap
 from laplace.weights.discovery import has_parameters, has_run_inside, hooks_fire
 
 
@@ -79,7 +79,7 @@ def find_heads(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None)
         return output if has_run_inside(name, finished) else _cut(output, lambda leaf: cuts.append((name, leaf)))
 
     with ExitStack() as stack:
-        stack.enter_context(lent(inner))
+        stack.enter_context(preserve_model(inner))
         for name, module in inner.named_modules():
             if has_parameters(name, module):
                 stack.callback(module.register_forward_hook(partial(cut, name)).remove)

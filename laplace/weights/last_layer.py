@@ -11,7 +11,7 @@ from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.enums import FeatureReduction
 from laplace.errors import ApproximationWarning, InvalidArgument, warn
-from laplace.network.model_guard import undisturbed
+from laplace.network.model_guard import model_lock
 from laplace.weights.base import Weights
 from laplace.weights.discovery import find_last_layer, require_linear
 from laplace.weights.feature_extractor import FeatureExtractor
@@ -91,7 +91,7 @@ class LastLayer(Weights):
         return self._problem(require_linear(self.model, name))
 
     def _problem(self, name: str) -> Problem:
-        with undisturbed(self.model):
+        with model_lock(self.model):
             return self._problem_of(name)
 
     def _problem_of(self, name: str) -> Problem:

@@ -16,7 +16,7 @@ from laplace.core.layout import Layout
 from laplace.core.positions import ChannelsLast
 from laplace.errors import InvalidData
 from laplace.network.misfits import called
-from laplace.network.model_guard import undisturbed
+from laplace.network.model_guard import model_lock
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Problem:
 
     def tensor(self, name: str) -> Tensor:
         """The module's tensor of this name."""
-        with undisturbed(self.module):
+        with model_lock(self.module):
             return self.module.get_parameter(name)
 
     def mean(self) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.layout import flatten
 from laplace.errors import InvalidArgument, InvalidType
-from laplace.network.model_guard import undisturbed
+from laplace.network.model_guard import model_lock
 from laplace.weights.base import Weights, trainable
 from laplace.weights.problem import ParameterSlice, Problem
 
@@ -55,7 +55,7 @@ class Subnetwork(Weights):
 
     def embed(self, samples: Tensor) -> Tensor:
         """`[S, all trainable parameters]`: the entries outside of the subnetwork at their trained values."""
-        with undisturbed(self.model):
+        with model_lock(self.model):
             parameters = dict(self.model.named_parameters())
             whole = flatten([parameters[name].detach() for name in self._tensors]).to(samples)
         return whole.repeat(len(samples), 1).index_copy(1, self._order.to(samples.device), samples)

@@ -25,7 +25,7 @@ from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidData, OutOfMemory, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
-from laplace.network.model_guard import lent
+from laplace.network.model_guard import preserve_model
 from laplace.weights.problem import Problem
 
 _MAX_PLANS = 64
@@ -172,7 +172,7 @@ class NativeEngine(CurvatureEngine):
         Raises:
             InvalidData: A batch of no data.
         """
-        with torch.inference_mode(False), lent(self.problem.module):
+        with torch.inference_mode(False), preserve_model(self.problem.module):
             x = x if create_graph else detached(x)
             capture = self._capture(x, create_graph=create_graph)
             if capture.f.shape[0] == 0:
@@ -287,7 +287,7 @@ class NativeEngine(CurvatureEngine):
 
     def linear(self, x: Inputs) -> Linearised:
         """The outputs of a batch as a linear function of the random entries, which outlives the call."""
-        with torch.inference_mode(False), lent(self.problem.module):
+        with torch.inference_mode(False), preserve_model(self.problem.module):
             return Linearised(self.problem, self._differentiable(x))
 
     def per_call(self, capture: Capture, count: int) -> int:

@@ -15,7 +15,7 @@ from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.products import HessianProduct, add_rows
 from laplace.engines.native.proof import TOLERANCE
 from laplace.errors import CurvatureError, UnsupportedError
-from laplace.network.model_guard import lent
+from laplace.network.model_guard import preserve_model
 
 _ROWS = 64
 """Unit vectors that are multiplied at once: rows of the Hessian held besides the result."""
@@ -33,7 +33,7 @@ class HessianEngine(NativeEngine):
     def matmul(
         self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
     ) -> tuple[BatchSummary, Tensor]:
-        with torch.inference_mode(False), lent(self.problem.module):
+        with torch.inference_mode(False), preserve_model(self.problem.module):
             capture = self._differentiable(x)
             with torch.enable_grad():
                 f = capture.rows.to(self.dtype)

@@ -24,7 +24,7 @@ from laplace.engines.native.products import Linearised, add_rows
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.heads import Head, as_head
 from laplace.likelihoods.base import OutputHessian
-from laplace.network.model_guard import lent
+from laplace.network.model_guard import preserve_model
 
 
 class _Sum(Protocol):
@@ -98,7 +98,7 @@ class OuterEngine(NativeEngine):
     def matmul(
         self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
     ) -> tuple[BatchSummary, Tensor]:
-        with torch.inference_mode(False), lent(self.problem.module):
+        with torch.inference_mode(False), preserve_model(self.problem.module):
             capture = self._differentiable(x)
             f = capture.rows.detach()
             y = self.targets(f, y, capture.positions)

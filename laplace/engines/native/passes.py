@@ -21,7 +21,7 @@ from laplace.jacobian.blocks import Block, DenseBlock
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.lazy import LazyBlock
-from laplace.network.model_guard import lent
+from laplace.network.model_guard import preserve_model
 from laplace.weights.problem import Problem
 
 _LAZY_SHARE = 4
@@ -241,7 +241,7 @@ class ForwardPass:
             x = self.x if whole else batches.select(self.x, part, self.n_data)
             return per_sample(self.problem, x, cotangents[:, part], slots, fallback, create_graph=graph)
 
-        with lent(self.problem.module), torch.inference_mode(False):
+        with preserve_model(self.problem.module), torch.inference_mode(False):
             step = self._fallback_step(cotangents.shape[0], slots)
             parts = [values for _, values in in_slices(stop - start, step, computed, DATUM)]
         return [torch.cat(values, 1).to(self.dtype) for values in zip(*parts, strict=True)]

@@ -18,7 +18,7 @@ from laplace.engines.native.capture import record
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.profile import BatchProfile
 from laplace.jacobian.shape import TensorShape
-from laplace.network.model_guard import lent
+from laplace.network.model_guard import preserve_model
 
 _TIMED = 4
 """Cotangents of the timed backward pass."""
@@ -79,7 +79,7 @@ def timed_profile(batch: ForwardPass, outline: BatchProfile) -> BatchProfile:
     """Adds graph and seconds to a profile, by a forward pass, a backward one of a few cotangents, and a product."""
     saved: dict[int, int] = {}
     widths: list[int] = []
-    with torch.inference_mode(False), lent(batch.problem.module), _watched(batch, saved, widths):
+    with torch.inference_mode(False), preserve_model(batch.problem.module), _watched(batch, saved, widths):
         start = _now(batch.f)
         again = record(batch.problem, batch.x, loop=outline.loop, observed=batch.capture.watched)
         forward = _now(batch.f) - start
