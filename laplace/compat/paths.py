@@ -92,6 +92,17 @@ TABLE: dict[str, Mapping[str, str]] = {
     "laplace.utils.swag": _SWAG,
     "laplace.utils.utils": _HELPERS,
     "laplace.utils.functional_utils": _FUNCTIONAL,
+    # Where this library had its documented names before.
+    "laplace.curvature.blocks": _at("laplace.jacobian.blocks", "Block DenseBlock"),
+    "laplace.curvature.native": {},
+    "laplace.curvature.native.layers": {},
+    "laplace.curvature.native.layers.base": {
+        **_at("laplace.engines.native.layers.base", "evenly"),
+        **_at("laplace.curvature.rules", "LayerRule files"),
+    },
+    "laplace.posterior.base": _at("laplace.base", "BaseLaplace"),
+    "laplace.posterior.parametric": _at("laplace.parametric", "ParametricLaplace"),
+    "laplace.predictive.links": _at("laplace.likelihoods.links", "LINKS"),
 }
 
 ALSO: dict[str, Mapping[str, str]] = {
