@@ -261,9 +261,11 @@ class SubnetLaplace(ParametricLaplace):
     """Single entries of the flattened trainable parameters; all others keep their trained values."""
 
     weights_type = Subnetwork
-    subnetwork_indices = property(attrgetter("weights.indices"), doc="Treated entries as they were given, `[p]`.")
-    n_params_subnet = property(attrgetter("n_params"), doc="Number of treated entries, p.")
-    mean_subnet = property(attrgetter("mean"), doc="θ* of the treated entries, `[p]`.")
+    subnetwork_indices = property(
+        attrgetter("weights.indices"), doc="Indices of the random entries, as they were given, `[p]`."
+    )
+    n_params_subnet = property(attrgetter("n_params"), doc="Number of random entries, p.")
+    mean_subnet = property(attrgetter("mean"), doc="θ* of the random entries, `[p]`.")
     assemble_full_samples = property(
         attrgetter("weights.embed"), doc="Function from samples `[S, p]` to samples of all trainable parameters."
     )
@@ -317,7 +319,7 @@ class DiagSubnetLaplace(SubnetLaplace, DiagLaplace):
 
 
 class BlockSubnetLaplace(SubnetLaplace, BlockLaplace):
-    """A subnetwork, an exact dense block for the treated entries of every layer."""
+    """A subnetwork, an exact dense block for the random entries of every layer."""
 
     _key = ("subnetwork", "block")
 
@@ -335,7 +337,7 @@ class EkfacSubnetLaplace(SubnetLaplace, EkfacLaplace):
 
 
 class LowRankKronSubnetLaplace(SubnetLaplace, LowRankKronLaplace):
-    """A subnetwork, the treated entries of dominant Kronecker eigenvectors and the exact diagonal."""
+    """A subnetwork, the random entries of dominant Kronecker eigenvectors and the exact diagonal."""
 
     _key = ("subnetwork", "lowrank_kron")
 

@@ -153,11 +153,9 @@ DEFAULTS = {
 
 # Folders in which some docstring still begins as a clause, some local is still named by what was done to it, and some
 # word is still the library's own.
-CLAUSES: set[str] = {"fitting", "function_space", "mixture", "refinement", "training", "tuning"}
-PARTICIPLES: set[str] = {"fitting", "function_space", "refinement", "training", "tuning"}
-OWN_WORDS = {
-    "curvature", "engines", "fitting", "function_space", "mixture", "named", "posterior", "training", "tuning",
-}  # fmt: skip
+CLAUSES: set[str] = set()
+PARTICIPLES: set[str] = set()
+OWN_WORDS: set[str] = {"posterior"}
 _CLAUSE = re.compile(r"(What|Whether|How|Which|Of which|Of what|Where|When|Why|Who)\b")
 _PARTICIPLE = {"found", "taken", "kept", "held"}
 # A position is a token or a pixel; of a tensor among others it is an index.

@@ -160,7 +160,7 @@ class AsdlEngine(PackageEngine):
         return 2 * self.factor if type(self.loss) is nn.MSELoss else self.factor
 
     def _columns(self, batch: CopiedBatch) -> Tensor:
-        """Places of the treated entries, in the order of the slots, among the columns of ASDL, module by module."""
+        """Indices of the random entries, in the order of the slots, among the columns of ASDL, module by module."""
         place = {batch.layer(i): i for i in range(len(batch.tensors))}
         order = [place[m, a] for m in batch.module.modules() for a in ("weight", "bias") if (m, a) in place]
         starts: dict[int, int] = {}

@@ -1,9 +1,9 @@
 """Curvature by BackPACK (Dangel, Kunstner & Hennig, 2020), which extends the backward pass of modules it knows.
 
 First-order quantities (gradients and Jacobians per datum) exist for known layers wherever they stand in a network;
-second-order ones only where the network is, from the first treated layer on, a chain of known modules. Padding other
-than zeros, which BackPACK takes for zeros, and convolutions' Kronecker factors, which follow another convention than
-KFAC-expand, are the native engine's.
+second-order ones only where the network is, from the first layer with random parameters on, a chain of known modules.
+Padding other than zeros, which BackPACK takes for zeros, and convolutions' Kronecker factors, which follow another
+convention than KFAC-expand, are the native engine's.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class BackPackEngine(PackageEngine):
         return torch.stack(rows, 1)
 
     def _per_datum(self, batch: CopiedBatch, field: str) -> list[Tensor]:
-        """Treated entries `[B, p]` of what BackPACK left per datum on every tensor."""
+        """Random entries `[B, p]` of what BackPACK left per datum on every tensor."""
         whole = [getattr(tensor, field).detach() for tensor in batch.tensors]
         return [slot.take_rows(values) for slot, values in zip(self.problem.slots, whole, strict=True)]
 
@@ -202,9 +202,9 @@ class BackPackEFEngine(BackPackEngine):
 
 
 def _layers(batch: CopiedBatch) -> list[nn.Module]:
-    """The private modules that hold treated tensors."""
-    treated = {id(tensor) for tensor in batch.tensors if tensor.requires_grad}
-    return [m for m in batch.module.modules() if any(id(t) in treated for t in m._parameters.values())]
+    """Modules of the copy that hold random parameters."""
+    parameters = {id(tensor) for tensor in batch.tensors if tensor.requires_grad}
+    return [m for m in batch.module.modules() if any(id(t) in parameters for t in m._parameters.values())]
 
 
 def _cleanup(module: nn.Module) -> None:

@@ -141,7 +141,7 @@ class CurvlinopsEngine(PackageEngine):
     def _products(
         self, batch: CopiedBatch, slots: Sequence[int], vectors: Tensor, options: Mapping[str, Any]
     ) -> Tensor:
-        """Products `[R, p]` of the operator of some tensors with vectors `[R, p]` of their treated entries."""
+        """Products `[R, p]` of the operator of some tensors with vectors `[R, p]` of their random entries."""
         chosen = [self.problem.slots[i] for i in slots]
         tensors = [batch.tensors[i] for i in slots]
         operator = self._operator(self.operator, batch, tensors, **options)

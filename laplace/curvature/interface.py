@@ -109,10 +109,10 @@ class CurvatureInterface:
 
     @property
     def params_dict(self) -> dict[str, Tensor]:
-        """The tensors that are differentiated, by name, detached; of a frozen head all, which a last layer treats."""
+        """The tensors that are differentiated, by name, detached; all tensors of a frozen head."""
         named = dict(self._model.named_parameters())
-        treated = {name: tensor for name, tensor in named.items() if tensor.requires_grad} or named
-        return {name: tensor.detach() for name, tensor in treated.items()}
+        tensors = {name: tensor for name, tensor in named.items() if tensor.requires_grad} or named
+        return {name: tensor.detach() for name, tensor in tensors.items()}
 
     @property
     def buffers_dict(self) -> dict[str, Tensor]:
@@ -135,7 +135,7 @@ class CurvatureInterface:
         """Makes the library's engine of this kind of curvature, without an object of this class.
 
         Args:
-            problem: The network and its treated tensors.
+            problem: The network and its random parameters.
             likelihood: Loss and output Hessian.
             given: Keyword arguments of the constructor.
             split_outputs: Keep one curvature term per output.
@@ -161,7 +161,7 @@ class CurvatureInterface:
         """The library's engine of this object, with the user's own methods in place of its primitives.
 
         Args:
-            problem: The network and its treated tensors.
+            problem: The network and its random parameters.
             likelihood: Loss and output Hessian.
             split_outputs: Keep one curvature term per output.
             **options: Options that the user's own `diag` and `kron` are called with.

@@ -34,7 +34,7 @@ class CopiedBatch:
         module: Gives `[B, C]` for `x`. The copy itself if it is called with one tensor and returns one.
         x: Inputs of the network, or features of the head.
         y: Checked targets.
-        tensors: The copy's treated tensors, whole, one per slot; nothing else in the copy requires gradients.
+        tensors: The copy's random parameters, whole, one per slot; nothing else in the copy requires gradients.
         copies: The copy of every module of the network that was copied.
         of_head: True if only the head was copied, so that `x` are its inputs.
         watched: The captured pass of the network itself.
@@ -54,7 +54,7 @@ class CopiedBatch:
 
     @property
     def problem(self) -> Problem:
-        """The network and its treated tensors."""
+        """The network and its random parameters."""
         return self.watched.problem
 
     def input_shape(self, slot: int) -> torch.Size:
@@ -119,10 +119,10 @@ def _features(watched: ForwardPass) -> Tensor | None:
 def _copied(
     problem: Problem, source: nn.Module, x: Inputs
 ) -> tuple[nn.Module, tuple[nn.Parameter, ...], dict[nn.Module, nn.Module]]:
-    """A copy of a module as something to call on x, its treated tensors, and the copies of its modules."""
+    """A copy of a module as something to call on x, its random parameters, and the copies of its modules."""
     originals = [problem.tensor(slot.name) for slot in problem.slots]
-    treated = {id(tensor) for tensor in originals}
-    parameters = {id(p): nn.Parameter(p.detach().clone(), requires_grad=id(p) in treated) for p in source.parameters()}
+    random = {id(tensor) for tensor in originals}
+    parameters = {id(p): nn.Parameter(p.detach().clone(), requires_grad=id(p) in random) for p in source.parameters()}
     memo: dict[int, Any] = {**parameters, **{id(buffer): buffer.detach().clone() for buffer in source.buffers()}}
     try:
         copied = copy.deepcopy(source, memo)

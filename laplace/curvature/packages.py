@@ -63,7 +63,7 @@ class PackageEngine(CurvatureEngine):
     """Primitives by a package where it is right, by the native engine of the same kind elsewhere.
 
     Args:
-        problem: The network and its treated tensors.
+        problem: The network and its random parameters.
         likelihood: Loss and output Hessian.
         options: Sampling, Kronecker factors, and how much is computed at once.
 
@@ -287,7 +287,7 @@ class PackageEngine(CurvatureEngine):
         return [first.setdefault(key or i, i) for i, key in enumerate(keys)]
 
     def _kron_block(self, slot: int, origin: int, layer: LayerFactors) -> tuple[dict[str, Tensor], KronBlock]:
-        """Factors of a tensor by key, restricted to the treated entries, under the keys of the native engine."""
+        """Factors of a tensor by key, restricted to the random entries, under the keys of the native engine."""
         dtype, size = self.native.dtype, self.problem.slots[slot].size
         picked = self.problem.slots[slot].selection
         output, inputs = layer.output.to(dtype), None if layer.inputs is None else layer.inputs.to(dtype)

@@ -246,7 +246,7 @@ class UserBackendEngine(CurvatureEngine):
         if values.ndim != ndim or values.shape[-1] != n_params or not square:
             raise InvalidArgument(
                 f"{type(self.backend).__name__}.{method} returned a tensor of shape {tuple(values.shape)}; it must "
-                f"have {ndim} dimensions, the last one P = {n_params}, the number of treated parameters."
+                f"have {ndim} dimensions, the last one P = {n_params}, the number of random parameters."
             )
         return values.to(self.dtype) if method in ("full", "diag") else values
 
@@ -273,7 +273,7 @@ class UserBackendEngine(CurvatureEngine):
             if product != size:
                 raise InvalidArgument(
                     f"{type(self.backend).__name__}.kron returned factors of {product} entries for "
-                    f"{self.problem.slots[i].name!r}, of which {size} are treated."
+                    f"{self.problem.slots[i].name!r}, of which {size} are random."
                 )
         return KronParts(factors, tuple(blocks))
 

@@ -38,7 +38,7 @@ class BatchSummary:
 
 
 Bases = Sequence["Basis"]
-"""An orthogonal basis per treated tensor."""
+"""An orthogonal basis per random parameter."""
 
 
 class Basis(Protocol):
@@ -53,7 +53,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
     """Base of all engines: every primitive refuses, by type, until an engine offers it.
 
     Args:
-        problem: The network and its treated tensors.
+        problem: The network and its random parameters.
         likelihood: Loss and output Hessian.
         options: Sampling, Kronecker factors, and how much is computed at once.
 
@@ -132,12 +132,12 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
 
         Of outputs with positions, b are rows, data × positions, and `Jacobian.positions` says their dimensions.
 
-        The network is lent as long as the generator is open: read it to its end, or close it.
+        The network is as before only once the generator has ended: read it to its end, or close it.
         """
         raise self._refusal("jacobian")
 
     def head_jacobian(self, x: Inputs, *, create_graph: bool = False) -> list[tuple[Jacobian, Tensor]] | None:
-        """The parts of `jacobian` where all treated tensors belong to a head, of which they are cheap; else None."""
+        """The parts of `jacobian` where all random parameters belong to a head, of which they are cheap; else None."""
         parts = list(self.jacobian(x, create_graph=create_graph))
         return parts if parts and all(jacobian.is_head for jacobian, _ in parts) else None
 
@@ -168,7 +168,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
 
 
 Groups = tuple[tuple[int, ...], ...]
-"""Indices of the treated tensors whose entries share a dense block."""
+"""Indices of the random parameters whose entries share a dense block."""
 
 _NEEDED_BY = {"blocks": "block", "matmul": "lowrank", "diag in a basis": "ekfac", "jacobian": "any"} | {
     name: name for name in ("diag", "kron", "full")

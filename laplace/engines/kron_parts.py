@@ -1,4 +1,4 @@
-"""Kronecker factors as engines sum them: by key, with a form per treated tensor."""
+"""Kronecker factors as engines sum them: by key, with a form per random parameter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KronParts:
         factors: Summed matrices by key: output sides `[E, G, O, O]` (E terms, one per output under a vector
             noise, else 1; G groups), input sides `[G, I, I]` or counts `[V]`, dense blocks `[E, p, p]`,
             diagonals `[E, p]`, numbers of positions `[]`.
-        blocks: One per treated tensor, in order.
+        blocks: One per random parameter, in order.
     """
 
     factors: Mapping[str, Tensor]
@@ -83,12 +83,12 @@ class KronBlock:
 
     Attributes:
         kind: `"kron"`, `"dense"`, `"diag"`, or `"unused"`: zero, and added to any other kind.
-        size: Number of treated entries.
+        size: Number of random entries.
         output: Key of the output side, or of the dense or diagonal block.
         input: Key of the input side, or None (a bias: 1).
         positions: Key of the number of positions.
         input_first: The first dimension of the tensor is the input side (embeddings, transposed convolutions).
-        index: Treated entries within the Kronecker product where they are not rows × columns.
+        index: Random entries within the Kronecker product where they are not rows × columns.
     """
 
     kind: str

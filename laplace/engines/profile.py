@@ -16,8 +16,8 @@ class BatchProfile:
     """Shapes, bytes and seconds of a batch; all bytes are those of the whole batch.
 
     Attributes:
-        layout: The treated tensors.
-        tensors: One per treated tensor.
+        layout: The random parameters.
+        tensors: One per random parameter.
         n_data: B.
         n_outputs: C.
         n_columns: K, backward passes that the curvature takes; 0 for one that is known by its products alone.
@@ -60,7 +60,7 @@ class BatchProfile:
 
     @property
     def is_head(self) -> bool:
-        """True if every treated tensor belongs to the head, which needs no backward pass."""
+        """True if every random parameter belongs to the head, which needs no backward pass."""
         return all(tensor.is_head for tensor in self.tensors)
 
     @property
@@ -124,7 +124,7 @@ class BatchProfile:
         return replace(self, n_data=1, gradients=self.gradients // self.n_data, tensors=tensors)
 
     def head(self) -> BatchProfile | None:
-        """The same batch where the last layer alone is treated; None where the profile saw no head."""
+        """The same batch where only the last layer is random; None where the profile saw no head."""
         heads = [i for i, tensor in enumerate(self.tensors) if tensor.is_head]
         if not heads:
             return None

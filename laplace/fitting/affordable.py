@@ -1,4 +1,4 @@
-"""Whether memory holds a fit, by the shapes of its first batch, before its curvature is summed."""
+"""Refusal of a fit that memory does not hold, by the shapes of its first batch, before its curvature is summed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MemoryCheck:
     """Refuses a fit that would take more memory than there is.
 
     Attributes:
-        problem: Which weights are treated.
+        problem: The network and its random parameters.
         structure: The structure.
         options: Its options.
     """
@@ -45,7 +45,7 @@ class MemoryCheck:
             raise self.refusal(profile, lacking)
 
     def lacking(self, profile: BatchProfile) -> Available | None:
-        """What there is, where that is less than the fit takes; None where it is enough, or nobody can say."""
+        """Available memory if the fit takes more; None if it is enough, or nobody can say."""
         try:
             cost = self.structure.cost(profile, self.options)
         except UnsupportedError:  # a structure that does not say what it takes
@@ -53,8 +53,8 @@ class MemoryCheck:
         needed = cost.fit_bytes(profile)
         if cost.assumed or needed <= LEAST:
             return None
-        found = available(self.problem.device)
-        return found if found is not None and found.size < needed else None
+        there = available(self.problem.device)
+        return there if there is not None and there.size < needed else None
 
     def _bytes(self, profile: BatchProfile) -> int:
         return self.structure.cost(profile, self.options).fit_bytes(profile)
@@ -65,15 +65,15 @@ class MemoryCheck:
         return OutOfMemory(
             f"a fit of subset_of_weights={plan.chosen.weights!r}, hessian_structure={plan.chosen.structure!r} would "
             f"take {in_units(plan.peak_bytes)} more than is held now, but only {in_units(there.size)} are available "
-            f"({there.source}). {self._mend(profile, plan, there)} fit(..., check_memory=False) begins all the same."
+            f"({there.source}). {self._advice(profile, plan, there)} fit(..., check_memory=False) begins all the same."
         )
 
-    def _mend(self, profile: BatchProfile, plan: FitPlan, there: Available) -> str:
-        """What takes less: other choices, smaller batches, fewer weights."""
+    def _advice(self, profile: BatchProfile, plan: FitPlan, there: Available) -> str:
+        """Ways to take less: other choices, smaller batches, fewer weights."""
         chosen = plan.chosen
         others = [o for o in plan.cheaper if (o.weights, o.structure) != (chosen.weights, chosen.structure)]
-        found = [other for other in others if other.peak_bytes <= there.size]
-        ways = [f"Choose what takes less: {_listed(found, chosen.weights)}."] if found else []
+        small = [other for other in others if other.peak_bytes <= there.size]
+        ways = [f"Choose what takes less: {_listed(small, chosen.weights)}."] if small else []
         if self._bytes(profile.of_one_datum()) <= there.size:
             ways.append("Give the loader smaller batches (batch_size).")
         if not ways:

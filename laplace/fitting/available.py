@@ -1,4 +1,4 @@
-"""How much memory there is for a fit: what the operating system and the groups of the process leave, or the device.
+"""Memory that is free for a fit: on the host, within the control groups of the process, or on the device.
 
 Nothing else reads the machine, and nothing is computed from it: it decides whether a fit begins.
 """
@@ -31,7 +31,7 @@ class Available:
 
 
 def available(device: torch.device) -> Available | None:
-    """What can be taken on a device; None where nobody says."""
+    """Memory that is free on a device; None if nobody says."""
     if device.type == "cpu":
         return of_host(_read)
     if device.type == "cuda":
@@ -43,15 +43,15 @@ def available(device: torch.device) -> Available | None:
 
 def of_host(read: Read) -> Available | None:
     """The least of what Linux, and every control group that the process is in, leave; None on other systems."""
-    found: list[Available] = []
+    limits: list[Available] = []
     meminfo = of_meminfo(read("/proc/meminfo") or "")
     if meminfo is not None:
-        found.append(Available(meminfo, "/proc/meminfo"))
+        limits.append(Available(meminfo, "/proc/meminfo"))
     for maximum, current, stat, prefix in _group_files(read("/proc/self/cgroup") or ""):
         limit = of_group(read(maximum), read(current), read(stat), prefix)
         if limit is not None:
-            found.append(Available(limit, maximum))
-    return min(found, key=lambda one: one.size, default=None)
+            limits.append(Available(limit, maximum))
+    return min(limits, key=lambda one: one.size, default=None)
 
 
 def of_meminfo(text: str) -> int | None:

@@ -31,7 +31,7 @@ def warn_of_diagonals(fit: Fit, problem: Problem) -> None:
     largest = sorted(sizes, key=lambda name: -sizes[name])
     more = f" and {len(sizes) - _NAMED} more" if len(sizes) > _NAMED else ""
     warn(
-        f"hessian_structure={fit.curvature.name!r}: {share:.1%} of the treated weights have no Kronecker factors and "
+        f"hessian_structure={fit.curvature.name!r}: {share:.1%} of the random weights have no Kronecker factors and "
         f"are held by their exact diagonal, without correlations: {', '.join(map(repr, largest[:_NAMED]))}{more}. "
         "la.coverage() names what explains every tensor; a layer of your own that works as a known one does gets its "
         "factors by laplace.curvature.rules.like(known, own); hessian_structure='lowrank' needs no factors.",

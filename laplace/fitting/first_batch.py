@@ -1,4 +1,4 @@
-"""What a fit looks at in its first batch: whether the network answers twice alike, and what it answers."""
+"""Check of the first batch of a fit: are two forward passes equal, and what are the outputs?"""
 
 from __future__ import annotations
 

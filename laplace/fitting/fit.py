@@ -32,14 +32,14 @@ _NO_DATA = "the loader gave no data that count; a Laplace approximation needs at
 
 @dataclass(frozen=True)
 class Fit:
-    """What the data say: additive over batches, shards and later data.
+    """Curvature and loss of the data: additive over batches, shards and later data.
 
     Attributes:
         curvature: Unit curvature.
         loss_terms: Summed unit negative log likelihood, `[1]`, or `[C]` with one noise per output.
         n_data: Data seen that count; data that faded by a decay count less than one each.
         n_outputs: C.
-        coverage: Which layer rule or fallback explained every treated tensor.
+        coverage: Which layer rule or fallback explained every random parameter.
         draws: State of the engine's random numbers after the fit, which a fit of further data goes on from.
     """
 
@@ -121,7 +121,7 @@ FirstPass = Callable[[CurvatureEngine], DataPass]
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How the data of a fit are read.
+    """Options of reading the data of a fit.
 
     Attributes:
         dict_key_y: Key of the targets, for mappings.
@@ -195,11 +195,13 @@ def _fitted(
                 f"hessian_structure={structure.name!r} needs the same data every time."
             )
         first, number = first or totals, number + 1
-        found = data_pass.finish()
-        if isinstance(found, Curvature):
-            kept, used = data_pass.counted(first), None if engine.generator is None else engine.generator.get_state()
-            return Fit(found, kept.loss_terms, int(kept.n_data), kept.n_outputs, _report(engine, found), used)
-        data_pass = found
+        result = data_pass.finish()
+        if isinstance(result, Curvature):
+            summary, used = data_pass.counted(first), None if engine.generator is None else engine.generator.get_state()
+            return Fit(
+                result, summary.loss_terms, int(summary.n_data), summary.n_outputs, _report(engine, result), used
+            )
+        data_pass = result
 
 
 def _check_before(check: MemoryCheck, engine: CurvatureEngine, loader: Iterable[Any], dict_key_y: str) -> None:
@@ -209,9 +211,9 @@ def _check_before(check: MemoryCheck, engine: CurvatureEngine, loader: Iterable[
     if lacking is None:
         return
     x, _ = planning.first_counted(loader, dict_key_y, engine.problem.device, engine.likelihood, engine.problem.module)
-    found = engine.outline(x)
-    if found is not None:
-        raise check.refusal(found, lacking)
+    profile = engine.outline(x)
+    if profile is not None:
+        raise check.refusal(profile, lacking)
 
 
 def require_rereadable(loader: Iterable[Any], structure: type[Curvature]) -> None:
@@ -226,7 +228,7 @@ def require_rereadable(loader: Iterable[Any], structure: type[Curvature]) -> Non
 
 
 def _read_up(structure: type[Curvature], number: int) -> str:
-    """What is wrong with a loader that is no iterator, and yet can be read only once."""
+    """Message for a loader that is no iterator, and yet can be read only once."""
     return (
         f"reading {number} of the loader gave no data: behind it there is a stream, which can be read only once, but "
         f"hessian_structure={structure.name!r} reads the data {structure.n_passes} times or more; give a DataLoader "
@@ -248,14 +250,14 @@ def _read(
     for number, batch in enumerate(loader):
         try:
             with conditions.collected(), named(f"batch {number}"):
-                kept = next_token.counted(batch, dict_key_y, device, ignored, engine.problem.module)
-                if kept is None:
+                data = next_token.counted(batch, dict_key_y, device, ignored, engine.problem.module)
+                if data is None:
                     continue
-                summary = data_pass.add(*kept)
+                summary = data_pass.add(*data)
                 require_finite(summary.loss_terms.isfinite())
                 if total is None and first_batch is not None:
                     conditions.read()
-                    first_batch.look(*kept)
+                    first_batch.look(*data)
                 total = _extended(total, summary)
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
@@ -279,7 +281,7 @@ def _extended(total: BatchSummary | None, new: BatchSummary) -> BatchSummary:
 
 
 def _report(engine: CurvatureEngine, curvature: Curvature) -> dict[str, str]:
-    """What explains every tensor, and in which form its curvature is held."""
+    """Rule that explains every tensor, and the form of its curvature."""
     rules, forms = engine.coverage(), curvature.forms()
     if not forms:
         return rules

@@ -1,4 +1,4 @@
-"""What a fit and a prediction will take, before they are run: bytes and seconds, with cheaper choices beside them."""
+"""Bytes and seconds of a fit and a prediction, before they are run, with cheaper choices beside them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one structure takes for one choice of weights.
+    """Bytes and seconds of one structure for one choice of weights.
 
     Attributes:
         weights: `"all"`, `"last_layer"` or `"subnetwork"`.
@@ -48,14 +48,14 @@ class Estimate:
     def __str__(self) -> str:
         choice = f"{self.weights} / {self.structure}"
         sizes = (in_units(value) for value in (self.peak_bytes, self.kept_bytes, self.predict_bytes))
-        peak, kept, predict = sizes
+        peak, curvature, predict = sizes
         times = f"{_seconds(self.seconds):>10} {predict:>12} {_seconds(self.predict_seconds):>10}"
-        return f"{choice:<26} {peak:>12} {kept:>12} {times}"
+        return f"{choice:<26} {peak:>12} {curvature:>12} {times}"
 
 
 @dataclass(frozen=True)
 class FitPlan:
-    """What `la.plan(loader)` predicts from one batch; nothing has been fitted.
+    """Costs that `la.plan(loader)` predicts from one batch; nothing has been fitted.
 
     Memory is counted from shapes and is right to a factor of two where it exceeds some tens of MiB (libraries beneath
     take that much for themselves); seconds come from a few timed pieces and are a rough guide.
@@ -77,12 +77,12 @@ class FitPlan:
 
     @property
     def kept_bytes(self) -> int:
-        """What the fitted curvature holds."""
+        """Memory that the fitted curvature holds."""
         return self.chosen.kept_bytes
 
     @property
     def seconds(self) -> float:
-        """Of the fit to all batches, or to one where their number is unknown."""
+        """Duration of the fit to all batches, or to one if their number is unknown."""
         return self.chosen.seconds
 
     @property
@@ -92,7 +92,7 @@ class FitPlan:
 
     @property
     def predict_seconds(self) -> float:
-        """Of the first prediction of one batch, with the factorisation."""
+        """Duration of the first prediction of one batch, with the factorisation."""
         return self.chosen.predict_seconds
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ def make_plan(
 
     Args:
         profile: What the first batch showed.
-        problem: Which weights are treated.
+        problem: The network and its random parameters.
         structure: The structure chosen.
         options: Its options.
         n_batches: How many batches there are, or None if that is unknown.
@@ -122,8 +122,8 @@ def make_plan(
     head = profile.head() if weights == SubsetOfWeights.ALL else None
     if head is not None:
         others.append((str(SubsetOfWeights.LAST_LAYER), head))
-    found = [_default(seen, name, STRUCTURES[key], n_batches) for name, seen in others for key in STRUCTURES]
-    cheaper = [estimate for estimate in found if estimate is not None and estimate.peak_bytes < chosen.peak_bytes]
+    estimates = [_default(seen, name, STRUCTURES[key], n_batches) for name, seen in others for key in STRUCTURES]
+    cheaper = [estimate for estimate in estimates if estimate is not None and estimate.peak_bytes < chosen.peak_bytes]
     return FitPlan(chosen, tuple(sorted(cheaper, key=lambda estimate: -estimate.peak_bytes)), n_batches)
 
 
@@ -174,9 +174,9 @@ def first_counted(
         InvalidData: No such batch.
     """
     for batch in loader:
-        kept = next_token.counted(batch, dict_key_y, device, likelihood.ignore_index, model)
-        if kept is not None:
-            return kept
+        data = next_token.counted(batch, dict_key_y, device, likelihood.ignore_index, model)
+        if data is not None:
+            return data
     raise InvalidData("the loader gave no data that count; a plan needs at least one datum.")
 
 

@@ -26,7 +26,7 @@ from laplace.structures.base import Curvature
 
 @dataclass(frozen=True)
 class Subset:
-    """How many data the curvature is of.
+    """Number of data that the curvature is of, and their choice.
 
     Attributes:
         size: M.
@@ -94,7 +94,7 @@ def accumulate(
 
 
 def _losses(data: Iterable[tuple[int, Inputs, Tensor]], engine: CurvatureEngine) -> tuple[BatchSummary, int]:
-    """What the data contribute besides curvature, and the number of inputs (each with all of its positions)."""
+    """Sums of what the data contribute besides curvature, and the number of inputs (each with all of its positions)."""
     likelihood = engine.likelihood
     total: Tensor | None = None
     n_data = n_inputs = n_outputs = 0
@@ -116,9 +116,9 @@ def _counted(loader: Iterable[Any], engine: CurvatureEngine, dict_key_y: str) ->
     device, ignored = engine.problem.device, engine.likelihood.ignore_index
     for number, item in enumerate(loader):
         with named(f"batch {number}"):
-            kept = targets_of.counted(item, dict_key_y, device, ignored, engine.problem.module)
-        if kept is not None:
-            yield number, *kept
+            data = targets_of.counted(item, dict_key_y, device, ignored, engine.problem.module)
+        if data is not None:
+            yield number, *data
 
 
 @dataclass(frozen=True)

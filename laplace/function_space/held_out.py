@@ -1,4 +1,4 @@
-"""How well a posterior predicts data that it has not seen: while it is fitted, and at given hyper-parameters."""
+"""Scores of a posterior on data that it has not seen: while it is fitted, and at given hyper-parameters."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def held_out_nll(
     form, nll = "diagonal" if narrow else "full", find_score("nll", likelihood)
     for name, x, y in Validation(loader).batches(posterior):
         with named(name):
-            found = latent.linearised(engine, precision, x, form)
-            targets = likelihood.check_targets(found.mean, y)
+            outputs = latent.linearised(engine, precision, x, form)
+            targets = likelihood.check_targets(outputs.mean, y)
         summary = likelihood.target.summary(
-            likelihood, found.mean, found.covariance, LinkApprox.PROBIT, for_scores=True
+            likelihood, outputs.mean, outputs.covariance, LinkApprox.PROBIT, for_scores=True
         )
         total += nll(likelihood, summary, targets, sigma_noise).sum().item()
         count += len(targets)

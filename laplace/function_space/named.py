@@ -35,8 +35,8 @@ class FunctionalLaplace(BaseFunctionalLaplace):
     the kernel of a prior precision δ·N/M. With M = N it is the full Laplace approximation. A prediction takes the
     Jacobians of its batch and none of the subset.
 
-    A factored Jacobian holds the inputs of every treated layer, which in a first layer are the data themselves: states
-    and pickles hold these M data, or what can be read as them.
+    A factored Jacobian holds the inputs of every layer with random parameters, which in a first layer are the data
+    themselves: states and pickles hold these M data, or what can be read as them.
 
     The evidence is that of the M data under this prior.
 

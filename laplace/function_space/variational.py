@@ -40,7 +40,7 @@ from laplace.structures.precision import Precision
 
 @dataclass(frozen=True)
 class VariationalOptions:
-    """Where the inducing outputs are, and what is minimised.
+    """Choice of the inducing outputs and of the objective.
 
     Attributes:
         inducing_locations: Inputs, or `"random"` or `"kmeans"`.
@@ -227,7 +227,7 @@ class InducingPass(DataPass):
         places, root = self._start()
         engine = self.engine
         return TrainingPass(
-            engine, self.energy, places, root, self.n_data, self.training, lambda *found: BoundPass(engine, *found)
+            engine, self.energy, places, root, self.n_data, self.training, lambda *trained: BoundPass(engine, *trained)
         )
 
     def _start(self) -> tuple[Places, Tensor]:
@@ -238,8 +238,8 @@ class InducingPass(DataPass):
             x = batches.to_device(options.inducing_locations, self.engine.problem.device)
             places = Places(x, options.inducing_classes)
         else:
-            found = chosen(str(options.inducing_locations), options.num_inducing or 1, self.pool, self.generator)
-            places = Places(found.x, options.inducing_classes, found.labels)
+            choice = chosen(str(options.inducing_locations), options.num_inducing or 1, self.pool, self.generator)
+            places = Places(choice.x, options.inducing_classes, choice.labels)
         return start(self.engine, places, self.n_data, self.training)
 
 

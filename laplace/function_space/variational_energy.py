@@ -1,4 +1,4 @@
-"""What a variational posterior minimises: α-energies of the data and its distance from the prior.
+"""Objective of a variational posterior: α-energies of the data and its distance from the prior.
 
 An α-energy of a datum is −(1/α) log E_q[p(y | f)^α] (Hernández-Lobato et al., 2016, "Black-box α-divergence
 minimization"): at α → 0 the expected negative log likelihood, with which the objective is the negative evidence lower
@@ -51,7 +51,7 @@ class Energy:
 
     @property
     def form(self) -> str:
-        """Which covariance is read: `"diagonal"` or `"full"`."""
+        """Form of the covariance that is read: `"diagonal"` or `"full"`."""
         if self.likelihood.has_noise:
             return "diagonal"
         return "full" if self.n_samples or not self._reads_variances else "diagonal"

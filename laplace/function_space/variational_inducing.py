@@ -62,7 +62,7 @@ class Inducing(Span):
 
 @dataclass(frozen=True)
 class Places:
-    """Where the inducing outputs are.
+    """Locations of the inducing outputs.
 
     Attributes:
         x: Locations, inputs of M data.
@@ -76,7 +76,7 @@ class Places:
 
     @property
     def trainable(self) -> bool:
-        """Whether the locations are real numbers that can be moved."""
+        """True if the locations are real numbers that can be moved."""
         return isinstance(self.x, Tensor) and self.x.is_floating_point()
 
     def settled(self, f: Tensor) -> Places:
@@ -132,7 +132,7 @@ def _classes(places: Places) -> Tensor:
 
 
 def make_pool(strategy: str, count: int, generator: torch.Generator) -> Pool:
-    """What keeps the data that a strategy chooses from."""
+    """Pool of the data that a strategy chooses from."""
     return Pool(count * (_CANDIDATES if strategy == "kmeans" else 1), lambda x, y: uniform((len(y),), y, generator))
 
 

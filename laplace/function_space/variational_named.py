@@ -154,7 +154,7 @@ class VaLLA(BaseFunctionalLaplace):
         self.fit_history_ = history
 
     def _watch(self, val_loader: Iterable[Any] | None, history: dict[str, list[float]]) -> Any:
-        """What records the negative log predictive density of validation data."""
+        """Callback that records the negative log predictive density of validation data."""
         if val_loader is None:
             return None
 

@@ -31,7 +31,7 @@ _SMALL = 1e-4
 
 @dataclass
 class Training:
-    """How a variational posterior is trained, and what came out besides it.
+    """Options of training a variational posterior, and what came out besides it.
 
     Attributes:
         iterations: Steps of Adam, one a batch.
@@ -41,7 +41,7 @@ class Training:
         prior_precision: Where δ starts, `[1]`.
         sigma_noise: Where σ starts, 0-dim or `[C]`.
         temperature: T.
-        distance: |θ* − μ₀|² of the treated weights, 0-dim.
+        distance: |θ* − μ₀|² of the random weights, 0-dim.
         seed: Of the samples.
         watch: Called with the inducing outputs, δ and σ every `watch_steps` steps, and at the end.
         watch_steps: Steps between these calls, or None for the end alone.
@@ -83,12 +83,12 @@ class Training:
 
     @property
     def steps(self) -> float:
-        """How many steps at most."""
+        """Largest number of steps."""
         return self.iterations if self.n_epochs is None else float("inf")
 
 
 class Variables:
-    """What Adam moves: everything as coordinates without bounds.
+    """Variables that Adam moves: all of them as coordinates without bounds.
 
     Args:
         engine: Gives the Jacobians of the locations.

@@ -74,7 +74,7 @@ def last_layer_of(model: nn.Module, n_heads: int, last_layer_name: str | None, e
 
 
 def head_indices(model: nn.Module, last_layer_name: str, call: HeadCall) -> Tensor:
-    """Where the weights of one head lie among the flattened trainable parameters of a network, `[p]`.
+    """Indices of the weights of one head among the flattened trainable parameters of a network, `[p]`.
 
     Args:
         model: The network.

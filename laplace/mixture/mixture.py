@@ -271,5 +271,5 @@ class MixtureLaplace(MixturePosterior, Tunable):
 
 
 def _known_as(la: ParametricLaplace, pred_type: PredType | str) -> PredType | str:
-    """What a component calls the linearised predictive: a posterior over functions has its own name for it."""
+    """Name of the predictive in a component: a posterior over functions has its own for the linearised one."""
     return la.pred_types.name(PredType.GLM) if str(pred_type) == PredType.GLM else pred_type

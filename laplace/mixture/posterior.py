@@ -25,11 +25,11 @@ from laplace.tuning.group import log_mean_exp
 
 
 class MixturePosterior(CheckedConstructor):
-    """What is known of the weights of several networks; `MixtureLaplace` adds predictions, tuning and state.
+    """Posterior of the weights of several networks; `MixtureLaplace` adds predictions, tuning and state.
 
     Args:
         components: K trained networks, whose Laplace approximations are made by the next arguments, or Laplace objects
-            over weights, fitted or not; architectures, weights and structures may differ. They are lent, not copied.
+            over weights, fitted or not; architectures, weights and structures may differ. They are not copied.
         likelihood: As of `Laplace`; needed for networks.
         subset_of_weights: Random weights of the networks.
         hessian_structure: Structure of their curvature.
@@ -82,12 +82,12 @@ class MixturePosterior(CheckedConstructor):
 
     @property
     def likelihood_object(self) -> Likelihood:
-        """What the data are distributed by."""
+        """Distribution of the data."""
         return self.components[0].likelihood_object
 
     @property
     def is_fitted(self) -> bool:
-        """Whether every component is."""
+        """True if every component is fitted."""
         return all(la.is_fitted for la in self.components)
 
     @property

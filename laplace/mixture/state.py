@@ -55,7 +55,7 @@ def load(posteriors: Sequence[ParametricLaplace], state: dict[str, Any]) -> Rule
 
 
 def describe(posteriors: Sequence[ParametricLaplace], rule: Rule) -> str:
-    """How the components are weighed, and what each of them is."""
+    """Description of the weights and of every component."""
     weights = rule if isinstance(rule, str) else "[" + ", ".join(f"{value:.4g}" for value in rule.tolist()) + "]"
     parts = [f"({k}): {la!r}".replace("\n", "\n  ") for k, la in enumerate(posteriors)]
     lines = [f"{len(posteriors)} components, weights={weights}", *parts]

@@ -117,8 +117,8 @@ def mode(
         return m + shift, -loss - 0.5 * float((a * shift).sum())
 
     def lowered(a: Tensor, along: Tensor, step: float) -> tuple[tuple[Tensor, Tensor], float]:
-        reached, found = evaluated(a + step * along)
-        return (a + step * along, reached), -found
+        reached, objective = evaluated(a + step * along)
+        return (a + step * along, reached), -objective
 
     f, value = evaluated(dual)
     steps, distance = 0, float("inf")
@@ -131,10 +131,10 @@ def mode(
         distance = max(0.0, -decrease) ** 0.5
         if distance <= tolerance or steps == max_steps:
             break
-        found = backtracked(partial(lowered, dual, direction), -value, decrease)
-        if found is None:
+        attempt = backtracked(partial(lowered, dual, direction), -value, decrease)
+        if attempt is None:
             break
-        (dual, f), value = found[0], -found[1]
+        (dual, f), value = attempt[0], -attempt[1]
         root, factor = _curved(K, likelihood, f, y, scale)
     return FunctionMode(f, dual, root, factor, value, steps, distance, distance <= tolerance)
 

@@ -67,9 +67,9 @@ class Shifted(Likelihood):
         if y is None:
             return self.base.hessian(f)
         shift, root, targets = self._unpacked(y)
-        found = self.smoothing.hessian(self.base, widened(f) + shift, root, targets)
-        parts = {field.name: getattr(found, field.name) for field in fields(found)}
-        return replace(found, **{name: None if part is None else part.to(f.dtype) for name, part in parts.items()})
+        hessian = self.smoothing.hessian(self.base, widened(f) + shift, root, targets)
+        parts = {field.name: getattr(hessian, field.name) for field in fields(hessian)}
+        return replace(hessian, **{name: None if part is None else part.to(f.dtype) for name, part in parts.items()})
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         shift, root, targets = self._unpacked(y)

@@ -101,8 +101,8 @@ class LinearBatch:
             if parts and all(jacobian.is_head for jacobian, _ in parts):
                 require_none(parts[0][0].positions, "a refinement")
                 self._outputs = torch.cat([f for _, f in parts])
-                found = [jacobian.head_features() for jacobian, _ in parts]
-                return HeadMap(widened(torch.cat([phi for phi, _ in found])), found[0][1])
+                heads = [jacobian.head_features() for jacobian, _ in parts]
+                return HeadMap(widened(torch.cat([phi for phi, _ in heads])), heads[0][1])
         linear = self.engine.linear(self.x)
         require_none(tuple(linear.f.shape[1:-1]), "a refinement")
         self._outputs = linear.f
@@ -129,15 +129,15 @@ class LinearData:
     def __init__(self, engine: NativeEngine, loader: Iterable[Any], dict_key_y: str) -> None:
         self.engine = engine
         self.batches: list[LinearBatch] = []
-        kept, device, ignored = 0, engine.problem.device, engine.likelihood.ignore_index
+        n_bytes, device, ignored = 0, engine.problem.device, engine.likelihood.ignore_index
         for number, item in enumerate(loader):
             with named(f"batch {number}"):
                 counted = next_token.counted(item, dict_key_y, device, ignored, engine.problem.module)
                 if counted is None:
                     continue
                 batch = LinearBatch(engine, *counted)
-            kept += batch.linear.n_bytes
-            if kept > KEPT_BYTES:
+            n_bytes += batch.linear.n_bytes
+            if n_bytes > KEPT_BYTES:
                 batch.kept = None
             self.batches.append(batch)
         if not self.batches:

@@ -36,7 +36,7 @@ class Convex(Protocol):
 
 @dataclass(frozen=True)
 class Minimum:
-    """Where a minimisation ended.
+    """End of a minimisation.
 
     Attributes:
         at: `[P]`.
@@ -82,11 +82,11 @@ def minimise(
                 function.hessian_at(at), -gradient, precondition, relative=min(1e-2, max(0.1 * tolerance, distance))
             )
             slope = float(gradient @ direction)
-            found = backtracked(partial(_stepped, function, at, direction), values[-1], slope)
+            step = backtracked(partial(_stepped, function, at, direction), values[-1], slope)
             bar.update()
-            if found is None:  # nothing is gained any more but rounding
+            if step is None:  # nothing is gained any more but rounding
                 break
-            at, value = found
+            at, value = step
             values.append(value)
             gradient = function.gradient(at)
             distance = _norm(gradient, precondition(gradient))

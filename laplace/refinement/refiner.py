@@ -1,4 +1,4 @@
-"""What every refinement works with: the linearised network, its data and the present hyper-parameters."""
+"""Common ground of all refinements: the linearised network, its data and the present hyper-parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BOUND_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
 
 @dataclass(frozen=True)
 class RefineOptions:
-    """How to refine.
+    """Options of a refinement.
 
     Attributes:
         max_steps: Newton steps, or updates of a variational covariance.

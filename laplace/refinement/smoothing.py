@@ -72,7 +72,7 @@ class Smoothing:
         return cls(points, points.new_full((len(points),), 1 / len(points)), independent=False)
 
     def root(self, covariance: Tensor) -> Tensor:
-        """What colours the points: `[B, C]` standard deviations of `[B, C]` variances, else roots `[B, C, C]`."""
+        """Factor that colours the points: standard deviations `[B, C]` of variances, or roots `[B, C, C]`."""
         return widened(covariance).clamp(min=0).sqrt() if self.independent else covariance_root(widened(covariance))
 
     def around(self, f: Tensor, root: Tensor | None) -> list[tuple[float, Tensor]]:

@@ -110,8 +110,8 @@ def _at(refiner: Refiner, smoothing: Smoothing, fit: Fit, precision: Precision, 
             parts = [contract(replace(jacobian, wide=True)) for jacobian, _ in refiner.engine.jacobian(batch.x)]
         roots.append(smoothing.root(torch.cat(parts)))
     model = replace(refiner.model, smoothing=smoothing, roots=roots)
-    found = refiner.minimum(model, start, precision, show=False)
-    return _State(fit.curvature, precision, model, found.at, _bound(refiner, model, precision, found.at))
+    minimum = refiner.minimum(model, start, precision, show=False)
+    return _State(fit.curvature, precision, model, minimum.at, _bound(refiner, model, precision, minimum.at))
 
 
 def _bound(refiner: Refiner, model: LinearModel, precision: Precision, step: Tensor) -> float:

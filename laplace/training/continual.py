@@ -83,7 +83,7 @@ class _HalfQuadratic(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class TaskFit:
-    """What the data of one task say at the network's present weights θ_t, beside the posterior of former tasks.
+    """Fit to the data of one task at the network's present weights θ_t, beside the posterior of former tasks.
 
     Attributes:
         former: The posterior of the former tasks, or a posterior that is not fitted: the prior.
@@ -169,7 +169,7 @@ class TaskFit:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a task ended with.
+    """Result of a task.
 
     Attributes:
         prior_precision: δ, `[1]`, `[n_tensors]` or `[P]`.
@@ -343,9 +343,9 @@ class _Descent:
         la = self.la
         for batch in self.loader:
             ignored = la.likelihood_object.ignore_index
-            kept = next_token.counted(batch, la.dict_key_y, la.prior_mean.device, ignored, la.weights.model)
-            if kept is not None:
-                yield kept
+            data = next_token.counted(batch, la.dict_key_y, la.prior_mean.device, ignored, la.weights.model)
+            if data is not None:
+                yield data
 
 
 def _negative_log_likelihood(la: ParametricLaplace, x: Inputs, y: Tensor) -> Tensor:
@@ -361,7 +361,7 @@ def _negative_log_likelihood(la: ParametricLaplace, x: Inputs, y: Tensor) -> Ten
 
 
 def _random_weights(la: ParametricLaplace) -> Tensor:
-    """The treated entries of the model's weights, `[P]`, with their graph."""
+    """Random entries of the model's weights, `[P]`, with their graph."""
     tensors = [slot.take(tensor) for slot, tensor in zip(la.problem.slots, la.params, strict=True)]
     return torch.cat(tensors).to(la.prior_mean.dtype)
 
@@ -370,7 +370,7 @@ def _keep_fixed_entries(la: ParametricLaplace) -> None:
     """Zeroes the gradients of a subnetwork's fixed entries."""
     for slot, tensor in zip(la.problem.slots, la.params, strict=True):
         if slot.entries is not None and tensor.grad is not None:
-            kept = torch.zeros_like(tensor.grad).view(-1)
-            entries = slot.entries.to(kept.device)
-            kept[entries] = tensor.grad.reshape(-1)[entries]
-            tensor.grad = kept.view_as(tensor.grad)
+            gradient = torch.zeros_like(tensor.grad).view(-1)
+            entries = slot.entries.to(gradient.device)
+            gradient[entries] = tensor.grad.reshape(-1)[entries]
+            tensor.grad = gradient.view_as(tensor.grad)

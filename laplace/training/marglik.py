@@ -125,11 +125,11 @@ def _train_epoch(online: OnlineLaplace, optimizer: Optimizer, scheduler: LRSched
     for batch in online.train_loader:
         la, ignored = online.la, online.la.likelihood_object.ignore_index
         x, y = next_token.split(batch, la.dict_key_y, la.weights.model, ignored)
-        kept = batches.without_ignored(x, y, ignored)
-        if kept is None:
+        data = batches.without_ignored(x, y, ignored)
+        if data is None:
             continue
-        total += _train_step(online, optimizer, *kept) * len(kept[1])
-        count += len(kept[1])
+        total += _train_step(online, optimizer, *data) * len(data[1])
+        count += len(data[1])
         if scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau):
             scheduler.step()
     mean = total / max(1, count)

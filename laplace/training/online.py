@@ -185,7 +185,7 @@ class OnlineLaplace(CheckedConstructor):
         return batches.latent(called(self.model, self.forward_fn, batches.to_device(x, self.prior_precision.device)))
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
-        """What to minimise: the mean loss of a batch plus its share of the prior, L(θ) of the class, 0-dim.
+        """Objective of the weights: the mean loss of a batch plus its share of the prior, L(θ) of the class, 0-dim.
 
         Under one noise per output the data term is weighted by w_c / mean(w), and mean(w) stands for w.
 
@@ -209,13 +209,13 @@ class OnlineLaplace(CheckedConstructor):
         return flatten([tensor.to(self.prior_precision.dtype) for tensor in self.la.params])
 
     def is_due(self, epoch: int) -> bool:
-        """Whether the evidence is estimated after this epoch, counted from 1."""
+        """True if the evidence is estimated after this epoch, counted from 1."""
         return epoch >= self.n_epochs_burnin and epoch % self.marglik_frequency == 0
 
     def step(self, epoch: int) -> float | None:
         """Estimates the evidence and moves the hyper-parameters, if it is due after this epoch.
 
-        The model is lent: flags, buffers, gradients and random state are as before.
+        The model is preserved: flags, buffers, gradients and random state are as before.
 
         Args:
             epoch: Number of the epoch that has ended, from 1.

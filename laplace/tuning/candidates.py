@@ -28,7 +28,7 @@ from laplace.tuning.scores import Prediction
 
 @dataclass(frozen=True)
 class Predictive:
-    """How candidates predict.
+    """Kind of prediction that candidates are compared by.
 
     Attributes:
         pred_type: `"glm"` or `"nn"`.
@@ -168,11 +168,11 @@ class Candidates:
         variance = self._variances(functions, group)
         if variance is None:  # of some candidate the posterior does not exist: it alone is NaN
             places = range(*group.indices(len(self.settings)))
-            found = [self._variances(functions, slice(i, i + 1)) for i in places]
-            known = next((v for v in found if v is not None), None)
+            variances = [self._variances(functions, slice(i, i + 1)) for i in places]
+            known = next((v for v in variances if v is not None), None)
             if known is None:
                 raise CurvatureError("the posterior does not exist at any of these candidates.")
-            variance = torch.cat([torch.full_like(known, torch.nan) if v is None else v for v in found])
+            variance = torch.cat([torch.full_like(known, torch.nan) if v is None else v for v in variances])
         if group.stop - group.start == 1:
             return self._target(mean, variance[0])
         means = mean.expand(len(variance), -1, -1)
@@ -188,8 +188,8 @@ class Candidates:
             parts = [variances(group) for variances in functions]
         except (CurvatureError, torch.linalg.LinAlgError):
             return None
-        found = torch.cat(parts, 1)
-        return found / factors.view(-1, *(1,) * (found.ndim - 1))
+        variance = torch.cat(parts, 1)
+        return variance / factors.view(-1, *(1,) * (variance.ndim - 1))
 
     def _target(self, mean: Tensor, variance: Tensor) -> Prediction:
         options, likelihood = self.predictive, self.posterior.likelihood

@@ -1,4 +1,4 @@
-"""Which hyper-parameters, which objective, which method: from the arguments of a tuning to its result."""
+"""Hyper-parameters, objective and method of a tuning: from its arguments to its result."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """What a tuning found, and how it got there.
+    """Result of a tuning, and the way to it.
 
     Attributes:
         prior_precision: δ, `[1]`, `[n_tensors]` or `[P]`.
@@ -173,8 +173,8 @@ def choose_hyperparameters(group: PosteriorGroup, options: SearchOptions) -> Tun
     coordinates = Coordinates(names, start)
     if by_evidence:
         _refuse_data(options, method)
-        found = _climbed(negative_evidence(group, coordinates), coordinates, options, method, sign=-1)
-        return _by_evidence(group, found)
+        result = _climbed(negative_evidence(group, coordinates), coordinates, options, method, sign=-1)
+        return _by_evidence(group, result)
     if options.val_loader is None:
         raise InvalidArgument(f"objective={options.objective!r} needs val_loader=, the validation data.")
     validation = Validation(options.val_loader, options.ood_loader, options.ood_weight)
@@ -224,7 +224,7 @@ def _climbed(
 
 
 def _moved(coordinates: Coordinates, search: Search, *, sign: int) -> TuningResult:
-    """What a search by gradients found; `sign` is −1 where the negative of the objective was made small."""
+    """Result of a search by gradients; `sign` is −1 where the negative of the objective was made small."""
     notes: list[str] = []
     names = " and the ".join(name.replace("_", " ") for name in coordinates.names)
     if search.bad:
@@ -289,11 +289,11 @@ def _on_grid(
             "tune='prior_precision' as well, or use method='lbfgs'."
         )
     grid = Grid.over(axes, now)
-    found = search_grid(group, grid, objective, validation, predictive, progress_bar=progress_bar)
-    best = grid.settings[found.place]
+    search = search_grid(group, grid, objective, validation, predictive, progress_bar=progress_bar)
+    best = grid.settings[search.place]
     chosen = best.prior_precision
     chosen = chosen.expand_as(prior).clone() if "prior_precision" in axes else chosen
-    value = found.values.flatten()[found.place].item()
+    value, notes = search.values.flatten()[search.place].item(), tuple(search.notes)
     return TuningResult(
-        chosen, best.sigma_noise.clone(), best.temperature.clone(), value, found.values, axes, True, tuple(found.notes)
+        chosen, best.sigma_noise.clone(), best.temperature.clone(), value, search.values, axes, True, notes
     )

@@ -40,24 +40,24 @@ from laplace.tuning.validation import Validation, at_rows, checked_rows, entropy
 
 @dataclass(frozen=True)
 class Batch:
-    """What the network says of a batch.
+    """Linearised outputs of a batch.
 
     Attributes:
         jacobians: Of consecutive parts.
         mean: Outputs, `[B, C]`.
-        y: Checked targets; zeros `[B]` of foreign inputs.
-        kept: Rows that count, of outputs with positions; None for all.
+        y: Checked targets; zeros `[B]` of out-of-distribution inputs.
+        rows: Rows that count, of outputs with positions; None for all.
     """
 
     jacobians: list[Jacobian]
     mean: Tensor
     y: Tensor
-    kept: Tensor | None = None
+    rows: Tensor | None = None
 
     @property
     def n_data(self) -> int:
         """Data that count."""
-        return len(self.y) if self.kept is None else len(self.kept)
+        return len(self.y) if self.rows is None else len(self.rows)
 
 
 class SmoothLoss:
@@ -112,11 +112,11 @@ class SmoothLoss:
             first = group.first
             data = validation.batches(first, progress_bar=progress_bar)
             self.data = [self._run(*batch) for batch in data]
-            self.foreign: list[list[Batch]] = []
+            self.ood: list[list[Batch]] = []
             if validation.ood_loader is not None:
                 self.entropy = entropy_of(likelihood)
-                foreign = validation.foreign(first, progress_bar=progress_bar)
-                self.foreign = [self._run(*batch) for batch in foreign]
+                ood = validation.ood_inputs(first, progress_bar=progress_bar)
+                self.ood = [self._run(*batch) for batch in ood]
         self.seed = shared_seed(predictive.generator, first.hypers.device)
 
     def __call__(self, logs: Tensor) -> tuple[float, Tensor]:
@@ -131,7 +131,7 @@ class SmoothLoss:
             still = self.group.at(self.coordinates.hypers(logs.detach()))
             constants = [posterior.evidence.precision for posterior in still.posteriors]
             pairs = list(zip(precisions, constants, strict=True))
-            every = [*self.data, *self.foreign]
+            every = [*self.data, *self.ood]
             variances = [
                 [
                     self._variance(constant, part).requires_grad_()
@@ -160,7 +160,7 @@ class SmoothLoss:
             group = self.group.at(self.coordinates.hypers(leaf))
             variances = [
                 [self._users_variance(one, part) for one, part in zip(group.posteriors, batch, strict=True)]
-                for batch in (*self.data, *self.foreign)
+                for batch in (*self.data, *self.ood)
             ]
             loss = self._loss(variances, group)
             if not loss.requires_grad:
@@ -192,11 +192,11 @@ class SmoothLoss:
     def _loss(self, variances: list[list[Tensor]], group: PosteriorGroup) -> Tensor:
         weights, sigma = group.weights(), group.first.hypers.sigma_noise
         loss = self._mean_of(self.objective, self.data, variances[: len(self.data)], sigma, weights)
-        if not self.foreign:
+        if not self.ood:
             return loss
         outside = variances[len(self.data) :]
-        entropy = self._mean_of(self.entropy, self.foreign, outside, sigma, weights)
-        ratio = sum(batch[0].n_data for batch in self.foreign) / sum(batch[0].n_data for batch in self.data)
+        entropy = self._mean_of(self.entropy, self.ood, outside, sigma, weights)
+        ratio = sum(batch[0].n_data for batch in self.ood) / sum(batch[0].n_data for batch in self.data)
         return loss - self.validation.ood_weight * ratio * entropy
 
     def _mean_of(
@@ -208,10 +208,10 @@ class SmoothLoss:
         weights: Tensor,
     ) -> Tensor:
         running = objective.fresh()
-        for batch, found in zip(data, variances, strict=True):
-            predictions = [self._predicted(part, variance) for part, variance in zip(batch, found, strict=True)]
-            y, kept = batch[0].y, batch[0].kept
-            running.update(at_rows(mixed(predictions, weights), kept), y if kept is None else y[kept], sigma)
+        for batch, spread in zip(data, variances, strict=True):
+            predictions = [self._predicted(part, variance) for part, variance in zip(batch, spread, strict=True)]
+            y, rows = batch[0].y, batch[0].rows
+            running.update(at_rows(mixed(predictions, weights), rows), y if rows is None else y[rows], sigma)
         return running.result()
 
     def _predicted(self, batch: Batch, variance: Tensor) -> Prediction:
@@ -247,8 +247,8 @@ def _passed(posterior: Posterior, x: Inputs, y: Tensor | None) -> Batch:
     mean = torch.cat([f for _, f in parts]).to(posterior.hypers.dtype)
     positions = parts[0][0].positions
     y = checked_rows(posterior, mean, y, positions)
-    kept = rows_that_count(y, positions, posterior.likelihood.ignore_index)
-    return Batch([jacobian for jacobian, _ in parts], mean, y, kept)
+    rows = rows_that_count(y, positions, posterior.likelihood.ignore_index)
+    return Batch([jacobian for jacobian, _ in parts], mean, y, rows)
 
 
 def _pieces(jacobians: list[Jacobian]) -> Iterator[Tensor]:

@@ -88,11 +88,11 @@ def make_axes(
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search on a grid found.
+class GridResult:
+    """Result of a search on a grid.
 
     Attributes:
-        place: Where the best candidate stands among the settings.
+        place: Index of the best candidate among the settings.
         values: The loss of every candidate, float64, in the grid's shape; NaN or infinite where it has none.
         notes: What the caller should know.
     """
@@ -110,7 +110,7 @@ def search_grid(
     predictive: Predictive,
     *,
     progress_bar: bool = False,
-) -> Found:
+) -> GridResult:
     """The candidate with the smallest loss.
 
     Raises:
@@ -127,13 +127,13 @@ def search_grid(
         values = losses.results()
         if validation.ood_loader is not None:
             entropies = Losses(candidates, entropy_of(group.likelihood))
-            for name, x in validation.foreign(first, progress_bar=progress_bar):
+            for name, x in validation.ood_inputs(first, progress_bar=progress_bar):
                 with named(name):
                     entropies.update(x, None)
-            # Both are sums in equation 12: over N_val data that count, and over N_out foreign inputs.
+            # Both are sums in equation 12: over N_val data that count, and over N_out out-of-distribution inputs.
             values = values - validation.ood_weight * entropies.n_data / losses.n_data * entropies.results()
     place = _best(values, objective)
-    return Found(place, values.view(grid.shape), _notes(values.view(grid.shape), place, grid, objective))
+    return GridResult(place, values.view(grid.shape), _notes(values.view(grid.shape), place, grid, objective))
 
 
 class Losses:
@@ -158,12 +158,12 @@ class Losses:
         self._failed: set[int] = set()
 
     def update(self, x: Inputs, y: Tensor | None) -> None:
-        """Takes in one batch; without targets, one of foreign inputs."""
+        """Takes in one batch; without targets, one of out-of-distribution inputs."""
         predict, f, positions = self.candidates.prepare(x)
         posterior = self.candidates.posterior
         y = checked_rows(posterior, f, y, positions)
-        kept = rows_that_count(y, positions, posterior.likelihood.ignore_index)
-        self.n_data += len(y) if kept is None else len(kept)
+        rows = rows_that_count(y, positions, posterior.likelihood.ignore_index)
+        self.n_data += len(y) if rows is None else len(rows)
         if not self._groups:
             self._groups = self.candidates.groups(len(f))
             parts = self._groups if self._together else [slice(i, i + 1) for i in range(len(self.candidates.settings))]
@@ -174,7 +174,7 @@ class Losses:
                 self._failed.add(part.start)
             else:
                 sigma = self.candidates.settings[part.start].sigma_noise
-                running.update(at_rows(prediction, kept), y if kept is None else y[kept], sigma)
+                running.update(at_rows(prediction, rows), y if rows is None else y[rows], sigma)
 
     def _predicted(self, predict: Predict, group: slice) -> list[Prediction | None]:
         """The predictions of a group, as one or candidate by candidate; None where a posterior does not exist."""
@@ -244,7 +244,7 @@ def _notes(values: Tensor, place: int, grid: Grid, objective: Objective) -> list
 
 
 def _edges(place: int, grid: Grid) -> list[str]:
-    """Which of the hyper-parameters have their best value on an edge of their axis."""
+    """Notes on hyper-parameters whose best value is on an edge of their axis."""
     notes: list[str] = []
     at = torch.unravel_index(torch.tensor(place), grid.shape)
     for (name, values), i in zip(grid.axes.items(), at, strict=True):

@@ -1,4 +1,4 @@
-"""What is tuned: a posterior, or several that share their hyper-parameters and predict as a mixture."""
+"""Posteriors that are tuned together: one, or several that share hyper-parameters and predict as a mixture."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ class PosteriorGroup:
 
     @property
     def likelihood(self) -> Likelihood:
-        """What the data are distributed by."""
+        """Distribution of the data."""
         return self.first.likelihood
 
     @property
     def layout(self) -> Layout:
-        """Which entries of a prior precision belong to which tensor."""
+        """Layout of the tensors that the entries of a prior precision belong to."""
         return self.first.problem.layout
 
     def hypers(self, tuned: Sequence[str]) -> Hyperparameters:
@@ -219,5 +219,5 @@ def _geometric_mean(values: list[Tensor]) -> Tensor:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two hyper-parameters have the same values."""
+    """True if two hyper-parameters have the same values."""
     return a.shape == b.shape and bool((a == b.to(a)).all())

@@ -34,7 +34,7 @@ class Running(ABC):
 
 @dataclass(frozen=True)
 class Objective:
-    """How a loss is computed.
+    """Computation of a loss.
 
     Attributes:
         name: For messages.
@@ -197,7 +197,7 @@ class UsersFunction(Running):
 
 
 def _numbers(value: Any, name: str) -> Tensor:
-    """What a user's loss or metric returned, as a tensor.
+    """Result of a user's loss or metric, as a tensor.
 
     Raises:
         InvalidArgument: It is no number and no tensor.

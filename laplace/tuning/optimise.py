@@ -53,12 +53,12 @@ class Search:
         return True
 
     def is_flat(self) -> bool:
-        """Whether all values were the same number but for rounding."""
+        """True if all values were the same number but for rounding."""
         finite = [value for value in self.values if math.isfinite(value)]
         return len(finite) > 1 and max(finite) - min(finite) <= 1e-7 * abs(max(finite, key=abs))
 
     def at_bound(self) -> bool:
-        """Whether the best value lies where the search was stopped."""
+        """True if the best value lies where the search was stopped."""
         return bool((self.best.abs() >= BOUND).any())
 
 
@@ -136,15 +136,15 @@ def _adam(step: Step, logs: Tensor, n_steps: int, lr: float, search: Search) -> 
     logs.requires_grad_()
     optimizer = torch.optim.Adam([logs], lr=lr)
     for _ in range(n_steps + 1):
-        found = step(logs)
-        if found is None:
+        evaluation = step(logs)
+        if evaluation is None:
             if not math.isfinite(search.best_value):
                 return False
             lr = lr / 2
             logs = search.best.clone().requires_grad_()
             optimizer = torch.optim.Adam([logs], lr=lr)
             continue
-        logs.grad = found[1]
+        logs.grad = evaluation[1]
         optimizer.step()
     return False
 
@@ -157,10 +157,11 @@ def _lbfgs(step: Step, logs: Tensor, n_steps: int, lr: float, search: Search) ->
     )
 
     def closure() -> Tensor:
-        found = step(logs)
-        if found is None and not math.isfinite(search.best_value):
+        evaluation = step(logs)
+        if evaluation is None and not math.isfinite(search.best_value):
             raise _Finished
-        value, gradient = (1e3 * (1 + abs(search.best_value)), torch.zeros_like(logs)) if found is None else found
+        penalty = 1e3 * (1 + abs(search.best_value)), torch.zeros_like(logs)
+        value, gradient = penalty if evaluation is None else evaluation
         logs.grad = gradient
         return logs.new_tensor(value)
 

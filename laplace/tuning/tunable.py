@@ -26,7 +26,7 @@ from laplace.tuning.group import PosteriorGroup
 
 
 class Tunable(ABC):
-    """What has hyper-parameters that can be chosen: a posterior, or a mixture, whose components share them.
+    """Object whose hyper-parameters can be chosen: a posterior, or a mixture, whose components share them.
 
     The evidence of a mixture is that of `MixtureLaplace.log_marginal_likelihood`, a validation loss that of its
     predictions (Eschenhagen et al., 2021, appendix B.2); the search of their appendix F.4 is

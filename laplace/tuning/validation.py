@@ -1,4 +1,4 @@
-"""Data that hyper-parameters are tuned on: validation data, and foreign inputs on which to be uncertain."""
+"""Data of a tuning: validation data, and out-of-distribution inputs on which to be uncertain."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from laplace.tuning.scores import Prediction, find_score
 
 @dataclass(frozen=True)
 class Validation:
-    """Loaders, and how much the foreign inputs weigh.
+    """Loaders, and the weight of the out-of-distribution inputs.
 
     Attributes:
         loader: Validation data, batches as `fit` takes them.
@@ -65,21 +65,22 @@ class Validation:
         for number, batch in enumerate(tqdm(self.loader, desc=label, disable=not progress_bar)):
             name = f"validation batch {number}"
             with named(name):
-                kept = next_token.counted(batch, posterior.choices.dict_key_y, device, ignored, posterior.model)
-            if kept is not None:
+                data = next_token.counted(batch, posterior.choices.dict_key_y, device, ignored, posterior.model)
+            if data is not None:
                 empty = False
-                yield name, *kept
+                yield name, *data
         if empty:
             raise InvalidData("the validation loader gave no data that count; the hyper-parameters are as they were.")
 
-    def foreign(self, posterior: Posterior, *, progress_bar: bool = False) -> Iterator[tuple[str, Inputs]]:
-        """Name of a batch and inputs from elsewhere, on the posterior's device.
+    def ood_inputs(self, posterior: Posterior, *, progress_bar: bool = False) -> Iterator[tuple[str, Inputs]]:
+        """Name of a batch and out-of-distribution inputs, on the posterior's device.
 
         Raises:
             InvalidData: There are none.
         """
         empty = True
-        for number, batch in enumerate(tqdm(self.ood_loader or (), desc="foreign inputs", disable=not progress_bar)):
+        loader = tqdm(self.ood_loader or (), desc="out-of-distribution inputs", disable=not progress_bar)
+        for number, batch in enumerate(loader):
             empty = False
             yield f"batch {number} of ood_loader", batches.to_device(batches.inputs(batch), posterior.hypers.device)
         if empty:
@@ -87,7 +88,7 @@ class Validation:
 
 
 def checked_rows(posterior: Posterior, f: Tensor, y: Tensor | None, positions: tuple[int, ...]) -> Tensor:
-    """Checked targets of outputs f `[B, C]`; zeros `[B]` of foreign inputs, which have none.
+    """Checked targets of outputs f `[B, C]`; zeros `[B]` of out-of-distribution inputs, which have none.
 
     Args:
         posterior: The posterior.
