@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
@@ -179,6 +180,9 @@ def sample_interval(samples: Tensor, level: float, *, outward: bool = False) -> 
         level: Share between the ends.
         outward: End at samples, so that counts end at counts, instead of between them.
     """
-    low, high = samples.new_tensor([0.5 - 0.5 * level, 0.5 + 0.5 * level])
-    down, up = ("lower", "higher") if outward else ("linear", "linear")
-    return torch.quantile(samples, low, 0, interpolation=down), torch.quantile(samples, high, 0, interpolation=up)
+    low, high = 0.5 - 0.5 * level, 0.5 + 0.5 * level
+    if outward:
+        ordered, last = samples.sort(0).values, len(samples) - 1
+        return ordered[math.floor(low * last)], ordered[math.ceil(high * last)]
+    lower, upper = torch.quantile(samples, samples.new_tensor([low, high]), dim=0).unbind(0)
+    return lower, upper
