@@ -155,7 +155,7 @@ DEFAULTS = {
 # word is still the library's own.
 CLAUSES: set[str] = set()
 PARTICIPLES: set[str] = set()
-OWN_WORDS: set[str] = {"posterior"}
+OWN_WORDS: set[str] = set()
 _CLAUSE = re.compile(r"(What|Whether|How|Which|Of which|Of what|Where|When|Why|Who)\b")
 _PARTICIPLE = {"found", "taken", "kept", "held"}
 # A position is a token or a pixel; of a tensor among others it is an index.

@@ -399,7 +399,7 @@ CHOICES: dict[str, Row] = {
     "a negative prior": row(InvalidArgument, lambda: new(prior_precision=-1.0), "prior_precision", "positive"),
     "a prior in a list": row(InvalidType, lambda: new(prior_precision=[1.0]), "prior_precision", "tensor"),
     "a prior of another length": row(
-        InvalidArgument, lambda: new(prior_precision=torch.ones(5)), "prior_precision", "38 (treated parameters)"
+        InvalidArgument, lambda: new(prior_precision=torch.ones(5)), "prior_precision", "38 (random parameters)"
     ),
     "a prior as text": row(InvalidType, lambda: setattr(fitted(), "prior_precision", "1"), "prior_precision", "number"),
     "a negative temperature": row(InvalidArgument, lambda: new(temperature=-1), "temperature", "positive"),

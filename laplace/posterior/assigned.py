@@ -90,7 +90,7 @@ def _of_weights(name: str, value: Tensor, weights: Weights) -> Tensor:
     if problem is None or value.numel() == 1:
         return value
     value, layout = weights.restrict_prior(value), problem.layout
-    accepted = {"one": 1, "parameter tensors": layout.n_tensors, "treated parameters": layout.n_params}
+    accepted = {"one": 1, "parameter tensors": layout.n_tensors, "random parameters": layout.n_params}
     hyper.check_length(name, value, accepted)
     return value
 
@@ -101,5 +101,5 @@ def _mean_of_weights(value: Tensor, weights: Weights) -> Tensor:
     if problem is None or value.numel() == 1:
         return value
     value = weights.restrict_prior(value)
-    hyper.check_length("prior_mean", value, {"one": 1, "treated parameters": problem.layout.n_params})
+    hyper.check_length("prior_mean", value, {"one": 1, "random parameters": problem.layout.n_params})
     return value
