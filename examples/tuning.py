@@ -3,8 +3,8 @@
 A small network learns the digits 0 to 7, seen through a noisy sensor. A last-layer Laplace approximation is fitted
 once; then its prior precision is chosen by the evidence, which needs no further data, by the log likelihood of
 validation data, the same together with the temperature, the same with the digit 8 as an out-of-distribution input to be
-uncertain of (Daxberger et al., 2021, equation 12), and by a threshold on the mean confidence. The choices are compared on
-held-out digits and on the digit 9, which no step has seen.
+uncertain of (Daxberger et al., 2021, equation 12), and by a threshold on the mean confidence. The choices are compared
+on held-out digits and on the digit 9, which no step has seen.
 
     python examples/tuning.py
 """

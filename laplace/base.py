@@ -116,9 +116,10 @@ class BaseLaplace(CheckedConstructor, ABC):
                 dict_key_x=dict_key_x, dict_key_y=dict_key_y, channel_dim=channel_dim, pred_types=self.pred_types,
             ).reconciled(),
             hypers=Hyperparameters.unit(_like(model)),
-        ).assigned(
-            sigma_noise=sigma_noise, temperature=temperature, prior_precision=prior_precision, prior_mean=prior_mean
         )  # fmt: skip
+        self._assign(
+            sigma_noise=sigma_noise, temperature=temperature, prior_precision=prior_precision, prior_mean=prior_mean
+        )
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuses classes of users that define what would have no effect.
@@ -273,6 +274,13 @@ class BaseLaplace(CheckedConstructor, ABC):
     def temperature(self, value: float | Tensor) -> None:
         self._posterior = self._posterior.assigned(temperature=value)
 
+    def _assign(self, **given: float | Tensor) -> None:
+        """Assigns hyper-parameters, those by setters of users' classes that have one."""
+        own = overrides.own_setters(self, *given)
+        self._posterior = self._posterior.assigned(**{name: given[name] for name in given if name not in own})
+        for name in own:
+            setattr(self, name, given[name])
+
     # Evidence.
 
     @abstractmethod
@@ -346,9 +354,9 @@ class BaseLaplace(CheckedConstructor, ABC):
         if not given:
             with own_precision():
                 return self._log_evidence()
-        there = self._posterior.assigned(**given)
-        with self.holding(there), own_precision():
-            value = self._log_evidence()
+        with self.holding(self._posterior), own_precision():
+            self._assign(**given)
+            value, there = self._log_evidence(), self._posterior
         self._posterior = there.at(there.hypers.detached(*given))
         return value
 

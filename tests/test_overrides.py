@@ -356,6 +356,36 @@ def test_log_marginal_likelihood_is_what_tuning_calls() -> None:
     assert abs(la.prior_precision.log().item() - 1) < 0.05
 
 
+def test_setters_of_hyper_parameters() -> None:
+    """Where users assign, in the constructor, and by the arguments of the evidence, which a failure leaves alone."""
+
+    class Floored(FullLaplace):
+        @property
+        def prior_precision(self) -> Tensor:
+            return super().prior_precision
+
+        @prior_precision.setter
+        def prior_precision(self, value: Any) -> None:
+            value = torch.as_tensor(value).clamp(min=0.5)
+            FullLaplace.prior_precision.__set__(self, value)  # pyright: ignore[reportAttributeAccessIssue]
+
+    la, plain = fitted(Floored, prior_precision=0.1), fitted(FullLaplace, prior_precision=0.5)
+    assert_close(la.prior_precision, plain.prior_precision, "exact")
+    assert_close(la(X)[1], plain(X)[1], "exact")
+    value = la.log_marginal_likelihood(prior_precision=torch.tensor(0.2))
+    assert_close(value, plain.log_marginal_likelihood(), "exact")
+    la.prior_precision = 3.0
+    with pytest.raises(InvalidArgument):
+        la.log_marginal_likelihood(prior_precision=2.0, sigma_noise=-1.0)
+    assert la.prior_precision.item() == 3
+
+
+@pytest.mark.parametrize("name", ["forward_fn", "likelihood_object"])
+def test_what_is_fixed_says_where_it_is_given(name: str) -> None:
+    with pytest.raises(ReadOnlyError, match="to the constructor"):
+        setattr(fitted(FullLaplace), name, None)
+
+
 def test_loss_and_number_of_data() -> None:
     class Own(DiagLaplace):
         @property

@@ -129,6 +129,15 @@ def is_overridden(la: object, *names: str) -> bool:
     return any(name in own or getattr(cls, name, None) is not originals[name] for name in names)
 
 
+def own_setters(la: object, *names: str) -> list[str]:
+    """The names of properties that a user's class defines with a setter."""
+    return [name for name in names if is_overridden(la, name) and _has_setter(getattr(type(la), name))]
+
+
+def _has_setter(member: Any) -> bool:
+    return isinstance(member, property) and member.fset is not None
+
+
 def _owner(cls: type, name: str) -> type | None:
     """The class that an attribute of the class comes from."""
     return next((base for base in cls.__mro__ if name in vars(base)), None)

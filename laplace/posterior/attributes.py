@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Generic, TypeVar, cast
 
+from laplace.errors import ReadOnlyError
+
 T = TypeVar("T")
 
 
@@ -32,8 +34,11 @@ class Chosen(Generic[T]):
         """Chooses again.
 
         Raises:
-            AttributeError: It is fixed.
+            ReadOnlyError: It is fixed.
         """
         if self.fixed:
-            raise AttributeError(f"{self.name} cannot be assigned.")
+            argument = self.name.removesuffix("_object")
+            raise ReadOnlyError(
+                f"{self.name} of {type(la).__name__} cannot be assigned; pass {argument}= to the constructor."
+            )
         la.set_posterior(la.snapshot().with_choices(**{self.name: value}))
