@@ -28,6 +28,9 @@ from laplace.likelihoods.outputs import Density
 from laplace.likelihoods.points import Points
 from laplace.likelihoods.target import Score, Summary
 
+_EXPONENTIAL = -40.0
+"""Below it softplus(s) is exp(s) to the last digit of float64."""
+
 
 @dataclass(frozen=True, eq=False)
 class _Pairs:
@@ -89,7 +92,8 @@ def natural_moments(mean: Tensor, covariance: Tensor) -> TargetMoments:
     expected = conditional.mean()
     epistemic = conditional.mean(lambda value: (value - expected).square())
     epistemic = epistemic + pairs.rest * points.mean(lambda s: softplus(s).pow(-2))
-    return TargetMoments(expected, points.mean(lambda s: 1 / softplus(s)), epistemic.nan_to_num(math.inf, math.inf))
+    aleatoric = points.mean(lambda s: 1 / softplus(s))
+    return TargetMoments(expected, *(part.nan_to_num(math.inf, math.inf) for part in (aleatoric, epistemic)))
 
 
 class NoisyRealTarget(MomentTarget):
@@ -109,11 +113,12 @@ class NoisyRealTarget(MomentTarget):
         if covariance.ndim == mean.ndim:
             return scores.gaussian_nll(mean, covariance, y)
         pairs = _Pairs.of(mean, covariance)
-        points = pairs.points
-        precision = softplus(points.values)
-        variance = (1 + pairs.rest / precision) / precision
-        squares = (y - pairs.first_given(points.values) / precision).square() / variance
-        logs = points.log_weights - 0.5 * (squares + (2 * math.pi * variance).log())
+        points = Points.of_gaussian(pairs.s, pairs.variance)  # the density of y does not grow as s falls
+        # The variance (λ + r) / λ² has no float where λ is tiny; λ² is taken out of it and of the square.
+        log_precision, precision = _log_softplus(points.values), softplus(points.values)
+        total = (precision + pairs.rest).clamp(min=torch.finfo(precision.dtype).tiny)
+        squares = (y * precision - pairs.first_given(points.values)).square() / total
+        logs = points.log_weights + log_precision - 0.5 * (squares + (2 * math.pi * total).log())
         return -logs.logsumexp(0).sum(-1).to(mean)
 
     def crps(self, likelihood: Density, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
@@ -228,6 +233,11 @@ def _parameters(f: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     first, s = f.chunk(2, -1)
     precision = softplus(s)
     return first / precision, precision, torch.sigmoid(s)
+
+
+def _log_softplus(s: Tensor) -> Tensor:
+    """Log softplus(s), which is s where the exponential is all there is of it."""
+    return torch.where(s < _EXPONENTIAL, s, softplus(s.clamp(min=_EXPONENTIAL)).log())
 
 
 def _pair(summary: Summary) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,8 @@ class Points:
         """Logarithms of the weights, `[S, ...]`, in dimensions that broadcast with the values."""
         if self.weights is None:
             return self.values.new_zeros(len(self.values)).log_softmax(0).view(-1, *(1,) * (self.values.ndim - 1))
-        return self.weights.log().view(*self.weights.shape, *(1,) * (self.values.ndim - self.weights.ndim))
+        weights = self.weights.clamp(min=torch.finfo(self.weights.dtype).tiny)  # none is 0, where a log has no slope
+        return weights.log().view(*self.weights.shape, *(1,) * (self.values.ndim - self.weights.ndim))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Points:
         """Points of a function of what these are points of."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,8 @@ from laplace.errors import InvalidData
 from laplace.likelihoods.base import OutputHessian
 from laplace.likelihoods.checks import check_outputs, check_values
 from laplace.likelihoods.moment_target import MomentLikelihood, MomentTarget, TargetMoments
-from laplace.likelihoods.outputs import Mixture
+from laplace.likelihoods.outputs import Density, Mixture
+from laplace.likelihoods.target import Score, Summary, mean_of, variance_of
 
 _SMALLEST_VARIANCE = 1e-10
 """Variance of a log rate below which it counts as known: the density of y moves by less than this."""
@@ -39,7 +41,40 @@ def log_normal_moments(mean: Tensor, covariance: Tensor) -> TargetMoments:
 
 
 class CountTarget(MomentTarget):
-    """Counts that are independent given their log rates."""
+    """Counts that are independent given their log rates.
+
+    The negative log likelihood reads the latents: where log rates are hardly known no float holds the variance of y,
+    while its density is an ordinary number. A summary of latents has covariances, one of y variances.
+    """
+
+    @property
+    def scores(self) -> Mapping[str, Score]:
+        return {"nll": self.nll}
+
+    def nll(self, likelihood: Density, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
+        """−Σ_c log ∫ Poisson(y_c; exp(f)) p(f) df of Gaussian latents; of moments of y that of `predictive_nll`."""
+        if not isinstance(summary, tuple) or summary[1].ndim == summary[0].ndim:
+            return likelihood.predictive_nll(mean_of(summary), variance_of(summary), y, sigma)
+        mean, covariance = summary
+        variance = widened(covariance.diagonal(dim1=-2, dim2=-1)).clamp(min=_SMALLEST_VARIANCE)
+        return -_log_mixture(widened(mean), variance, widened(y)).sum(-1).to(mean)
+
+    def summary(
+        self,
+        likelihood: Density,
+        mean: Tensor,
+        covariance: Tensor,
+        link: str,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        *,
+        for_scores: bool = False,
+    ) -> Summary:
+        """E[y] and Var(y); for scores the latents with diagonal covariances."""
+        if not for_scores:
+            return super().summary(likelihood, mean, covariance, link, n_samples, generator)
+        whole = covariance.ndim > mean.ndim
+        return mean, (covariance if whole else torch.diag_embed(covariance)).to(mean.dtype)
 
     def interval(self, rows: Mixture, level: float, *, observation_noise: bool) -> tuple[Tensor, Tensor]:
         """Of y, by samples; of the rate exp(f) without noise, which carries quantiles of f over."""
@@ -112,9 +147,9 @@ class Poisson(MomentLikelihood):
         mean = mean.clamp(min=torch.finfo(mean.dtype).tiny)
         known = y * mean.log() - mean - torch.lgamma(y + 1)
         if variance is None:
-            return -known.sum(1).to(prediction)
+            return -known.sum(-1).to(prediction)
         spread = ((widened(variance) - mean) / mean.square()).log1p().clamp(min=_SMALLEST_VARIANCE)
-        return -_log_mixture(mean.log() - 0.5 * spread, spread, y).sum(1).to(prediction)
+        return -_log_mixture(mean.log() - 0.5 * spread, spread, y).sum(-1).to(prediction)
 
 
 def _log_mixture(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:

@@ -186,7 +186,7 @@ class PosteriorOutputs:
         if likelihood.target.mean_is_latent:
             return self.latent_mean
         own = self.own.latents or self.own.targets
-        if self.sampled or (self._link_draws and (joint or own is not None)):
+        if self.sampled or (self._link_draws and own is not None) or (self._target_draws and joint):
             return self.mean_samples.mean(0)
         gaussian = self.read_by_link
         return likelihood.predict(gaussian.mean, gaussian.covariance, self.link, self.n_samples, self.draws())
@@ -196,7 +196,12 @@ class PosteriorOutputs:
         """Gaussian of the outputs in the form that E[y] is computed from."""
         if self.likelihood.target.reads_variances(self.likelihood, self.link):
             return self.marginals
-        return self.of_each if self._link_draws else self._whole
+        return self.of_each if self._target_draws else self._whole
+
+    @property
+    def _target_draws(self) -> bool:
+        """True if the link draws, and E[y] is by the link."""
+        return self._link_draws and not self.likelihood.target.by_rows(self.likelihood, self.link)
 
     @lazy
     def mean_samples(self) -> Tensor:

@@ -129,6 +129,33 @@ def test_density_of_a_noise_of_its_own_under_gaussian_outputs(spread: float) -> 
     assert_close(find_score("nll", likelihood)(likelihood, candidates, y, ONE), actual.expand(3, 5), "algebra")
 
 
+@pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=lambda likelihood: likelihood.name)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_density_where_moments_have_no_float(likelihood: MomentLikelihood, dtype: torch.dtype) -> None:
+    """Under weak priors a variance of y overflows, while its density is an ordinary number."""
+    mean = torch.tensor([[0.5, -0.5]], dtype=dtype)
+    y = torch.full((1, 2 if likelihood.name == "poisson" else 1), 3.0, dtype=dtype)
+    variance = torch.full_like(mean, 2000.0).requires_grad_()
+    predicted = likelihood.target.summary(likelihood, mean, variance, "probit")
+    assert bool(predicted[1].isinf().all())
+    summary = likelihood.target.summary(likelihood, mean, torch.diag_embed(variance), "probit", for_scores=True)
+    actual = find_score("nll", likelihood)(likelihood, summary, y, ONE)
+    f = (mean[0].double() + 2000**0.5 * torch.linspace(-11, 11, 400_001, dtype=torch.float64).unsqueeze(1)).T
+    weights = torch.softmax(-0.5 * torch.linspace(-11, 11, 400_001, dtype=torch.float64).square(), 0)
+    if likelihood.name == "poisson":
+        logs = likelihood.conditional(f.T).base_dist.log_prob(y.double())
+        expected = -(logs + weights.log().unsqueeze(1)).logsumexp(0).sum()
+    else:  # y is N(a/λ, (1 + r/λ)/λ) given s
+        precision = f[1].exp().log1p().where(f[1] < 30, f[1])
+        known = precision > 1e-140
+        scale = ((1 + 2000 / precision[known]) / precision[known]).sqrt()
+        logs = Normal(0.5 / precision[known], scale).log_prob(torch.tensor(3.0, dtype=torch.float64))
+        expected = -(logs + weights[known].log()).logsumexp(0)
+    assert_close(actual[0], expected, "float32")
+    (slope,) = torch.autograd.grad(actual.sum(), variance)
+    assert bool(slope.isfinite().all())
+
+
 @pytest.mark.parametrize("name", ["crps", "entropy"])
 def test_scores_of_a_noise_of_its_own(name: str) -> None:
     """Of Gaussians with the moments of y, whichever of the two summaries is known."""

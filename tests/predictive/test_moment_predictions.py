@@ -54,6 +54,14 @@ def test_the_distribution_has_the_moments(likelihood: str) -> None:
     assert_close(distribution.variance, found.variance, "mc", standard_error=terms.std(0) / n**0.5)
 
 
+@pytest.mark.parametrize("form", ["joint", "diagonal_output"])
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_moments_depend_on_no_link_and_on_no_form(likelihood: str, form: str) -> None:
+    la, x = fitted(likelihood)
+    for actual, expected in zip(la(x, link_approx="mc", **{form: True}), la(x), strict=True):
+        assert_close(actual, expected, "algebra")
+
+
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_intervals_hold_their_share(likelihood: str) -> None:
     la, x = fitted(likelihood)
