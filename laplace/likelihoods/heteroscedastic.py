@@ -146,11 +146,12 @@ class NoisyRealTarget(MomentTarget):
         return super().summary(likelihood, mean, covariance, link, n_samples, generator)
 
     def summary_of_samples(self, likelihood: Density, samples: Tensor, *, for_scores: bool = False) -> Summary:
-        """The same of samples, whose latents have no covariances."""
+        """The same of samples; their outputs have the covariances of the samples."""
         if not for_scores:
             return super().summary_of_samples(likelihood, samples)
-        mean, variance = sample_moments(samples)
-        return mean, torch.diag_embed(variance)
+        mean, _ = sample_moments(samples)
+        centred = samples - mean
+        return mean, torch.einsum("sbi,sbj->bij", centred, centred) / (len(samples) - 1)
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,12 @@ class Heteroscedastic(MomentLikelihood):
             raise InvalidData(
                 f"Outputs have shape {list(f.shape)}; likelihood='heteroscedastic' accepts [B, 2C], natural parameters "
                 "[eta | s] of C targets: give the last layer an even number of outputs."
+            )
+        shape = [len(f), f.shape[1] // 2]
+        if isinstance(y, Tensor) and list(y.shape) != shape:
+            raise InvalidData(
+                f"Targets have shape {list(y.shape)}, outputs {list(f.shape)}, natural parameters [eta | s]: shapes of "
+                f"targets must be equal to [B, C] = {shape}, nothing is broadcast."
             )
         return check_values(f[:, ::2], y)
 
