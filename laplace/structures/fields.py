@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
@@ -67,7 +68,7 @@ def from_state(kind: Any, state: Any) -> Any:
         state: What `state_of` gave.
     """
     if is_dataclass(kind):
-        hints = get_type_hints(kind)
+        hints = _hints(kind)
         # Fields that are added to a structure later have defaults, for states that were saved before.
         names = [field.name for field in fields(kind) if field.name in state]
         return kind(**{name: from_state(hints[name], state[name]) for name in names})  # pyright: ignore
@@ -79,6 +80,11 @@ def from_state(kind: Any, state: Any) -> Any:
     if container in (dict, Mapping):
         return {key: from_state(parts[1], item) for key, item in state.items()}
     return from_state(parts[0], state)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def move(state: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
