@@ -71,7 +71,7 @@ class KronLaplace(ParametricLaplace):
     _key = ("all", "kron")
     structure = KronCurvature
     damping = property(_damping, doc="Whether the precision is (√s A + √δ) ⊗ (√s B + √δ).")
-    H_facs = property(attrgetter("H"), doc="The Kronecker factors: `H_facs.kfacs` lists them per tensor.")
+    H_facs = property(attrgetter("H.factors"), doc="The unit curvature by its factors, a `Kron`.")
 
     def __init__(
         self,

@@ -89,6 +89,7 @@ TARGET_KINDS = {"class", "binary", "real", "other"}
 
 # Where the namespace of an object is read or written, and why its attributes do not do.
 NAMESPACES = {
+    "compat/kronecker/decomposed.py": "the state that is copied and pickled",
     "compat/finder.py": "modules of the older interface, whose names are looked up when they are asked for",
     "core/overrides.py": "what a user's class or object defines itself",
     "curvature/backpack.py": "attributes that the package leaves on modules",

@@ -97,6 +97,31 @@ class BlockSpectrum:
         squares = replace(self, left=_square(self.left), right=_square(self.right), basis=_square(self.basis))
         return squares.rotate(values, back=True)
 
+    # Factors, one or two, of a block whose eigenvalues are their products.
+
+    @property
+    def _is_bias(self) -> bool:
+        """True if the other factor is the number 1."""
+        return self.shape is not None and self.left_values is None
+
+    @property
+    def factor_vectors(self) -> tuple[Tensor, ...]:
+        """Eigenvectors of the factors: `[n, n]`, `[G, n, n]`, or ones `[n]` for the identity."""
+        if self.basis is not None:
+            return (self.basis,)
+        if self.shape is None:
+            return (torch.ones_like(self.values),)
+        sides = zip((self.left, self.right), self.shape[1:], strict=True)
+        left, right = (self.values.new_ones(n) if basis is None else _alone(basis) for basis, n in sides)
+        return (left if self.output_first else right,) if self._is_bias else (left, right)
+
+    @property
+    def factor_values(self) -> tuple[Tensor, ...]:
+        """Eigenvalues of the factors, `[n]` or `[G, n]`."""
+        if self.left_values is not None and self.right_values is not None:
+            return _alone(self.left_values), _alone(self.right_values)
+        return (_alone(self.values.view(self.shape[0], -1)) if self.shape is not None else self.values,)
+
 
 @dataclass(frozen=True)
 class Spectra:
@@ -108,12 +133,14 @@ class Spectra:
             could show.
         groups: Indices of the tensors of every block, which follow each other; None for one tensor per block.
         signed: Whether negative eigenvalues are meant; else there are none.
+        factored: Whether the eigenvalues of a product are the products of those of its factors.
     """
 
     blocks: tuple[BlockSpectrum, ...]
     dtype: torch.dtype
     groups: Groups | None = None
     signed: bool = False
+    factored: bool = False
 
     def __iter__(self) -> Iterator[BlockSpectrum]:
         return iter(self.blocks)
@@ -153,6 +180,19 @@ class Spectra:
         """All eigenvalues, `[P]`: an evidence step with a scalar prior is one pass over them."""
         with algebra.kept_for_later():
             return torch.cat([spectrum.values for spectrum in self.blocks]).to(self.dtype)
+
+    @cached_property
+    def factor_vectors(self) -> tuple[tuple[Tensor, ...], ...]:
+        """Copies of the eigenvectors of every block's factors, in the curvature's dtype, with their graph."""
+        with algebra.kept_for_later(), torch.enable_grad():
+            return tuple(
+                tuple(vectors.to(self.dtype, copy=True) for vectors in block.factor_vectors) for block in self.blocks
+            )
+
+
+def _alone(sides: Tensor) -> Tensor:
+    """What is known of every group `[G, ...]`, without that dimension where there is one."""
+    return sides[0] if len(sides) == 1 else sides
 
 
 def _square(basis: Tensor | None) -> Tensor | None:
@@ -226,7 +266,7 @@ def kron_spectrum(
     """
     inputs = None if inputs is None else inputs / positions
     if block.index is not None:
-        return _picked(output, inputs, block.index, input_first=block.input_first)
+        return dense_spectrum(picked_matrix(output, inputs, block.index, input_first=block.input_first))
     other, basis = _input_eigen(inputs, output)
     values, vectors = eigen
     if block.input_first:
@@ -254,8 +294,18 @@ def _input_eigen(inputs: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor 
     return algebra.eigh(inputs)
 
 
-def _picked(output: Tensor, inputs: Tensor | None, index: Tensor, *, input_first: bool) -> BlockSpectrum:
-    """The sub-block (left ⊗ right)[index, index] as a dense block: products of single entries of both sides."""
+def picked_matrix(output: Tensor, inputs: Tensor | None, index: Tensor, *, input_first: bool) -> Tensor:
+    """The sub-block (left ⊗ right)[index, index], `[p, p]`: products of single entries of both sides.
+
+    Args:
+        output: Output side `[G, O, O]`.
+        inputs: Input side `[G, I, I]`, counts `[V]`, or None for a bias.
+        index: Entries of the product, ascending, `[p]`.
+        input_first: Whether the input side is the left one.
+
+    Raises:
+        UnsupportedError: There are too many for a dense block.
+    """
     if len(index) > PICKED_LIMIT:
         raise UnsupportedError(
             f"a Kronecker block of {len(index)} single entries would need a dense block above the limit of "
@@ -266,7 +316,7 @@ def _picked(output: Tensor, inputs: Tensor | None, index: Tensor, *, input_first
     group, left, right = index // (n_left * n_right), index // n_right % n_left, index % n_right
     at_output, at_input = (right, left) if input_first else (left, right)
     matrix = _entries(output, group, at_output) * (group.unsqueeze(0) == group.unsqueeze(1))
-    return dense_spectrum(matrix if inputs is None else matrix * _entries(inputs, group, at_input))
+    return matrix if inputs is None else matrix * _entries(inputs, group, at_input)
 
 
 def _entries(factor: Tensor, group: Tensor, at: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from laplace.structures.eigenblocks import (
     values_at,
 )
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
+from laplace.structures.kron_public import DecomposedCurvature
 from laplace.structures.recent import Recent
 from laplace.structures.variances_over_priors import SpectralScan
 
@@ -124,6 +125,13 @@ class KronCurvature(AdditiveCurvature):
         return self._recent(ratios, lambda: self._spectra(ratios))
 
     @cached_property
+    def _unit_spectra(self) -> Spectra:
+        """Eigendecomposition of H itself, beside that of terms at the last weights."""
+        ones = self.parts.factors[self.parts.blocks[0].output].new_ones(self.n_terms)
+        with algebra.kept_for_later():
+            return self.spectra(ones) if self.n_terms == 1 else self._spectra(ones)
+
+    @cached_property
     def _recent(self) -> Recent[Spectra]:
         return Recent()
 
@@ -134,7 +142,7 @@ class KronCurvature(AdditiveCurvature):
             for i, block in enumerate(self.parts.blocks):
                 blocks.append(self._spectrum(block, weights, shared))
                 done(i)
-        return Spectra(tuple(blocks), self.parts.factors[self.parts.blocks[0].output].dtype)
+        return Spectra(tuple(blocks), self.parts.factors[self.parts.blocks[0].output].dtype, factored=True)
 
     @cached_property
     def _ahead(self) -> Decompositions:
@@ -173,6 +181,9 @@ class KronCurvature(AdditiveCurvature):
     def kfacs(self) -> list[list[Tensor]]:
         """Factors per tensor: `[left, right]` with left ⊗ right its block, `[left]` of a bias, or a dense block."""
         return self.parts.kfacs()
+
+    def public(self) -> DecomposedCurvature:
+        return DecomposedCurvature(self.parts, lambda: self._unit_spectra)
 
     def state(self) -> dict[str, Any]:
         return fields.state_of(self.parts)

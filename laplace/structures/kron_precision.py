@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from laplace.compat.kronecker import KronDecomposed
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.prior import GaussianPrior
@@ -16,6 +17,7 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
 from laplace.structures.indefinite import require_positive
+from laplace.structures.kron_public import decomposed_precision
 from laplace.structures.posterior_blocks import EigenBlock, MovingBlock, PosteriorBlock
 from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import SpectralScan
@@ -140,7 +142,7 @@ class KronPrecision(Precision):
 
     def product(self, vectors: Tensor) -> Tensor:
         """In the prior's dtype, which is enough for a penalty and half the cost of float64."""
-        return self.bmm(vectors.detach())
+        return self.bmm(vectors.detach(), exponent=1)
 
     # Predictions.
 
@@ -206,8 +208,8 @@ class KronPrecision(Precision):
         """P^(−1/2) ε with the symmetric root."""
         return self.bmm(noise, exponent=-0.5)
 
-    def bmm(self, vectors: Tensor, exponent: float = 1) -> Tensor:
-        """P^exponent v of vectors `[..., P]`."""
+    def bmm(self, vectors: Tensor, exponent: float = -1) -> Tensor:
+        """P^exponent v of vectors `[..., P]`; P⁻¹ v unless told otherwise."""
         parts = vectors.split([spectrum.size for spectrum in self.spectra], -1)
         return torch.cat([own.times(part, exponent) for own, part in zip(self._posterior, parts, strict=True)], -1)
 
@@ -230,8 +232,12 @@ class KronPrecision(Precision):
         return self.to_matrix()
 
     @property
-    def public(self) -> KronPrecision:
-        return self
+    def public(self) -> KronDecomposed | KronPrecision:
+        """By the factors of every tensor, where eigenvalues are their products and a prior is constant in a tensor."""
+        if not self.spectra.factored or not self.prior.is_constant_per_tensor:
+            return self
+        deltas = torch.cat(self.prior.per_block())
+        return decomposed_precision(self.spectra, self._scale, deltas, damping=self.damping)
 
     @property
     def covariance(self) -> Tensor:

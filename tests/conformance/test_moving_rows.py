@@ -134,9 +134,9 @@ def test_kronecker_factors_of_a_layer_that_some_batches_skip(order: tuple[int, i
     assert len(model.log) == 1
     alone: Any = Laplace(model, "classification", "all", "kron")
     alone.fit([(x[:4], y[:4])])
-    for name, factor in alone.H.parts.factors.items():
+    for name, factor in alone.fitted().curvature.parts.factors.items():
         if name.split(":")[1] in ("2", "3"):
-            assert_close(la.H.parts.factors[name], factor, "backend", label=name)
+            assert_close(la.fitted().curvature.parts.factors[name], factor, "backend", label=name)
 
 
 @pytest.mark.parametrize("link", ["probit", "bridge", "bridge_norm"])

@@ -16,7 +16,6 @@ from laplace.curvature import rules
 from laplace.engines.native.capture import record
 from laplace.errors import InvalidArgument
 from laplace.weights.all_weights import AllWeights
-from tests.conformance.kron_truth import dense_of_factors
 from tests.conformance.test_layers import posterior
 from tests.conformance.test_predictions import latent_of
 from tests.reference import curvature as reference
@@ -201,7 +200,7 @@ def test_positions_of_a_large_reused_layer_are_those_of_all_calls(approx: str) -
     truth = kfac.kfac(model, x, y, names, "classification", approx)
     truth["hidden.bias"] = [[reference.ggn(model, x, y, ["hidden.bias"], "classification")]]  # small, hence exact
     assert la.coverage()["hidden.weight"] == "linear, 3 uses → Kronecker factors"
-    assert_close(dense_of_factors(la.H), kfac.dense_kfac(truth, names), "backend")
+    assert_close(la.H_facs.to_matrix(), kfac.dense_kfac(truth, names), "backend")
 
 
 class _TiedByFunction(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from numbers import Real
 
 import torch
@@ -12,9 +13,12 @@ from torch import Tensor
 from laplace.compat.kronecker import factors
 from laplace.compat.kronecker.blockwise import map_blocks, split_blocks
 from laplace.compat.kronecker.scalars import Scalar, as_scalar, spread
+from laplace.core.precision_policy import widened
 from laplace.errors import InvalidArgument
 
 Blocks = Sequence[Sequence[Tensor]]
+Source = Blocks | Callable[[], Blocks]
+"""Blocks, or what computes them when they are first read."""
 
 
 class KronDecomposed:
@@ -24,24 +28,52 @@ class KronDecomposed:
     Ritter et al., "A Scalable Laplace Approximation for Neural Networks" (2018); a single factor has no cross terms
     to damp and keeps λ + δ. Sums and products keep the flag.
 
+    The attributes may be assigned, and so may the entries of the lists: what is computed next follows.
+
     Args:
         eigenvectors: Per block, vectors of each factor: `[n, n]`, `[G, n, n]`, or `[n]` for a diagonal factor,
-            whose eigenbasis is the identity.
-        eigenvalues: Per block, values of each factor: `[n]` or `[G, n]`.
+            whose eigenbasis is the identity. Or a function that returns them, called when they are first read.
+        eigenvalues: Per block, values of each factor: `[n]` or `[G, n]`; or such a function.
         deltas: What is added to each block, `[L]`; default zeros.
         damping: Whether blocks of two factors are damped.
+
+    Attributes:
+        deltas: As given.
+        damping: As given.
     """
 
     def __init__(
-        self, eigenvectors: Blocks, eigenvalues: Blocks, deltas: Tensor | None = None, damping: bool = False
+        self, eigenvectors: Source, eigenvalues: Source, deltas: Tensor | None = None, damping: bool = False
     ) -> None:
-        self.eigenvectors: list[list[Tensor]] = [list(block) for block in eigenvectors]
-        self.eigenvalues: list[list[Tensor]] = [list(block) for block in eigenvalues]
+        self._sources: dict[str, Callable[[], Blocks]] = {}
+        if callable(eigenvectors):
+            self._sources["eigenvectors"] = eigenvectors
+        else:
+            self.eigenvectors = _lists(eigenvectors)
+        if callable(eigenvalues):
+            self._sources["eigenvalues"] = eigenvalues
+        else:
+            self.eigenvalues = _lists(eigenvalues)
         if deltas is None:
             like = self.eigenvalues[0][0] if self.eigenvalues else torch.empty(0)
-            deltas = torch.zeros(len(self), dtype=like.dtype, device=like.device)
+            deltas = torch.zeros(len(self.eigenvalues), dtype=like.dtype, device=like.device)
         self.deltas = deltas
         self.damping = damping
+
+    @cached_property
+    def eigenvectors(self) -> list[list[Tensor]]:
+        """Vectors of each factor of each block."""
+        return _lists(self._sources["eigenvectors"]())
+
+    @cached_property
+    def eigenvalues(self) -> list[list[Tensor]]:
+        """Values of each factor of each block, without δ."""
+        return _lists(self._sources["eigenvalues"]())
+
+    def __getstate__(self) -> dict[str, object]:
+        """The values themselves: a copy does not carry what they would be computed from."""
+        read = {"eigenvectors": self.eigenvectors, "eigenvalues": self.eigenvalues, "_sources": {}}
+        return vars(self) | read
 
     def __add__(self, deltas: Scalar) -> KronDecomposed:
         """Adds δ I to the blocks.
@@ -69,21 +101,30 @@ class KronDecomposed:
     __rmul__ = __mul__
 
     def __len__(self) -> int:
-        return len(self.eigenvalues)
+        return len(self.deltas)
 
     def detach(self) -> KronDecomposed:
         """The same values without a graph."""
-        values = [[value.detach() for value in block] for block in self.eigenvalues]
-        vectors = [[vector.detach() for vector in block] for block in self.eigenvectors]
-        return KronDecomposed(vectors, values, self.deltas.detach(), self.damping)
+        return self._mapped(Tensor.detach)
+
+    def clone(self) -> KronDecomposed:
+        """A copy that shares no tensor with this object; the graph leads on."""
+        return self._mapped(Tensor.clone)
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> KronDecomposed:
+        vectors, values = (
+            [[function(tensor) for tensor in block] for block in blocks]
+            for blocks in (self.eigenvectors, self.eigenvalues)
+        )
+        return KronDecomposed(vectors, values, function(self.deltas), self.damping)
 
     def logdet(self) -> Tensor:
-        """Log determinant Σ log(λ₁ ⊗ λ₂ + δ), or of the damped eigenvalues; 0-dim."""
-        total = torch.zeros((), dtype=self.deltas.dtype, device=self.deltas.device)
-        for spectrum, shape in zip(self._spectra(), self._shapes(), strict=True):
+        """Log determinant Σ log(λ₁ ⊗ λ₂ + δ), or of the damped eigenvalues, summed in float64; 0-dim."""
+        total = widened(self.deltas.new_zeros(()))
+        for spectrum, shape in zip(self.spectra(), self.shapes, strict=True):
             # A factor shared by groups, or a table that broadcasts, stands for G·n₁·n₂ eigenvalues.
-            total = total + spectrum.log().expand(shape).sum()
-        return total
+            total = total + widened(spectrum).log().expand(shape).sum()
+        return total.to(self.deltas.dtype)
 
     def bmm(self, W: Tensor, exponent: float = -1) -> Tensor:
         """A power of the matrix times vectors.
@@ -98,9 +139,9 @@ class KronDecomposed:
         Raises:
             InvalidArgument: The last dimension of `W` is not P.
         """
-        powers = [spectrum.pow(exponent) for spectrum in self._spectra()]
+        powers = [spectrum.pow(exponent) for spectrum in self.spectra()]
         products = [_spectral(block, power) for block, power in zip(self.eigenvectors, powers, strict=True)]
-        return map_blocks(products, self._shapes(), W)
+        return map_blocks(products, self.shapes, W)
 
     def inv_square_form(self, W: Tensor) -> Tensor:
         """W P⁻¹ Wᵀ for every datum.
@@ -117,8 +158,8 @@ class KronDecomposed:
         if W.ndim != 3:
             raise InvalidArgument(f"W has shape {tuple(W.shape)}; inv_square_form takes [B, K, P].")
         total = W.new_zeros(W.shape[0], W.shape[1], W.shape[1])
-        slabs = split_blocks(self._shapes(), W)
-        for slab, block, spectrum in zip(slabs, self.eigenvectors, self._spectra(), strict=True):
+        slabs = split_blocks(self.shapes, W)
+        for slab, block, spectrum in zip(slabs, self.eigenvectors, self.spectra(), strict=True):
             # Half of the inverse on either side keeps the result symmetric and positive semi-definite.
             half = (_rotate(block, slab) * spectrum.rsqrt()).reshape(*W.shape[:2], -1)
             total = total + half @ half.mT
@@ -127,26 +168,28 @@ class KronDecomposed:
     def diag(self, exponent: float = 1) -> Tensor:
         """Diagonal of a power of the matrix, `[P]`: (Q₁² ⊗ Q₂²) λ, without the matrix."""
         parts = []
-        for block, spectrum, shape in zip(self.eigenvectors, self._spectra(), self._shapes(), strict=True):
+        for block, spectrum, shape in zip(self.eigenvectors, self.spectra(), self.shapes, strict=True):
             table = spectrum.pow(exponent).expand(shape).unsqueeze(0)
             parts.append(_times([vectors.square() for vectors in block], table).flatten())
         return torch.cat(parts)
 
     def to_matrix(self, exponent: float = 1) -> Tensor:
         """A power of the matrix, dense `[P, P]`, for tests and small networks."""
-        size = sum(math.prod(shape) for shape in self._shapes())
+        size = sum(math.prod(shape) for shape in self.shapes)
         eye = torch.eye(size, dtype=self.deltas.dtype, device=self.deltas.device)
         return self.bmm(eye, exponent)
 
     def __repr__(self) -> str:
-        size = sum(math.prod(shape) for shape in self._shapes())
+        size = sum(math.prod(shape) for shape in self.shapes)
         return f"KronDecomposed(blocks={len(self)}, parameters={size}, damping={self.damping})"
 
-    def _shapes(self) -> list[tuple[int, int, int]]:
+    @property
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """(G, n₁, n₂) of every block."""
         return [factors.block_shape(block) for block in self.eigenvectors]
 
-    def _spectra(self) -> list[Tensor]:
-        """Eigenvalues of the blocks, each a table that broadcasts to `[G, n₁, n₂]`."""
+    def spectra(self) -> list[Tensor]:
+        """Eigenvalues of the blocks with δ, each a table that broadcasts to `[G, n₁, n₂]`."""
         return [
             _spectrum(values, delta, self.damping)
             for values, delta in zip(self.eigenvalues, self.deltas.unbind(), strict=True)
@@ -165,6 +208,10 @@ class KronDecomposed:
             f"{given} was added to KronDecomposed; accepted are a real number and tensors with 1 or {len(self)} "
             "elements, one per block."
         )
+
+
+def _lists(blocks: Blocks) -> list[list[Tensor]]:
+    return [list(block) for block in blocks]
 
 
 def _spectrum(values: Sequence[Tensor], delta: Tensor, damping: bool) -> Tensor:

@@ -82,6 +82,14 @@ class Kron:
     def __len__(self) -> int:
         return len(self.kfacs)
 
+    def detach(self) -> Kron:
+        """The same factors without a graph."""
+        return Kron([[factor.detach() for factor in block] for block in self.kfacs])
+
+    def clone(self) -> Kron:
+        """A copy that shares no tensor with this object; the graph leads on."""
+        return Kron([[factor.clone() for factor in block] for block in self.kfacs])
+
     def decompose(self, damping: bool = False) -> KronDecomposed:
         """Eigendecomposition of every factor, in float64 with negatives clamped.
 

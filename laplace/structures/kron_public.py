@@ -1,0 +1,78 @@
+"""Kronecker-factored curvature and precision as users hold them, by the names of an older interface.
+
+Every reading gives an object of its own, with its own lists: assigning their entries changes that object and not the
+posterior. Eigenvectors are the same tensors in all objects of one fit, and copies of those that the posterior uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from laplace.compat.kronecker import Kron, KronDecomposed
+from laplace.core.precision_policy import widened
+from laplace.engines.kron_parts import KronParts
+from laplace.structures import algebra
+from laplace.structures.eigenblocks import Spectra, picked_matrix
+
+
+class DecomposedCurvature(KronDecomposed):
+    """The unit curvature H, whose eigendecomposition is made when it is first read.
+
+    Args:
+        parts: Its factors.
+        spectra: Computes the eigendecomposition.
+    """
+
+    def __init__(self, parts: KronParts, spectra: Callable[[], Spectra]) -> None:
+        self._parts = parts
+        like = parts.factors[parts.blocks[0].output]
+        one, deltas = like.new_ones(()), like.new_zeros(len(parts.blocks))
+        super().__init__(lambda: spectra().factor_vectors, lambda: _scaled_values(spectra(), one), deltas)
+
+    @cached_property
+    def kfacs(self) -> list[list[Tensor]]:
+        """Factors F₁, F₂ of every block F₁ ⊗ F₂, one of a bias, and blocks without factors."""
+        return _factors(self._parts)
+
+    @property
+    def factors(self) -> Kron:
+        """H by its factors, without an eigendecomposition."""
+        return Kron(self.kfacs)
+
+
+def decomposed_precision(spectra: Spectra, scale: Tensor, deltas: Tensor, *, damping: bool) -> KronDecomposed:
+    """The precision s·H + δ, with the graph that leads to both.
+
+    Args:
+        spectra: Eigendecomposition of the factors of H.
+        scale: Factor s, 0-dim.
+        deltas: Prior precision of every tensor, `[L]`.
+        damping: As of `KronPrecision`.
+    """
+    return KronDecomposed(lambda: spectra.factor_vectors, lambda: _scaled_values(spectra, scale), deltas, damping)
+
+
+def _scaled_values(spectra: Spectra, scale: Tensor) -> list[list[Tensor]]:
+    """Eigenvalues of s·H, the scale spread evenly over the factors of a block."""
+    with algebra.kept_for_later(), torch.enable_grad():
+        return [
+            [(widened(scale) ** (1 / len(factors)) * values).to(spectra.dtype) for values in factors]
+            for factors in (block.factor_values for block in spectra)
+        ]
+
+
+def _factors(parts: KronParts) -> list[list[Tensor]]:
+    """Factors of every tensor's block; a dense block of a selection that is not rows × columns."""
+    blocks: list[list[Tensor]] = []
+    for block, factors in zip(parts.blocks, parts.kfacs(), strict=True):
+        if block.index is None:
+            blocks.append(factors)
+            continue
+        output = parts.factors[block.output].sum(0)
+        inputs = None if block.input is None else parts.factors[block.input] / parts.positions(block)
+        blocks.append([picked_matrix(output, inputs, block.index, input_first=block.input_first)])
+    return blocks
