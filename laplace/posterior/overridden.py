@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.compat.kronecker import Kron, KronDecomposed
 from laplace.core.gaussian import covariance_root
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import COVARIANCES, HYPERPARAMETERS, MOMENTS, is_overridden
 from laplace.core.precision_policy import widened
 from laplace.core.prior import GaussianPrior
-from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.fitting import Fit
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import own_precision as autocast_off
@@ -29,6 +30,8 @@ from laplace.posterior.posterior import Owner, Posterior
 from laplace.structures import algebra
 from laplace.structures.base import Precision
 from laplace.structures.given import GivenPrecision
+from laplace.structures.kron import KronCurvature
+from laplace.structures.kron_given import given_precision, is_blockwise
 
 
 def posterior_before(la: Owner, name: str) -> Precision:
@@ -209,10 +212,10 @@ def _given(la: Owner, name: str, value: Any) -> Precision:
     Raises:
         InvalidArgument: It is none, or has another shape than the random parameters ask for.
     """
-    from laplace.compat.kronecker import Kron, KronDecomposed  # needed by nobody else who imports the library
-
     if isinstance(value, Precision):
         return value
+    if isinstance(value, KronDecomposed) and (factored := _by_factors(la, name, value)) is not None:
+        return factored
     if isinstance(value, Kron | KronDecomposed):
         value = value.to_matrix()
     elif isinstance(value, tuple) and la.snapshot().choices.structure.name == "lowrank":
@@ -236,6 +239,22 @@ def _given(la: Owner, name: str, value: Any) -> Precision:
     if root is None:
         raise InvalidArgument(f"{name} of class {type(la).__name__} is not positive definite.")
     return GivenPrecision(root.to(value.dtype))
+
+
+def _by_factors(la: Owner, name: str, value: KronDecomposed) -> Precision | None:
+    """The posterior without a dense matrix, where the fit's curvature has such factors; else None.
+
+    Raises:
+        InvalidArgument: It is not positive definite.
+    """
+    own = la.snapshot()
+    curvature, layout = own.fit.curvature, own.problem.layout
+    if not isinstance(curvature, KronCurvature) or not is_blockwise(value, layout):
+        return None
+    try:
+        return given_precision(value, curvature.parts.blocks, layout, own.hypers.dtype)
+    except CurvatureError as error:
+        raise InvalidArgument(f"{name} of class {type(la).__name__} is not positive definite.") from error
 
 
 def _positive(la: object, name: str, value: Tensor) -> Tensor:
