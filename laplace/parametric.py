@@ -131,7 +131,7 @@ class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
 
     @property
     def H(self) -> Any:
-        """The unit curvature: `[P, P]`, `[P]`, or Kronecker factors."""
+        """The unit curvature: `[P, P]`, `[P]`, or a `KronDecomposed`."""
         return self.fitted().curvature.public()
 
     # Moments and evidence.
@@ -173,7 +173,7 @@ class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
 
     @property
     def posterior_precision(self) -> Any:
-        """P: `[P, P]`, `[P]`, or a `KronPrecision` with `diag()`, `to_matrix()`, `logdet()`, `bmm()`."""
+        """P: `[P, P]`, `[P]`, or a `KronDecomposed` with `diag()`, `to_matrix()`, `logdet()`, `bmm()`."""
         return self.evidence().precision.public
 
     @property

@@ -11,12 +11,11 @@ be computed without the override.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from laplace.compat.kronecker import Kron, KronDecomposed
 from laplace.core.gaussian import covariance_root
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import COVARIANCES, HYPERPARAMETERS, MOMENTS, is_overridden
@@ -31,7 +30,9 @@ from laplace.structures import algebra
 from laplace.structures.base import Precision
 from laplace.structures.given import GivenPrecision
 from laplace.structures.kron import KronCurvature
-from laplace.structures.kron_given import given_precision, is_blockwise
+
+if TYPE_CHECKING:
+    from laplace.compat.kronecker import KronDecomposed
 
 
 def posterior_before(la: Owner, name: str) -> Precision:
@@ -212,6 +213,8 @@ def _given(la: Owner, name: str, value: Any) -> Precision:
     Raises:
         InvalidArgument: It is none, or has another shape than the random parameters ask for.
     """
+    from laplace.compat.kronecker import Kron, KronDecomposed  # needed by nobody else who imports the library
+
     if isinstance(value, Precision):
         return value
     if isinstance(value, KronDecomposed) and (factored := _by_factors(la, name, value)) is not None:
@@ -247,6 +250,8 @@ def _by_factors(la: Owner, name: str, value: KronDecomposed) -> Precision | None
     Raises:
         InvalidArgument: It is not positive definite.
     """
+    from laplace.structures.kron_given import given_precision, is_blockwise
+
     own = la.snapshot()
     curvature, layout = own.fit.curvature, own.problem.layout
     if not isinstance(curvature, KronCurvature) or not is_blockwise(value, layout):

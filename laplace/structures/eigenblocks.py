@@ -191,7 +191,7 @@ class Spectra:
 
 
 def _alone(sides: Tensor) -> Tensor:
-    """What is known of every group `[G, ...]`, without that dimension where there is one."""
+    """Sides of every group `[G, ...]`, without that dimension where there is one."""
     return sides[0] if len(sides) == 1 else sides
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,9 +36,11 @@ from laplace.structures.eigenblocks import (
     values_at,
 )
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
-from laplace.structures.kron_public import DecomposedCurvature
 from laplace.structures.recent import Recent
 from laplace.structures.variances_over_priors import SpectralScan
+
+if TYPE_CHECKING:
+    from laplace.structures.kron_public import DecomposedCurvature
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,8 @@ class KronCurvature(AdditiveCurvature):
         return self.parts.kfacs()
 
     def public(self) -> DecomposedCurvature:
+        from laplace.structures.kron_public import DecomposedCurvature  # legacy values are imported when read
+
         return DecomposedCurvature(self.parts, lambda: self._unit_spectra)
 
     def state(self) -> dict[str, Any]:

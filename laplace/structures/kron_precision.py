@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from laplace.compat.kronecker import KronDecomposed
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.prior import GaussianPrior
@@ -17,10 +17,12 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
 from laplace.structures.indefinite import require_positive
-from laplace.structures.kron_public import decomposed_precision
 from laplace.structures.posterior_blocks import EigenBlock, MovingBlock, PosteriorBlock
 from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import SpectralScan
+
+if TYPE_CHECKING:
+    from laplace.compat.kronecker import KronDecomposed
 
 
 @dataclass(frozen=True)
@@ -234,9 +236,11 @@ class KronPrecision(Precision):
     @property
     def public(self) -> KronDecomposed | KronPrecision:
         """By the factors of every tensor, where eigenvalues are their products and a prior is constant in a tensor."""
+        from laplace.structures.kron_public import decomposed_precision  # as in `KronCurvature.public`
+
         if not self.spectra.factored or not self.prior.is_constant_per_tensor:
             return self
-        deltas = torch.cat(self.prior.per_block())
+        deltas = torch.cat([delta.view(1) for delta in self.prior.per_block()])
         return decomposed_precision(self.spectra, self._scale, deltas, damping=self.damping)
 
     @property
