@@ -6,6 +6,7 @@ The constructors differ in nothing but the order of their arguments, which users
 from __future__ import annotations
 
 from operator import attrgetter
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,6 +17,8 @@ from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
 from laplace.parametric import ParametricLaplace
+from laplace.posterior.attributes import Part
+from laplace.posterior.posterior import Posterior
 from laplace.structures import (
     BlockCurvature,
     DiagCurvature,
@@ -31,6 +34,12 @@ from laplace.weights.subnetwork import Subnetwork
 
 def _damping(la: ParametricLaplace) -> bool:
     return bool(la.precision_options["damping"])
+
+
+def _factors(now: Posterior) -> Any:
+    from laplace.compat.kronecker import Kron  # legacy values are imported by those who use them
+
+    return now.H if isinstance(now.H, Kron) else now.fit.curvature.public().factors
 
 
 def _residual(la: ParametricLaplace) -> float:
@@ -71,7 +80,11 @@ class KronLaplace(ParametricLaplace):
     _key = ("all", "kron")
     structure = KronCurvature
     damping = property(_damping, doc="Whether the precision is (√s A + √δ) ⊗ (√s B + √δ).")
-    H_facs = property(attrgetter("H.factors"), doc="The unit curvature by its factors, a `Kron`.")
+    H_facs = Part[Any](
+        _factors,
+        "The Kronecker factors: `H_facs.kfacs` lists them per tensor. Assigned ones are the curvature, as in `la.H`; "
+        "None leaves it as it is.",
+    )
 
     def __init__(
         self,

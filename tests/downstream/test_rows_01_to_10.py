@@ -34,7 +34,6 @@ from tests.reference import predictive
 from tests.reference.compare import assert_close
 
 
-@fails("F3", "`mean` and `H` cannot be assigned")
 def test_row_01_probly_moves_a_fitted_posterior() -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     la = Laplace(model, "classification")
