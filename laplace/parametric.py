@@ -263,10 +263,10 @@ class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
             ApproximationWarning: Random outputs, several heads with a last layer, one of several processes, or many
                 weights that Kronecker factors could not hold.
         """
-        self._posterior = learning.fitted_to(
+        self.set_posterior(learning.fitted_to(
             self._posterior, train_loader, override=override, progress_bar=progress_bar, decay=decay, subset=subset,
             generator=generator, check_memory=check_memory,
-        )  # fmt: skip
+        ))  # fmt: skip
 
     @checked
     def forget(self, loader: Iterable[Any], progress_bar: bool = False, *, weight: float = 1.0) -> None:
@@ -305,7 +305,8 @@ class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
             InvalidData: No data that count.
             UnsupportedError: A user's own backend or structure, which does not say what it takes.
         """
-        self._posterior, plan = learning.planned(self._posterior, train_loader)
+        posterior, plan = learning.planned(self._posterior, train_loader)
+        self.set_posterior(posterior)
         return plan
 
     @checked
