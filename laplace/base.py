@@ -31,6 +31,7 @@ from laplace.posterior.derived import Derived
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.names import WEIGHT_SPACE, PredictiveNames
 from laplace.structures.base import Curvature, Precision
+from laplace.structures.own import OwnCurvature
 from laplace.weights.all_weights import AllWeights
 from laplace.weights.base import Weights
 from laplace.weights.feature_extractor import network_of
@@ -69,10 +70,10 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     Raises:
         InvalidArgument: A hyper-parameter is not positive or not finite, or has a length that fits nothing.
-        UnsupportedError: The class chooses no structure.
+        UnsupportedError: The class chooses no structure, whose curvature its `fit` would sum.
     """
 
-    structure: type[Curvature]
+    structure: type[Curvature] = OwnCurvature
     weights_type: type[Weights] = AllWeights
     pred_types: ClassVar[PredictiveNames] = WEIGHT_SPACE
     _posterior: Posterior
@@ -99,7 +100,7 @@ class BaseLaplace(CheckedConstructor, ABC):
         precision_options: Options = None,
     ) -> None:
         # Tools read the names of the arguments off the code object, among which there must be no other local.
-        overrides.require_structure(type(self))
+        overrides.require_structure(type(self), BaseLaplace)
         model = require_module(network_of(model))
         self.likelihood, self.enable_backprop = likelihood, bool(enable_backprop)
         self.structure_kwargs = dict(structure_kwargs or {})
@@ -290,13 +291,13 @@ class BaseLaplace(CheckedConstructor, ABC):
     def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False) -> None:
         """Fits the posterior to the data of a loader."""
 
-    @abstractmethod
     def evidence(self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None) -> Evidence:
-        """The terms of the log evidence at the present, or at other, hyper-parameters."""
+        """The terms of the log evidence at the present, or at other, hyper-parameters; refused by a class of users."""
+        raise overrides.undefined(self, "evidence", "log_marginal_likelihood")
 
-    @abstractmethod
     def posterior(self) -> Precision:
-        """The posterior precision with its factorisation."""
+        """The posterior precision with its factorisation; refused by a class of users that has no weight space."""
+        raise overrides.undefined(self, "posterior", "__call__")
 
     @property
     def log_likelihood(self) -> Tensor:

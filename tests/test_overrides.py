@@ -563,8 +563,8 @@ def test_the_list_of_private_attributes_is_complete() -> None:
 
 
 def test_classes_without_a_structure() -> None:
-    with pytest.raises(UnsupportedError, match=r"derives from BaseLaplace.*FullLaplace"):
-        type("Own", (BaseLaplace,), {})
+    with pytest.raises(TypeError, match="abstract"):
+        type("Own", (BaseLaplace,), {})(PROBLEM.make_model(), "regression")
     with pytest.raises(UnsupportedError, match=r"has no structure.*bind one"):
         type("Own", (ParametricLaplace,), {})(PROBLEM.make_model(), "regression")
 

@@ -84,7 +84,6 @@ def own() -> type:
     return Own
 
 
-@fails("F4", "a class derived from BaseLaplace lacks private methods")
 def test_f4_the_documented_base_of_all_classes() -> None:
     model, (x, y), new = network(n_out=2), numbers(2), new_inputs()
     la = own()(model, "regression", prior_precision=4.0)
