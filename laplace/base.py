@@ -100,7 +100,7 @@ class BaseLaplace(CheckedConstructor, ABC):
         precision_options: Options = None,
     ) -> None:
         # Tools read the names of the arguments off the code object, among which there must be no other local.
-        overrides.require_structure(type(self), BaseLaplace)
+        overrides.require_structure(self, BaseLaplace)
         model = require_module(network_of(model))
         self.likelihood, self.enable_backprop = likelihood, bool(enable_backprop)
         self.structure_kwargs = dict(structure_kwargs or {})
@@ -156,7 +156,8 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     def snapshot(self) -> Posterior:
         """The posterior as a value: what is assigned to the object later changes nothing of it."""
-        return replace(self._posterior, owner=self)
+        now = self._posterior
+        return replace(now, data=None if now.data is None else now.data.settled(), owner=self)
 
     def set_posterior(self, posterior: Posterior) -> None:
         """Takes over a posterior."""

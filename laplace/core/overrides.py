@@ -24,8 +24,6 @@ _TUNING = "pass loss= to optimize_prior_precision, or override optimize_prior_pr
 _KERNELS = "override functional_variance and functional_covariance, or write a structure"
 
 HOOKS: dict[str, str] = {
-    "_curv_closure": _BACKEND,
-    "_init_H": _STRUCTURE,
     "_check_H_init": _STRUCTURE,
     "_rescale_factors": _STRUCTURE,
     "_compute_scale": "override posterior_scale or posterior_precision",
@@ -61,6 +59,12 @@ HOOKS: dict[str, str] = {
 }
 """Private hooks of laplace-torch without an effect here, and what has one."""
 
+_OF_FITS = {"_curv_closure": _BACKEND, "_init_H": _STRUCTURE}
+"""Hooks of fits by hand, and what has an effect where a structure's curvature is not summed by hand."""
+
+_ASSIGNABLE = frozenset({"_posterior_scale"})
+"""Hooks that have no effect in classes, and one when they are assigned to an object."""
+
 _PYTHONS = (object, ABC, Generic, Protocol)
 """Bases that are nobody's."""
 
@@ -73,15 +77,7 @@ HELD = frozenset({"_posterior"})
 _FIXED = {"model": "the network", "likelihood": "the likelihood", "structure": "the structure"}
 """Public attributes that are read when an object is made, and never again."""
 
-_FIT_ANEW = "it is what a fit found: write the weights into the network and call fit, or load a state"
-
 _READ_ONLY: dict[str, str] = {
-    "mean": _FIT_ANEW,
-    "loss": _FIT_ANEW,
-    "n_data": _FIT_ANEW,
-    "n_outputs": _FIT_ANEW,
-    "H": "it is what a fit found: add data by fit(..., override=False), remove some by forget, or write a backend",
-    "H_facs": "it is what a fit found: add data by fit(..., override=False), remove some by forget, or write a backend",
     "backend": "pass backend= (a class) and backend_kwargs= to the constructor",
     "last_layer_name": "pass last_layer_name= to the constructor",
     "subnetwork_indices": "pass subnetwork_indices= to the constructor",
@@ -113,8 +109,11 @@ POSTERIOR = (*HYPERPARAMETERS, *MOMENTS, *COVARIANCES, "posterior")
 PREDICTIONS = ("__call__", "functional_variance_fast", "functional_samples", "predictive_samples")
 """What predictions at given inputs follow from, besides covariances and samples of the weights."""
 
+FITTING = ("curvature_of", "start_fit", *_OF_FITS)
+"""What a fit sums up, batch by batch."""
+
 _KNOWN = frozenset(
-    (*POSTERIOR, *EVIDENCE, *PREDICTIONS, "sample", "square_norm", "log_marginal_likelihood", "predictive")
+    (*POSTERIOR, *FITTING, *EVIDENCE, *PREDICTIONS, "sample", "square_norm", "log_marginal_likelihood", "predictive")
 )
 """All of these."""
 
@@ -157,13 +156,15 @@ def check_class(cls: type, root: type) -> None:
         setattr(cls, _ORIGINALS, {name: getattr(cls, name, None) for name in _KNOWN})
         return
     setattr(cls, _ORIGINALS, {name: _original(cls, name) for name in _KNOWN})
-    own = _own_names(cls)
+    own, by_hand = _own_names(cls), getattr(getattr(cls, "structure", None), "by_hand", None)
     derived = any(is_ours(base) and issubclass(base, root) and base is not root for base in cls.__mro__)
     for name in _users_names(cls):
-        if name in HOOKS and derived:  # of others every call is their own
+        if (name in _OF_FITS and by_hand is not None) or (name in HOOKS | _OF_FITS and not derived):
+            continue  # of a class that derives from the root alone every call is its own
+        if name in HOOKS or name in _OF_FITS:
             raise UnsupportedError(
                 f"class {cls.__name__} defines {name}, a private hook that this library never calls: it would have no "
-                f"effect. Instead, {HOOKS[name]}."
+                f"effect. Instead, {(HOOKS | _OF_FITS)[name]}."
             )
         if name in own:
             raise UnsupportedError(
@@ -198,21 +199,24 @@ def is_ours(part: Any) -> bool:
     return part.__module__.partition(".")[0] == _LIBRARY
 
 
-def require_structure(cls: type, root: type) -> None:
-    """Refuses to make an object of a class that leaves `fit` to the library and chooses no structure.
+def require_structure(la: object, root: type) -> None:
+    """Refuses an object of which nobody says what its posterior is: a structure, or methods of a user's class.
 
     Args:
-        cls: The class, derived from `root`.
+        la: The object, as it is made.
         root: `BaseLaplace`.
 
     Raises:
-        UnsupportedError: It has none.
+        UnsupportedError: Its class chooses no structure, and computes nothing itself.
     """
+    cls = type(la)
     fitting = _owner(cls, "fit")
-    if _owner(cls, "structure") is root and fitting is not None and is_ours(fitting):
+    own = is_overridden(la, *FITTING, *MOMENTS, *COVARIANCES) or (fitting is not None and not is_ours(fitting))
+    if _owner(cls, "structure") is root and not own:
         raise UnsupportedError(
             f"class {cls.__name__} has no structure of the curvature; derive it from a class that has one, such as "
-            "FullLaplace, KronLaplace or DiagLLLaplace, or bind one: `structure = ...` (docs/add_a_structure.md)."
+            "FullLaplace, KronLaplace or DiagLLLaplace, or bind one: `structure = ...` (docs/add_a_structure.md), or "
+            "define curvature_of and posterior_precision (docs/extending.md)."
         )
 
 
@@ -236,7 +240,7 @@ def check_assignment(la: object, name: str, value: Any) -> None:
     Raises:
         ReadOnlyError: It would be.
     """
-    if name in HOOKS and name not in HELD:
+    if name in HOOKS and name not in _ASSIGNABLE:
         raise ReadOnlyError(f"{name} is assigned, but this library never reads it: instead, {HOOKS[name]}.")
     if name in _FIXED and getattr(la, name, value) != value:
         raise ReadOnlyError(
@@ -250,12 +254,12 @@ def check_assignment(la: object, name: str, value: Any) -> None:
 
 
 def check_backend_assignment(backend: object, name: str) -> None:
-    """Refuses to give one of the library's backends a loss, which would not reach the curvature.
+    """Refuses to give one of the library's backends a factor of its loss, which would not reach the curvature.
 
     Raises:
         ReadOnlyError: That was tried.
     """
-    if name in ("lossfunc", "factor") and is_ours(type(backend)):
+    if name == "factor" and is_ours(type(backend)):
         raise ReadOnlyError(
             f"{name} of {type(backend).__name__} is assigned, but the curvature is that of the likelihood: instead, "
             "pass a likelihood object of your own (docs/design.md, A likelihood), or reshape targets in the loader."

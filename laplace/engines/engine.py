@@ -19,6 +19,7 @@ from laplace.jacobian.blocks import Block
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.logits import require_logits
+from laplace.likelihoods.recovered import recovered_targets
 from laplace.weights.problem import Problem
 
 
@@ -81,8 +82,10 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
 
         Raises:
             InvalidData: Outputs or targets that cannot be used.
+            UnsupportedError: A loss that was assigned is not that of the likelihood at other targets.
         """
-        y = self.likelihood.check_targets(f, y)
+        loss = self.options.loss
+        y = self.likelihood.check_targets(f, y) if loss is None else recovered_targets(self.likelihood, loss, f, y)
         if not self._seen:
             require_logits(self.likelihood, f, self.problem.dtype)
             self._seen = True

@@ -116,6 +116,10 @@ class Likelihood(ABC):
             "backend, NativeGGN."
         )
 
+    def as_targets(self, values: Tensor) -> Tensor:
+        """Values `[B, C]` that were computed, with their rounding, as targets of the form that loaders give."""
+        return values
+
     def count(self, f: Tensor, y: Tensor) -> int | Tensor:
         """Number of data that count (ignored labels do not), a 0-dim tensor where a device knows it; y is checked."""
         return f.shape[0] if self.ignore_index is None else (y != self.ignore_index).sum()

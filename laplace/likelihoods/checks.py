@@ -101,3 +101,10 @@ def check_labels(f: Tensor, y: Tensor, ignore_index: int | None = None) -> Tenso
 
     require(~wrong, out_of_range)
     return labels.masked_fill(wrong, 0)  # until the condition is read no label may index what is not there
+
+
+def snapped(values: Tensor) -> Tensor:
+    """Values of which those within rounding of 0 or 1 are these numbers."""
+    whole = values.round()
+    near = (values - whole).abs() <= torch.finfo(values.dtype).eps ** 0.5
+    return torch.where(near & (whole >= 0) & (whole <= 1), whole, values)

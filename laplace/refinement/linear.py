@@ -93,7 +93,7 @@ class LinearBatch:
         self.x = x
         self.kept: HeadMap | GraphMap | None = self._map()
         self.f = widened(self._outputs.detach())
-        self.y = engine.likelihood.check_targets(self.f, y)
+        self.y = engine.checked(self.f, y)
 
     def _map(self) -> HeadMap | GraphMap:
         if self.engine.problem.head is not None:

@@ -11,7 +11,9 @@ from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
+from laplace.structures import algebra
 from laplace.structures.base import Curvature, DataPass
+from laplace.structures.by_hand import AnyByHand
 from laplace.structures.precision import Precision
 
 
@@ -26,18 +28,27 @@ class OwnCurvature(Curvature):
     values: Tensor
 
     name = "own"
+    by_hand = AnyByHand()
 
     @classmethod
     def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
         raise UnsupportedError(
-            "a class without a structure has no curvature that could be summed here; override fit, or bind a "
-            "structure: `structure = ...` (docs/add_a_structure.md)."
+            "a class without a structure has no curvature that fit could sum; define curvature_of(x, y, n_data), or "
+            "_curv_closure(X, y, N), or fit, or bind a structure: `structure = ...` (docs/add_a_structure.md)."
         )
 
     def __add__(self, other: Curvature) -> OwnCurvature:
         if not isinstance(other, OwnCurvature):
             return NotImplemented
         return OwnCurvature(self.values + other.values)
+
+    def scaled(self, factor: float) -> OwnCurvature:
+        return OwnCurvature(factor * self.values)
+
+    def minus(self, removed: Curvature, *, signed: bool = False) -> OwnCurvature:
+        if not isinstance(removed, OwnCurvature):
+            raise algebra.other_structure(self.name, removed.name)
+        return OwnCurvature(self.values - removed.values)
 
     @property
     def n_terms(self) -> int:

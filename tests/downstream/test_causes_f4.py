@@ -7,7 +7,7 @@ import torch
 
 from laplace import BaseLaplace, FullLaplace, ParametricLaplace
 from laplace.errors import UnsupportedError
-from tests.downstream.problems import Truth, classes, fails, loader, network, new_inputs, numbers
+from tests.downstream.problems import Truth, classes, loader, network, new_inputs, numbers
 from tests.reference import evidence
 from tests.reference.compare import assert_close
 
@@ -133,7 +133,6 @@ def isotropic() -> type:
     return Isotropic
 
 
-@fails("F4, F3", "a class derived from ParametricLaplace has no structure")
 def test_f4_the_documented_base_of_weight_space() -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     la = isotropic()(model, "classification")
