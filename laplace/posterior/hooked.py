@@ -14,7 +14,7 @@ from laplace.core.batch import Inputs
 from laplace.curvature.user_backend import borrowed, summarised
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import UnsupportedError
-from laplace.posterior.assembled import without_data
+from laplace.posterior.assembled import checked_H, without_data
 from laplace.posterior.overridden import member
 from laplace.posterior.posterior import Posterior
 from laplace.structures.base import Curvature, DataPass
@@ -50,7 +50,7 @@ class HookedPass(DataPass):
                 loss, H = member(la, "_curv_closure")(x, y, self.n_data)
             summary = summarised(self.engine, x, y, torch.as_tensor(loss))
             with torch.no_grad():
-                la.H += H
+                la.H += checked_H(self.summed, H)
             la.n_data += int(summary.n_data)
             self.summed = la._posterior
         return summary
