@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from laplace.core import batch as batches
@@ -25,15 +24,17 @@ from laplace.errors import InvalidArgument, LaplaceError
 from laplace.evidence import Evidence
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
-from laplace.network.model_guard import model_lock, own_precision, require_module
+from laplace.network.model_guard import model_lock, own_precision, require_module, zero_like
 from laplace.posterior.attributes import Chosen
 from laplace.posterior.choices import Choices, checked_backend
 from laplace.posterior.derived import Derived
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.names import WEIGHT_SPACE, PredictiveNames
 from laplace.structures.base import Curvature, Precision
+from laplace.structures.own import OwnCurvature
 from laplace.weights.all_weights import AllWeights
 from laplace.weights.base import Weights
+from laplace.weights.feature_extractor import network_of
 from laplace.weights.problem import Problem
 
 Backend = type[CurvatureInterface] | None
@@ -69,10 +70,10 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     Raises:
         InvalidArgument: A hyper-parameter is not positive or not finite, or has a length that fits nothing.
-        UnsupportedError: The class chooses no structure.
+        UnsupportedError: The class chooses no structure, whose curvature its `fit` would sum.
     """
 
-    structure: type[Curvature]
+    structure: type[Curvature] = OwnCurvature
     weights_type: type[Weights] = AllWeights
     pred_types: ClassVar[PredictiveNames] = WEIGHT_SPACE
     _posterior: Posterior
@@ -99,8 +100,9 @@ class BaseLaplace(CheckedConstructor, ABC):
         precision_options: Options = None,
     ) -> None:
         # Tools read the names of the arguments off the code object, among which there must be no other local.
-        overrides.require_structure(type(self))
-        self.model, self.likelihood, self.enable_backprop = require_module(model), likelihood, bool(enable_backprop)
+        overrides.require_structure(self, BaseLaplace)
+        model = require_module(network_of(model))
+        self.likelihood, self.enable_backprop = likelihood, bool(enable_backprop)
         self.structure_kwargs = dict(structure_kwargs or {})
         self._posterior = Posterior(
             weights=self.weights_type(
@@ -115,8 +117,9 @@ class BaseLaplace(CheckedConstructor, ABC):
                 likelihood=likelihood, likelihood_object=get_likelihood(likelihood), forward_fn=forward_fn,
                 dict_key_x=dict_key_x, dict_key_y=dict_key_y, channel_dim=channel_dim, pred_types=self.pred_types,
             ).reconciled(),
-            hypers=Hyperparameters.unit(_like(model)),
+            hypers=Hyperparameters.unit(zero_like(model)),
         )  # fmt: skip
+        self.model = self._posterior.weights.shown
         self._assign(
             sigma_noise=sigma_noise, temperature=temperature, prior_precision=prior_precision, prior_mean=prior_mean
         )
@@ -159,6 +162,7 @@ class BaseLaplace(CheckedConstructor, ABC):
     def set_posterior(self, posterior: Posterior) -> None:
         """Takes over a posterior."""
         self._posterior = replace(posterior, owner=None)
+        posterior.weights.announce()
 
     @contextmanager
     def holding(self, posterior: Posterior) -> Iterator[Any]:
@@ -225,7 +229,7 @@ class BaseLaplace(CheckedConstructor, ABC):
     def is_subset_params(self) -> bool:
         """True if some parameter of the model is frozen."""
         with model_lock(self.weights.model):
-            return any(not p.requires_grad for p in self.model.parameters())
+            return any(not p.requires_grad for p in self.weights.model.parameters())
 
     @property
     def n_params(self) -> int | None:
@@ -288,13 +292,13 @@ class BaseLaplace(CheckedConstructor, ABC):
     def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False) -> None:
         """Fits the posterior to the data of a loader."""
 
-    @abstractmethod
     def evidence(self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None) -> Evidence:
-        """The terms of the log evidence at the present, or at other, hyper-parameters."""
+        """The terms of the log evidence at the present, or at other, hyper-parameters; refused by a class of users."""
+        raise overrides.undefined(self, "evidence", "log_marginal_likelihood")
 
-    @abstractmethod
     def posterior(self) -> Precision:
-        """The posterior precision with its factorisation."""
+        """The posterior precision with its factorisation; refused by a class of users that has no weight space."""
+        raise overrides.undefined(self, "posterior", "__call__")
 
     @property
     def log_likelihood(self) -> Tensor:
@@ -391,10 +395,3 @@ class BaseLaplace(CheckedConstructor, ABC):
 
 
 overrides.check_class(BaseLaplace, BaseLaplace)
-
-
-def _like(model: nn.Module) -> Tensor:
-    """A number on the device of a model and in its dtype, at least float32."""
-    parameter = next(model.parameters(), torch.zeros(()))
-    dtype = torch.promote_types(parameter.dtype, torch.float32) if parameter.is_floating_point() else None
-    return torch.zeros((), device=parameter.device, dtype=dtype)

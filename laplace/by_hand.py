@@ -47,8 +47,8 @@ class FittedByHand:
     n_outputs = Part[int](lambda now: 0 if now.data is None else now.data.source.n_outputs, "C; 0 before `fit`.")
     H = Part[Any](
         lambda now: now.H,
-        "The unit curvature: `[P, P]`, `[P]`, or a `KronDecomposed`; zero before `fit`. One that is assigned is used as "
-        "it is until something is computed of it: a loop of `la.H += …` copies nothing.",
+        "The unit curvature: `[P, P]`, `[P]`, or a `KronDecomposed`; zero before `fit`. One that is assigned is used "
+        "as it is until something is computed of it: a loop of `la.H += …` copies nothing.",
     )
 
     @checked

@@ -291,7 +291,8 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
             InvalidData: No data that count.
             UnsupportedError: A user's own backend or structure, which does not say what it takes.
         """
-        self._posterior, plan = learning.planned(self._posterior, train_loader)
+        posterior, plan = learning.planned(self._posterior, train_loader)
+        self.set_posterior(posterior)
         return plan
 
     @checked

@@ -204,7 +204,7 @@ def moved_with_model(la: BaseLaplace, device: torch.device | str | None, dtype: 
         raise InvalidArgument(f"dtype={dtype!r} is no dtype; give torch.float32 or torch.float64, for example.")
     la.snapshot().check_unchanged()
     with model_lock(la.weights.model):
-        la.model.to(device=to, dtype=dtype)
+        la.weights.model.to(device=to, dtype=dtype)
     return la.snapshot().moved(to, None if dtype is None else torch.promote_types(dtype, torch.float32))
 
 

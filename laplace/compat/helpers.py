@@ -17,6 +17,7 @@ from laplace.errors import InvalidArgument, InvalidData
 from laplace.metrics import AccumulatingMetric, accepted_by
 from laplace.network import next_token
 from laplace.network.model_guard import unwrap
+from laplace.weights.feature_extractor import network_of
 
 
 class Predictor(Protocol):
@@ -86,7 +87,7 @@ def validate(
 
 def _predict(laplace: Predictor, batch: Inputs, dict_key_y: str, options: dict[str, str | int]) -> tuple[Tensor, ...]:
     """(probabilities, y) or (means, variances, y)."""
-    x, y = next_token.split(batch, dict_key_y, unwrap(laplace.model))
+    x, y = next_token.split(batch, dict_key_y, unwrap(network_of(laplace.model)))
     device = next(laplace.model.parameters()).device
     predicted = laplace(batches.to_device(x, device), **options)
     parts = predicted if isinstance(predicted, tuple) else (predicted,)

@@ -150,22 +150,17 @@ def check_class(cls: type, root: type) -> None:
         root: `BaseLaplace`.
 
     Raises:
-        UnsupportedError: It overrides a private hook, which would have no effect, or chooses no weights and structure.
+        UnsupportedError: It overrides a private hook, which would have no effect.
     """
     if is_ours(cls):
         setattr(cls, _ORIGINALS, {name: getattr(cls, name, None) for name in _KNOWN})
         return
-    if not any(is_ours(base) and issubclass(base, root) and base is not root for base in cls.__mro__):
-        raise UnsupportedError(
-            f"class {cls.__name__} derives from {root.__name__}, which has neither weights nor a structure; derive "
-            "from a class that has both, such as FullLaplace or KronLLLaplace, or bind a structure of your own to "
-            "ParametricLaplace (docs/add_a_structure.md)."
-        )
     setattr(cls, _ORIGINALS, {name: _original(cls, name) for name in _KNOWN})
     own, by_hand = _own_names(cls), getattr(getattr(cls, "structure", None), "by_hand", None)
+    derived = any(is_ours(base) and issubclass(base, root) and base is not root for base in cls.__mro__)
     for name in _users_names(cls):
-        if name in _OF_FITS and by_hand is not None:
-            continue
+        if (name in _OF_FITS and by_hand is not None) or (name in HOOKS | _OF_FITS and not derived):
+            continue  # of a class that derives from the root alone every call is its own
         if name in HOOKS or name in _OF_FITS:
             raise UnsupportedError(
                 f"class {cls.__name__} defines {name}, a private hook that this library never calls: it would have no "
@@ -204,17 +199,39 @@ def is_ours(part: Any) -> bool:
     return part.__module__.partition(".")[0] == _LIBRARY
 
 
-def require_structure(cls: type) -> None:
-    """Refuses to make an object of a class that chooses no structure.
+def require_structure(la: object, root: type) -> None:
+    """Refuses an object of which nobody says what its posterior is: a structure, or methods of a user's class.
+
+    Args:
+        la: The object, as it is made.
+        root: `BaseLaplace`.
 
     Raises:
-        UnsupportedError: It has none.
+        UnsupportedError: Its class chooses no structure, and computes nothing itself.
     """
-    if _owner(cls, "structure") is None:
+    cls = type(la)
+    fitting = _owner(cls, "fit")
+    own = is_overridden(la, *FITTING, *MOMENTS, *COVARIANCES) or (fitting is not None and not is_ours(fitting))
+    if _owner(cls, "structure") is root and not own:
         raise UnsupportedError(
             f"class {cls.__name__} has no structure of the curvature; derive it from a class that has one, such as "
-            "FullLaplace, KronLaplace or DiagLLLaplace, or bind one: `structure = ...` (docs/add_a_structure.md)."
+            "FullLaplace, KronLaplace or DiagLLLaplace, or bind one: `structure = ...` (docs/add_a_structure.md), or "
+            "define curvature_of and posterior_precision (docs/extending.md)."
         )
+
+
+def undefined(la: object, name: str, own: str) -> UnsupportedError:
+    """The error of a method that a user's class has not, since it is not derived from a posterior over weights.
+
+    Args:
+        la: The object.
+        name: Of the method.
+        own: The method that such a class defines in its place.
+    """
+    return UnsupportedError(
+        f"class {type(la).__name__} has no {name}; define {own}, or derive it from ParametricLaplace, the base of "
+        "posteriors over weights."
+    )
 
 
 def check_assignment(la: object, name: str, value: Any) -> None:

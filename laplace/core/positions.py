@@ -90,6 +90,11 @@ def channels_last(forward_fn: ForwardFn | None, channel_dim: Any) -> ForwardFn |
     return forward_fn if channel_dim == -1 else ChannelsLast(forward_fn or batches.call, channel_dim)
 
 
+def as_returned(forward_fn: ForwardFn | None) -> ForwardFn | None:
+    """The way of calling a model behind `channels_last`: outputs as the model returns them."""
+    return forward_fn.forward_fn if isinstance(forward_fn, ChannelsLast) else forward_fn
+
+
 def channel_of(f: Tensor, y: Tensor) -> int | None:
     """The dimension of a network's outputs that holds the classes, as the shape of labels says: 1 or −1.
 

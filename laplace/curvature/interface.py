@@ -76,7 +76,7 @@ class CurvatureInterface:
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
     ) -> None:
-        self.model = model
+        self.model = model.with_own_head() if isinstance(model, FeatureExtractor) else model
         self.likelihood = likelihood
         self.last_layer = last_layer
         self.subnetwork_indices = subnetwork_indices

@@ -33,6 +33,7 @@ from laplace.predictive.mixed_outputs import MixedOutputs
 from laplace.predictive.mixing import mixed
 from laplace.predictive.prediction import Prediction
 from laplace.tuning import PosteriorGroup, Tunable
+from laplace.weights.feature_extractor import network_of
 
 
 class MixtureLaplace(MixturePosterior, Tunable):
@@ -76,6 +77,7 @@ class MixtureLaplace(MixturePosterior, Tunable):
             InvalidArgument: No such layer, a number of outputs that M does not divide, or another subset of weights.
         """
         check_counts(n_heads=n_heads)
+        model = network_of(model)
         calls = [mimo.HeadCall(head, n_heads) for head in range(n_heads)]
         subset = str(subset_of_weights)
         if subset not in (SubsetOfWeights.LAST_LAYER, SubsetOfWeights.ALL):

@@ -62,6 +62,13 @@ def _require_numbers(name: str, tensor: Tensor) -> None:
         raise InvalidArgument(f"the model's {name!r} is complex; a posterior is over real weights: freeze it.")
 
 
+def zero_like(model: nn.Module) -> Tensor:
+    """Zero, on the device of a model and in its dtype, at least float32."""
+    parameter = next(model.parameters(), torch.zeros(()))
+    dtype = torch.promote_types(parameter.dtype, torch.float32) if parameter.is_floating_point() else None
+    return torch.zeros((), device=parameter.device, dtype=dtype)
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The module behind `torch.compile` and data parallelism, on which hooks fire and torch.func works."""
     while True:

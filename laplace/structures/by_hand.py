@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -174,6 +175,26 @@ class KronByHand(ByHand):
         blocks = _multiplied(H) if isinstance(H, KronDecomposed) else H.kfacs
         copies = [[factor.clone() for factor in block] for block in blocks]
         return fields.state_of(KronParts.of(copies, n_data or 1, "assigned "))
+
+
+class AnyByHand(ByHand):
+    """A tensor of any shape, of classes that say themselves what follows from it."""
+
+    def zeros(self, problem: Problem, like: Tensor) -> float:
+        return 0.0
+
+    def of_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor, n_data: int) -> tuple[BatchSummary, Any]:
+        raise UnsupportedError(
+            "a class without a structure computes the curvature of a batch itself; define curvature_of(x, y, n_data), "
+            "or _curv_closure(X, y, N), or bind a structure: `structure = ...` (docs/add_a_structure.md)."
+        )
+
+    def checked(self, H: Any, layout: Layout, like: Tensor, options: Mapping[str, Any]) -> Tensor:
+        values = like.new_tensor(H) if isinstance(H, Real) else H
+        return _tensor(values, tuple(values.shape) if isinstance(values, Tensor) else (), like)
+
+    def state(self, H: Tensor | float, n_data: float) -> dict[str, Any]:
+        return {"values": H.clone() if isinstance(H, Tensor) else torch.tensor(H)}
 
 
 def _factors(blocks: Sequence[Sequence[Tensor]]) -> list[Tensor]:

@@ -35,6 +35,7 @@ from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.first_outputs import call_of
 from laplace.tuning.settings import spread
+from laplace.weights.feature_extractor import network_of
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class OnlineLaplace(CheckedConstructor):
             temperature=temperature, backend=backend, enable_backprop=enable_backprop, dict_key_x=dict_key_x,
             dict_key_y=dict_key_y, forward_fn=forward_fn, **(laplace_kwargs or {}),
         )  # fmt: skip
-        self.model = model
+        self.model = network_of(model)
         require_rereadable(train_loader, "training reads train_loader once per epoch")
         self.train_loader = train_loader
         self.forward_fn = call_of(self.la.snapshot())

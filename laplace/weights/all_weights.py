@@ -32,7 +32,7 @@ class AllWeights(Weights):
             )
         slots = tuple(ParameterSlice(name, tensor.shape) for name, tensor in tensors.items())
         self._whole = Problem(self.model, slots, forward_fn)
-        self.problem = self._whole
+        self._problem = self._whole
 
     def discover(self, x: Inputs) -> Problem:
         return self.problem or self._whole

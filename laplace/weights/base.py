@@ -27,15 +27,24 @@ class Weights(ABC):
 
     Attributes:
         arguments: Names that posteriors' constructors have for its options, with its own names for them.
-        problem: What backends see; None for a last layer that is not known yet.
+        shown: The network as users see it, `la.model`.
     """
 
     arguments: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, model: nn.Module, forward_fn: ForwardFn | None = None) -> None:
+        self.shown = model
         self.model = unwrap(require_module(model))
         self.forward_fn = forward_fn
-        self.problem: Problem | None = None
+        self._problem: Problem | None = None
+
+    @property
+    def problem(self) -> Problem | None:
+        """The network and its random tensors, as backends see them; None for a last layer that is not known yet."""
+        return self._problem
+
+    def announce(self) -> None:  # noqa: B027  (most choices are known from the start)
+        """Tells the network as users see it which coordinates are random, where that was found out."""
 
     @abstractmethod
     def discover(self, x: Inputs) -> Problem:
@@ -60,14 +69,14 @@ class Weights(ABC):
     def with_problem(self, problem: Problem) -> Weights:
         """The same choice, of which the problem is known."""
         other = copy.copy(self)
-        other.problem = problem
+        other._problem = problem
         return other
 
     def called_by(self, forward_fn: ForwardFn | None) -> Weights:
         """The same choice, of a model that is called in another way."""
         other = copy.copy(self)
         other.forward_fn = forward_fn
-        other.problem = None if self.problem is None else replace(self.problem, forward_fn=forward_fn)
+        other._problem = None if self.problem is None else replace(self.problem, forward_fn=forward_fn)
         return other
 
     @property

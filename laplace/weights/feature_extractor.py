@@ -5,17 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from laplace.core import batch as batches
-from laplace.core.batch import Inputs
+from laplace.core.batch import ForwardFn, Inputs
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument, NotFittedError
-from laplace.network.model_guard import unwrap
-from laplace.weights.discovery import find_last_layer, hooks_fire, require_linear
+from laplace.network.model_guard import model_lock, unwrap
+from laplace.weights.discovery import hooks_fire, require_linear
+from laplace.weights.problem import Caller
+from laplace.weights.shown_head import OwnHead, ShownHead
 
 
 class FeatureExtractor(nn.Module):
     """Wraps a network, which it neither copies nor writes to: a hook lives for the length of one call.
+
+    `la.model` of a last-layer posterior is one, around the network that was given, which is its `model`. There
+    `last_layer` is a copy of the head, made when it is first read: samples of the posterior that are loaded into it
+    reach `la.model(x)` and `forward_with_features`, and neither the network nor the posterior. A constructor that is
+    given `la.model` takes the network.
 
     Args:
         model: The network.
@@ -23,6 +30,11 @@ class FeatureExtractor(nn.Module):
         enable_backprop: Whether the features keep their graph.
         feature_reduction: How features `[B, T, …, D]` become `[B, D]`: `"pick_first"`, `"pick_last"`, `"average"`;
             None keeps them.
+        forward_fn: How to call the network on inputs; None for `model(x)`.
+        head: Which module stands for the last layer; the network's own if None.
+
+    Attributes:
+        model: The network.
 
     Raises:
         InvalidArgument: The reduction is unknown, or the name not that of an `nn.Linear`.
@@ -34,6 +46,9 @@ class FeatureExtractor(nn.Module):
         last_layer_name: str | None = None,
         enable_backprop: bool = False,
         feature_reduction: FeatureReduction | str | None = None,
+        *,
+        forward_fn: ForwardFn | None = None,
+        head: ShownHead | None = None,
     ) -> None:
         super().__init__()
         if feature_reduction is not None and feature_reduction not in list(FeatureReduction):
@@ -43,15 +58,16 @@ class FeatureExtractor(nn.Module):
         self.model = model
         self.enable_backprop = enable_backprop
         self.feature_reduction = None if feature_reduction is None else FeatureReduction(feature_reduction)
+        self._forward_fn = forward_fn
+        self._head = head or OwnHead()
         self._last_layer_name: str | None = None
         if last_layer_name is not None:
             self.set_last_layer(last_layer_name)
 
     @property
     def last_layer(self) -> nn.Module | None:
-        """The last layer; None until it is known. Not a registered submodule: its weights belong to `model` alone."""
-        name = self._last_layer_name
-        return None if name is None else unwrap(self.model).get_submodule(name)
+        """The last layer; None until it is known. Not a registered submodule: parameters are those of `model` alone."""
+        return None if self._last_layer_name is None else self._head.shown(self._own_layer(self._last_layer_name))
 
     @property
     def last_layer_name(self) -> str | None:
@@ -77,12 +93,13 @@ class FeatureExtractor(nn.Module):
         """
         if self._last_layer_name is not None:
             raise InvalidArgument(f"the last layer is known already, {self._last_layer_name!r}; make a new extractor.")
-        self._last_layer_name = find_last_layer(self.model, x)
-        return self._output(x)
+        self._last_layer_name = self._found(x)
+        return self._run(self.model, x, self._last_layer_name)
 
     def forward(self, x: Inputs) -> Tensor:
         """The network's output; the first call finds the last layer."""
-        return self.find_last_layer(x) if self._last_layer_name is None else self._output(x)
+        name = self._last_layer_name
+        return self.find_last_layer(x) if name is None else self._run(self.model, x, name)
 
     def forward_with_features(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Output and features of a batch.
@@ -99,31 +116,59 @@ class FeatureExtractor(nn.Module):
             NotFittedError: The last layer did not run on x.
         """
         if self._last_layer_name is None:
-            self._last_layer_name = find_last_layer(self.model, x)
-        output, features = self._watched(x, unwrap(self.model).get_submodule(self._last_layer_name))
+            self._last_layer_name = self._found(x)
+        output, features = self._watched(x, self._last_layer_name)
         return output, reduce_features(features if self.enable_backprop else features.detach(), self.feature_reduction)
 
-    def _output(self, x: Inputs) -> Tensor:
-        return batches.latent(batches.call(self.model, x))
+    def _found(self, x: Inputs) -> str:
+        return self._head.find(unwrap(self.model), x, self._forward_fn)
 
-    def _watched(self, x: Inputs, layer: nn.Module) -> tuple[Tensor, Tensor]:
+    def _own_layer(self, name: str) -> nn.Module:
+        """The network's own layer of this name."""
+        return unwrap(self.model).get_submodule(name)
+
+    def _run(self, network: nn.Module, x: Inputs, name: str) -> Tensor:
+        """Output of the network, whose last layer runs with the tensors of the one that stands for it."""
+        tensors = self._head.substitutes(self._own_layer(name))
+        if not tensors:
+            return Caller(network, self._forward_fn)(x)
+        inner, prefix = unwrap(network), f"module.{name}." if name else "module."
+        substitutes = {f"{prefix}{key}": tensor for key, tensor in tensors.items()}
+        with model_lock(inner), hooks_fire(inner):
+            return functional_call(Caller(inner, self._forward_fn), substitutes, (x,), tie_weights=False)
+
+    def _watched(self, x: Inputs, name: str) -> tuple[Tensor, Tensor]:
         inner, seen = unwrap(self.model), []
 
         def keep(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
             seen.append(args[0] if args else kwargs["input"])
 
-        handle = layer.register_forward_pre_hook(keep, with_kwargs=True)
+        handle = self._own_layer(name).register_forward_pre_hook(keep, with_kwargs=True)
         try:
             with hooks_fire(inner):
-                output = batches.latent(batches.call(inner, x))
+                output = self._run(inner, x, name)
         finally:
             handle.remove()
         if not seen:
             raise NotFittedError(
-                f"the last layer {self._last_layer_name!r} was not called on this input; name the one that is called "
-                "by set_last_layer."
+                f"the last layer {name!r} was not called on this input; name the one that is called by set_last_layer."
             )
         return output, seen[-1]
+
+    def with_own_head(self) -> FeatureExtractor:
+        """The same, of the network's own last layer, for those who differentiate it."""
+        if not self._head.copies:
+            return self
+        return FeatureExtractor(
+            self.model, self._last_layer_name, self.enable_backprop, self.feature_reduction, forward_fn=self._forward_fn
+        )
+
+
+def network_of(model: nn.Module) -> nn.Module:
+    """The network that an extractor, as `la.model` is one, wraps; other modules as they are."""
+    while isinstance(model, FeatureExtractor):
+        model = model.model
+    return model
 
 
 def reduce_features(features: Tensor, reduction: str | None) -> Tensor:

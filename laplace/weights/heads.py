@@ -15,7 +15,52 @@ from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, UnsupportedError, warn
 from laplace.network.model_guard import preserve_model, unwrap
-from laplace.weights.discovery import has_parameters, has_run_inside, hooks_fire
+from laplace.weights.discovery import find_last_layer, has_parameters, has_run_inside, hooks_fire, require_linear
+
+
+def random_head(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None) -> str:
+    """Name of the layer that a last-layer posterior makes random.
+
+    It is found by passes of one datum; of the whole batch if the model takes no single datum.
+
+    Args:
+        model: The network, left as it was found.
+        x: Inputs of a batch.
+        forward_fn: How to call the network; None for the default.
+
+    Raises:
+        InvalidArgument: No layer with parameters ran, or the last one is neither an `nn.Linear` nor a convolution.
+
+    Warns:
+        ApproximationWarning: There are several heads, or the features of a datum depend on its batch.
+    """
+    _check_trunk(model)
+    rows = batches.tensors(x)
+    n_data = rows[0].shape[0] if rows and rows[0].ndim else 1
+    few = batches.select(x, slice(0, 1), n_data)
+    try:
+        last = find_last_layer(model, few, forward_fn)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        if ran_out(error):
+            raise
+        few, last = x, find_last_layer(model, x, forward_fn)
+    return require_linear(model, treated_head(model, last, few, forward_fn))
+
+
+def _check_trunk(model: nn.Module) -> None:
+    """Warns where the features of a datum depend on its batch, which the head alone does not show."""
+    coupled = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) and module.running_mean is None
+    ]
+    if coupled:
+        warn(
+            f"{coupled[0]!r} normalises by the batch at hand, since it has no running statistics: the features of a "
+            "datum, and with them fits and predictions, depend on the data beside it. Use track_running_stats=True, "
+            "or another norm.",
+            ApproximationWarning,
+        )
 
 
 def treated_head(model: nn.Module, last: str, x: Inputs, forward_fn: ForwardFn | None = None) -> str:

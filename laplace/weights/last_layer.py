@@ -6,21 +6,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
-from laplace.core.memory import ran_out
+from laplace.core.positions import as_returned
 from laplace.enums import FeatureReduction
-from laplace.errors import ApproximationWarning, InvalidArgument, warn
+from laplace.errors import InvalidArgument
 from laplace.network.model_guard import model_lock
 from laplace.weights.base import Weights
-from laplace.weights.discovery import find_last_layer, require_linear
+from laplace.weights.discovery import require_linear
 from laplace.weights.feature_extractor import FeatureExtractor
-from laplace.weights.heads import treated_head
+from laplace.weights.heads import random_head
 from laplace.weights.problem import ParameterSlice, Problem
+from laplace.weights.shown_head import CopiedHead
 
 
 class LastLayer(Weights):
-    """Treats the last linear layer; the trunk runs without a graph, and nothing is copied.
+    """Treats the last linear layer; the trunk runs without a graph, and no fit or prediction copies anything.
 
     The features are fixed, also where the layer's weight is tied to the trunk's (to an embedding, say): only its use in
     the head is random.
@@ -46,56 +46,36 @@ class LastLayer(Weights):
         reduction: FeatureReduction | str | None = None,
     ) -> None:
         super().__init__(model, forward_fn)
-        known = [str(member) for member in FeatureReduction]
-        if reduction is not None and str(reduction) not in known:
-            raise InvalidArgument(f"feature_reduction={reduction!r}; accepted are None and {known}.")
+        self.shown = self._extractor = FeatureExtractor(
+            model, name, feature_reduction=reduction, forward_fn=as_returned(forward_fn), head=CopiedHead()
+        )
         self.reduction = None if reduction is None else str(reduction)
         if name is not None:
-            self.problem = self._problem(require_linear(self.model, name))
+            self._problem = self._of(require_linear(self.model, name))
+
+    @property
+    def problem(self) -> Problem | None:
+        name = self._extractor.last_layer_name
+        if self._problem is None and name is not None:
+            self._problem = self._of(name)
+        return self._problem
+
+    def announce(self) -> None:
+        if self.name is not None and self._extractor.last_layer_name is None:
+            self._extractor.set_last_layer(self.name)
 
     def discover(self, x: Inputs) -> Problem:
-        if self.problem is not None:
-            return self.problem
-        self._check_trunk()
-        return self._problem(self._found(x))
-
-    def _check_trunk(self) -> None:
-        """Warns where the features of a datum depend on its batch, which the head alone does not show."""
-        coupled = [
-            name
-            for name, module in self.model.named_modules()
-            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) and module.running_mean is None
-        ]
-        if coupled:
-            warn(
-                f"{coupled[0]!r} normalises by the batch at hand, since it has no running statistics: the features of "
-                "a datum, and with them fits and predictions, depend on the data beside it. Use "
-                "track_running_stats=True, or another norm.",
-                ApproximationWarning,
-            )
-
-    def _found(self, x: Inputs) -> str:
-        """Name of the last layer, by passes of one datum; of the whole batch if the model takes no single datum."""
-        rows = batches.tensors(x)
-        n_data = rows[0].shape[0] if rows and rows[0].ndim else 1
-        few = batches.select(x, slice(0, 1), n_data)
-        try:
-            name = find_last_layer(self.model, few, self.forward_fn)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            if ran_out(error):
-                raise
-            few, name = x, find_last_layer(self.model, x, self.forward_fn)
-        return require_linear(self.model, treated_head(self.model, name, few, self.forward_fn))
+        return self.problem or self._of(random_head(self.model, x, self.forward_fn))
 
     def named(self, name: str) -> Problem:
-        return self._problem(require_linear(self.model, name))
+        return self._of(require_linear(self.model, name))
 
-    def _problem(self, name: str) -> Problem:
+    def _of(self, name: str) -> Problem:
+        """The problem of the layer of this name."""
         with model_lock(self.model):
-            return self._problem_of(name)
+            return self._of_module(name, self.model.get_submodule(name))
 
-    def _problem_of(self, name: str) -> Problem:
-        head = self.model.get_submodule(name)
+    def _of_module(self, name: str, head: nn.Module) -> Problem:
         if self.reduction is not None and not isinstance(head, nn.Linear):
             raise InvalidArgument(
                 f"feature_reduction={self.reduction!r} reduces features [B, T, D]; the last layer {name!r} is of type "

@@ -20,6 +20,7 @@ from laplace.core.batch import Inputs
 from laplace.errors import InvalidArgument, InvalidData, NotFittedError
 from laplace.network.model_guard import unwrap
 from laplace.weights.discovery import find_last_layer, require_linear
+from laplace.weights.feature_extractor import network_of
 
 
 class SubnetMask(CheckedConstructor, ABC):
@@ -33,8 +34,8 @@ class SubnetMask(CheckedConstructor, ABC):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        trainable = [p.detach() for p in model.parameters() if p.requires_grad]
+        self.model = network_of(model)
+        trainable = [p.detach() for p in self.model.parameters() if p.requires_grad]
         if not trainable:
             raise InvalidArgument(
                 f"{type(model).__name__} has no trainable parameter to choose from; set requires_grad=True for some."

@@ -38,7 +38,7 @@ class Subnetwork(Weights):
         self.indices = _checked(indices, self.n_params_full)
         self._order = self.indices.sort().values
         self._selected = Problem(self.model, self._slots(), forward_fn)
-        self.problem = self._selected
+        self._problem = self._selected
 
     def _slots(self) -> tuple[ParameterSlice, ...]:
         slots: list[ParameterSlice] = []

@@ -16,7 +16,6 @@ from tests.downstream.problems import (
     Truth,
     classes,
     copied,
-    fails,
     loader,
     network,
     new_inputs,
@@ -44,7 +43,6 @@ def fitted(weights: str, structure: str, likelihood: str = "classification", **o
 # F1: the model of a last layer.
 
 
-@fails("F1", "`la.model` of a last layer is the user's network")
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_f1_the_model_of_a_last_layer_has_features_and_a_head(structure: str) -> None:
     la, truth = fitted("last_layer", structure)
@@ -60,7 +58,6 @@ def test_f1_the_model_of_a_last_layer_has_features_and_a_head(structure: str) ->
         la.model.find_last_layer(new)
 
 
-@fails("F1", "`la.model` of a last layer is the user's network")
 def test_f1_what_is_written_into_the_head_reaches_a_copy() -> None:
     la, truth = fitted("last_layer", "full")
     new, before = new_inputs(), copied(truth.model)
@@ -81,7 +78,6 @@ def test_f1_what_is_written_into_the_head_reaches_a_copy() -> None:
     assert_close(again.model.forward_with_features(new)[0], expected, "algebra")
 
 
-@fails("F1", "`la.model` of a last layer is the user's network")
 def test_f1_a_network_that_was_trained_further_is_still_noticed() -> None:
     la, _ = fitted("last_layer", "full")
     vector_to_parameters(la.sample(1)[0], la.model.last_layer.parameters())
@@ -91,7 +87,6 @@ def test_f1_a_network_that_was_trained_further_is_still_noticed() -> None:
         la(new_inputs())
 
 
-@fails("F1", "`la.model` of a last layer is the user's network")
 def test_f1_the_last_layer_is_found_by_a_batch() -> None:
     model, (x, y) = network(), classes()
     la = Laplace(model, "classification", "last_layer", "full")
@@ -103,7 +98,6 @@ def test_f1_the_last_layer_is_found_by_a_batch() -> None:
     assert_close(la.posterior_covariance, truth.covariance, "backend")
 
 
-@fails("F1", "`la.model` of a last layer is the user's network")
 def test_f1_a_copy_of_the_model_makes_another_posterior() -> None:
     la, truth = fitted("last_layer", "full")
     given, new = copy.deepcopy(la.model), new_inputs()

@@ -53,7 +53,6 @@ def test_row_11_laplace_redux_learns_one_task_after_another() -> None:
     assert_close(new.log_prob(theta + step), -0.25 * step.square().sum() + prior.log_prob(0 * theta).sum(), "algebra")
 
 
-@fails("F1", "`la.model` has no `last_layer` and no `find_last_layer`")
 def test_row_11_laplace_redux_finds_the_last_layer_before_the_fit() -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     la = FullLLLaplace(model, "classification")
@@ -172,7 +171,6 @@ def test_row_16_la_nam_masks_jacobians_of_asdl() -> None:
     assert_close(draws.var(0).flatten(), variance, "mc", standard_error=variance * (2 / 20_000) ** 0.5)
 
 
-@fails("F1", "`la.model` has no `last_layer`")
 def test_row_17_acp_gn_conformalises_by_jacobians() -> None:
     model, (x, y), new = network(n_out=1), numbers(), new_inputs()
     la = Laplace(model, "regression", "all", "full", sigma_noise=0.5)

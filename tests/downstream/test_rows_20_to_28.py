@@ -20,7 +20,6 @@ from tests.downstream.problems import (
     Truth,
     classes,
     copied,
-    fails,
     loader,
     network,
     new_inputs,
@@ -100,7 +99,6 @@ def test_row_21_openood_replaces_the_fit_of_one_object() -> None:
     assert_close(diag.posterior_variance, torch.full((diag.n_params,), 0.25, dtype=x.dtype), "algebra")
 
 
-@fails("F1, F2", "`la.model` has no `last_layer` and no `forward_with_features`; `_device` is absent")
 def test_row_22_samples_are_loaded_into_the_last_layer() -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     before = copied(model)
@@ -229,7 +227,6 @@ class OneColumn:
         return self.loss(outputs, targets.view(-1, 1))
 
 
-@fails("F1", "`la.model` has no `find_last_layer`")
 def test_row_26_bone_age_wraps_the_loss_of_the_backend() -> None:
     model, (x, y), new = network(n_out=1), numbers(), new_inputs()
     la = Laplace(model, "regression", subset_of_weights="last_layer", hessian_structure="full", sigma_noise=0.5)
