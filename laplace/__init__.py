@@ -1,7 +1,9 @@
 """Laplace approximations of neural networks: a trained PyTorch model becomes a Bayesian one."""
 
 from laplace.compat import finder as _finder
+from laplace.compat import installation as _installation
 
+_installation.check_installation()  # first: files of two packages may not go together
 _finder.install()
 
 from laplace.base import BaseLaplace  # noqa: E402

@@ -87,6 +87,10 @@ class LaplaceWarning(UserWarning):
     """Root of every warning of this library."""
 
 
+class InstallationWarning(LaplaceWarning):
+    """Another package of the same import name is installed in the environment."""
+
+
 class TuningWarning(LaplaceWarning):
     """A hyper-parameter search ended flat, on an edge of its grid, or met invalid candidates."""
 

@@ -44,6 +44,21 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @each_page
+def test_links_lead_to_headings(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text("utf-8"))
+    assert not [
+        target for target in targets if target[1] not in _headings(page.parent / target[0] if target[0] else page)
+    ]
+
+
+def _headings(page: Path) -> set[str]:
+    """The headings of a page, as links name them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    lines = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+@each_page
 def test_named_files_and_modules_exist(page: Path) -> None:
     words = re.findall(r"`([\w./]+)`", page.read_text("utf-8"))
     paths = [word for word in words if "/" in word and not word.startswith("/")]

@@ -124,13 +124,11 @@ def test_f11_what_cannot_be_loaded_is_refused_by_its_right_name() -> None:
 # S: smaller differences. What does not become the same is a row of docs/differences.md.
 
 
-@fails("S1", "printed names differ without a row in docs/differences.md")
 def test_s1_names_print_as_there_or_the_difference_is_documented() -> None:
     assert str(PredType.GLM) == "PredType.GLM" or documented("PredType.GLM")
     assert PredType.GLM == "glm"
 
 
-@fails("S2", "the temperature is a tensor without a row in docs/differences.md")
 def test_s2_the_temperature_is_a_number_or_the_difference_is_documented() -> None:
     la = Laplace(network(), "classification", temperature=2.0)
     assert isinstance(la.temperature, float) or documented("`la.temperature`")
@@ -268,7 +266,6 @@ def test_s4_an_assigned_loss_transforms_targets(structure: str) -> None:
     assert_close(la.log_marginal_likelihood(), truth.log_evidence, "backend")
 
 
-@fails("S5", "arguments of other names without a row in docs/differences.md")
 def test_s5_arguments_are_named_as_there_or_the_difference_is_documented() -> None:
     second = list(inspect.signature(FunctionalLaplace.fit).parameters)[2]
     assert second == "progress_bar" or documented("`fit(loader, progress_bar)`")
@@ -279,10 +276,13 @@ def test_s5_arguments_are_named_as_there_or_the_difference_is_documented() -> No
     assert fourth == "dict_key_x" or documented("`AsdlEF`")
 
 
-@fails("S6", "private names are gone without a row in docs/differences.md")
 def test_s6_private_names_exist_or_the_difference_is_documented() -> None:
     assert "_features" in dir(FeatureExtractor) or documented("`_features`")
     assert "_get_functional_hessian" in dir(GGNInterface) or documented("`_get_functional_hessian`")
+
+
+@fails("F3", "`H_facs` cannot be assigned")
+def test_s6_factors_can_be_let_go() -> None:
     model, (x, y) = network(), classes()
     la = Laplace(model, "classification", "all", "kron")
     la.fit(loader(x, y))
