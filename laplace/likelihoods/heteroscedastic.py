@@ -155,21 +155,11 @@ class NoisyRealTarget(MomentTarget):
         """Differential entropy of Gaussians with the moments of y."""
         return scores.gaussian_entropy(_moments(summary)[1])
 
-    def summary(
-        self,
-        likelihood: Density,
-        mean: Tensor,
-        covariance: Tensor,
-        link: str,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-        *,
-        for_scores: bool = False,
-    ) -> Summary:
+    def _summary_without_link(self, mean: Tensor, covariance: Tensor, *, for_scores: bool) -> Summary:
         """E[y] and Var(y); for scores the latents with their covariances."""
         if for_scores:
             return mean, covariance.to(mean.dtype)
-        return super().summary(likelihood, mean, covariance, link, n_samples, generator)
+        return super()._summary_without_link(mean, covariance, for_scores=False)
 
     def summary_of_samples(self, likelihood: Density, samples: Tensor, *, for_scores: bool = False) -> Summary:
         """The same of samples; their outputs have the covariances of the samples."""
@@ -262,7 +252,7 @@ class Heteroscedastic(MomentLikelihood):
 
 
 def _mode(log_integrand: Callable[[Tensor], Tensor], like: Tensor) -> tuple[Tensor, float]:
-    """Where an integrand is largest within ±40, and how exactly: the best of equidistant places, then of closer ones.
+    """Place within ±40 where an integrand is largest, and how exactly: the best of some, then of closer ones around it.
 
     Args:
         log_integrand: Its logarithm at places `[n, ...]`.

@@ -57,20 +57,10 @@ class CountTarget(MomentTarget):
         variance = widened(covariance.diagonal(dim1=-2, dim2=-1)).clamp(min=_SMALLEST_VARIANCE)
         return -_log_mixture(widened(mean), variance, widened(y)).sum(-1).to(mean)
 
-    def summary(
-        self,
-        likelihood: Density,
-        mean: Tensor,
-        covariance: Tensor,
-        link: str,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-        *,
-        for_scores: bool = False,
-    ) -> Summary:
+    def _summary_without_link(self, mean: Tensor, covariance: Tensor, *, for_scores: bool) -> Summary:
         """E[y] and Var(y); for scores the latents with diagonal covariances."""
         if not for_scores:
-            return super().summary(likelihood, mean, covariance, link, n_samples, generator)
+            return super()._summary_without_link(mean, covariance, for_scores=False)
         whole = covariance.ndim > mean.ndim
         return mean, (covariance if whole else torch.diag_embed(covariance)).to(mean.dtype)
 
