@@ -26,7 +26,7 @@ from laplace.network.fingerprint import Fingerprint
 from laplace.posterior import learning, overridden
 from laplace.posterior.assembled import with_root
 from laplace.posterior.posterior import Posterior
-from laplace.posterior.predictor import Predictor
+from laplace.posterior.predictor import PosteriorPredictor
 from laplace.posterior.refined import Refinement
 from laplace.predicting import Predicting
 from laplace.refinement.refine import refine
@@ -346,8 +346,8 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
     # Predictions, tuning and state.
 
     @property
-    def _predictor(self) -> Predictor:
-        return Predictor(self.snapshot(), self.enable_backprop)
+    def _predictor(self) -> PosteriorPredictor:
+        return PosteriorPredictor(self.snapshot(), self.enable_backprop)
 
     @property
     def _group(self) -> PosteriorGroup:

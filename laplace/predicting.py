@@ -13,20 +13,64 @@ from laplace.core.arguments import checked
 from laplace.core.batch import Inputs
 from laplace.core.gaussian import Gaussian
 from laplace.core.hyperparameters import check_counts
-from laplace.core.positions import in_users_layout
 from laplace.core.random_numbers import check_generator, standard_normal
 from laplace.enums import LinkApprox, PredType
-from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
+from laplace.errors import InvalidArgument, InvalidType
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import autograd_mode, own_precision
-from laplace.posterior.predictor import Predictor, precision_before, replayed
-from laplace.predictive import latent
+from laplace.posterior.predictor import PosteriorPredictor, precision_before
 from laplace.predictive.names import WEIGHT_SPACE, PredictiveNames
-from laplace.predictive.posterior_outputs import PredictionOptions
 from laplace.predictive.prediction import Prediction, laid_out
+from laplace.predictive.predictor import Predictor, Request, form_of
 
 
-class Predicting(ABC):
+class OutputSampling(ABC):
+    """An object that draws outputs at given inputs: a posterior, or a mixture of several."""
+
+    @property
+    @abstractmethod
+    def _predictor(self) -> Predictor:
+        """The posterior, or the mixture, as it is now."""
+
+    @checked
+    def functional_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """Samples of the latent outputs, `[S, B, C]`: per input, or of all inputs together with `joint`.
+
+        Of outputs with positions `[S, *shape of the network's outputs]`, positions being inputs in this sense. Of a
+        mixture a component is drawn per sample, then a sample of it (Eschenhagen et al., 2021, equation 8).
+        """
+        request = Request(pred_type, n_samples, diagonal_output, generator, joint)
+        return self._predictor.functional_samples(x, request, **model_kwargs)
+
+    @checked
+    def predictive_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """Samples of the target's mean, `[S, B, C]`: probabilities, or the latents of a regression or of rewards.
+
+        Reward modelling gives preference probabilities for pairs (C = 2) and latent rewards for single items.
+        """
+        request = Request(pred_type, n_samples, diagonal_output, generator, joint)
+        return self._predictor.predictive_samples(x, request, **model_kwargs)
+
+
+class Predicting(OutputSampling):
     """An object that predicts by a posterior over weights.
 
     Attributes:
@@ -37,7 +81,7 @@ class Predicting(ABC):
 
     @property
     @abstractmethod
-    def _predictor(self) -> Predictor:
+    def _predictor(self) -> PosteriorPredictor:
         """The posterior as it is now."""
 
     @checked
@@ -83,24 +127,8 @@ class Predicting(ABC):
             InvalidArgument: An option is not accepted.
             ModelChangedError: The network was trained further after `fit`.
         """
-        kind = latent.check_options(pred_type, link_approx, n_samples, generator, self.pred_types)
-        predictor = self._predictor
-        likelihood, channel_dim = predictor.posterior.likelihood, predictor.posterior.channel_dim
-        if observation_noise and not likelihood.has_noise:
-            raise InvalidArgument(f"observation_noise=True, but likelihood={likelihood.name!r} has no noise.")
-        if kind == PredType.NN:
-            joint, diagonal_output = False, True
-        options = PredictionOptions(str(link_approx), n_samples, _form(joint, diagonal_output))
-        rows = predictor.predicted(x, kind, options, lambda: generator, model_kwargs)
-        prediction = Prediction.of(rows, channel_dim)
-        if likelihood.moment_prediction:
-            return prediction.mean, prediction.variance
-        if not likelihood.latent_prediction or (fitting and not likelihood.has_noise):
-            return prediction.mean
-        gaussian = prediction.latent
-        if observation_noise:
-            gaussian = gaussian.plus_noise(prediction.sigma_noise)
-        return laid_out(gaussian, channel_dim, joint=joint)
+        request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx)
+        return self._predictor.call(x, request, fitting=fitting, observation_noise=observation_noise, **model_kwargs)
 
     @checked
     def predict(
@@ -138,22 +166,8 @@ class Predicting(ABC):
             ModelChangedError: The network was trained further after `fit`; also when a quantity is read.
             UnsupportedError: Local reparameterisation without a diagonal posterior over sampled weights.
         """
-        kind = latent.check_options(pred_type, link_approx, n_samples, generator, self.pred_types)
-        options = PredictionOptions(str(link_approx), n_samples, _form(joint, diagonal_output))
-        predictor = self._predictor
-        posterior = predictor.posterior
-        posterior.check_unchanged()
-        draws = replayed(generator, posterior.hypers.device)
-        if not local_reparameterization:
-            return Prediction.of(predictor.predicted(x, kind, options, draws, model_kwargs), posterior.channel_dim)
-        structure = posterior.choices.structure
-        if kind != PredType.NN or not structure.is_diagonal:
-            raise UnsupportedError(
-                f"local_reparameterization=True with pred_type={str(kind)!r} and "
-                f"hessian_structure={structure.name!r}: it draws from a diagonal posterior through the network; "
-                "use pred_type='nn' and hessian_structure='diag'."
-            )
-        return Prediction.of(predictor.reparameterised(x, options, draws, model_kwargs), posterior.channel_dim)
+        request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx)
+        return self._predictor.predict(x, request, local_reparameterization=local_reparameterization, **model_kwargs)
 
     @checked
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
@@ -174,47 +188,6 @@ class Predicting(ABC):
             if embedded is not samples:
                 posterior.check_unchanged()
             return embedded
-
-    @checked
-    def functional_samples(
-        self,
-        x: Inputs,
-        pred_type: PredType | str = PredType.GLM,
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        joint: bool = False,
-        **model_kwargs: Any,
-    ) -> Tensor:
-        """Samples of the latent outputs, `[S, B, C]`: per input, or of all inputs together with `joint`.
-
-        Of outputs with positions `[S, *shape of the network's outputs]`, positions being inputs in this sense.
-        """
-        kind = latent.check_options(pred_type, None, n_samples, generator, self.pred_types)
-        options = PredictionOptions(n_samples=n_samples, form=_form(joint, diagonal_output))
-        samples = self._predictor.latent_samples(x, kind, options, generator, model_kwargs)
-        return in_users_layout(samples, self._predictor.posterior.channel_dim, 1)
-
-    @checked
-    def predictive_samples(
-        self,
-        x: Inputs,
-        pred_type: PredType | str = PredType.GLM,
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        joint: bool = False,
-        **model_kwargs: Any,
-    ) -> Tensor:
-        """Samples of the target's mean, `[S, B, C]`: probabilities, or the latents of a regression or of rewards.
-
-        Reward modelling gives preference probabilities for pairs (C = 2) and latent rewards for single items.
-        """
-        kind = latent.check_options(pred_type, None, n_samples, generator, self.pred_types)
-        options = PredictionOptions(n_samples=n_samples, form=_form(joint, diagonal_output))
-        samples = self._predictor.latent_samples(x, kind, options, generator, model_kwargs, own=True)
-        posterior = self._predictor.posterior
-        return in_users_layout(posterior.likelihood.inverse_link(samples), posterior.channel_dim, 1)
 
     @checked
     def functional_variance(self, Js: Tensor | Jacobian) -> Tensor:
@@ -246,7 +219,7 @@ class Predicting(ABC):
             ModelChangedError: The network was trained further after `fit`.
         """
         with autograd_mode(), torch.set_grad_enabled(self._predictor.graph):
-            gaussian = self._latent(x, _form(joint, diagonal_output))
+            gaussian = self._latent(x, form_of(joint=joint, diagonal_output=diagonal_output))
             return laid_out(gaussian, self._predictor.posterior.channel_dim, joint=joint)
 
     @checked
@@ -272,9 +245,5 @@ class Predicting(ABC):
         return self._predictor.linearised(x).latent(form)
 
 
+overrides.check_class(OutputSampling, OutputSampling)
 overrides.check_class(Predicting, Predicting)
-
-
-def _form(joint: bool, diagonal_output: bool) -> str:
-    """The covariance of the latents that was asked for."""
-    return "joint" if joint else "diagonal" if diagonal_output else "full"

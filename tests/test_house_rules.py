@@ -127,7 +127,7 @@ DEFAULTS = {
         "samples serve all labels; some have closed forms, or quadrature"
     ),
     "likelihoods/moment_target.py:MomentTarget": Defaults(
-        "some scores read more than moments", {"summary", "summary_of_samples"}
+        "some scores read more than moments", {"summary_of_samples", "_summary_without_link"}
     ),
     "likelihoods/sampled_target.py:SampledTarget": Defaults("some moments and intervals have closed forms"),
     "likelihoods/target.py:Target": Defaults("what a target does not say is refused, or follows from its samples"),

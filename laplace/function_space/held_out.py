@@ -19,7 +19,6 @@ from laplace.network.model_guard import autograd_mode
 from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
 from laplace.structures.base import Precision
-from laplace.tuning.candidates import Candidates
 from laplace.tuning.grid import Losses
 from laplace.tuning.objectives import make_objective
 from laplace.tuning.scores import find_score
@@ -93,9 +92,8 @@ def best_candidate(
     with autograd_mode(), torch.no_grad():
         objective = make_objective(None, likelihood)
         predictive = tuning.Predictive(str(PredType.GLM), str(LinkApprox.PROBIT), 1, None)
-        losses = Losses(
-            Candidates(posterior, settings, predictive, whole_covariance=objective.whole_covariance), objective
-        )
+        group = tuning.PosteriorGroup((posterior,))
+        losses = Losses(group.candidates(settings, predictive, whole_covariance=objective.whole_covariance), objective)
         for name, x, y in Validation(loader).batches(posterior):
             with named(name):
                 losses.update(x, y)

@@ -9,7 +9,7 @@ over s gives no log-normal precision.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +25,14 @@ from laplace.likelihoods.base import OutputHessian
 from laplace.likelihoods.checks import check_outputs, check_values
 from laplace.likelihoods.moment_target import MomentLikelihood, MomentTarget, TargetMoments
 from laplace.likelihoods.outputs import Density
-from laplace.likelihoods.points import Points
+from laplace.likelihoods.points import Points, column, stretched
 from laplace.likelihoods.target import Score, Summary
 
 _EXPONENTIAL = -40.0
 """Below it softplus(s) is exp(s) to the last digit of float64."""
+
+_ZOOMS = 8
+"""Times that the mode of a density's integrand is looked for more closely, each time by a factor of 8."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +78,36 @@ class _Pairs:
         """a(s)."""
         return self.first + self.slope * (s - self.s)
 
+    def log_density(self, y: Tensor) -> Tensor:
+        """Log p(y) = log ∫ p(y | s) N(s) ds by quadrature around the mode of the integrand, element-wise.
+
+        Where η is almost known and far from 0, s is all but decided by y: λ(s) is about η/y, to a small part of a
+        standard deviation of s.
+        """
+        deviation = self.variance.sqrt()
+
+        def log_integrand(z: Tensor) -> Tensor:
+            return self._log_given(y, self.s + z * deviation) - 0.5 * z.square()
+
+        with torch.no_grad():
+            mode, step = _mode(log_integrand, self.s)
+            s = self.s + mode * deviation
+            steepness = (y * torch.sigmoid(s) - self.slope).square() / self._total(softplus(s))
+            width = (1 + self.variance * steepness).rsqrt().clamp(min=step)
+            z, log_steps = stretched(mode, width, 1 + mode.abs() / 9)
+        return (log_integrand(z) + log_steps).logsumexp(0) - 0.5 * math.log(2 * math.pi)
+
+    def _log_given(self, y: Tensor, s: Tensor) -> Tensor:
+        """Log N(y; a/λ, (λ + r)/λ²), whose variance has no float where λ is tiny: λ² is taken out of it."""
+        precision = softplus(s)
+        total = self._total(precision)
+        squares = (y * precision - self.first_given(s)).square() / total
+        return _log_softplus(s) - 0.5 * (squares + (2 * math.pi * total).log())
+
+    def _total(self, precision: Tensor) -> Tensor:
+        """λ + r, positive."""
+        return (precision + self.rest).clamp(min=torch.finfo(precision.dtype).tiny)
+
 
 def natural_moments(mean: Tensor, covariance: Tensor) -> TargetMoments:
     """Moments of y under Gaussian (η, s), float64, by quadrature over s, given which η is Gaussian.
@@ -112,14 +145,7 @@ class NoisyRealTarget(MomentTarget):
         mean, covariance = _pair(summary)
         if covariance.ndim == mean.ndim:
             return scores.gaussian_nll(mean, covariance, y)
-        pairs = _Pairs.of(mean, covariance)
-        points = Points.of_gaussian(pairs.s, pairs.variance)  # the density of y does not grow as s falls
-        # The variance (λ + r) / λ² has no float where λ is tiny; λ² is taken out of it and of the square.
-        log_precision, precision = _log_softplus(points.values), softplus(points.values)
-        total = (precision + pairs.rest).clamp(min=torch.finfo(precision.dtype).tiny)
-        squares = (y * precision - pairs.first_given(points.values)).square() / total
-        logs = points.log_weights + log_precision - 0.5 * (squares + (2 * math.pi * total).log())
-        return -logs.logsumexp(0).sum(-1).to(mean)
+        return -_Pairs.of(mean, covariance).log_density(widened(y)).sum(-1).to(mean)
 
     def crps(self, likelihood: Density, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
         """Continuous ranked probability scores of Gaussians with the moments of y, summed over outputs."""
@@ -129,21 +155,11 @@ class NoisyRealTarget(MomentTarget):
         """Differential entropy of Gaussians with the moments of y."""
         return scores.gaussian_entropy(_moments(summary)[1])
 
-    def summary(
-        self,
-        likelihood: Density,
-        mean: Tensor,
-        covariance: Tensor,
-        link: str,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-        *,
-        for_scores: bool = False,
-    ) -> Summary:
+    def _summary_without_link(self, mean: Tensor, covariance: Tensor, *, for_scores: bool) -> Summary:
         """E[y] and Var(y); for scores the latents with their covariances."""
         if for_scores:
             return mean, covariance.to(mean.dtype)
-        return super().summary(likelihood, mean, covariance, link, n_samples, generator)
+        return super()._summary_without_link(mean, covariance, for_scores=False)
 
     def summary_of_samples(self, likelihood: Density, samples: Tensor, *, for_scores: bool = False) -> Summary:
         """The same of samples; their outputs have the covariances of the samples."""
@@ -233,6 +249,25 @@ class Heteroscedastic(MomentLikelihood):
         if variance is None:
             raise InvalidData("a mean was given without a variance; likelihood='heteroscedastic' needs both.")
         return scores.gaussian_nll(prediction, variance, y)
+
+
+def _mode(log_integrand: Callable[[Tensor], Tensor], like: Tensor) -> tuple[Tensor, float]:
+    """Place within ±40 where an integrand is largest, and how exactly: the best of some, then of closer ones around it.
+
+    Args:
+        log_integrand: Its logarithm at places `[n, ...]`.
+        like: A tensor of the shape of one place.
+    """
+    step, best = 80 / 120, _best(log_integrand, column(40.0, 121, like))
+    for _ in range(_ZOOMS):
+        best, step = _best(log_integrand, best + column(step, 17, like)), step / 8
+    return best, step
+
+
+def _best(log_integrand: Callable[[Tensor], Tensor], places: Tensor) -> Tensor:
+    """The best of some places `[n, ...]`."""
+    values = log_integrand(places)
+    return places.expand_as(values).gather(0, values.argmax(0, keepdim=True))[0]
 
 
 def _parameters(f: Tensor) -> tuple[Tensor, Tensor, Tensor]:

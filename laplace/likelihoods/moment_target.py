@@ -81,17 +81,7 @@ class MomentTarget(SampledTarget):
     def by_rows(self, likelihood: Density, link: str) -> bool:
         return True
 
-    def summary(
-        self,
-        likelihood: Density,
-        mean: Tensor,
-        covariance: Tensor,
-        link: str,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-        *,
-        for_scores: bool = False,
-    ) -> Summary:
+    def _summary_without_link(self, mean: Tensor, covariance: Tensor, *, for_scores: bool) -> Summary:
         """E[y] and Var(y)."""
         known = self.moments(mean, covariance)
         return known.mean.to(mean), known.variance.to(mean)

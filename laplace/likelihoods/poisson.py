@@ -9,20 +9,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributions
 
-from laplace.core.precision_policy import wide_dtype, widened
+from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import poisson
 from laplace.errors import InvalidData
 from laplace.likelihoods.base import OutputHessian
 from laplace.likelihoods.checks import check_outputs, check_values
 from laplace.likelihoods.moment_target import MomentLikelihood, MomentTarget, TargetMoments
 from laplace.likelihoods.outputs import Density, Mixture
+from laplace.likelihoods.points import stretched
 from laplace.likelihoods.target import Score, Summary, mean_of, variance_of
 
 _SMALLEST_VARIANCE = 1e-10
 """Variance of a log rate below which it counts as known: the density of y moves by less than this."""
-
-_REACH, _NODES = 9.0, 361
-"""Nodes of the density of a count, in widths of its integrand."""
 
 
 def log_normal_moments(mean: Tensor, covariance: Tensor) -> TargetMoments:
@@ -59,20 +57,10 @@ class CountTarget(MomentTarget):
         variance = widened(covariance.diagonal(dim1=-2, dim2=-1)).clamp(min=_SMALLEST_VARIANCE)
         return -_log_mixture(widened(mean), variance, widened(y)).sum(-1).to(mean)
 
-    def summary(
-        self,
-        likelihood: Density,
-        mean: Tensor,
-        covariance: Tensor,
-        link: str,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-        *,
-        for_scores: bool = False,
-    ) -> Summary:
+    def _summary_without_link(self, mean: Tensor, covariance: Tensor, *, for_scores: bool) -> Summary:
         """E[y] and Var(y); for scores the latents with diagonal covariances."""
         if not for_scores:
-            return super().summary(likelihood, mean, covariance, link, n_samples, generator)
+            return super()._summary_without_link(mean, covariance, for_scores=False)
         whole = covariance.ndim > mean.ndim
         return mean, (covariance if whole else torch.diag_embed(covariance)).to(mean.dtype)
 
@@ -156,20 +144,13 @@ def _log_mixture(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
     """Log ∫ Poisson(y; exp(f)) N(f; μ, v) df by the trapezoidal rule, element-wise.
 
     The logarithm of the integrand is concave, with a curvature of 1/v + exp(f): its width is w = (1/v + exp(f̂))^(−½) at
-    the mode f̂, and up to √v below it. In f = f̂ + w sinh(a t) / a equidistant t are close where it is narrow and reach
-    about 9 √v; the map is smooth, so that the rule converges exponentially.
+    the mode f̂, and up to √v below it.
     """
     with torch.no_grad():
         mode = _mode(mean, variance, y)
-        width = (1 / variance + mode.exp()).rsqrt()
-        ratio = (2 * variance.sqrt() / width).log()
-        stretch = (ratio + ratio.log1p() + 0.3) / _REACH  # sinh(9a) / 9a is about √v / w
-        t = torch.linspace(-_REACH, _REACH, _NODES, dtype=wide_dtype(mean.device), device=mean.device)
-        t = t.view(-1, *(1,) * mean.ndim)
-        f = mode + width * (stretch * t).sinh() / stretch
-        weight = (2 * _REACH / (_NODES - 1)) * width * (stretch * t).cosh()
+        f, log_steps = stretched(mode, (1 / variance + mode.exp()).rsqrt(), variance.sqrt())
     log_normal = -0.5 * ((f - mean).square() / variance + (2 * math.pi * variance).log())
-    return (y * f - f.exp() - torch.lgamma(y + 1) + log_normal + weight.log()).logsumexp(0)
+    return (y * f - f.exp() - torch.lgamma(y + 1) + log_normal + log_steps).logsumexp(0)
 
 
 def _mode(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
 
@@ -72,17 +71,7 @@ class RealTarget(Target):
     def by_rows(self, likelihood: Density, link: str) -> bool:
         return True
 
-    def summary(
-        self,
-        likelihood: Density,
-        mean: Tensor,
-        covariance: Tensor,
-        link: str,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-        *,
-        for_scores: bool = False,
-    ) -> Summary:
+    def _summary_without_link(self, mean: Tensor, covariance: Tensor, *, for_scores: bool) -> Summary:
         """Mean and (co)variances of f, without noise."""
         return mean, covariance.to(mean.dtype)
 

@@ -140,7 +140,12 @@ class Target:
             generator: Their source.
             for_scores: True for what `scores` read, False for what users' losses do, which is what `la(x)` shows.
         """
-        return likelihood.predict(mean, covariance, link, n_samples, generator)
+        known = self._summary_without_link(mean, covariance, for_scores=for_scores)
+        return likelihood.predict(mean, covariance, link, n_samples, generator) if known is None else known
+
+    def _summary_without_link(self, mean: Tensor, covariance: Tensor, *, for_scores: bool) -> Summary | None:
+        """The same where no link is needed; None where one is. The arguments are those of `summary`."""
+        return None
 
     def summary_of_samples(self, likelihood: Density, samples: Tensor, *, for_scores: bool = False) -> Summary:
         """The same of samples of f, `[S, B, C]`."""

@@ -7,7 +7,7 @@ The networks are modes of one posterior, or models of any kind that predict the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,20 +23,19 @@ from laplace.factory import Laplace
 from laplace.likelihoods.base import Likelihood
 from laplace.mixture import mimo, state
 from laplace.mixture.posterior import MixturePosterior
-from laplace.mixture.sampling import choose, in_order
+from laplace.mixture.predictor import MixturePredictor
+from laplace.mixture.sampling import choose
 from laplace.mixture.weighting import check_same_data, weights_of
-from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import Posterior
-from laplace.posterior.predictor import replayed
+from laplace.predicting import OutputSampling
 from laplace.predictive import latent
-from laplace.predictive.mixed_outputs import MixedOutputs
-from laplace.predictive.mixing import mixed
 from laplace.predictive.prediction import Prediction
+from laplace.predictive.predictor import Request
 from laplace.tuning import PosteriorGroup, Tunable
 from laplace.weights.feature_extractor import network_of
 
 
-class MixtureLaplace(MixturePosterior, Tunable):
+class MixtureLaplace(MixturePosterior, OutputSampling, Tunable):
     """A mixture of Laplace approximations of several networks (MoLA; Eschenhagen et al., 2021).
 
     The arguments are those of `MixturePosterior`.
@@ -92,6 +91,10 @@ class MixtureLaplace(MixturePosterior, Tunable):
 
     # Predictions.
 
+    @property
+    def _predictor(self) -> MixturePredictor:
+        return MixturePredictor(self.components, self.weights)
+
     @checked
     def __call__(
         self,
@@ -125,11 +128,8 @@ class MixtureLaplace(MixturePosterior, Tunable):
             InvalidArgument: An option is not accepted.
             ModelChangedError: A network was trained further after `fit`.
         """
-        predictions = [
-            la(x, _known_as(la, pred_type), joint, link_approx, n_samples, diagonal_output, generator, **options)
-            for la in self.components
-        ]
-        return mixed(predictions, self.weights, self.components[0].channel_dim)
+        request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx)
+        return self._predictor.call(x, request, **options)
 
     @checked
     def predict(
@@ -148,20 +148,8 @@ class MixtureLaplace(MixturePosterior, Tunable):
         The arguments, and what they raise, are those of `ParametricLaplace.predict`; of what is sampled every
         component has `n_samples`. The weights π are those of the call.
         """
-        predictions = [
-            la.predict(
-                x, _known_as(la, pred_type), joint, link_approx, n_samples, diagonal_output, generator, **options
-            )
-            for la in self.components
-        ]
-        rows = tuple(outputs for prediction in predictions for outputs in prediction.rows.components)
-        weights = self.weights
-        draws = replayed(generator, weights.device)
-
-        def choice() -> Tensor:
-            return choose(weights, n_samples, draws())
-
-        return Prediction(MixedOutputs(rows, weights, choice), self.components[0].channel_dim)
+        request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx)
+        return self._predictor.predict(x, request, **options)
 
     def predictive(
         self, x: Inputs, pred_type: PredType | str, link_approx: LinkApprox | str, n_samples: int
@@ -185,54 +173,6 @@ class MixtureLaplace(MixturePosterior, Tunable):
         chosen = choose(self.weights, n_samples, generator)
         counts = torch.bincount(chosen, minlength=self.n_components).tolist()
         return chosen, [la.sample(n, generator) for la, n in zip(self.components, counts, strict=True)]
-
-    @checked
-    def functional_samples(
-        self,
-        x: Inputs,
-        pred_type: PredType | str = PredType.GLM,
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        joint: bool = False,
-        **model_kwargs: Any,
-    ) -> Tensor:
-        """Samples of the latent outputs, `[S, B, C]` (equation 8): a component per sample, then a sample of it."""
-
-        def draw(la: ParametricLaplace, n: int) -> Tensor:
-            return la.functional_samples(x, pred_type, n, diagonal_output, generator, joint, **model_kwargs)
-
-        return self._drawn(draw, pred_type, n_samples, generator)
-
-    @checked
-    def predictive_samples(
-        self,
-        x: Inputs,
-        pred_type: PredType | str = PredType.GLM,
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        joint: bool = False,
-        **model_kwargs: Any,
-    ) -> Tensor:
-        """Samples of the target's mean, `[S, B, C]`: probabilities, or the latents of a regression or of rewards."""
-
-        def draw(la: ParametricLaplace, n: int) -> Tensor:
-            return la.predictive_samples(x, pred_type, n, diagonal_output, generator, joint, **model_kwargs)
-
-        return self._drawn(draw, pred_type, n_samples, generator)
-
-    def _drawn(
-        self,
-        draw: Callable[[ParametricLaplace, int], Tensor],
-        pred_type: PredType | str,
-        n_samples: int,
-        generator: torch.Generator | None,
-    ) -> Tensor:
-        """Samples `[S, …]`, each of a component by its weight."""
-        latent.check_options(pred_type, None, n_samples, generator)
-        chosen = choose(self.weights, n_samples, generator)
-        return in_order([partial(draw, la) for la in self.components], chosen)
 
     # Tuning and state.
 
@@ -270,8 +210,3 @@ class MixtureLaplace(MixturePosterior, Tunable):
 
     def __repr__(self) -> str:
         return state.describe(self.components, self._rule)
-
-
-def _known_as(la: ParametricLaplace, pred_type: PredType | str) -> PredType | str:
-    """Name of the predictive in a component: a posterior over functions has its own for the linearised one."""
-    return la.pred_types.name(PredType.GLM) if str(pred_type) == PredType.GLM else pred_type

@@ -1,9 +1,9 @@
-"""Predictions of a posterior: from inputs to an object that computes what is read of it."""
+"""Predictions of one posterior."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,21 +12,24 @@ from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
-from laplace.core.positions import unrolled
+from laplace.core.positions import in_users_layout, unrolled
 from laplace.core.random_numbers import drawn_seed, standard_normal
 from laplace.enums import PredType
+from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.posterior import own_outputs
 from laplace.posterior.overridden import posterior_before
 from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
 from laplace.predictive.posterior_outputs import Draws, PosteriorOutputs, PredictionOptions
+from laplace.predictive.prediction import Prediction, laid_out
+from laplace.predictive.predictor import Predictor, Request
 from laplace.predictive.reparameterised import ReparameterisedOutputs
 from laplace.predictive.sources import GaussianSource, LinearisedOutputs, SampledOutputs, SampleSource
 from laplace.structures.base import Precision
 
 
 @dataclass(frozen=True, eq=False)
-class Predictor:
+class PosteriorPredictor(Predictor):
     """A posterior as it is asked for predictions.
 
     Attributes:
@@ -42,16 +45,75 @@ class Predictor:
         """True if predictions are differentiable: in the inputs, or in hyper-parameters that ask for it."""
         return self.through_x or self.posterior.keeps_graph
 
-    def predicted(
+    def call(
+        self,
+        x: Inputs,
+        request: Request,
+        /,
+        *,
+        fitting: bool = False,
+        observation_noise: bool = False,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Means, with variances where the likelihood has them, in the shape of the network's outputs."""
+        posterior = self.posterior
+        likelihood, channel_dim, kind = posterior.likelihood, posterior.channel_dim, self._kind(request)
+        if observation_noise and not likelihood.has_noise:
+            raise InvalidArgument(f"observation_noise=True, but likelihood={likelihood.name!r} has no noise.")
+        if kind == PredType.NN:
+            request = replace(request, joint=False, diagonal_output=True)
+        rows = self._predicted(x, kind, request.options(), lambda: request.generator, model_kwargs)
+        prediction = Prediction.of(rows, channel_dim)
+        if likelihood.moment_prediction:
+            return prediction.mean, prediction.variance
+        if not likelihood.latent_prediction or (fitting and not likelihood.has_noise):
+            return prediction.mean
+        gaussian = prediction.latent
+        if observation_noise:
+            gaussian = gaussian.plus_noise(prediction.sigma_noise)
+        return laid_out(gaussian, channel_dim, joint=request.joint)
+
+    def predict(
+        self, x: Inputs, request: Request, /, *, local_reparameterization: bool = False, **model_kwargs: Any
+    ) -> Prediction:
+        """One object; each of its quantities is computed when it is first read."""
+        kind, options, posterior = self._kind(request), request.options(), self.posterior
+        posterior.check_unchanged()
+        draws = replayed(request.generator, posterior.hypers.device)
+        if not local_reparameterization:
+            return Prediction.of(self._predicted(x, kind, options, draws, model_kwargs), posterior.channel_dim)
+        structure = posterior.choices.structure
+        if kind != PredType.NN or not structure.is_diagonal:
+            raise UnsupportedError(
+                f"local_reparameterization=True with pred_type={str(kind)!r} and "
+                f"hessian_structure={structure.name!r}: it draws from a diagonal posterior through the network; "
+                "use pred_type='nn' and hessian_structure='diag'."
+            )
+        return Prediction.of(self._reparameterised(x, options, draws, model_kwargs), posterior.channel_dim)
+
+    def functional_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:
+        """Samples of the latent outputs, in the shape of the network's outputs."""
+        samples = self._latent_samples(x, request, model_kwargs)
+        return in_users_layout(samples, self.posterior.channel_dim, 1)
+
+    def predictive_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:
+        """Samples of the target's mean, in the shape of the network's outputs."""
+        samples = self._latent_samples(x, request, model_kwargs, own=True)
+        return in_users_layout(self.posterior.likelihood.inverse_link(samples), self.posterior.channel_dim, 1)
+
+    def _kind(self, request: Request) -> PredType:
+        return request.kind(self.posterior.choices.pred_types)
+
+    def _predicted(
         self, x: Inputs, kind: PredType, options: PredictionOptions, draws: Draws, model_kwargs: dict[str, Any]
     ) -> PosteriorOutputs:
         """The prediction at x, with what users' classes override of it."""
-        rows = self.quantities(x, kind, options, draws, model_kwargs)
+        rows = self._outputs(x, kind, options, draws, model_kwargs)
         if not self.posterior.overrides(*PREDICTIONS):
             return rows
         return own_outputs.own_quantities(self.posterior, rows, x, kind, model_kwargs)
 
-    def quantities(
+    def _outputs(
         self, x: Inputs, kind: PredType, options: PredictionOptions, draws: Draws, model_kwargs: dict[str, Any]
     ) -> PosteriorOutputs:
         """The prediction at x without users' own samples and variances at given inputs.
@@ -65,7 +127,7 @@ class Predictor:
         """
         if kind == PredType.NN:
             latent.check_model_kwargs(self.posterior.problem.module, model_kwargs)
-            return self._of(self.sampled(x, model_kwargs), options, draws)
+            return self._of(self._sampled(x, model_kwargs), options, draws)
         latent.refuse_model_kwargs(model_kwargs)
         return self._of(self.linearised(x), options, draws)
 
@@ -83,7 +145,7 @@ class Predictor:
             posterior.engine, precision, x, posterior.refined_step, graph, posterior.check_unchanged, self.through_x
         )
 
-    def sampled(self, x: Inputs, model_kwargs: dict[str, Any]) -> SampledOutputs:
+    def _sampled(self, x: Inputs, model_kwargs: dict[str, Any]) -> SampledOutputs:
         """Outputs of the network at sampled weights."""
         posterior, graph = self.posterior, self.graph
         latent.refuse_refined(posterior.refined_step, posterior.engine.problem)
@@ -94,7 +156,7 @@ class Predictor:
             self.through_x,
         )  # fmt: skip
 
-    def reparameterised(
+    def _reparameterised(
         self, x: Inputs, options: PredictionOptions, draws: Draws, model_kwargs: dict[str, Any]
     ) -> PosteriorOutputs:
         """The prediction by noise on the pre-activations of linear and convolutional layers.
@@ -112,23 +174,16 @@ class Predictor:
         )  # fmt: skip
         return self._of(source, options, draws)
 
-    def latent_samples(
-        self,
-        x: Inputs,
-        kind: PredType,
-        options: PredictionOptions,
-        generator: torch.Generator | None,
-        model_kwargs: dict[str, Any],
-        *,
-        own: bool = False,
+    def _latent_samples(
+        self, x: Inputs, request: Request, model_kwargs: dict[str, Any], *, own: bool = False
     ) -> Tensor:
         """Samples of the outputs at x, `[S, B, *positions, C]`; with `own` those of a user's `functional_samples`."""
-        name = "functional_samples"
+        name, kind, options = "functional_samples", self._kind(request), request.options()
         if own and self.posterior.overrides(name):
             draw = own_outputs.own_samples(self.posterior, name, x, kind, options.form, model_kwargs)
-            rows = draw(options.n_samples, generator)
+            rows = draw(options.n_samples, request.generator)
             return unrolled(rows.values, rows.positions, 1)
-        drawn = self.quantities(x, kind, options, lambda: generator, model_kwargs)
+        drawn = self._outputs(x, kind, options, lambda: request.generator, model_kwargs)
         return unrolled(drawn.latent_samples, drawn.positions, 1)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,34 +13,18 @@ from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
 from laplace.core.positions import rows_of
-from laplace.core.random_numbers import drawn_seed, standard_normal
+from laplace.core.random_numbers import standard_normal
 from laplace.engines.outputs import outputs
-from laplace.enums import LinkApprox, PredType
+from laplace.enums import PredType
 from laplace.errors import CurvatureError
 from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.predictor import sampler
 from laplace.predictive import latent
+from laplace.predictive.mixing import mixed
+from laplace.tuning.predictive import Predictive
 from laplace.tuning.scores import Prediction
-
-
-@dataclass(frozen=True)
-class Predictive:
-    """Kind of prediction that candidates are compared by.
-
-    Attributes:
-        pred_type: `"glm"` or `"nn"`.
-        link_approx: Link of classification.
-        n_samples: Monte-Carlo samples.
-        generator: Source of randomness, the same for every candidate; None for seed 0.
-    """
-
-    pred_type: str = "glm"
-    link_approx: str = "probit"
-    n_samples: int = 100
-    generator: torch.Generator | None = None
-
 
 VariancesOf = Callable[[slice], Tensor]
 """Functional variances of a part of a batch at n consecutive candidates, times their factors."""
@@ -71,17 +54,11 @@ class Candidates:
     def __init__(
         self, posterior: Posterior, settings: list[Hyperparameters], predictive: Predictive, *, whole_covariance: bool
     ) -> None:
-        asked = (predictive.pred_type, predictive.link_approx, predictive.n_samples, None)
-        self.kind = latent.check_options(*asked, posterior.choices.pred_types)
+        self.kind = predictive.kind(posterior)
         posterior.check_unchanged()
         self.posterior = posterior
         self.settings = settings
         self.predictive = predictive
-        self.for_scores = not whole_covariance
-        likelihood = posterior.likelihood
-        self.diagonal = likelihood.target.reads_variances(
-            likelihood, predictive.link_approx, for_scores=self.for_scores
-        )
         self.priors = torch.cat([setting.prior_precision[:1] for setting in settings])
         # What users' own methods compute follows from nothing but calling them, at every candidate.
         self.called = posterior.overrides(*PREDICTIONS)
@@ -91,7 +68,7 @@ class Candidates:
             weights = torch.stack([posterior.at(setting).evidence.weights.mean() for setting in settings])
             self.factors = weights / weights[0] if first.fit.curvature.weighed else torch.ones_like(weights)
             self.scan = first.fit.curvature.scan(first.weights, posterior.problem.layout, **first.options)
-        self.seed = shared_seed(predictive.generator, self.priors.device)
+        self.summaries = predictive.summaries(posterior.likelihood, self.priors.device, for_scores=not whole_covariance)
         self._steps: dict[int, Tensor] = {}
 
     def groups(self, n_data: int) -> list[slice]:
@@ -102,7 +79,7 @@ class Candidates:
         by_rows = likelihood.target.by_rows(likelihood, self.predictive.link_approx)
         if self.kind != PredType.NN and by_rows and not apart:
             n_outputs = self.posterior.fit.n_outputs
-            per_datum = n_outputs if self.diagonal else n_outputs**2
+            per_datum = n_outputs if self.summaries.diagonal else n_outputs**2
             width = max(self.posterior.problem.layout.n_params, n_data * per_datum)
             size = max(1, CHUNK_BYTES // (8 * width))
         return [slice(start, min(start + size, n)) for start in range(0, n, size)]
@@ -120,9 +97,8 @@ class Candidates:
             return self._sampled(x)
         posterior = self.posterior
         x = batches.to_device(x, posterior.problem.device)
-        wide = self.predictive.link_approx == LinkApprox.MC
         with closing(latent.shifted(posterior.engine.jacobian(x), posterior.refined_step)) as pieces:
-            parts = [(self._variances_of(replace(part, wide=wide)), f, part.positions) for part, f in pieces]
+            parts = [(self._variances_of(self.summaries.read(part)), f, part.positions) for part, f in pieces]
         mean = torch.cat([f for _, f, _ in parts]).to(self.priors.dtype)
         variances = [function for function, _, _ in parts]
         return lambda group: self._linearised(mean, variances, group), mean, parts[0][2]
@@ -130,15 +106,14 @@ class Candidates:
     def _variances_of(self, jacobian: Jacobian) -> Callable[[slice], Tensor]:
         """Functional variances of consecutive candidates, `[n, b, C]` or `[n, b, C, C]`."""
         if self.scan is not None:
-            at = self.scan.variances(jacobian, diagonal=self.diagonal)
+            at = self.scan.variances(jacobian, diagonal=self.summaries.diagonal)
             return lambda group: at(self.priors[group] / self.factors[group])
 
         def one_by_one(group: slice) -> Tensor:
             parts: list[Tensor] = []
             for setting in self.settings[group]:
                 precision = self.posterior.at(setting).predictive_precision()
-                contract = precision.functional_diagonal if self.diagonal else precision.functional_variance
-                parts.append(latent.contracted(contract, jacobian))
+                parts.append(latent.contracted(self.summaries.contraction(precision), jacobian))
             return torch.stack(parts)
 
         return one_by_one
@@ -153,7 +128,7 @@ class Candidates:
             with posterior.at(self.settings[group.start]).owned() as la:
                 prediction = la(
                     x, pred_type=pred_type, link_approx=options.link_approx, n_samples=options.n_samples,
-                    diagonal_output=self.diagonal, generator=self._draws(),
+                    diagonal_output=self.summaries.diagonal, generator=self.summaries.draws(self.priors.device),
                 )  # fmt: skip
             if isinstance(prediction, Tensor):
                 return rows_of(prediction, channel_dim).values
@@ -174,9 +149,9 @@ class Candidates:
                 raise CurvatureError("the posterior does not exist at any of these candidates.")
             variance = torch.cat([torch.full_like(known, torch.nan) if v is None else v for v in variances])
         if group.stop - group.start == 1:
-            return self._target(mean, variance[0])
+            return self.summaries.of_gaussian(mean, variance[0])
         means = mean.expand(len(variance), -1, -1)
-        summary = self._target(means.flatten(0, 1), variance.flatten(0, 1))
+        summary = self.summaries.of_gaussian(means.flatten(0, 1), variance.flatten(0, 1))
         if isinstance(summary, tuple):
             return summary[0].unflatten(0, means.shape[:2]), summary[1].unflatten(0, means.shape[:2])
         return summary.unflatten(0, means.shape[:2])
@@ -191,21 +166,6 @@ class Candidates:
         variance = torch.cat(parts, 1)
         return variance / factors.view(-1, *(1,) * (variance.ndim - 1))
 
-    def _target(self, mean: Tensor, variance: Tensor) -> Prediction:
-        options, likelihood = self.predictive, self.posterior.likelihood
-        return likelihood.target.summary(
-            likelihood,
-            mean,
-            variance,
-            options.link_approx,
-            options.n_samples,
-            self._draws(),
-            for_scores=self.for_scores,
-        )
-
-    def _draws(self) -> torch.Generator:
-        return torch.Generator(device=self.priors.device).manual_seed(self.seed)
-
     def _sampled(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
         posterior = self.posterior
         latent.refuse_refined(posterior.refined_step, posterior.engine.problem)
@@ -213,9 +173,7 @@ class Candidates:
 
         def predict(group: slice) -> Prediction:
             samples = run(posterior.mean + self._step(group.start)).flatten(1, -2)
-            return posterior.likelihood.target.summary_of_samples(
-                posterior.likelihood, samples, for_scores=self.for_scores
-            )
+            return self.summaries.of_samples(samples)
 
         outputs = run(posterior.mean.unsqueeze(0))[0]
         return predict, outputs.flatten(0, -2), tuple(outputs.shape[1:-1])
@@ -226,17 +184,40 @@ class Candidates:
             return self._steps[i]
         mean, n_samples, posterior = self.posterior.mean, self.predictive.n_samples, self.posterior.at(self.settings[i])
         if posterior.overrides("sample", *POSTERIOR):
-            step = sampler(posterior)(n_samples, self._draws()) - mean
+            step = sampler(posterior)(n_samples, self.summaries.draws(self.priors.device)) - mean
         else:
-            noise = standard_normal((n_samples, len(mean)), mean, self._draws())
+            noise = standard_normal((n_samples, len(mean)), mean, self.summaries.draws(self.priors.device))
             step = posterior.evidence.precision.sample(noise)
         if len(self.settings) * step.numel() * step.element_size() <= 8 * CHUNK_BYTES:
             self._steps[i] = step
         return step
 
 
-def shared_seed(generator: torch.Generator | None, device: torch.device) -> int:
-    """A seed for the numbers that all candidates share: drawn from the generator, or always the same."""
-    if generator is None:
-        generator = torch.Generator(device=device).manual_seed(0)
-    return drawn_seed(generator)
+class MixedCandidates:
+    """Predictive distributions of a mixture at every candidate of a grid; a posterior is a mixture of one.
+
+    Args:
+        parts: Those of every component.
+        weights: Mixture weights at every candidate, `[K, n]`.
+    """
+
+    def __init__(self, parts: list[Candidates], weights: Tensor) -> None:
+        self.parts = parts
+        self.posterior = parts[0].posterior
+        self.settings = parts[0].settings
+        self.weights = weights
+
+    def groups(self, n_data: int) -> list[slice]:
+        """Consecutive candidates that are predicted together: as many as the largest component allows."""
+        return min((part.groups(n_data) for part in self.parts), key=lambda groups: groups[0].stop)
+
+    def prepare(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
+        """Runs every network on a batch: mixed predictions of consecutive candidates, outputs `[B, C]`, positions."""
+        prepared = [part.prepare(x) for part in self.parts]
+
+        def predict(group: slice) -> Prediction:
+            weights = self.weights[:, group]
+            one = group.stop - group.start == 1
+            return mixed([predict_one(group) for predict_one, *_ in prepared], weights[:, 0] if one else weights)
+
+        return predict, *prepared[0][1:]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
-from laplace.core.positions import rows_that_count
-from laplace.enums import LinkApprox, PredType
+from laplace.enums import PredType
 from laplace.errors import InvalidArgument
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import autograd_mode
@@ -30,12 +29,10 @@ from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
 from laplace.predictive.mixing import mixed
 from laplace.structures.base import Precision
-from laplace.tuning.candidates import Predictive, shared_seed
 from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.objectives import Objective
-from laplace.tuning.scores import Prediction
 from laplace.tuning.settings import Coordinates
-from laplace.tuning.validation import Validation, at_rows, checked_rows, entropy_of
+from laplace.tuning.validation import Targets, ValidationLoss, entropy_of
 
 
 @dataclass(frozen=True)
@@ -45,19 +42,12 @@ class Batch:
     Attributes:
         jacobians: Of consecutive parts.
         mean: Outputs, `[B, C]`.
-        y: Checked targets; zeros `[B]` of out-of-distribution inputs.
-        rows: Rows that count, of outputs with positions; None for all.
+        targets: Of these outputs.
     """
 
     jacobians: list[Jacobian]
     mean: Tensor
-    y: Tensor
-    rows: Tensor | None = None
-
-    @property
-    def n_data(self) -> int:
-        """Data that count."""
-        return len(self.y) if self.rows is None else len(self.rows)
+    targets: Targets
 
 
 class SmoothLoss:
@@ -66,29 +56,16 @@ class SmoothLoss:
     Args:
         group: A fitted posterior, or several that predict as a mixture.
         coordinates: What is tuned.
-        objective: The loss.
-        validation: The data.
-        predictive: Link, samples and generator.
-        progress_bar: Show one for the pass over the data.
+        loss: The loss, the data and the kind of prediction.
 
     Raises:
         InvalidArgument: `pred_type="nn"`, or thresholds.
         InvalidData: No validation data.
     """
 
-    def __init__(
-        self,
-        group: PosteriorGroup,
-        coordinates: Coordinates,
-        objective: Objective,
-        validation: Validation,
-        predictive: Predictive,
-        *,
-        progress_bar: bool = False,
-    ) -> None:
-        asked = (predictive.pred_type, predictive.link_approx, predictive.n_samples, None)
-        kinds = [latent.check_options(*asked, posterior.choices.pred_types) for posterior in group.posteriors]
-        if PredType.NN in kinds or objective.thresholds:
+    def __init__(self, group: PosteriorGroup, coordinates: Coordinates, loss: ValidationLoss) -> None:
+        kinds = [loss.predictive.kind(posterior) for posterior in group.posteriors]
+        if PredType.NN in kinds or loss.objective.thresholds:
             what = "pred_type='nn'" if PredType.NN in kinds else "Thresholds"
             raise InvalidArgument(f"{what} has no gradient in the hyper-parameters; use method='grid'.")
         self.group = group
@@ -101,23 +78,18 @@ class SmoothLoss:
                     "method='grid'."
                 )
         self.coordinates = coordinates
-        self.objective = objective
-        self.validation = validation
-        self.predictive = predictive
-        likelihood = group.likelihood
-        self.diagonal = likelihood.target.reads_variances(
-            likelihood, predictive.link_approx, for_scores=not objective.whole_covariance
-        )
+        self.objective = loss.objective
+        self.validation = loss.data
+        first = group.first
         with autograd_mode(), torch.no_grad():
-            first = group.first
-            data = validation.batches(first, progress_bar=progress_bar)
-            self.data = [self._run(*batch) for batch in data]
+            self.data = [self._run(*batch) for batch in self.validation.batches(first)]
             self.ood: list[list[Batch]] = []
-            if validation.ood_loader is not None:
-                self.entropy = entropy_of(likelihood)
-                ood = validation.ood_inputs(first, progress_bar=progress_bar)
-                self.ood = [self._run(*batch) for batch in ood]
-        self.seed = shared_seed(predictive.generator, first.hypers.device)
+            if self.validation.ood_loader is not None:
+                self.entropy = entropy_of(group.likelihood)
+                self.ood = [self._run(*batch) for batch in self.validation.ood_inputs(first)]
+        self.summaries = loss.predictive.summaries(
+            group.likelihood, first.hypers.device, for_scores=not self.objective.whole_covariance
+        )
 
     def __call__(self, logs: Tensor) -> tuple[float, Tensor]:
         """The loss and its gradient at logarithms `[n]`."""
@@ -174,8 +146,7 @@ class SmoothLoss:
     def _users_variance(self, posterior: Posterior, batch: Batch) -> Tensor:
         """`[B, C]` or `[B, C, C]`, with its graph."""
         precision = posterior.predictive_precision()
-        contract = precision.functional_diagonal if self.diagonal else precision.functional_variance
-        return torch.cat([contract(jacobian) for jacobian in batch.jacobians])
+        return torch.cat([self.summaries.contraction(precision)(jacobian) for jacobian in batch.jacobians])
 
     def _run(self, name: str, x: Inputs, y: Tensor | None = None) -> list[Batch]:
         """One pass of every network over a batch."""
@@ -184,10 +155,9 @@ class SmoothLoss:
 
     def _variance(self, precision: Precision, batch: Batch) -> Tensor:
         """`[B, C]` or `[B, C, C]`, without gradient."""
-        contract = precision.functional_diagonal if self.diagonal else precision.functional_variance
-        wide = self.predictive.link_approx == LinkApprox.MC
+        contract, read = self.summaries.contraction(precision), self.summaries.read
         with torch.no_grad():
-            return torch.cat([contract(replace(jacobian, wide=wide)) for jacobian in batch.jacobians])
+            return torch.cat([contract(read(jacobian)) for jacobian in batch.jacobians])
 
     def _loss(self, variances: list[list[Tensor]], group: PosteriorGroup) -> Tensor:
         weights, sigma = group.weights(), group.first.hypers.sigma_noise
@@ -196,8 +166,8 @@ class SmoothLoss:
             return loss
         outside = variances[len(self.data) :]
         entropy = self._mean_of(self.entropy, self.ood, outside, sigma, weights)
-        ratio = sum(batch[0].n_data for batch in self.ood) / sum(batch[0].n_data for batch in self.data)
-        return loss - self.validation.ood_weight * ratio * entropy
+        n_ood, n_data = (sum(batch[0].targets.n_data for batch in data) for data in (self.ood, self.data))
+        return self.validation.less_entropy(loss, entropy, n_ood, n_data)
 
     def _mean_of(
         self,
@@ -209,23 +179,10 @@ class SmoothLoss:
     ) -> Tensor:
         running = objective.fresh()
         for batch, spread in zip(data, variances, strict=True):
-            predictions = [self._predicted(part, variance) for part, variance in zip(batch, spread, strict=True)]
-            y, rows = batch[0].y, batch[0].rows
-            running.update(at_rows(mixed(predictions, weights), rows), y if rows is None else y[rows], sigma)
+            parts = zip(batch, spread, strict=True)
+            predictions = [self.summaries.of_gaussian(part.mean, variance) for part, variance in parts]
+            batch[0].targets.update(running, mixed(predictions, weights), sigma)
         return running.result()
-
-    def _predicted(self, batch: Batch, variance: Tensor) -> Prediction:
-        options, likelihood = self.predictive, self.group.likelihood
-        draws = torch.Generator(device=variance.device).manual_seed(self.seed)
-        return likelihood.target.summary(
-            likelihood,
-            batch.mean,
-            variance,
-            options.link_approx,
-            options.n_samples,
-            draws,
-            for_scores=not self.objective.whole_covariance,
-        )
 
     def _through(self, precision: Precision, constant: Precision, batch: Batch, slope: Tensor, leaf: Tensor) -> Tensor:
         """Σ (∂L/∂v) dv/d(log h), `[n]`, of one batch."""
@@ -245,10 +202,8 @@ def _passed(posterior: Posterior, x: Inputs, y: Tensor | None) -> Batch:
     with closing(latent.shifted(posterior.engine.jacobian(x), posterior.refined_step)) as pieces:
         parts = list(pieces)
     mean = torch.cat([f for _, f in parts]).to(posterior.hypers.dtype)
-    positions = parts[0][0].positions
-    y = checked_rows(posterior, mean, y, positions)
-    rows = rows_that_count(y, positions, posterior.likelihood.ignore_index)
-    return Batch([jacobian for jacobian, _ in parts], mean, y, rows)
+    jacobians = [jacobian for jacobian, _ in parts]
+    return Batch(jacobians, mean, Targets.of(posterior, mean, y, jacobians[0].positions))
 
 
 def _pieces(jacobians: list[Jacobian]) -> Iterator[Tensor]:

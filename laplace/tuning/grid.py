@@ -13,15 +13,14 @@ from torch import Tensor
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.hyperparameters import Hyperparameters, positive
-from laplace.core.positions import rows_that_count
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import CurvatureError, InvalidArgument
 from laplace.network.model_guard import autograd_mode
-from laplace.tuning.candidates import Predict, Predictive
-from laplace.tuning.group import CandidateSet, PosteriorGroup
+from laplace.tuning.candidates import MixedCandidates, Predict
+from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.objectives import Objective, Running
 from laplace.tuning.scores import Prediction
-from laplace.tuning.validation import Validation, at_rows, checked_rows, entropy_of
+from laplace.tuning.validation import Targets, ValidationLoss, entropy_of
 
 _RANGES = {"prior_precision": (-4, 4), "sigma_noise": (-2, 2), "temperature": (-2, 2)}
 """Exponents of 10 between which a grid lies that the caller does not give."""
@@ -102,36 +101,27 @@ class GridResult:
     notes: list[str]
 
 
-def search_grid(
-    group: PosteriorGroup,
-    grid: Grid,
-    objective: Objective,
-    validation: Validation,
-    predictive: Predictive,
-    *,
-    progress_bar: bool = False,
-) -> GridResult:
+def search_grid(group: PosteriorGroup, grid: Grid, loss: ValidationLoss) -> GridResult:
     """The candidate with the smallest loss.
 
     Raises:
         InvalidData: No validation data.
         InvalidArgument: No candidate with a finite loss, or none that meets the thresholds.
     """
-    first = group.first
+    first, objective, data = group.first, loss.objective, loss.data
     with autograd_mode(), torch.no_grad():
-        candidates = group.candidates(grid.settings, predictive, whole_covariance=objective.whole_covariance)
+        candidates = group.candidates(grid.settings, loss.predictive, whole_covariance=objective.whole_covariance)
         losses = Losses(candidates, objective)
-        for name, x, y in validation.batches(first, label="grid search", progress_bar=progress_bar):
+        for name, x, y in data.batches(first, label="grid search"):
             with named(name):
                 losses.update(x, y)
         values = losses.results()
-        if validation.ood_loader is not None:
+        if data.ood_loader is not None:
             entropies = Losses(candidates, entropy_of(group.likelihood))
-            for name, x in validation.ood_inputs(first, progress_bar=progress_bar):
+            for name, x in data.ood_inputs(first):
                 with named(name):
                     entropies.update(x, None)
-            # Both are sums in equation 12: over N_val data that count, and over N_out out-of-distribution inputs.
-            values = values - validation.ood_weight * entropies.n_data / losses.n_data * entropies.results()
+            values = data.less_entropy(values, entropies.results(), entropies.n_data, losses.n_data)
     place = _best(values, objective)
     return GridResult(place, values.view(grid.shape), _notes(values.view(grid.shape), place, grid, objective))
 
@@ -147,7 +137,7 @@ class Losses:
         n_data: Data seen.
     """
 
-    def __init__(self, candidates: CandidateSet, objective: Objective) -> None:
+    def __init__(self, candidates: MixedCandidates, objective: Objective) -> None:
         self.candidates = candidates
         self.objective = objective
         self.n_data = 0
@@ -160,10 +150,8 @@ class Losses:
     def update(self, x: Inputs, y: Tensor | None) -> None:
         """Takes in one batch; without targets, one of out-of-distribution inputs."""
         predict, f, positions = self.candidates.prepare(x)
-        posterior = self.candidates.posterior
-        y = checked_rows(posterior, f, y, positions)
-        rows = rows_that_count(y, positions, posterior.likelihood.ignore_index)
-        self.n_data += len(y) if rows is None else len(rows)
+        targets = Targets.of(self.candidates.posterior, f, y, positions)
+        self.n_data += targets.n_data
         if not self._groups:
             self._groups = self.candidates.groups(len(f))
             parts = self._groups if self._together else [slice(i, i + 1) for i in range(len(self.candidates.settings))]
@@ -173,8 +161,7 @@ class Losses:
             if prediction is None:
                 self._failed.add(part.start)
             else:
-                sigma = self.candidates.settings[part.start].sigma_noise
-                running.update(at_rows(prediction, rows), y if rows is None else y[rows], sigma)
+                targets.update(running, prediction, self.candidates.settings[part.start].sigma_noise)
 
     def _predicted(self, predict: Predict, group: slice) -> list[Prediction | None]:
         """The predictions of a group, as one or candidate by candidate; None where a posterior does not exist."""

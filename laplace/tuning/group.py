@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype, widened
@@ -20,33 +18,10 @@ from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.assigned import Given
 from laplace.posterior.posterior import Posterior
-from laplace.predictive.mixing import mixed
-from laplace.tuning.candidates import Candidates, Predict, Predictive
+from laplace.tuning.candidates import Candidates, MixedCandidates
 from laplace.tuning.optimise import Evaluate
-from laplace.tuning.scores import Prediction
+from laplace.tuning.predictive import Predictive
 from laplace.tuning.settings import NAMES, Coordinates
-
-
-class CandidateSet(Protocol):
-    """Predictive distributions at every candidate of a grid, as `Candidates` has them."""
-
-    @property
-    def posterior(self) -> Posterior:
-        """Whose likelihood and device count."""
-        ...
-
-    @property
-    def settings(self) -> list[Hyperparameters]:
-        """The candidates."""
-        ...
-
-    def groups(self, n_data: int) -> list[slice]:
-        """Consecutive candidates that are predicted together."""
-        ...
-
-    def prepare(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
-        """Runs the networks on a batch: predictions of consecutive candidates, outputs `[B, C]`, their positions."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -144,7 +119,7 @@ class PosteriorGroup:
 
     def candidates(
         self, settings: list[Hyperparameters], predictive: Predictive, *, whole_covariance: bool
-    ) -> CandidateSet:
+    ) -> MixedCandidates:
         """Predictions of candidates, from one pass of every network."""
         parts = [
             Candidates(
@@ -152,39 +127,7 @@ class PosteriorGroup:
             )
             for one in self.posteriors
         ]
-        if self.weigh is None:
-            return parts[0]
         return MixedCandidates(parts, torch.stack([self.at(setting).weights() for setting in settings], 1))
-
-
-class MixedCandidates:
-    """Predictive distributions of a mixture at every candidate of a grid.
-
-    Args:
-        parts: Those of every component.
-        weights: Mixture weights at every candidate, `[K, n]`.
-    """
-
-    def __init__(self, parts: list[Candidates], weights: Tensor) -> None:
-        self.parts = parts
-        self.posterior = parts[0].posterior
-        self.settings = parts[0].settings
-        self.weights = weights
-
-    def groups(self, n_data: int) -> list[slice]:
-        """Consecutive candidates that are predicted together: as many as the largest component allows."""
-        return min((part.groups(n_data) for part in self.parts), key=lambda groups: groups[0].stop)
-
-    def prepare(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
-        """Runs every network on a batch: mixed predictions of consecutive candidates, outputs `[B, C]`, positions."""
-        prepared = [part.prepare(x) for part in self.parts]
-
-        def predict(group: slice) -> Prediction:
-            weights = self.weights[:, group]
-            one = group.stop - group.start == 1
-            return mixed([predict_one(group) for predict_one, *_ in prepared], weights[:, 0] if one else weights)
-
-        return predict, *prepared[0][1:]
 
 
 def negative_evidence(group: PosteriorGroup, coordinates: Coordinates) -> Evaluate:

@@ -62,6 +62,45 @@ class Search:
         return bool((self.best.abs() >= BOUND).any())
 
 
+@dataclass(frozen=True)
+class Climb:
+    """A search by gradients, and its options.
+
+    Attributes:
+        method: As of `minimise`, like the others.
+        n_steps: Steps of Adam, or iterations of L-BFGS.
+        lr: Step size of Adam.
+        tolerance: Of the gradient; None makes all steps.
+        label: Name of the progress bar.
+        progress_bar: Show one.
+    """
+
+    method: str
+    n_steps: int
+    lr: float
+    tolerance: float | None = None
+    label: str = "tuning"
+    progress_bar: bool = False
+
+    def __call__(self, evaluate: Evaluate, start: Tensor) -> Search:
+        """Makes a function of logarithms small, from a start `[n]`.
+
+        Raises:
+            InvalidArgument: As of `minimise`.
+        """
+        return minimise(
+            evaluate, start, method=self.method, n_steps=self.n_steps, lr=self.lr, tolerance=self.tolerance or 0.0,
+            label=self.label, progress_bar=self.progress_bar,
+        )  # fmt: skip
+
+    def shortfall(self, search: Search) -> tuple[str, ...]:
+        """A note where a search should have converged and did not."""
+        if self.tolerance is None or search.converged or search.is_flat():
+            return ()
+        slope = f"largest slope {search.slope:.2g} per log unit"
+        return (f"the search did not converge in {self.n_steps} steps ({slope}); raise n_steps",)
+
+
 class _Finished(Exception):
     """A signal out of the line search, never seen by callers: the gradient is small enough, or there is none."""
 

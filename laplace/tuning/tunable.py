@@ -11,18 +11,27 @@ from torch import Tensor
 
 from laplace.core.arguments import checked
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
+from laplace.errors import InvalidArgument
 from laplace.posterior.posterior import Posterior
-from laplace.tuning.candidates import Predictive
 from laplace.tuning.choose import (
-    SearchOptions,
-    TuningOptions,
+    EVIDENCE,
     TuningResult,
+    by_evidence,
+    by_gradient,
     check_predictive,
-    choose_hyperparameters,
-    choose_prior_precision,
+    coordinates_of,
+    on_grid,
+    powers,
+    prior_by_evidence,
+    prior_on_grid,
     report,
 )
+from laplace.tuning.grid import make_axes
 from laplace.tuning.group import PosteriorGroup
+from laplace.tuning.objectives import make_objective
+from laplace.tuning.optimise import Climb
+from laplace.tuning.predictive import Predictive
+from laplace.tuning.validation import Validation, ValidationLoss
 
 
 class Tunable(ABC):
@@ -97,16 +106,25 @@ class Tunable(ABC):
                 left as it was.
         """
         check_predictive(pred_type)
-        options = TuningOptions(
-            method=str(method), n_steps=n_steps, lr=lr, init_prior_prec=init_prior_prec,
-            prior_structure=str(prior_structure), val_loader=val_loader, loss=loss,
-            log_prior_prec_min=log_prior_prec_min, log_prior_prec_max=log_prior_prec_max, grid_size=grid_size,
-            log_prior_prec_base=log_prior_prec_base, progress_bar=progress_bar,
-            predictive=Predictive(str(pred_type), str(link_approx), n_samples, generator),
-        )  # fmt: skip
-        group = self._group
+        group, structure = self._group, str(prior_structure)
+        group.check_structure(structure)
         with group.same_random_states():
-            result = choose_prior_precision(group, options)
+            if method == TuningMethod.MARGLIK:
+                climb = Climb("adam", n_steps, lr, label=EVIDENCE, progress_bar=progress_bar)
+                result = prior_by_evidence(group, init_prior_prec, structure, climb)
+                if val_loader is not None:
+                    result = result.noting(_UNUSED)
+            elif method in (TuningMethod.GRIDSEARCH, TuningMethod.CV):
+                if val_loader is None:
+                    raise InvalidArgument(f"method={str(method)!r} needs val_loader=, the validation data.")
+                exponents = (log_prior_prec_min, log_prior_prec_max)
+                values = powers(log_prior_prec_base, *exponents, grid_size, group.first.hypers.prior_precision)
+                data = Validation(val_loader, progress_bar=progress_bar)
+                predictive = Predictive(str(pred_type), str(link_approx), n_samples, generator)
+                scored = ValidationLoss(make_objective(loss, group.likelihood), data, predictive)
+                result = prior_on_grid(group, values, structure, scored)
+            else:
+                raise InvalidArgument(f"method={str(method)!r}; accepted are 'marglik', 'gridsearch' and 'CV'.")
         report(result)
         self._take_over(group.assigned(prior_precision=result.prior_precision))
         if verbose:
@@ -169,16 +187,49 @@ class Tunable(ABC):
             TuningWarning: The objective is flat or was not finite somewhere, the best value is on an edge, or the
                 search did not converge.
         """
-        options = SearchOptions(
-            tune=tune, objective=objective, method=method,
-            prior_structure=None if prior_structure is None else str(prior_structure), val_loader=val_loader,
-            ood_loader=ood_loader, ood_weight=ood_weight, grid=grid, n_steps=n_steps, lr=lr, tolerance=tolerance,
-            progress_bar=progress_bar,
-            predictive=Predictive(str(pred_type), str(link_approx), n_samples, generator),
-        )  # fmt: skip
-        group = self._group
+        structure = None if prior_structure is None else str(prior_structure)
+        group, evidence = self._group, isinstance(objective, str) and objective == EVIDENCE
+        group.check_structure(structure)
+        method = method or ("lbfgs" if evidence else "grid")
         with group.same_random_states():
-            result = choose_hyperparameters(group, options)
+            coordinates = coordinates_of(group, tune, structure, by_evidence=evidence)
+            if method != "grid" and grid is not None:
+                raise InvalidArgument(f"grid= is not used by method={method!r}; use method='grid', or leave it out.")
+            climb = Climb(method, n_steps, lr, tolerance, progress_bar=progress_bar)
+            if evidence:
+                _refuse_data(val_loader, ood_loader, method)
+                result = by_evidence(group, coordinates, climb)
+            elif val_loader is None:
+                raise InvalidArgument(f"objective={objective!r} needs val_loader=, the validation data.")
+            else:
+                data = Validation(val_loader, ood_loader, ood_weight, progress_bar)
+                predictive = Predictive(str(pred_type), str(link_approx), n_samples, generator)
+                loss = ValidationLoss(make_objective(objective, group.likelihood), data, predictive)
+                if method == "grid":
+                    start = coordinates.start.prior_precision
+                    result = on_grid(group, make_axes(coordinates.names, grid, start), start, loss)
+                else:
+                    result = by_gradient(group, coordinates, loss, climb)
         report(result)
         self._take_over(group.assigned(**result.values_of()))
         return result
+
+
+_UNUSED = "val_loader is not used by method='marglik'; use method='gridsearch' to tune on validation data"
+
+
+def _refuse_data(val_loader: Iterable[Any] | None, ood_loader: Iterable[Any] | None, method: str) -> None:
+    """Raises where the evidence is given what it does not use.
+
+    Raises:
+        InvalidArgument: Data, or a grid.
+    """
+    if val_loader is not None or ood_loader is not None:
+        raise InvalidArgument(
+            "the evidence uses no validation data; leave val_loader and ood_loader out, or give another objective, "
+            "such as 'nll'."
+        )
+    if method == "grid":
+        raise InvalidArgument(
+            "method='grid' is for validation data; the evidence has gradients: use 'lbfgs' or 'adam'."
+        )

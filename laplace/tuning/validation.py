@@ -1,4 +1,4 @@
-"""Data of a tuning: validation data, and out-of-distribution inputs on which to be uncertain."""
+"""Validation data of a tuning, inputs from elsewhere on which to be uncertain, and losses of them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from tqdm.auto import tqdm
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
-from laplace.core.positions import target_rows
+from laplace.core.positions import rows_that_count, target_rows
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.checks import check_outputs
 from laplace.network import next_token
 from laplace.posterior.posterior import Posterior
-from laplace.tuning.objectives import MeanScore, Objective
+from laplace.tuning.objectives import MeanScore, Objective, Running
+from laplace.tuning.predictive import Predictive
 from laplace.tuning.scores import Prediction, find_score
 
 
@@ -33,6 +34,7 @@ class Validation:
         loader: Validation data, batches as `fit` takes them.
         ood_loader: Inputs from elsewhere, with or without targets, which are not read; or None.
         ood_weight: λ of equation 12 of Daxberger et al. (2021).
+        progress_bar: Show one for every pass over the data.
 
     Raises:
         InvalidArgument: A weight that is negative or not finite.
@@ -41,6 +43,7 @@ class Validation:
     loader: Iterable[Any]
     ood_loader: Iterable[Any] | None = None
     ood_weight: float = 1.0
+    progress_bar: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.ood_weight < math.inf:
@@ -48,21 +51,18 @@ class Validation:
                 f"ood_weight={self.ood_weight}; it must be at least 0 and finite, between 0 and 1 as a rule."
             )
 
-    def batches(
-        self, posterior: Posterior, *, label: str = "validation", progress_bar: bool = False
-    ) -> Iterator[tuple[str, Inputs, Tensor]]:
+    def batches(self, posterior: Posterior, label: str = "validation") -> Iterator[tuple[str, Inputs, Tensor]]:
         """Name of a batch, inputs and targets of the validation data that count, on the posterior's device.
 
         Args:
             posterior: The posterior.
             label: Name of the progress bar.
-            progress_bar: Show one.
 
         Raises:
             InvalidData: There are none.
         """
         device, ignored, empty = posterior.hypers.device, posterior.likelihood.ignore_index, True
-        for number, batch in enumerate(tqdm(self.loader, desc=label, disable=not progress_bar)):
+        for number, batch in enumerate(tqdm(self.loader, desc=label, disable=not self.progress_bar)):
             name = f"validation batch {number}"
             with named(name):
                 data = next_token.counted(batch, posterior.choices.dict_key_y, device, ignored, posterior.model)
@@ -72,40 +72,95 @@ class Validation:
         if empty:
             raise InvalidData("the validation loader gave no data that count; the hyper-parameters are as they were.")
 
-    def ood_inputs(self, posterior: Posterior, *, progress_bar: bool = False) -> Iterator[tuple[str, Inputs]]:
+    def ood_inputs(self, posterior: Posterior) -> Iterator[tuple[str, Inputs]]:
         """Name of a batch and out-of-distribution inputs, on the posterior's device.
 
         Raises:
             InvalidData: There are none.
         """
         empty = True
-        loader = tqdm(self.ood_loader or (), desc="out-of-distribution inputs", disable=not progress_bar)
+        loader = tqdm(self.ood_loader or (), desc="out-of-distribution inputs", disable=not self.progress_bar)
         for number, batch in enumerate(loader):
             empty = False
             yield f"batch {number} of ood_loader", batches.to_device(batches.inputs(batch), posterior.hypers.device)
         if empty:
             raise InvalidData("ood_loader gave no inputs; the hyper-parameters are as they were.")
 
+    def less_entropy(self, loss: Tensor, entropy: Tensor, n_ood: int, n_data: int) -> Tensor:
+        """The loss minus λ times the entropy outside: sums over data in equation 12, here divided by their number.
 
-def checked_rows(posterior: Posterior, f: Tensor, y: Tensor | None, positions: tuple[int, ...]) -> Tensor:
-    """Checked targets of outputs f `[B, C]`; zeros `[B]` of out-of-distribution inputs, which have none.
+        Args:
+            loss: Mean over the validation data.
+            entropy: Mean over the out-of-distribution inputs.
+            n_ood: Their number.
+            n_data: Number of validation data that count.
+        """
+        return loss - self.ood_weight * n_ood / n_data * entropy
 
-    Args:
-        posterior: The posterior.
-        f: Outputs; with positions, B are rows, data × positions.
-        y: Targets as the loader gives them, or None.
-        positions: Their dimensions.
+
+@dataclass(frozen=True)
+class ValidationLoss:
+    """A loss of predictions of validation data.
+
+    Attributes:
+        objective: The loss.
+        data: The data, and inputs from elsewhere.
+        predictive: Kind of prediction.
     """
+
+    objective: Objective
+    data: Validation
+    predictive: Predictive
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Checked targets of a batch.
+
+    Attributes:
+        y: One for every row of the outputs; zeros `[B]` of out-of-distribution inputs, which have none.
+        rows: Rows that count, of outputs with positions; None for all.
+    """
+
+    y: Tensor
+    rows: Tensor | None
+
+    @classmethod
+    def of(cls, posterior: Posterior, f: Tensor, y: Tensor | None, positions: tuple[int, ...]) -> Targets:
+        """Targets of outputs f.
+
+        Args:
+            posterior: The posterior.
+            f: Outputs `[B, C]`; with positions, B are rows, data × positions.
+            y: Targets as the loader gives them, or None.
+            positions: Their dimensions.
+        """
+        checked = _checked_rows(posterior, f, y, positions)
+        return cls(checked, rows_that_count(checked, positions, posterior.likelihood.ignore_index))
+
+    @property
+    def n_data(self) -> int:
+        """Rows that count."""
+        return len(self.y) if self.rows is None else len(self.rows)
+
+    def update(self, running: Running, prediction: Prediction, sigma: Tensor) -> None:
+        """Adds predictions of this batch, of one setting or of several, to a running loss."""
+        if self.rows is None:
+            running.update(prediction, self.y, sigma)
+        else:
+            running.update(_at_rows(prediction, self.rows), self.y[self.rows], sigma)
+
+
+def _checked_rows(posterior: Posterior, f: Tensor, y: Tensor | None, positions: tuple[int, ...]) -> Tensor:
+    """Targets `[B, …]`, one for every row of f."""
     if y is None:
         check_outputs(f)
         return torch.zeros(len(f), dtype=torch.long, device=f.device)
     return posterior.likelihood.check_targets(f, target_rows(y, f, positions, posterior.channel_dim))
 
 
-def at_rows(prediction: Prediction, rows: Tensor | None) -> Prediction:
-    """Some rows of the predictions of one candidate or of several; None for all."""
-    if rows is None:
-        return prediction
+def _at_rows(prediction: Prediction, rows: Tensor) -> Prediction:
+    """Some rows of the predictions of one setting or of several."""
     if isinstance(prediction, tuple):
         mean, variance = prediction
         dim = mean.ndim - 2

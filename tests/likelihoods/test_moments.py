@@ -129,6 +129,53 @@ def test_density_of_a_noise_of_its_own_under_gaussian_outputs(spread: float) -> 
     assert_close(find_score("nll", likelihood)(likelihood, candidates, y, ONE), actual.expand(3, 5), "algebra")
 
 
+@pytest.mark.parametrize("eta", [3.0, 100.0, 3000.0])
+@pytest.mark.parametrize(("s", "variance"), [(-2.0, 0.3), (1.0, 4.0)])
+@pytest.mark.parametrize("correlation", [0.0, 0.5])
+def test_density_where_the_first_parameter_is_almost_known(
+    eta: float, s: float, variance: float, correlation: float
+) -> None:
+    """Then y decides s, to a small part of its standard deviation; also where it is far from what was expected."""
+    likelihood = Heteroscedastic()
+    mean = torch.tensor([eta, s], dtype=torch.float64)
+    shared = correlation * (1e-10 * variance) ** 0.5
+    covariance = torch.tensor([[1e-10, shared], [shared, variance]], dtype=torch.float64)
+    precision = torch.nn.functional.softplus(mean[1])
+    for offset in (0.0, 2.5, -8.0):
+        y = eta / precision + offset / precision.sqrt()
+        actual = find_score("nll", likelihood)(
+            likelihood, (mean.unsqueeze(0), covariance.unsqueeze(0)), y.reshape(1, 1), ONE
+        )
+        assert_close(actual[0], -reference.narrow_density(mean, covariance, y), "backend", label=str(offset))
+
+
+def test_density_of_a_noise_of_its_own_is_differentiable() -> None:
+    mean, covariance = latents(c=2)
+    y, root = torch.randn(5, 1, dtype=torch.float64), torch.linalg.cholesky(covariance)
+
+    def nll(mean: Tensor, root: Tensor) -> Tensor:
+        return find_score("nll", Heteroscedastic())(Heteroscedastic(), (mean, root @ root.mT), y, ONE)
+
+    torch.autograd.gradcheck(nll, (mean.requires_grad_(), root.requires_grad_()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_summaries_of_samples_for_scores_have_their_covariances(dtype: torch.dtype) -> None:
+    """Of η with s, and between targets, against the covariance of every row by itself; so have densities."""
+    likelihood, (mean, covariance) = Heteroscedastic(), latents(0.4)
+    samples = MultivariateNormal(mean, covariance).sample((30,)).to(dtype)
+    summary = likelihood.target.summary_of_samples(likelihood, samples, for_scores=True)
+    expected = reference.sampled_moments(samples)
+    tolerance = "algebra" if dtype == torch.float64 else "float32"
+    for part, truth in zip(summary, expected, strict=True):
+        assert part.dtype == dtype
+        assert_close(part.double(), truth, tolerance)
+    y = torch.randn(5, 2, dtype=torch.float64)
+    actual = find_score("nll", likelihood)(likelihood, summary, y.to(dtype), ONE)
+    density = reference.noisy_density(*expected, y.to(dtype).double())
+    assert_close(actual.double(), -density.sum(1), "backend" if dtype == torch.float64 else "float32")
+
+
 @pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=lambda likelihood: likelihood.name)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_density_where_moments_have_no_float(likelihood: MomentLikelihood, dtype: torch.dtype) -> None:

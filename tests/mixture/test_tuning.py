@@ -18,7 +18,7 @@ from laplace.tuning.gradient_loss import SmoothLoss
 from laplace.tuning.group import negative_evidence
 from laplace.tuning.objectives import make_objective
 from laplace.tuning.settings import Coordinates
-from laplace.tuning.validation import Validation
+from laplace.tuning.validation import Validation, ValidationLoss
 from tests import grid
 from tests.mixture.test_mixture import RULES, batches, fitted, networks, parts
 from tests.reference.compare import assert_close
@@ -93,10 +93,9 @@ def test_gradient_of_a_validation_loss(likelihood: str, objective: str, link: st
     mixture.prior_precision = 0.9
     names = ("prior_precision", "sigma_noise") if likelihood == "regression" else ("prior_precision", "temperature")
     group = mixture._group
-    loss = SmoothLoss(
-        group, Coordinates(names, group.hypers(())), make_objective(objective, mixture.likelihood_object),
-        Validation(validation(likelihood), [x for x, _ in validation(likelihood)], 0.4), Predictive("glm", link, 20),
-    )  # fmt: skip
+    data = Validation(validation(likelihood), [x for x, _ in validation(likelihood)], 0.4)
+    scored = ValidationLoss(make_objective(objective, mixture.likelihood_object), data, Predictive("glm", link, 20))
+    loss = SmoothLoss(group, Coordinates(names, group.hypers(())), scored)
     at = torch.tensor([0.3, -0.2], dtype=torch.float64)
     assert_close(loss(at)[1], slopes(lambda logs: loss(logs)[0], at), "finite_difference")
 

@@ -96,6 +96,32 @@ def noisy_density(mean: Tensor, covariance: Tensor, y: Tensor, n: int = 401) -> 
     return logs.logsumexp(0) + 2 * math.log(18 / (n - 1))
 
 
+def narrow_density(mean: Tensor, covariance: Tensor, y: Tensor, n: int = 2_000_001) -> Tensor:
+    """The same of one pair (η, s), 0-dim, by a dense sum over s alone, given which y is Gaussian.
+
+    Args:
+        mean: `[2]`.
+        covariance: `[2, 2]`.
+        y: 0-dim.
+        n: Terms of the sum: it resolves what is wide by 1e-4 standard deviations of s.
+    """
+    line = torch.linspace(-14, 14, n, dtype=mean.dtype)
+    s = mean[1] + line * covariance[1, 1].sqrt()
+    slope = covariance[0, 1] / covariance[1, 1]
+    precision, rest = softplus(s), covariance[0, 0] - slope * covariance[0, 1]
+    normal = torch.distributions.Normal(
+        (mean[0] + slope * (s - mean[1])) / precision, (precision + rest).sqrt() / precision
+    )
+    logs = normal.log_prob(y) - 0.5 * line.square() - 0.5 * math.log(2 * math.pi)
+    return logs.logsumexp(0) + math.log(28 / (n - 1))
+
+
+def sampled_moments(samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean `[B, C]` and unbiased covariance `[B, C, C]` of samples `[S, B, C]`, in float64, one row after the other."""
+    rows = samples.double().unbind(1)
+    return torch.stack([row.mean(0) for row in rows]), torch.stack([torch.cov(row.T) for row in rows])
+
+
 def count_density(mean: Tensor, variance: Tensor, y: Tensor, n: int = 100_001) -> Tensor:
     """log ∫ Poisson(y; exp(f)) N(f; mean, variance) df, element-wise, by a dense sum over all f that matter."""
     low = mean - 14 * variance.sqrt()

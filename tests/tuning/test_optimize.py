@@ -17,7 +17,7 @@ from laplace.errors import CurvatureError, InvalidArgument, InvalidData, TuningW
 from laplace.metrics import RunningNLLMetric
 from laplace.structures.variances_over_priors import SpectralScan
 from tests import grid
-from tests.reference.likelihoods import count_density, noisy_density
+from tests.reference.likelihoods import count_density, noisy_density, sampled_moments
 
 X, Y = grid.data(seed=11)
 GRID = 10 ** torch.linspace(-4, 4, 9)
@@ -172,7 +172,7 @@ def exact_scores(la: Any, pred_type: str = "glm", n_samples: int = 100) -> list[
         if pred_type == "nn":
             generator = torch.Generator().manual_seed(SEED)
             samples = la.functional_samples(x, "nn", n_samples, generator=generator)
-            mean, covariance = samples.mean(0), torch.diag_embed(samples.var(0))
+            mean, covariance = sampled_moments(samples)
         else:
             mean, covariance = la.predictive_moments(x)
         density = noisy_density(mean.double(), covariance.double(), y.double(), n=201)

@@ -13,13 +13,13 @@ from laplace import ParametricLaplace
 from laplace.errors import InvalidArgument, TuningWarning
 from laplace.metrics import RunningNLLMetric
 from laplace.structures import STRUCTURES
-from laplace.tuning.candidates import Predictive
 from laplace.tuning.gradient_loss import SmoothLoss
 from laplace.tuning.group import negative_evidence
 from laplace.tuning.objectives import make_objective
 from laplace.tuning.optimise import Evaluate
+from laplace.tuning.predictive import Predictive
 from laplace.tuning.settings import Coordinates
-from laplace.tuning.validation import Validation
+from laplace.tuning.validation import Validation, ValidationLoss
 from tests import grid
 from tests.reference.compare import assert_close
 
@@ -77,11 +77,9 @@ def test_joint_gradient_of_the_evidence(weights: str, structure: str, likelihood
 
 def smooth(la: ParametricLaplace, likelihood: str, objective: Any, link: str, *, foreign: bool) -> SmoothLoss:
     outside = [torch.cat([x for x, _ in batches(likelihood, seed=5)])] if foreign else None
-    return SmoothLoss(
-        la._group, Coordinates(names(likelihood), la._group.hypers(())),
-        make_objective(objective, la.likelihood_object),
-        Validation(batches(likelihood, seed=11), outside, 0.4), Predictive("glm", link, 20),
-    )  # fmt: skip
+    data = Validation(batches(likelihood, seed=11), outside, 0.4)
+    scored = ValidationLoss(make_objective(objective, la.likelihood_object), data, Predictive("glm", link, 20))
+    return SmoothLoss(la._group, Coordinates(names(likelihood), la._group.hypers(())), scored)
 
 
 @pytest.mark.parametrize(("weights", "structure"), CELLS)

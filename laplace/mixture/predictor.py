@@ -1,0 +1,93 @@
+"""Predictions of a mixture: those of its components, by their public methods, as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from laplace.core.batch import Inputs
+from laplace.enums import PredType
+from laplace.mixture.sampling import choose, in_order
+from laplace.parametric import ParametricLaplace
+from laplace.posterior.predictor import replayed
+from laplace.predictive.mixed_outputs import MixedOutputs
+from laplace.predictive.mixing import mixed
+from laplace.predictive.names import WEIGHT_SPACE
+from laplace.predictive.prediction import Prediction
+from laplace.predictive.predictor import Predictor, Request
+
+
+@dataclass(frozen=True, eq=False)
+class MixturePredictor(Predictor):
+    """Several posteriors as they are asked for predictions together.
+
+    Attributes:
+        components: The K Laplace objects, whose methods may be users' own.
+        weights: π, `[K]`.
+    """
+
+    components: tuple[ParametricLaplace, ...]
+    weights: Tensor
+
+    @property
+    def _channel_dim(self) -> int:
+        return self.components[0].channel_dim
+
+    def call(self, x: Inputs, request: Request, /, **more: Any) -> Any:
+        """Σ_k π_k p_k(y | x), or its first two moments."""
+        predictions = [la(x, *_arguments(la, request), **more) for la in self.components]
+        return mixed(predictions, self.weights, self._channel_dim)
+
+    def predict(self, x: Inputs, request: Request, /, **more: Any) -> Prediction:
+        """One object over the outputs of all components."""
+        predictions = [la.predict(x, *_arguments(la, request), **more) for la in self.components]
+        rows = tuple(outputs for prediction in predictions for outputs in prediction.rows.components)
+        draws = replayed(request.generator, self.weights.device)
+
+        def choice() -> Tensor:
+            return choose(self.weights, request.n_samples, draws())
+
+        return Prediction(MixedOutputs(rows, self.weights, choice), self._channel_dim)
+
+    def functional_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:
+        """A component per sample, then a sample of its outputs."""
+
+        def draw(la: ParametricLaplace, n_samples: int) -> Tensor:
+            return la.functional_samples(x, *_sampling_arguments(request, n_samples), **model_kwargs)
+
+        return self._drawn(draw, request)
+
+    def predictive_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:
+        """A component per sample, then a sample of the mean of its target."""
+
+        def draw(la: ParametricLaplace, n_samples: int) -> Tensor:
+            return la.predictive_samples(x, *_sampling_arguments(request, n_samples), **model_kwargs)
+
+        return self._drawn(draw, request)
+
+    def _drawn(self, draw: Callable[[ParametricLaplace, int], Tensor], request: Request) -> Tensor:
+        """Samples `[S, …]`, each of a component by its weight."""
+        request.kind(WEIGHT_SPACE)
+        chosen = choose(self.weights, request.n_samples, request.generator)
+        return in_order([partial(draw, la) for la in self.components], chosen)
+
+
+def _arguments(la: ParametricLaplace, request: Request) -> tuple[Any, ...]:
+    """Arguments of `la(x, ...)`: a posterior over functions has a name of its own for the linearised predictive."""
+    linearised = str(request.pred_type) == PredType.GLM
+    return (
+        la.pred_types.name(PredType.GLM) if linearised else request.pred_type,
+        request.joint,
+        request.link_approx,
+        request.n_samples,
+        request.diagonal_output,
+        request.generator,
+    )
+
+
+def _sampling_arguments(request: Request, n_samples: int) -> tuple[Any, ...]:
+    return request.pred_type, n_samples, request.diagonal_output, request.generator, request.joint

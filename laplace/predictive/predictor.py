@@ -1,0 +1,81 @@
+"""The interface that predictions are asked through, of a posterior or a mixture, and the options of a prediction."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.core.batch import Inputs
+from laplace.enums import LinkApprox, PredType
+from laplace.predictive import latent
+from laplace.predictive.names import PredictiveNames
+from laplace.predictive.posterior_outputs import PredictionOptions
+from laplace.predictive.prediction import Prediction
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """Options of a prediction as users give them.
+
+    Attributes:
+        pred_type: Name of the predictive.
+        n_samples: Monte-Carlo samples.
+        diagonal_output: Only variances of the outputs.
+        generator: Source of randomness; None for the global one.
+        joint: Covariance over all inputs.
+        link_approx: Name of the link; None for samples, which need none.
+    """
+
+    pred_type: PredType | str
+    n_samples: int
+    diagonal_output: bool
+    generator: torch.Generator | None
+    joint: bool
+    link_approx: LinkApprox | str | None = None
+
+    def kind(self, names: PredictiveNames) -> PredType:
+        """The predictive, linearised or sampled, by the names that a posterior has.
+
+        Raises:
+            InvalidArgument: Unknown predictive or link, or no samples.
+            InvalidType: The generator is no `torch.Generator`.
+        """
+        return latent.check_options(self.pred_type, self.link_approx, self.n_samples, self.generator, names)
+
+    def options(self) -> PredictionOptions:
+        """Link, samples and form."""
+        form = form_of(joint=self.joint, diagonal_output=self.diagonal_output)
+        return PredictionOptions(str(self.link_approx or LinkApprox.PROBIT), self.n_samples, form)
+
+
+def form_of(*, joint: bool, diagonal_output: bool) -> str:
+    """The covariance of the latents that was asked for: `"joint"`, `"diagonal"` or `"full"`."""
+    return "joint" if joint else "diagonal" if diagonal_output else "full"
+
+
+class Predictor(ABC):
+    """A posterior, or a mixture of several, as it is asked for predictions.
+
+    What the methods return is documented where users call them, at the methods of the same names of
+    `laplace.predicting.Predicting`; `more` are arguments that the methods of a posterior alone have names for.
+    """
+
+    @abstractmethod
+    def call(self, x: Inputs, request: Request, /, **more: Any) -> Any:
+        """Value of `la(x, ...)`."""
+
+    @abstractmethod
+    def predict(self, x: Inputs, request: Request, /, **more: Any) -> Prediction:
+        """Value of `la.predict(x, ...)`."""
+
+    @abstractmethod
+    def functional_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:
+        """Value of `la.functional_samples(x, ...)`."""
+
+    @abstractmethod
+    def predictive_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:
+        """Value of `la.predictive_samples(x, ...)`."""
