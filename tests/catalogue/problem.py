@@ -92,7 +92,7 @@ def add(
     ignored: tuple[int, ...] = (),
     soft: bool = False,
 ) -> None:
-    """Registers a problem with inputs `[n_data, *shape]` (indices below `tokens`, if given), labels `[n_data, C]` if they are soft."""
+    """Registers a problem with inputs `[n_data, *shape]` (indices below `tokens`, if given), and labels, maybe soft."""
     if name in PROBLEMS:
         raise ValueError(f"a problem called {name!r} exists already")
     generator = torch.Generator().manual_seed(zlib.crc32(b"data " + name.encode()))
