@@ -153,7 +153,8 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     def snapshot(self) -> Posterior:
         """The posterior as a value: what is assigned to the object later changes nothing of it."""
-        return replace(self._posterior, owner=self)
+        now = self._posterior
+        return replace(now, data=None if now.data is None else now.data.settled(), owner=self)
 
     def set_posterior(self, posterior: Posterior) -> None:
         """Takes over a posterior."""

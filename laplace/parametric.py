@@ -23,6 +23,7 @@ from laplace.fitting.planning import FitPlan
 from laplace.keyed_classes import KeyedClasses
 from laplace.network.fingerprint import Fingerprint
 from laplace.posterior import learning, overridden
+from laplace.posterior.attributes import Part
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.predictor import Predictor
 from laplace.posterior.refined import Refinement
@@ -94,10 +95,25 @@ class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
         """
         return dict(self.fitted().coverage)
 
-    @property
-    def mean(self) -> Tensor:
-        """θ*, `[P]`; the prior's mean before `fit`, θ̂ after `refine`."""
-        return self._posterior.mean
+    mean = Part["Tensor | None"](
+        lambda now: None if now.weights.problem is None else now.mean,
+        "θ*, `[P]`; before `fit` the prior's mean, or None while the last layer is unknown; θ̂ after `refine`. One "
+        "that is assigned is that of samples, densities and the evidence; linearised predictions stay around the network.",
+    )
+    loss = Part["float | Tensor"](
+        lambda now: 0.0 if now.data is None else now.data.present.loss_terms.sum(),
+        "Summed unit negative log likelihood of the data, 0-dim; the number 0 before `fit`.",
+    )
+    n_data = Part[float](
+        lambda now: 0 if now.data is None else now.data.source.n_data,
+        "Data seen that count, a sum of weights where some faded; 0 before `fit`.",
+    )
+    n_outputs = Part[int](lambda now: 0 if now.data is None else now.data.source.n_outputs, "C; 0 before `fit`.")
+    H = Part[Any](
+        lambda now: now.H,
+        "The unit curvature: `[P, P]`, `[P]`, or Kronecker factors; zero before `fit`. One that is assigned is used as "
+        "it is until something is computed of it: a loop of `la.H += …` copies nothing.",
+    )
 
     @property
     def expansion_point(self) -> Tensor:
@@ -113,26 +129,6 @@ class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
     def refinement(self) -> Refinement | None:
         """The result of `refine`; None without one, and after a fit that followed."""
         return self._posterior.refinement
-
-    @property
-    def loss(self) -> float | Tensor:
-        """Summed unit negative log likelihood of the data, 0-dim; the number 0 before `fit`."""
-        return self._posterior.fit.loss_terms.sum() if self.is_fitted else 0.0
-
-    @property
-    def n_data(self) -> float:
-        """Data seen that count, a sum of weights where some faded; 0 before `fit`."""
-        return self._posterior.map_fit.n_data if self.is_fitted else 0
-
-    @property
-    def n_outputs(self) -> int:
-        """C; 0 before `fit`."""
-        return self._posterior.map_fit.n_outputs if self.is_fitted else 0
-
-    @property
-    def H(self) -> Any:
-        """The unit curvature: `[P, P]`, `[P]`, or Kronecker factors."""
-        return self.fitted().curvature.public()
 
     # Moments and evidence.
 
@@ -193,14 +189,14 @@ class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
 
     def square_norm(self, value: Tensor) -> Tensor:
         """(θ − θ*)ᵀ P (θ − θ*) of `[..., P]`; the prior's before `fit`."""
-        return self._density().quad(self._checked_weights(value) - self.mean)
+        return self._density().quad(self._checked_weights(value) - self.snapshot().mean)
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
         """Log density of the posterior at θ `[..., P]`; the prior's before `fit`."""
         own = is_overridden(self, "square_norm")
         precision = self._density()
         value = self._checked_weights(value)
-        unnormalised = -0.5 * (self.square_norm(value) if own else precision.quad(value - self.mean))
+        unnormalised = -0.5 * (self.square_norm(value) if own else precision.quad(value - self.snapshot().mean))
         if not normalized:
             return unnormalised
         own = is_overridden(self, "log_det_posterior_precision")

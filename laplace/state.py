@@ -16,7 +16,8 @@ from laplace.fitting import Fit
 from laplace.network.fingerprint import Fingerprint, ModelWatch, checksums, same_sums
 from laplace.network.model_guard import model_lock
 from laplace.posterior.first_outputs import with_channels
-from laplace.posterior.posterior import Fitted, Posterior
+from laplace.posterior.fitted import Fitted
+from laplace.posterior.posterior import Posterior
 from laplace.posterior.refined import Refinement
 from laplace.structures.base import move
 from laplace.weights.problem import Problem
@@ -69,7 +70,14 @@ def save(la: BaseLaplace) -> dict[str, Any]:
         "coverage": dict(posterior.fit.coverage),
         "draws": fit.draws,
         "refinement": None if refinement is None else refinement.state(),
+        **_assigned(posterior),
     }
+
+
+def _assigned(posterior: Posterior) -> dict[str, Tensor]:
+    """The mean and the root of the covariance that a user assigned."""
+    values = {"assigned_mean": posterior.require_fitted().assigned_mean, "posterior_scale": posterior.root}
+    return {name: value.clone() for name, value in values.items() if value is not None}
 
 
 def loaded(la: BaseLaplace, state: dict[str, Any]) -> Posterior:
@@ -142,7 +150,9 @@ def _of_state(posterior: Posterior, state: dict[str, Any]) -> Posterior:
     refined = state.get("refinement")
     refinement = None if refined is None else Refinement.from_state(refined, fit, structure, to)
     fingerprint = Fingerprint.of(posterior.model, attributes=state.get("attributes"))
-    return replace(posterior, data=Fitted(fit, state["mean"].to(to), ModelWatch(fingerprint), refinement))
+    own = {name: move(state.get(name), to, None) for name in ("assigned_mean", "posterior_scale")}
+    data = Fitted(fit, state["mean"].to(to), ModelWatch(fingerprint), refinement, own["assigned_mean"])
+    return replace(posterior, data=data, root=own["posterior_scale"])
 
 
 def _expect(what: str, given: Any, expected: Any) -> None:

@@ -14,7 +14,7 @@ from laplace.core.batch import Inputs
 from laplace.core.gram import mirror
 from laplace.core.overrides import is_ours
 from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine, Groups, detached, require_no_positions
-from laplace.engines.kron_parts import KronBlock, KronParts
+from laplace.engines.kron_parts import KronParts, n_entries
 from laplace.engines.native.accumulate import BlockSum, DiagSum, FullSum
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.jacobian.blocks import Block, DenseBlock
@@ -251,31 +251,18 @@ class UserBackendEngine(CurvatureEngine):
         return values.to(self.dtype) if method in ("full", "diag") else values
 
     def _parts(self, kfacs: Sequence[Sequence[Tensor]], n_data: int) -> KronParts:
-        """Sums over data from factors of which the input side is a mean over them."""
-        factors: dict[str, Tensor] = {}
-        blocks: list[KronBlock] = []
-        for i, (kfac, size) in enumerate(zip(kfacs, self.problem.layout.sizes, strict=True)):
-            sides = [side.detach().to(self.dtype) for side in kfac]
-            counts = [side.shape[-1] * (len(side) if side.ndim == 3 else 1) for side in sides]
-            if len(sides) == 1:
-                kind = "diag" if sides[0].ndim == 1 else "dense"
-                factors[f"{kind}:{i}"] = sides[0].unsqueeze(0)
-                blocks.append(KronBlock(kind, size, f"{kind}:{i}"))
-                product = counts[0]
-            else:
-                input_first = sides[0].ndim == 1  # the counts of an embedding's rows
-                inputs, output = sides if input_first else reversed(sides)
-                factors[f"out:{i}"] = (output if output.ndim == 3 else output.unsqueeze(0)).unsqueeze(0)
-                factors[f"in:{i}"] = n_data * (inputs.unsqueeze(0) if inputs.ndim == 2 else inputs)
-                factors[f"positions:{i}"] = torch.tensor(float(n_data), dtype=self.dtype, device=output.device)
-                blocks.append(KronBlock("kron", size, f"out:{i}", f"in:{i}", f"positions:{i}", input_first))
-                product = output.shape[-1] * counts[0 if input_first else 1]
-            if product != size:
+        """Sums over data from a user's factors, of which the input side is a mean over them.
+
+        Raises:
+            InvalidArgument: They are not of the random parameters.
+        """
+        for slot, kfac in zip(self.problem.slots, kfacs, strict=True):
+            if n_entries(kfac) != slot.size:
                 raise InvalidArgument(
-                    f"{type(self.backend).__name__}.kron returned factors of {product} entries for "
-                    f"{self.problem.slots[i].name!r}, of which {size} are random."
+                    f"{type(self.backend).__name__}.kron returned factors of {n_entries(kfac)} entries for "
+                    f"{slot.name!r}, of which {slot.size} are random."
                 )
-        return KronParts(factors, tuple(blocks))
+        return KronParts.of([[side.to(self.dtype) for side in kfac] for kfac in kfacs], n_data)
 
     def _no_way(self, what: str) -> UnsupportedError:
         return UnsupportedError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from laplace.errors import InvalidData
@@ -34,6 +36,25 @@ class KronParts:
 
     factors: Mapping[str, Tensor]
     blocks: tuple[KronBlock, ...]
+
+    @classmethod
+    def of(cls, kfacs: Sequence[Sequence[Tensor]], n_data: float, origin: str = "") -> KronParts:
+        """Sums over data from factors of which the input side is a mean over them.
+
+        Args:
+            kfacs: Factors per tensor, `[left, right]`, or one of a bias or of an exact block; each is a matrix
+                `[n, n]`, a diagonal `[n]` or one matrix per group `[G, n, n]`.
+            n_data: Number of data.
+            origin: Begins the keys, so that sums that mean something else are not added to these.
+        """
+        factors: dict[str, Tensor] = {}
+        blocks: list[KronBlock] = []
+        for i, sides in enumerate(kfacs):
+            keys = f"{origin}out:{i}", f"{origin}in:{i}", f"{origin}positions:{i}"
+            block, own = _of_sides([side.detach() for side in sides], n_data, keys)
+            blocks.append(block)
+            factors |= own
+        return cls(factors, tuple(blocks))
 
     def positions(self, block: KronBlock) -> float:
         """Number of positions that share the weight; 1 without data. Data that fade may count less than 1."""
@@ -117,6 +138,32 @@ class KronSketch:
 
     parts: KronParts
     diagonal: Tensor | None
+
+
+def n_entries(sides: Sequence[Tensor]) -> int:
+    """Number of entries of a tensor whose block has these factors."""
+    groups = max(len(side) if side.ndim == 3 else 1 for side in sides)
+    return groups * math.prod(side.shape[-1] for side in sides)
+
+
+def _of_sides(
+    sides: Sequence[Tensor], n_data: float, keys: tuple[str, str, str]
+) -> tuple[KronBlock, dict[str, Tensor]]:
+    """The block of a tensor and its sums, by the keys of its output side, its input side and its positions."""
+    key, size = keys[0], n_entries(sides)
+    if all(side.ndim == 1 for side in sides):
+        diagonal = sides[0] if len(sides) == 1 else torch.outer(*sides).flatten()
+        return KronBlock("diag", size, key), {key: diagonal.unsqueeze(0)}
+    if len(sides) == 1:
+        kind = "dense" if sides[0].ndim == 2 else "kron"  # one matrix, or one per group of a bias
+        return KronBlock(kind, size, key), {key: sides[0].unsqueeze(0)}
+    input_first = sides[0].ndim == 1  # the counts of an embedding's rows
+    inputs, output = sides if input_first else reversed(sides)
+    groups = max(len(side) if side.ndim == 3 else 1 for side in sides)
+    terms = output if output.ndim == 3 else output.expand(groups, *output.shape)
+    counted = torch.tensor(float(n_data), dtype=output.dtype, device=output.device)
+    sums = (terms.unsqueeze(0), n_data * (inputs.unsqueeze(0) if inputs.ndim == 2 else inputs), counted)
+    return KronBlock("kron", size, *keys, input_first), dict(zip(keys, sums, strict=True))
 
 
 def _either(a: KronBlock, b: KronBlock) -> KronBlock:

@@ -50,6 +50,16 @@ class Fit:
     coverage: dict[str, str] = field(default_factory=dict)
     draws: Tensor | None = None
 
+    @property
+    def H(self) -> Any:
+        """The unit curvature as users see it."""
+        return self.curvature.public()
+
+    @property
+    def complete(self) -> Fit:
+        """The fit itself, of which nothing is still to be made."""
+        return self
+
     def __add__(self, other: Fit) -> Fit:
         self._check_matches(other)
         return replace(

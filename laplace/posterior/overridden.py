@@ -127,7 +127,8 @@ def resolved(la: Owner, plain: Posterior) -> Posterior:
     if not is_overridden(la, *HYPERPARAMETERS):
         return plain
     prior, noise, temperature = (member(la, name) for name in ("prior", "sigma_noise", "temperature"))
-    data = replace(plain.require_fitted(), fit=own_fit(la, plain.fit), mean=member(la, "mean"), refinement=None)
+    fit, mean = own_fit(la, plain.fit), member(la, "mean")
+    data = replace(plain.require_fitted(), source=fit, assigned_mean=mean, refinement=None)
     return replace(plain, hypers=Hyperparameters(prior.precision, prior.mean, noise, temperature), data=data)
 
 

@@ -24,36 +24,12 @@ from laplace.network.witness import Witness
 from laplace.posterior.assigned import Given, assigned
 from laplace.posterior.choices import Choices
 from laplace.posterior.derived import Derived
+from laplace.posterior.fitted import FitByHand, Fitted, form_of
 from laplace.posterior.refined import Refinement
 from laplace.structures.base import Precision
+from laplace.structures.given import GivenPrecision
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem
-
-
-@dataclass(frozen=True, eq=False)
-class Fitted:
-    """Curvature and loss of data at the weights that a network had at the fit.
-
-    Attributes:
-        fit: Curvature and loss at the network's own outputs.
-        mean: θ*, the network's weights, `[P]`.
-        watch: Notices that the network was changed since.
-        refinement: What inference in the linearised network found; None without it.
-    """
-
-    fit: Fit
-    mean: Tensor
-    watch: ModelWatch
-    refinement: Refinement | None = None
-
-    def moved(self, model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> Fitted:
-        """The same elsewhere, for a network that was moved there."""
-        return Fitted(
-            self.fit.moved(device, dtype),
-            self.mean.to(device=device, dtype=dtype),
-            ModelWatch(self.watch.fingerprint.moved(model, device, dtype)),
-            None if self.refinement is None else self.refinement.moved(device, dtype),
-        )
 
 
 class Owner(Protocol):
@@ -85,6 +61,7 @@ class Posterior:
         weights: The random weights.
         hypers: Prior, noise and temperature.
         data: What the data say; None before a fit.
+        root: L with L Lᵀ = P⁻¹ as a user assigned it, for these hyper-parameters and data; else None.
         derived: The engine and the last precision, made on first use.
         owner: The object whose class, or which itself, may have methods of users; None for the library's alone.
     """
@@ -93,6 +70,7 @@ class Posterior:
     weights: Weights
     hypers: Hyperparameters
     data: Fitted | None = None
+    root: Tensor | None = None
     derived: Derived = field(default_factory=Derived, repr=False)
     owner: Owner | None = field(default=None, repr=False)
 
@@ -100,7 +78,7 @@ class Posterior:
 
     def at(self, hypers: Hyperparameters) -> Posterior:
         """The posterior at other hyper-parameters, with their graph."""
-        return replace(self, hypers=hypers)
+        return replace(self, hypers=hypers, root=None)
 
     def assigned(self, **given: Given) -> Posterior:
         """The posterior at hyper-parameters as users give them, by name.
@@ -113,7 +91,7 @@ class Posterior:
 
     def with_choices(self, **choices: Any) -> Posterior:
         """The posterior with other choices, by name, for which all that is derived is made anew."""
-        return replace(self, choices=replace(self.choices, **choices), derived=Derived())
+        return replace(self, choices=replace(self.choices, **choices), root=None, derived=Derived())
 
     def with_problem(self, problem: Problem) -> Posterior:
         """The posterior of random weights that are known now."""
@@ -121,24 +99,27 @@ class Posterior:
             return self
         return replace(self, weights=self.weights.with_problem(problem), derived=Derived())
 
-    def with_data(self, fit: Fit, engine: CurvatureEngine, witness: Witness | None) -> Posterior:
+    def with_data(
+        self, source: Fit | FitByHand, engine: CurvatureEngine | None, witness: Witness | None = None
+    ) -> Posterior:
         """The posterior of data, around the network's present weights."""
         mean = self.problem.mean().to(self.hypers.dtype)
         watch = ModelWatch(Fingerprint.of(self.model, witness))
-        return replace(self, data=Fitted(fit, mean, watch), derived=Derived(engine))
+        return replace(self, data=Fitted(source, mean, watch), root=None, derived=Derived(engine))
 
     def with_fit(self, fit: Fit) -> Posterior:
         """The posterior of other data, around the same mean; a refinement, which was of the former ones, is gone."""
-        return replace(self, data=replace(self.require_fitted(), fit=fit, refinement=None))
+        return replace(self, data=replace(self.require_fitted(), source=fit, refinement=None), root=None)
 
     def with_refinement(self, refinement: Refinement) -> Posterior:
         """The posterior around another mean."""
-        return replace(self, data=replace(self.require_fitted(), refinement=refinement))
+        return replace(self, data=replace(self.require_fitted(), refinement=refinement), root=None)
 
     def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Posterior:
         """The posterior elsewhere, of a network that was moved there, at hyper-parameters without a graph."""
         data = None if self.data is None else self.data.moved(self.model, device, dtype)
-        return replace(self, hypers=self.hypers.moved(device, dtype), data=data, derived=Derived())
+        root = None if self.root is None else self.root.to(device=device, dtype=dtype)
+        return replace(self, hypers=self.hypers.moved(device, dtype), data=data, root=root, derived=Derived())
 
     # What was chosen.
 
@@ -204,8 +185,18 @@ class Posterior:
     @property
     def fit(self) -> Fit:
         """Curvature and loss; after a refinement, at the outputs of the linearised network."""
-        refinement = self.require_fitted().refinement
-        return self.require_fitted().fit if refinement is None else refinement.fit
+        return self.require_fitted().present.complete
+
+    @property
+    def H(self) -> Any:
+        """The unit curvature as users see it: what was assigned, or the fit's; zero before a fit.
+
+        Raises:
+            UnsupportedError: Before a fit, of a structure that has no curvature of no data.
+        """
+        if self.data is not None:
+            return self.data.present.H
+        return form_of(self.choices.structure).zeros(self.problem, self.hypers.prior_mean.detach())
 
     @property
     def refinement(self) -> Refinement | None:
@@ -228,9 +219,7 @@ class Posterior:
         if self.overrides("mean"):
             with self.owned() as la:
                 return la.mean
-        if self.refinement is not None:
-            return self.refinement.mean
-        return self.hypers.prior_mean if self.data is None else self.data.mean
+        return self.hypers.prior_mean if self.data is None else self.data.centre
 
     @property
     def sigma_noise(self) -> Tensor:
@@ -284,6 +273,8 @@ class Posterior:
         if self.overrides("posterior", "posterior_precision", *HYPERPARAMETERS):
             with self.owned() as la:
                 return la.posterior()
+        if self.root is not None:
+            return GivenPrecision(self.root)
         if torch.is_inference_mode_enabled():  # what a precision computes in this mode is of no use to autograd later
             return self.evidence.precision
         if torch.is_grad_enabled() and self.hypers.requires_grad:

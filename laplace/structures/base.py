@@ -20,6 +20,7 @@ from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import fields
+from laplace.structures.by_hand import ByHand
 from laplace.structures.cost import Cost
 from laplace.structures.diag_precision import DiagPrecision
 from laplace.structures.fields import move
@@ -104,6 +105,7 @@ class Curvature(ABC):
         is_diagonal: Whether the posterior's variances say everything of it.
         is_variational: Whether a variational posterior can have this structure: its precision is any that is a sum of
             curvature and prior.
+        by_hand: Form in which users assign it and sum it up themselves; None where they cannot.
     """
 
     name: str
@@ -116,6 +118,7 @@ class Curvature(ABC):
     weighed: bool = True
     is_diagonal: bool = False
     is_variational: bool = False
+    by_hand: ByHand | None = None
 
     # Before data are read.
 

@@ -14,6 +14,7 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.structures import algebra
 from laplace.structures.base import AdditiveCurvature, Curvature
+from laplace.structures.by_hand import DiagonalByHand
 from laplace.structures.cost import Cost, squares_of_sums
 from laplace.structures.diag_precision import ENTRY, DiagPrecision
 from laplace.structures.indefinite import SignedOptions, mended, require_positive
@@ -30,6 +31,7 @@ class DiagCurvature(AdditiveCurvature):
 
     values: Tensor
     name = "diag"
+    by_hand = DiagonalByHand()
     options = SignedOptions
     is_diagonal = True
     is_variational = True

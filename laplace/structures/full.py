@@ -27,6 +27,7 @@ from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
 from laplace.structures.base import AdditiveCurvature, Curvature
+from laplace.structures.by_hand import MatrixByHand
 from laplace.structures.cost import DOUBLE, Cost
 from laplace.structures.indefinite import SignedOptions, mended, require_positive
 from laplace.structures.recent import Recent
@@ -46,6 +47,7 @@ class FullCurvature(AdditiveCurvature):
     sums: Tensor
     signed: bool = False
     name = "full"
+    by_hand = MatrixByHand()
     options = SignedOptions
     is_variational = True
 

@@ -25,6 +25,7 @@ from laplace.engines.profile import BatchProfile
 from laplace.structures import algebra, fields
 from laplace.structures.announced import Decompositions, Size
 from laplace.structures.base import AdditiveCurvature, Curvature
+from laplace.structures.by_hand import KronByHand
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.eigenblocks import (
     BlockSpectrum,
@@ -50,6 +51,7 @@ class KronCurvature(AdditiveCurvature):
 
     parts: KronParts
     name = "kron"
+    by_hand = KronByHand()
     needs_columns = True
     exact_prior = False
 

@@ -62,7 +62,7 @@ def quadratic_penalty(la: ParametricLaplace, theta: Tensor | None = None) -> Ten
     theta = _random_weights(la) if theta is None else theta
     if not la.is_fitted:
         return 0.5 * la.prior.quad(theta)
-    return _HalfQuadratic.apply(theta - la.mean, la.posterior())  # pyright: ignore[reportReturnType]
+    return _HalfQuadratic.apply(theta - la.snapshot().mean, la.posterior())  # pyright: ignore[reportReturnType]
 
 
 class _HalfQuadratic(torch.autograd.Function):
@@ -128,7 +128,7 @@ class TaskFit:
         if not self.former.is_fitted:
             return joint.log_marginal_likelihood
         former = self.former.evidence(prior_precision=delta)
-        moved = former.precision.quad(self.posterior.mean - self.former.mean)
+        moved = former.precision.quad(self.posterior.snapshot().mean - self.former.snapshot().mean)
         return self._log_likelihood(joint) - 0.5 * (joint.log_det_ratio - former.log_det_ratio + moved)
 
     def _log_likelihood(self, joint: Evidence) -> Tensor:

@@ -1,0 +1,152 @@
+"""A posterior whose data users assign part by part: checked, and put in the place of what a fit found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.posterior.fitted import FitByHand, Fitted, form_of
+from laplace.posterior.posterior import Posterior
+
+
+def without_data(posterior: Posterior) -> Posterior:
+    """The posterior of no data, around the network's present weights, to which a user adds data by hand.
+
+    Raises:
+        NotFittedError: The last layer is not known.
+        UnsupportedError: The structure has no curvature that could be assigned.
+    """
+    structure, like = posterior.choices.structure, _like(posterior)
+    source = FitByHand(form_of(structure).zeros(posterior.problem, like), structure, like.new_zeros(1))
+    return posterior.with_data(source, posterior.derived.engine)
+
+
+def with_parts(posterior: Posterior, **parts: Any) -> Posterior:
+    """The posterior with parts of its data as a user gives them; before a fit, the others are those of no data.
+
+    Args:
+        posterior: The present one.
+        **parts: `H`, `mean`, `loss`, `n_data` or `n_outputs`. H is taken as it is, and copied when it is first used.
+
+    Raises:
+        NotFittedError: The last layer is not known.
+        InvalidArgument: A value that is not accepted; the message names it.
+        UnsupportedError: A structure without a form to assign, one noise per output, or a refined posterior.
+    """
+    former = posterior if posterior.data is not None else without_data(posterior)
+    data = former.require_fitted()
+    if data.refinement is not None:
+        raise UnsupportedError(
+            f"{', '.join(parts)} is assigned to a refined posterior, of which mean and curvature are those that were "
+            "found in the linearised network; assign before refine, or call fit again."
+        )
+    with torch.inference_mode(False), torch.no_grad():
+        for name, value in parts.items():
+            data = _ASSIGNED[name](data, former, value)
+    return replace(former, data=data, root=None)
+
+
+def with_root(posterior: Posterior, root: Any) -> Posterior:
+    """The posterior with P⁻¹ = L Lᵀ as a user gives L, until other hyper-parameters or data are given.
+
+    Args:
+        posterior: Fitted.
+        root: L, `[P, P]`, or standard deviations `[P]`.
+
+    Raises:
+        NotFittedError: Before a fit.
+        InvalidArgument: It has another shape, or is not finite, or a standard deviation is negative.
+    """
+    posterior.require_fitted()
+    n_params = posterior.problem.layout.n_params
+    values = _checked("posterior_scale", root, posterior, (n_params, n_params), (n_params,))
+    if values.ndim == 1 and bool((values < 0).any()):
+        raise InvalidArgument("posterior_scale holds negative standard deviations; they must be at least 0.")
+    return replace(posterior, root=values)
+
+
+def _curvature(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
+    structure, former = posterior.choices.structure, data.source
+    options, layout = posterior.choices.precision_options, posterior.problem.layout
+    H = form_of(structure).checked(value, layout, _like(posterior), options)
+    loss, coverage = former.loss_terms, former.coverage
+    return replace(
+        data, source=FitByHand(H, structure, loss, former.n_data, former.n_outputs, coverage, former.draws)
+    )  # fmt: skip
+
+
+def _mean(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
+    mean = _checked("mean", value, posterior, (posterior.problem.layout.n_params,))
+    return replace(data, assigned_mean=None if torch.equal(mean, data.mean) else mean)
+
+
+def _loss(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
+    if posterior.hypers.sigma_noise.numel() > 1:
+        raise UnsupportedError(
+            "loss is assigned where every output has its own noise, which takes one loss per output; use one noise."
+        )
+    loss = _like(posterior).new_tensor([_number("loss", value)])
+    return replace(data, source=replace(data.source, loss_terms=loss))
+
+
+def _n_data(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
+    n_data = _number("n_data", value)
+    if n_data < 0:
+        raise InvalidArgument(f"n_data={value!r}; it must be at least 0.")
+    return replace(data, source=replace(data.source, n_data=int(n_data) if n_data == int(n_data) else n_data))
+
+
+def _n_outputs(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
+    n_outputs = _number("n_outputs", value)
+    if n_outputs < 0 or n_outputs != int(n_outputs):
+        raise InvalidArgument(f"n_outputs={value!r}; it must be an integer of at least 0.")
+    return replace(data, source=replace(data.source, n_outputs=int(n_outputs)))
+
+
+_ASSIGNED: dict[str, Callable[[Fitted, Posterior, Any], Fitted]] = {
+    "H": _curvature, "mean": _mean, "loss": _loss, "n_data": _n_data, "n_outputs": _n_outputs,
+}  # fmt: skip
+
+
+def _number(name: str, value: Any) -> float:
+    """A finite real number, or the one in a tensor.
+
+    Raises:
+        InvalidArgument: It is none.
+    """
+    single = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+    number = value.item() if single else value
+    if isinstance(number, bool) or not isinstance(number, Real) or not abs(float(number)) < float("inf"):
+        given = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) and not single else repr(value)
+        raise InvalidArgument(f"{name} is {given}; it must be a finite number.")
+    return int(number) if isinstance(number, Integral) else float(number)
+
+
+def _checked(name: str, value: Any, posterior: Posterior, *shapes: tuple[int, ...]) -> Tensor:
+    """A copy of a tensor that has one of some shapes.
+
+    Raises:
+        InvalidArgument: It has none of them, or is not finite.
+    """
+    if not isinstance(value, Tensor) or value.is_complex() or tuple(value.shape) not in shapes:
+        given = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        accepted = " or ".join(str(list(shape)) for shape in shapes)
+        raise InvalidArgument(
+            f"{name} is {given}; it must be a real tensor {accepted}, with one row for each parameter."
+        )
+    with torch.inference_mode(False):
+        copy = value.detach().to(_like(posterior), copy=True)
+    if not bool(copy.isfinite().all()):
+        raise InvalidArgument(f"{name} holds NaN or infinite entries; it must be finite.")
+    return copy
+
+
+def _like(posterior: Posterior) -> Tensor:
+    """A tensor of the posterior's device and dtype."""
+    return posterior.hypers.prior_mean.detach()

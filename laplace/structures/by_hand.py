@@ -1,0 +1,268 @@
+"""Curvature as users put it together themselves: how H looks, is summed over batches, and becomes a structure's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.compat.kronecker import Kron, KronDecomposed
+from laplace.compat.kronecker.factors import block_shape
+from laplace.core.batch import Inputs
+from laplace.core.layout import Layout
+from laplace.core.precision_policy import widened
+from laplace.curvature import CurvatureInterface
+from laplace.engines.kron_parts import KronParts, n_entries
+from laplace.errors import InvalidArgument
+from laplace.structures import fields
+from laplace.weights.problem import ParameterSlice, Problem
+
+_ROWS = 1024
+"""Rows of a matrix that are compared with columns at once."""
+
+_WIDE = 2048
+"""Width above which a Kronecker factor of zeros is a diagonal."""
+
+
+class ByHand(ABC):
+    """The form that a structure's curvature has in the hands of users."""
+
+    @abstractmethod
+    def zeros(self, problem: Problem, like: Tensor) -> Any:
+        """H of no data, to which that of batches can be added."""
+
+    @abstractmethod
+    def of_batch(
+        self, backend: CurvatureInterface, x: Inputs, y: Tensor, n_data: int, options: Mapping[str, Any]
+    ) -> tuple[Tensor, Any]:
+        """Loss of a batch, 0-dim, and its H, which add up over the batches of N data.
+
+        Args:
+            backend: Computes both.
+            x: Inputs.
+            y: Targets.
+            n_data: N.
+            options: Keyword arguments of the backend's method.
+        """
+
+    @abstractmethod
+    def checked(self, H: Any, layout: Layout, like: Tensor, options: Mapping[str, Any]) -> Any:
+        """H on the device and in the dtype of a tensor; the very same object where it has both.
+
+        Args:
+            H: As a user assigned it.
+            layout: The random parameters.
+            like: A tensor of the posterior.
+            options: Options of the structure's precisions.
+
+        Raises:
+            InvalidArgument: It is no curvature of these parameters.
+        """
+
+    @abstractmethod
+    def state(self, H: Any, n_data: float) -> dict[str, Any]:
+        """A copy of H in the form from which the structure is made by `from_state`."""
+
+
+class MatrixByHand(ByHand):
+    """A symmetric matrix `[P, P]`."""
+
+    def zeros(self, problem: Problem, like: Tensor) -> Tensor:
+        n_params = problem.layout.n_params
+        return like.new_zeros(n_params, n_params)
+
+    def of_batch(
+        self, backend: CurvatureInterface, x: Inputs, y: Tensor, n_data: int, options: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        return backend.full(x, y)
+
+    def checked(self, H: Any, layout: Layout, like: Tensor, options: Mapping[str, Any]) -> Tensor:
+        matrix = _tensor(H, (layout.n_params, layout.n_params), like)
+        _require_symmetric(matrix, "H")
+        _require_squares(matrix.diagonal(), options)
+        return matrix
+
+    def state(self, H: Tensor, n_data: float) -> dict[str, Any]:
+        return {"values": (H + H.T).mul_(0.5).unsqueeze(0)}
+
+
+class DiagonalByHand(ByHand):
+    """A diagonal `[P]`."""
+
+    def zeros(self, problem: Problem, like: Tensor) -> Tensor:
+        return like.new_zeros(problem.layout.n_params)
+
+    def of_batch(
+        self, backend: CurvatureInterface, x: Inputs, y: Tensor, n_data: int, options: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        return backend.diag(x, y, N=n_data, **options)
+
+    def checked(self, H: Any, layout: Layout, like: Tensor, options: Mapping[str, Any]) -> Tensor:
+        diagonal = _tensor(H, (layout.n_params,), like)
+        _require_squares(diagonal, options)
+        return diagonal
+
+    def state(self, H: Tensor, n_data: float) -> dict[str, Any]:
+        return {"values": H.clone().unsqueeze(0)}
+
+
+class KronByHand(ByHand):
+    """Kronecker factors per tensor, a `Kron`, or their eigendecompositions, a `KronDecomposed`."""
+
+    def zeros(self, problem: Problem, like: Tensor) -> Kron:
+        return Kron([_zero_block(slot, like) for slot in problem.slots])
+
+    def of_batch(
+        self, backend: CurvatureInterface, x: Inputs, y: Tensor, n_data: int, options: Mapping[str, Any]
+    ) -> tuple[Tensor, Kron]:
+        return backend.kron(x, y, N=n_data, **options)
+
+    def checked(self, H: Any, layout: Layout, like: Tensor, options: Mapping[str, Any]) -> Kron | KronDecomposed:
+        if isinstance(H, KronDecomposed):
+            return self._checked_eigen(H, layout, like, options)
+        if not isinstance(H, Kron):
+            raise InvalidArgument(
+                f"H is {_described(H)}; it must be a Kron or a KronDecomposed of laplace.utils, with one block for "
+                f"each of the {layout.n_tensors} parameter tensors."
+            )
+        blocks = [[_moved(factor, like) for factor in block] for block in H.kfacs]
+        _require_blocks(blocks, layout)
+        for factor in _factors(blocks):
+            for matrix in factor.reshape(-1, *factor.shape[-2:]) if factor.ndim > 1 else ():
+                _require_symmetric(matrix, "a Kronecker factor of H")
+            _require_squares(factor if factor.ndim == 1 else factor.diagonal(dim1=-2, dim2=-1), {})
+        pairs = zip(_factors(blocks), _factors(H.kfacs), strict=True)
+        return H if all(own is given for own, given in pairs) else Kron(blocks)
+
+    def _checked_eigen(
+        self, H: KronDecomposed, layout: Layout, like: Tensor, options: Mapping[str, Any]
+    ) -> KronDecomposed:
+        if bool((H.deltas != 0).any()):
+            raise InvalidArgument(
+                "H is a KronDecomposed with deltas that are not zero: these are a prior, which belongs into "
+                "la.prior_precision; assign the curvature alone."
+            )
+        if H.damping and not options.get("damping"):
+            raise InvalidArgument(
+                "H is a KronDecomposed with damping=True, a choice of the posterior: make that with damping=True."
+            )
+        vectors = [[_moved(factor, like) for factor in block] for block in H.eigenvectors]
+        values = [[_moved(factor, like) for factor in block] for block in H.eigenvalues]
+        _require_blocks(vectors, layout)
+        shapes = [[_of_values(factor) for factor in block] for block in vectors]
+        if shapes != [[tuple(factor.shape) for factor in block] for block in values]:
+            raise InvalidArgument("H is a KronDecomposed whose eigenvalues are not those of its eigenvectors.")
+        for factor in _factors(values):
+            _require_finite(factor)
+            _require_squares(factor, {})
+        return KronDecomposed(vectors, values, H.deltas.to(like), H.damping)
+
+    def state(self, H: Kron | KronDecomposed, n_data: float) -> dict[str, Any]:
+        blocks = _multiplied(H) if isinstance(H, KronDecomposed) else H.kfacs
+        copies = [[factor.clone() for factor in block] for block in blocks]
+        return fields.state_of(KronParts.of(copies, n_data or 1, "assigned "))
+
+
+def _factors(blocks: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    return [factor for block in blocks for factor in block]
+
+
+def _multiplied(H: KronDecomposed) -> list[list[Tensor]]:
+    """Factors Q diag(λ) Qᵀ of eigendecompositions."""
+    pairs = zip(H.eigenvectors, H.eigenvalues, strict=True)
+    return [[_product(*pair) for pair in zip(vectors, values, strict=True)] for vectors, values in pairs]
+
+
+def _product(vectors: Tensor, values: Tensor) -> Tensor:
+    if vectors.ndim == 1:
+        return values
+    wide = widened(vectors)
+    return ((wide * widened(values).unsqueeze(-2)) @ wide.mT).to(vectors)
+
+
+def _of_values(vectors: Tensor) -> tuple[int, ...]:
+    """Shape of the eigenvalues that eigenvectors have."""
+    return tuple(vectors.shape if vectors.ndim == 1 else vectors.shape[:-1])
+
+
+def _zero_block(slot: ParameterSlice, like: Tensor) -> list[Tensor]:
+    """Zero factors of a tensor: `[n, n]` of a vector, `[out, out]` and `[rest, rest]` of more dimensions.
+
+    A zero block gives way to another form when that is added to it: entries of a tensor that are no rows × columns, and
+    factors too wide to be zero matrices, are diagonals here.
+    """
+    out, *rest = slot.shape or (1,)
+    if slot.entries is not None:
+        return [like.new_zeros(slot.size)]
+    sizes = (out, slot.size // out) if rest else (out,)
+    return [like.new_zeros(n) if n > _WIDE else like.new_zeros(n, n) for n in sizes]
+
+
+# Checks.
+
+
+def _described(H: Any) -> str:
+    return f"a tensor of shape {list(H.shape)}" if isinstance(H, Tensor) else f"a {type(H).__name__}"
+
+
+def _moved(factor: Tensor, like: Tensor) -> Tensor:
+    return factor.detach().to(like) if factor.requires_grad else factor.to(like)
+
+
+def _tensor(H: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """H as a tensor of this shape, finite, without a graph."""
+    if not isinstance(H, Tensor) or tuple(H.shape) != shape or H.is_complex():
+        raise InvalidArgument(f"H is {_described(H)}; it must be a real tensor of shape {list(shape)}.")
+    values = _moved(H, like)
+    _require_finite(values)
+    return values
+
+
+def _require_finite(values: Tensor) -> None:
+    if not bool(values.isfinite().all()):
+        raise InvalidArgument("H holds NaN or infinite entries; it must be finite.")
+
+
+def _require_symmetric(matrix: Tensor, name: str) -> None:
+    """Refuses matrices that differ from their transposes by more than the rounding of sums over data."""
+    allowed = torch.finfo(matrix.dtype).eps ** 0.5 * matrix.abs().amax()
+    parts = range(0, len(matrix), _ROWS)
+    differences = [(matrix[i : i + _ROWS] - matrix[:, i : i + _ROWS].T).abs().amax() for i in parts]
+    largest = torch.stack(differences).amax()
+    if not bool(largest.isfinite()):
+        _require_finite(matrix)
+    if not bool(largest <= allowed):
+        raise InvalidArgument(
+            f"{name} is not symmetric: entries differ from those of the transpose by up to {largest.item():.3g}; a "
+            "curvature is symmetric, so give (H + H.T) / 2 if that is what is meant."
+        )
+
+
+def _require_squares(values: Tensor, options: Mapping[str, Any]) -> None:
+    """Refuses a negative diagonal, or negative eigenvalues, unless the curvature may be indefinite."""
+    if options.get("indefinite") is not None or values.numel() == 0:
+        return
+    allowed = torch.finfo(values.dtype).eps ** 0.5 * values.abs().amax()
+    if not bool(values.amin() >= -allowed):
+        raise InvalidArgument(
+            f"H has a negative entry on its diagonal, or a negative eigenvalue, {values.amin().item():.3g}; a "
+            "curvature is positive semi-definite."
+        )
+
+
+def _require_blocks(blocks: Sequence[Sequence[Tensor]], layout: Layout) -> None:
+    """Refuses blocks that are not those of the random parameters."""
+    if len(blocks) != layout.n_tensors:
+        raise InvalidArgument(f"H has {len(blocks)} blocks; the random parameters are {layout.n_tensors} tensors.")
+    for block, name, size in zip(blocks, layout.names, layout.sizes, strict=True):
+        for factor in block:
+            _require_finite(factor)
+        block_shape(block)
+        if n_entries(block) != size:
+            raise InvalidArgument(
+                f"H has factors of shapes {[list(factor.shape) for factor in block]} for {name!r}, of which {size} "
+                "entries are random; the sizes of the factors must multiply to that."
+            )
