@@ -37,7 +37,7 @@ _HERE = frozenset({"version", "layout", "weights", "model_sums"})
 
 def is_of_laplace_torch(state: Any) -> bool:
     """True if laplace-torch saved a state."""
-    return isinstance(state, Mapping) and "cls_name" in state and not _HERE & state.keys()
+    return isinstance(state, dict) and "cls_name" in state and not _HERE & state.keys()
 
 
 def loaded(la: BaseLaplace, state: Mapping[str, Any]) -> Posterior:

@@ -88,22 +88,24 @@ def test_the_gradient_of_a_saturated_datum_keeps_its_digits() -> None:
     assert_close(likelihood.gradient(f, mixed), f.softmax(1) - mixed, "float32")
 
 
-@pytest.mark.parametrize("channel_dim", [-1, 1])
+@pytest.mark.parametrize("channel_dim", [None, -1, 1])
 @pytest.mark.parametrize("kind", ["ggn", "ef"])
-def test_labels_of_positions(kind: str, channel_dim: int) -> None:
+def test_labels_of_positions(kind: str, channel_dim: int | None) -> None:
     """Soft labels `[B, T, C]`, or with the classes elsewhere, are the rows of the flattened data."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     x, q = torch.randn(5, 4, 2).double(), soft(5, 4, 3)
     options: dict[str, Any] = {"backend": KINDS[kind]}
 
+    place = -1 if channel_dim is None else channel_dim
+
     def moved(model: nn.Module, inputs: Tensor) -> Tensor:
-        return model(inputs).movedim(-1, channel_dim)
+        return model(inputs).movedim(-1, place)
 
     rows = Laplace(network, "classification", "all", "full", **options)
     rows.fit([(x.flatten(0, 1), q.flatten(0, 1))])
     la = Laplace(network, "classification", "all", "full", forward_fn=moved, channel_dim=channel_dim, **options)
-    la.fit([(part, labels.movedim(-1, channel_dim)) for part, labels in zip(x.split(2), q.split(2), strict=True)])
+    la.fit([(part, labels.movedim(-1, place)) for part, labels in zip(x.split(2), q.split(2), strict=True)])
     same(la, rows)
     names = reference.trainable_names(network)
     oracle = reference.ggn if kind == "ggn" else reference.empirical_fisher
