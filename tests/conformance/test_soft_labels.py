@@ -19,6 +19,7 @@ from laplace.likelihoods import Categorical
 from laplace.metrics import RunningNLLMetric, accuracy, brier, expected_calibration_error, nll
 from tests import grid
 from tests import problems as catalogue
+from tests.conformance.backends import BACKENDS, Backend, engine_of
 from tests.conformance.cases import STRUCTURE_NAMES, Case
 from tests.conformance.test_invariance import same
 from tests.reference import curvature as reference
@@ -223,3 +224,36 @@ def test_counts_before_the_first_estimate_of_online_training() -> None:
     targets[0, :2] = -100
     assert OnlineLaplace(network, [(tokens, targets)], "classification").n_data == 18
     assert OnlineLaplace(network, [(tokens, soft(4, 5, 3))], "classification").n_data == 20
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=str)
+def test_packages_compute_what_does_not_depend_on_labels(backend: Backend) -> None:
+    """The rest is the native engine's, and `coverage` says why."""
+    case = Case(catalogue.get("mlp_soft_labels"), "full", "all")
+    options = {"structure_kwargs": {"indefinite": "clamp"}} if backend.kind == "hessian" else {}
+    la = case.build(backend=backend.cls, **options)
+    la.fit(case.problem.batches(4))
+    reasons = set(la.coverage().values())
+    if backend.kind == "ggn":
+        assert reasons == {backend.package}
+    else:
+        assert all(reason.endswith(f"not {backend.package} (soft labels)") for reason in reasons)
+    names = reference.trainable_names(case.problem.make_model())
+    truths = {"ggn": reference.ggn, "ef": reference.empirical_fisher, "hessian": reference.exact_hessian}
+    model, x, y = case.problem.make_model(), case.problem.x, case.problem.y
+    summary, values = engine_of(backend, case).full(x, y)
+    assert_close(values[0], truths[backend.kind](model, x, y, names, "classification"), "backend")
+    assert_close(summary.loss_terms.sum(), reference.loss(model(x), y, "classification").detach(), "backend")
+
+
+@pytest.mark.parametrize("name", ["BackPackGGN", "CurvlinopsGGN", "AsdlGGN"])
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+def test_packages_draw_what_they_draw_for_labels(name: str, structure: str) -> None:
+    def fitted(batches: Batches) -> Any:
+        kwargs = {"stochastic": True, "generator": torch.Generator().manual_seed(0)}
+        la = grid.make("all", structure, backend=BACKENDS[name].cls, backend_kwargs=kwargs)
+        la.fit(batches)
+        return la.posterior_variance
+
+    mixed = [(x, soft(len(x), 3)) for x, _ in grid.batches()]
+    assert_close(fitted(mixed), fitted(grid.batches()), "float32")
