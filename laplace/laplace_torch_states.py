@@ -35,9 +35,9 @@ _HERE = frozenset({"version", "layout", "weights", "model_sums"})
 """Keys of this library's states alone."""
 
 
-def is_of_laplace_torch(state: Any) -> bool:
+def is_of_laplace_torch(state: Mapping[str, Any]) -> bool:
     """True if laplace-torch saved a state."""
-    return isinstance(state, dict) and "cls_name" in state and not _HERE & state.keys()
+    return "cls_name" in state and not _HERE & state.keys()
 
 
 def loaded(la: BaseLaplace, state: Mapping[str, Any]) -> Posterior:

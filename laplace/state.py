@@ -87,7 +87,7 @@ def loaded(la: BaseLaplace, state: dict[str, Any]) -> Posterior:
     Raises:
         StateError: It belongs to another version, class, model, likelihood or choice of weights, or is malformed.
     """
-    if laplace_torch_states.is_of_laplace_torch(state):
+    if isinstance(state, dict) and laplace_torch_states.is_of_laplace_torch(state):
         return laplace_torch_states.loaded(la, state)
     try:
         problem = _checked(la, state)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from laplace import ELLA, FunctionalLaplace, Laplace, VaLLA
-from laplace.errors import StateError, StateWarning
+from laplace.errors import InvalidData, StateError, StateWarning
 from tests.downstream.problems import Truth, classes, loader, network, new_inputs
 from tests.downstream.test_causes_f11_and_s import NAMES, saved_there
 from tests.reference.compare import assert_close
@@ -139,6 +139,16 @@ def test_further_data_are_added(structure: str) -> None:
     la.fit(loader(*classes()), override=False)
     assert_close(la.H, 2 * once, "backend")
     assert la.n_data == 2 * len(classes()[0])
+
+
+def test_factors_of_a_state_are_not_added_to_those_of_a_fit() -> None:
+    """They may be normalised in another way; nothing is lost by the attempt."""
+    la = Laplace(network(), "classification", "all", "kron")
+    la.load_state_dict(state_of())
+    before = la(new_inputs())
+    with pytest.raises(InvalidData, match="Kronecker factors of two sets of data do not match"):
+        la.fit(loader(*classes()), override=False)
+    assert torch.equal(la(new_inputs()), before)
 
 
 def test_a_former_fit_gives_way_as_a_whole() -> None:
