@@ -6,16 +6,19 @@ The constructors differ in nothing but the order of their arguments, which users
 from __future__ import annotations
 
 from operator import attrgetter
+from typing import Any
 
 from torch import Tensor, nn
 
 from laplace.base import Backend, Options
 from laplace.binding import bind
+from laplace.compat.kronecker import Kron
 from laplace.core.batch import ForwardFn
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
 from laplace.parametric import ParametricLaplace
+from laplace.posterior.attributes import Part
 from laplace.structures import (
     BlockCurvature,
     DiagCurvature,
@@ -71,7 +74,11 @@ class KronLaplace(ParametricLaplace):
     _key = ("all", "kron")
     structure = KronCurvature
     damping = property(_damping, doc="Whether the precision is (√s A + √δ) ⊗ (√s B + √δ).")
-    H_facs = property(attrgetter("H"), doc="The Kronecker factors: `H_facs.kfacs` lists them per tensor.")
+    H_facs = Part[Any](
+        lambda now: now.H if isinstance(now.H, Kron) else now.fit.curvature.public(),
+        "The Kronecker factors: `H_facs.kfacs` lists them per tensor. Assigned ones are the curvature, as in `la.H`; "
+        "None leaves it as it is.",
+    )
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from laplace import state
 from laplace.base import BaseLaplace
+from laplace.by_hand import FittedByHand
 from laplace.compat.members import LegacyMembers
 from laplace.core.arguments import checked
 from laplace.core.overrides import is_overridden
@@ -23,7 +24,7 @@ from laplace.fitting.planning import FitPlan
 from laplace.keyed_classes import KeyedClasses
 from laplace.network.fingerprint import Fingerprint
 from laplace.posterior import learning, overridden
-from laplace.posterior.attributes import Part
+from laplace.posterior.assembled import with_root
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.predictor import Predictor
 from laplace.posterior.refined import Refinement
@@ -37,7 +38,7 @@ CELLS: KeyedClasses[ParametricLaplace] = KeyedClasses()
 """Classes with a `_key`: the cells of the grid that have one."""
 
 
-class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
+class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMembers):
     """Base of all weight-space posteriors; a concrete class binds `structure` and `weights_type`.
 
     The arguments are those of `BaseLaplace`.
@@ -95,41 +96,6 @@ class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
         """
         return dict(self.fitted().coverage)
 
-    mean = Part["Tensor | None"](
-        lambda now: None if now.weights.problem is None else now.mean,
-        "θ*, `[P]`; before `fit` the prior's mean, or None while the last layer is unknown; θ̂ after `refine`. One "
-        "that is assigned is that of samples, densities and the evidence; linearised predictions stay around the network.",
-    )
-    loss = Part["float | Tensor"](
-        lambda now: 0.0 if now.data is None else now.data.present.loss_terms.sum(),
-        "Summed unit negative log likelihood of the data, 0-dim; the number 0 before `fit`.",
-    )
-    n_data = Part[float](
-        lambda now: 0 if now.data is None else now.data.source.n_data,
-        "Data seen that count, a sum of weights where some faded; 0 before `fit`.",
-    )
-    n_outputs = Part[int](lambda now: 0 if now.data is None else now.data.source.n_outputs, "C; 0 before `fit`.")
-    H = Part[Any](
-        lambda now: now.H,
-        "The unit curvature: `[P, P]`, `[P]`, or Kronecker factors; zero before `fit`. One that is assigned is used as "
-        "it is until something is computed of it: a loop of `la.H += …` copies nothing.",
-    )
-
-    @property
-    def expansion_point(self) -> Tensor:
-        """θ*, the network's weights at `fit`, around which predictions are linearised, `[P]`.
-
-        Raises:
-            NotFittedError: Before `fit`.
-        """
-        self._require_data()
-        return self._posterior.expansion_point
-
-    @property
-    def refinement(self) -> Refinement | None:
-        """The result of `refine`; None without one, and after a fit that followed."""
-        return self._posterior.refinement
-
     # Moments and evidence.
 
     @property
@@ -184,8 +150,16 @@ class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
 
     @property
     def posterior_scale(self) -> Tensor:
-        """L with L Lᵀ = P⁻¹: lower-triangular (full), symmetric (Kron), or standard deviations `[P]` (diag)."""
+        """L with L Lᵀ = P⁻¹: lower-triangular (full), symmetric (Kron), or standard deviations `[P]` (diag).
+
+        Any root `[P, P]`, or `[P]`, can be assigned: it is that of predictions, samples and moments until another
+        hyper-parameter or other data are given. The evidence and `posterior_precision` stay those of H and the prior.
+        """
         return overridden.posterior_before(self, "posterior_scale").scale
+
+    @posterior_scale.setter
+    def posterior_scale(self, root: Tensor) -> None:
+        self._posterior = with_root(self._posterior, root)
 
     def square_norm(self, value: Tensor) -> Tensor:
         """(θ − θ*)ᵀ P (θ − θ*) of `[..., P]`; the prior's before `fit`."""
@@ -259,10 +233,11 @@ class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
             ApproximationWarning: Random outputs, several heads with a last layer, one of several processes, or many
                 weights that Kronecker factors could not hold.
         """
-        self._posterior = learning.fitted_to(
-            self._posterior, train_loader, override=override, progress_bar=progress_bar, decay=decay, subset=subset,
+        posterior = learning.fitted_to(
+            self.snapshot(), train_loader, override=override, progress_bar=progress_bar, decay=decay, subset=subset,
             generator=generator, check_memory=check_memory,
         )  # fmt: skip
+        self.set_posterior(posterior)
 
     @checked
     def forget(self, loader: Iterable[Any], progress_bar: bool = False, *, weight: float = 1.0) -> None:
@@ -285,7 +260,7 @@ class ParametricLaplace(Predicting, BaseLaplace, Tunable, LegacyMembers):
                 the former posterior is kept.
         """
         self._require_data()
-        self._posterior = learning.without(self._posterior, loader, progress_bar=progress_bar, weight=weight)
+        self.set_posterior(learning.without(self.snapshot(), loader, progress_bar=progress_bar, weight=weight))
 
     @checked
     def plan(self, train_loader: Iterable[Any]) -> FitPlan:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from laplace.compat.kronecker import Kron
 from laplace.core.batch import Inputs
 
 
@@ -16,6 +17,20 @@ class _Posterior(Protocol):
     sigma_noise: Tensor
     temperature: Tensor
     prior_precision: Tensor
+
+    posterior_scale: Tensor
+
+    def fitted(self) -> Any:
+        """Curvature and loss of the data."""
+        ...
+
+    def start_fit(self) -> None:
+        """Starts a fit by hand."""
+        ...
+
+    def curvature_of(self, x: Inputs, y: Tensor, n_data: int) -> tuple[Tensor, Any]:
+        """Loss and curvature of a batch of N data."""
+        ...
 
     def predictive_moments(
         self, x: Inputs, *, joint: bool = False, diagonal_output: bool = False
@@ -33,7 +48,29 @@ class _Posterior(Protocol):
 
 
 class LegacyMembers:
-    """Readers by the names that scripts written for laplace-torch use; a base of the class that users hold."""
+    """Members by the names that scripts written for laplace-torch use; a base of the class that users hold."""
+
+    def _init_H(self: _Posterior) -> None:
+        self.start_fit()
+
+    def _curv_closure(self: _Posterior, X: Inputs, y: Tensor, N: int) -> tuple[Tensor, Any]:
+        return self.curvature_of(X, y, N)
+
+    def _check_H_init(self: _Posterior) -> None:
+        self.fitted()
+
+    @staticmethod
+    def _rescale_factors(kron: Kron, factor: float) -> Kron:
+        """Factors of which those on the input side, the last of two, are scaled."""
+        return Kron([[*block[:-1], factor * block[-1]] if len(block) == 2 else block for block in kron.kfacs])
+
+    @property
+    def _posterior_scale(self: _Posterior) -> Tensor:
+        return self.posterior_scale
+
+    @_posterior_scale.setter
+    def _posterior_scale(self: _Posterior, root: Tensor) -> None:
+        self.posterior_scale = root
 
     def _glm_predictive_distribution(
         self: _Posterior, X: Inputs, joint: bool = False, diagonal_output: bool = False

@@ -24,8 +24,6 @@ _TUNING = "pass loss= to optimize_prior_precision, or override optimize_prior_pr
 _KERNELS = "override functional_variance and functional_covariance, or write a structure"
 
 HOOKS: dict[str, str] = {
-    "_curv_closure": _BACKEND,
-    "_init_H": _STRUCTURE,
     "_check_H_init": _STRUCTURE,
     "_rescale_factors": _STRUCTURE,
     "_compute_scale": "override posterior_scale or posterior_precision",
@@ -61,6 +59,12 @@ HOOKS: dict[str, str] = {
 }
 """Private hooks of laplace-torch without an effect here, and what has one."""
 
+_OF_FITS = {"_curv_closure": _BACKEND, "_init_H": _STRUCTURE}
+"""Hooks of fits by hand, and what has an effect where a structure's curvature is not summed by hand."""
+
+_ASSIGNABLE = frozenset({"_posterior_scale"})
+"""Hooks that have no effect in classes, and one when they are assigned to an object."""
+
 _PYTHONS = (object, ABC, Generic, Protocol)
 """Bases that are nobody's."""
 
@@ -73,15 +77,7 @@ HELD = frozenset({"_posterior"})
 _FIXED = {"model": "the network", "likelihood": "the likelihood", "structure": "the structure"}
 """Public attributes that are read when an object is made, and never again."""
 
-_FIT_ANEW = "it is what a fit found: write the weights into the network and call fit, or load a state"
-
 _READ_ONLY: dict[str, str] = {
-    "mean": _FIT_ANEW,
-    "loss": _FIT_ANEW,
-    "n_data": _FIT_ANEW,
-    "n_outputs": _FIT_ANEW,
-    "H": "it is what a fit found: add data by fit(..., override=False), remove some by forget, or write a backend",
-    "H_facs": "it is what a fit found: add data by fit(..., override=False), remove some by forget, or write a backend",
     "backend": "pass backend= (a class) and backend_kwargs= to the constructor",
     "last_layer_name": "pass last_layer_name= to the constructor",
     "subnetwork_indices": "pass subnetwork_indices= to the constructor",
@@ -113,8 +109,11 @@ POSTERIOR = (*HYPERPARAMETERS, *MOMENTS, *COVARIANCES, "posterior")
 PREDICTIONS = ("__call__", "functional_variance_fast", "functional_samples", "predictive_samples")
 """What predictions at given inputs follow from, besides covariances and samples of the weights."""
 
+FITTING = ("curvature_of", "start_fit", *_OF_FITS)
+"""What a fit sums up, batch by batch."""
+
 _KNOWN = frozenset(
-    (*POSTERIOR, *EVIDENCE, *PREDICTIONS, "sample", "square_norm", "log_marginal_likelihood", "predictive")
+    (*POSTERIOR, *FITTING, *EVIDENCE, *PREDICTIONS, "sample", "square_norm", "log_marginal_likelihood", "predictive")
 )
 """All of these."""
 
@@ -163,12 +162,14 @@ def check_class(cls: type, root: type) -> None:
             "ParametricLaplace (docs/add_a_structure.md)."
         )
     setattr(cls, _ORIGINALS, {name: _original(cls, name) for name in _KNOWN})
-    own = _own_names(cls)
+    own, by_hand = _own_names(cls), getattr(getattr(cls, "structure", None), "by_hand", None)
     for name in _users_names(cls):
-        if name in HOOKS:
+        if name in _OF_FITS and by_hand is not None:
+            continue
+        if name in HOOKS or name in _OF_FITS:
             raise UnsupportedError(
                 f"class {cls.__name__} defines {name}, a private hook that this library never calls: it would have no "
-                f"effect. Instead, {HOOKS[name]}."
+                f"effect. Instead, {(HOOKS | _OF_FITS)[name]}."
             )
         if name in own:
             raise UnsupportedError(
@@ -222,7 +223,7 @@ def check_assignment(la: object, name: str, value: Any) -> None:
     Raises:
         ReadOnlyError: It would be.
     """
-    if name in HOOKS and name not in HELD:
+    if name in HOOKS and name not in _ASSIGNABLE:
         raise ReadOnlyError(f"{name} is assigned, but this library never reads it: instead, {HOOKS[name]}.")
     if name in _FIXED and getattr(la, name, value) != value:
         raise ReadOnlyError(
@@ -236,12 +237,12 @@ def check_assignment(la: object, name: str, value: Any) -> None:
 
 
 def check_backend_assignment(backend: object, name: str) -> None:
-    """Refuses to give one of the library's backends a loss, which would not reach the curvature.
+    """Refuses to give one of the library's backends a factor of its loss, which would not reach the curvature.
 
     Raises:
         ReadOnlyError: That was tried.
     """
-    if name in ("lossfunc", "factor") and is_ours(type(backend)):
+    if name == "factor" and is_ours(type(backend)):
         raise ReadOnlyError(
             f"{name} of {type(backend).__name__} is assigned, but the curvature is that of the likelihood: instead, "
             "pass a likelihood object of your own (docs/design.md, A likelihood), or reshape targets in the loader."

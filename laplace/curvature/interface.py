@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from laplace.core import batch as batches
 from laplace.core.arguments import hint
 from laplace.core.batch import Inputs
-from laplace.core.overrides import check_backend_assignment
+from laplace.core.overrides import check_backend_assignment, is_ours
 from laplace.curvature.user_backend import DERIVATIVES, UserBackendEngine, users_methods
 from laplace.engines.engine import CurvatureEngine
 from laplace.engines.native.empirical_fisher import EFEngine
@@ -28,6 +28,7 @@ from laplace.engines.options import EngineOptions
 from laplace.errors import InvalidArgument
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.recovered import Loss
 from laplace.weights.all_weights import AllWeights
 from laplace.weights.base import Weights
 from laplace.weights.feature_extractor import FeatureExtractor
@@ -64,6 +65,7 @@ class CurvatureInterface:
     engine_type: type[CurvatureEngine] = NativeEngine
     engine_options: tuple[str, ...] = ()
     synonyms: Mapping[str, str] = {}
+    _loss: Loss | None = None
 
     def __init__(
         self,
@@ -92,10 +94,24 @@ class CurvatureInterface:
 
     # What derived classes and users read.
 
-    @cached_property
-    def lossfunc(self) -> nn.Module:
-        """The summed loss of PyTorch: `MSELoss` or `CrossEntropyLoss`."""
-        return get_likelihood(self.likelihood).torch_loss()[0]
+    @property
+    def lossfunc(self) -> Loss:
+        """The summed loss of PyTorch: `MSELoss` or `CrossEntropyLoss`.
+
+        A loss around it can be assigned, which gives it other targets, of another shape or scale: the fits that follow
+        are then of these. What is no transform of the targets is refused by them.
+        """
+        return get_likelihood(self.likelihood).torch_loss()[0] if self._loss is None else self._loss
+
+    @lossfunc.setter
+    def lossfunc(self, loss: Loss) -> None:
+        self._loss = loss
+        self._engines.clear()
+
+    @property
+    def assigned_loss(self) -> Loss | None:
+        """The loss that was assigned; None of classes of users, which do what they like with it."""
+        return self._loss if is_ours(type(self)) else None
 
     @cached_property
     def factor(self) -> float:
@@ -130,7 +146,13 @@ class CurvatureInterface:
 
     @classmethod
     def engine_for(
-        cls, problem: Problem, likelihood: Likelihood, given: Mapping[str, Any], *, split_outputs: bool = False
+        cls,
+        problem: Problem,
+        likelihood: Likelihood,
+        given: Mapping[str, Any],
+        *,
+        split_outputs: bool = False,
+        loss: Loss | None = None,
     ) -> CurvatureEngine:
         """Makes the library's engine of this kind of curvature, without an object of this class.
 
@@ -139,6 +161,7 @@ class CurvatureInterface:
             likelihood: Loss and output Hessian.
             given: Keyword arguments of the constructor.
             split_outputs: Keep one curvature term per output.
+            loss: A loss around that of the likelihood, or None.
 
         Raises:
             InvalidArgument: An option that the constructor does not take, or a value that is not accepted.
@@ -153,7 +176,7 @@ class CurvatureInterface:
             )
         options = {name: given[name] for name in cls.engine_options if name in given}
         options |= {name: given[other] for other, name in cls.synonyms.items() if given.get(other) is not None}
-        return cls.engine_type(problem, likelihood, EngineOptions(**options, split_outputs=split_outputs))
+        return cls.engine_type(problem, likelihood, EngineOptions(**options, split_outputs=split_outputs, loss=loss))
 
     def engine(
         self, problem: Problem, likelihood: Likelihood, *, split_outputs: bool = False, **options: Any
@@ -172,7 +195,7 @@ class CurvatureInterface:
 
     @property
     def _options(self) -> EngineOptions:
-        return EngineOptions(**{name: getattr(self, name) for name in self.engine_options})
+        return EngineOptions(**{name: getattr(self, name) for name in self.engine_options}, loss=self.assigned_loss)
 
     @cached_property
     def _engines(self) -> dict[bool, CurvatureEngine]:
@@ -230,13 +253,7 @@ class CurvatureInterface:
         from laplace.compat.kronecker import Kron  # legacy values are imported by those who use them
 
         summary, parts = self._engine_at(x).kron(x, y)
-        share = int(summary.n_data) / N
-        blocks = [
-            [share * factor if len(factors) == 2 and (side == 0) is block.input_first else factor
-             for side, factor in enumerate(factors)]
-            for block, factors in zip(parts.blocks, parts.kfacs(), strict=True)
-        ]  # fmt: skip
-        return summary.loss_terms.sum(), Kron(blocks)
+        return summary.loss_terms.sum(), Kron(parts.shared(int(summary.n_data) / N))
 
     # Jacobians and gradients.
 

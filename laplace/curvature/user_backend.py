@@ -111,7 +111,7 @@ class UserBackendEngine(CurvatureEngine):
 
     def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
         if "diag" in self.methods and bases is None:
-            with _borrowed(self.problem.module):
+            with borrowed(self.problem.module):
                 loss, values = self.backend.diag(x, y, **self.call_options)
             return self._summary(x, y, loss), self._shaped("diag", values, 1).unsqueeze(0)
         if self._gives_columns:
@@ -130,7 +130,7 @@ class UserBackendEngine(CurvatureEngine):
         if "kron" not in self.methods:
             return self.builtin.kron(x, y)
         n_data = batches.size(x, self.backend.dict_key_x)
-        with _borrowed(self.problem.module):
+        with borrowed(self.problem.module):
             loss, kron = self.backend.kron(x, y, N=n_data, **self.call_options)
         return self._summary(x, y, loss), self._parts(kron.kfacs, n_data)
 
@@ -172,7 +172,7 @@ class UserBackendEngine(CurvatureEngine):
         if name is None:
             yield from self.builtin.jacobian(x, create_graph=create_graph)
             return
-        with _borrowed(self.problem.module):
+        with borrowed(self.problem.module):
             method = getattr(self.backend, name)
             J, f = method(x, enable_backprop=True) if create_graph else method(x)
         J, f = (J, f) if create_graph else (J.detach(), f.detach())
@@ -203,7 +203,7 @@ class UserBackendEngine(CurvatureEngine):
         """Columns whose outer products add up to the curvature, as one block per tensor."""
         if "gradients" in self.methods and self.kind == "ef":
             factor = self.likelihood.torch_loss()[1]
-            with _borrowed(self.problem.module):
+            with borrowed(self.problem.module):
                 gradients, loss = self.backend.gradients(x, y)
             columns = factor * self._shaped("gradients", gradients.detach(), 2).unsqueeze(0)
             summary = self._summary(x, y, factor * loss)
@@ -221,19 +221,13 @@ class UserBackendEngine(CurvatureEngine):
         return summary, {i: DenseBlock(part) for i, part in enumerate(parts)}
 
     def _users_full(self, x: Inputs, y: Tensor, running: Tensor | None) -> tuple[BatchSummary, Tensor]:
-        with _borrowed(self.problem.module):
+        with borrowed(self.problem.module):
             loss, values = self.backend.full(x, y)
         values = self._shaped("full", values, 2).unsqueeze(0)
         return self._summary(x, y, loss), values if running is None else running.add_(values)
 
     def _summary(self, x: Inputs, y: Tensor, loss: Tensor) -> BatchSummary:
-        """The user's loss, with the number of data and outputs that one forward pass tells."""
-        with torch.no_grad(), preserve_model(self.problem.module):
-            f = self.problem.run(self.problem.detached(), detached(x)).to(self.dtype)
-        require_no_positions(f.shape[1:-1], self.name)
-        y = self.checked(f, y)
-        terms = torch.as_tensor(loss, dtype=self.dtype, device=f.device).detach().reshape(1)
-        return BatchSummary(terms, self.likelihood.count(f, y), f.shape[1])
+        return summarised(self, x, y, loss)
 
     def _shaped(self, method: str, values: Tensor, ndim: int) -> Tensor:
         """Checks the shape of a tensor that a user's method returned.
@@ -271,9 +265,31 @@ class UserBackendEngine(CurvatureEngine):
         )
 
 
+def summarised(engine: CurvatureEngine, x: Inputs, y: Tensor, loss: Tensor) -> BatchSummary:
+    """A user's loss, with the number of data and outputs that one forward pass tells.
+
+    Args:
+        engine: Checks the targets.
+        x: Inputs of a batch.
+        y: Its targets.
+        loss: Its unit negative log likelihood, 0-dim.
+
+    Raises:
+        UnsupportedError: The outputs have positions.
+    """
+    problem = engine.problem
+    dtype = torch.promote_types(problem.dtype, torch.float32)
+    with torch.no_grad(), preserve_model(problem.module):
+        f = problem.run(problem.detached(), detached(x)).to(dtype)
+    require_no_positions(f.shape[1:-1], engine.name)
+    y = engine.checked(f, y)
+    terms = torch.as_tensor(loss, dtype=dtype, device=f.device).detach().reshape(1)
+    return BatchSummary(terms, engine.likelihood.count(f, y), f.shape[1])
+
+
 @contextmanager
-def _borrowed(module: torch.nn.Module) -> Iterator[None]:
-    """For calls of a user's backend: evaluation mode, gradients enabled, the model put back afterwards."""
+def borrowed(module: torch.nn.Module) -> Iterator[None]:
+    """For calls of users' methods: evaluation mode, gradients enabled, the model put back afterwards."""
     with preserve_model(module), hooks_put_back(module), gradients_set_aside(module):  # noqa: SIM117
         with torch.inference_mode(False), torch.enable_grad():
             yield

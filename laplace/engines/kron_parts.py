@@ -97,6 +97,14 @@ class KronParts:
             result.append([inputs, output] if block.input_first else [output, inputs])
         return result
 
+    def shared(self, share: float) -> list[list[Tensor]]:
+        """Factors per tensor whose input sides, means over data, are a share of those of all data."""
+        return [
+            [share * factor if len(sides) == 2 and (i == 0) is block.input_first else factor
+             for i, factor in enumerate(sides)]
+            for block, sides in zip(self.blocks, self.kfacs(), strict=True)
+        ]  # fmt: skip
+
 
 @dataclass(frozen=True)
 class KronBlock:

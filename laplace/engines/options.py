@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.likelihoods.recovered import Loss
 
 MEMORY_BUDGET = 2**30
 """Bytes of output gradients held at once: fixed, so that results do not depend on the machine."""
@@ -29,6 +30,7 @@ class EngineOptions:
         memory_budget: Bytes of output gradients, or of activations of vectorised passes, that are held at once.
         max_passes: Backward passes that a batch of outputs with positions may take.
         split_outputs: Keep one curvature term per output, so that a vector noise can be changed after `fit`.
+        loss: A loss around that of the likelihood, which is of other targets; None where targets are as they are given.
 
     Raises:
         InvalidArgument: Unknown `kfac_approx`, or a number that is not positive.
@@ -42,6 +44,7 @@ class EngineOptions:
     memory_budget: int = MEMORY_BUDGET
     max_passes: int = MAX_PASSES
     split_outputs: bool = False
+    loss: Loss | None = None
 
     def __post_init__(self) -> None:
         if self.max_passes <= 0:

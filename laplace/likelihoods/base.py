@@ -119,6 +119,10 @@ class Likelihood(ABC):
             "backend, NativeGGN."
         )
 
+    def as_targets(self, values: Tensor) -> Tensor:
+        """Values `[B, C]` that were computed, with their rounding, as targets of the form that loaders give."""
+        return values
+
     def classes(self, y: Tensor) -> Tensor | None:
         """Most probable classes of checked soft labels, `[B]`, for readers of indices; None of other targets."""
         return None

@@ -13,7 +13,7 @@ from laplace.core.random_numbers import uniform
 from laplace.enums import LinkApprox
 from laplace.errors import InvalidData
 from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian
-from laplace.likelihoods.checks import check_outputs, check_tensor, check_values
+from laplace.likelihoods.checks import check_outputs, check_tensor, check_values, snapped
 from laplace.likelihoods.links import probabilities_within
 from laplace.likelihoods.targets import TARGETS
 
@@ -47,6 +47,10 @@ class Bernoulli(NoiseFreeLikelihood):
             ),
         )
         return y
+
+    def as_targets(self, values: Tensor) -> Tensor:
+        """Those within rounding of 0 and 1 are these numbers."""
+        return snapped(values)
 
     def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
         """Σ_bc binary cross-entropy, `[1]`."""

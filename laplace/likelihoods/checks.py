@@ -134,3 +134,10 @@ def check_soft_labels(f: Tensor, y: Tensor) -> Tensor:
         ),
     )
     return (rows / sums).to(f.dtype)
+
+
+def snapped(values: Tensor) -> Tensor:
+    """Values of which those within rounding of 0 or 1 are these numbers."""
+    whole = values.round()
+    near = (values - whole).abs() <= torch.finfo(values.dtype).eps ** 0.5
+    return torch.where(near & (whole >= 0) & (whole <= 1), whole, values)

@@ -9,6 +9,7 @@ from torch.nn import functional
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import uniform
 from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian
+from laplace.likelihoods.checks import snapped
 from laplace.likelihoods.labels import labels_of
 from laplace.likelihoods.targets import TARGETS
 
@@ -27,6 +28,12 @@ class SoftmaxLikelihood(NoiseFreeLikelihood):
     def peer_name(self) -> str:
         """Preferences are a classification of pairs."""
         return "classification"
+
+    def as_targets(self, values: Tensor) -> Tensor:
+        """Labels `[B]` of rows that are one-hot up to rounding, else rows of probabilities."""
+        rows = snapped(values)
+        one_hot = (rows == 1).sum(1).eq(1) & (rows == 0).sum(1).eq(rows.shape[1] - 1)
+        return rows.argmax(1) if bool(one_hot.all()) else rows / rows.sum(1, keepdim=True)
 
     def torch_loss(self) -> tuple[nn.Module, float]:
         """`CrossEntropyLoss`, with factor 1."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +43,18 @@ class TargetRules(Protocol):
     def numeric_targets(self) -> bool:
         """True if targets are numbers in columns, `[B, n]`."""
         ...
+
+
+@dataclass(frozen=True)
+class TargetsAsGiven:
+    """Rules for targets that a user's own loss reads as they are.
+
+    Attributes:
+        ignore_index: Label that marks data which count nowhere, or None.
+    """
+
+    ignore_index: int | None
+    numeric_targets: bool = False
 
 
 def split(batch: Any, dict_key_y: str, model: nn.Module, rules: TargetRules | None = None) -> tuple[Inputs, Tensor]:

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
 from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.fitted import FitByHand, Fitted, form_of
 from laplace.posterior.posterior import Posterior
 
@@ -32,7 +35,8 @@ def with_parts(posterior: Posterior, **parts: Any) -> Posterior:
 
     Args:
         posterior: The present one.
-        **parts: `H`, `mean`, `loss`, `n_data` or `n_outputs`. H is taken as it is, and copied when it is first used.
+        **parts: `H` (or `H_facs`), `mean`, `loss`, `n_data` or `n_outputs`. H is taken as it is, and copied when it is
+            first used.
 
     Raises:
         NotFittedError: The last layer is not known.
@@ -50,6 +54,29 @@ def with_parts(posterior: Posterior, **parts: Any) -> Posterior:
         for name, value in parts.items():
             data = _ASSIGNED[name](data, former, value)
     return replace(former, data=data, root=None)
+
+
+def with_backend_loss(posterior: Posterior) -> Posterior:
+    """The posterior whose fits have the loss that a user assigned to its backend."""
+    backend, choices = posterior.derived.backend, posterior.choices
+    if backend is None or backend.assigned_loss is choices.loss:
+        return posterior
+    return posterior.with_choices(loss=backend.assigned_loss)
+
+
+def batch_of(posterior: Posterior, x: Inputs, y: Tensor, n_data: int) -> tuple[Tensor, Any]:
+    """Loss and H of one batch of N data.
+
+    Raises:
+        InvalidData: The batch cannot be used.
+        NotFittedError: The last layer is not known.
+        UnsupportedError: The structure has no curvature that could be summed by hand.
+    """
+    form, device = form_of(posterior.choices.structure), posterior.hypers.device
+    with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
+        x, y = batches.to_device(x, device), y.to(device)
+        summary, H = form.of_batch(posterior.engine, x, y, n_data)
+    return summary.loss_terms.sum(), H
 
 
 def with_root(posterior: Posterior, root: Any) -> Posterior:
@@ -81,6 +108,10 @@ def _curvature(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
     )  # fmt: skip
 
 
+def _factors(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
+    return data if value is None else _curvature(data, posterior, value)
+
+
 def _mean(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
     mean = _checked("mean", value, posterior, (posterior.problem.layout.n_params,))
     return replace(data, assigned_mean=None if torch.equal(mean, data.mean) else mean)
@@ -110,7 +141,7 @@ def _n_outputs(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
 
 
 _ASSIGNED: dict[str, Callable[[Fitted, Posterior, Any], Fitted]] = {
-    "H": _curvature, "mean": _mean, "loss": _loss, "n_data": _n_data, "n_outputs": _n_outputs,
+    "H": _curvature, "H_facs": _factors, "mean": _mean, "loss": _loss, "n_data": _n_data, "n_outputs": _n_outputs,
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from laplace.curvature import CurvatureInterface, NativeGGN
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.recovered import Loss
 from laplace.predictive.names import PredictiveNames
 from laplace.structures.base import Curvature
 from laplace.structures.indefinite import SignedOptions
@@ -36,6 +37,7 @@ class Choices:
         dict_key_y: Key of the targets, for mappings.
         channel_dim: Dimension of the network's outputs that holds the channels; None where that is not known.
         pred_types: Names of its predictives.
+        loss: A loss that was assigned to the backend, around that of the likelihood; else None.
     """
 
     likelihood: Likelihood | str
@@ -51,6 +53,7 @@ class Choices:
     dict_key_y: str
     channel_dim: int | None
     pred_types: PredictiveNames
+    loss: Loss | None = None
 
     def reconciled(self) -> Choices:
         """The same, with what the structure's options say of the sign of an exact Hessian.
@@ -79,19 +82,22 @@ class Choices:
         options = {**choice, **self.backend_kwargs, **(self.asdl_fisher_kwargs if ours else {})}
         name = self.likelihood if ours else self.likelihood_object.peer_name
         try:
-            return backend(model, name, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y, **options)
+            made = backend(model, name, dict_key_x=self.dict_key_x, dict_key_y=self.dict_key_y, **options)
         except TypeError as error:
             raise InvalidArgument(
                 f"backend={backend.__name__} could not be made with "
                 f"backend_kwargs={sorted(self.backend_kwargs)}: {error}"
             ) from error
+        if self.loss is not None:
+            made.lossfunc = self.loss
+        return made
 
     def engine(self, weights: Weights, problem: Problem, *, split_outputs: bool) -> CurvatureEngine:
         """An engine, which keeps one curvature term per output with `split_outputs`."""
         backend, likelihood = self.backend_cls, self.likelihood_object
         if is_ours(backend):
             given = {**self.backend_kwargs, **self.asdl_fisher_kwargs}
-            return backend.engine_for(problem, likelihood, given, split_outputs=split_outputs)
+            return backend.engine_for(problem, likelihood, given, split_outputs=split_outputs, loss=self.loss)
         own = self.backend(weights, problem)
         return own.engine(problem, likelihood, split_outputs=split_outputs, **self.asdl_fisher_kwargs)
 

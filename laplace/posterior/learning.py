@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from laplace import fitting
 from laplace.core import batch as batches
 from laplace.core import hyperparameters as hyper
 from laplace.core.checks import named
+from laplace.core.overrides import FITTING
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import UnsupportedError
 from laplace.fitting import FirstBatch, FirstPass, Fit, ReadOptions, planning, subsampling
@@ -19,8 +20,10 @@ from laplace.fitting.planning import FitPlan
 from laplace.fitting.subsampling import Subset
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.network.witness import Witness
+from laplace.posterior.assembled import with_backend_loss
 from laplace.posterior.assigned import restricted
 from laplace.posterior.first_outputs import discovered
+from laplace.posterior.hooked import HookedPass, number_of_data
 from laplace.posterior.posterior import Posterior
 from laplace.structures.announced import bars
 
@@ -75,6 +78,7 @@ def measured(
         InvalidArgument: A hyper-parameter's length does not fit the random parameters or the outputs, or the
             structure reads the data several times and the loader can be read only once.
     """
+    posterior = with_backend_loss(posterior)
     choices, model = posterior.choices, posterior.model
     first = FirstBatch(model, posterior.weights.forward_fn) if look else None
     reading = ReadOptions(choices.dict_key_y, progress_bar, first, check_memory, first_pass)
@@ -83,6 +87,9 @@ def measured(
         choices.structure.check(posterior.problem.layout, choices.structure_options)
     if subset is not None:
         batches.require_rereadable(train_loader, f"subset={subset.size} reads the data twice")
+    hooked, n_data = posterior.overrides(*FITTING), 0
+    if hooked:
+        n_data = number_of_data(train_loader, choices.dict_key_y) if subset is None else subset.size
     fitting.warn_of_shards()
     with autograd_mode(), torch.no_grad(), same_random_state(model), bars(progress_bar):
         x, y, train_loader = fitting.begin_reading(train_loader, choices.dict_key_y, posterior.hypers.device)
@@ -94,6 +101,8 @@ def measured(
         # A noise that this kind of curvature cannot take is refused before the data are read, not after.
         kind, hypers = choices.backend_cls.kind, posterior.hypers
         posterior.likelihood.curvature_scale(kind, hypers.sigma_noise, hypers.temperature)
+        if hooked:
+            reading = replace(reading, first_pass=lambda engine: HookedPass(posterior, engine, n_data))
         what = (train_loader, engine, choices.structure, choices.structure_options)
         if subset is None:
             fit = fitting.accumulate(*what, reading)

@@ -93,7 +93,7 @@ class LinearBatch:
         self.x = x
         self.kept: HeadMap | GraphMap | None = self._map()
         self.f = widened(self._outputs.detach())
-        self.y = engine.likelihood.check_targets(self.f, y)
+        self.y = engine.checked(self.f, y)
 
     def _map(self) -> HeadMap | GraphMap:
         if self.engine.problem.head is not None:
@@ -129,10 +129,10 @@ class LinearData:
     def __init__(self, engine: NativeEngine, loader: Iterable[Any], dict_key_y: str) -> None:
         self.engine = engine
         self.batches: list[LinearBatch] = []
-        n_bytes, device, likelihood = 0, engine.problem.device, engine.likelihood
+        n_bytes, device, rules = 0, engine.problem.device, engine.target_rules
         for number, item in enumerate(loader):
             with named(f"batch {number}"):
-                counted = next_token.counted(item, dict_key_y, device, likelihood, engine.problem.module)
+                counted = next_token.counted(item, dict_key_y, device, rules, engine.problem.module)
                 if counted is None:
                     continue
                 batch = LinearBatch(engine, *counted)

@@ -14,7 +14,7 @@ from laplace.compat.kronecker.factors import block_shape
 from laplace.core.batch import Inputs
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
-from laplace.curvature import CurvatureInterface
+from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import KronParts, n_entries
 from laplace.errors import InvalidArgument
 from laplace.structures import fields
@@ -35,17 +35,14 @@ class ByHand(ABC):
         """H of no data, to which that of batches can be added."""
 
     @abstractmethod
-    def of_batch(
-        self, backend: CurvatureInterface, x: Inputs, y: Tensor, n_data: int, options: Mapping[str, Any]
-    ) -> tuple[Tensor, Any]:
-        """Loss of a batch, 0-dim, and its H, which add up over the batches of N data.
+    def of_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor, n_data: int) -> tuple[BatchSummary, Any]:
+        """H of a batch, which adds up over the batches of N data, with what the batch contributes besides.
 
         Args:
-            backend: Computes both.
+            engine: Computes the numbers of a batch.
             x: Inputs.
             y: Targets.
             n_data: N.
-            options: Keyword arguments of the backend's method.
         """
 
     @abstractmethod
@@ -74,10 +71,9 @@ class MatrixByHand(ByHand):
         n_params = problem.layout.n_params
         return like.new_zeros(n_params, n_params)
 
-    def of_batch(
-        self, backend: CurvatureInterface, x: Inputs, y: Tensor, n_data: int, options: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        return backend.full(x, y)
+    def of_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor, n_data: int) -> tuple[BatchSummary, Tensor]:
+        summary, values = engine.full(x, y)
+        return summary, values.sum(0)
 
     def checked(self, H: Any, layout: Layout, like: Tensor, options: Mapping[str, Any]) -> Tensor:
         matrix = _tensor(H, (layout.n_params, layout.n_params), like)
@@ -95,10 +91,9 @@ class DiagonalByHand(ByHand):
     def zeros(self, problem: Problem, like: Tensor) -> Tensor:
         return like.new_zeros(problem.layout.n_params)
 
-    def of_batch(
-        self, backend: CurvatureInterface, x: Inputs, y: Tensor, n_data: int, options: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        return backend.diag(x, y, N=n_data, **options)
+    def of_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor, n_data: int) -> tuple[BatchSummary, Tensor]:
+        summary, values = engine.diag(x, y)
+        return summary, values.sum(0)
 
     def checked(self, H: Any, layout: Layout, like: Tensor, options: Mapping[str, Any]) -> Tensor:
         diagonal = _tensor(H, (layout.n_params,), like)
@@ -115,10 +110,9 @@ class KronByHand(ByHand):
     def zeros(self, problem: Problem, like: Tensor) -> Kron:
         return Kron([_zero_block(slot, like) for slot in problem.slots])
 
-    def of_batch(
-        self, backend: CurvatureInterface, x: Inputs, y: Tensor, n_data: int, options: Mapping[str, Any]
-    ) -> tuple[Tensor, Kron]:
-        return backend.kron(x, y, N=n_data, **options)
+    def of_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor, n_data: int) -> tuple[BatchSummary, Kron]:
+        summary, parts = engine.kron(x, y)
+        return summary, Kron(parts.shared(int(summary.n_data) / n_data))
 
     def checked(self, H: Any, layout: Layout, like: Tensor, options: Mapping[str, Any]) -> Kron | KronDecomposed:
         if isinstance(H, KronDecomposed):

@@ -281,13 +281,13 @@ def check_step_size(lr_hyp: float) -> None:
 
 def _count(loader: Iterable[Any], la: ParametricLaplace) -> int:
     """Data whose labels are not the ignored one; of outputs with positions, these."""
-    likelihood, total = la.likelihood_object, 0
+    rules, total = la.engine.target_rules, 0
     per_row: int | None = None
     for batch in loader:
-        x, y = next_token.split(batch, la.dict_key_y, la.weights.model, likelihood)
+        x, y = next_token.split(batch, la.dict_key_y, la.weights.model, rules)
         if y.ndim > 1 and len(y):
             per_row = per_row or _entries_per_row(la, x, y)
-        ignored = likelihood.ignore_index
+        ignored = rules.ignore_index
         counted = y.numel() if ignored is None else int((y != ignored).sum())
         total += counted // (per_row or 1)
     if total == 0:

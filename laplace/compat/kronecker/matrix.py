@@ -54,18 +54,16 @@ class Kron:
         return cls([_zero_block(p, device, dtype, id(p) in rows) for p in parameters])
 
     def __add__(self, other: Kron) -> Kron:
-        """Factor-wise sum.
+        """Factor-wise sum; a block of zeros gives way to one of another form.
 
         Raises:
             InvalidArgument: `other` is not a `Kron` of the same blocks.
         """
         if not isinstance(other, Kron):
             raise InvalidArgument(f"Kron can be added to Kron only, not to {type(other).__name__}.")
-        mine, theirs = ([len(block) for block in kron.kfacs] for kron in (self, other))
-        if mine != theirs:
-            raise InvalidArgument(f"Kron with {mine} factors per block cannot be added to one with {theirs}.")
-        pairs = zip(self.kfacs, other.kfacs, strict=True)
-        return Kron([[factors.add(a, b) for a, b in zip(f, g, strict=True)] for f, g in pairs])
+        if len(self) != len(other):
+            raise InvalidArgument(f"Kron with {len(self)} blocks cannot be added to one with {len(other)}.")
+        return Kron([_sum(*pair) for pair in zip(self.kfacs, other.kfacs, strict=True)])
 
     def __mul__(self, scalar: Scalar) -> Kron:
         """Scales each block by a non-negative scalar, spread evenly over its factors; differentiable in it.
@@ -129,6 +127,21 @@ class Kron:
 
     def __repr__(self) -> str:
         return f"Kron(blocks={len(self)}, parameters={sum(factors.block_size(block) for block in self.kfacs)})"
+
+
+def _sum(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:
+    """Factor-wise sum of two blocks, or the other one where one is zero and has another form.
+
+    Raises:
+        InvalidArgument: They have other forms, and neither is zero.
+    """
+    if [factor.shape for factor in first] != [factor.shape for factor in second]:
+        for block, other in ((first, second), (second, first)):
+            if not any(bool(factor.any()) for factor in block):
+                return list(other)
+    if len(first) != len(second):
+        raise InvalidArgument(f"a block of {len(first)} factors cannot be added to one of {len(second)}.")
+    return [factors.add(a, b) for a, b in zip(first, second, strict=True)]
 
 
 def _product(block: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
