@@ -230,3 +230,14 @@ def test_targets_of_one_number_may_lack_a_dimension(likelihood: str) -> None:
     wide = Laplace(OneOutput(4), likelihood, "all", "diag", dict_key_x="x")
     with pytest.raises(InvalidData, match="must be equal"):
         wide.fit(flat)
+
+
+def test_an_assigned_loss_reads_targets_as_the_mapping_gives_them() -> None:
+    batches = [{"x": X[i : i + 5], "labels": X[i : i + 5, 0]} for i in (0, 5, 10)]
+    la, expected = (Laplace(OneOutput(), "regression", "all", "diag", dict_key_x="x") for _ in range(2))
+    squared = nn.MSELoss(reduction="sum")
+    la.backend.lossfunc = lambda f, y: squared(f.squeeze(1), y)
+    for posterior in (la, expected):
+        posterior.fit(batches)
+    assert_close(la.H, expected.H, "algebra")
+    assert_close(la.loss, expected.loss, "algebra")

@@ -257,3 +257,18 @@ def test_packages_draw_what_they_draw_for_labels(name: str, structure: str) -> N
 
     mixed = [(x, soft(len(x), 3)) for x, _ in grid.batches()]
     assert_close(fitted(mixed), fitted(grid.batches()), "float32")
+
+
+def test_a_loss_that_softens_labels() -> None:
+    """Assigned to the backend: the targets that it stands for are soft labels."""
+
+    def softened(y: Tensor) -> Tensor:
+        return 0.9 * nn.functional.one_hot(y, 3) + 0.1 / 3
+
+    case = Case(catalogue.get("mlp_classification"), "full", "all")
+    la, expected = case.build(backend=NativeEF), case.build(backend=NativeEF)
+    own = la.backend.lossfunc
+    la.backend.lossfunc = lambda f, y: own(f, softened(y).to(f))
+    la.fit(case.problem.batches(4))
+    expected.fit([(x, softened(y)) for x, y in case.problem.batches(4)])
+    same(la, expected, kind="float32")
