@@ -96,6 +96,21 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
         """
         return dict(self.fitted().coverage)
 
+    @property
+    def expansion_point(self) -> Tensor:
+        """θ*, the network's weights at `fit`, around which predictions are linearised, `[P]`.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        self._require_data()
+        return self._posterior.expansion_point
+
+    @property
+    def refinement(self) -> Refinement | None:
+        """The result of `refine`; None without one, and after a fit that followed."""
+        return self._posterior.refinement
+
     # Moments and evidence.
 
     @property

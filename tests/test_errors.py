@@ -282,7 +282,6 @@ def test_everything_but_the_density_needs_a_fit(weights: str, structure: str, li
         "scatter": lambda: la.scatter,
         "log_det_prior_precision": lambda: la.log_det_prior_precision,
         "log_det_posterior_precision": lambda: la.log_det_posterior_precision,
-        "H": lambda: la.H,
         "posterior_precision": lambda: la.posterior_precision,
         "posterior_covariance": lambda: la.posterior_covariance,
         "posterior_variance": lambda: la.posterior_variance,

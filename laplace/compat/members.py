@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from laplace.compat.kronecker import Kron
+from laplace.core import overrides
 from laplace.core.batch import Inputs
 
 
@@ -99,3 +100,6 @@ class LegacyMembers:
     @property
     def _dtype(self: _Posterior) -> torch.dtype:
         return self.prior_precision.dtype
+
+
+overrides.check_class(LegacyMembers, LegacyMembers)

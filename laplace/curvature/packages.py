@@ -32,6 +32,7 @@ from laplace.engines.options import EngineOptions
 from laplace.errors import CurvatureError, MissingDependency
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.labels import classes_of
 from laplace.network.model_guard import preserve_model
 from laplace.weights.problem import Problem
 
@@ -235,7 +236,7 @@ class PackageEngine(CurvatureEngine):
 
     def _readable(self, y: Tensor) -> Tensor:
         """Checked targets as packages read them: any class stands for a soft label where no quantity depends on it."""
-        classes = self.likelihood.classes(y)
+        classes = classes_of(y, self.likelihood)
         return y if classes is None else classes
 
     def _watch(self, x: Inputs, y: Tensor) -> tuple[ForwardPass, Tensor]:
@@ -270,7 +271,7 @@ class PackageEngine(CurvatureEngine):
             return "one noise per output"
         if y is not None and ignored is not None and y.ndim == 1 and bool((y == ignored).any()):
             return "ignored labels"
-        if y is not None and self.kind != GGNEngine.kind and self.likelihood.classes(y) is not None:
+        if y is not None and self.kind != GGNEngine.kind and classes_of(y, self.likelihood) is not None:
             return "soft labels"
         if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
             return "tensors of several dtypes or devices"

@@ -65,7 +65,7 @@ class Fit:
         return replace(
             self,
             curvature=self.curvature + other.curvature,
-            loss_terms=self.loss_terms + other.loss_terms,
+            loss_terms=torch.add(*_alike(self.loss_terms, other.loss_terms)),
             n_data=self.n_data + other.n_data,
             draws=other.draws,
         )
@@ -107,7 +107,8 @@ class Fit:
         curvature = self.curvature.minus(removed.curvature, signed=signed)
         if left <= _NOTHING * self.n_data:  # the prior, and no rounding errors of two equal sums
             return replace(self, curvature=curvature.scaled(0), loss_terms=0 * self.loss_terms, n_data=0)
-        return replace(self, curvature=curvature, loss_terms=self.loss_terms - removed.loss_terms, n_data=left)
+        loss_terms = torch.sub(*_alike(self.loss_terms, removed.loss_terms))
+        return replace(self, curvature=curvature, loss_terms=loss_terms, n_data=left)
 
     def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Fit:
         """The same elsewhere."""
@@ -123,6 +124,13 @@ class Fit:
                 "sigma_noise changed between one noise and one per output. Set it back to what it was, or fit all data "
                 "with override=True."
             )
+
+
+def _alike(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss terms of two fits, summed over the outputs where one of them, an assigned one, is for all of them."""
+    if first.shape == second.shape:
+        return first, second
+    return first.sum().reshape(1), second.sum().reshape(1)
 
 
 FirstPass = Callable[[CurvatureEngine], DataPass]

@@ -16,6 +16,7 @@ from laplace.errors import InvalidArgument, InvalidData
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.kernels import Scales, kernel
 from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.labels import classes_of
 from laplace.structures.gp.dual import Span
 from laplace.structures.gp.observed import jacobians
 from laplace.structures.gp.subset import Pool, joined
@@ -92,7 +93,7 @@ class Places:
         count, n_outputs = f.shape
         classes = self.classes
         if classes is None and self.labels is not None:
-            hard = likelihood.classes(self.labels)
+            hard = classes_of(widened(self.labels), likelihood)
             labels = self.labels if hard is None else hard
             named = labels.ndim == 1 and not labels.is_floating_point() and labels.amax() < n_outputs
             classes = labels if named else torch.arange(count) % n_outputs

@@ -38,6 +38,7 @@ class Likelihood(ABC):
         ignore_index: Label that marks data which count nowhere, or None.
         numeric_targets: True if targets are numbers in columns, `[B, n]`: batches that are mappings may give a single
             column as `[B]`.
+        class_targets: True if targets are labels of classes, indices `[B]` or probabilities `[B, C]`.
         independent_outputs: True if loss and inverse link act on every output alone.
         activation: `"softmax"` or `"sigmoid"` for a likelihood that takes it of the outputs, so that outputs of which
             the network has taken it already are refused.
@@ -50,6 +51,7 @@ class Likelihood(ABC):
     moment_prediction: bool = False
     ignore_index: int | None = None
     numeric_targets: bool = False
+    class_targets: bool = False
     independent_outputs: bool = False
     activation: str | None = None
 
@@ -122,10 +124,6 @@ class Likelihood(ABC):
     def as_targets(self, values: Tensor) -> Tensor:
         """Values `[B, C]` that were computed, with their rounding, as targets of the form that loaders give."""
         return values
-
-    def classes(self, y: Tensor) -> Tensor | None:
-        """Most probable classes of checked soft labels, `[B]`, for readers of indices; None of other targets."""
-        return None
 
     def count(self, f: Tensor, y: Tensor) -> int | Tensor:
         """Number of data that count (ignored labels do not), a 0-dim tensor where a device knows it; y is checked."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from laplace.likelihoods.base import Likelihood
+
 
 class Labels(ABC):
     """Labels of a batch, as a cross-entropy reads them."""
@@ -96,6 +98,11 @@ class SoftLabels(Labels):
 
     def negative_log(self, probabilities: Tensor) -> Tensor:
         return -(self.q * _log(probabilities)).sum(1)
+
+
+def classes_of(y: Tensor, likelihood: Likelihood) -> Tensor | None:
+    """Most probable classes of soft labels, `[B]`, for readers of indices; None of all other targets."""
+    return y.argmax(1) if likelihood.class_targets and y.ndim > 1 else None
 
 
 def labels_of(y: Tensor, ignore_index: int | None) -> Labels:

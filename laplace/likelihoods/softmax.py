@@ -19,6 +19,7 @@ class SoftmaxLikelihood(NoiseFreeLikelihood):
 
     target = TARGETS["class"]
     response = "softmax"
+    class_targets = True
 
     def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
         """Σ_b −log softmax(f_b)_{y_b}, or −Σ_bc y_bc log softmax(f_b)_c, `[1]`."""
@@ -39,10 +40,6 @@ class SoftmaxLikelihood(NoiseFreeLikelihood):
         """`CrossEntropyLoss`, with factor 1."""
         ignored = -100 if self.ignore_index is None else self.ignore_index
         return nn.CrossEntropyLoss(reduction="sum", ignore_index=ignored), 1.0
-
-    def classes(self, y: Tensor) -> Tensor | None:
-        """Those of soft labels, `[B]`."""
-        return y.argmax(1) if y.ndim > 1 else None
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """softmax(f) − e_y, or softmax(f) − y, `[B, C]`."""

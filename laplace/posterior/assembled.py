@@ -98,10 +98,21 @@ def with_root(posterior: Posterior, root: Any) -> Posterior:
     return replace(posterior, root=values)
 
 
+def checked_H(posterior: Posterior, H: Any) -> Any:
+    """A curvature of a user in the posterior's dtype and on its device; the same object where it has both.
+
+    Raises:
+        InvalidArgument: It is no curvature of this structure and these parameters.
+        UnsupportedError: The structure has no curvature that could be assigned.
+    """
+    choices = posterior.choices
+    form, layout = form_of(choices.structure), posterior.problem.layout
+    return form.checked(H, layout, _like(posterior), choices.precision_options)
+
+
 def _curvature(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
     structure, former = posterior.choices.structure, data.source
-    options, layout = posterior.choices.precision_options, posterior.problem.layout
-    H = form_of(structure).checked(value, layout, _like(posterior), options)
+    H = checked_H(posterior, value)
     loss, coverage = former.loss_terms, former.coverage
     return replace(
         data, source=FitByHand(H, structure, loss, former.n_data, former.n_outputs, coverage, former.draws)

@@ -14,7 +14,7 @@ from laplace.core.batch import Inputs
 from laplace.curvature.user_backend import borrowed, summarised
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import UnsupportedError
-from laplace.posterior.assembled import without_data
+from laplace.posterior.assembled import checked_H, with_parts, without_data
 from laplace.posterior.overridden import member
 from laplace.posterior.posterior import Posterior
 from laplace.structures.base import Curvature, DataPass
@@ -48,11 +48,11 @@ class HookedPass(DataPass):
         with replace(self.summed, owner=self.owner).owned() as la:
             with borrowed(problem.module):
                 loss, H = member(la, "_curv_closure")(x, y, self.n_data)
-            summary = summarised(self.engine, x, y, torch.as_tensor(loss))
-            with torch.no_grad():
-                la.H += H
-            la.n_data += int(summary.n_data)
-            self.summed = la._posterior
+            now: Posterior = la._posterior
+        summary = summarised(self.engine, x, y, torch.as_tensor(loss))
+        total, n_data = now.H, now.require_fitted().source.n_data + int(summary.n_data)
+        total += checked_H(now, H)
+        self.summed = with_parts(now, H=total, n_data=n_data)
         return summary
 
     def finish(self) -> Curvature:

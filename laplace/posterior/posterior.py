@@ -24,7 +24,7 @@ from laplace.network.witness import Witness
 from laplace.posterior.assigned import Given, assigned
 from laplace.posterior.choices import Choices
 from laplace.posterior.derived import Derived
-from laplace.posterior.fitted import FitByHand, Fitted, form_of
+from laplace.posterior.fitted import FitByHand, Fitted
 from laplace.posterior.refined import Refinement
 from laplace.structures.base import Precision
 from laplace.structures.given import GivenPrecision
@@ -192,11 +192,12 @@ class Posterior:
         """The unit curvature as users see it: what was assigned, or the fit's; zero before a fit.
 
         Raises:
-            UnsupportedError: Before a fit, of a structure that has no curvature of no data.
+            NotFittedError: Before a fit, of a structure that has no curvature of no data.
         """
-        if self.data is not None:
-            return self.data.present.H
-        return form_of(self.choices.structure).zeros(self.problem, self.hypers.prior_mean.detach())
+        by_hand = self.choices.structure.by_hand
+        if self.data is None and by_hand is not None:
+            return by_hand.zeros(self.problem, self.hypers.prior_mean.detach())
+        return self.require_fitted().present.H
 
     @property
     def refinement(self) -> Refinement | None:

@@ -16,7 +16,7 @@ from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import KronParts, n_entries
-from laplace.errors import InvalidArgument
+from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.structures import fields
 from laplace.weights.problem import ParameterSlice, Problem
 
@@ -112,6 +112,11 @@ class KronByHand(ByHand):
 
     def of_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor, n_data: int) -> tuple[BatchSummary, Kron]:
         summary, parts = engine.kron(x, y)
+        if any(block.index is not None for block in parts.blocks):
+            raise UnsupportedError(
+                "the subnetwork has single entries of a tensor, of which Kronecker factors do not add up by hand; "
+                "choose whole rows × columns, hessian_structure='diag' or 'full', or call fit."
+            )
         return summary, Kron(parts.shared(int(summary.n_data) / n_data))
 
     def checked(self, H: Any, layout: Layout, like: Tensor, options: Mapping[str, Any]) -> Kron | KronDecomposed:

@@ -173,7 +173,7 @@ USES: dict[str, Callable[[Batches], Tensor]] = {
 @pytest.mark.parametrize("use", USES)
 def test_one_hot_rows_are_labels_in_every_use(use: str) -> None:
     expected = USES[use](grid.batches())
-    for form in ("float64", "integer"):
+    for form in FORMS:
         assert_close(USES[use](one_hot(grid.batches(), form)), expected, "float32", label=form)
 
 
