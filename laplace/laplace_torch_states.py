@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from laplace.base import BaseLaplace
-from laplace.compat.kronecker import Kron
 from laplace.core.memory import ran_out
 from laplace.errors import LaplaceError, StateError, StateWarning, warn
 from laplace.posterior.assembled import with_parts, without_data
@@ -123,6 +122,8 @@ def _of_state(posterior: Posterior, state: Mapping[str, Any]) -> Posterior:
         posterior: The former one, of the state's random weights.
         state: The state.
     """
+    from laplace.compat.kronecker import Kron  # legacy values are imported by those who use them
+
     posterior = posterior.assigned(**{name: _plain(state[name]) for name in _HYPERS})
     H = Kron(state["H"]) if isinstance(state["H"], list) else state["H"]
     numbers = {name: state[name] for name in ("loss", "n_data", "n_outputs")}
