@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from laplace.base import Backend, Options
 from laplace.binding import bind
-from laplace.compat.kronecker import Kron
 from laplace.core.batch import ForwardFn
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.attributes import Part
+from laplace.posterior.posterior import Posterior
 from laplace.structures import (
     BlockCurvature,
     DiagCurvature,
@@ -34,6 +34,12 @@ from laplace.weights.subnetwork import Subnetwork
 
 def _damping(la: ParametricLaplace) -> bool:
     return bool(la.precision_options["damping"])
+
+
+def _factors(now: Posterior) -> Any:
+    from laplace.compat.kronecker import Kron  # legacy values are imported by those who use them
+
+    return now.H if isinstance(now.H, Kron) else now.fit.curvature.public()
 
 
 def _residual(la: ParametricLaplace) -> float:
@@ -75,7 +81,7 @@ class KronLaplace(ParametricLaplace):
     structure = KronCurvature
     damping = property(_damping, doc="Whether the precision is (√s A + √δ) ⊗ (√s B + √δ).")
     H_facs = Part[Any](
-        lambda now: now.H if isinstance(now.H, Kron) else now.fit.curvature.public(),
+        _factors,
         "The Kronecker factors: `H_facs.kfacs` lists them per tensor. Assigned ones are the curvature, as in `la.H`; "
         "None leaves it as it is.",
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from laplace.compat.kronecker import Kron
 from laplace.core import overrides
 from laplace.core.batch import Inputs
+
+if TYPE_CHECKING:
+    from laplace.compat.kronecker import Kron
 
 
 class _Posterior(Protocol):
@@ -63,7 +65,7 @@ class LegacyMembers:
     @staticmethod
     def _rescale_factors(kron: Kron, factor: float) -> Kron:
         """Factors of which those on the input side, the last of two, are scaled."""
-        return Kron([[*block[:-1], factor * block[-1]] if len(block) == 2 else block for block in kron.kfacs])
+        return type(kron)([[*block[:-1], factor * block[-1]] if len(block) == 2 else block for block in kron.kfacs])
 
     @property
     def _posterior_scale(self: _Posterior) -> Tensor:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from laplace.compat.kronecker import Kron, KronDecomposed
-from laplace.compat.kronecker.factors import block_shape
 from laplace.core.batch import Inputs
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
@@ -19,6 +17,9 @@ from laplace.engines.kron_parts import KronParts, n_entries
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.structures import fields
 from laplace.weights.problem import ParameterSlice, Problem
+
+if TYPE_CHECKING:
+    from laplace.compat.kronecker import Kron, KronDecomposed
 
 _ROWS = 1024
 """Rows of a matrix that are compared with columns at once."""
@@ -108,9 +109,13 @@ class KronByHand(ByHand):
     """Kronecker factors per tensor, a `Kron`, or their eigendecompositions, a `KronDecomposed`."""
 
     def zeros(self, problem: Problem, like: Tensor) -> Kron:
+        from laplace.compat.kronecker import Kron  # legacy values are imported by those who use them
+
         return Kron([_zero_block(slot, like) for slot in problem.slots])
 
     def of_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor, n_data: int) -> tuple[BatchSummary, Kron]:
+        from laplace.compat.kronecker import Kron  # legacy values are imported by those who use them
+
         summary, parts = engine.kron(x, y)
         if any(block.index is not None for block in parts.blocks):
             raise UnsupportedError(
@@ -120,6 +125,8 @@ class KronByHand(ByHand):
         return summary, Kron(parts.shared(int(summary.n_data) / n_data))
 
     def checked(self, H: Any, layout: Layout, like: Tensor, options: Mapping[str, Any]) -> Kron | KronDecomposed:
+        from laplace.compat.kronecker import Kron, KronDecomposed  # legacy values are imported by those who use them
+
         if isinstance(H, KronDecomposed):
             return self._checked_eigen(H, layout, like, options)
         if not isinstance(H, Kron):
@@ -139,6 +146,8 @@ class KronByHand(ByHand):
     def _checked_eigen(
         self, H: KronDecomposed, layout: Layout, like: Tensor, options: Mapping[str, Any]
     ) -> KronDecomposed:
+        from laplace.compat.kronecker import KronDecomposed  # legacy values are imported by those who use them
+
         if bool((H.deltas != 0).any()):
             raise InvalidArgument(
                 "H is a KronDecomposed with deltas that are not zero: these are a prior, which belongs into "
@@ -160,6 +169,8 @@ class KronByHand(ByHand):
         return KronDecomposed(vectors, values, H.deltas.to(like), H.damping)
 
     def state(self, H: Kron | KronDecomposed, n_data: float) -> dict[str, Any]:
+        from laplace.compat.kronecker import KronDecomposed  # legacy values are imported by those who use them
+
         blocks = _multiplied(H) if isinstance(H, KronDecomposed) else H.kfacs
         copies = [[factor.clone() for factor in block] for block in blocks]
         return fields.state_of(KronParts.of(copies, n_data or 1, "assigned "))
@@ -254,6 +265,8 @@ def _require_squares(values: Tensor, options: Mapping[str, Any]) -> None:
 
 def _require_blocks(blocks: Sequence[Sequence[Tensor]], layout: Layout) -> None:
     """Refuses blocks that are not those of the random parameters."""
+    from laplace.compat.kronecker.factors import block_shape
+
     if len(blocks) != layout.n_tensors:
         raise InvalidArgument(f"H has {len(blocks)} blocks; the random parameters are {layout.n_tensors} tensors.")
     for block, name, size in zip(blocks, layout.names, layout.sizes, strict=True):

@@ -140,7 +140,7 @@ def _sum(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:
             if not any(bool(factor.any()) for factor in block):
                 return list(other)
     if len(first) != len(second):
-        raise InvalidArgument(f"a block of {len(first)} factors cannot be added to one of {len(second)}.")
+        raise InvalidArgument(f"Kron with {len(first)} factors per block cannot be added to one with {len(second)}.")
     return [factors.add(a, b) for a, b in zip(first, second, strict=True)]
 
 
