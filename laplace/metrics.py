@@ -2,6 +2,9 @@
 
 Every function takes tensors on any device, ignores rows whose label is `ignore_index`, and returns a 0-dim tensor
 in the dtype of the predictions. Logarithms are natural: negative log likelihoods are in nats per datum.
+
+Labels are integers `[...]` or soft, probabilities of the classes `[..., C]`, under which a score is the expectation
+(the Brier score their squared distance).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import Tensor
 from laplace.core import scores
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidArgument, InvalidData
+from laplace.likelihoods.checks import check_soft_labels
 
 IGNORE_INDEX = -100
 
@@ -26,14 +30,14 @@ def nll(probs: Tensor, y: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
 
     Args:
         probs: Class probabilities `[..., C]`.
-        y: Integer labels `[...]`.
+        y: Integer labels `[...]`, or soft ones `[..., C]`.
         ignore_index: Label of the rows that do not count.
 
     Raises:
         InvalidData: Shapes do not match, a label is out of range, a probability is outside [0, 1], or no row counts.
     """
     probs, y = _counted(probs, y, ignore_index)
-    return -probs.gather(1, y.unsqueeze(1)).log().mean()
+    return -scores.class_log_probability(probs, y).mean()
 
 
 def brier(probs: Tensor, y: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
@@ -41,7 +45,7 @@ def brier(probs: Tensor, y: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
 
     Args:
         probs: Class probabilities `[..., C]`.
-        y: Integer labels `[...]`.
+        y: Integer labels `[...]`, or soft ones `[..., C]`.
         ignore_index: Label of the rows that do not count.
 
     Raises:
@@ -56,14 +60,14 @@ def accuracy(probs: Tensor, y: Tensor, ignore_index: int = IGNORE_INDEX) -> Tens
 
     Args:
         probs: Class probabilities `[..., C]`.
-        y: Integer labels `[...]`.
+        y: Integer labels `[...]`, or soft ones `[..., C]`.
         ignore_index: Label of the rows that do not count.
 
     Raises:
         InvalidData: As for `nll`.
     """
     probs, y = _counted(probs, y, ignore_index)
-    return (probs.argmax(1) == y).to(probs.dtype).mean()
+    return scores.class_agreement(probs.argmax(1), y).to(probs.dtype).mean()
 
 
 def mean_confidence(probs: Tensor) -> Tensor:
@@ -84,7 +88,7 @@ def calibration_bins(
 
     Args:
         probs: Class probabilities `[..., C]`.
-        y: Integer labels `[...]`.
+        y: Integer labels `[...]`, or soft ones `[..., C]`.
         n_bins: Number of bins M of equal width.
         ignore_index: Label of the rows that do not count.
 
@@ -105,7 +109,7 @@ def calibration_bins(
 
     count = summed(torch.ones_like(confidence))
     size = count.clamp(min=1)
-    return count, summed(confidence) / size, summed((predicted == y).to(probs.dtype)) / size
+    return count, summed(confidence) / size, summed(scores.class_agreement(predicted, y).to(probs.dtype)) / size
 
 
 def expected_calibration_error(probs: Tensor, y: Tensor, n_bins: int = 15, ignore_index: int = IGNORE_INDEX) -> Tensor:
@@ -113,7 +117,7 @@ def expected_calibration_error(probs: Tensor, y: Tensor, n_bins: int = 15, ignor
 
     Args:
         probs: Class probabilities `[..., C]`.
-        y: Integer labels `[...]`.
+        y: Integer labels `[...]`, or soft ones `[..., C]`.
         n_bins: Number of bins of equal width over the confidence.
         ignore_index: Label of the rows that do not count.
 
@@ -153,7 +157,7 @@ def mean_calibration_error(probs: Tensor, y: Tensor, n_bins: int = 15, ignore_in
 
     Args:
         probs: Class probabilities `[..., C]`.
-        y: Integer labels `[...]`.
+        y: Integer labels `[...]`, or soft ones `[..., C]`.
         n_bins: Number of bins of equal width over the confidence.
         ignore_index: Label of the rows that do not count.
 
@@ -327,15 +331,15 @@ class RunningNLLMetric:
 
         Args:
             probs: Class probabilities `[..., C]`.
-            targets: Integer labels `[...]`.
+            targets: Integer labels `[...]`, or soft ones `[..., C]`.
 
         Raises:
             InvalidData: Shapes do not match, a label is out of range, or a probability is outside [0, 1].
         """
         probs, targets = _flattened(probs, targets, self.ignore_index)
-        picked = probs.detach().gather(1, targets.unsqueeze(1))
-        self.nll_sum = self.nll_sum - widened(picked.log().sum().cpu())
-        self.n_valid_labels += targets.numel()
+        logs = scores.class_log_probability(probs.detach(), targets)
+        self.nll_sum = self.nll_sum - widened(logs.sum().cpu())
+        self.n_valid_labels += len(targets)
 
     def compute(self) -> Tensor:
         """Mean over all counted labels since the last reset, 0-dim, float64.
@@ -354,32 +358,43 @@ class RunningNLLMetric:
 
 
 def _counted(probs: Tensor, y: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Rows that count, `[N, C]` and `[N]` with N > 0."""
+    """Rows that count, `[N, C]`, and labels `[N]` or `[N, C]`, with N > 0."""
     probs, y = _flattened(probs, y, ignore_index)
-    if y.numel() == 0:
+    if len(y) == 0:
         raise InvalidData(f"no label is left to score: the batch is empty or all labels are {ignore_index}.")
     return probs, y
 
 
 def _flattened(probs: Tensor, y: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Checked rows without the ignored ones, `[N, C]` and `[N]`."""
-    if probs.ndim < 2 or y.shape != probs.shape[:-1]:
+    """Checked rows without the ignored ones, `[N, C]`, and labels `[N]` or `[N, C]`."""
+    if probs.ndim < 2 or y.shape not in (probs.shape, probs.shape[:-1]):
         raise InvalidData(
-            f"got probs {tuple(probs.shape)} and labels {tuple(y.shape)}; accepted are [..., C] and [...] alike."
+            f"got probs {tuple(probs.shape)} and labels {tuple(y.shape)}; accepted are [..., C] and [...] or [..., C]."
         )
-    if y.is_floating_point() or y.dtype == torch.bool:
-        raise InvalidData(f"labels have dtype {y.dtype}; accepted are integer classes (y.long() converts).")
-    probs, y = probs.reshape(-1, probs.shape[-1]), y.reshape(-1).to(probs.device).long()
-    keep = y != ignore_index
-    probs, y = probs[keep], y[keep]
-    if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < probs.shape[1]:
-        raise InvalidData(
-            f"labels lie in [{int(y.min())}, {int(y.max())}]; "
-            f"accepted are 0 to {probs.shape[1] - 1}, and {ignore_index} for a label that does not count."
-        )
+    rows = probs.reshape(-1, probs.shape[-1])
+    if y.shape == probs.shape:
+        labels = check_soft_labels(rows, y.reshape(rows.shape))
+    else:
+        labels = _check_indices(y.reshape(-1).to(probs.device), rows.shape[1], ignore_index)
+        keep = labels != ignore_index
+        rows, labels = rows[keep], labels[keep]
     # A little above 1 is rounding of a softmax in low precision; logits and log probabilities are not.
-    if not bool(((probs >= 0) & (probs <= 1.01)).all()):
+    if not bool(((rows >= 0) & (rows <= 1.01)).all()):
         raise InvalidData(
             "probs holds NaN or values outside [0, 1]; give probabilities, not logits (softmax them first)."
         )
-    return probs, y
+    return rows, labels
+
+
+def _check_indices(y: Tensor, n_classes: int, ignore_index: int) -> Tensor:
+    """Integer labels `[N]`, int64."""
+    if y.is_floating_point() or y.dtype == torch.bool:
+        raise InvalidData(f"labels have dtype {y.dtype}; accepted are integer classes (y.long() converts).")
+    labels = y.long()
+    counted = labels[labels != ignore_index]
+    if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < n_classes:
+        raise InvalidData(
+            f"labels lie in [{int(counted.min())}, {int(counted.max())}]; "
+            f"accepted are 0 to {n_classes - 1}, and {ignore_index} for a label that does not count."
+        )
+    return labels

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace import laplace_torch_states
 from laplace.base import BaseLaplace
 from laplace.core.memory import ran_out
 from laplace.errors import InvalidArgument, LaplaceError, StateError, StateWarning, warn
@@ -86,6 +87,8 @@ def loaded(la: BaseLaplace, state: dict[str, Any]) -> Posterior:
     Raises:
         StateError: It belongs to another version, class, model, likelihood or choice of weights, or is malformed.
     """
+    if isinstance(state, dict) and laplace_torch_states.is_of_laplace_torch(state):
+        return laplace_torch_states.loaded(la, state)
     try:
         problem = _checked(la, state)
         for key in ("temperature", "enable_backprop", "precision_options"):

@@ -40,7 +40,7 @@ BAD_DATA: dict[str, tuple[str, Any, str]] = {
     "label too large": ("classification", (X, Y.index_fill(0, torch.tensor(2), 3)), "Label 3 is out of range"),
     "negative label": ("classification", (X, Y.index_fill(0, torch.tensor(2), -1)), "Label -1 is out of range"),
     "float labels": ("classification", (X, Y.float()), r"y\.long\(\)"),
-    "one-hot labels": ("classification", (X, nn.functional.one_hot(Y, 3)), "argmax"),
+    "labels of too large a sum": ("classification", (X, 2 * nn.functional.one_hot(Y, 3)), "sum must be 1"),
     "labels [B, 1]": ("classification", (X, Y.unsqueeze(1)), "squeeze"),
     "too few labels": ("classification", (X, Y[:7]), "give a label for every datum"),
     "wide targets": ("regression", (XR, torch.randn(12, 4)), "must be equal"),

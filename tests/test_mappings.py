@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace import Laplace, marglik_training
-from laplace.errors import InvalidData, MissingKey
+from laplace import Laplace, OnlineLaplace, marglik_training
+from laplace.errors import InvalidData, MissingKey, TuningWarning
 from laplace.network.model_guard import unwrap
 from tests.reference.compare import assert_close
 
@@ -181,3 +182,62 @@ def test_models_inside_distributed_data_parallel() -> None:
     found = marglik_training(trained, [(X, Y)], hessian_structure="diag", n_epochs=2)[2]
     expected = marglik_training(plain, [(X, Y)], hessian_structure="diag", n_epochs=2)[2]
     assert_close(torch.tensor(found), torch.tensor(expected), "algebra")
+
+
+class OneOutput(nn.Module):
+    """As a head of Hugging Face with one label: outputs `[B, n]`, targets `[B]` in the mapping."""
+
+    def __init__(self, n_outputs: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, n_outputs)).double()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.net(x)
+
+
+NUMBERS = {"regression": X[:, 0] - 1, "poisson": Y.double(), "heteroscedastic": X[:, 1], "bernoulli": KINDS}
+
+
+@pytest.mark.parametrize("likelihood", NUMBERS)
+def test_targets_of_one_number_may_lack_a_dimension(likelihood: str) -> None:
+    """In mappings alone; of pairs it would be guessed."""
+    y, n_outputs = NUMBERS[likelihood], 2 if likelihood == "heteroscedastic" else 1
+    flat = [{"x": X[i : i + 5], "labels": y[i : i + 5]} for i in (0, 5, 10)]
+    columns = [batch | {"labels": batch["labels"].unsqueeze(1)} for batch in flat]
+
+    def numbers(batches: list[dict[str, Tensor]]) -> Tensor:
+        la = Laplace(OneOutput(n_outputs), likelihood, "all", "diag", dict_key_x="x")
+        la.fit(batches)
+        la.optimize_prior_precision(method="gridsearch", val_loader=batches, grid_size=3)
+        refined = Laplace(OneOutput(n_outputs), likelihood, "all", "diag", dict_key_x="x")
+        refined.fit(batches)
+        refined.refine(batches)
+        training = OnlineLaplace(OneOutput(n_outputs), batches, likelihood, "diag", dict_key_x="x")
+        values = [la.log_marginal_likelihood(), la.prior_precision, la.loss, refined.log_marginal_likelihood()]
+        return torch.cat(
+            [torch.as_tensor(v).detach().double().reshape(1) for v in values] + [training.n_data + X[:1, 0]]
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TuningWarning)
+        assert_close(numbers(flat), numbers(columns), "algebra")
+    la = Laplace(OneOutput(n_outputs), likelihood, "all", "diag", dict_key_x="x")
+    if likelihood != "bernoulli":
+        for pairs in ([(X, y)], [({"x": X}, y)]):
+            with pytest.raises(InvalidData, match="must be equal"):
+                la.fit(pairs)
+    wide = Laplace(OneOutput(4), likelihood, "all", "diag", dict_key_x="x")
+    with pytest.raises(InvalidData, match="must be equal"):
+        wide.fit(flat)
+
+
+def test_an_assigned_loss_reads_targets_as_the_mapping_gives_them() -> None:
+    batches = [{"x": X[i : i + 5], "labels": X[i : i + 5, 0]} for i in (0, 5, 10)]
+    la, expected = (Laplace(OneOutput(), "regression", "all", "diag", dict_key_x="x") for _ in range(2))
+    squared = nn.MSELoss(reduction="sum")
+    la.backend.lossfunc = lambda f, y: squared(f.squeeze(1), y)
+    for posterior in (la, expected):
+        posterior.fit(batches)
+    assert_close(la.H, expected.H, "algebra")
+    assert_close(la.loss, expected.loss, "algebra")

@@ -276,7 +276,7 @@ TARGETS: dict[str, Row] = {
     "labels from 1": row(InvalidData, lambda: fit(X, Y + 1), "batch 0", "Label 3", "0 to 2"),
     "label -1 for none": row(InvalidData, lambda: fit(X, Y - 1), "batch 0", "Label -1", "-100, which is ignored"),
     "float labels": row(InvalidData, lambda: fit(X, Y.float()), "batch 0", "y.long()"),
-    "one-hot labels": row(InvalidData, lambda: fit(X, nn.functional.one_hot(Y, 3)), "batch 0", "y.argmax(-1)"),
+    "logits as labels": row(InvalidData, lambda: fit(X, nn.functional.one_hot(Y, 3) - 0.5), "batch 0", "at least 0"),
     "labels [B, 1]": row(InvalidData, lambda: fit(X, Y[:, None]), "batch 0", "y.squeeze(-1)"),
     "too few labels": row(InvalidData, lambda: fit(X, Y[:7]), "batch 0", "a label for every datum"),
     "names for labels": row(InvalidData, lambda: fit(X, ["cat"] * 12), "batch 0", "torch.as_tensor"),

@@ -17,9 +17,28 @@ from laplace.core.precision_policy import widened
 
 
 def class_brier(probs: Tensor, y: Tensor, ignore_index: int | None = None) -> Tensor:
-    """Σ_c (p_c − 1[y = c])² of labels `[B]` (Brier, 1950); of an ignored label it means nothing."""
-    labels = y if ignore_index is None else y.where(y != ignore_index, 0)
-    return (probs - one_hot(labels, probs.shape[-1])).square().sum(-1)
+    """Σ_c (p_c − 1[y = c])² of labels `[B]` (Brier, 1950), Σ_c (p_c − q_c)² of soft ones q, `[B, C]`.
+
+    Of an ignored label it means nothing.
+    """
+    if not y.is_floating_point():
+        labels = y if ignore_index is None else y.where(y != ignore_index, 0)
+        y = one_hot(labels, probs.shape[-1])
+    return (probs - y).square().sum(-1)
+
+
+def class_log_probability(probs: Tensor, y: Tensor) -> Tensor:
+    """Log p_y of labels `[B]`, Σ_c q_c log p_c of soft ones q, `[B, C]`, where classes of q_c = 0 count nothing."""
+    if not y.is_floating_point():
+        return probs.gather(-1, y.unsqueeze(-1)).squeeze(-1).log()
+    return torch.xlogy(y, probs).sum(-1)
+
+
+def class_agreement(predicted: Tensor, y: Tensor) -> Tensor:
+    """1[k = y] of predicted classes k, `[..., B]`, and labels `[B]`; q_k, its expectation, of soft ones q, `[B, C]`."""
+    if not y.is_floating_point():
+        return predicted == y
+    return y.expand(*predicted.shape, -1).gather(-1, predicted.unsqueeze(-1)).squeeze(-1)
 
 
 def binary_brier(probs: Tensor, y: Tensor) -> Tensor:
@@ -74,10 +93,11 @@ def confidence_bins(confidence: Tensor, n_bins: int) -> Tensor:
 def binned_gaps(probs: Tensor, y: Tensor, n_bins: int) -> Tensor:
     """1[the most probable class is y] − max_c p_c in the bin of the latter, 0 in the others, `[..., B, M]`, float64.
 
-    The expected calibration error is (1/N) Σ_m |Σ_n gap_nm| (Guo et al., 2017, eq. 3).
+    The expected calibration error is (1/N) Σ_m |Σ_n gap_nm| (Guo et al., 2017, eq. 3). Of soft labels `[B, C]` the
+    indicator is its expectation, the label's probability of that class.
     """
     confidence, predicted = probs.max(-1)
-    gap = widened(predicted == y) - widened(confidence)
+    gap = widened(class_agreement(predicted, y)) - widened(confidence)
     return one_hot(confidence_bins(confidence, n_bins), n_bins) * gap.unsqueeze(-1)
 
 

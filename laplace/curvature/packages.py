@@ -25,12 +25,14 @@ from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine, Groups,
 from laplace.engines.kron_parts import KronBlock, KronParts
 from laplace.engines.native.capture import record
 from laplace.engines.native.engine import NativeEngine
+from laplace.engines.native.ggn import GGNEngine
 from laplace.engines.native.layer_calls import FunctionCall
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.options import EngineOptions
 from laplace.errors import CurvatureError, MissingDependency
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.labels import classes_of
 from laplace.network.model_guard import preserve_model
 from laplace.weights.problem import Problem
 
@@ -223,7 +225,7 @@ class PackageEngine(CurvatureEngine):
                 torch.inference_mode(False),
                 torch.enable_grad(),
             ):
-                batch = copied_batch(watched, watched.f if y is None else y)
+                batch = copied_batch(watched, watched.f if y is None else self._readable(y))
                 extra = (chosen,) if primitive not in _WHOLE else arguments
                 values = self.computes()[primitive](batch, *extra)
         except _FAILURES as error:
@@ -231,6 +233,11 @@ class PackageEngine(CurvatureEngine):
                 raise
             return None, dict.fromkeys(everything, _first_line(error))
         return values, dict(sorted((reasons | dict.fromkeys(chosen, "")).items()))
+
+    def _readable(self, y: Tensor) -> Tensor:
+        """Checked targets as packages read them: any class stands for a soft label where no quantity depends on it."""
+        classes = classes_of(y, self.likelihood)
+        return y if classes is None else classes
 
     def _watch(self, x: Inputs, y: Tensor) -> tuple[ForwardPass, Tensor]:
         """A captured pass of the network itself, with checked targets."""
@@ -264,6 +271,8 @@ class PackageEngine(CurvatureEngine):
             return "one noise per output"
         if y is not None and ignored is not None and y.ndim == 1 and bool((y == ignored).any()):
             return "ignored labels"
+        if y is not None and self.kind != GGNEngine.kind and classes_of(y, self.likelihood) is not None:
+            return "soft labels"
         if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
             return "tensors of several dtypes or devices"
         return "half precision" if tensors[0].dtype.itemsize < torch.float32.itemsize else None

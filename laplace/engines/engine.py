@@ -20,6 +20,7 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.logits import require_logits
 from laplace.likelihoods.recovered import recovered_targets
+from laplace.network.next_token import TargetRules, TargetsAsGiven
 from laplace.weights.problem import Problem
 
 
@@ -76,6 +77,11 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         self.options = options
         self.split_outputs = options.split_outputs
         self._seen = False
+
+    @property
+    def target_rules(self) -> TargetRules:
+        """Rules for targets: the likelihood's, unless a loss was assigned."""
+        return self.likelihood if self.options.loss is None else TargetsAsGiven(self.likelihood.ignore_index)
 
     def checked(self, f: Tensor, y: Tensor) -> Tensor:
         """Checked targets of outputs f `[B, C]`; the first outputs that an engine sees must be logits, if any need be.

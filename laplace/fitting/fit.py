@@ -263,12 +263,12 @@ def _read(
 ) -> BatchSummary | None:
     """Feeds every batch to a pass over the data; returns sums of what they contribute besides curvature, or None."""
     total: BatchSummary | None = None
-    device, ignored = engine.problem.device, engine.likelihood.ignore_index
+    device, rules = engine.problem.device, engine.target_rules
     conditions = Conditions()  # read once a batch: some are those of the batch before
     for number, batch in enumerate(loader):
         try:
             with conditions.collected(), named(f"batch {number}"):
-                data = next_token.counted(batch, dict_key_y, device, ignored, engine.problem.module)
+                data = next_token.counted(batch, dict_key_y, device, rules, engine.problem.module)
                 if data is None:
                     continue
                 summary = data_pass.add(*data)

@@ -174,7 +174,7 @@ def first_counted(
         InvalidData: No such batch.
     """
     for batch in loader:
-        data = next_token.counted(batch, dict_key_y, device, likelihood.ignore_index, model)
+        data = next_token.counted(batch, dict_key_y, device, likelihood, model)
         if data is not None:
             return data
     raise InvalidData("the loader gave no data that count; a plan needs at least one datum.")

@@ -113,10 +113,10 @@ def _losses(data: Iterable[tuple[int, Inputs, Tensor]], engine: CurvatureEngine)
 
 def _counted(loader: Iterable[Any], engine: CurvatureEngine, dict_key_y: str) -> Iterator[tuple[int, Inputs, Tensor]]:
     """The data that count, batch by batch, with the number of the batch."""
-    device, ignored = engine.problem.device, engine.likelihood.ignore_index
+    device, rules = engine.problem.device, engine.target_rules
     for number, item in enumerate(loader):
         with named(f"batch {number}"):
-            data = targets_of.counted(item, dict_key_y, device, ignored, engine.problem.module)
+            data = targets_of.counted(item, dict_key_y, device, rules, engine.problem.module)
         if data is not None:
             yield number, *data
 

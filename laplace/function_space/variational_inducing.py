@@ -15,6 +15,8 @@ from laplace.engines.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.kernels import Scales, kernel
+from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.labels import classes_of
 from laplace.structures.gp.dual import Span
 from laplace.structures.gp.observed import jacobians
 from laplace.structures.gp.subset import Pool, joined
@@ -79,10 +81,11 @@ class Places:
         """True if the locations are real numbers that can be moved."""
         return isinstance(self.x, Tensor) and self.x.is_floating_point()
 
-    def settled(self, f: Tensor) -> Places:
+    def settled(self, f: Tensor, likelihood: Likelihood) -> Places:
         """The places with one output each, given the network's outputs there `[M, C]`.
 
-        A class label names its output; data of other targets take the outputs in turn.
+        A class label names its output, a soft one that of its most probable class; data of other targets take the
+        outputs in turn.
 
         Raises:
             InvalidArgument: The classes do not fit the locations or the outputs.
@@ -90,8 +93,10 @@ class Places:
         count, n_outputs = f.shape
         classes = self.classes
         if classes is None and self.labels is not None:
-            named = self.labels.ndim == 1 and not self.labels.is_floating_point() and self.labels.amax() < n_outputs
-            classes = self.labels if named else torch.arange(count) % n_outputs
+            hard = classes_of(widened(self.labels), likelihood)
+            labels = self.labels if hard is None else hard
+            named = labels.ndim == 1 and not labels.is_floating_point() and labels.amax() < n_outputs
+            classes = labels if named else torch.arange(count) % n_outputs
         if classes is None:
             classes = torch.zeros(count)
         classes = classes.to(device=f.device, dtype=torch.long)

@@ -150,7 +150,7 @@ def start(engine: CurvatureEngine, places: Places, n_data: int, training: Traini
         training: Noise and temperature.
     """
     f = widened(torch.cat([f.detach() for _, f in jacobians(engine, places.x)]))
-    places = places.settled(f)
+    places = places.settled(f, engine.likelihood)
     curvature = engine.likelihood.hessian(f).diagonal()
     scale = engine.likelihood.curvature_scale("ggn", widened(training.sigma_noise), widened(training.temperature))
     classes = torch.as_tensor(places.classes).unsqueeze(1)

@@ -36,6 +36,9 @@ class Likelihood(ABC):
         latent_prediction: True if `la(x)` is the latent Gaussian itself, (mean, variance).
         moment_prediction: True if `la(x)` is (E[y], Var[y]).
         ignore_index: Label that marks data which count nowhere, or None.
+        numeric_targets: True if targets are numbers in columns, `[B, n]`: batches that are mappings may give a single
+            column as `[B]`.
+        class_targets: True if targets are labels of classes, indices `[B]` or probabilities `[B, C]`.
         independent_outputs: True if loss and inverse link act on every output alone.
         activation: `"softmax"` or `"sigmoid"` for a likelihood that takes it of the outputs, so that outputs of which
             the network has taken it already are refused.
@@ -47,6 +50,8 @@ class Likelihood(ABC):
     latent_prediction: bool = False
     moment_prediction: bool = False
     ignore_index: int | None = None
+    numeric_targets: bool = False
+    class_targets: bool = False
     independent_outputs: bool = False
     activation: str | None = None
 
@@ -122,7 +127,7 @@ class Likelihood(ABC):
 
     def count(self, f: Tensor, y: Tensor) -> int | Tensor:
         """Number of data that count (ignored labels do not), a 0-dim tensor where a device knows it; y is checked."""
-        return f.shape[0] if self.ignore_index is None else (y != self.ignore_index).sum()
+        return f.shape[0] if self.ignore_index is None or y.ndim > 1 else (y != self.ignore_index).sum()
 
     @abstractmethod
     def log_likelihood(

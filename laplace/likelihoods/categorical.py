@@ -14,7 +14,7 @@ from laplace.likelihoods.softmax import SoftmaxLikelihood
 
 @dataclass(frozen=True)
 class Categorical(SoftmaxLikelihood):
-    """p(y | f) = softmax(f)_y for integer labels.
+    """p(y | f) = softmax(f)_y for integer labels, Π_c softmax(f)_c^{q_c} for soft ones.
 
     Attributes:
         ignore_index: Label of data that count nowhere; None for no such label.
@@ -25,10 +25,10 @@ class Categorical(SoftmaxLikelihood):
     ignore_index: int | None = -100
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
-        """Integer labels `[B]` in [0, C) or equal to `ignore_index`, as int64.
+        """Integer labels `[B]` in [0, C) or equal to `ignore_index`, as int64, or probabilities `[B, C]`.
 
         Raises:
-            InvalidData: One output only, one-hot targets, another shape or dtype, labels out of range.
+            InvalidData: One output only, another shape or dtype, labels out of range, rows that are no probabilities.
         """
         check_outputs(f)
         if f.shape[1] == 1:

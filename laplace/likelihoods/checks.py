@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.checks import require
+from laplace.core.precision_policy import widened
 from laplace.errors import InvalidData
 
 
@@ -67,27 +68,29 @@ def require_finite_targets(y: Tensor) -> None:
 
 
 def check_labels(f: Tensor, y: Tensor, ignore_index: int | None = None) -> Tensor:
-    """Integer labels `[B]` in [0, C) or equal to `ignore_index`, as int64 on the device of f.
+    """Integer labels `[B]` in [0, C) or equal to `ignore_index`, as int64, or soft labels `[B, C]` in the dtype of f.
 
     Raises:
-        InvalidData: Another shape or dtype, or a label out of range.
+        InvalidData: Another shape or dtype, a label out of range, or rows that are no probabilities.
     """
     given = check_tensor(y)
-    n_data, n_classes = f.shape
-    if given.ndim == 2 and given.shape == f.shape and n_classes > 1:
-        raise InvalidData(
-            f"Targets have shape {list(given.shape)}: one-hot or probability targets are not accepted, integer labels "
-            "[B] are: give y.argmax(-1)."
-        )
-    if given.shape != (n_data,):
+    if given.shape == f.shape:
+        return check_soft_labels(f, given)
+    if given.shape != f.shape[:1]:
         mend = "for [B, 1] give y.squeeze(-1)" if given.ndim > 1 else "give a label for every datum"
         raise InvalidData(
-            f"Targets have shape {list(given.shape)}, outputs {list(f.shape)}; integer labels of shape [{n_data}] are "
-            f"accepted: {mend}."
+            f"Targets have shape {list(given.shape)}, outputs {list(f.shape)}; integer labels of shape "
+            f"{list(f.shape[:1])}, or probabilities of the classes of shape {list(f.shape)}, are accepted: {mend}."
         )
     if given.is_floating_point():
         raise InvalidData(f"Labels have dtype {given.dtype}; integers are accepted: give y.long().")
-    labels = given.to(device=f.device, dtype=torch.long)
+    return _check_indices(f, given, ignore_index)
+
+
+def _check_indices(f: Tensor, y: Tensor, ignore_index: int | None) -> Tensor:
+    """Integer labels `[B]` in range, as int64 on the device of f."""
+    n_classes = f.shape[1]
+    labels = y.to(device=f.device, dtype=torch.long)
     wrong = (labels < 0) | (labels >= n_classes)
     if ignore_index is not None:
         wrong = wrong & (labels != ignore_index)
@@ -101,6 +104,36 @@ def check_labels(f: Tensor, y: Tensor, ignore_index: int | None = None) -> Tenso
 
     require(~wrong, out_of_range)
     return labels.masked_fill(wrong, 0)  # until the condition is read no label may index what is not there
+
+
+def check_soft_labels(f: Tensor, y: Tensor) -> Tensor:
+    """Rows of probabilities `[B, C]`, one-hot integers among them, in the dtype of f; sums are made exact.
+
+    Raises:
+        InvalidData: A negative entry, NaN, or a sum that is not 1.
+    """
+    given = y.to(f.device)
+    rows = widened(given)
+    sums = rows.sum(1, keepdim=True)
+    # Labels were rounded to float32 or less before whatever cast; sqrt(ε) leaves room for any sum of rounded entries.
+    rounding = torch.finfo(given.dtype).eps if given.is_floating_point() else 0.0
+    tolerance = max(rounding, torch.finfo(torch.float32).eps) ** 0.5
+    require(
+        rows >= 0,
+        lambda: InvalidData(
+            f"Targets {list(y.shape)} are probabilities of the classes, which must be at least 0 and no NaN; the "
+            f"smallest is {rows.min().item():.3g}: give probabilities, or integer labels {list(y.shape[:1])}."
+        ),
+    )
+    require(
+        (sums - 1).abs() <= tolerance,
+        lambda: InvalidData(
+            f"Targets {list(y.shape)} are probabilities of the classes, whose sum must be 1 in every row; sums reach "
+            f"from {sums.min().item():.6g} to {sums.max().item():.6g}: give y / y.sum(-1, keepdim=True), or say by "
+            "channel_dim= which dimension of outputs with positions holds the classes."
+        ),
+    )
+    return (rows / sums).to(f.dtype)
 
 
 def snapped(values: Tensor) -> Tensor:

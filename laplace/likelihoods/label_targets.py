@@ -82,7 +82,7 @@ class LabelTarget(Target):
 
 
 class ClassTarget(LabelTarget):
-    """One label per row, of C classes."""
+    """One label per row, of C classes, or their probabilities."""
 
     kind = "class"
 

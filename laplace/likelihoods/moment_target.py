@@ -100,6 +100,7 @@ class MomentLikelihood(NoiseFreeLikelihood):
     """A likelihood whose target is a `MomentTarget`: `la(x)` is (E[y], Var(y)), whatever the link."""
 
     moment_prediction = True
+    numeric_targets = True
 
     @property
     def links(self) -> tuple[str, ...]:

@@ -45,10 +45,11 @@ class Preference(SoftmaxLikelihood):
     latent_prediction = True
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
-        """Indices of the preferred items, `[B]` of 0 and 1, as int64.
+        """Indices of the preferred items, `[B]` of 0 and 1, as int64, or probabilities that they are, `[B, 2]`.
 
         Raises:
-            InvalidData: Outputs other than `[B, 2]`, another shape or dtype, labels other than 0 and 1.
+            InvalidData: Outputs other than `[B, 2]`, another shape or dtype, labels other than 0 and 1, rows that are
+                no probabilities.
         """
         check_outputs(f)
         if f.shape[1] != 2:

@@ -1,5 +1,8 @@
 """Targets of batches as the model's own loss reads them: a causal language model is asked for the next token.
 
+A head of Hugging Face with one number takes labels `[B]`: those of a mapping become a column.
+
+
 Hugging Face's collator gives such a model `labels = input_ids`, −100 on pads, and the model moves them by one position
 inside its loss. Here the labels of a mapping are moved alike, so that all else sees targets of the position they are
 at: y_t is the token at t + 1, and the last position has none. Pairs (x, y) are never moved.
@@ -9,7 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +31,33 @@ _MOVES: weakref.WeakKeyDictionary[nn.Module, bool | None] = weakref.WeakKeyDicti
 """What the loss of a model was found to do, None where it has none; it takes a few forward passes of one datum."""
 
 
-def split(batch: Any, dict_key_y: str, model: nn.Module, ignore_index: int | None = IGNORED) -> tuple[Inputs, Tensor]:
+class TargetRules(Protocol):
+    """Rules for targets: those of a likelihood."""
+
+    @property
+    def ignore_index(self) -> int | None:
+        """Label that marks data which count nowhere, or None."""
+        ...
+
+    @property
+    def numeric_targets(self) -> bool:
+        """True if targets are numbers in columns, `[B, n]`."""
+        ...
+
+
+@dataclass(frozen=True)
+class TargetsAsGiven:
+    """Rules for targets that a user's own loss reads as they are.
+
+    Attributes:
+        ignore_index: Label that marks data which count nowhere, or None.
+    """
+
+    ignore_index: int | None
+    numeric_targets: bool = False
+
+
+def split(batch: Any, dict_key_y: str, model: nn.Module, rules: TargetRules | None = None) -> tuple[Inputs, Tensor]:
     """Inputs of a batch, and targets of the positions they are at.
 
     Args:
@@ -35,20 +65,24 @@ def split(batch: Any, dict_key_y: str, model: nn.Module, ignore_index: int | Non
         dict_key_y: Key of the targets, for mappings; only those under `"labels"`, by which the model takes its own,
             are moved.
         model: The network, whose own loss says whether they are.
-        ignore_index: Label of the last position, which has no target.
+        rules: The likelihood, if there is one: it knows the label of the last position, which has no target, and if
+            targets are columns.
 
     Raises:
         InvalidData: A batch of another form.
         MissingKey: A mapping without the targets' key.
     """
     x, y = batches.split(batch, dict_key_y)
+    if x is batch and y.ndim == 1 and rules is not None and rules.numeric_targets:
+        return x, y.unsqueeze(1)
     if x is not batch or dict_key_y != batches.LABELS or not _labels_tokens(x, y) or not _moves(model, x, y):
         return x, y
-    return x, torch.cat([y[:, 1:], torch.full_like(y[:, :1], IGNORED if ignore_index is None else ignore_index)], 1)
+    ignored = None if rules is None else rules.ignore_index
+    return x, torch.cat([y[:, 1:], torch.full_like(y[:, :1], IGNORED if ignored is None else ignored)], 1)
 
 
 def counted(
-    batch: Any, dict_key_y: str, device: torch.device, ignore_index: int | None, model: nn.Module
+    batch: Any, dict_key_y: str, device: torch.device, rules: TargetRules, model: nn.Module
 ) -> tuple[Inputs, Tensor] | None:
     """Inputs and targets of the data of a batch that count, on a device; None if there are none.
 
@@ -56,8 +90,8 @@ def counted(
         InvalidData: A batch of another form.
         MissingKey: A mapping without the targets' key.
     """
-    x, y = split(batch, dict_key_y, model, ignore_index)
-    return batches.without_ignored(batches.to_device(x, device), y.to(device), ignore_index)
+    x, y = split(batch, dict_key_y, model, rules)
+    return batches.without_ignored(batches.to_device(x, device), y.to(device), rules.ignore_index)
 
 
 def _labels_tokens(x: Mapping[str, Any], y: Tensor) -> bool:

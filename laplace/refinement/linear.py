@@ -129,10 +129,10 @@ class LinearData:
     def __init__(self, engine: NativeEngine, loader: Iterable[Any], dict_key_y: str) -> None:
         self.engine = engine
         self.batches: list[LinearBatch] = []
-        n_bytes, device, ignored = 0, engine.problem.device, engine.likelihood.ignore_index
+        n_bytes, device, rules = 0, engine.problem.device, engine.target_rules
         for number, item in enumerate(loader):
             with named(f"batch {number}"):
-                counted = next_token.counted(item, dict_key_y, device, ignored, engine.problem.module)
+                counted = next_token.counted(item, dict_key_y, device, rules, engine.problem.module)
                 if counted is None:
                     continue
                 batch = LinearBatch(engine, *counted)

@@ -342,8 +342,8 @@ class _Descent:
         """The data that count, on the model's device."""
         la = self.la
         for batch in self.loader:
-            ignored = la.likelihood_object.ignore_index
-            data = next_token.counted(batch, la.dict_key_y, la.prior_mean.device, ignored, la.weights.model)
+            device, rules = la.prior_mean.device, la.engine.target_rules
+            data = next_token.counted(batch, la.dict_key_y, device, rules, la.weights.model)
             if data is not None:
                 yield data
 

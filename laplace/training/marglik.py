@@ -123,9 +123,9 @@ def _train_epoch(online: OnlineLaplace, optimizer: Optimizer, scheduler: LRSched
     """One pass over the data; the mean objective."""
     total, count = 0.0, 0
     for batch in online.train_loader:
-        la, ignored = online.la, online.la.likelihood_object.ignore_index
-        x, y = next_token.split(batch, la.dict_key_y, la.weights.model, ignored)
-        data = batches.without_ignored(x, y, ignored)
+        la, rules = online.la, online.la.engine.target_rules
+        x, y = next_token.split(batch, la.dict_key_y, la.weights.model, rules)
+        data = batches.without_ignored(x, y, rules.ignore_index)
         if data is None:
             continue
         total += _train_step(online, optimizer, *data) * len(data[1])

@@ -24,14 +24,13 @@ from laplace.core.hyperparameters import check_counts
 from laplace.core.layout import flatten
 from laplace.core.positions import as_rows
 from laplace.curvature import CurvatureInterface
-from laplace.engines.outputs import outputs
 from laplace.enums import HessianStructure, Likelihood, PriorStructure, SubsetOfWeights
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 from laplace.factory import Laplace
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.network import next_token
 from laplace.network.misfits import called
-from laplace.network.model_guard import autograd_mode, same_random_state
+from laplace.network.model_guard import autograd_mode, preserve_model, same_random_state
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.first_outputs import call_of
 from laplace.tuning.settings import spread
@@ -283,17 +282,24 @@ def check_step_size(lr_hyp: float) -> None:
 
 def _count(loader: Iterable[Any], la: ParametricLaplace) -> int:
     """Data whose labels are not the ignored one; of outputs with positions, these."""
-    ignored, total = la.likelihood_object.ignore_index, 0
-    per_row: int | None = None  # numbers in the target of one datum or position
+    rules, total = la.engine.target_rules, 0
+    per_row: int | None = None
     for batch in loader:
-        x, y = next_token.split(batch, la.dict_key_y, la.weights.model, ignored)
-        if ignored is not None:
-            total += int((y != ignored).sum())
-        elif y.ndim == 1:
-            total += len(y)
-        elif len(y):  # of targets [B, n] only the network knows whether n are outputs or positions
-            per_row = per_row or max(1, y.numel() // len(outputs(la.engine, x).values))
-            total += y.numel() // per_row
+        x, y = next_token.split(batch, la.dict_key_y, la.weights.model, rules)
+        if y.ndim > 1 and len(y):
+            per_row = per_row or _entries_per_row(la, x, y)
+        ignored = rules.ignore_index
+        counted = y.numel() if ignored is None else int((y != ignored).sum())
+        total += counted // (per_row or 1)
     if total == 0:
         raise InvalidData("train_loader gave no data that count; training needs at least one datum.")
     return total
+
+
+def _entries_per_row(la: ParametricLaplace, x: Inputs, y: Tensor) -> int:
+    """Numbers in the target of one datum or position: of `[B, n]` only the network knows what the n are."""
+    model, posterior = la.weights.model, la.snapshot()
+    with preserve_model(model):
+        f = batches.latent(called(model, call_of(posterior), batches.to_device(x, la.prior_mean.device)))
+    rows, _ = as_rows(f, y.to(f.device), la.channel_dim if la.channels_known else None)
+    return max(1, y.numel() // len(rows))

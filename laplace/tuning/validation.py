@@ -61,11 +61,11 @@ class Validation:
         Raises:
             InvalidData: There are none.
         """
-        device, ignored, empty = posterior.hypers.device, posterior.likelihood.ignore_index, True
+        device, likelihood, empty = posterior.hypers.device, posterior.likelihood, True
         for number, batch in enumerate(tqdm(self.loader, desc=label, disable=not self.progress_bar)):
             name = f"validation batch {number}"
             with named(name):
-                data = next_token.counted(batch, posterior.choices.dict_key_y, device, ignored, posterior.model)
+                data = next_token.counted(batch, posterior.choices.dict_key_y, device, likelihood, posterior.model)
             if data is not None:
                 empty = False
                 yield name, *data

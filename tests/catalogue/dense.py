@@ -56,6 +56,7 @@ def _shapes_and_likelihoods() -> None:
     add("mlp_poisson", partial(mlp, 3, 6, 2), (3,), 2, "poisson", "kfac mlp", head="2")
     add("mlp_heteroscedastic", partial(mlp, 3, 6, 4), (3,), 4, "heteroscedastic", "kfac mlp", head="2", n_data=7)
     add("mlp_ignored_labels", _MLP, (3,), 3, tags="kfac mlp ignored_labels", head="4", n_data=7, ignored=(1, 4))
+    add("mlp_soft_labels", _MLP, (3,), 3, tags="kfac mlp soft_labels", head="4", soft=True)
     add("mlp_saturated", _MLP, (3,), 3, tags="kfac mlp saturated", head="4", spread=2.0)
     add("deep_mlp", partial(mlp, 3, 4, 4, 4, 4, 4, 1), (3,), 1, "regression", "kfac mlp deep", head="10")
     add("wide_mlp", partial(mlp, 4, 48, 3, activation=nn.GELU), (4,), 3, tags="kfac mlp wide", head="2")

@@ -90,8 +90,9 @@ def add(
     tokens: int | None = None,
     spread: float = 0.2,
     ignored: tuple[int, ...] = (),
+    soft: bool = False,
 ) -> None:
-    """Registers a problem with inputs `[n_data, *shape]` (indices below `tokens`, if given)."""
+    """Registers a problem with inputs `[n_data, *shape]` (indices below `tokens`, if given), and labels, maybe soft."""
     if name in PROBLEMS:
         raise ValueError(f"a problem called {name!r} exists already")
     generator = torch.Generator().manual_seed(zlib.crc32(b"data " + name.encode()))
@@ -103,6 +104,8 @@ def add(
 
     x = {key: draw(size) for key, size in shape.items()} if isinstance(shape, dict) else draw(shape)
     y = _targets(likelihood, n_data, n_outputs, generator)
+    if soft:
+        y = torch.randn(n_data, n_outputs, dtype=torch.float64, generator=generator).mul(2).softmax(1)
     if ignored:
         y[list(ignored)] = -100
     traits = {likelihood, *tags.split(), *(["single_output"] if n_outputs == 1 else [])}

@@ -22,7 +22,6 @@ from tests.downstream.problems import (
     best_prior,
     classes,
     copied,
-    fails,
     held_out,
     loader,
     network,
@@ -260,7 +259,6 @@ def test_row_07_epig_takes_a_diagonal_subnetwork_by_its_dotted_path() -> None:
     assert_close(whole[:, fixed], truth.mean[fixed].expand(3, -1), "exact")
 
 
-@fails("S3", "one-hot labels are refused")
 def test_row_08_suq_fits_one_hot_labels_and_saves_the_object(tmp_path) -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     la = Laplace(model, "classification", "last_layer", "diag")

@@ -10,6 +10,7 @@ import torch
 from laplace.enums import Likelihood as Name
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.likelihoods import LIKELIHOODS, Bernoulli, Categorical, Gaussian, Preference, get_likelihood
+from tests.reference.compare import assert_close
 
 NAN, INF = float("nan"), float("inf")
 
@@ -26,8 +27,16 @@ NAN, INF = float("nan"), float("inf")
         (Gaussian(), torch.zeros(2, 3, 1), torch.zeros(2, 3, 1), r"\[B, C\] is accepted"),
         (Gaussian(), torch.zeros(2, 1), [[0.0], [1.0]], "of type list"),
         (Gaussian(), torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.complex64), "complex"),
-        (Categorical(), torch.zeros(2, 3), torch.eye(3)[:2], "argmax"),
-        (Categorical(), torch.zeros(2, 3), torch.eye(3)[:2].long(), "argmax"),
+        (Categorical(), torch.zeros(2, 3), 2 * torch.eye(3)[:2], "sum must be 1"),
+        (Categorical(), torch.zeros(2, 3), torch.eye(3)[:2] - 1e-3, "at least 0"),
+        (Categorical(), torch.zeros(2, 3), torch.tensor([[1.5, -0.5, 0.0], [1.0, 0.0, 0.0]]), "smallest is -0.5"),
+        (Categorical(), torch.zeros(2, 3), torch.tensor([[NAN, 0.0, 1.0], [1.0, 0.0, 0.0]]), "no NaN"),
+        (Categorical(), torch.zeros(2, 3), torch.tensor([[INF, 0.0, 1.0], [1.0, 0.0, 0.0]]), "sum must be 1"),
+        (Categorical(), torch.zeros(2, 3), torch.zeros(2, 3), "sum must be 1"),
+        (Categorical(), torch.zeros(2, 3), torch.ones(2, 3).long(), "sum must be 1"),
+        (Categorical(), torch.zeros(2, 3), torch.full((2, 3), -100), "at least 0"),
+        (Categorical(), torch.zeros(2, 3), torch.eye(4)[:2], r"shape \[2, 3\], are accepted"),
+        (Preference(), torch.zeros(2, 2), torch.ones(2, 2), "sum must be 1"),
         (Categorical(), torch.zeros(2, 3), torch.zeros(2, 1).long(), "squeeze"),
         (Categorical(), torch.zeros(2, 3), torch.zeros(3).long(), "accepted"),
         (Categorical(), torch.zeros(2, 3), torch.zeros(2), r"y\.long\(\)"),
@@ -49,6 +58,20 @@ NAN, INF = float("nan"), float("inf")
 def test_bad_data_is_refused(likelihood, f, y, message) -> None:
     with pytest.raises(InvalidData, match=message):
         likelihood.check_targets(f, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_soft_labels_of_every_precision(dtype: torch.dtype) -> None:
+    """Rows that were rounded sum to 1 up to that rounding, and exactly afterwards."""
+    rows = torch.randn(50, 1000, generator=torch.Generator().manual_seed(0)).mul(3).softmax(1).to(dtype)
+    q = Categorical().check_targets(torch.zeros(50, 1000, dtype=torch.float64), rows)
+    assert q.dtype == torch.float64
+    assert_close(q.sum(1), torch.ones(50), "algebra")
+    assert_close(q, rows.double() / rows.double().sum(1, keepdim=True), "exact")
+    for hot in (torch.eye(3)[:2].to(dtype), torch.eye(3)[:2].int(), torch.eye(3)[:2].bool()):
+        checked = Categorical().check_targets(torch.zeros(2, 3, dtype=torch.float32), hot)
+        assert checked.dtype == torch.float32
+        assert torch.equal(checked, torch.eye(3)[:2])
 
 
 def test_targets_are_cast_to_what_the_methods_take() -> None:

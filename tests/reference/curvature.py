@@ -76,7 +76,7 @@ def output_hessian(f: Tensor, likelihood: str, y: Tensor | None = None) -> Tenso
         f: Outputs, `[B, C]`.
         likelihood: `"regression"` (I), `"classification"` and `"reward_modeling"` (diag p − ppᵀ), `"bernoulli"`
             (diag p(1 − p), p the sigmoid), or one of `likelihoods.DENSITIES` (the Fisher information).
-        y: Targets; only the ignored labels among them matter, whose Λ is zero.
+        y: Targets; only the ignored labels among them matter, whose Λ is zero (soft labels `[B, C]` do not).
     """
     if likelihood == "regression":
         return torch.eye(f.shape[1], dtype=f.dtype).repeat(f.shape[0], 1, 1)
@@ -87,7 +87,7 @@ def output_hessian(f: Tensor, likelihood: str, y: Tensor | None = None) -> Tenso
         return likelihoods.fisher(f, likelihood)
     p = torch.softmax(f, dim=1)
     hessian = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
-    return hessian if y is None else hessian * (y != IGNORED)[:, None, None]
+    return hessian if y is None or y.ndim == 2 else hessian * (y != IGNORED)[:, None, None]
 
 
 def residual(f: Tensor, y: Tensor, likelihood: str) -> Tensor:
@@ -98,6 +98,8 @@ def residual(f: Tensor, y: Tensor, likelihood: str) -> Tensor:
         return torch.sigmoid(f) - y
     if likelihood in likelihoods.DENSITIES:
         return likelihoods.gradient(f, y, likelihood)
+    if y.ndim == 2:
+        return torch.softmax(f, dim=1) - y
     counted = y != IGNORED
     hot = nn.functional.one_hot(torch.where(counted, y, 0), f.shape[1])
     return (torch.softmax(f, dim=1) - hot) * counted[:, None]

@@ -1,0 +1,123 @@
+"""Labels of a softmax: indices of classes, `[B]`, or soft ones, the probabilities of all classes, `[B, C]`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from laplace.likelihoods.base import Likelihood
+
+
+class Labels(ABC):
+    """Labels of a batch, as a cross-entropy reads them."""
+
+    @property
+    @abstractmethod
+    def counts(self) -> Tensor:
+        """True for the data that count, `[B]`."""
+
+    @abstractmethod
+    def loss(self, f: Tensor) -> Tensor:
+        """Cross-entropy of softmax(f) summed over the data, 0-dim."""
+
+    @abstractmethod
+    def gradient(self, f: Tensor) -> Tensor:
+        """Gradient of the cross-entropy of every datum, `[B, C]`."""
+
+    @abstractmethod
+    def negative_log(self, probabilities: Tensor) -> Tensor:
+        """−log of the probabilities `[B, C]` at the labels, `[B]`; NaN for ignored ones."""
+
+
+@dataclass(frozen=True)
+class HardLabels(Labels):
+    """Indices of classes.
+
+    Attributes:
+        y: Checked labels, `[B]`, int64.
+        ignore_index: Label of data that count nowhere, or None.
+    """
+
+    y: Tensor
+    ignore_index: int | None
+
+    @property
+    def counts(self) -> Tensor:
+        return torch.ones_like(self.y, dtype=torch.bool) if self.ignore_index is None else self.y != self.ignore_index
+
+    def loss(self, f: Tensor) -> Tensor:
+        # cross_entropy insists on an ignored label; checked labels without ignore_index are never negative.
+        ignored = -100 if self.ignore_index is None else self.ignore_index
+        return functional.cross_entropy(f, self.y, reduction="sum", ignore_index=ignored)
+
+    def gradient(self, f: Tensor) -> Tensor:
+        """softmax(f) − e_y; zero for ignored labels."""
+        counts = self.counts.unsqueeze(1)
+        # −(1 − p_y) as minus the sum of the others keeps its digits where p_y rounds to 1.
+        others = torch.softmax(f, 1).scatter(1, self._indices, 0.0)
+        full = others.scatter(1, self._indices, -others.sum(1, keepdim=True))
+        return torch.where(counts, full, 0.0)
+
+    def negative_log(self, probabilities: Tensor) -> Tensor:
+        chosen = probabilities.gather(1, self._indices).squeeze(1)
+        return torch.where(self.counts, -_log(chosen), torch.nan)
+
+    @property
+    def _indices(self) -> Tensor:
+        """Classes to read at, `[B, 1]`: any for ignored labels."""
+        return torch.where(self.counts, self.y, 0).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class SoftLabels(Labels):
+    """Probabilities of classes: one-hot rows, mixed or smoothed labels, a teacher's predictions.
+
+    Loss and score are the expectations of those of a label that is drawn with these probabilities.
+
+    Attributes:
+        q: Checked rows, `[B, C]`, at least 0, sums 1.
+    """
+
+    q: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        return self.q.new_ones(len(self.q), dtype=torch.bool)
+
+    def loss(self, f: Tensor) -> Tensor:
+        return functional.cross_entropy(f, self.q, reduction="sum")
+
+    def gradient(self, f: Tensor) -> Tensor:
+        """softmax(f) − q, as p_c Σ_{j≠c} q_j − q_c Σ_{j≠c} p_j, which keeps its digits where p_c and q_c round to 1."""
+        p = torch.softmax(f, 1)
+        return p * _sum_of_others(self.q) - self.q * _sum_of_others(p)
+
+    def negative_log(self, probabilities: Tensor) -> Tensor:
+        return -(self.q * _log(probabilities)).sum(1)
+
+
+def classes_of(y: Tensor, likelihood: Likelihood) -> Tensor | None:
+    """Most probable classes of soft labels, `[B]`, for readers of indices; None of all other targets."""
+    return y.argmax(1) if likelihood.class_targets and y.ndim > 1 else None
+
+
+def labels_of(y: Tensor, ignore_index: int | None) -> Labels:
+    """The labels of checked targets, `[B]` or `[B, C]`."""
+    return HardLabels(y, ignore_index) if y.ndim == 1 else SoftLabels(y)
+
+
+def _log(probabilities: Tensor) -> Tensor:
+    """Logarithms of probabilities, of which one that underflowed counts as the smallest normal number."""
+    return probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
+
+
+def _sum_of_others(rows: Tensor) -> Tensor:
+    """Σ_{j≠c} x_j of rows `[B, C]` that are at least 0: no entry is subtracted from a sum that holds it."""
+    nothing = torch.zeros_like(rows[:, :1])
+    before = torch.cat([nothing, rows[:, :-1]], 1).cumsum(1)
+    after = torch.cat([nothing, rows.flip(1)[:, :-1]], 1).cumsum(1).flip(1)
+    return before + after
