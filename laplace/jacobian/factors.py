@@ -11,8 +11,7 @@ from torch import Tensor
 
 from laplace.core.precision_policy import widened
 from laplace.jacobian.blocks import Block, all_of, by_row
-from laplace.jacobian.contractions import CHUNK_BYTES
-from laplace.jacobian.kronecker import KroneckerFactored
+from laplace.jacobian.contractions import CHUNK_BYTES, KroneckerFactored
 
 _DOUBLE = 8
 

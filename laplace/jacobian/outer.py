@@ -11,10 +11,8 @@ from torch import Tensor
 
 from laplace.core.precision_policy import widened
 from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of
-from laplace.jacobian.contractions import CHUNK_BYTES, total
+from laplace.jacobian.contractions import CHUNK_BYTES, ProductBasis, TensorShape, rotated, total
 from laplace.jacobian.factors import FactoredBlock, flat_product, kernel_by_grams
-from laplace.jacobian.kronecker import ProductBasis, rotated
-from laplace.jacobian.shape import TensorShape
 from laplace.weights.problem import Selection
 
 

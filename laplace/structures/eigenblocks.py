@@ -15,9 +15,9 @@ from laplace.engines.engine import Groups
 from laplace.engines.kron_parts import KronBlock
 from laplace.errors import UnsupportedError
 from laplace.jacobian.blocks import Block, MappedBlock
+from laplace.jacobian.contractions import ProductBasis
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.joined import JoinedBlock
-from laplace.jacobian.kronecker import ProductBasis
 from laplace.structures import algebra
 from laplace.structures.indefinite import without_rounding
 

@@ -17,7 +17,7 @@ from laplace.core.layout import Layout
 from laplace.engines.native.capture import record
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.profile import BatchProfile
-from laplace.jacobian.shape import TensorShape
+from laplace.jacobian.contractions import TensorShape
 from laplace.network.model_guard import preserve_model
 
 _TIMED = 4
