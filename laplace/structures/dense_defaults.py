@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laplace.core.layout import Layout
 from laplace.core.prior import GaussianPrior
-from laplace.engines.options import MEMORY_BUDGET
+from laplace.engines.engine import MEMORY_BUDGET
 from laplace.engines.profile import BatchProfile
 from laplace.errors import SlowWarning, UnsupportedError, warn
 from laplace.jacobian.jacobian import Jacobian
