@@ -44,7 +44,7 @@ class BaseLaplace(CheckedConstructor, ABC):
     """A Gaussian posterior around trained weights, in weight space or in function space.
 
     An object holds one reference to an immutable posterior; whatever changes it makes another one, and takes that over
-    once nothing can fail any more. Constructors of named classes pass what they are given to this one (`binding.py`).
+    once nothing can fail any more. Constructors of named classes pass what they are given to this one (`named.py`).
 
     Args:
         model: The trained network, which is left as it is.
