@@ -30,7 +30,7 @@ from laplace.posterior.attributes import Chosen
 from laplace.posterior.choices import Choices, checked_backend
 from laplace.posterior.derived import Derived
 from laplace.posterior.posterior import Posterior
-from laplace.predictive.names import WEIGHT_SPACE, PredictiveNames
+from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
 from laplace.structures.base import Curvature, Precision
 from laplace.weights.all_weights import AllWeights
 from laplace.weights.base import Weights
