@@ -14,8 +14,7 @@ from laplace import tuning
 from laplace.base import Backend, Options
 from laplace.core.arguments import check_call, checked
 from laplace.core.batch import ForwardFn
-from laplace.core.hyperparameters import check_counts
-from laplace.core.prior import GaussianPrior
+from laplace.core.hyperparameters import GaussianPrior, check_counts
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import FeatureReduction
 from laplace.function_space.base import BaseFunctionalLaplace

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from laplace.base import Backend, Options
 from laplace.core.arguments import check_call, checked
 from laplace.core.batch import ForwardFn, Inputs
-from laplace.core.prior import GaussianPrior
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import FeatureReduction
 from laplace.errors import NotFittedError

@@ -22,7 +22,7 @@ from laplace.network.witness import FirstBatch, Witness
 from laplace.posterior.assigned import restricted
 from laplace.posterior.first_outputs import discovered
 from laplace.posterior.posterior import Posterior
-from laplace.structures.announced import bars
+from laplace.structures.algebra import bars
 
 
 @dataclass(frozen=True, eq=False)

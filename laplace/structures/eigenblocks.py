@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.precision_policy import widened
-from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import Groups
 from laplace.engines.kron_parts import KronBlock
 from laplace.errors import UnsupportedError
