@@ -27,8 +27,7 @@ from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood
 from laplace.network.model_guard import model_lock, own_precision, require_module
 from laplace.posterior.attributes import Chosen
-from laplace.posterior.choices import Choices, checked_backend
-from laplace.posterior.derived import Derived
+from laplace.posterior.choices import Choices, Derived, checked_backend
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
 from laplace.structures.base import Curvature, Precision

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.layout import Layout
-from laplace.core.precision_policy import wide_dtype, widened
+from laplace.core.precision_policy import widened
 from laplace.errors import InvalidArgument, InvalidType
 
 
@@ -127,7 +127,7 @@ def as_tensor(name: str, value: Any, *, like: Tensor) -> Tensor:
     """
     if isinstance(value, bool) or not isinstance(value, Real | Tensor):
         raise InvalidType(f"{name} must be a real number or a tensor; {type(value).__name__} was given.")
-    tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=wide_dtype())
+    tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=like.dtype)
     if tensor.ndim > 1 or tensor.numel() == 0:
         raise InvalidArgument(
             f"{name} must be a scalar or a vector; a tensor of shape {tuple(tensor.shape)} was given."

@@ -22,8 +22,7 @@ from laplace.engines.native.calls import LayerCall
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.native.proof import close
 from laplace.errors import CurvatureError
-from laplace.weights.feature_extractor import reduce_features
-from laplace.weights.problem import Caller, Problem
+from laplace.weights.problem import Caller, Problem, reduce_features
 
 
 @dataclass(frozen=True)

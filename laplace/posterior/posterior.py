@@ -21,8 +21,7 @@ from laplace.network.fingerprint import Fingerprint, ModelWatch
 from laplace.network.model_guard import own_precision
 from laplace.network.witness import Witness
 from laplace.posterior.assigned import Given, assigned
-from laplace.posterior.choices import Choices
-from laplace.posterior.derived import Derived
+from laplace.posterior.choices import Choices, Derived
 from laplace.posterior.refined import Refinement
 from laplace.structures.base import Precision
 from laplace.weights.base import Weights

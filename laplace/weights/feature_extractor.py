@@ -12,6 +12,7 @@ from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument, NotFittedError
 from laplace.network.model_guard import hooks_fire, unwrap
 from laplace.weights.discovery import find_last_layer, require_linear
+from laplace.weights.problem import reduce_features
 
 
 class FeatureExtractor(nn.Module):
@@ -124,16 +125,3 @@ class FeatureExtractor(nn.Module):
                 "by set_last_layer."
             )
         return output, seen[-1]
-
-
-def reduce_features(features: Tensor, reduction: str | None) -> Tensor:
-    """Features with positions, `[B, T, …, D]`, as `[B, D]`: the first, the last, or their mean.
-
-    They are as they were without a reduction, or without positions.
-    """
-    if reduction is None or features.ndim <= 2:
-        return features
-    positions = features.flatten(1, -2)
-    if reduction == FeatureReduction.AVERAGE:
-        return positions.mean(1)
-    return positions[:, 0 if reduction == FeatureReduction.PICK_FIRST else -1]

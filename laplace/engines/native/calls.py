@@ -13,8 +13,7 @@ from torch.autograd.graph import GradientEdge
 from laplace.engines.native.layers import BatchAxis, rule_for
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block
-from laplace.weights.feature_extractor import reduce_features
-from laplace.weights.problem import Problem
+from laplace.weights.problem import Problem, reduce_features
 
 
 class FunctionCall(ABC):

@@ -18,7 +18,7 @@ from laplace.engines.native.capture import Capture, record
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.native.plan import Plan, make_plan, unused_still
 from laplace.engines.native.products import Linearised
-from laplace.engines.native.profiling import least_profile, timed_profile
+from laplace.engines.native.profiling import timed_profile
 from laplace.engines.native.unused import check_unreached
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidData, OutOfMemory, UnsupportedError
@@ -138,7 +138,7 @@ class NativeEngine(CurvatureEngine):
         if x is not None:
             return self._outline(self.forward(x))
         f = torch.zeros(1, 1, dtype=self.dtype, device=self.problem.device)
-        return least_profile(
+        return BatchProfile.least(
             self.problem.layout, n_columns=self.n_columns(f), itemsize=self.dtype.itemsize,
             product_budget=self._product_budget, loop=self._loop,
         )  # fmt: skip

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook
 
-from laplace.core.layout import Layout
 from laplace.engines.native.capture import record
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.profile import BatchProfile
-from laplace.jacobian.contractions import TensorShape
 from laplace.network.model_guard import preserve_model
 
 _TIMED = 4
@@ -25,23 +23,6 @@ _TIMED = 4
 
 _WIDTH = 512
 """Width of the timed matrix product."""
-
-
-def least_profile(layout: Layout, *, n_columns: int, itemsize: int, product_budget: int, loop: bool) -> BatchProfile:
-    """Lower bound of every batch's profile: the sizes of the tensors, and one datum with one output.
-
-    Args:
-        layout: The random parameters.
-        n_columns: K of that output.
-        itemsize: Bytes of a number of the curvature.
-        product_budget: Bytes that the vectors of one pass may hold.
-        loop: True if backward passes run one by one.
-    """
-    tensors = tuple(TensorShape(size, factored=True, is_bias=True) for size in layout.sizes)
-    return BatchProfile(
-        layout, tensors, n_data=1, n_outputs=1, n_columns=n_columns, n_terms=1, itemsize=itemsize, graph=0, widest=0,
-        gradients=0, budget=1, product_budget=product_budget, loop=loop,
-    )  # fmt: skip
 
 
 def timed_profile(batch: ForwardPass, outline: BatchProfile) -> BatchProfile:
