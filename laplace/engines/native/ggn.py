@@ -1,0 +1,45 @@
+"""The generalised Gauss–Newton matrix, exact or sampled."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laplace.engines.engine import EngineOptions
+from laplace.engines.native.columns import Columns, RootColumns
+from laplace.engines.native.outer import OuterEngine
+from laplace.likelihoods.base import Likelihood, OutputHessian
+from laplace.weights.problem import Problem
+
+
+class GGNEngine(OuterEngine):
+    """Generalised Gauss–Newton matrix Σ_b J_bᵀ Λ_b J_b (= Fisher for exponential families), exact or sampled.
+
+    Args:
+        problem: The network and its random parameters.
+        likelihood: Loss and output Hessian.
+        options: Sampling, Kronecker factors, and how much is computed at once.
+    """
+
+    kind = "ggn"
+    name = "NativeGGN"
+
+    def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
+        super().__init__(problem, likelihood, options)
+        self.generator = options.generator or torch.Generator(device=problem.device).manual_seed(torch.initial_seed())
+
+    def cotangents(self, f: Tensor, y: Tensor) -> Columns:
+        if self.options.stochastic:
+            draws = self.likelihood.sample_gradients(f.to(self.dtype), y, self.options.num_samples, self.generator)
+            return draws / self.options.num_samples**0.5
+        return RootColumns.of(self.likelihood.hessian(f.to(self.dtype), y))
+
+    def n_columns(self, f: Tensor) -> int:
+        return self.options.num_samples if self.options.stochastic else f.shape[1]
+
+    @property
+    def apart(self) -> bool:
+        return not self.options.stochastic
+
+    def output_hessian(self, f: Tensor, y: Tensor) -> OutputHessian | None:
+        return None if self.options.stochastic else self.likelihood.hessian(f.to(self.dtype), y)
