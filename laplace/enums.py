@@ -8,8 +8,7 @@ from enum import Enum
 class _Name(str, Enum):
     """A string enum that prints as its value."""
 
-    def __str__(self) -> str:
-        return str(self.value)
+    __str__ = str.__str__
 
 
 class SubsetOfWeights(_Name):

@@ -19,7 +19,7 @@ from laplace.errors import InvalidArgument, InvalidType
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import autograd_mode, own_precision
 from laplace.posterior.predictor import PosteriorPredictor, precision_before
-from laplace.predictive.names import WEIGHT_SPACE, PredictiveNames
+from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
 from laplace.predictive.prediction import Prediction, laid_out
 from laplace.predictive.predictor import Predictor, Request, form_of
 

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from laplace.core.batch import Inputs
 from laplace.core.memory import ran_out
 from laplace.engines.engine import detached
-from laplace.engines.native.layer_calls import LayerCall
+from laplace.engines.native.calls import LayerCall
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.native.proof import close
 from laplace.errors import CurvatureError
-from laplace.weights.feature_extractor import reduce_features
-from laplace.weights.problem import Caller, Problem
+from laplace.weights.problem import Caller, Problem, reduce_features
 
 
 @dataclass(frozen=True)

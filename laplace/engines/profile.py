@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from math import nan
 
 from laplace.core.layout import Layout
-from laplace.jacobian.contractions import CHUNK_BYTES
-from laplace.jacobian.shape import TensorShape
+from laplace.jacobian.contractions import CHUNK_BYTES, TensorShape
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,23 @@ class BatchProfile:
     forward: float = nan
     backward: float = nan
     rate: float = nan
+
+    @classmethod
+    def least(cls, layout: Layout, *, n_columns: int, itemsize: int, product_budget: int, loop: bool) -> BatchProfile:
+        """Lower bound of every batch's profile: the sizes of the tensors, and one datum with one output.
+
+        Args:
+            layout: The random parameters.
+            n_columns: K of that output.
+            itemsize: Bytes of a number of the curvature.
+            product_budget: Bytes that the vectors of one pass may hold.
+            loop: True if backward passes run one by one.
+        """
+        tensors = tuple(TensorShape(size, factored=True, is_bias=True) for size in layout.sizes)
+        return cls(
+            layout, tensors, n_data=1, n_outputs=1, n_columns=n_columns, n_terms=1, itemsize=itemsize, graph=0,
+            widest=0, gradients=0, budget=1, product_budget=product_budget, loop=loop,
+        )  # fmt: skip
 
     @property
     def n_params(self) -> int:

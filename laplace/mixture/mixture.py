@@ -28,7 +28,7 @@ from laplace.mixture.sampling import choose
 from laplace.mixture.weighting import check_same_data, weights_of
 from laplace.posterior.posterior import Posterior
 from laplace.predicting import OutputSampling
-from laplace.predictive import latent
+from laplace.predictive.options import check_options
 from laplace.predictive.prediction import Prediction
 from laplace.predictive.predictor import Request
 from laplace.tuning import PosteriorGroup, Tunable
@@ -169,7 +169,7 @@ class MixtureLaplace(MixturePosterior, OutputSampling, Tunable):
             NotFittedError: Before `fit`.
             InvalidArgument: No samples.
         """
-        latent.check_options(PredType.NN, None, n_samples, generator)
+        check_options(PredType.NN, None, n_samples, generator)
         chosen = choose(self.weights, n_samples, generator)
         counts = torch.bincount(chosen, minlength=self.n_components).tolist()
         return chosen, [la.sample(n, generator) for la, n in zip(self.components, counts, strict=True)]

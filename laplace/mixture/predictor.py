@@ -14,9 +14,9 @@ from laplace.enums import PredType
 from laplace.mixture.sampling import choose, in_order
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.predictor import replayed
-from laplace.predictive.mixed_outputs import MixedOutputs
 from laplace.predictive.mixing import mixed
-from laplace.predictive.names import WEIGHT_SPACE
+from laplace.predictive.options import WEIGHT_SPACE
+from laplace.predictive.posterior_outputs import MixedOutputs
 from laplace.predictive.prediction import Prediction
 from laplace.predictive.predictor import Predictor, Request
 

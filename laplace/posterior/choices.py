@@ -1,9 +1,12 @@
-"""The choices that a posterior is made by, and the backends and engines that follow from them."""
+"""The choices that a posterior is made by, and what follows from them on first use: backend, engine, precision."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import Tensor
 
 from laplace.core.batch import ForwardFn
 from laplace.core.overrides import is_ours
@@ -12,8 +15,8 @@ from laplace.engines.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.recovered import Loss
-from laplace.predictive.names import PredictiveNames
-from laplace.structures.base import Curvature
+from laplace.predictive.options import PredictiveNames
+from laplace.structures.base import Curvature, Precision
 from laplace.structures.indefinite import SignedOptions
 from laplace.weights.base import Weights
 from laplace.weights.problem import Problem
@@ -134,3 +137,54 @@ def require_exact_ggn(backend: type[CurvatureInterface], options: dict[str, Any]
         raise InvalidArgument(
             "backend_kwargs has stochastic=True, but a Gaussian process takes the exact output Hessian; leave it out."
         )
+
+
+class Derived:
+    """The one mutable part of a posterior: nothing in it is a fact that could not be computed again.
+
+    Attributes:
+        backend: The curvature backend as users call it, or None.
+        engine: What computes Jacobians and curvature, or None.
+    """
+
+    def __init__(self, engine: CurvatureEngine | None = None) -> None:
+        self.backend: CurvatureInterface | None = None
+        self.engine = engine
+        self._latest: _Latest | None = None
+
+    def precision(self, curvature: Curvature, values: tuple[Tensor, ...], make: Callable[[], Precision]) -> Precision:
+        """The precision of a curvature at some hyper-parameters, made anew where they are not those of the last one.
+
+        Only one is kept, and it is let go before another is made: there are never two factorisations.
+
+        Args:
+            curvature: H.
+            values: The hyper-parameters.
+            make: Makes the precision.
+        """
+        latest = self._latest
+        if latest is None or not latest.is_of(curvature, values):
+            self._latest = latest = None
+            self._latest = latest = _Latest(curvature, values, make())
+        return latest.precision
+
+
+class _Latest:
+    """A precision, with all that it was made of."""
+
+    def __init__(self, curvature: Curvature, values: tuple[Tensor, ...], precision: Precision) -> None:
+        self.curvature = curvature
+        self.values = tuple((value, _version(value)) for value in values)
+        self.precision = precision
+
+    def is_of(self, curvature: Curvature, values: tuple[Tensor, ...]) -> bool:
+        """True if it is the precision of this curvature at these values."""
+        return self.curvature is curvature and all(
+            _version(mine) == version and (mine is value or (mine.shape == value.shape and bool((mine == value).all())))
+            for (mine, version), value in zip(self.values, values, strict=True)
+        )
+
+
+def _version(tensor: Tensor) -> int:
+    """Number of times that a tensor was written to; tensors of inference mode are not counted."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -9,9 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from laplace.core.hyperparameters import Hyperparameters
+from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
 from laplace.core.overrides import COVARIANCES, EVIDENCE, HYPERPARAMETERS, MOMENTS, POSTERIOR, is_overridden
-from laplace.core.prior import GaussianPrior
 from laplace.curvature import CurvatureInterface
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import NotFittedError, UnsupportedError
@@ -22,8 +21,7 @@ from laplace.network.fingerprint import Fingerprint, ModelWatch
 from laplace.network.model_guard import own_precision
 from laplace.network.witness import Witness
 from laplace.posterior.assigned import Given, assigned
-from laplace.posterior.choices import Choices
-from laplace.posterior.derived import Derived
+from laplace.posterior.choices import Choices, Derived
 from laplace.posterior.fitted import FitByHand, Fitted
 from laplace.posterior.refined import Refinement
 from laplace.structures.base import Precision

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.enums import LinkApprox, PredType
-from laplace.predictive import latent
-from laplace.predictive.names import PredictiveNames
+from laplace.predictive.options import PredictiveNames, check_options
 from laplace.predictive.posterior_outputs import PredictionOptions
 from laplace.predictive.prediction import Prediction
 
@@ -44,7 +43,7 @@ class Request:
             InvalidArgument: Unknown predictive or link, or no samples.
             InvalidType: The generator is no `torch.Generator`.
         """
-        return latent.check_options(self.pred_type, self.link_approx, self.n_samples, self.generator, names)
+        return check_options(self.pred_type, self.link_approx, self.n_samples, self.generator, names)
 
     def options(self) -> PredictionOptions:
         """Link, samples and form."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from laplace.compat.kronecker import KronDecomposed
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
-from laplace.core.prior import GaussianPrior
 from laplace.engines.kron_parts import KronBlock
 from laplace.errors import CurvatureError
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from laplace.core.prior import GaussianPrior
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import UnsupportedError
 from laplace.jacobian.jacobian import Jacobian

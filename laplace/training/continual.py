@@ -34,8 +34,7 @@ from laplace.network import next_token
 from laplace.network.misfits import called
 from laplace.network.model_guard import autograd_mode, flags_put_back
 from laplace.parametric import ParametricLaplace
-from laplace.posterior.first_outputs import call_of
-from laplace.posterior.learning import measured
+from laplace.posterior.learning import call_of, measured
 from laplace.structures.base import Precision
 from laplace.training.online import check_step_size
 from laplace.tuning.optimise import minimise

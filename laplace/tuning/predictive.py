@@ -13,7 +13,7 @@ from laplace.enums import LinkApprox, PredType
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
 from laplace.posterior.posterior import Posterior
-from laplace.predictive import latent
+from laplace.predictive.options import check_options
 from laplace.structures.base import Precision
 from laplace.tuning.scores import Prediction
 
@@ -40,9 +40,7 @@ class Predictive:
         Raises:
             InvalidArgument: Unknown predictive or link, or no samples.
         """
-        return latent.check_options(
-            self.pred_type, self.link_approx, self.n_samples, None, posterior.choices.pred_types
-        )
+        return check_options(self.pred_type, self.link_approx, self.n_samples, None, posterior.choices.pred_types)
 
     def summaries(self, likelihood: Likelihood, device: torch.device, *, for_scores: bool) -> Summaries:
         """Summaries with a seed of their own, the next one of the generator.

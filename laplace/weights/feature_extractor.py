@@ -10,9 +10,9 @@ from torch.func import functional_call
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument, NotFittedError
-from laplace.network.model_guard import model_lock, unwrap
-from laplace.weights.discovery import hooks_fire, require_linear
-from laplace.weights.problem import Caller
+from laplace.network.model_guard import hooks_fire, model_lock, unwrap
+from laplace.weights.discovery import require_linear
+from laplace.weights.problem import Caller, reduce_features
 from laplace.weights.shown_head import OwnHead, ShownHead
 
 
@@ -169,16 +169,3 @@ def network_of(model: nn.Module) -> nn.Module:
     while isinstance(model, FeatureExtractor):
         model = model.model
     return model
-
-
-def reduce_features(features: Tensor, reduction: str | None) -> Tensor:
-    """Features with positions, `[B, T, …, D]`, as `[B, D]`: the first, the last, or their mean.
-
-    They are as they were without a reduction, or without positions.
-    """
-    if reduction is None or features.ndim <= 2:
-        return features
-    positions = features.flatten(1, -2)
-    if reduction == FeatureReduction.AVERAGE:
-        return positions.mean(1)
-    return positions[:, 0 if reduction == FeatureReduction.PICK_FIRST else -1]

@@ -14,8 +14,8 @@ from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, UnsupportedError, warn
-from laplace.network.model_guard import preserve_model, unwrap
-from laplace.weights.discovery import find_last_layer, has_parameters, has_run_inside, hooks_fire, require_linear
+from laplace.network.model_guard import hooks_fire, preserve_model, unwrap
+from laplace.weights.discovery import find_last_layer, has_parameters, has_run_inside, require_linear
 
 
 def random_head(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None) -> str:

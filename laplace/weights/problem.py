@@ -14,6 +14,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.layout import Layout
 from laplace.core.positions import ChannelsLast
+from laplace.enums import FeatureReduction
 from laplace.errors import InvalidData
 from laplace.network.misfits import called
 from laplace.network.model_guard import model_lock
@@ -208,6 +209,19 @@ def _without_channels(f: Tensor, x: Inputs) -> str:
         f"{fault}. If the inputs are of one datum, give them a batch dimension, x.unsqueeze(0), and data sets in a "
         "torch.utils.data.DataLoader; else reshape the output in the model or by forward_fn=."
     )
+
+
+def reduce_features(features: Tensor, reduction: str | None) -> Tensor:
+    """Features with positions, `[B, T, …, D]`, as `[B, D]`: the first, the last, or their mean.
+
+    They are as they were without a reduction, or without positions.
+    """
+    if reduction is None or features.ndim <= 2:
+        return features
+    positions = features.flatten(1, -2)
+    if reduction == FeatureReduction.AVERAGE:
+        return positions.mean(1)
+    return positions[:, 0 if reduction == FeatureReduction.PICK_FIRST else -1]
 
 
 def _plain(tensor: Tensor) -> Tensor:

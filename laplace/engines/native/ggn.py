@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from laplace.engines.engine import EngineOptions
 from laplace.engines.native.columns import Columns, RootColumns
 from laplace.engines.native.outer import OuterEngine
-from laplace.engines.options import EngineOptions
 from laplace.likelihoods.base import Likelihood, OutputHessian
 from laplace.weights.problem import Problem
 

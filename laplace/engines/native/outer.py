@@ -1,4 +1,8 @@
-"""Curvatures that are sums of outer products, Σ (Jᵀu)(Jᵀu)ᵀ: one forward pass and K backward passes per batch."""
+"""Curvatures that are sums of outer products, Σ (Jᵀu)(Jᵀu)ᵀ: one forward pass and K backward passes per batch.
+
+The cotangents u decide which: a root of the output Hessian gives the GGN, gradients at sampled targets its Monte-Carlo
+estimate, gradients of the loss the empirical Fisher.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from laplace.engines.native.accumulate import BlockSum, DiagSum, FullSum, KronSu
 from laplace.engines.native.columns import Columns, RowColumns
 from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.passes import ForwardPass
-from laplace.engines.native.plan import Plan
+from laplace.engines.native.plan import Plan, first_of_use
 from laplace.engines.native.products import Linearised, add_rows
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.heads import Head, as_head
@@ -219,12 +223,8 @@ class _Inner:
 
 
 def _origins(plan: Plan) -> list[Origin]:
-    """Keys by which a weight and its bias share an output side: the first tensor of the same use."""
-    first: dict[object, int] = {}
-    origins: list[Origin] = []
-    for i, rule in enumerate(plan):
-        key = tuple((use.call, use.axis) for use in rule.uses) or i
-        origins.append(
-            Origin(str(first.setdefault(key, i)), single=len(rule.uses) == 1, unused=rule.description == "unused")
-        )
-    return origins
+    """The use that the block of every tensor comes from."""
+    return [
+        Origin(str(first), single=len(rule.uses) == 1, unused=rule.description == "unused")
+        for first, rule in zip(first_of_use(plan), plan, strict=True)
+    ]

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook
 
-from laplace.core.layout import Layout
 from laplace.engines.native.capture import record
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.profile import BatchProfile
-from laplace.jacobian.shape import TensorShape
 from laplace.network.model_guard import preserve_model
 
 _TIMED = 4
@@ -25,54 +23,6 @@ _TIMED = 4
 
 _WIDTH = 512
 """Width of the timed matrix product."""
-
-
-def shape_profile(
-    batch: ForwardPass, *, n_columns: int, n_terms: int, loop: bool, product_budget: int, refused: bool
-) -> BatchProfile:
-    """Profile of a captured batch by its shapes: without its graph, which is held by then, and without seconds.
-
-    Args:
-        batch: The batch, with its proven plan.
-        n_columns: K.
-        n_terms: E.
-        loop: True if backward passes run one by one.
-        product_budget: Bytes that the vectors of one pass may hold.
-        refused: True if the columns are more backward passes than a batch may take.
-    """
-    return BatchProfile(
-        layout=batch.problem.layout,
-        tensors=_shapes(batch),
-        n_data=batch.n_data if batch.mixes else len(batch.f),
-        n_outputs=batch.f.shape[1],
-        n_columns=n_columns,
-        n_terms=n_terms,
-        itemsize=batch.dtype.itemsize,
-        graph=0,
-        widest=0,
-        gradients=batch.bytes_per_cotangent() // 2,
-        budget=batch.memory_budget,
-        product_budget=product_budget,
-        loop=loop,
-        refused=refused,
-    )
-
-
-def least_profile(layout: Layout, *, n_columns: int, itemsize: int, product_budget: int, loop: bool) -> BatchProfile:
-    """Lower bound of every batch's profile: the sizes of the tensors, and one datum with one output.
-
-    Args:
-        layout: The random parameters.
-        n_columns: K of that output.
-        itemsize: Bytes of a number of the curvature.
-        product_budget: Bytes that the vectors of one pass may hold.
-        loop: True if backward passes run one by one.
-    """
-    tensors = tuple(TensorShape(size, factored=True, is_bias=True) for size in layout.sizes)
-    return BatchProfile(
-        layout, tensors, n_data=1, n_outputs=1, n_columns=n_columns, n_terms=1, itemsize=itemsize, graph=0, widest=0,
-        gradients=0, budget=1, product_budget=product_budget, loop=loop,
-    )  # fmt: skip
 
 
 def timed_profile(batch: ForwardPass, outline: BatchProfile) -> BatchProfile:
@@ -122,22 +72,6 @@ def _watched(batch: ForwardPass, saved: dict[int, int], widths: list[int]) -> It
             yield
     finally:
         handle.remove()
-
-
-def _shapes(batch: ForwardPass) -> tuple[TensorShape, ...]:
-    """Shapes of all tensors, from the forms of their factors alone."""
-    heads = batch.head_blocks(batch.heads())
-    sizes = [slot.size for slot in batch.problem.slots]
-    inputs = [call.x.to("meta") for call in batch.capture.calls]  # no memory, and no work
-    shapes: list[TensorShape] = []
-    for i, rule in enumerate(batch.plan):
-        if i in heads:
-            shapes.append(heads[i].shape(inputs))
-        elif rule.uses:
-            shapes.append(batch.form(i, inputs).shape(inputs))
-        else:
-            shapes.append(TensorShape(sizes[i], n_outputs=sizes[i]))
-    return tuple(shapes)
 
 
 def _rate(batch: ForwardPass) -> float:
