@@ -23,7 +23,7 @@ from torch import Tensor
 from laplace.core.registry import Registry
 from laplace.errors import StateError
 from laplace.jacobian.contractions import Contractions, total
-from laplace.jacobian.kronecker import KroneckerFactored, ProductBasis
+from laplace.jacobian.kronecker import KroneckerFactored, ProductBasis, RankOne
 from laplace.jacobian.shape import TensorShape
 from laplace.weights.problem import Selection
 
@@ -121,6 +121,10 @@ class Block(Contractions):
     @property
     def product_index(self) -> Tensor | None:
         """Indices `[p]` of its entries within `product`; None for all."""
+        return None
+
+    def rank_one(self) -> RankOne | None:
+        """Factors of a block that is one outer product for every datum and cotangent; None of any other."""
         return None
 
     def kernel_by_factors(self, other: Block) -> Callable[[], Tensor] | None:
