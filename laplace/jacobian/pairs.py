@@ -8,8 +8,9 @@ one matrix product `[O·O', B] × [B, I·I']`: K times less work than with J mul
 
     J_b S J'_bᵀ = g_b (S · (a_b ⊗ a'_b)) g'_bᵀ
 
-contracts the inputs first, by a product `[B, I·I'] × [I·I', O·O']`. Of a layer with itself either holds little more than
-a quarter of the numbers, since both sides are symmetric. So sums and matrices are held pair by pair, `[I·I', O·O']`.
+contracts the inputs first, by a product `[B, I·I'] × [I·I', O·O']`. Of a layer with itself either holds little more
+than a quarter of the numbers, since both sides are symmetric. So sums and matrices are held pair by pair,
+`[I·I', O·O']`.
 """
 
 from __future__ import annotations
@@ -222,6 +223,8 @@ class PairedMatrix:
     def _ordered(self, matrix: Tensor, i: int, j: int) -> Tensor:
         one, other = self.pairs.parts[i], self.pairs.parts[j]
         block = torch.cat([torch.cat([matrix[r, c] for c in other.slices], 1) for r in one.slices])
+        if i == j and not one.is_product:
+            return block
         values = one.picked(other, block)
         if i != j:
             return values.flatten(2).flatten(0, 1)
@@ -240,7 +243,9 @@ class PairedMatrix:
     def _product(self, factors: Sequence[RankOne], i: int, j: int, *, diagonal: bool) -> Tensor:
         """The terms of two parts, `[b, K, K]` or `[b, K]`; of two different ones in either order."""
         one, other, values = factors[i], factors[j], self.values[i, j]
-        if i == j:
+        if i == j and not self.pairs.parts[i].is_product:
+            between = values
+        elif i == j:
             strip_products = (strip.inputs(one.a) @ values[strip.rows] for strip in strips(one.a.shape[1]))
             between = _repeated(total(strip_products), one.n_outputs)
         else:
