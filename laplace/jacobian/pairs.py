@@ -80,12 +80,10 @@ class Part:
 
     def factors(self, blocks: Sequence[Block], dtype: torch.dtype) -> RankOne:
         """Factors of its blocks: dense rows and ones of what is multiplied out."""
-        if not self.is_product:
-            dense = torch.cat([blocks[i].dense() for i in self.blocks], 2)
-            return RankOne(dense.to(dtype), dense.new_ones(dense.shape[1], 1, dtype=dtype), self.n_outputs)
-        factors = blocks[self.blocks[0]].rank_one()
+        factors = blocks[self.blocks[0]].rank_one() if self.is_product else None
         if factors is None:
-            raise ValueError("the blocks are not those of these parts.")
+            dense = torch.cat([blocks[i].dense() for i in self.blocks], 2)
+            factors = RankOne(dense, dense.new_ones(dense.shape[1], 1), self.n_outputs)
         return factors.to(dtype)
 
 
