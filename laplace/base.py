@@ -30,7 +30,7 @@ from laplace.posterior.attributes import Chosen
 from laplace.posterior.choices import Choices, checked_backend
 from laplace.posterior.derived import Derived
 from laplace.posterior.posterior import Posterior
-from laplace.predictive.names import WEIGHT_SPACE, PredictiveNames
+from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
 from laplace.structures.base import Curvature, Precision
 from laplace.weights.all_weights import AllWeights
 from laplace.weights.base import Weights
@@ -44,7 +44,7 @@ class BaseLaplace(CheckedConstructor, ABC):
     """A Gaussian posterior around trained weights, in weight space or in function space.
 
     An object holds one reference to an immutable posterior; whatever changes it makes another one, and takes that over
-    once nothing can fail any more. Constructors of named classes pass what they are given to this one (`binding.py`).
+    once nothing can fail any more. Constructors of named classes pass what they are given to this one (`named.py`).
 
     Args:
         model: The trained network, which is left as it is.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.core.prior import GaussianPrior
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.fitting import Fit
 from laplace.likelihoods.base import Likelihood

@@ -1,16 +1,19 @@
 """Classes of the grid that have a name: declarations only, behaviour lives in the bases.
 
-The constructors differ in nothing but the order of their arguments, which users' code and tools rely on.
+The constructors differ in nothing but the order of their arguments, which users' code and tools rely on; `bind` hands
+what they are given on to the common one.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from operator import attrgetter
+from typing import Any
 
 from torch import Tensor, nn
 
-from laplace.base import Backend, Options
-from laplace.binding import bind
+from laplace.base import Backend, BaseLaplace, Options
 from laplace.core.batch import ForwardFn
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument
@@ -27,6 +30,35 @@ from laplace.structures import (
 )
 from laplace.weights.last_layer import LastLayer
 from laplace.weights.subnetwork import Subnetwork
+
+COMMON = frozenset(inspect.signature(BaseLaplace.__init__).parameters)
+"""Names of the common constructor's arguments."""
+
+PRECISION_OPTIONS = frozenset({"damping"})
+"""Names of arguments that are options of the structure's precision."""
+
+
+def bind(la: BaseLaplace, given: Mapping[str, Any]) -> None:
+    """Constructs a posterior from all arguments of a named class's constructor.
+
+    An argument that the common constructor does not have is an option: of the choice of weights, where
+    `Weights.arguments` names it, of the precision, or else of the structure.
+
+    Args:
+        la: The new object.
+        given: Its class's arguments by name, `self` included, as `locals()` has them on entry.
+    """
+    common: dict[str, Any] = {name: value for name, value in given.items() if name in COMMON}
+    own = {name: value for name, value in given.items() if name not in COMMON}
+    renamed = la.weights_type.arguments
+    options = {
+        "weights_options": {renamed[name]: own.pop(name) for name in renamed if name in own},
+        "precision_options": {name: own.pop(name) for name in PRECISION_OPTIONS if name in own},
+        "structure_kwargs": own,
+    }
+    for name, values in options.items():
+        common[name] = values | (common.get(name) or {})
+    BaseLaplace.__init__(**common)
 
 
 def _damping(la: ParametricLaplace) -> bool:

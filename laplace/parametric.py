@@ -14,13 +14,13 @@ from laplace import state
 from laplace.base import BaseLaplace
 from laplace.compat.members import LegacyMembers
 from laplace.core.arguments import checked
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.overrides import is_overridden
-from laplace.core.prior import GaussianPrior
+from laplace.core.registry import KeyedClasses
 from laplace.errors import InvalidArgument, NotFittedError
 from laplace.evidence import Evidence
 from laplace.fitting import Fit
 from laplace.fitting.planning import FitPlan
-from laplace.keyed_classes import KeyedClasses
 from laplace.network.fingerprint import Fingerprint
 from laplace.posterior import learning, overridden
 from laplace.posterior.posterior import Posterior

@@ -20,9 +20,7 @@ from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import autograd_mode, own_precision
 from laplace.posterior.predictor import Predictor, precision_before, replayed
-from laplace.predictive import latent
-from laplace.predictive.names import WEIGHT_SPACE, PredictiveNames
-from laplace.predictive.posterior_outputs import PredictionOptions
+from laplace.predictive.options import WEIGHT_SPACE, PredictionOptions, PredictiveNames, check_options
 from laplace.predictive.prediction import Prediction, laid_out
 
 
@@ -83,7 +81,7 @@ class Predicting(ABC):
             InvalidArgument: An option is not accepted.
             ModelChangedError: The network was trained further after `fit`.
         """
-        kind = latent.check_options(pred_type, link_approx, n_samples, generator, self.pred_types)
+        kind = check_options(pred_type, link_approx, n_samples, generator, self.pred_types)
         predictor = self._predictor
         likelihood, channel_dim = predictor.posterior.likelihood, predictor.posterior.channel_dim
         if observation_noise and not likelihood.has_noise:
@@ -138,7 +136,7 @@ class Predicting(ABC):
             ModelChangedError: The network was trained further after `fit`; also when a quantity is read.
             UnsupportedError: Local reparameterisation without a diagonal posterior over sampled weights.
         """
-        kind = latent.check_options(pred_type, link_approx, n_samples, generator, self.pred_types)
+        kind = check_options(pred_type, link_approx, n_samples, generator, self.pred_types)
         options = PredictionOptions(str(link_approx), n_samples, _form(joint, diagonal_output))
         predictor = self._predictor
         posterior = predictor.posterior
@@ -190,7 +188,7 @@ class Predicting(ABC):
 
         Of outputs with positions `[S, *shape of the network's outputs]`, positions being inputs in this sense.
         """
-        kind = latent.check_options(pred_type, None, n_samples, generator, self.pred_types)
+        kind = check_options(pred_type, None, n_samples, generator, self.pred_types)
         options = PredictionOptions(n_samples=n_samples, form=_form(joint, diagonal_output))
         samples = self._predictor.latent_samples(x, kind, options, generator, model_kwargs)
         return in_users_layout(samples, self._predictor.posterior.channel_dim, 1)
@@ -210,7 +208,7 @@ class Predicting(ABC):
 
         Reward modelling gives preference probabilities for pairs (C = 2) and latent rewards for single items.
         """
-        kind = latent.check_options(pred_type, None, n_samples, generator, self.pred_types)
+        kind = check_options(pred_type, None, n_samples, generator, self.pred_types)
         options = PredictionOptions(n_samples=n_samples, form=_form(joint, diagonal_output))
         samples = self._predictor.latent_samples(x, kind, options, generator, model_kwargs, own=True)
         posterior = self._predictor.posterior

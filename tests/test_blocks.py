@@ -8,11 +8,11 @@ from torch import Tensor
 
 from laplace.errors import StateError
 from laplace.jacobian.blocks import Block, DenseBlock, MappedBlock, PickedBlock, SumBlock, from_state
+from laplace.jacobian.contractions import ProductBasis
 from laplace.jacobian.heads import HeadBlock, RotatedHeadBlock, as_head
 from laplace.jacobian.index import IndexBlock
 from laplace.jacobian.joined import JoinedBlock
 from laplace.jacobian.kernels import block_kernel
-from laplace.jacobian.kronecker import ProductBasis
 from laplace.jacobian.lazy import LazyBlock
 from laplace.jacobian.outer import OuterBlock
 from laplace.weights.problem import Selection

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from laplace.engines.engine import MEMORY_BUDGET
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
-from laplace.engines.options import MEMORY_BUDGET
 from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.likelihoods import LIKELIHOODS
 from laplace.likelihoods.links import LINKS

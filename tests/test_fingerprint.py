@@ -16,9 +16,7 @@ from torch.nn import functional as F
 
 from laplace import FunctionalLaplace, Laplace, VaLLA, marglik_training
 from laplace.errors import ApproximationWarning, ModelChangedError, ModelChangedWarning, StateError
-from laplace.fitting import FirstBatch
-from laplace.network.attributes import attributes_of, changed, digests
-from laplace.network.witness import ROWS, differ, first_rows
+from laplace.network.witness import ROWS, FirstBatch, attributes_of, changed_names, differ, digests, first_rows
 from laplace.parametric import ParametricLaplace
 from laplace.training.continual import TaskFit
 from tests import grid
@@ -338,12 +336,12 @@ def test_plain_attributes_are_read_and_others_left_alone() -> None:
     model.train(False)
     found = attributes_of(model)
     assert found.keys() - first.keys() == {"extra"}
-    assert changed(first, digests(found)) == ["extra"]
-    assert not changed(first, digests(found), common=True)
+    assert changed_names(first, digests(found)) == ["extra"]
+    assert not changed_names(first, digests(found), common=True)
     again = copy.deepcopy(model)
     assert digests(attributes_of(again)) == digests(found)
     model[0].extra["a"][1] = 5
-    assert changed(digests(found), digests(attributes_of(model))) == ["extra"]
+    assert changed_names(digests(found), digests(attributes_of(model))) == ["extra"]
     model[1].active = "default"
     alone = digests(attributes_of(model))
     model[1].active = ["default"]  # the same adapter, written as packages do

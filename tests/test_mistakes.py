@@ -129,7 +129,7 @@ def of_two_processes() -> None:
 def without_memory() -> None:
     """A full curvature of 12,003 weights takes 1.1 GiB; the machine is said to have 1 MiB."""
     wide = nn.Sequential(nn.Linear(3, 3000), nn.Tanh(), nn.Linear(3000, 3))
-    with mock.patch("laplace.fitting.affordable.available", return_value=Available(2**20, "a test")):
+    with mock.patch("laplace.fitting.planning.available", return_value=Available(2**20, "a test")):
         fit(X, Y, wide)
 
 

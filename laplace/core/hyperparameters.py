@@ -1,4 +1,4 @@
-"""Hyper-parameters, and other numbers: checked on the way in; the former are kept with the caller's graph."""
+"""Hyper-parameters, kept with the caller's graph; the Gaussian prior of theirs; checks of these and other numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laplace.core.precision_policy import wide_dtype
+from laplace.core.layout import Layout
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidArgument, InvalidType
 
 
@@ -60,6 +61,61 @@ class Hyperparameters:
         """The same values elsewhere, without a graph."""
         values = {field.name: getattr(self, field.name).detach() for field in fields(self)}
         return Hyperparameters(**{name: value.to(device=device, dtype=dtype) for name, value in values.items()})
+
+
+@dataclass(frozen=True)
+class GaussianPrior:
+    """A diagonal Gaussian prior over the random parameters.
+
+    Attributes:
+        precision: δ, `[1]`, `[n_tensors]` or `[P]`; gradients flow through every method.
+        mean: μ0, 0-dim or `[P]`.
+        layout: Which entries belong to which tensor.
+    """
+
+    precision: Tensor
+    mean: Tensor
+    layout: Layout
+
+    @property
+    def is_scalar(self) -> bool:
+        """One precision for all parameters."""
+        return self.precision.numel() == 1
+
+    @property
+    def is_constant_per_tensor(self) -> bool:
+        """One precision for all entries of each tensor."""
+        sizes, count = self.layout.sizes, self.precision.numel()
+        per_tensor = count == len(sizes) and (count != sum(sizes) or all(size == 1 for size in sizes))
+        return self.is_scalar or per_tensor
+
+    def diagonal(self) -> Tensor:
+        """δ of every parameter, `[P]`."""
+        if self.is_scalar:
+            return self.precision.expand(self.layout.n_params)
+        if self.precision.numel() == self.layout.n_params:
+            return self.precision
+        return self.layout.repeat_per_tensor(self.precision)
+
+    def per_block(self) -> tuple[Tensor, ...]:
+        """δ of every tensor's entries: `[1]` where it is one number, else `[p]`."""
+        if self.is_scalar:
+            return (self.precision,) * self.layout.n_tensors
+        if self.is_constant_per_tensor:
+            return tuple(self.precision.split(1))
+        return self.layout.split(self.precision)
+
+    def logdet(self) -> Tensor:
+        """Σ log δ over all parameters, 0-dim, float64: log det P − log det P₀ is a small difference of large sums."""
+        logs = widened(self.precision).log()
+        if self.is_constant_per_tensor and not self.is_scalar:
+            return logs @ logs.new_tensor(self.layout.sizes)
+        return logs.sum() * (self.layout.n_params // logs.numel())
+
+    def quad(self, theta: Tensor) -> Tensor:
+        """(θ − μ0)ᵀ diag(δ) (θ − μ0), 0-dim."""
+        squares = (theta - self.mean).square()
+        return (self.precision * squares.sum()).sum() if self.is_scalar else self.diagonal() @ squares
 
 
 def as_tensor(name: str, value: Any, *, like: Tensor) -> Tensor:

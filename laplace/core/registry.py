@@ -1,11 +1,14 @@
-"""A named table of interchangeable parts: one line of registration per part, duplicates refused."""
+"""Tables of interchangeable parts: by name, and classes by the cell of the grid that they are for."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
+from laplace.core.overrides import is_ours
+from laplace.enums import FunctionalApproximation
 from laplace.errors import InvalidArgument
 
 T = TypeVar("T")
@@ -65,3 +68,64 @@ class Registry(Generic[T]):
     def items(self) -> list[tuple[str, T]]:
         """All names with their parts, in order of registration."""
         return list(self._entries.items())
+
+
+T = TypeVar("T")
+
+
+class Cell(NamedTuple):
+    """Names of one value of every axis.
+
+    Attributes:
+        weights: `subset_of_weights`.
+        structure: `hessian_structure`.
+        family: `functional_approximation`; of a structure over weights the default.
+    """
+
+    weights: str
+    structure: str
+    family: str = str(FunctionalApproximation.SOD)
+
+    @classmethod
+    def of(cls, key: Any) -> Cell:
+        """The cell that a class names as its `_key`.
+
+        Raises:
+            InvalidArgument: It is neither a pair nor a triple of names.
+        """
+        if not isinstance(key, tuple) or len(key) not in (2, 3) or not all(isinstance(name, str) for name in key):
+            raise InvalidArgument(
+                f"_key={key!r} names no cell; give (subset_of_weights, hessian_structure), such as ('all', 'mine'), or "
+                "with 'gp' a functional_approximation as a third name."
+            )
+        return cls(*map(str, key))
+
+
+class KeyedClasses(Generic[T]):
+    """Maps cells to classes; users' classes live no longer than users keep them."""
+
+    def __init__(self) -> None:
+        self._ours: dict[Cell, type[T]] = {}
+        self._users: dict[Cell, list[weakref.ref[type[T]]]] = {}
+
+    def add(self, key: Any, cls: type[T]) -> None:
+        """Files a class under its `_key`; of several of users' the last one counts.
+
+        Raises:
+            InvalidArgument: The key names no cell.
+        """
+        cell = Cell.of(key)
+        if is_ours(cls):
+            self._ours[cell] = cls
+        else:
+            living = [ref for ref in self._users.get(cell, []) if ref() is not None]
+            self._users[cell] = [*living, weakref.ref(cls)]
+
+    def find(self, cell: Cell) -> type[T] | None:
+        """The class of a cell, or None."""
+        living = (ref() for ref in reversed(self._users.get(cell, [])))
+        return next((cls for cls in living if cls is not None), self._ours.get(cell))
+
+    def __iter__(self) -> Iterator[Cell]:
+        """Cells that have a class."""
+        return (cell for cell in {**self._ours, **self._users} if self.find(cell) is not None)

@@ -21,12 +21,11 @@ from laplace.curvature.model_copy import CopiedBatch
 from laplace.curvature.package_backends import PackageGGN, PackageInterface
 from laplace.curvature.packages import LayerFactors, PackageEngine, Reasons, missing
 from laplace.curvature.support_tables import asdl_fault, obstacles_of
-from laplace.engines.native.differentiable import differentiable
-from laplace.engines.native.empirical_fisher import EFEngine
-from laplace.engines.native.ggn import GGNEngine
+from laplace.engines.engine import EngineOptions
+from laplace.engines.native.autograd import differentiable
 from laplace.engines.native.hessian import HessianEngine
+from laplace.engines.native.outer import EFEngine, GGNEngine
 from laplace.engines.native.passes import ForwardPass
-from laplace.engines.options import EngineOptions
 from laplace.errors import CurvatureError
 from laplace.likelihoods.base import Likelihood
 from laplace.weights.problem import Problem

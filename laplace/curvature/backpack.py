@@ -34,11 +34,9 @@ from laplace.curvature.support_tables import (
     hessian_known,
     obstacles_of,
 )
-from laplace.engines.engine import Groups
-from laplace.engines.native.empirical_fisher import EFEngine
-from laplace.engines.native.ggn import GGNEngine
+from laplace.engines.engine import EngineOptions, Groups
+from laplace.engines.native.outer import EFEngine, GGNEngine
 from laplace.engines.native.passes import ForwardPass
-from laplace.engines.options import EngineOptions
 from laplace.likelihoods.base import Likelihood
 from laplace.weights.problem import Problem
 

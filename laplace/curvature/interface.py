@@ -20,11 +20,9 @@ from laplace.core.arguments import hint
 from laplace.core.batch import Inputs
 from laplace.core.overrides import check_backend_assignment
 from laplace.curvature.user_backend import DERIVATIVES, UserBackendEngine, users_methods
-from laplace.engines.engine import CurvatureEngine
-from laplace.engines.native.empirical_fisher import EFEngine
+from laplace.engines.engine import CurvatureEngine, EngineOptions
 from laplace.engines.native.engine import NativeEngine
-from laplace.engines.native.ggn import GGNEngine
-from laplace.engines.options import EngineOptions
+from laplace.engines.native.outer import EFEngine, GGNEngine
 from laplace.errors import InvalidArgument
 from laplace.likelihoods import get_likelihood
 from laplace.likelihoods.base import Likelihood

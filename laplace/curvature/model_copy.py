@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from laplace.core.batch import Inputs
 from laplace.core.memory import ran_out
 from laplace.engines.engine import detached
-from laplace.engines.native.layer_calls import LayerCall
+from laplace.engines.native.calls import LayerCall
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.native.proof import close
 from laplace.errors import CurvatureError

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
+from laplace.engines.engine import MAX_PASSES, MEMORY_BUDGET
 from laplace.engines.native.hessian import HessianEngine
-from laplace.engines.options import MAX_PASSES, MEMORY_BUDGET
 from laplace.likelihoods.base import Likelihood
 
 

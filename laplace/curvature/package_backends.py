@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace.curvature.interface import CurvatureInterface, GGNInterface
-from laplace.engines.options import MEMORY_BUDGET
+from laplace.engines.engine import MEMORY_BUDGET
 from laplace.likelihoods.base import Likelihood
 
 

@@ -21,13 +21,13 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.memory import DATUM, in_slices, ran_out
 from laplace.curvature.model_copy import copied_batch
-from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine, Groups, detached
+from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine, EngineOptions, Groups, detached
 from laplace.engines.kron_parts import KronBlock, KronParts
+from laplace.engines.native.calls import FunctionCall
 from laplace.engines.native.capture import record
 from laplace.engines.native.engine import NativeEngine
-from laplace.engines.native.layer_calls import FunctionCall
 from laplace.engines.native.passes import ForwardPass
-from laplace.engines.options import EngineOptions
+from laplace.engines.native.plan import first_of_use
 from laplace.errors import CurvatureError, MissingDependency
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
@@ -207,7 +207,7 @@ class PackageEngine(CurvatureEngine):
         if values is None:
             return None
         rest = tuple(i for i, reason in reasons.items() if reason)
-        return _Computed(self.native.summary(watched.f, y), values, rest, self._origins(watched))
+        return _Computed(self.native.summary(watched.f, y), values, rest, first_of_use(watched.plan))
 
     def _computed(self, primitive: str, watched: ForwardPass, y: Tensor | None, *arguments: Any) -> tuple[Any, Reasons]:
         """Values of the package, or None, and reasons why tensors are not its (empty where they are)."""
@@ -279,12 +279,6 @@ class PackageEngine(CurvatureEngine):
             options = replace(self.options, generator=self.native.generator)  # draws go on
             self._rest[slots] = self.native_type(replace(self.problem, slots=some), self.likelihood, options)
         return self._rest[slots]
-
-    def _origins(self, watched: ForwardPass) -> list[int]:
-        """The first tensor of the same layer's use, by whose index a weight and its bias share a factor."""
-        first: dict[object, int] = {}
-        keys = [tuple((use.call, use.axis) for use in rule.uses) for rule in watched.plan]
-        return [first.setdefault(key or i, i) for i, key in enumerate(keys)]
 
     def _kron_block(self, slot: int, origin: int, layer: LayerFactors) -> tuple[dict[str, Tensor], KronBlock]:
         """Factors of a tensor by key, restricted to the random entries, under the keys of the native engine."""

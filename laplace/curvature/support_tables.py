@@ -10,7 +10,7 @@ from torch import nn
 
 from laplace.curvature.module_chain import ModuleChain
 from laplace.curvature.packages import Reasons, reuse
-from laplace.engines.native.layer_calls import LayerCall
+from laplace.engines.native.calls import LayerCall
 from laplace.engines.native.layers import BatchAxis
 from laplace.engines.native.passes import ForwardPass
 from laplace.errors import CurvatureError

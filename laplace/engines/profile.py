@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from math import nan
 
 from laplace.core.layout import Layout
-from laplace.jacobian.contractions import CHUNK_BYTES
-from laplace.jacobian.shape import TensorShape
+from laplace.jacobian.contractions import CHUNK_BYTES, TensorShape
 
 
 @dataclass(frozen=True)

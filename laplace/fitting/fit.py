@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import Any
 
 import torch
@@ -14,14 +13,13 @@ from tqdm.auto import tqdm
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import Conditions, named
-from laplace.core.hyperparameters import check_flag
 from laplace.core.memory import COTANGENT, ran_out
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory
 from laplace.fitting import planning
-from laplace.fitting.affordable import MemoryCheck
-from laplace.fitting.first_batch import FirstBatch
+from laplace.fitting.planning import MemoryCheck
 from laplace.network import next_token
+from laplace.network.witness import FirstBatch
 from laplace.structures.base import Curvature, DataPass, require_finite
 
 _NOTHING = 1e-9
@@ -216,17 +214,6 @@ def _check_before(check: MemoryCheck, engine: CurvatureEngine, loader: Iterable[
         raise check.refusal(profile, lacking)
 
 
-def require_rereadable(loader: Iterable[Any], structure: type[Curvature]) -> None:
-    """Refuses an iterator where the data are read several times; before a first batch is taken from it.
-
-    Raises:
-        InvalidArgument: The loader can be read only once.
-    """
-    if structure.n_passes > 1:
-        reader = f"hessian_structure={structure.name!r} reads the data {structure.n_passes} times or more"
-        batches.require_rereadable(loader, reader)
-
-
 def _read_up(structure: type[Curvature], number: int) -> str:
     """Message for a loader that is no iterator, and yet can be read only once."""
     return (
@@ -323,40 +310,3 @@ class _Begun:
         else:
             yield self.head
             yield from rest
-
-
-def check_override(override: Any) -> None:
-    """Checks the second argument of `fit`, in whose place targets are often given.
-
-    Raises:
-        InvalidType: It is neither True nor False.
-    """
-    mend = (
-        "fit takes one loader of batches (x, y): la.fit([(X, Y)]) for tensors X and Y, or a DataLoader of "
-        "TensorDataset(X, Y); validation data are given to optimize_prior_precision(val_loader=...)."
-    )
-    check_flag("override", override, mend)
-
-
-def check_decay(decay: float, *, override: bool) -> None:
-    """Checks the weight of former data.
-
-    Raises:
-        InvalidArgument: It is not in (0, 1], or there are no former data that could fade.
-    """
-    if not isinstance(decay, Real) or not 0 < decay <= 1:
-        raise InvalidArgument(f"decay={decay}; it must be in (0, 1], where 1 keeps the former data as they are.")
-    if override and decay != 1:
-        raise InvalidArgument(
-            f"decay={decay} with override=True, which forgets the former data at once; pass override=False."
-        )
-
-
-def check_weight(weight: float) -> None:
-    """Checks the weight of data that are to be removed.
-
-    Raises:
-        InvalidArgument: It is not in (0, 1].
-    """
-    if not 0 < weight <= 1:
-        raise InvalidArgument(f"weight={weight}; data count once, or decay**k times after k fits with a decay: (0, 1].")

@@ -13,7 +13,7 @@ from laplace.core.batch import Inputs
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
 from laplace.errors import InvalidArgument
 from laplace.parametric import ParametricLaplace
-from laplace.predictive.names import FUNCTION_SPACE
+from laplace.predictive.options import FUNCTION_SPACE
 
 
 class BaseFunctionalLaplace(ParametricLaplace):

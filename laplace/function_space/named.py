@@ -12,17 +12,15 @@ from torch import Tensor, nn
 
 from laplace import tuning
 from laplace.base import Backend, Options
-from laplace.binding import bind
 from laplace.core.arguments import check_call, checked
 from laplace.core.batch import ForwardFn
-from laplace.core.hyperparameters import check_counts
-from laplace.core.prior import GaussianPrior
+from laplace.core.hyperparameters import GaussianPrior, check_counts
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import FeatureReduction
 from laplace.function_space.base import BaseFunctionalLaplace
 from laplace.function_space.held_out import asked_for_candidates, best_candidate, held_out_nll
 from laplace.likelihoods.base import Likelihood
-from laplace.named import OfLastLayer
+from laplace.named import OfLastLayer, bind
 from laplace.posterior import learning
 from laplace.structures.gp.nystrom import DirectionPass, NystromCurvature, Watch
 from laplace.structures.gp.subset_of_data import SubsetCurvature

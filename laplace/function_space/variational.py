@@ -20,10 +20,9 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
-from laplace.core.hyperparameters import check_counts
+from laplace.core.hyperparameters import GaussianPrior, check_counts
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
 from laplace.function_space.variational_energy import Energy

@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from laplace.base import Backend, Options
-from laplace.binding import bind
 from laplace.core.arguments import check_call, checked
 from laplace.core.batch import ForwardFn, Inputs
-from laplace.core.prior import GaussianPrior
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.engines.engine import CurvatureEngine
 from laplace.enums import FeatureReduction
 from laplace.errors import NotFittedError
@@ -24,7 +23,7 @@ from laplace.function_space.variational_energy import Energy
 from laplace.function_space.variational_inducing import Inducing
 from laplace.function_space.variational_training import LEARNT, Training
 from laplace.likelihoods.base import Likelihood
-from laplace.named import OfLastLayer
+from laplace.named import OfLastLayer, bind
 from laplace.posterior import learning
 from laplace.structures.gp.subset_precision import SubsetPrecision
 

@@ -22,9 +22,7 @@ from torch import Tensor
 
 from laplace.core.registry import Registry
 from laplace.errors import StateError
-from laplace.jacobian.contractions import Contractions, total
-from laplace.jacobian.kronecker import KroneckerFactored, ProductBasis, RankOne
-from laplace.jacobian.shape import TensorShape
+from laplace.jacobian.contractions import Contractions, KroneckerFactored, ProductBasis, RankOne, TensorShape, total
 from laplace.weights.problem import Selection
 
 _ENTRY_COST = 16

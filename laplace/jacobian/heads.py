@@ -13,9 +13,8 @@ from torch import Tensor
 
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.jacobian.blocks import BLOCKS, Block
-from laplace.jacobian.kronecker import ProductBasis, RankOne
+from laplace.jacobian.contractions import ProductBasis, RankOne, TensorShape
 from laplace.jacobian.outer import OuterBlock
-from laplace.jacobian.shape import TensorShape
 from laplace.likelihoods.output_hessian import OutputHessian
 
 

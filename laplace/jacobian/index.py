@@ -11,10 +11,8 @@ from torch import Tensor
 
 from laplace.core.precision_policy import widened
 from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of
-from laplace.jacobian.contractions import total
-from laplace.jacobian.factors import FactoredBlock, kernel_by_grams
-from laplace.jacobian.kronecker import ProductBasis
-from laplace.jacobian.shape import TensorShape
+from laplace.jacobian.contractions import ProductBasis, TensorShape, total
+from laplace.jacobian.outer import FactoredBlock, kernel_by_grams
 from laplace.weights.problem import Selection
 
 

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from laplace.core.gram import add_gram
 from laplace.jacobian.blocks import Block
-from laplace.jacobian.contractions import CHUNK_BYTES, total
-from laplace.jacobian.kronecker import RankOne
+from laplace.jacobian.contractions import CHUNK_BYTES, RankOne, total
 
 _WORTHWHILE = 2**24
 """Multiplications with J from which pairs of layers are less work: each pair has a fixed cost of a few operations."""

@@ -28,9 +28,9 @@ from laplace.mixture.weighting import check_same_data, weights_of
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.predictor import replayed
-from laplace.predictive import latent
-from laplace.predictive.mixed_outputs import MixedOutputs
 from laplace.predictive.mixing import mixed
+from laplace.predictive.options import check_options
+from laplace.predictive.posterior_outputs import MixedOutputs
 from laplace.predictive.prediction import Prediction
 from laplace.tuning import PosteriorGroup, Tunable
 
@@ -179,7 +179,7 @@ class MixtureLaplace(MixturePosterior, Tunable):
             NotFittedError: Before `fit`.
             InvalidArgument: No samples.
         """
-        latent.check_options(PredType.NN, None, n_samples, generator)
+        check_options(PredType.NN, None, n_samples, generator)
         chosen = choose(self.weights, n_samples, generator)
         counts = torch.bincount(chosen, minlength=self.n_components).tolist()
         return chosen, [la.sample(n, generator) for la, n in zip(self.components, counts, strict=True)]
@@ -228,7 +228,7 @@ class MixtureLaplace(MixturePosterior, Tunable):
         generator: torch.Generator | None,
     ) -> Tensor:
         """Samples `[S, …]`, each of a component by its weight."""
-        latent.check_options(pred_type, None, n_samples, generator)
+        check_options(pred_type, None, n_samples, generator)
         chosen = choose(self.weights, n_samples, generator)
         return in_order([partial(draw, la) for la in self.components], chosen)
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from laplace.core import checks
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import ModelChangedError, ModelChangedWarning, warn
-from laplace.network.attributes import Attributes, attributes_of, changed, digests
 from laplace.network.model_guard import model_lock
-from laplace.network.witness import Witness
+from laplace.network.witness import Attributes, Witness, attributes_of, changed_names, digests
 
 _PERIOD = 4096
 """Entries are weighed by their place modulo this number, so that no tensor is copied."""
@@ -90,7 +89,7 @@ class Fingerprint:
         present = attributes_of(model)
         if present == self.seen:
             return self
-        names = changed(self.attributes, digests(present), common=self.witness is None)
+        names = changed_names(self.attributes, digests(present), common=self.witness is None)
         if self.witness is not None:
             names = [name for name in names if name not in self.witness.written]
         if self.witness is not None and not self.witness.agrees(model, changed=bool(names)):

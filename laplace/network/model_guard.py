@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
 
@@ -228,3 +228,15 @@ def _refill(container: Any, content: Any) -> None:
         container.extend(content)
     else:
         container.update(content)
+
+
+@contextmanager
+def hooks_fire(model: nn.Module) -> Iterator[None]:
+    """Runs compiled submodules eagerly: compiled code ignores hooks that were added after compilation."""
+    set_stance: Callable[[str], Any] | None = None
+    if any("_orig_mod" in module._modules for module in model.modules()):
+        set_stance = getattr(torch.compiler, "set_stance", None)
+    with ExitStack() as stack:
+        if set_stance is not None:
+            stack.enter_context(set_stance("force_eager"))
+        yield

@@ -1,9 +1,11 @@
-"""A few data of a fit with the network's outputs there: they notice changes that no weight shows."""
+"""Witnesses of changes that no weight shows: outputs at a few data of a fit, and plain attributes of modules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,66 @@ from torch import Tensor, nn
 from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
-from laplace.network.model_guard import autograd_mode, preserve_model
+from laplace.errors import ApproximationWarning, warn
+from laplace.network.model_guard import autograd_mode, hooks_fire, model_lock, preserve_model, same_random_state
+
+Attributes = dict[str, tuple[tuple[str, Any], ...]]
+"""By the attribute's name, every module that has it, with its value."""
+
+_OWN = frozenset(vars(nn.Module()))
+"""Attributes of every module: tables of parameters, submodules and hooks, and the flag of the training mode."""
+
+_NO_SETTINGS = frozenset({"name_or_path", "gradient_checkpointing", "activation_checkpointing", "_attn_implementation"})
+"""Where a network of transformers was loaded from, and ways of computing the same outputs."""
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_MOST, _DEPTH = 1024, 4
+_OTHER = object()
+
+
+def attributes_of(model: nn.Module) -> Attributes:
+    """Numbers, strings, None, and short lists, tuples, dicts and sets of them, on the model and its submodules."""
+    attributes: dict[str, list[tuple[str, Any]]] = {}
+    for place, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in _OWN | _NO_SETTINGS and (plain := _plain(value, _DEPTH)) is not _OTHER:
+                attributes.setdefault(name, []).append((place, plain))
+    return {name: tuple(values) for name, values in attributes.items()}
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """A copy that later writes do not reach, or `_OTHER`."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind not in (list, tuple, dict, set) or len(value) > _MOST or depth == 0:
+        return _OTHER
+    parts = [_plain(part, depth - 1) for part in (value.items() if kind is dict else value)]
+    if any(part is _OTHER for part in parts):
+        return _OTHER
+    if len(parts) == 1 and kind in (list, tuple):  # packages write one adapter as its name, or as a list with it
+        return parts[0]
+    return (kind.__name__, *(sorted(parts, key=repr) if kind is set else parts))
+
+
+def digests(attributes: Attributes) -> dict[str, str]:
+    """A short hash per name of an attribute, the same in every process."""
+    return {
+        name: hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest() for name, values in attributes.items()
+    }
+
+
+def changed_names(before: Mapping[str, str], now: Mapping[str, str], *, common: bool = False) -> list[str]:
+    """Names of attributes whose digests differ.
+
+    Args:
+        before: Digests at one time.
+        now: Digests at another.
+        common: Leave out names that only one side has: other versions of a package give modules other attributes.
+    """
+    names = before.keys() & now.keys() if common else before.keys() | now.keys()
+    return sorted(name for name in names if before.get(name) != now.get(name))
+
 
 ROWS = 8
 """Data that are kept at most."""
@@ -116,3 +177,78 @@ def _copied(x: Inputs) -> Inputs:
 def _spaced(outputs: Tensor) -> Tensor:
     flat = outputs.detach().flatten()
     return flat[:: max(1, -(-len(flat) // _KEPT_OUTPUTS))].clone()
+
+
+class FirstBatch:
+    """Runs the network twice on at most eight data of the first batch, with other random numbers.
+
+    Args:
+        model: The network.
+        forward_fn: How to call it; None for the default.
+
+    Attributes:
+        witness: These data with the outputs, or None: before the first batch, and where the outputs are random, or the
+            network does not take a part of a batch.
+    """
+
+    def __init__(self, model: nn.Module, forward_fn: ForwardFn | None) -> None:
+        self.model = model
+        self.call = _Eagerly(forward_fn or batches.call)
+        self.witness: Witness | None = None
+        self._written: list[str] = []
+
+    def look(self, x: Inputs, y: Tensor) -> None:
+        """Looks at a batch that the fit has accepted.
+
+        Warns:
+            ApproximationWarning: The outputs are random.
+        """
+        rows, n_rows = first_rows(x, len(y))
+        try:
+            with model_lock(self.model):
+                once, again = self._twice(rows)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
+            if n_rows == len(y):
+                raise
+            return  # the network takes whole batches only
+        if differ(once, again, self.model):
+            warn(_RANDOM, ApproximationWarning)
+        else:
+            self.witness = Witness.of(rows, once, self.call, self._written)
+
+    def _twice(self, rows: Inputs) -> tuple[Tensor, Tensor]:
+        with same_random_state(self.model):
+            once = outputs_at(self.model, rows, self.call)  # leaves the random state as it was
+            devices = {parameter.device for parameter in self.model.parameters() if parameter.is_cuda}
+            for device in (torch.device("cpu"), *devices):
+                torch.rand(1, device=device)  # so that the next pass draws others
+            return once, outputs_at(self.model, rows, self._noting)
+
+    def _noting(self, model: nn.Module, x: Inputs) -> object:
+        """Calls the network, and notes which plain attributes that writes; they are put back afterwards."""
+        before = digests(attributes_of(model))
+        output = self.call(model, x)
+        self._written = changed_names(before, digests(attributes_of(model)))
+        return output
+
+
+@dataclass(frozen=True)
+class _Eagerly:
+    """Calls a network as fits and predictions do, compiled parts of it eagerly.
+
+    Attributes:
+        forward_fn: How to call it.
+    """
+
+    forward_fn: ForwardFn
+
+    def __call__(self, model: nn.Module, x: Inputs) -> object:
+        with hooks_fire(model):
+            return self.forward_fn(model, x)
+
+
+_RANDOM = (
+    "two forward passes of the same data differ, in evaluation mode: the network draws random numbers, of which a fit "
+    "and every prediction see one draw, as if it were part of the network. Often it is F.dropout(x, p), which drops "
+    "also in evaluation mode: use nn.Dropout, or F.dropout(x, p, training=self.training)."
+)

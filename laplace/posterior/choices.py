@@ -11,7 +11,7 @@ from laplace.curvature import CurvatureInterface, NativeGGN
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.likelihoods.base import Likelihood
-from laplace.predictive.names import PredictiveNames
+from laplace.predictive.options import PredictiveNames
 from laplace.structures.base import Curvature
 from laplace.structures.indefinite import SignedOptions
 from laplace.weights.base import Weights

@@ -15,9 +15,8 @@ from laplace.core.positions import channel_of, channels_last
 from laplace.engines.engine import detached
 from laplace.likelihoods.logits import require_logits
 from laplace.network.misfits import called
-from laplace.network.model_guard import preserve_model
+from laplace.network.model_guard import hooks_fire, preserve_model
 from laplace.posterior.posterior import Posterior
-from laplace.weights.discovery import hooks_fire
 
 
 def discovered(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:

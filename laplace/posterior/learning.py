@@ -14,15 +14,15 @@ from laplace.core import hyperparameters as hyper
 from laplace.core.checks import named
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import UnsupportedError
-from laplace.fitting import FirstBatch, FirstPass, Fit, ReadOptions, planning, subsampling
+from laplace.fitting import FirstPass, Fit, ReadOptions, planning, subsampling
 from laplace.fitting.planning import FitPlan
 from laplace.fitting.subsampling import Subset
 from laplace.network.model_guard import autograd_mode, same_random_state
-from laplace.network.witness import Witness
+from laplace.network.witness import FirstBatch, Witness
 from laplace.posterior.assigned import restricted
 from laplace.posterior.first_outputs import discovered
 from laplace.posterior.posterior import Posterior
-from laplace.structures.announced import bars
+from laplace.structures.algebra import bars
 
 
 @dataclass(frozen=True, eq=False)

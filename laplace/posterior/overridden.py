@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from laplace.core.gaussian import covariance_root
-from laplace.core.hyperparameters import Hyperparameters
+from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
 from laplace.core.overrides import COVARIANCES, HYPERPARAMETERS, MOMENTS, is_overridden
 from laplace.core.precision_policy import widened
-from laplace.core.prior import GaussianPrior
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.fitting import Fit
 from laplace.jacobian.jacobian import Jacobian

@@ -19,8 +19,8 @@ from laplace.enums import PredType
 from laplace.errors import InvalidArgument
 from laplace.posterior.overridden import wrong_shape
 from laplace.posterior.posterior import Posterior
+from laplace.predictive.latent import GaussianSource
 from laplace.predictive.posterior_outputs import Draw, OwnSamples, PosteriorOutputs
-from laplace.predictive.sources import GaussianSource
 
 
 def users_samples(posterior: Posterior, n_samples: int, generator: torch.Generator | None) -> Tensor:

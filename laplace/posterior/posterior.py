@@ -9,9 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from laplace.core.hyperparameters import Hyperparameters
+from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
 from laplace.core.overrides import COVARIANCES, EVIDENCE, HYPERPARAMETERS, MOMENTS, POSTERIOR, is_overridden
-from laplace.core.prior import GaussianPrior
 from laplace.curvature import CurvatureInterface
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import NotFittedError, UnsupportedError

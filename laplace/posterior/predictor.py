@@ -19,9 +19,10 @@ from laplace.posterior import own_outputs
 from laplace.posterior.overridden import posterior_before
 from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
-from laplace.predictive.posterior_outputs import Draws, PosteriorOutputs, PredictionOptions
+from laplace.predictive.latent import GaussianSource, LinearisedOutputs, SampledOutputs, SampleSource
+from laplace.predictive.options import PredictionOptions, check_model_kwargs, refuse_model_kwargs
+from laplace.predictive.posterior_outputs import Draws, PosteriorOutputs
 from laplace.predictive.reparameterised import ReparameterisedOutputs
-from laplace.predictive.sources import GaussianSource, LinearisedOutputs, SampledOutputs, SampleSource
 from laplace.structures.base import Precision
 
 
@@ -64,9 +65,9 @@ class Predictor:
             model_kwargs: Further arguments of the model.
         """
         if kind == PredType.NN:
-            latent.check_model_kwargs(self.posterior.problem.module, model_kwargs)
+            check_model_kwargs(self.posterior.problem.module, model_kwargs)
             return self._of(self.sampled(x, model_kwargs), options, draws)
-        latent.refuse_model_kwargs(model_kwargs)
+        refuse_model_kwargs(model_kwargs)
         return self._of(self.linearised(x), options, draws)
 
     def _of(self, source: GaussianSource | SampleSource, options: PredictionOptions, draws: Draws) -> PosteriorOutputs:

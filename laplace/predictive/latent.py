@@ -1,34 +1,153 @@
-"""From a posterior over weights to the network's outputs: linearised, or by sampled weights."""
+"""Outputs under a posterior over weights: of the linearised network, or of the network at sampled weights."""
 
 from __future__ import annotations
 
-import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace.core import batch as batches
-from laplace.core.arguments import hint
+from laplace.core import checks
 from laplace.core.batch import Inputs
 from laplace.core.checks import require
-from laplace.core.gaussian import Gaussian
-from laplace.core.hyperparameters import check_counts
+from laplace.core.gaussian import Gaussian, sample_moments
 from laplace.core.memory import DATUM, in_slices
 from laplace.core.positions import OutputRows, unrolled
-from laplace.core.random_numbers import check_generator
 from laplace.engines.engine import CurvatureEngine, detached
-from laplace.enums import PredType
-from laplace.errors import InvalidArgument, InvalidCall, InvalidData, UnsupportedError
+from laplace.engines.outputs import outputs
+from laplace.errors import InvalidData, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
-from laplace.likelihoods.links import LINKS
 from laplace.network.model_guard import preserve_model
-from laplace.predictive.names import WEIGHT_SPACE, PredictiveNames
 from laplace.structures.base import Precision
 from laplace.weights.problem import Problem
+
+
+class GaussianSource(ABC):
+    """Latent outputs at some inputs that are Gaussian under the posterior.
+
+    Attributes:
+        create_graph: Whether results can be differentiated, with respect to hyper-parameters or the inputs.
+    """
+
+    create_graph: bool
+
+    @abstractmethod
+    def mean(self) -> OutputRows:
+        """Mean of the latents, `[B, C]`, without their covariance."""
+
+    @abstractmethod
+    def latent(self, form: str, *, wide: bool = False) -> Gaussian:
+        """Gaussian of the latents.
+
+        Args:
+            form: `"full"`, `"diagonal"` or `"joint"`.
+            wide: Whether covariances are summed in float64, since samples are to be drawn.
+        """
+
+
+class SampleSource(ABC):
+    """Latent outputs at some inputs that are known by samples alone, so that their moments are those of the samples.
+
+    Attributes:
+        create_graph: Whether results can be differentiated, with respect to hyper-parameters or the inputs.
+    """
+
+    create_graph: bool
+
+    @abstractmethod
+    def samples(self, n: int, generator: torch.Generator | None) -> OutputRows:
+        """Samples of the latents, `[n, B, C]`."""
+
+
+def moments_of(drawn: OutputRows, form: str) -> Gaussian:
+    """The Gaussian with the moments of samples `[S, B, C]`; covariances are unbiased.
+
+    Raises:
+        InvalidArgument: One sample, which has no variance.
+    """
+    samples, positions = drawn.values, drawn.positions
+    mean, variance = sample_moments(samples)
+    if form == "diagonal":
+        return Gaussian(mean, variance, positions)
+    centred = samples - mean
+    if form == "joint":
+        rows = centred.flatten(1)
+        return Gaussian(mean, rows.T @ rows / (len(samples) - 1), positions)
+    return Gaussian(mean, torch.einsum("sbc,sbd->bcd", centred, centred) / (len(samples) - 1), positions)
+
+
+@dataclass(frozen=True, eq=False)
+class LinearisedOutputs(GaussianSource):
+    """f(x, θ*) + J (θ − θ*), θ ~ N(θ̂, P⁻¹): the GLM predictive (Immer et al., 2021, equation 10).
+
+    Attributes:
+        engine: Gives Jacobians at θ*.
+        precision: P.
+        x: Inputs of B data.
+        step: θ̂ − θ*, `[P]`; None where it is zero, as before a refinement.
+        create_graph: Whether results can be differentiated, with respect to hyper-parameters or x.
+        check: Raises where the network is not that of the posterior any more.
+        through_x: Whether they can be with respect to x.
+    """
+
+    engine: CurvatureEngine
+    precision: Precision
+    x: Inputs
+    step: Tensor | None
+    create_graph: bool
+    check: Callable[[], None]
+    through_x: bool
+
+    def mean(self) -> OutputRows:
+        with checks.together():
+            self.check()
+            if self.step is not None:
+                return linearised_mean(self.engine, self.x, self.step, create_graph=self.through_x)
+            return outputs(self.engine, self.x, create_graph=self.through_x)
+
+    def latent(self, form: str, *, wide: bool = False) -> Gaussian:
+        with checks.together():
+            self.check()
+            return linearised(
+                self.engine, self.precision, self.x, form, step=self.step, create_graph=self.through_x, wide=wide
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class SampledOutputs(SampleSource):
+    """Outputs of the network at weights drawn from the posterior.
+
+    Attributes:
+        engine: Knows the problem.
+        thetas: Draws weights, `[S, P]`.
+        centre: θ*, the network's weights, `[P]`.
+        x: Inputs of B data.
+        model_kwargs: Further arguments of the model.
+        create_graph: Whether results can be differentiated, with respect to hyper-parameters or x.
+        check: Raises where the network is not that of the posterior any more.
+        through_x: Whether they can be with respect to x.
+    """
+
+    engine: CurvatureEngine
+    thetas: Callable[[int, torch.Generator | None], Tensor]
+    centre: Tensor
+    x: Inputs
+    model_kwargs: dict[str, Any]
+    create_graph: bool
+    check: Callable[[], None]
+    through_x: bool
+
+    def samples(self, n: int, generator: torch.Generator | None) -> OutputRows:
+        with checks.together():
+            thetas = self.thetas(n, generator)
+            self.check()
+            run = sampler(self.engine, self.centre, self.x, self.model_kwargs, create_graph=self.through_x)
+            return OutputRows.of(finite(run(thetas)), 1)
 
 
 def linearised(
@@ -236,42 +355,6 @@ class _Partial(torch.nn.Module):
         return self.model(*args, **kwargs, **self.arguments)
 
 
-_OPTIONS = ("pred_type", "joint", "link_approx", "n_samples", "diagonal_output", "generator")
-"""Options of predictions, one of which an argument that is not known may be meant to be."""
-
-
-def refuse_model_kwargs(model_kwargs: dict[str, Any]) -> None:
-    """Raises if arguments were given that only sampled predictions pass on.
-
-    Raises:
-        InvalidCall: There are some.
-    """
-    for name in model_kwargs:
-        meant = hint(name, _OPTIONS) or "it is no option of predictions."
-        raise InvalidCall(
-            f"unexpected argument {name!r}; {meant} pred_type='glm' passes none to the model; use pred_type='nn' for "
-            "arguments of the model, or bind them with forward_fn=."
-        )
-
-
-def check_model_kwargs(model: torch.nn.Module, model_kwargs: dict[str, Any]) -> None:
-    """Raises if arguments were given that the model does not take.
-
-    Raises:
-        InvalidCall: There are some.
-    """
-    if not model_kwargs:
-        return
-    accepted = inspect.signature(model.forward).parameters
-    unknown = [name for name in model_kwargs if name not in accepted]
-    if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
-        meant = hint(unknown[0], _OPTIONS) or "it is no option of predictions."
-        raise InvalidCall(
-            f"unexpected argument {unknown[0]!r}; {meant} pred_type='nn' passes what is none to the model, whose "
-            f"forward takes {', '.join(accepted)}."
-        )
-
-
 def refuse_refined(step: Tensor | None, problem: Problem) -> None:
     """Raises where weights of a refined posterior would be put into the network.
 
@@ -287,34 +370,3 @@ def refuse_refined(step: Tensor | None, problem: Problem) -> None:
             "pred_type='nn' after refine(): the refined posterior is that of the linearised network, not of the "
             "network itself; use pred_type='glm', or fit anew."
         )
-
-
-def check_options(
-    pred_type: PredType | str,
-    link_approx: str | None,
-    n_samples: int,
-    generator: torch.Generator | None,
-    names: PredictiveNames = WEIGHT_SPACE,
-) -> PredType:
-    """Validates what a prediction was asked for.
-
-    Args:
-        pred_type: Name of the predictive.
-        link_approx: Name of the link, or None where there is none.
-        n_samples: Number of samples.
-        generator: Source of randomness.
-        names: Names of predictives that the posterior knows.
-
-    Returns:
-        Linearised or sampled.
-
-    Raises:
-        InvalidArgument: Unknown predictive or link, or no samples.
-        InvalidType: The generator is no `torch.Generator`.
-    """
-    kind = names.kind(pred_type)
-    if link_approx is not None and str(link_approx) not in LINKS:
-        raise InvalidArgument(f"link_approx={str(link_approx)!r}; accepted are {list(LINKS)}.")
-    check_generator(generator)
-    check_counts(n_samples=n_samples)
-    return kind

@@ -15,9 +15,7 @@ from laplace.errors import InvalidArgument
 from laplace.likelihoods.decomposition import Decomposition
 from laplace.likelihoods.target import Target
 from laplace.network.model_guard import autograd_mode
-from laplace.predictive.lazy import lazy
-from laplace.predictive.mixed_outputs import MixedOutputs
-from laplace.predictive.posterior_outputs import PosteriorOutputs
+from laplace.predictive.posterior_outputs import MixedOutputs, PosteriorOutputs, lazy
 
 
 @dataclass(frozen=True, eq=False, repr=False)

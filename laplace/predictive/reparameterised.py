@@ -28,8 +28,7 @@ from laplace.engines.native.capture import owners
 from laplace.engines.native.layers import rule_for
 from laplace.errors import UnsupportedError
 from laplace.network.model_guard import preserve_model
-from laplace.predictive.latent import finite, with_arguments
-from laplace.predictive.sources import SampleSource
+from laplace.predictive.latent import SampleSource, finite, with_arguments
 from laplace.weights.problem import Problem
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace import fitting
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import check_generator
-from laplace.engines.native.ggn import GGNEngine
+from laplace.engines.native.outer import GGNEngine
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.fitting import Fit, ReadOptions
 from laplace.posterior.posterior import Posterior

@@ -1,18 +1,28 @@
-"""Factorisations that always exist: float64, symmetrised, with rounding below zero clamped."""
+"""Factorisations: they always exist, are announced where they take long, and are kept while they are asked for.
+
+Matrices are symmetrised and factorised in float64, with rounding below zero clamped. Eigendecompositions of minutes are
+announced by a bar where progress was asked for, else by one warning. How long they take is said by their sizes and an
+assumed speed, never by a clock: whether there is a warning is the same on every machine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from laplace.core.checks import require
 from laplace.core.precision_policy import widened
-from laplace.errors import CurvatureError
-from laplace.structures.announced import Decompositions
+from laplace.errors import CurvatureError, SlowWarning, warn
 from laplace.structures.indefinite import without_rounding
+
+T = TypeVar("T")
 
 _NEGATIVE = 1e-3
 """Relative size from which a negative eigenvalue is no rounding error of float32 sums."""
@@ -25,6 +35,18 @@ _PANEL = 256
 
 _SMALL_TRIANGLE = 256
 """Rows of a triangle that is inverted in one piece."""
+
+RATE = 5e9
+"""n³ of eigendecompositions `[n, n]` in float64 per second, of a few cores: 4,000 × 4,000 in 13 s."""
+
+LONG = 10.0
+"""Seconds above which work is announced."""
+
+Size = tuple[int, int]
+"""Number of matrices and their width."""
+
+_bars: ContextVar[bool] = ContextVar("bars", default=False)
+_announcing: ContextVar[bool] = ContextVar("announcing", default=False)
 
 
 def kept_for_later() -> AbstractContextManager[object]:
@@ -210,3 +232,122 @@ def inverse_of_upper(upper: Tensor) -> Tensor:
     inverse[: n // 2, : n // 2], inverse[: n // 2, n // 2 :] = inverse_of_upper(a), -corner
     inverse[n // 2 :, n // 2 :] = inverse_of_upper(c)
     return inverse
+
+
+@contextmanager
+def bars(shown: bool) -> Iterator[None]:
+    """Shows progress bars for long work inside of this block, or warnings in their place."""
+    token = _bars.set(shown)
+    try:
+        yield
+    finally:
+        _bars.reset(token)
+
+
+@dataclass
+class Decompositions:
+    """Eigendecompositions that are done one after the other.
+
+    Attributes:
+        sizes: Of every step, the matrices that it factorises.
+        warned: Whether a warning told of them already.
+    """
+
+    sizes: Sequence[Sequence[Size]]
+    warned: bool = False
+
+    @property
+    def is_long(self) -> bool:
+        """True if they are announced."""
+        return sum(map(_seconds, self.sizes)) > LONG
+
+    @contextmanager
+    def announced(self) -> Iterator[Callable[[int], None]]:
+        """Gives what is called after every step, with its number.
+
+        Warns:
+            SlowWarning: They are long, and nothing shows their progress; once.
+        """
+        if not self.is_long or _announcing.get():
+            yield _nothing
+            return
+        token = _announcing.set(True)
+        try:
+            if _bars.get():
+                with _bar([_seconds(step) for step in self.sizes]) as tick:
+                    yield tick
+            else:
+                if not self.warned:
+                    self.warned = True
+                    warn(self._message(), SlowWarning)
+                yield _nothing
+        finally:
+            _announcing.reset(token)
+
+    def _message(self) -> str:
+        every = [size for step in self.sizes for size in step]
+        largest = max(width for _, width in every)
+        return (
+            f"the eigendecompositions of {sum(count for count, _ in every)} matrices, the largest {largest:,} × "
+            f"{largest:,}, will take about {_told(sum(map(_seconds, self.sizes)))}. They are done once per fit; "
+            "fit(..., progress_bar=True) does them at once and shows how far they are."
+        )
+
+
+def _seconds(sizes: Sequence[Size]) -> float:
+    return sum(count * float(width) ** 3 for count, width in sizes) / RATE
+
+
+def _told(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+
+
+def _nothing(step: int) -> None:
+    del step
+
+
+@contextmanager
+def _bar(seconds: Sequence[float]) -> Iterator[Callable[[int], None]]:
+    shape = "{l_bar}{bar}| {elapsed}<{remaining}"
+    with tqdm(total=sum(seconds), desc="eigendecompositions", bar_format=shape) as bar:
+
+        def tick(step: int) -> None:
+            bar.update(seconds[step])
+
+        yield tick
+
+
+class Recent(Generic[T]):
+    """Keeps what was computed last, with what it was computed from.
+
+    A frozen curvature has one for everything that takes long and depends on more than the curvature: the ratios of the
+    weights of its terms, or what is done about negative eigenvalues.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, T] | None = None
+
+    def __call__(self, key: Any, compute: Callable[[], T]) -> T:
+        """The value of a key, computed unless it is the last one's.
+
+        Args:
+            key: A tensor, or anything that is compared by `==`. A tensor that requires a gradient belongs to a graph of
+                its caller's, with what is computed from it: nothing is kept then.
+            compute: Computes the value.
+        """
+        if isinstance(key, Tensor) and key.requires_grad and torch.is_grad_enabled():
+            return compute()
+        last = self._last
+        if last is not None and _equal(last[0], key):
+            return last[1]
+        self._last = last = None  # two factorisations would be held at once
+        with kept_for_later():
+            value = compute()
+            self._last = key.detach().clone() if isinstance(key, Tensor) else key, value
+        return value
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return (a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b)
+    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from laplace.core import checks
 from laplace.core.batch import Inputs
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
-from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError

@@ -12,20 +12,19 @@ from torch import Tensor
 from laplace.core.batch import Inputs
 from laplace.core.checks import all_finite
 from laplace.core.gram import mirror
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
-from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine, Groups
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument
 from laplace.structures import algebra
-from laplace.structures.announced import Decompositions
+from laplace.structures.algebra import Decompositions, Recent
 from laplace.structures.base import AdditiveCurvature, Curvature
 from laplace.structures.cost import DOUBLE, EIGH, Cost
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
 from laplace.structures.indefinite import SignedOptions, mended
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
-from laplace.structures.recent import Recent
 from laplace.structures.variances_over_priors import SpectralScan
 
 

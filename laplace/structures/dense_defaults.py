@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
-from laplace.core.prior import GaussianPrior
-from laplace.engines.options import MEMORY_BUDGET
+from laplace.engines.engine import MEMORY_BUDGET
 from laplace.engines.profile import BatchProfile
 from laplace.errors import SlowWarning, UnsupportedError, warn
 from laplace.jacobian.jacobian import Jacobian

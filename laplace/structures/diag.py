@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
-from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.structures import algebra

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.gram import row_gram
-from laplace.core.prior import GaussianPrior
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures.indefinite import require_positive
 from laplace.structures.precision import Precision

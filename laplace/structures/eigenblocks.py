@@ -9,15 +9,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.precision_policy import widened
-from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import Groups
 from laplace.engines.kron_parts import KronBlock
 from laplace.errors import UnsupportedError
 from laplace.jacobian.blocks import Block, MappedBlock
+from laplace.jacobian.contractions import ProductBasis
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.joined import JoinedBlock
-from laplace.jacobian.kronecker import ProductBasis
 from laplace.structures import algebra
 from laplace.structures.indefinite import without_rounding
 

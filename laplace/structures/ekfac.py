@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import KronBlock, KronParts
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.structures import algebra
+from laplace.structures.algebra import Recent
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, diag_spectrum
 from laplace.structures.kron import KronCurvature
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
-from laplace.structures.recent import Recent
 from laplace.structures.variances_over_priors import SpectralScan
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.core.gram import mirror, row_gram
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
-from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.errors import CurvatureError
@@ -27,11 +27,11 @@ from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.pairs import PairedMatrix, Pairs
 from laplace.structures import algebra
+from laplace.structures.algebra import Recent
 from laplace.structures.base import AdditiveCurvature, Curvature
 from laplace.structures.cost import DOUBLE, Cost
 from laplace.structures.indefinite import SignedOptions, mended, require_positive
 from laplace.structures.precision import Precision
-from laplace.structures.recent import Recent
 from laplace.structures.variances_over_priors import SpectralScan
 
 

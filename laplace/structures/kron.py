@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
-from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts
 from laplace.engines.profile import BatchProfile
 from laplace.structures import algebra, fields
-from laplace.structures.announced import Decompositions, Size
+from laplace.structures.algebra import Decompositions, Recent, Size
 from laplace.structures.base import AdditiveCurvature, Curvature
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.eigenblocks import (
@@ -36,7 +36,6 @@ from laplace.structures.eigenblocks import (
     values_at,
 )
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
-from laplace.structures.recent import Recent
 from laplace.structures.variances_over_priors import SpectralScan
 
 

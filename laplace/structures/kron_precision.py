@@ -8,9 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.core.prior import GaussianPrior
 from laplace.errors import CurvatureError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra

@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.core.prior import GaussianPrior
 from laplace.core.random_numbers import standard_normal
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.structures import fields, subspace
+from laplace.structures.algebra import Recent
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.cost import Cost
 from laplace.structures.indefinite import SignedOptions, mended
 from laplace.structures.low_rank_precision import LowRankPrecision, LowRankScan, Subspace
-from laplace.structures.recent import Recent
 
 _FIRST_RANK = 10
 """Rank that is tried first when a share of the trace is asked for."""

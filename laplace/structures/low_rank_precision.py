@@ -20,15 +20,15 @@ from torch import Tensor
 
 from laplace.core.checks import is_true
 from laplace.core.gram import row_gram
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.core.prior import GaussianPrior
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import subspace
+from laplace.structures.algebra import Recent
 from laplace.structures.indefinite import require_positive
 from laplace.structures.powers import slopes
 from laplace.structures.precision import Precision
-from laplace.structures.recent import Recent
 from laplace.structures.variances_over_priors import VariancesOverPriors, one_by_one
 
 _CANCELLING = 1e-3

@@ -22,21 +22,20 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
-from laplace.core.hyperparameters import check_counts
+from laplace.core.hyperparameters import GaussianPrior, check_counts
 from laplace.core.precision_policy import widened
-from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts, Probe
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.structures import algebra, fields, kronecker_eigenvectors
+from laplace.structures.algebra import Recent
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.kronecker_eigenvectors import Columns, columns_of
 from laplace.structures.low_rank_factors import Draws, Ranges, Side
 from laplace.structures.lowrank_kron_precision import LowRankKronPrecision, Part
-from laplace.structures.recent import Recent
 
 
 @dataclass(frozen=True)

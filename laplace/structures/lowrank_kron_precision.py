@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from laplace.core.checks import is_true
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.core.prior import GaussianPrior
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.contractions import total

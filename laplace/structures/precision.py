@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.core.prior import GaussianPrior
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.jacobian.jacobian import Jacobian
 
 

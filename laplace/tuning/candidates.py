@@ -23,6 +23,7 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.predictor import sampler
 from laplace.predictive import latent
+from laplace.predictive.options import check_options
 from laplace.tuning.scores import Prediction
 
 
@@ -72,7 +73,7 @@ class Candidates:
         self, posterior: Posterior, settings: list[Hyperparameters], predictive: Predictive, *, whole_covariance: bool
     ) -> None:
         asked = (predictive.pred_type, predictive.link_approx, predictive.n_samples, None)
-        self.kind = latent.check_options(*asked, posterior.choices.pred_types)
+        self.kind = check_options(*asked, posterior.choices.pred_types)
         posterior.check_unchanged()
         self.posterior = posterior
         self.settings = settings

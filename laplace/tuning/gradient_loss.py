@@ -29,6 +29,7 @@ from laplace.network.model_guard import autograd_mode
 from laplace.posterior.posterior import Posterior
 from laplace.predictive import latent
 from laplace.predictive.mixing import mixed
+from laplace.predictive.options import check_options
 from laplace.structures.base import Precision
 from laplace.tuning.candidates import Predictive, shared_seed
 from laplace.tuning.group import PosteriorGroup
@@ -87,7 +88,7 @@ class SmoothLoss:
         progress_bar: bool = False,
     ) -> None:
         asked = (predictive.pred_type, predictive.link_approx, predictive.n_samples, None)
-        kinds = [latent.check_options(*asked, posterior.choices.pred_types) for posterior in group.posteriors]
+        kinds = [check_options(*asked, posterior.choices.pred_types) for posterior in group.posteriors]
         if PredType.NN in kinds or objective.thresholds:
             what = "pred_type='nn'" if PredType.NN in kinds else "Thresholds"
             raise InvalidArgument(f"{what} has no gradient in the hyper-parameters; use method='grid'.")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from torch import nn
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.errors import InvalidArgument
 from laplace.network.misfits import called
-from laplace.network.model_guard import preserve_model, unwrap
+from laplace.network.model_guard import hooks_fire, preserve_model, unwrap
 
 LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Modules that can be a last layer."""
@@ -68,18 +67,6 @@ def require_linear(model: nn.Module, name: str) -> str:
     if not linear:
         mend = "The model has none: use subset_of_weights='all' or 'subnetwork'."
     raise InvalidArgument(f"the last layer {name!r} is {what}; it must be an nn.Linear or a convolution. {mend}")
-
-
-@contextmanager
-def hooks_fire(model: nn.Module) -> Iterator[None]:
-    """Runs compiled submodules eagerly: compiled code ignores hooks that were added after compilation."""
-    set_stance: Callable[[str], Any] | None = None
-    if any("_orig_mod" in module._modules for module in model.modules()):
-        set_stance = getattr(torch.compiler, "set_stance", None)
-    with ExitStack() as stack:
-        if set_stance is not None:
-            stack.enter_context(set_stance("force_eager"))
-        yield
 
 
 def has_parameters(name: str, module: nn.Module) -> bool:

@@ -10,8 +10,8 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument, NotFittedError
-from laplace.network.model_guard import unwrap
-from laplace.weights.discovery import find_last_layer, hooks_fire, require_linear
+from laplace.network.model_guard import hooks_fire, unwrap
+from laplace.weights.discovery import find_last_layer, require_linear
 
 
 class FeatureExtractor(nn.Module):

@@ -14,8 +14,8 @@ from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, UnsupportedError, warn
-from laplace.network.model_guard import preserve_model, unwrap
-from laplace.weights.discovery import has_parameters, has_run_inside, hooks_fire
+from laplace.network.model_guard import hooks_fire, preserve_model, unwrap
+from laplace.weights.discovery import has_parameters, has_run_inside
 
 
 def treated_head(model: nn.Module, last: str, x: Inputs, forward_fn: ForwardFn | None = None) -> str:

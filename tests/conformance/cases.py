@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace, ParametricLaplace
-from laplace.core.prior import GaussianPrior
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.curvature import NativeEF, NativeGGN
 from laplace.structures import STRUCTURES
 from tests import problems as catalogue

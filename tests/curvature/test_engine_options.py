@@ -13,7 +13,7 @@ from torch import nn
 import laplace.curvature
 from laplace import Laplace
 from laplace.curvature import CurvatureInterface, NativeGGN
-from laplace.engines.options import EngineOptions
+from laplace.engines.engine import EngineOptions
 from laplace.errors import InvalidArgument, UnsupportedError
 
 NAMES = tuple(laplace.curvature.__all__)

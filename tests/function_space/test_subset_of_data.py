@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from laplace import FunctionalLaplace, FunctionalLLLaplace, Laplace
 from laplace.curvature import NativeEF
 from laplace.errors import InvalidArgument, InvalidData, NotFittedError, TuningWarning, UnsupportedError
-from laplace.jacobian import contractions, factors, kernels
+from laplace.jacobian import contractions, kernels, outer
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.outer import OuterBlock
@@ -396,7 +396,7 @@ def multiplied_out(*blocks: Block) -> Tensor:
 def test_results_do_not_depend_on_the_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = catalogue.get(name)
     expected = fitted(problem, "all", "gp", n_subset=5).predictive_moments(problem.x, joint=True)[1]
-    for module in (contractions, factors, dual):
+    for module in (contractions, outer, dual):
         monkeypatch.setattr(module, "CHUNK_BYTES", 1500)
     found = fitted(problem, "all", "gp", n_subset=5).predictive_moments(problem.x, joint=True)[1]
     assert_close(found, expected, "algebra")

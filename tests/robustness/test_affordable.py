@@ -13,9 +13,9 @@ from laplace import Laplace
 from laplace.curvature import GGNInterface, NativeHessian
 from laplace.engines.profile import BatchProfile
 from laplace.errors import OutOfMemory
-from laplace.fitting import affordable, available
-from laplace.fitting.affordable import MemoryCheck
+from laplace.fitting import available, planning
 from laplace.fitting.available import Available
+from laplace.fitting.planning import MemoryCheck
 from laplace.mixture import MixtureLaplace
 from laplace.structures import STRUCTURES
 from tests.conformance.cases import Case, few
@@ -37,10 +37,10 @@ def data() -> list[tuple[Tensor, Tensor]]:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets how much there is, and looks at every fit, however small."""
-    monkeypatch.setattr(affordable, "LEAST", 0)
+    monkeypatch.setattr(planning, "LEAST", 0)
 
     def of(size: int) -> None:
-        monkeypatch.setattr(affordable, "available", lambda device: Available(size, "a test"))
+        monkeypatch.setattr(planning, "available", lambda device: Available(size, "a test"))
 
     return of
 
@@ -134,7 +134,7 @@ def test_nobody_looks_below_a_gibibyte(monkeypatch: pytest.MonkeyPatch) -> None:
     def looked(device: torch.device) -> Available:
         raise AssertionError("looked")
 
-    monkeypatch.setattr(affordable, "available", looked)
+    monkeypatch.setattr(planning, "available", looked)
     for structure in STRUCTURES:
         Laplace(network(), "classification", "all", structure).fit(data())
 
@@ -147,7 +147,7 @@ def test_who_cannot_say_is_not_checked(memory: Any, monkeypatch: pytest.MonkeyPa
     memory(0)
     Laplace(network(), "classification", "all", "gp", n_subset=4).fit(data(), check_memory=True)
     Laplace(network(), "classification", "all", "diag", backend=Own).fit(data())
-    monkeypatch.setattr(affordable, "available", lambda device: None)
+    monkeypatch.setattr(planning, "available", lambda device: None)
     Laplace(network(), "classification", "all", "full").fit(data())
 
 

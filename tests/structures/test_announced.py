@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from laplace import Laplace
 from laplace.errors import SlowWarning
-from laplace.structures import announced
-from laplace.structures.announced import Decompositions
+from laplace.structures import algebra
+from laplace.structures.algebra import Decompositions
 
 STRUCTURES = ("kron", "block", "full")
 
@@ -36,13 +36,13 @@ def evidence(structure: str, **fit: Any) -> tuple[Any, float]:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which everything takes long."""
-    monkeypatch.setattr(announced, "RATE", 1e-3)
+    monkeypatch.setattr(algebra, "RATE", 1e-3)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_long_ones_are_warned_of_once_per_fit(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, expected = evidence(structure)
-    monkeypatch.setattr(announced, "RATE", 1e-3)
+    monkeypatch.setattr(algebra, "RATE", 1e-3)
     la = Laplace(model(), "classification", "all", structure)
     la.fit(data())
     with pytest.warns(SlowWarning, match=r"will take about .*progress_bar=True") as caught:

@@ -13,10 +13,9 @@ from laplace.core.gram import add_gram, group_gram, group_product
 from laplace.engines.engine import Bases, Groups
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT, UNUSED, KronBlock, KronParts, Probe
 from laplace.jacobian.blocks import Block
-from laplace.jacobian.contractions import CHUNK_BYTES
+from laplace.jacobian.contractions import CHUNK_BYTES, KroneckerFactored
 from laplace.jacobian.heads import Head
 from laplace.jacobian.jacobian import Jacobian
-from laplace.jacobian.kronecker import KroneckerFactored
 from laplace.likelihoods.base import OutputHessian
 from laplace.weights.problem import Problem
 

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from laplace.core.batch import Inputs
-from laplace.engines.native.backward import pull
-from laplace.engines.native.differentiable import differentiable
-from laplace.engines.native.layer_calls import FunctionCall, LayerCall
+from laplace.engines.native.autograd import differentiable, pull
+from laplace.engines.native.calls import FunctionCall, LayerCall
 from laplace.engines.native.layers import rule_for
 from laplace.engines.native.observer import Observer
 from laplace.errors import InvalidArgument
@@ -127,12 +126,12 @@ def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fals
     modules = {owner.module for owner in owners(problem) if rule_for(owner.module) is not None}
     stand_ins = problem.stand_ins()
     parameters = {slot.name: stand_ins[slot.name] for slot in problem.slots}
-    observer = Observer(parameters, keep_graph=create_graph)
+    observer = Observer(parameters, keep_graph=create_graph) if observed else None
     with (
         torch.enable_grad(),
         _hooked(modules, calls, keep_graph=create_graph),
         differentiable(problem.module, twice=create_graph),
-        observer if observed else nullcontext(),
+        observer or nullcontext(),
     ):
         last = problem.run(stand_ins, x)
         f = last.flatten(1)
@@ -143,8 +142,10 @@ def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fals
             f"feature_reduction={problem.reduction!r}, but the network's outputs have positions, shape "
             f"{list(last.shape)}: nothing is reduced. Leave feature_reduction at None."
         )
-    return Capture(f=f, calls=(*calls, *observer.calls), stand_ins=parameters, loop=loop, create_graph=create_graph,
-                   reduced=problem.reduction is not None, positions=tuple(last.shape[1:-1]))  # fmt: skip
+    return Capture(
+        f=f, calls=(*calls, *(observer.calls if observer else ())), stand_ins=parameters, loop=loop,
+        create_graph=create_graph, reduced=problem.reduction is not None, positions=tuple(last.shape[1:-1]),
+    )  # fmt: skip
 
 
 _VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Permute", "Transpose", "Clone", "TBackward", "Squeeze", "Unsqueeze")

@@ -12,15 +12,14 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.memory import DATUM, POSITION, in_slices, ran_out
 from laplace.core.positions import target_rows
-from laplace.engines.engine import BatchSummary, CurvatureEngine, detached
-from laplace.engines.native.backward import prefers_loop
+from laplace.engines.engine import BatchSummary, CurvatureEngine, EngineOptions, detached
+from laplace.engines.native.autograd import prefers_loop
 from laplace.engines.native.capture import Capture, record
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.native.plan import Plan, make_plan, unused_still
 from laplace.engines.native.products import Linearised
-from laplace.engines.native.profiling import least_profile, shape_profile, timed_profile
+from laplace.engines.native.profiling import least_profile, timed_profile
 from laplace.engines.native.unused import check_unreached
-from laplace.engines.options import EngineOptions
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidData, OutOfMemory, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
@@ -147,10 +146,8 @@ class NativeEngine(CurvatureEngine):
     def _outline(self, batch: ForwardPass) -> BatchProfile:
         columns, terms = self.n_columns(batch.f), self._n_terms(batch.f)
         columns *= batch.capture.n_positions if batch.mixes and self.apart else 1
-        return shape_profile(
-            batch, n_columns=columns, n_terms=terms, loop=self._loop, product_budget=self._product_budget,
-            refused=batch.mixes and columns > self.max_passes,
-        )  # fmt: skip
+        refused = batch.mixes and columns > self.max_passes
+        return batch.outline(n_columns=columns, n_terms=terms, product_budget=self._product_budget, refused=refused)
 
     def n_columns(self, f: Tensor) -> int:
         """Cotangents that the curvature of outputs f `[B, C]` takes; 0 where it is known by its products alone."""

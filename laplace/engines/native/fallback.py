@@ -16,8 +16,7 @@ from torch.func import vjp, vmap
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
-from laplace.engines.native.backward import pull, slow_batching_accepted
-from laplace.engines.native.differentiable import differentiable
+from laplace.engines.native.autograd import differentiable, pull, slow_batching_accepted
 from laplace.weights.problem import Problem
 
 

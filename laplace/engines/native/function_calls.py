@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
-from laplace.engines.native.layer_calls import FunctionCall
+from laplace.engines.native.calls import FunctionCall
 from laplace.engines.native.layers import BatchAxis
 from laplace.engines.native.layers.base import evenly
 from laplace.jacobian.blocks import Block, DenseBlock

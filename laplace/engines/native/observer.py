@@ -12,8 +12,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from laplace.engines.native import attention, recurrent
+from laplace.engines.native.calls import FunctionCall, LayerCall
 from laplace.engines.native.function_calls import LinearCall, Operand, SpreadCall, TableCall
-from laplace.engines.native.layer_calls import FunctionCall, LayerCall
 
 _ARGUMENTS = {
     "linear": ("input", "weight", "bias"),

@@ -1,4 +1,8 @@
-"""Curvatures that are sums of outer products, Σ (Jᵀu)(Jᵀu)ᵀ: one forward pass and K backward passes per batch."""
+"""Curvatures that are sums of outer products, Σ (Jᵀu)(Jᵀu)ᵀ: one forward pass and K backward passes per batch.
+
+The cotangents u decide which: a root of the output Hessian gives the GGN, gradients at sampled targets its Monte-Carlo
+estimate, gradients of the loss the empirical Fisher.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +17,19 @@ from laplace.core.batch import Inputs
 from laplace.core.gram import mirror
 from laplace.core.memory import COTANGENT, VECTOR, in_slices
 from laplace.core.positions import rows_that_count
-from laplace.engines.engine import Bases, BatchSummary, Groups
+from laplace.engines.engine import Bases, BatchSummary, EngineOptions, Groups
 from laplace.engines.kron_parts import KronParts, KronSketch, Probe
 from laplace.engines.native.accumulate import BlockSum, DiagSum, FullSum, KronSum, Origin
-from laplace.engines.native.columns import Columns, RowColumns
+from laplace.engines.native.columns import Columns, RootColumns, RowColumns
 from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.passes import ForwardPass
-from laplace.engines.native.plan import Plan
+from laplace.engines.native.plan import Plan, first_of_use
 from laplace.engines.native.products import Linearised, add_rows
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.heads import Head, as_head
-from laplace.likelihoods.base import OutputHessian
+from laplace.likelihoods.base import Likelihood, OutputHessian
 from laplace.network.model_guard import preserve_model
+from laplace.weights.problem import Problem
 
 
 class _Sum(Protocol):
@@ -219,12 +224,57 @@ class _Inner:
 
 
 def _origins(plan: Plan) -> list[Origin]:
-    """Keys by which a weight and its bias share an output side: the first tensor of the same use."""
-    first: dict[object, int] = {}
-    origins: list[Origin] = []
-    for i, rule in enumerate(plan):
-        key = tuple((use.call, use.axis) for use in rule.uses) or i
-        origins.append(
-            Origin(str(first.setdefault(key, i)), single=len(rule.uses) == 1, unused=rule.description == "unused")
-        )
-    return origins
+    """The use that the block of every tensor comes from."""
+    return [
+        Origin(str(first), single=len(rule.uses) == 1, unused=rule.description == "unused")
+        for first, rule in zip(first_of_use(plan), plan, strict=True)
+    ]
+
+
+class GGNEngine(OuterEngine):
+    """Generalised Gauss–Newton matrix Σ_b J_bᵀ Λ_b J_b (= Fisher for exponential families), exact or sampled.
+
+    Args:
+        problem: The network and its random parameters.
+        likelihood: Loss and output Hessian.
+        options: Sampling, Kronecker factors, and how much is computed at once.
+    """
+
+    kind = "ggn"
+    name = "NativeGGN"
+
+    def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
+        super().__init__(problem, likelihood, options)
+        self.generator = options.generator or torch.Generator(device=problem.device).manual_seed(torch.initial_seed())
+
+    def cotangents(self, f: Tensor, y: Tensor) -> Columns:
+        if self.options.stochastic:
+            draws = self.likelihood.sample_gradients(f.to(self.dtype), y, self.options.num_samples, self.generator)
+            return draws / self.options.num_samples**0.5
+        return RootColumns.of(self.likelihood.hessian(f.to(self.dtype), y))
+
+    def n_columns(self, f: Tensor) -> int:
+        return self.options.num_samples if self.options.stochastic else f.shape[1]
+
+    @property
+    def apart(self) -> bool:
+        return not self.options.stochastic
+
+    def output_hessian(self, f: Tensor, y: Tensor) -> OutputHessian | None:
+        return None if self.options.stochastic else self.likelihood.hessian(f.to(self.dtype), y)
+
+
+class EFEngine(OuterEngine):
+    """Empirical Fisher Σ_b g_b g_bᵀ, g_b the gradient of the unit negative log likelihood of datum b.
+
+    Of outputs with positions every one that counts is an observation: Σ_bt g_bt g_btᵀ.
+    """
+
+    kind = "ef"
+    name = "NativeEF"
+
+    def cotangents(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.likelihood.gradient(f.to(self.dtype), y).unsqueeze(0)
+
+    def n_columns(self, f: Tensor) -> int:
+        return 1

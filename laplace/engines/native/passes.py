@@ -12,12 +12,13 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.memory import DATUM, in_slices
+from laplace.engines.native.calls import LayerCall, block_of
 from laplace.engines.native.capture import Capture
 from laplace.engines.native.fallback import Fallback, per_sample
-from laplace.engines.native.layer_calls import LayerCall
-from laplace.engines.native.pieces import block_of
 from laplace.engines.native.plan import Plan
+from laplace.engines.profile import BatchProfile
 from laplace.jacobian.blocks import Block, DenseBlock
+from laplace.jacobian.contractions import TensorShape
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.lazy import LazyBlock
@@ -125,7 +126,7 @@ class ForwardPass:
         """The shape of the gradients of one cotangent: that of a head's are the network's, also of reduced features."""
         return self.capture.f.shape if not self.positions and self.capture.is_head(call) else call.shape
 
-    def form(self, slot: int, inputs: Sequence[Tensor]) -> Block:
+    def _form(self, slot: int, inputs: Sequence[Tensor]) -> Block:
         """The block of a slot for one cotangent, of which the shapes count and not the numbers.
 
         Args:
@@ -139,6 +140,35 @@ class ForwardPass:
             block = self._without_gradients(slot)
         rows = None if self.mixes else self._by_row(block)
         return block if rows is None else rows
+
+    def outline(self, *, n_columns: int, n_terms: int, product_budget: int, refused: bool) -> BatchProfile:
+        """Profile of the batch by its shapes: without its graph, which is held by now, and without seconds.
+
+        Args:
+            n_columns: K.
+            n_terms: E.
+            product_budget: Bytes that the vectors of one pass may hold.
+            refused: True if the columns are more backward passes than a batch may take.
+        """
+        return BatchProfile(
+            layout=self.problem.layout, tensors=self._shapes(), n_data=self.n_data if self.mixes else len(self.f),
+            n_outputs=self.f.shape[1], n_columns=n_columns, n_terms=n_terms, itemsize=self.dtype.itemsize,
+            graph=0, widest=0, gradients=self.bytes_per_cotangent() // 2, budget=self.memory_budget,
+            product_budget=product_budget, loop=self.capture.loop, refused=refused,
+        )  # fmt: skip
+
+    def _shapes(self) -> tuple[TensorShape, ...]:
+        """Shapes of all tensors, from the forms of their factors alone."""
+        inputs = [call.x.to("meta") for call in self.capture.calls]  # no memory, and no work
+        shapes: list[TensorShape] = []
+        for i, (slot, rule) in enumerate(zip(self.problem.slots, self.plan, strict=True)):
+            if i in self._heads:
+                shapes.append(self._heads[i].shape(inputs))
+            elif rule.uses:
+                shapes.append(self._form(i, inputs).shape(inputs))
+            else:
+                shapes.append(TensorShape(slot.size, n_outputs=slot.size))
+        return tuple(shapes)
 
     def jacobian(self, part: slice | None = None) -> Jacobian:
         """The Jacobian of the network's rows: one-hot cotangents, none for a head.

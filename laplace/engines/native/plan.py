@@ -1,7 +1,7 @@
-"""The rule of every parameter: chosen by the calls that were recorded, and proved by a probe.
+"""The rule of every parameter: a candidate among the uses that were recorded, proved by a probe.
 
 A module's type promises nothing: the hook of a module called through its weight never fires, a parametrised
-weight is recomputed, and the data may lie in another dimension than the first. So a candidate plan must
+weight is recomputed, and the data may lie in another dimension than the first. So a candidate must
 reproduce one number that autograd knows for certain, with random r `[B]` and u `[B, C]`,
 
     Σ_b r_b J_bᵀ u_b  =  autograd.grad(f, parameter, r u),
@@ -12,6 +12,7 @@ parameter whose uses fail with every axis of the data goes down the ladder of fa
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +21,10 @@ from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.core.memory import ran_out
-from laplace.engines.native.candidates import Candidate, families
-from laplace.engines.native.capture import Capture, owners
+from laplace.engines.native.calls import FunctionCall, UseOfParameter, block_of
+from laplace.engines.native.capture import Capture, Owner, owners
 from laplace.engines.native.fallback import Fallback, per_sample
-from laplace.engines.native.layers import BatchAxis
-from laplace.engines.native.pieces import UseOfParameter, block_of
+from laplace.engines.native.layers import BatchAxis, rule_for
 from laplace.engines.native.proof import Probe, probe
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block
@@ -37,7 +37,7 @@ class JacobianRule:
     """The way to the block of one tensor: from its recorded uses, or by a fallback.
 
     Attributes:
-        terms: Uses whose contributions add up; empty if the tensor does not influence the outputs.
+        uses: Uses whose contributions add up; empty if the tensor does not influence the outputs.
         fallback: The fallback that computes the block, or None.
         description: Text for the coverage report.
         by_row: Whether, of outputs with positions, every row depends on one position of the layer's input, its own, so
@@ -89,18 +89,82 @@ def make_plan(
             continue
         expected = problem.slots[i].take(truth.to_dense())
         tensor_owners = [owner for owner in all_owners if owner.slot == i]
-        for candidates in families(capture, tensor_owners, problem.slots[i].name, n_data):
+        for candidates in _families(capture, tensor_owners, problem.slots[i].name, n_data):
             passed = [c for c in candidates if _holds(problem, i, c, capture, proof, expected)]
             if passed:
                 unique = (repeated or len(passed) == 1) and bool(expected.any())
                 proven = unique and _anchored(passed[0], capture, n_data)
-                plan.append(JacobianRule(passed[0].uses, description=passed[0].description, proven=proven))
+                plan.append(replace(passed[0], proven=proven))
                 break
         else:
             if not ladder:
                 return None
             plan.append(_prove_fallback(problem, i, x, proof, expected))
     return _with_rows(problem, tuple(plan), capture, proof)
+
+
+@dataclass(frozen=True)
+class _Role:
+    """One use that could explain a tensor: its number, the attribute or argument, positions and name."""
+
+    call: int
+    attribute: str
+    positions: int
+    name: str
+
+
+def _families(capture: Capture, modules: Sequence[Owner], name: str, n_data: int) -> Iterator[list[JacobianRule]]:
+    """Candidates for one tensor, from the likeliest family of uses to the last; of each, one for every axis.
+
+    A table that is read without the data, as one of positions is, is explained by the sums in which it meets them.
+
+    Args:
+        capture: The captured batch.
+        modules: Those that own the tensor.
+        name: Its name.
+        n_data: B.
+    """
+    yield _by_axis(_by_modules(capture, modules, n_data))
+    functions = [(n, call.by) for n, call in enumerate(capture.calls) if isinstance(call.by, FunctionCall)]
+    calls = [(n, call) for n, call in functions if name in call.roles]
+    if not calls:
+        return
+    yield _by_axis(_by_calls([(n, call) for n, call in calls if call.instead_of is None], name, n_data))
+    replaced = {id(call.instead_of) for _, call in calls}
+    yield _by_axis(_by_calls([(n, call) for n, call in calls if id(call) not in replaced], name, n_data))
+
+
+def _by_modules(capture: Capture, modules: Sequence[Owner], n_data: int) -> list[_Role]:
+    rules = {id(owner.module): rule_for(owner.module) for owner in modules}
+    attributes = {id(owner.module): owner.attribute for owner in modules}
+    roles: list[_Role] = []
+    for n, call in enumerate(capture.calls):
+        if isinstance(call.by, FunctionCall) or id(call.by) not in rules:
+            continue
+        rule, attribute = rules[id(call.by)], attributes[id(call.by)]
+        if rule is None or attribute not in rule.parameters or not rule.accepts(call.by, call.x):
+            return []
+        roles.append(_Role(n, attribute, rule.positions(call.by, call.x, n_data), rule.name))
+    return roles
+
+
+def _by_calls(calls: Sequence[tuple[int, FunctionCall]], name: str, n_data: int) -> list[_Role]:
+    return [_Role(n, call.roles[name], call.positions(n_data), call.name) for n, call in calls]
+
+
+def _by_axis(roles: Sequence[_Role]) -> list[JacobianRule]:
+    """One candidate for each axis of the data that fits all uses."""
+    if not roles or any(role.positions == 0 for role in roles):
+        return []
+    names = " + ".join(dict.fromkeys(role.name for role in roles))
+    candidates: list[JacobianRule] = []
+    for axis in BatchAxis:
+        if axis is BatchAxis.LEADING or max(role.positions for role in roles) > 1:
+            where = "" if axis is BatchAxis.LEADING else f" ({axis.value})"
+            description = names + where + (f", {len(roles)} uses" if len(roles) > 1 else "")
+            uses = tuple(UseOfParameter(role.call, role.attribute, axis) for role in roles)
+            candidates.append(JacobianRule(uses, description=description))
+    return candidates
 
 
 def _with_rows(problem: Problem, plan: Plan, capture: Capture, proof: Probe) -> Plan:
@@ -148,7 +212,7 @@ def _ends(rule: JacobianRule, capture: Capture) -> bool:
     return len(rule.uses) == 1 and capture.is_head(capture.calls[rule.uses[0].call])
 
 
-def _anchored(rule: Candidate, capture: Capture, n_data: int) -> bool:
+def _anchored(rule: JacobianRule, capture: Capture, n_data: int) -> bool:
     """True if every use sees the batch itself in its first dimension.
 
     Where it sees another number of rows (views, time first, tokens routed to experts), or where rows are indexed on
@@ -180,6 +244,13 @@ def _permutes(f: Tensor) -> bool:
     return False
 
 
+def first_of_use(plan: Plan) -> list[int]:
+    """For every tensor the first one of the same uses: a weight and its bias share the output side of a layer."""
+    first: dict[object, int] = {}
+    uses = [tuple((use.call, use.axis) for use in rule.uses) for rule in plan]
+    return [first.setdefault(key or i, i) for i, key in enumerate(uses)]
+
+
 def unused_still(plan: Plan, problem: Problem, capture: Capture) -> bool:
     """True if the tensors that a cached plan found unused are unused in this pass too, at the cost of a look."""
     names = [slot.name for slot, rule in zip(problem.slots, plan, strict=True) if rule.description == "unused"]
@@ -192,10 +263,10 @@ def unused_still(plan: Plan, problem: Problem, capture: Capture) -> bool:
     return all(gradient is None for gradient in gradients)
 
 
-def _holds(problem: Problem, slot: int, candidate: Candidate, capture: Capture, proof: Probe, expected: Tensor) -> bool:
+def _holds(problem: Problem, slot: int, rule: JacobianRule, capture: Capture, proof: Probe, expected: Tensor) -> bool:
     """True if the factors of a candidate reproduce autograd's number."""
     try:
-        block = block_of(problem, slot, candidate.uses, capture.calls, proof.gradients, len(proof.r))
+        block = block_of(problem, slot, rule.uses, capture.calls, proof.gradients, len(proof.r))
         actual = block.pull(proof.r.unsqueeze(0).to(block_dtype(expected.dtype)))
     except (RuntimeError, IndexError, TypeError) as error:  # shapes that the data cannot have on this axis
         if ran_out(error):

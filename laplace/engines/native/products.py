@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.memory import ran_out
-from laplace.engines.native.backward import pull, slow_batching_accepted, stack
+from laplace.engines.native.autograd import pull, slow_batching_accepted, stack
 from laplace.engines.native.capture import Capture
 from laplace.weights.problem import Problem
 

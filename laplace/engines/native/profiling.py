@@ -17,7 +17,7 @@ from laplace.core.layout import Layout
 from laplace.engines.native.capture import record
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.profile import BatchProfile
-from laplace.jacobian.shape import TensorShape
+from laplace.jacobian.contractions import TensorShape
 from laplace.network.model_guard import preserve_model
 
 _TIMED = 4
@@ -25,37 +25,6 @@ _TIMED = 4
 
 _WIDTH = 512
 """Width of the timed matrix product."""
-
-
-def shape_profile(
-    batch: ForwardPass, *, n_columns: int, n_terms: int, loop: bool, product_budget: int, refused: bool
-) -> BatchProfile:
-    """Profile of a captured batch by its shapes: without its graph, which is held by then, and without seconds.
-
-    Args:
-        batch: The batch, with its proven plan.
-        n_columns: K.
-        n_terms: E.
-        loop: True if backward passes run one by one.
-        product_budget: Bytes that the vectors of one pass may hold.
-        refused: True if the columns are more backward passes than a batch may take.
-    """
-    return BatchProfile(
-        layout=batch.problem.layout,
-        tensors=_shapes(batch),
-        n_data=batch.n_data if batch.mixes else len(batch.f),
-        n_outputs=batch.f.shape[1],
-        n_columns=n_columns,
-        n_terms=n_terms,
-        itemsize=batch.dtype.itemsize,
-        graph=0,
-        widest=0,
-        gradients=batch.bytes_per_cotangent() // 2,
-        budget=batch.memory_budget,
-        product_budget=product_budget,
-        loop=loop,
-        refused=refused,
-    )
 
 
 def least_profile(layout: Layout, *, n_columns: int, itemsize: int, product_budget: int, loop: bool) -> BatchProfile:
@@ -122,22 +91,6 @@ def _watched(batch: ForwardPass, saved: dict[int, int], widths: list[int]) -> It
             yield
     finally:
         handle.remove()
-
-
-def _shapes(batch: ForwardPass) -> tuple[TensorShape, ...]:
-    """Shapes of all tensors, from the forms of their factors alone."""
-    heads = batch.head_blocks(batch.heads())
-    sizes = [slot.size for slot in batch.problem.slots]
-    inputs = [call.x.to("meta") for call in batch.capture.calls]  # no memory, and no work
-    shapes: list[TensorShape] = []
-    for i, rule in enumerate(batch.plan):
-        if i in heads:
-            shapes.append(heads[i].shape(inputs))
-        elif rule.uses:
-            shapes.append(batch.form(i, inputs).shape(inputs))
-        else:
-            shapes.append(TensorShape(sizes[i], n_outputs=sizes[i]))
-    return tuple(shapes)
 
 
 def _rate(batch: ForwardPass) -> float:

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
-from laplace.core.hyperparameters import check_counts
+from laplace.core.hyperparameters import GaussianPrior, check_counts
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
-from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
-from laplace.core.hyperparameters import check_counts
+from laplace.core.hyperparameters import GaussianPrior, check_counts
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype
-from laplace.core.prior import GaussianPrior
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import CurvatureError, InvalidArgument, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian

@@ -10,8 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.core.prior import GaussianPrior
 from laplace.errors import UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.kernels import Scales, kernel, kernel_at, kernel_diagonal

@@ -1,0 +1,114 @@
+"""Checks of a fit: arguments that are refused, and warnings of what it leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from numbers import Real
+from typing import Any
+
+from torch import distributed
+
+from laplace.core import batch as batches
+from laplace.core.hyperparameters import check_flag
+from laplace.errors import ApproximationWarning, InvalidArgument, warn
+from laplace.fitting.fit import Fit
+from laplace.structures.base import Curvature
+from laplace.weights.problem import Problem
+
+_FACTORED = ("kron", "ekfac")
+_ACCEPTED = 0.01
+"""Share of the weights that may be held by a diagonal without a word."""
+
+_NAMED = 3
+
+
+def check_override(override: Any) -> None:
+    """Checks the second argument of `fit`, in whose place targets are often given.
+
+    Raises:
+        InvalidType: It is neither True nor False.
+    """
+    mend = (
+        "fit takes one loader of batches (x, y): la.fit([(X, Y)]) for tensors X and Y, or a DataLoader of "
+        "TensorDataset(X, Y); validation data are given to optimize_prior_precision(val_loader=...)."
+    )
+    check_flag("override", override, mend)
+
+
+def check_decay(decay: float, *, override: bool) -> None:
+    """Checks the weight of former data.
+
+    Raises:
+        InvalidArgument: It is not in (0, 1], or there are no former data that could fade.
+    """
+    if not isinstance(decay, Real) or not 0 < decay <= 1:
+        raise InvalidArgument(f"decay={decay}; it must be in (0, 1], where 1 keeps the former data as they are.")
+    if override and decay != 1:
+        raise InvalidArgument(
+            f"decay={decay} with override=True, which forgets the former data at once; pass override=False."
+        )
+
+
+def check_weight(weight: float) -> None:
+    """Checks the weight of data that are to be removed.
+
+    Raises:
+        InvalidArgument: It is not in (0, 1].
+    """
+    if not 0 < weight <= 1:
+        raise InvalidArgument(f"weight={weight}; data count once, or decay**k times after k fits with a decay: (0, 1].")
+
+
+def require_rereadable(loader: Iterable[Any], structure: type[Curvature]) -> None:
+    """Refuses an iterator where the data are read several times; before a first batch is taken from it.
+
+    Raises:
+        InvalidArgument: The loader can be read only once.
+    """
+    if structure.n_passes > 1:
+        reader = f"hessian_structure={structure.name!r} reads the data {structure.n_passes} times or more"
+        batches.require_rereadable(loader, reader)
+
+
+def warn_of_diagonals(fit: Fit, problem: Problem) -> None:
+    """Warns where more than 1 % of the weights have neither factors nor an exact block.
+
+    Vectors that a rule explains (scales, shifts) do not count: a diagonal is their usual form.
+    """
+    if fit.curvature.name not in _FACTORED:
+        return
+    sizes: dict[str, int] = {}
+    for slot, form in zip(problem.slots, fit.curvature.forms(), strict=True):
+        is_vector = len(slot.shape) < 2 and "fallback" not in fit.coverage.get(slot.name, "fallback")
+        if form == "exact diagonal" and not is_vector:
+            sizes[slot.name] = slot.size
+    share = sum(sizes.values()) / problem.layout.n_params
+    if share <= _ACCEPTED:
+        return
+    largest = sorted(sizes, key=lambda name: -sizes[name])
+    more = f" and {len(sizes) - _NAMED} more" if len(sizes) > _NAMED else ""
+    warn(
+        f"hessian_structure={fit.curvature.name!r}: {share:.1%} of the random weights have no Kronecker factors and "
+        f"are held by their exact diagonal, without correlations: {', '.join(map(repr, largest[:_NAMED]))}{more}. "
+        "la.coverage() names what explains every tensor; a layer of your own that works as a known one does gets its "
+        "factors by laplace.curvature.rules.like(known, own); hessian_structure='lowrank' needs no factors.",
+        ApproximationWarning,
+    )
+
+
+def warn_of_shards() -> None:
+    """Warns in a process group of several ranks, over which fits are not summed.
+
+    Warns:
+        ApproximationWarning: There is such a group.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    ranks = distributed.get_world_size()
+    if ranks > 1:
+        warn(
+            f"this process is one of {ranks} in a group, and every process fits the data that its own loader gives: "
+            "nothing is summed over processes. With a loader of a shard (DistributedSampler), posterior, evidence and "
+            "number of data are those of the shard. Give the loader all the data, or fit in one process.",
+            ApproximationWarning,
+        )
