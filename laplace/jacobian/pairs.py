@@ -120,10 +120,10 @@ class Pairs:
         return cls(tuple(parts), start)
 
     @staticmethod
-    def are_less_work(blocks: Sequence[Block]) -> bool:
-        """True if pairs of layers are less work than J multiplied out: there are layers, outputs and data enough."""
+    def are_less_work(blocks: Sequence[Block], n_data: int) -> bool:
+        """True if pairs are less work than J of so many data multiplied out: there are layers, and several outputs."""
         n_cotangents = blocks[0].n_cotangents
-        work = n_cotangents * blocks[0].n_data * sum(block.size for block in blocks) ** 2
+        work = n_cotangents * n_data * sum(block.size for block in blocks) ** 2
         if n_cotangents == 1 or work < _WORTHWHILE:
             return False
         factors = [block.rank_one() for block in blocks]
@@ -156,17 +156,22 @@ class Pairs:
         return max(inputs) + max(outputs) + n_cotangents * sum(part.n_outputs for part in self.parts)
 
 
+@dataclass(frozen=True)
 class PairSum:
     """Running sum Σ_kb J Jᵀ over data and cotangents, pair by pair.
 
-    Args:
+    Attributes:
         pairs: The parts of the blocks that are added.
-        like: Gives dtype and device.
+        sums: Of every pair.
     """
 
-    def __init__(self, pairs: Pairs, like: Tensor) -> None:
-        self.pairs = pairs
-        self.sums = {pair: like.new_zeros(pairs.shape(*pair)) for pair in pairs}
+    pairs: Pairs
+    sums: dict[tuple[int, int], Tensor]
+
+    @classmethod
+    def zeros(cls, pairs: Pairs, like: Tensor) -> PairSum:
+        """The sum over nothing, in the dtype and on the device of a tensor."""
+        return cls(pairs, {pair: like.new_zeros(pairs.shape(*pair)) for pair in pairs})
 
     def add(self, blocks: Sequence[Block]) -> None:
         """Adds blocks of these parts."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
-from laplace.core.gram import mirror, row_gram
+from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
@@ -25,6 +25,7 @@ from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import DenseBlock
 from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian
+from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.jacobian.pairs import PairedMatrix, Pairs
 from laplace.structures import algebra
 from laplace.structures.algebra import Recent
@@ -40,30 +41,37 @@ class FullCurvature(AdditiveCurvature):
     """The unit curvature as a matrix.
 
     Attributes:
-        sums: `[E, P, P]`, of which the upper block triangle counts: `values` completes it.
+        sums: The sum over batches: `values` completes it.
         signed: Whether negative eigenvalues are meant; else they are rounding, and zero.
     """
 
-    sums: Tensor
+    sums: MatrixSum
     signed: bool = False
     name = "full"
     options = SignedOptions
     is_variational = True
 
+    @classmethod
+    def of(cls, values: Tensor) -> FullCurvature:
+        """The curvature H `[E, P, P]`."""
+        return cls(MatrixSum.of(values))
+
     @cached_property
     def values(self) -> Tensor:
         """H, `[E, P, P]`."""
-        return mirror(self.sums)
+        return self.sums.complete()
+
+    @property
+    def n_terms(self) -> int:
+        return self.sums.n_terms
 
     @classmethod
     def from_batch(cls, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, FullCurvature]:
-        summary, values = engine.full(x, y)
-        return summary, cls(values)
+        return cls(MatrixSum(engine.problem.layout.n_params)).with_batch(engine, x, y)
 
     def with_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, FullCurvature]:
-        """The batch is added to the matrix in place, so that no second one is held."""
-        summary, sums = engine.full(x, y, self.sums)
-        return summary, FullCurvature(sums)
+        """The batch is added to the sum in place, so that no second one is held."""
+        return engine.add_full(x, y, self.sums), FullCurvature(self.sums)
 
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
@@ -90,15 +98,15 @@ class FullCurvature(AdditiveCurvature):
     def __add__(self, other: Curvature) -> FullCurvature:
         if not isinstance(other, FullCurvature):
             return NotImplemented
-        return FullCurvature(self.sums + other.sums)
+        return FullCurvature.of(self.values + other.values)
 
     def scaled(self, factor: float) -> FullCurvature:
-        return FullCurvature(factor * self.sums)
+        return FullCurvature.of(factor * self.values)
 
     def minus(self, removed: Curvature, *, signed: bool = False) -> FullCurvature:
         if not isinstance(removed, FullCurvature):
             raise algebra.other_structure(self.name, removed.name)
-        return FullCurvature(algebra.remaining_matrix(self.values, removed.values, signed=signed))
+        return FullCurvature.of(algebra.remaining_matrix(self.values, removed.values, signed=signed))
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> FullPrecision:
         return FullPrecision(self.indefinite(options.get("indefinite")), weights, prior)
@@ -116,7 +124,7 @@ class FullCurvature(AdditiveCurvature):
             return replace(self, signed=True)
         values, vectors = algebra.eigh(self.values, signed=True)
         matrix = (vectors * mended(values, mode).unsqueeze(1)) @ vectors.mT
-        return FullCurvature(matrix.to(self.values))
+        return FullCurvature.of(matrix.to(self.values))
 
     @cached_property
     def spectrum(self) -> Tensor:
@@ -139,15 +147,14 @@ class FullCurvature(AdditiveCurvature):
         return SpectralScan(project, precisions)
 
     def is_finite(self) -> Tensor:
-        """Of the diagonal, which holds every square, so that no pass over the matrix is taken for every batch."""
-        return self.sums.diagonal(dim1=1, dim2=2).isfinite().all()
+        return self.sums.is_finite()
 
     def state(self) -> dict[str, Any]:
         return {"values": self.values}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> FullCurvature:
-        return cls(state["values"])
+        return cls.of(state["values"])
 
     def public(self) -> Tensor:
         return self.values.sum(0)
@@ -281,7 +288,7 @@ class FullPrecision(Precision):
 
     def _paired(self, jacobian: Jacobian) -> PairedMatrix | None:
         """P⁻¹ by pairs of layers, where that is less work than a product with J."""
-        if not Pairs.are_less_work(jacobian.blocks):
+        if not Pairs.are_less_work(jacobian.blocks, jacobian.n_data):
             return None
         pairs = Pairs.of(jacobian.blocks)
         return self._recent(pairs, lambda: PairedMatrix(pairs, algebra.times_transpose(self.root)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -9,14 +11,14 @@ from torch import nn
 from laplace import Laplace
 from laplace.jacobian import pairs
 from laplace.structures.full import FullPrecision
-from tests.conformance.cases import Case, few, thinned, truth
+from tests.conformance.cases import KEPT, Case, few, own_dense, thinned, truth
 from tests.conformance.test_predictions import covariance_of, latent_of
-from tests.reference import predictive
+from tests.reference import curvature, predictive
 from tests.reference.compare import assert_close
 
 
 @pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
+def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pairs for networks of any size, a few data at a time."""
     monkeypatch.setattr(pairs, "_WORTHWHILE", 0)
     monkeypatch.setattr(pairs, "_STRIP", 2)
@@ -35,6 +37,42 @@ def test_variances_by_pairs_are_those_of_the_dense_covariance(case: Case) -> Non
     for form, expected in (("full", variance), ("diagonal", variance.diagonal(dim1=1, dim2=2))):
         assert_close(latent_of(la, case.problem.x, form).covariance, expected, "backend", label=form)
     assert_close(truth(case.problem.name).f, latent_of(la, case.problem.x, "full").mean, "backend", label="mean")
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("case", thinned("full", "block"))
+def test_sums_by_pairs_are_those_of_the_dense_jacobian(case: Case) -> None:
+    for kind in ("ggn", "ef"):
+        la = case.fit(batch_size=4, kind=kind)
+        assert_close(own_dense(la), KEPT[case.structure](case, case.dense(kind)), "backend", label=kind)
+
+
+@pytest.mark.usefixtures("always")
+def test_batches_of_another_form_are_added_as_they_are() -> None:
+    """A weight that is shared by positions in some batches only is multiplied out in these."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    mean = Mean(model)
+    x, y = torch.randn(6, 3, 3, dtype=torch.float64), torch.randint(2, (6,))
+    la = Laplace(mean, "classification", "all", "full")
+    la.fit([(x[:2, :1], y[:2]), (x[2:4, :2], y[2:4]), (x[4:, :1], y[4:])])
+    parts = [(x[:2, :1], y[:2]), (x[2:4, :2], y[2:4]), (x[4:, :1], y[4:])]
+    expected = torch.zeros_like(la.H)
+    for inputs, _ in parts:
+        jacobian, f = curvature.flat_jacobian(mean, inputs, [name for name, _ in mean.named_parameters()])
+        inner = curvature.output_hessian(f, "classification")
+        expected += torch.einsum("bcp,bcd,bdq->pq", jacobian, inner, jacobian)
+    assert_close(la.H, expected, "backend")
+
+
+class Mean(nn.Module):
+    """The mean of a network's outputs over the positions of its inputs."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).mean(1)
 
 
 @pytest.mark.usefixtures("always")
