@@ -142,9 +142,6 @@ DEFAULTS = {
         "moments and determinants follow from each other, and some know them more directly",
         {"covariance", "logdet", "product", "public", "scale"},
     ),
-    "structures/root_precision.py:RootPrecision": Defaults(
-        "a head is multiplied with a root without its Jacobian", {"coloured", "covariance", "functional_diagonal"}
-    ),
     "tuning/tunable.py:Tunable": Defaults(
         "posteriors over functions have another default predictive, and its name",
         {"optimize_hyperparameters", "optimize_prior_precision"},

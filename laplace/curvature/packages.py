@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -109,12 +109,11 @@ class PackageEngine(CurvatureEngine):
 
     # Primitives.
 
-    def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
+    def full(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
         computed = self._by_package("full", x, y)
         if computed is None:
-            return self.native.full(x, y, running)
-        values = computed.values.to(self.native.dtype).unsqueeze(0)
-        return computed.summary, values if running is None else running.add_(values)
+            return self.native.full(x, y)
+        return computed.summary, computed.values.to(self.native.dtype).unsqueeze(0)
 
     def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
         computed = None if bases is not None else self._by_package("diag", x, y)
@@ -142,16 +141,11 @@ class PackageEngine(CurvatureEngine):
             blocks |= {i: _moved(block, computed.rest) for i, block in zip(computed.rest, parts.blocks, strict=True)}
         return computed.summary, KronParts(factors, tuple(blocks[i] for i in range(len(self.problem.slots))))
 
-    def blocks(
-        self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[Tensor] | None = None
-    ) -> tuple[BatchSummary, tuple[Tensor, ...]]:
+    def blocks(self, x: Inputs, y: Tensor, groups: Groups) -> tuple[BatchSummary, tuple[Tensor, ...]]:
         computed = self._by_package("blocks", x, y, groups)
         if computed is None:
-            return self.native.blocks(x, y, groups, running)
-        values = [block.to(self.native.dtype).unsqueeze(0) for block in computed.values]
-        if running is not None:
-            values = [former.add_(block) for former, block in zip(running, values, strict=True)]
-        return computed.summary, tuple(values)
+            return self.native.blocks(x, y, groups)
+        return computed.summary, tuple(block.to(self.native.dtype).unsqueeze(0) for block in computed.values)
 
     def matmul(
         self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None

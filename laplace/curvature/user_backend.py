@@ -11,7 +11,6 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
-from laplace.core.gram import mirror
 from laplace.core.overrides import is_ours
 from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine, Groups, detached, require_no_positions
 from laplace.engines.kron_parts import KronParts, n_entries
@@ -19,6 +18,7 @@ from laplace.engines.native.accumulate import BlockSum, DiagSum, FullSum
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.jacobian.blocks import Block, DenseBlock
 from laplace.jacobian.jacobian import Jacobian
+from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.network.model_guard import gradients_set_aside, hooks_put_back, preserve_model
 
 _METHODS = ("full", "diag", "kron", "jacobians", "last_layer_jacobians", "gradients")
@@ -99,15 +99,22 @@ class UserBackendEngine(CurvatureEngine):
 
     # Primitives.
 
-    def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
+    def full(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
         if "full" in self.methods:
-            return self._users_full(x, y, running)
+            return self._users_full(x, y)
+        total = MatrixSum(self.problem.layout.n_params)
+        return self.add_full(x, y, total), total.complete()
+
+    def add_full(self, x: Inputs, y: Tensor, running: MatrixSum) -> BatchSummary:
+        if "full" in self.methods:
+            summary, values = self._users_full(x, y)
+            running.add(values)
+            return summary
         if not self._gives_columns:
-            return self.builtin.full(x, y, running)
-        total = FullSum(range(len(self.problem.slots)), self.problem, 1, self.dtype, running)
+            return self.builtin.add_full(x, y, running)
         summary, blocks = self._weighted(x, y)
-        total.add(blocks, 0)
-        return summary, total.values if running is not None else mirror(total.values)
+        FullSum(range(len(self.problem.slots)), self.problem, 1, self.dtype, running).add(blocks, 0)
+        return summary
 
     def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
         if "diag" in self.methods and bases is None:
@@ -122,7 +129,7 @@ class UserBackendEngine(CurvatureEngine):
         if "full" in self.methods:
             if bases is not None:
                 raise self._no_way("an eigenvalue correction")
-            summary, values = self._users_full(x, y, None)
+            summary, values = self._users_full(x, y)
             return summary, values.diagonal(dim1=1, dim2=2)
         return self.builtin.diag(x, y, bases)
 
@@ -134,24 +141,23 @@ class UserBackendEngine(CurvatureEngine):
             loss, kron = self.backend.kron(x, y, N=n_data, **self.call_options)
         return self._summary(x, y, loss), self._parts(kron.kfacs, n_data)
 
-    def blocks(
-        self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[Tensor] | None = None
-    ) -> tuple[BatchSummary, tuple[Tensor, ...]]:
+    def blocks(self, x: Inputs, y: Tensor, groups: Groups) -> tuple[BatchSummary, tuple[Tensor, ...]]:
+        if not self._gives_columns and "full" in self.methods:
+            summary, values = self._users_full(x, y)
+            slices = self.problem.layout.slices
+            inside = [torch.cat([torch.arange(slices[i].start, slices[i].stop) for i in group]) for group in groups]
+            return summary, tuple(values[:, at.to(values.device)][:, :, at.to(values.device)] for at in inside)
+        sums = [MatrixSum(sum(self.problem.layout.sizes[i] for i in group)) for group in groups]
+        return self.add_blocks(x, y, groups, sums), tuple(total.complete() for total in sums)
+
+    def add_blocks(self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[MatrixSum]) -> BatchSummary:
         if self._gives_columns:
-            total = BlockSum(groups, self.problem, 1, self.dtype, running)
             summary, columns = self._weighted(x, y)
-            total.add(columns, 0)
-            return summary, tuple(mirror(part) for part in total.result())
+            BlockSum(groups, self.problem, 1, self.dtype, running).add(columns, 0)
+            return summary
         if "full" not in self.methods:
-            return self.builtin.blocks(x, y, groups, running)
-        summary, values = self._users_full(x, y, None)
-        slices = self.problem.layout.slices
-        parts: list[Tensor] = []
-        for n, group in enumerate(groups):
-            at = torch.cat([torch.arange(slices[i].start, slices[i].stop) for i in group]).to(values.device)
-            block = values[:, at][:, :, at]
-            parts.append(block if running is None else running[n].add_(block))
-        return summary, tuple(parts)
+            return self.builtin.add_blocks(x, y, groups, running)
+        return super().add_blocks(x, y, groups, running)
 
     def matmul(
         self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
@@ -161,7 +167,7 @@ class UserBackendEngine(CurvatureEngine):
             columns = torch.cat([blocks[i].dense() for i in sorted(blocks)], 2).flatten(0, 1).to(vectors)  # [K·B, P]
             products = (vectors @ columns.T) @ columns
         elif "full" in self.methods:
-            summary, values = self._users_full(x, y, None)
+            summary, values = self._users_full(x, y)
             products = vectors @ values.to(vectors)
         else:
             return self.builtin.matmul(x, y, vectors, running)
@@ -220,11 +226,10 @@ class UserBackendEngine(CurvatureEngine):
         parts = columns.to(self.dtype).split(list(self.problem.layout.sizes), 2)
         return summary, {i: DenseBlock(part) for i, part in enumerate(parts)}
 
-    def _users_full(self, x: Inputs, y: Tensor, running: Tensor | None) -> tuple[BatchSummary, Tensor]:
+    def _users_full(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
         with borrowed(self.problem.module):
             loss, values = self.backend.full(x, y)
-        values = self._shaped("full", values, 2).unsqueeze(0)
-        return self._summary(x, y, loss), values if running is None else running.add_(values)
+        return self._summary(x, y, loss), self._shaped("full", values, 2).unsqueeze(0)
 
     def _summary(self, x: Inputs, y: Tensor, loss: Tensor) -> BatchSummary:
         return summarised(self, x, y, loss)

@@ -16,6 +16,7 @@ from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.jacobian import Jacobian
+from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.logits import require_logits
 from laplace.likelihoods.recovered import Loss, recovered_targets
@@ -164,19 +165,26 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         summary, parts = self.kron(x, y)
         return summary, KronSketch(parts.times(probe), self.diag(x, y)[1] if diagonal else None)
 
-    def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
-        """Unit curvature of a batch, `[E, P, P]`.
-
-        With a running sum it is added in place, and only the upper block triangle need be right: whoever holds the sum
-        completes it once, at the end.
-        """
+    def full(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
+        """Unit curvature of a batch, `[E, P, P]`."""
         raise self._refusal("full")
 
-    def blocks(
-        self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[Tensor] | None = None
-    ) -> tuple[BatchSummary, tuple[Tensor, ...]]:
-        """Blocks of the unit curvature of groups of tensors, `[E, p, p]` each; a running sum as in `full`."""
+    def add_full(self, x: Inputs, y: Tensor, running: MatrixSum) -> BatchSummary:
+        """Adds the unit curvature of a batch to a running sum; here the matrix of `full`."""
+        summary, values = self.full(x, y)
+        running.add(values)
+        return summary
+
+    def blocks(self, x: Inputs, y: Tensor, groups: Groups) -> tuple[BatchSummary, tuple[Tensor, ...]]:
+        """Blocks of the unit curvature of groups of tensors, `[E, p, p]` each."""
         raise self._refusal("blocks")
+
+    def add_blocks(self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[MatrixSum]) -> BatchSummary:
+        """Adds the blocks of a batch to a running sum of each; here those of `blocks`."""
+        summary, blocks = self.blocks(x, y, groups)
+        for values, total in zip(blocks, running, strict=True):
+            total.add(values)
+        return summary
 
     def matmul(
         self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None

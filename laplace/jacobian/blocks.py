@@ -22,7 +22,7 @@ from torch import Tensor
 
 from laplace.core.registry import Registry
 from laplace.errors import StateError
-from laplace.jacobian.contractions import Contractions, KroneckerFactored, ProductBasis, TensorShape, total
+from laplace.jacobian.contractions import Contractions, KroneckerFactored, ProductBasis, RankOne, TensorShape, total
 from laplace.weights.problem import Selection
 
 _ENTRY_COST = 16
@@ -119,6 +119,10 @@ class Block(Contractions):
     @property
     def product_index(self) -> Tensor | None:
         """Indices `[p]` of its entries within `product`; None for all."""
+        return None
+
+    def rank_one(self) -> RankOne | None:
+        """Factors of a block that is one outer product for every datum and cotangent; None of any other."""
         return None
 
     def kernel_by_factors(self, other: Block) -> Callable[[], Tensor] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
@@ -152,6 +152,34 @@ class KroneckerFactored(Contractions):
     @abstractmethod
     def input_count(self, *, reduce: bool) -> Tensor:
         """Number of rows of the input side, 0-dim: positions, or with `reduce` data."""
+
+
+@dataclass(frozen=True)
+class RankOne:
+    """Outer products g ⊗ a, one for every datum and cotangent.
+
+    Attributes:
+        g: `[K, B, O]`, or None for the identity, K = O.
+        a: `[B, I]`.
+        n_outputs: O.
+        input_first: True if the product's first dimension is the input side.
+    """
+
+    g: Tensor | None
+    a: Tensor
+    n_outputs: int
+    input_first: bool = False
+
+    def to(self, dtype: torch.dtype) -> RankOne:
+        """The same in another dtype."""
+        return replace(self, g=None if self.g is None else self.g.to(dtype), a=self.a.to(dtype))
+
+    def by_datum(self) -> Tensor:
+        """g, `[B, K, O]`."""
+        if self.g is not None:
+            return self.g.transpose(0, 1)
+        eye = torch.eye(self.n_outputs, dtype=self.a.dtype, device=self.a.device)
+        return eye.expand(len(self.a), -1, -1)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.jacobian.blocks import BLOCKS, Block
-from laplace.jacobian.contractions import ProductBasis, TensorShape
+from laplace.jacobian.contractions import ProductBasis, RankOne, TensorShape
 from laplace.jacobian.outer import OuterBlock
 from laplace.likelihoods.output_hessian import OutputHessian
 
@@ -120,6 +120,9 @@ class HeadBlock(Head):
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> HeadBlock:
         return cls(state["features"], state["n_outputs"], state["is_bias"])
+
+    def rank_one(self) -> RankOne:
+        return RankOne(None, self.features, self.n_outputs)
 
     def kernel_by_factors(self, other: Block) -> Callable[[], Tensor]:
         """The kernel with any block: the other's columns of an output, contracted with the features."""

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from laplace.core.precision_policy import widened
 from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of, by_row
-from laplace.jacobian.contractions import CHUNK_BYTES, KroneckerFactored, ProductBasis, TensorShape, rotated, total
+from laplace.jacobian.contractions import (
+    CHUNK_BYTES,
+    KroneckerFactored,
+    ProductBasis,
+    RankOne,
+    TensorShape,
+    rotated,
+    total,
+)
 from laplace.weights.problem import Selection
 
 _DOUBLE = 8
@@ -268,6 +276,11 @@ class OuterBlock(FactoredBlock):
         pairs = self.n_positions * other.n_positions
         shared = self.n_inputs / (self.n_cotangents * other.n_cotangents)
         return self.a is None or pairs == 1 or pairs * (self.n_outputs + 1 + shared) < self.n_inputs * self.n_outputs
+
+    def rank_one(self) -> RankOne | None:
+        if self.a is None or self.n_positions > 1 or self.groups > 1:
+            return None
+        return RankOne(self.g[:, :, 0, 0], self.a[:, 0, 0], self.n_outputs, self.input_first)
 
     # Contractions. With one position, squares of the sum are products of squares and no dense piece is needed.
 

@@ -30,6 +30,9 @@ _NEGATIVE = 1e-3
 _ROUNDING = 1e4
 """Multiple of the machine precision within which a difference of two sums over data counts as zero."""
 
+_PANEL = 256
+"""Columns of a symmetric matrix that are computed at once."""
+
 _SMALL_TRIANGLE = 256
 """Rows of a triangle that is inverted in one piece."""
 
@@ -199,6 +202,19 @@ def covariance_factor(precision: Tensor) -> Tensor | None:
         return None
     upper = reversed_factor.flip(0, 1)  # P = upper upperᵀ with upper triangular
     return inverse_of_upper(upper).T.contiguous()
+
+
+def times_transpose(lower: Tensor) -> Tensor:
+    """L Lᵀ of a lower-triangular `[n, n]`, at a sixth of the multiplications of a product; differentiable by one."""
+    if lower.requires_grad and torch.is_grad_enabled():
+        return lower @ lower.T
+    result = torch.empty_like(lower)
+    for start in range(0, len(lower), _PANEL):
+        stop = start + _PANEL
+        columns = lower[start:, :stop] @ lower[start:stop, :stop].T
+        result[start:, start:stop] = columns
+        result[start:stop, start:] = columns.T
+    return result
 
 
 def inverse_of_upper(upper: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,13 +12,13 @@ from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.core.checks import all_finite
-from laplace.core.gram import mirror
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine, Groups
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument
+from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.structures import algebra
 from laplace.structures.algebra import Decompositions, Recent
 from laplace.structures.base import AdditiveCurvature, Curvature
@@ -50,21 +51,30 @@ class BlockCurvature(AdditiveCurvature):
     """The unit curvature of the tensors of every layer (all tensors that one module owns) as a matrix.
 
     Attributes:
-        sums: `[E, p, p]` of every layer, of which the upper block triangle counts: `values` completes it.
+        sums: Of every layer the sum over batches: `values` completes it.
         groups: Indices of the tensors of every layer.
         signed: Whether negative eigenvalues are meant; else they are rounding, and zero.
     """
 
-    sums: tuple[Tensor, ...]
+    sums: tuple[MatrixSum, ...]
     groups: Groups
     signed: bool = False
     name = "block"
     options = BlockOptions
 
+    @classmethod
+    def of(cls, values: Iterable[Tensor], groups: Groups) -> BlockCurvature:
+        """The curvature H `[E, p, p]` of every layer."""
+        return cls(tuple(MatrixSum.of(block) for block in values), groups)
+
     @cached_property
     def values(self) -> tuple[Tensor, ...]:
         """H of every layer, `[E, p, p]`."""
-        return tuple(mirror(block) for block in self.sums)
+        return tuple(block.complete() for block in self.sums)
+
+    @property
+    def n_terms(self) -> int:
+        return self.sums[0].n_terms
 
     @classmethod
     def check(cls, layout: Layout, options: Any) -> None:
@@ -80,14 +90,13 @@ class BlockCurvature(AdditiveCurvature):
 
     @classmethod
     def from_batch(cls, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, BlockCurvature]:
-        groups = engine.problem.layout.layers
-        summary, blocks = engine.blocks(x, y, groups)
-        return summary, cls(tuple(blocks), groups)
+        layout = engine.problem.layout
+        sums = tuple(MatrixSum(sum(layout.sizes[i] for i in group)) for group in layout.layers)
+        return cls(sums, layout.layers).with_batch(engine, x, y)
 
     def with_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, BlockCurvature]:
-        """The batch is added to the blocks in place, so that no second ones are held."""
-        summary, sums = engine.blocks(x, y, self.groups, self.sums)
-        return summary, BlockCurvature(tuple(sums), self.groups)
+        """The batch is added to the sums in place, so that no second ones are held."""
+        return engine.add_blocks(x, y, self.groups, self.sums), BlockCurvature(self.sums, self.groups)
 
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
@@ -110,16 +119,16 @@ class BlockCurvature(AdditiveCurvature):
     def __add__(self, other: Curvature) -> BlockCurvature:
         if not isinstance(other, BlockCurvature):
             return NotImplemented
-        return BlockCurvature(tuple(a + b for a, b in zip(self.sums, other.sums, strict=True)), self.groups)
+        return BlockCurvature.of((a + b for a, b in zip(self.values, other.values, strict=True)), self.groups)
 
     def scaled(self, factor: float) -> BlockCurvature:
-        return BlockCurvature(tuple(factor * block for block in self.sums), self.groups)
+        return BlockCurvature.of((factor * block for block in self.values), self.groups)
 
     def minus(self, removed: Curvature, *, signed: bool = False) -> BlockCurvature:
         if not isinstance(removed, BlockCurvature):
             raise algebra.other_structure(self.name, removed.name)
         pairs = zip(self.values, removed.values, strict=True)
-        return BlockCurvature(tuple(algebra.remaining_matrix(a, b, signed=signed) for a, b in pairs), self.groups)
+        return BlockCurvature.of((algebra.remaining_matrix(a, b, signed=signed) for a, b in pairs), self.groups)
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> KronPrecision:
         return KronPrecision(self._indefinite(options.get("indefinite")).spectra(weights), weights, prior)
@@ -137,7 +146,7 @@ class BlockCurvature(AdditiveCurvature):
             return replace(self, signed=True)
         pairs = [algebra.eigh(block, signed=True) for block in self.values]
         blocks = [(u * mended(values, mode).unsqueeze(1)) @ u.mT for values, u in pairs]
-        return BlockCurvature(tuple(block.to(self.sums[0]) for block in blocks), self.groups)
+        return BlockCurvature.of((block.to(self.values[0]) for block in blocks), self.groups)
 
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:
         weights = weights.detach()
@@ -154,7 +163,7 @@ class BlockCurvature(AdditiveCurvature):
 
     @cached_property
     def _ahead(self) -> Decompositions:
-        return Decompositions([[(1, len(block[0]))] for block in self.sums])
+        return Decompositions([[(1, block.size)] for block in self.sums])
 
     def decompose(self, **options: Any) -> None:
         if self._ahead.is_long and self.n_terms == 1:
@@ -163,7 +172,7 @@ class BlockCurvature(AdditiveCurvature):
     def _spectra(self, weights: Tensor | None) -> Spectra:
         terms = (widened(block) for block in self.values)
         totals = (t[0] if weights is None else torch.tensordot(widened(weights), t, 1) for t in terms)
-        dtype = self.sums[0].dtype
+        dtype = self.values[0].dtype
         signed = dtype if self.signed else None
         blocks: list[BlockSpectrum] = []
         with self._ahead.announced() as done:
@@ -173,15 +182,14 @@ class BlockCurvature(AdditiveCurvature):
         return Spectra(tuple(blocks), dtype, self.groups, signed=self.signed)
 
     def is_finite(self) -> Tensor:
-        """Of the diagonals, which hold every square, so that no pass over the blocks is taken for every batch."""
-        return all_finite(block.diagonal(dim1=1, dim2=2) for block in self.sums)
+        return all_finite(block.is_finite() for block in self.sums)
 
     def state(self) -> dict[str, Any]:
         return {"values": list(self.values), "groups": [list(group) for group in self.groups]}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> BlockCurvature:
-        return cls(tuple(state["values"]), tuple(tuple(group) for group in state["groups"]))
+        return cls.of(state["values"], tuple(tuple(group) for group in state["groups"]))
 
     def forms(self) -> tuple[str, ...]:
         return ("exact dense block of its layer",) * sum(len(group) for group in self.groups)

@@ -88,7 +88,7 @@ class DenseDefaults(Curvature):
     def full(self) -> FullCurvature:
         """The same curvature as the full structure holds it; its factorisations are shared by all precisions."""
         with algebra.kept_for_later():
-            return FullCurvature(self.to_dense())
+            return FullCurvature.of(self.to_dense())
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> Precision:
         return PrecisionFromDense(self, weights, prior, options)

@@ -6,7 +6,7 @@ Together they take half the time of the eigenvectors that blocks keep, and a fif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
-from laplace.core.gram import mirror
+from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
@@ -25,13 +25,15 @@ from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import DenseBlock
 from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian
+from laplace.jacobian.matrix_sum import MatrixSum
+from laplace.jacobian.pairs import PairedMatrix, Pairs
 from laplace.structures import algebra
 from laplace.structures.algebra import Recent
 from laplace.structures.base import AdditiveCurvature, Curvature
 from laplace.structures.by_hand import MatrixByHand
 from laplace.structures.cost import DOUBLE, Cost
 from laplace.structures.indefinite import SignedOptions, mended, require_positive
-from laplace.structures.root_precision import RootPrecision
+from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import SpectralScan
 
 
@@ -40,31 +42,38 @@ class FullCurvature(AdditiveCurvature):
     """The unit curvature as a matrix.
 
     Attributes:
-        sums: `[E, P, P]`, of which the upper block triangle counts: `values` completes it.
+        sums: The sum over batches: `values` completes it.
         signed: Whether negative eigenvalues are meant; else they are rounding, and zero.
     """
 
-    sums: Tensor
+    sums: MatrixSum
     signed: bool = False
     name = "full"
     by_hand = MatrixByHand()
     options = SignedOptions
     is_variational = True
 
+    @classmethod
+    def of(cls, values: Tensor) -> FullCurvature:
+        """The curvature H `[E, P, P]`."""
+        return cls(MatrixSum.of(values))
+
     @cached_property
     def values(self) -> Tensor:
         """H, `[E, P, P]`."""
-        return mirror(self.sums)
+        return self.sums.complete()
+
+    @property
+    def n_terms(self) -> int:
+        return self.sums.n_terms
 
     @classmethod
     def from_batch(cls, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, FullCurvature]:
-        summary, values = engine.full(x, y)
-        return summary, cls(values)
+        return cls(MatrixSum(engine.problem.layout.n_params)).with_batch(engine, x, y)
 
     def with_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, FullCurvature]:
-        """The batch is added to the matrix in place, so that no second one is held."""
-        summary, sums = engine.full(x, y, self.sums)
-        return summary, FullCurvature(sums)
+        """The batch is added to the sum in place, so that no second one is held."""
+        return engine.add_full(x, y, self.sums), FullCurvature(self.sums)
 
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
@@ -91,15 +100,15 @@ class FullCurvature(AdditiveCurvature):
     def __add__(self, other: Curvature) -> FullCurvature:
         if not isinstance(other, FullCurvature):
             return NotImplemented
-        return FullCurvature(self.sums + other.sums)
+        return FullCurvature.of(self.values + other.values)
 
     def scaled(self, factor: float) -> FullCurvature:
-        return FullCurvature(factor * self.sums)
+        return FullCurvature.of(factor * self.values)
 
     def minus(self, removed: Curvature, *, signed: bool = False) -> FullCurvature:
         if not isinstance(removed, FullCurvature):
             raise algebra.other_structure(self.name, removed.name)
-        return FullCurvature(algebra.remaining_matrix(self.values, removed.values, signed=signed))
+        return FullCurvature.of(algebra.remaining_matrix(self.values, removed.values, signed=signed))
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> FullPrecision:
         return FullPrecision(self.indefinite(options.get("indefinite")), weights, prior)
@@ -117,7 +126,7 @@ class FullCurvature(AdditiveCurvature):
             return replace(self, signed=True)
         values, vectors = algebra.eigh(self.values, signed=True)
         matrix = (vectors * mended(values, mode).unsqueeze(1)) @ vectors.mT
-        return FullCurvature(matrix.to(self.values))
+        return FullCurvature.of(matrix.to(self.values))
 
     @cached_property
     def spectrum(self) -> Tensor:
@@ -140,22 +149,21 @@ class FullCurvature(AdditiveCurvature):
         return SpectralScan(project, precisions)
 
     def is_finite(self) -> Tensor:
-        """Of the diagonal, which holds every square, so that no pass over the matrix is taken for every batch."""
-        return self.sums.diagonal(dim1=1, dim2=2).isfinite().all()
+        return self.sums.is_finite()
 
     def state(self) -> dict[str, Any]:
         return {"values": self.values}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> FullCurvature:
-        return cls(state["values"])
+        return cls.of(state["values"])
 
     def public(self) -> Tensor:
         return self.values.sum(0)
 
 
 @dataclass(frozen=True)
-class FullPrecision(RootPrecision):
+class FullPrecision(Precision):
     """P = Σ_e w_e H_e + diag(δ), factorised in float64.
 
     Attributes:
@@ -227,42 +235,66 @@ class FullPrecision(RootPrecision):
         return algebra.positive_part(curvature) + prior
 
     @cached_property
-    def scale(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Lower-triangular L `[P, P]` with L Lᵀ = P⁻¹, in the curvature's dtype, differentiable in w and δ.
+    def root(self) -> Tensor:
+        """Lower-triangular L `[P, P]` with L Lᵀ = P⁻¹, in float64, differentiable in w and δ.
 
         Raises:
             CurvatureError: P is not positive definite.
         """
-        return self._factorised(algebra.covariance_factor).to(self.curvature.values.dtype)
+        return self._factorised(algebra.covariance_factor)
 
-    @cached_property
-    def covariance(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    @property
+    def scale(self) -> Tensor:
+        """The root in the curvature's dtype."""
+        return self.root.to(self._dtype)
+
+    @property
+    def covariance(self) -> Tensor:
         """P⁻¹, `[P, P]`."""
-        return self.scale @ self.scale.T
+        return algebra.times_transpose(self.root).to(self._dtype)
 
-    def coloured(self, jacobian: Jacobian) -> Iterator[Tensor]:
-        """Of a head without J, by C times less work than with it: row c is φᵀ L_c."""
-        if not jacobian.is_head:
-            yield from super().coloured(jacobian)
-            return
-        phi, order = jacobian.head_features()
-        stacked = self._head_root(order.shape, lambda: self.scale[order].transpose(0, 1).flatten(1))  # [D, C·P]
-        step = max(1, CHUNK_BYTES // (8 * stacked.shape[1]))
-        for rows in phi.split(step):
-            yield (rows @ stacked).unflatten(1, (len(order), -1))
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.curvature.values.dtype
+
+    def diagonal_of_inverse(self) -> Tensor:
+        return self.root.square().sum(1).to(self._dtype)
+
+    def sample(self, noise: Tensor) -> Tensor:
+        return (noise.to(self.root) @ self.root.T).to(noise.dtype)
+
+    # Predictions. Sums are in float64 on every path: float32 would lose what cancels in P⁻¹, λmax(P) / λmin(P) of it.
+
+    def functional_variance(self, jacobian: Jacobian) -> Tensor:
+        paired = self._paired(jacobian)
+        if paired is not None:
+            return self._narrowed(paired.products(jacobian.blocks), jacobian)
+        return self._narrowed(torch.cat([row_gram(self._coloured(piece)) for piece in jacobian.pieces()]), jacobian)
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
-        if not jacobian.is_head:
-            return super().functional_diagonal(jacobian)
-        phi, order = jacobian.head_features()
-        # The blocks of single outputs, [C, D, D].
-        own = self._head_blocks(order.shape, lambda: self.covariance[order.unsqueeze(2), order.unsqueeze(1)])
-        return ((phi @ own) * phi).sum(2).T
+        paired = self._paired(jacobian)
+        if paired is not None:
+            return self._narrowed(paired.products(jacobian.blocks, diagonal=True), jacobian)
+        squares = [self._coloured(piece).square().sum(2) for piece in jacobian.pieces()]
+        return self._narrowed(torch.cat(squares), jacobian)
+
+    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
+        return self._narrowed(row_gram(self._coloured(jacobian.dense()).flatten(0, 1)), jacobian)
+
+    def _coloured(self, piece: Tensor) -> Tensor:
+        """J L of a piece `[b, C, P]`."""
+        return (piece.flatten(0, 1).to(self.root) @ self.root).view(piece.shape)
+
+    def _narrowed(self, values: Tensor, jacobian: Jacobian) -> Tensor:
+        return values.to(jacobian.summed_in(self._dtype))
+
+    def _paired(self, jacobian: Jacobian) -> PairedMatrix | None:
+        """P⁻¹ by pairs of layers, where that is less work than a product with J."""
+        if not Pairs.are_less_work(jacobian.blocks, jacobian.n_data):
+            return None
+        pairs = Pairs.of(jacobian.blocks)
+        return self._recent(pairs, lambda: PairedMatrix(pairs, algebra.times_transpose(self.root)))
 
     @cached_property
-    def _head_root(self) -> Recent[Tensor]:
-        return Recent()
-
-    @cached_property
-    def _head_blocks(self) -> Recent[Tensor]:
+    def _recent(self) -> Recent[PairedMatrix]:
         return Recent()

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace.core.gram import row_gram
 from laplace.core.precision_policy import widened
-from laplace.structures.root_precision import RootPrecision
+from laplace.jacobian.jacobian import Jacobian
+from laplace.structures.precision import Precision
 
 
 @dataclass(frozen=True)
-class GivenPrecision(RootPrecision):
+class GivenPrecision(Precision):
     """A precision that is known by a root of its covariance, with the graph that leads to it.
 
     Attributes:
@@ -56,3 +58,31 @@ class GivenPrecision(RootPrecision):
     @property
     def scale(self) -> Tensor:
         return self.root
+
+    def functional_variance(self, jacobian: Jacobian) -> Tensor:
+        return torch.cat([self._gram(self._times_root(piece), jacobian) for piece in jacobian.pieces()])
+
+    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
+        return torch.cat([self._times_root(piece).square().sum(2) for piece in jacobian.pieces()])
+
+    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
+        return self._gram(self._times_root(jacobian.dense()).flatten(0, 1), jacobian)
+
+    def _gram(self, rows: Tensor, jacobian: Jacobian) -> Tensor:
+        return row_gram(rows, dtype=jacobian.summed_in(rows.dtype))
+
+    def _times_root(self, piece: Tensor) -> Tensor:
+        """J L of a piece `[b, C, P]`, as one flat product: its rounding is that of joint covariances, graph or not."""
+        if self._is_diagonal:
+            return piece * self.root
+        return (piece.flatten(0, 1) @ self.root).view(piece.shape)
+
+    def sample(self, noise: Tensor) -> Tensor:
+        return noise * self.root if self._is_diagonal else noise @ self.root.T
+
+    def diagonal_of_inverse(self) -> Tensor:
+        return self.root.square() if self._is_diagonal else self.root.square().sum(1)
+
+    @property
+    def covariance(self) -> Tensor:
+        return torch.diag(self.root.square()) if self._is_diagonal else self.root @ self.root.T

@@ -15,7 +15,7 @@ from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT, UNUSED, KronBlock, Kro
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.contractions import CHUNK_BYTES, KroneckerFactored
 from laplace.jacobian.heads import Head
-from laplace.jacobian.jacobian import Jacobian
+from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.likelihoods.base import OutputHessian
 from laplace.weights.problem import Problem
 
@@ -57,36 +57,36 @@ class DiagSum:
 
 
 class FullSum:
-    """Upper block triangle of the full curvature of some tensors, `[E, p, p]`.
+    """The full curvature of some tensors, `[E, p, p]`.
 
     Args:
         slots: Indices of the tensors; their entries follow each other.
         problem: All random parameters.
         n_terms: E.
         dtype: Curvature dtype.
-        running: A running sum to add to in place, or None to start at zero.
+        running: The sum to add to.
     """
 
     def __init__(
-        self, slots: Sequence[int], problem: Problem, n_terms: int, dtype: torch.dtype, running: Tensor | None = None
+        self, slots: Sequence[int], problem: Problem, n_terms: int, dtype: torch.dtype, running: MatrixSum
     ) -> None:
         self.slices: dict[int, slice] = {}
         size = 0
         for i in slots:
             self.slices[i] = slice(size, size + problem.slots[i].size)
             size += problem.slots[i].size
-        if running is None:
-            running = torch.zeros(n_terms, size, size, dtype=dtype, device=problem.device)
-        self.values = running
+        self.n_terms = n_terms
+        self.like = torch.empty(0, dtype=dtype, device=problem.device)
+        self.running = running
+
+    @property
+    def values(self) -> Tensor:
+        """The sum of what is multiplied out, `[E, p, p]`, of which the upper block triangle counts."""
+        return self.running.upper(self.n_terms, self.like)
 
     def add(self, blocks: Mapping[int, Block], first: int) -> None:
         """Adds Σ_kb J Jᵀ of weighted blocks whose cotangents begin at term `first`."""
-        for piece in Jacobian(tuple(blocks[i] for i in self.slices)).pieces():
-            if len(self.values) == 1:
-                add_gram(self.values[0], piece.flatten(0, 1))
-                continue
-            for k in range(piece.shape[1]):
-                add_gram(self.values[(first + k) % len(self.values)], piece[:, k])
+        self.running.add_blocks([blocks[i] for i in self.slices], self.n_terms, first, self.like)
 
     def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
         """Adds Σ_b Λ_b ⊗ φ_b φ_bᵀ of a head that is the whole sum, φ = [features, 1].
@@ -94,7 +94,7 @@ class FullSum:
         With Λ = diag(d) − u uᵀ that is C Grams of φ, less one Gram of u ⊗ φ, C times less work than with a root.
         """
         features = {i: blocks[i].features for i in self.slices}
-        dtype = self.values.dtype
+        dtype = self.like.dtype
         for i, left in features.items():
             for j, right in features.items():
                 if hessian.dense is None:
@@ -135,10 +135,6 @@ class FullSum:
             products += a.T @ (middle.unsqueeze(2) * b.unsqueeze(1)).flatten(1)
         self._view(i, j, (c, n_left, n_right))[0].add_(products.view(n_left, c, c, n_right).transpose(0, 1))
 
-    def result(self) -> Tensor:
-        """`[E, P, P]`, of which the upper block triangle counts."""
-        return self.values
-
 
 class BlockSum:
     """Full curvatures of groups of tensors: what lies on the block diagonal.
@@ -148,19 +144,13 @@ class BlockSum:
         problem: All random parameters.
         n_terms: E.
         dtype: Curvature dtype.
-        running: Running sums to add to in place.
+        running: The sum of every group to add to.
     """
 
     def __init__(
-        self,
-        groups: Groups,
-        problem: Problem,
-        n_terms: int,
-        dtype: torch.dtype,
-        running: Sequence[Tensor] | None = None,
+        self, groups: Groups, problem: Problem, n_terms: int, dtype: torch.dtype, running: Sequence[MatrixSum]
     ) -> None:
-        former = [None] * len(groups) if running is None else running
-        self.sums = [FullSum(g, problem, n_terms, dtype, r) for g, r in zip(groups, former, strict=True)]
+        self.sums = [FullSum(g, problem, n_terms, dtype, r) for g, r in zip(groups, running, strict=True)]
 
     def add(self, blocks: Mapping[int, Block], first: int) -> None:
         """Adds the blocks to the sums of their groups."""
@@ -173,10 +163,6 @@ class BlockSum:
         for part in self.sums:
             if blocks.keys() >= part.slices.keys():
                 part.add_head(blocks, hessian)
-
-    def result(self) -> tuple[Tensor, ...]:
-        """`[E, p, p]` of every group, of which the upper block triangle counts."""
-        return tuple(part.values for part in self.sums)
 
 
 def _add_terms(total: Tensor, values: Tensor, first: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -72,22 +72,16 @@ class HessianEngine(NativeEngine):
                 "backend=NativeGGN, which takes first derivatives only, or write that operation in other terms."
             )
 
-    def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
+    def full(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
         n_params = self.problem.layout.n_params
         summary, rows = self._rows(x, y, torch.arange(n_params), lambda rows, _: rows)
-        total = 0.5 * (rows + rows.transpose(1, 2))
-        return summary, total if running is None else running.add_(total)
+        return summary, 0.5 * (rows + rows.transpose(1, 2))
 
-    def blocks(
-        self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[Tensor] | None = None
-    ) -> tuple[BatchSummary, tuple[Tensor, ...]]:
+    def blocks(self, x: Inputs, y: Tensor, groups: Groups) -> tuple[BatchSummary, tuple[Tensor, ...]]:
         slices = self.problem.layout.slices
         inside = [torch.cat([torch.arange(slices[i].start, slices[i].stop) for i in group]) for group in groups]
         parts = [self._rows(x, y, entries, lambda rows, _, e=entries: rows[..., e]) for entries in inside]
-        sums = [0.5 * (rows + rows.transpose(1, 2)) for _, rows in parts]
-        if running is not None:
-            sums = [former.add_(block) for former, block in zip(running, sums, strict=True)]
-        return parts[0][0], tuple(sums)
+        return parts[0][0], tuple(0.5 * (rows + rows.transpose(1, 2)) for _, rows in parts)
 
     def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
         if bases is not None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
-from laplace.core.gram import mirror
 from laplace.core.memory import COTANGENT, VECTOR, in_slices
 from laplace.core.positions import rows_that_count
 from laplace.engines.engine import Bases, BatchSummary, Groups
@@ -27,6 +26,7 @@ from laplace.engines.native.plan import Plan, first_of_use
 from laplace.engines.native.products import Linearised, add_rows
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.heads import Head, as_head
+from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.likelihoods.base import OutputHessian
 from laplace.network.model_guard import preserve_model
 
@@ -63,24 +63,30 @@ class OuterEngine(NativeEngine):
         self._accumulate(batch, y, total, heads={i: head for i, head in in_basis.items() if head is not None})
         return self.summary(batch.f, y), total.result()
 
-    def full(self, x: Inputs, y: Tensor, running: Tensor | None = None) -> tuple[BatchSummary, Tensor]:
+    def full(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
+        total = MatrixSum(self.problem.layout.n_params)
+        return self.add_full(x, y, total), total.complete()
+
+    def add_full(self, x: Inputs, y: Tensor, running: MatrixSum) -> BatchSummary:
         batch, y = self.observe(x, y)
         slots = range(len(batch.plan))
         total = FullSum(slots, self.problem, self._n_terms(batch.f), self.dtype, running)
         heads = batch.head_blocks(batch.heads())
         self._accumulate(batch, y, total, heads=heads if len(heads) == len(slots) else {}, groups=(tuple(slots),))
-        return self.summary(batch.f, y), total.values if running is not None else mirror(total.values)
+        return self.summary(batch.f, y)
 
-    def blocks(
-        self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[Tensor] | None = None
-    ) -> tuple[BatchSummary, tuple[Tensor, ...]]:
+    def blocks(self, x: Inputs, y: Tensor, groups: Groups) -> tuple[BatchSummary, tuple[Tensor, ...]]:
+        sizes = self.problem.layout.sizes
+        sums = [MatrixSum(sum(sizes[i] for i in group)) for group in groups]
+        return self.add_blocks(x, y, groups, sums), tuple(total.complete() for total in sums)
+
+    def add_blocks(self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[MatrixSum]) -> BatchSummary:
         batch, y = self.observe(x, y)
         total = BlockSum(groups, self.problem, self._n_terms(batch.f), self.dtype, running)
         heads = set(batch.heads())
         whole = [i for group in groups if heads.issuperset(group) for i in group]
         self._accumulate(batch, y, total, heads=batch.head_blocks(whole), groups=groups)
-        sums = total.result()
-        return self.summary(batch.f, y), sums if running is not None else tuple(mirror(block) for block in sums)
+        return self.summary(batch.f, y)
 
     def kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
         batch, y = self.observe(x, y)

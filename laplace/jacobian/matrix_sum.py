@@ -1,0 +1,97 @@
+"""Running sum of a full curvature over batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace.core.checks import all_finite
+from laplace.core.gram import add_gram, mirror
+from laplace.jacobian.blocks import Block
+from laplace.jacobian.jacobian import Jacobian
+from laplace.jacobian.pairs import Pairs, PairSum
+
+_DATA = 16
+"""Number of data for which the form of a sum is chosen, whatever the batch: those of all shards have one form."""
+
+
+@dataclass(eq=False)
+class MatrixSum:
+    """Σ J Jᵀ `[E, p, p]`, by pairs of layers where that is less work, and of what is multiplied out.
+
+    Attributes:
+        size: Number of entries p.
+        values: `[E, p, p]` of what is multiplied out, of which the upper block triangle counts; None if there is none.
+        paired: The sum by pairs of layers, or None.
+    """
+
+    size: int
+    values: Tensor | None = None
+    paired: PairSum | None = None
+
+    @classmethod
+    def of(cls, values: Tensor) -> MatrixSum:
+        """The sum of complete matrices `[E, p, p]`."""
+        return cls(values.shape[-1], values)
+
+    @property
+    def n_terms(self) -> int:
+        """Number of terms E that are kept apart."""
+        return 1 if self.values is None else len(self.values)
+
+    def add(self, values: Tensor) -> None:
+        """Adds matrices `[E, p, p]`."""
+        self.upper(len(values), values).add_(values)
+
+    def upper(self, n_terms: int, like: Tensor) -> Tensor:
+        """What matrices are added to in place, `[E, p, p]`, of which the upper block triangle counts.
+
+        Args:
+            n_terms: E.
+            like: Gives dtype and device.
+        """
+        if self.values is None:
+            self.values = like.new_zeros(n_terms, self.size, self.size)
+        return self.values
+
+    def add_blocks(self, blocks: Sequence[Block], n_terms: int, first: int, like: Tensor) -> None:
+        """Adds the outer products of weighted blocks that follow each other.
+
+        Args:
+            blocks: One of every tensor.
+            n_terms: E: a term is an output, or holds all.
+            first: Term of the first cotangent.
+            like: Gives dtype and device.
+        """
+        if self.paired is None and self.values is None and n_terms == 1 and Pairs.are_less_work(blocks, _DATA):
+            self.paired = PairSum.zeros(Pairs.of(blocks), like)
+        if self.paired is not None and self.paired.pairs == Pairs.of(blocks):
+            self.paired.add(blocks)
+            return
+        total = self.upper(n_terms, like)
+        for piece in Jacobian(tuple(blocks)).pieces():
+            if n_terms == 1:
+                add_gram(total[0], piece.flatten(0, 1))
+                continue
+            for k in range(piece.shape[1]):
+                add_gram(total[(first + k) % n_terms], piece[:, k])
+
+    def complete(self) -> Tensor:
+        """The matrices `[E, p, p]`; what was held by pairs is released."""
+        if self.values is not None:
+            mirror(self.values)
+        if self.paired is not None:
+            matrix = self.paired.dense().unsqueeze(0)
+            self.values = matrix if self.values is None else matrix.add_(self.values)
+            self.paired = None
+        return self.upper(1, torch.empty(0))
+
+    def is_finite(self) -> Tensor:
+        """Of entries that hold every square, so that no pass over all of the matrix is taken for every batch."""
+        own = [] if self.values is None else [self.values.diagonal(dim1=1, dim2=2)]
+        if self.paired is not None:
+            own += [values for (i, j), values in self.paired.sums.items() if i == j]
+        return all_finite(own)

@@ -1,0 +1,350 @@
+"""Full matrices and outer products: sums Σ_b J_bᵀ J_b and products J_b Σ J_bᵀ by pairs of layers, without J.
+
+For two layers with J[k, b] = g[k, b] ⊗ a[b] and J'[k, b] = g'[k, b] ⊗ a'[b], the part of a sum that they share is
+
+    Σ_kb J J'ᵀ = Σ_b (Σ_k g_kb g'_kbᵀ) ⊗ (a_b a'_bᵀ),
+
+one matrix product `[O·O', B] × [B, I·I']`: K times less work than with J multiplied out. The other way round,
+
+    J_b S J'_bᵀ = g_b (S · (a_b ⊗ a'_b)) g'_bᵀ
+
+contracts the inputs first, by a product `[B, I·I'] × [I·I', O·O']`. Of a layer with itself either holds little more
+than a quarter of the numbers, since both sides are symmetric. So sums and matrices are held pair by pair,
+`[I·I', O·O']`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations_with_replacement
+
+import torch
+from torch import Tensor
+
+from laplace.core.gram import add_gram
+from laplace.jacobian.blocks import Block
+from laplace.jacobian.contractions import CHUNK_BYTES, RankOne, total
+
+_WORTHWHILE = 2**24
+"""Multiplications with J from which pairs of layers are less work: each pair has a fixed cost of a few operations."""
+
+
+_STRIP = 16
+"""Inputs whose products with all others are taken at once: half of the products need not be taken twice."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Entries of a full matrix that are seen as inputs × outputs.
+
+    Attributes:
+        blocks: Indices of the blocks: one weight, or all that are multiplied out.
+        slices: Their entries.
+        n_outputs: O; of what is multiplied out all entries.
+        n_inputs: I; 1 of what is multiplied out.
+        input_first: True if the entries are inputs × outputs, and not outputs × inputs.
+    """
+
+    blocks: tuple[int, ...]
+    slices: tuple[slice, ...]
+    n_outputs: int
+    n_inputs: int = 1
+    input_first: bool = False
+
+    @property
+    def is_product(self) -> bool:
+        """True of one weight, whose factors are contracted."""
+        return self.n_inputs > 1
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of entries of every slice."""
+        return [entries.stop - entries.start for entries in self.slices]
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return (self.n_inputs, self.n_outputs) if self.input_first else (self.n_outputs, self.n_inputs)
+
+    def picked(self, other: Part, block: Tensor) -> Tensor:
+        """Entries `[p, p']` of this part and another one as `[I, I', O, O']`."""
+        rows, columns = (0, 1) if self.input_first else (1, 0), (2, 3) if other.input_first else (3, 2)
+        return block.reshape(*self._shape, *other._shape).permute(rows[0], columns[0], rows[1], columns[1])
+
+    def placed(self, other: Part, values: Tensor) -> Tensor:
+        """The way back, from `[I, I', O, O']` to `[p, p']`."""
+        rows, columns = (0, 2) if self.input_first else (2, 0), (1, 3) if other.input_first else (3, 1)
+        return values.permute(*rows, *columns).flatten(2).flatten(0, 1)
+
+    def factors(self, blocks: Sequence[Block], dtype: torch.dtype) -> RankOne:
+        """Factors of its blocks: dense rows and ones of what is multiplied out."""
+        factors = blocks[self.blocks[0]].rank_one() if self.is_product else None
+        if factors is None:
+            dense = torch.cat([blocks[i].dense() for i in self.blocks], 2)
+            factors = RankOne(dense, dense.new_ones(dense.shape[1], 1), self.n_outputs)
+        return factors.to(dtype)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Every pair of the parts of some blocks that follow each other.
+
+    Attributes:
+        parts: Weights, and last what is multiplied out, if anything is.
+        size: Number of entries P.
+    """
+
+    parts: tuple[Part, ...]
+    size: int
+
+    @classmethod
+    def of(cls, blocks: Sequence[Block]) -> Pairs:
+        """The pairs of some blocks."""
+        parts: list[Part] = []
+        rest: list[int] = []
+        slices: list[slice] = []
+        start = 0
+        for i, block in enumerate(blocks):
+            slices.append(slice(start, start + block.size))
+            start += block.size
+            factors = block.rank_one()
+            if factors is None or factors.a.shape[1] == 1:
+                rest.append(i)
+            else:
+                sizes = factors.n_outputs, factors.a.shape[1]
+                parts.append(Part((i,), (slices[i],), *sizes, factors.input_first))
+        if rest:
+            own = tuple(slices[i] for i in rest)
+            parts.append(Part(tuple(rest), own, sum(s.stop - s.start for s in own)))
+        return cls(tuple(parts), start)
+
+    @staticmethod
+    def are_less_work(blocks: Sequence[Block], n_data: int) -> bool:
+        """True if pairs are less work than J of so many data multiplied out: there are layers, and several outputs."""
+        n_cotangents = blocks[0].n_cotangents
+        work = n_cotangents * n_data * sum(block.size for block in blocks) ** 2
+        if n_cotangents == 1 or work < _WORTHWHILE:
+            return False
+        factors = [block.rank_one() for block in blocks]
+        return any(factor is not None and factor.a.shape[1] > 1 for factor in factors)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Pairs of indices of parts, each once."""
+        return combinations_with_replacement(range(len(self.parts)), 2)
+
+    def shape(self, i: int, j: int) -> tuple[int, int]:
+        """Shape in which the entries of two parts are held: `[I·I', O·O']`, of a part with itself with few repeats."""
+        one, other = self.parts[i], self.parts[j]
+        if i == j:
+            return sum(strip.size for strip in strips(one.n_inputs)), _n_distinct(one.n_outputs)
+        return one.n_inputs * other.n_inputs, one.n_outputs * other.n_outputs
+
+    def factors(self, blocks: Sequence[Block], dtype: torch.dtype) -> Iterator[tuple[slice, list[RankOne]]]:
+        """Factors of all parts, a few data at a time."""
+        step = max(1, CHUNK_BYTES // (8 * self._numbers_per_datum(blocks[0].n_cotangents)))
+        for start in range(0, blocks[0].n_data, step):
+            data = slice(start, start + step)
+            some = [block.at(data) for block in blocks]
+            yield data, [part.factors(some, dtype) for part in self.parts]
+
+    def _numbers_per_datum(self, n_cotangents: int) -> int:
+        """Size of the products that one pair makes of a datum, and of what is multiplied out."""
+        pairs = [(self.parts[i], self.parts[j]) for i, j in self]
+        inputs = [_STRIP * one.n_inputs if one is other else one.n_inputs * other.n_inputs for one, other in pairs]
+        outputs = [one.n_outputs * other.n_outputs for one, other in pairs if one.is_product]
+        return max(inputs) + max(outputs) + n_cotangents * sum(part.n_outputs for part in self.parts)
+
+
+@dataclass(frozen=True)
+class PairSum:
+    """Running sum Σ_kb J Jᵀ over data and cotangents, pair by pair.
+
+    Attributes:
+        pairs: The parts of the blocks that are added.
+        sums: Of every pair.
+    """
+
+    pairs: Pairs
+    sums: dict[tuple[int, int], Tensor]
+
+    @classmethod
+    def zeros(cls, pairs: Pairs, like: Tensor) -> PairSum:
+        """The sum over nothing, in the dtype and on the device of a tensor."""
+        return cls(pairs, {pair: like.new_zeros(pairs.shape(*pair)) for pair in pairs})
+
+    def add(self, blocks: Sequence[Block]) -> None:
+        """Adds blocks of these parts."""
+        dtype = next(iter(self.sums.values())).dtype
+        for _, factors in self.pairs.factors(blocks, dtype):
+            for (i, j), values in self.sums.items():
+                if i == j and not self.pairs.parts[i].is_product:
+                    self._add_rest(values, factors[i].by_datum().flatten(0, 1))
+                    continue
+                outputs = factors[i].by_datum().mT @ factors[j].by_datum()  # [b, O, O']
+                if i == j:
+                    outputs = _distinct(outputs)
+                    for strip in strips(self.pairs.parts[i].n_inputs):
+                        values[strip.rows].addmm_(strip.inputs(factors[i].a).T, outputs)
+                else:
+                    values.addmm_(_products(factors[i].a, factors[j].a).T, outputs.flatten(1))
+
+    def _add_rest(self, values: Tensor, rows: Tensor) -> None:
+        """Adds the Gram of rows `[K·b, r]` to its distinct entries `[1, r (r + 1) / 2]`."""
+        gram = rows.new_zeros(rows.shape[1], rows.shape[1])
+        add_gram(gram, rows)
+        values += _distinct(gram)
+
+    def dense(self) -> Tensor:
+        """`[P, P]`."""
+        matrix = next(iter(self.sums.values())).new_empty(self.pairs.size, self.pairs.size)
+        for (i, j), values in self.sums.items():
+            one, other = self.pairs.parts[i], self.pairs.parts[j]
+            if i == j:
+                values = _symmetric(_repeated(values, one.n_outputs), one.n_inputs)
+            block = one.placed(other, values.view(one.n_inputs, other.n_inputs, one.n_outputs, other.n_outputs))
+            for rows, r in zip(block.split(one.sizes), one.slices, strict=True):
+                for part, c in zip(rows.split(other.sizes, 1), other.slices, strict=True):
+                    matrix[r, c] = part
+                    matrix[c, r] = part.T
+        return matrix
+
+
+class PairedMatrix:
+    """A symmetric matrix S, pair by pair, and its products J_b S J_bᵀ; differentiable in both.
+
+    Args:
+        pairs: The parts of the blocks.
+        matrix: S, `[P, P]`.
+    """
+
+    def __init__(self, pairs: Pairs, matrix: Tensor) -> None:
+        self.pairs = pairs
+        self.values = {(i, j): self._ordered(matrix, i, j) for i, j in pairs}
+
+    def _ordered(self, matrix: Tensor, i: int, j: int) -> Tensor:
+        one, other = self.pairs.parts[i], self.pairs.parts[j]
+        block = torch.cat([torch.cat([matrix[r, c] for c in other.slices], 1) for r in one.slices])
+        if i == j and not one.is_product:
+            return block
+        values = one.picked(other, block)
+        if i != j:
+            return values.flatten(2).flatten(0, 1)
+        values = _distinct(values + values.transpose(0, 1)) / 2  # [I, I, O (O + 1) / 2]
+        return torch.cat([strip.weighed(values) for strip in strips(one.n_inputs)])
+
+    def products(self, blocks: Sequence[Block], *, diagonal: bool = False) -> Tensor:
+        """J_b S J_bᵀ `[B, K, K]`, or its diagonals `[B, K]`, in the dtype of S."""
+        dtype = next(iter(self.values.values())).dtype
+        parts: list[Tensor] = []
+        for _, factors in self.pairs.factors(blocks, dtype):
+            terms = (self._product(factors, i, j, diagonal=diagonal) for i, j in self.values)
+            parts.append(total(terms))
+        return torch.cat(parts)
+
+    def _product(self, factors: Sequence[RankOne], i: int, j: int, *, diagonal: bool) -> Tensor:
+        """The terms of two parts, `[b, K, K]` or `[b, K]`; of two different ones in either order."""
+        one, other, values = factors[i], factors[j], self.values[i, j]
+        if i == j and not self.pairs.parts[i].is_product:
+            between = values
+        elif i == j:
+            strip_products = (strip.inputs(one.a) @ values[strip.rows] for strip in strips(one.a.shape[1]))
+            between = _repeated(total(strip_products), one.n_outputs)
+        else:
+            between = (_products(one.a, other.a) @ values).unflatten(1, (one.n_outputs, -1))  # [b, O, O']
+        left = between if one.g is None else one.by_datum() @ between
+        if diagonal:
+            own = left.diagonal(dim1=1, dim2=2) if other.g is None else (left * other.by_datum()).sum(2)
+            return own if i == j else 2 * own
+        product = left if other.g is None else left @ other.by_datum().mT
+        return product if i == j else product + product.mT
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Products a_i a_j of the inputs of one layer for some i, and all j from the first of them on.
+
+    Attributes:
+        start: First i.
+        stop: Last i, and one.
+        width: Number of inputs I.
+        first: Place of the first product among those of all strips.
+    """
+
+    start: int
+    stop: int
+    width: int
+    first: int
+
+    @property
+    def size(self) -> int:
+        """Number of products."""
+        return (self.stop - self.start) * (self.width - self.start)
+
+    @property
+    def rows(self) -> slice:
+        """Places of the products among those of all strips."""
+        return slice(self.first, self.first + self.size)
+
+    def inputs(self, a: Tensor) -> Tensor:
+        """The products of inputs `[b, I]`, `[b, size]`."""
+        return _products(a[:, self.start : self.stop], a[:, self.start :])
+
+    def weighed(self, values: Tensor) -> Tensor:
+        """Of values `[I, I, q]`, symmetric in the inputs, those that the products meet, `[size, q]`.
+
+        A product with j beyond the strip stands for that of j and i, too.
+        """
+        inner, outer = values[self.start : self.stop, self.start :].split(
+            [self.stop - self.start, self.width - self.stop], 1
+        )
+        return torch.cat([inner, 2 * outer], 1).flatten(0, 1)
+
+
+@cache
+def strips(width: int) -> tuple[Strip, ...]:
+    """All strips of I inputs: a little more than half of the products a_i a_j, each strip by one operation."""
+    result: list[Strip] = []
+    first = 0
+    for start in range(0, width, _STRIP):
+        result.append(Strip(start, min(width, start + _STRIP), width, first))
+        first += result[-1].size
+    return tuple(result)
+
+
+def _symmetric(values: Tensor, width: int) -> Tensor:
+    """`[I, I, ...]` from the rows of all strips."""
+    result = values.new_empty(width, width, *values.shape[1:])
+    for strip in strips(width):
+        part = values[strip.rows].unflatten(0, (strip.stop - strip.start, -1))
+        result[strip.start : strip.stop, strip.start :] = part
+        result[strip.start :, strip.start : strip.stop] = part.transpose(0, 1)
+    return result
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """Products a ⊗ b of every datum, `[B, I·I']`."""
+    return (a.unsqueeze(2) * b.unsqueeze(1)).flatten(1)
+
+
+@cache
+def _places(n: int) -> tuple[Tensor, Tensor]:
+    """Of a symmetric `[n, n]`: flat indices of its distinct entries, and the place of every entry among these."""
+    rows, columns = torch.triu_indices(n, n)
+    places = torch.zeros(n, n, dtype=torch.long)
+    places[rows, columns] = places[columns, rows] = torch.arange(len(rows))
+    return rows * n + columns, places.flatten()
+
+
+def _n_distinct(n: int) -> int:
+    return n * (n + 1) // 2
+
+
+def _distinct(matrices: Tensor) -> Tensor:
+    """The entries of symmetric `[..., n, n]` that differ, `[..., n (n + 1) / 2]`."""
+    return matrices.flatten(-2)[..., _places(matrices.shape[-1])[0].to(matrices.device)]
+
+
+def _repeated(values: Tensor, n: int) -> Tensor:
+    """Symmetric matrices `[..., n, n]` from the entries that differ."""
+    return values[..., _places(n)[1].to(values.device)].unflatten(-1, (n, n))

@@ -1,0 +1,131 @@
+"""Full matrices by pairs of layers: what large networks use, forced upon every problem of the catalogue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from laplace import Laplace
+from laplace.jacobian import pairs
+from laplace.structures.full import FullPrecision
+from tests.conformance.cases import KEPT, Case, few, own_dense, thinned, truth
+from tests.conformance.test_predictions import covariance_of, latent_of
+from tests.reference import curvature, predictive
+from tests.reference.compare import assert_close
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Pairs for networks of any size, a few data at a time."""
+    monkeypatch.setattr(pairs, "_WORTHWHILE", 0)
+    monkeypatch.setattr(pairs, "_STRIP", 2)
+    monkeypatch.setattr(pairs, "CHUNK_BYTES", 2**12)
+    pairs.strips.cache_clear()
+    yield
+    pairs.strips.cache_clear()
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("case", thinned("full"))
+def test_variances_by_pairs_are_those_of_the_dense_covariance(case: Case) -> None:
+    la = case.fit(prior_precision=0.4)
+    covariance = covariance_of(la)
+    variance = predictive.functional_variance(case.jacobian, covariance)
+    for form, expected in (("full", variance), ("diagonal", variance.diagonal(dim1=1, dim2=2))):
+        assert_close(latent_of(la, case.problem.x, form).covariance, expected, "backend", label=form)
+    assert_close(truth(case.problem.name).f, latent_of(la, case.problem.x, "full").mean, "backend", label="mean")
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("case", thinned("full", "block"))
+def test_sums_by_pairs_are_those_of_the_dense_jacobian(case: Case) -> None:
+    for kind in ("ggn", "ef"):
+        la = case.fit(batch_size=4, kind=kind)
+        assert_close(own_dense(la), KEPT[case.structure](case, case.dense(kind)), "backend", label=kind)
+
+
+@pytest.mark.usefixtures("always")
+def test_batches_of_another_form_are_added_as_they_are() -> None:
+    """A weight that is shared by positions in some batches only is multiplied out in these."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    mean = Mean(model)
+    x, y = torch.randn(6, 3, 3, dtype=torch.float64), torch.randint(2, (6,))
+    la = Laplace(mean, "classification", "all", "full")
+    la.fit([(x[:2, :1], y[:2]), (x[2:4, :2], y[2:4]), (x[4:, :1], y[4:])])
+    parts = [(x[:2, :1], y[:2]), (x[2:4, :2], y[2:4]), (x[4:, :1], y[4:])]
+    expected = torch.zeros_like(la.H)
+    for inputs, _ in parts:
+        jacobian, f = curvature.flat_jacobian(mean, inputs, [name for name, _ in mean.named_parameters()])
+        inner = curvature.output_hessian(f, "classification")
+        expected += torch.einsum("bcp,bcd,bdq->pq", jacobian, inner, jacobian)
+    assert_close(la.H, expected, "backend")
+
+
+class Mean(nn.Module):
+    """The mean of a network's outputs over the positions of its inputs."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).mean(1)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("case", few("all", "last_layer", structures=["full"], names=["mlp_classification", "pair"]))
+def test_variances_by_pairs_have_the_gradients_of_dense_ones(case: Case) -> None:
+    la = case.fit(prior_precision=0.4)
+    delta = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
+
+    def variance() -> torch.Tensor:
+        la.prior_precision = delta
+        return latent_of(la, case.problem.x, "full").covariance
+
+    outer = torch.randn_like(variance())
+    (slope,) = torch.autograd.grad((outer * variance()).sum(), delta)
+    with torch.no_grad():
+        step = 1e-5
+        ends = []
+        for end in (0.4 + step, 0.4 - step):
+            la.prior_precision = end
+            ends.append((outer * latent_of(la, case.problem.x, "full").covariance).sum())
+    assert_close(slope, (ends[0] - ends[1]) / (2 * step), "finite_difference")
+
+
+def wide_network() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A float32 network for which pairs are less work, and its data."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 20), nn.Tanh(), nn.Linear(20, 6))
+    return model, torch.randn(150, 12), torch.randint(6, (150,))
+
+
+@pytest.mark.parametrize("delta", [1.0, 1e-4])
+def test_variances_and_joint_covariances_agree_in_float32(delta: float) -> None:
+    model, x, y = wide_network()
+    la = Laplace(model, "classification", "all", "full", prior_precision=delta)
+    la.fit([(x, y)])
+    x = x[:100]
+    variance = latent_of(la, x, "full").covariance
+    joint = latent_of(la, x, "joint").covariance.view(100, 6, 100, 6)
+    own = torch.stack([joint[i, :, i] for i in range(100)])
+    assert torch.allclose(variance, own, atol=1e-6 * float(own.abs().max()))
+    assert torch.allclose(variance.diagonal(dim1=1, dim2=2), latent_of(la, x, "diagonal").covariance)
+
+
+@pytest.mark.parametrize("delta", [1.0, 1e-4])
+def test_variances_are_those_of_the_same_curvature_in_float64(delta: float) -> None:
+    """The inverse is neither rounded nor contracted in float32: of an ill-conditioned one nothing would be left."""
+    model, x, y = wide_network()
+    la = Laplace(model, "classification", "all", "full", prior_precision=delta)
+    la.fit([(x, y)])
+    precision = la.posterior()
+    assert isinstance(precision, FullPrecision)
+    jacobian = torch.cat([part.dense() for part, _ in la.engine.jacobian(x[:100])]).double()
+    H = precision.curvature.values[0].double()
+    exact = jacobian @ torch.linalg.solve(H + delta * torch.eye(len(H)), jacobian.mT)
+    got = latent_of(la, x[:100], "full").covariance
+    assert ((got - exact).abs().amax((1, 2)) / exact.abs().amax((1, 2))).max() < 1e-5
