@@ -135,7 +135,7 @@ def without_memory() -> None:
 
 def hidden_hook() -> type:
     class Own(laplace.FullLaplace):
-        def _curv_closure(self, X: Tensor, y: Tensor, N: int) -> Any:
+        def _check_jacobians(self, Js: Tensor) -> Any:
             return None
 
     return Own
@@ -551,11 +551,11 @@ CALLS: dict[str, Row] = {
     "data forgotten that were never seen": row(
         InvalidData, lambda: fitted().forget([(X, Y), (X, Y)]), "24 data", "remove only data"
     ),
-    "a private hook overridden": row(UnsupportedError, hidden_hook, "_curv_closure", "backend="),
+    "a private hook overridden": row(UnsupportedError, hidden_hook, "_check_jacobians", "functional_variance"),
     "another network assigned": row(
         UnsupportedError, lambda: setattr(fitted(), "model", net()), "model", "make a new one"
     ),
-    "a mean assigned": row(UnsupportedError, lambda: setattr(fitted(), "mean", torch.zeros(38)), "mean", "fit"),
+    "a mean of another length": row(InvalidArgument, lambda: setattr(fitted(), "mean", torch.zeros(37)), "mean", "38"),
 }  # fmt: skip
 
 MISTAKES = {

@@ -47,7 +47,7 @@ class MatrixSum:
         self.upper(len(values), values).add_(values)
 
     def upper(self, n_terms: int, like: Tensor) -> Tensor:
-        """What matrices are added to in place, `[E, p, p]`, of which the upper block triangle counts.
+        """The sum of what is multiplied out, `[E, p, p]`, to add to in place; the upper block triangle counts.
 
         Args:
             n_terms: E.

@@ -62,11 +62,6 @@ class BlockCurvature(AdditiveCurvature):
     name = "block"
     options = BlockOptions
 
-    @classmethod
-    def of(cls, values: Iterable[Tensor], groups: Groups) -> BlockCurvature:
-        """The curvature H `[E, p, p]` of every layer."""
-        return cls(tuple(MatrixSum.of(block) for block in values), groups)
-
     @cached_property
     def values(self) -> tuple[Tensor, ...]:
         """H of every layer, `[E, p, p]`."""
@@ -119,16 +114,16 @@ class BlockCurvature(AdditiveCurvature):
     def __add__(self, other: Curvature) -> BlockCurvature:
         if not isinstance(other, BlockCurvature):
             return NotImplemented
-        return BlockCurvature.of((a + b for a, b in zip(self.values, other.values, strict=True)), self.groups)
+        return _of((a + b for a, b in zip(self.values, other.values, strict=True)), self.groups)
 
     def scaled(self, factor: float) -> BlockCurvature:
-        return BlockCurvature.of((factor * block for block in self.values), self.groups)
+        return _of((factor * block for block in self.values), self.groups)
 
     def minus(self, removed: Curvature, *, signed: bool = False) -> BlockCurvature:
         if not isinstance(removed, BlockCurvature):
             raise algebra.other_structure(self.name, removed.name)
         pairs = zip(self.values, removed.values, strict=True)
-        return BlockCurvature.of((algebra.remaining_matrix(a, b, signed=signed) for a, b in pairs), self.groups)
+        return _of((algebra.remaining_matrix(a, b, signed=signed) for a, b in pairs), self.groups)
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> KronPrecision:
         return KronPrecision(self._indefinite(options.get("indefinite")).spectra(weights), weights, prior)
@@ -146,7 +141,7 @@ class BlockCurvature(AdditiveCurvature):
             return replace(self, signed=True)
         pairs = [algebra.eigh(block, signed=True) for block in self.values]
         blocks = [(u * mended(values, mode).unsqueeze(1)) @ u.mT for values, u in pairs]
-        return BlockCurvature.of((block.to(self.values[0]) for block in blocks), self.groups)
+        return _of((block.to(self.values[0]) for block in blocks), self.groups)
 
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:
         weights = weights.detach()
@@ -189,10 +184,15 @@ class BlockCurvature(AdditiveCurvature):
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> BlockCurvature:
-        return cls.of(state["values"], tuple(tuple(group) for group in state["groups"]))
+        return _of(state["values"], tuple(tuple(group) for group in state["groups"]))
 
     def forms(self) -> tuple[str, ...]:
         return ("exact dense block of its layer",) * sum(len(group) for group in self.groups)
 
     def public(self) -> tuple[Tensor, ...]:
         return tuple(block.sum(0) for block in self.values)
+
+
+def _of(values: Iterable[Tensor], groups: Groups) -> BlockCurvature:
+    """The curvature H `[E, p, p]` of every layer."""
+    return BlockCurvature(tuple(MatrixSum.of(block) for block in values), groups)

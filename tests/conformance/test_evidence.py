@@ -190,7 +190,7 @@ def test_closed_form_bayesian_linear_regression(weights: str, vector: bool) -> N
     assert_close(la.posterior_covariance, covariance, "algebra", label="covariance")
     new = drawn(case, "new inputs", 4, 4)
     predicted, variance = la(new)
-    inputs, _ = reference.flat_jacobian(la.model, new, truth(problem.name).names)
+    inputs, _ = reference.flat_jacobian(la.weights.model, new, truth(problem.name).names)
     assert_close(predicted, (inputs @ mean), "algebra", label="mean")
     assert_close(variance, inputs @ covariance @ inputs.mT, "algebra", label="variance")
 

@@ -20,7 +20,6 @@ from tests.downstream.problems import (
     best_prior,
     classes,
     documented,
-    fails,
     held_out,
     loader,
     network,
@@ -276,7 +275,6 @@ def test_s6_private_names_exist_or_the_difference_is_documented() -> None:
     assert "_get_functional_hessian" in dir(GGNInterface) or documented("`_get_functional_hessian`")
 
 
-@fails("F3", "`H_facs` cannot be assigned")
 def test_s6_factors_can_be_let_go() -> None:
     model, (x, y) = network(), classes()
     la = Laplace(model, "classification", "all", "kron")

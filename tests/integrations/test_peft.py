@@ -86,10 +86,10 @@ def test_a_loaded_posterior_warns() -> None:
     probabilities = la(x)
     loaded = Laplace(copy.deepcopy(model), "classification", "last_layer", "kron")
     loaded.load_state_dict(la.state_dict())
-    loaded.model.set_adapter("other")
+    loaded.model.model.set_adapter("other")
     with pytest.warns(ModelChangedWarning, match="active_adapter"):
         loaded(x)
-    loaded.model.set_adapter("default")
-    with loaded.model.disable_adapter():
+    loaded.model.model.set_adapter("default")
+    with loaded.model.model.disable_adapter():
         pass
     assert torch.equal(loaded(x), probabilities)
