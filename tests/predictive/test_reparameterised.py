@@ -11,8 +11,8 @@ from laplace.errors import UnsupportedError
 from tests import grid
 from tests import problems as catalogue
 from tests.conformance.cases import Case
+from tests.network.test_manners import picture
 from tests.reference.compare import assert_close
-from tests.test_manners import picture
 
 pytestmark = pytest.mark.portable
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from laplace.function_space.base import BaseFunctionalLaplace
 from tests import grid
-from tests.test_manners import differences, picture, prepared, seed
+from tests.network.test_manners import differences, picture, prepared, seed
 
 
 class Broken(RuntimeError):

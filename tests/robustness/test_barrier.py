@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tests import grid
+from tests.network.test_manners import prepared
 from tests.robustness.faults import nothing_changes
-from tests.test_manners import prepared
 
 PATIENCE = 0.2
 """Seconds that a forward pass waits for the other one; the lock of the model keeps it from coming."""

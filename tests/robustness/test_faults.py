@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from laplace import ELLA, FunctionalLaplace, MixtureLaplace, VaLLA
 from laplace.errors import ApproximationWarning, InvalidData, LaplaceError, TuningWarning
 from tests import grid
+from tests.network.test_manners import seed
 from tests.robustness.faults import (
     Broken,
     Fault,
@@ -24,7 +25,6 @@ from tests.robustness.faults import (
     raising,
     same_bits,
 )
-from tests.test_manners import seed
 
 X = grid.data(seed=8)[0]
 BATCHES = grid.batches()

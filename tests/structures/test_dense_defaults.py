@@ -337,7 +337,13 @@ def test_no_public_call_of_them_reaches_a_matrix_by_default(structure: str, monk
 
 def test_the_documented_structure_passes_the_conformance_suite() -> None:
     """In a process of its own, whose registry has it; with all weights, a last layer and subnetworks."""
-    suites = ["tests/conformance", "tests/test_state.py", "tests/test_forgetting.py", "tests/tuning", "tests/training"]
+    suites = [
+        "tests/conformance",
+        "tests/test_state.py",
+        "tests/posterior/test_forgetting.py",
+        "tests/tuning",
+        "tests/training",
+    ]
     options = ["-q", "-p", "no:cacheprovider", "-n", "0", "-p", "tests.conformance.tridiagonal"]
     # That of decay compares with a table of truths, which has those of the library's structures.
     chosen = ["-k", "tridiagonal and not decay_weighs", "-W", "ignore::laplace.errors.SlowWarning"]

@@ -10,7 +10,7 @@ import pytest
 
 # A package that an example needs besides those of the tests.
 NEEDS = {"language_models": "transformers"}
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").rglob("*.py"))
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.py"))
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)

@@ -16,7 +16,7 @@ from laplace.core import precision_policy
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.structures import STRUCTURES
 
-PACKAGE = Path(__file__).parents[1] / "laplace"
+PACKAGE = Path(__file__).parents[2] / "laplace"
 HOME = "core/precision_policy.py"
 TABLES = {
     "engines/native/proof.py": "how closely derivatives agree, by dtype",

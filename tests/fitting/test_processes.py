@@ -74,7 +74,7 @@ def test_a_group_of_one_is_the_usual_case(group: Callable[[int], None]) -> None:
 
 RANK = """
 import sys
-from tests.test_processes import fits_of_a_rank
+from tests.fitting.test_processes import fits_of_a_rank
 
 print(*fits_of_a_rank(1, sys.argv[1]), sep=";")
 """
@@ -101,7 +101,7 @@ def test_two_processes(tmp_path: Path) -> None:
     """This one and another, each of which sees 51 of 101 data, and all of them where its loader has them."""
     store = str(tmp_path / "store")
     command = [sys.executable, "-c", RANK, store]
-    other = subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True)
     try:
         mine = fits_of_a_rank(0, store)
         theirs = other.communicate(timeout=120)[0].strip().split(";")

@@ -16,7 +16,7 @@ from laplace.likelihoods.links import LINKS
 from laplace.structures import STRUCTURES
 from tests.source import house
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
