@@ -21,6 +21,10 @@ BOUND = 23.0
 """Largest |log| that a search reaches from a start within it: 1e-10 to 1e10."""
 
 
+_BETA_1, _BETA_2, _EPSILON = 0.9, 0.999, 1e-8
+"""Constants of Adam: the two decays, and what keeps the step finite."""
+
+
 @dataclass
 class Search:
     """The course of a search.
@@ -172,20 +176,42 @@ Step = Callable[[Tensor], tuple[float, Tensor] | None]
 
 def _adam(step: Step, logs: Tensor, n_steps: int, lr: float, search: Search) -> bool:
     """After a value that is not finite Adam begins anew at the best point, with half the step size."""
-    logs.requires_grad_()
-    optimizer = torch.optim.Adam([logs], lr=lr)
+    update = _AdamUpdate(logs, lr)
     for _ in range(n_steps + 1):
         evaluation = step(logs)
         if evaluation is None:
             if not math.isfinite(search.best_value):
                 return False
             lr = lr / 2
-            logs = search.best.clone().requires_grad_()
-            optimizer = torch.optim.Adam([logs], lr=lr)
+            logs = search.best.clone()
+            update = _AdamUpdate(logs, lr)
             continue
-        logs.grad = evaluation[1]
-        optimizer.step()
+        logs = logs - update(evaluation[1])
     return False
+
+
+class _AdamUpdate:
+    """Steps of Adam (Kingma & Ba, 2015, algorithm 1).
+
+    PyTorch's optimiser computes the same, and imports PyTorch's compiler with its first step: most of a second.
+
+    Args:
+        like: Gives shape, dtype and device.
+        lr: Step size.
+    """
+
+    def __init__(self, like: Tensor, lr: float) -> None:
+        self.lr = lr
+        self.n = 0
+        self.first, self.second = torch.zeros_like(like), torch.zeros_like(like)
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        """The step against a gradient."""
+        self.n += 1
+        self.first.lerp_(gradient, 1 - _BETA_1)
+        self.second.mul_(_BETA_2).addcmul_(gradient, gradient, value=1 - _BETA_2)
+        spread = self.second.sqrt() / math.sqrt(1 - _BETA_2**self.n) + _EPSILON
+        return self.lr / (1 - _BETA_1**self.n) * self.first / spread
 
 
 def _lbfgs(step: Step, logs: Tensor, n_steps: int, lr: float, search: Search) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,9 @@ from torch import Tensor
 
 from laplace.errors import InvalidArgument
 from laplace.tuning.optimise import BOUND, Evaluate, minimise
+from tests.reference.compare import assert_close
+
+ROOT = Path(__file__).parents[2]
 
 AT = torch.tensor([1.0, -2.0], dtype=torch.float64)
 START = torch.zeros(2, dtype=torch.float64)
@@ -117,3 +123,34 @@ def test_flat(method: str) -> None:
 def test_arguments(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument, match=next(iter(wrong))):
         minimise(smooth, START, **({"method": "adam", **OPTIONS} | wrong))  # pyright: ignore
+
+
+def test_adam_takes_the_steps_of_pytorch() -> None:
+    torch.manual_seed(0)
+    root, optimum = torch.randn(6, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+
+    def evaluate(logs: Tensor) -> tuple[float, Tensor]:
+        gradient = root @ root.T @ (logs - optimum)
+        return float((logs - optimum) @ gradient / 2), gradient
+
+    start = torch.zeros(6, dtype=torch.float64)
+    search = minimise(evaluate, start, method="adam", n_steps=50, lr=0.1, tolerance=0.0)
+    logs = start.clone().requires_grad_()
+    optimizer, values = torch.optim.Adam([logs], lr=0.1), []
+    for _ in range(51):
+        value, logs.grad = evaluate(logs.detach())
+        values.append(value)
+        optimizer.step()
+    assert_close(torch.tensor(search.values), torch.tensor(values), "algebra")
+
+
+def test_the_first_tuning_does_not_import_a_compiler() -> None:
+    script = """
+import sys, torch, laplace
+la = laplace.Laplace(torch.nn.Linear(3, 2), "classification", "all", "diag")
+la.fit([(torch.randn(8, 3), torch.randint(0, 2, (8,)))])
+la.optimize_prior_precision()
+print([name for name in sys.modules if name.startswith("torch._dynamo")])
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
