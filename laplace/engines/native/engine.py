@@ -122,9 +122,9 @@ class NativeEngine(CurvatureEngine):
         if what == "a fit":
             drawn = "backend_kwargs={'stochastic': True} (a pass per sample), " if self.apart else ""
             remedy = (
-                f"Use {drawn}hessian_structure='lowrank' (products alone), or fewer data, the subsampled GGN, with "
+                f"Use {drawn}hessian_structure='lowrank' (products alone), or fewer data, the subsampled GGN, "
+                "with a higher budget"
             )
-            remedy += "a higher budget"
         head = "subset_of_weights='last_layer', which takes none; or " if self.problem.head is None else ""
         raise UnsupportedError(
             f"{what} of outputs with positions takes {count:,} backward passes for every batch here, one per position "
