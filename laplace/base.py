@@ -160,7 +160,7 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     def set_posterior(self, posterior: Posterior) -> None:
         """Takes over a posterior."""
-        self._posterior = replace(posterior, owner=None)
+        self._posterior = posterior if posterior.owner is None else replace(posterior, owner=None)
         posterior.weights.announce()
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 Every error derives from `LaplaceError` and from the built-in type that users of
 similar libraries catch (`ValueError`, `TypeError`, `RuntimeError`). A message names the
-argument, says what was given, what is accepted and how to mend it.
+argument, says what was given, what is accepted and what to do.
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ class Unit:
     Attributes:
         name: What it is, for messages.
         plural: Of several.
-        mend: What to do where memory does not hold one.
+        remedy: What to do where memory does not hold one.
     """
 
     name: str
     plural: str
-    mend: str
+    remedy: str
 
 
 _LESS = "choose what takes less: la.plan(loader).cheaper lists structures and weights that do."
@@ -70,7 +70,7 @@ def in_slices(count: int, at_once: int, compute: Callable[[slice], _T], unit: Un
             if not ran_out(error):
                 raise
             if size == 1:
-                raise OutOfMemory(f"memory ran out at a single {unit.name}. {unit.mend}") from error
+                raise OutOfMemory(f"memory ran out at a single {unit.name}. {unit.remedy}") from error
         else:
             start = part.stop
             yield part, result

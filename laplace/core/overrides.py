@@ -169,7 +169,7 @@ def check_class(cls: type, root: type) -> None:
         if name in own:
             raise UnsupportedError(
                 f"class {cls.__name__} defines {name}, which is private to this library and may change or have no "
-                "effect. Override a public method or property (docs/design.md, Subclassing), or choose another name."
+                "effect. Override a public method or property (docs/extending.md, Subclassing), or choose another name."
             )
 
 
@@ -262,7 +262,7 @@ def check_backend_assignment(backend: object, name: str) -> None:
     if name == "factor" and is_ours(type(backend)):
         raise ReadOnlyError(
             f"{name} of {type(backend).__name__} is assigned, but the curvature is that of the likelihood: instead, "
-            "pass a likelihood object of your own (docs/design.md, A likelihood), or reshape targets in the loader."
+            "pass a likelihood object of your own (docs/extending.md, A likelihood), or reshape targets in the loader."
         )
 
 

@@ -185,18 +185,20 @@ def target_rows(y: Tensor, f: Tensor, positions: tuple[int, ...], channel_dim: i
     if y.shape[: len(lead)] == lead:
         return y.flatten(0, len(positions))
     others = [d for d in range(1, len(whole)) if y.shape == whole[:d] + whole[d + 1 :]]
-    mend = f"or pass channel_dim={others[0]}, which these targets fit" if others else "or say by channel_dim= which is"
+    remedy = (
+        f"or pass channel_dim={others[0]}, which these targets fit" if others else "or say by channel_dim= which is"
+    )
     extra = positions[0] - y.shape[1] if len(positions) == 1 and y.ndim == 2 else 0
     if extra > 0:
         cut = f"[:, {extra}:], or [:, {extra - 1}:-1] of next tokens, of which a learned prompt predicts the first"
-        mend += (
+        remedy += (
             "; or say by forward_fn=lambda model, x: model(...).logits[:, a:b] which positions the labels are of: "
             + ("[:, :-1] of next tokens" if extra == 1 else cut)
         )
     if whole[-1] == 1:
-        mend += f"; where {list(whole[:-1])} are the outputs of the data, return them without the last dimension"
+        remedy += f"; where {list(whole[:-1])} are the outputs of the data, return them without the last dimension"
     raise InvalidData(
         f"Targets have shape {list(y.shape)}, outputs {list(whole)}, of which dimension "
         f"{channel_dim % len(whole)} is that of the classes or outputs of a position; labels {list(lead)} or values "
-        f"{list(whole)} are accepted: reshape the targets, {mend}."
+        f"{list(whole)} are accepted: reshape the targets, {remedy}."
     )

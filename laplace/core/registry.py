@@ -70,9 +70,6 @@ class Registry(Generic[T]):
         return list(self._entries.items())
 
 
-T = TypeVar("T")
-
-
 class Cell(NamedTuple):
     """Names of one value of every axis.
 

@@ -118,7 +118,7 @@ class UserBackendEngine(CurvatureEngine):
 
     def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
         if "diag" in self.methods and bases is None:
-            with borrowed(self.problem.module):
+            with users_call(self.problem.module):
                 loss, values = self.backend.diag(x, y, **self.call_options)
             return self._summary(x, y, loss), self._shaped("diag", values, 1).unsqueeze(0)
         if self._gives_columns:
@@ -137,7 +137,7 @@ class UserBackendEngine(CurvatureEngine):
         if "kron" not in self.methods:
             return self.builtin.kron(x, y)
         n_data = batches.size(x, self.backend.dict_key_x)
-        with borrowed(self.problem.module):
+        with users_call(self.problem.module):
             loss, kron = self.backend.kron(x, y, N=n_data, **self.call_options)
         return self._summary(x, y, loss), self._parts(kron.kfacs, n_data)
 
@@ -178,7 +178,7 @@ class UserBackendEngine(CurvatureEngine):
         if name is None:
             yield from self.builtin.jacobian(x, create_graph=create_graph)
             return
-        with borrowed(self.problem.module):
+        with users_call(self.problem.module):
             method = getattr(self.backend, name)
             J, f = method(x, enable_backprop=True) if create_graph else method(x)
         J, f = (J, f) if create_graph else (J.detach(), f.detach())
@@ -209,7 +209,7 @@ class UserBackendEngine(CurvatureEngine):
         """Columns whose outer products add up to the curvature, as one block per tensor."""
         if "gradients" in self.methods and self.kind == "ef":
             factor = self.likelihood.torch_loss()[1]
-            with borrowed(self.problem.module):
+            with users_call(self.problem.module):
                 gradients, loss = self.backend.gradients(x, y)
             columns = factor * self._shaped("gradients", gradients.detach(), 2).unsqueeze(0)
             summary = self._summary(x, y, factor * loss)
@@ -227,7 +227,7 @@ class UserBackendEngine(CurvatureEngine):
         return summary, {i: DenseBlock(part) for i, part in enumerate(parts)}
 
     def _users_full(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
-        with borrowed(self.problem.module):
+        with users_call(self.problem.module):
             loss, values = self.backend.full(x, y)
         return self._summary(x, y, loss), self._shaped("full", values, 2).unsqueeze(0)
 
@@ -293,8 +293,8 @@ def summarised(engine: CurvatureEngine, x: Inputs, y: Tensor, loss: Tensor) -> B
 
 
 @contextmanager
-def borrowed(module: torch.nn.Module) -> Iterator[None]:
-    """For calls of users' methods: evaluation mode, gradients enabled, the model put back afterwards."""
+def users_call(module: torch.nn.Module) -> Iterator[None]:
+    """A block for a call of a user's method: evaluation mode, gradients enabled, the model put back afterwards."""
     with preserve_model(module), hooks_put_back(module), gradients_set_aside(module):  # noqa: SIM117
         with torch.inference_mode(False), torch.enable_grad():
             yield

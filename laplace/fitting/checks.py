@@ -28,11 +28,11 @@ def check_override(override: Any) -> None:
     Raises:
         InvalidType: It is neither True nor False.
     """
-    mend = (
+    remedy = (
         "fit takes one loader of batches (x, y): la.fit([(X, Y)]) for tensors X and Y, or a DataLoader of "
         "TensorDataset(X, Y); validation data are given to optimize_prior_precision(val_loader=...)."
     )
-    check_flag("override", override, mend)
+    check_flag("override", override, remedy)
 
 
 def check_decay(decay: float, *, override: bool) -> None:

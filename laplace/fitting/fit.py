@@ -273,7 +273,7 @@ def _read(
 
 
 def _out_of_memory(error: BaseException) -> str:
-    return str(error) if isinstance(error, OutOfMemory) else f"memory ran out. {COTANGENT.mend} {error}"
+    return str(error) if isinstance(error, OutOfMemory) else f"memory ran out. {COTANGENT.remedy} {error}"
 
 
 def _extended(total: BatchSummary | None, new: BatchSummary) -> BatchSummary:

@@ -83,7 +83,7 @@ class Energy:
         return self._sampled(latent, y, sigma_noise, generator) / temperature
 
     def _gaussian(self, latent: Gaussian, y: Tensor, noise: Tensor, temperature: Tensor) -> Tensor:
-        """In closed form; every output is a likelihood term of its own."""
+        """The energy in closed form; every output is a likelihood term of its own."""
         residual, variance = (y - latent.mean).square(), latent.covariance
         if self.alpha == 0:
             data = (residual + variance) / noise

@@ -59,7 +59,7 @@ class HeadBlock(Head):
 
     @classmethod
     def of(cls, block: Block, n_outputs: int) -> HeadBlock | None:
-        """From the block of a layer with any output gradients, which are not read; None of one that is no head."""
+        """The block of a head, by that of its layer with any output gradients, which are not read; None of another."""
         if not isinstance(block, OuterBlock) or block.input_first:
             return None
         if block.a is None:

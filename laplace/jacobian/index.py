@@ -105,7 +105,7 @@ class IndexBlock(FactoredBlock):
         return self.counted.sum().to(self.g.dtype)
 
     def kernel_by_factors(self, other: Block) -> Callable[[], Tensor] | None:
-        """By Grams where pairs of positions are less work than the table's entries."""
+        """The kernel by Grams where pairs of positions are less work than the table's entries."""
         if (
             not isinstance(other, IndexBlock)
             or self.n_positions * other.n_positions * (self.n_outputs + 1) >= self.size

@@ -62,7 +62,7 @@ def _by_factors(x: Block, y: Block) -> Callable[[], Tensor] | None:
 
 
 def _multiplied_out(x: Block, y: Block) -> Tensor:
-    """By dense pieces of both, contracted and dropped."""
+    """The kernel by dense pieces of both, contracted and dropped."""
     others = [widened(y.dense())] if isinstance(y, DenseBlock) else None
     rows: list[Tensor] = []
     for piece in x.pieces():

@@ -324,7 +324,7 @@ class OuterBlock(FactoredBlock):
         return torch.einsum(f"kbgo,bgi->{order}", g, self.a[:, 0].square()).flatten(1)
 
     def _squares_of_sums(self, *, apart: bool) -> Tensor:
-        """By dense pieces; of a large weight not even those of one datum hold all cotangents."""
+        """The sum by dense pieces; of a large weight not even those of one datum hold all cotangents."""
         step = max(1, CHUNK_BYTES // (8 * self.size))
         if self.n_cotangents <= step:
             return super().sum_of_squares(apart=apart)

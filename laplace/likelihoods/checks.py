@@ -1,4 +1,4 @@
-"""Checks of outputs and targets that several likelihoods share; every message says how to mend the fault."""
+"""Checks of outputs and targets that several likelihoods share; every message says what to do."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def check_labels(f: Tensor, y: Tensor, ignore_index: int | None = None) -> Tenso
     if given.shape == f.shape:
         return check_soft_labels(f, given)
     if given.shape != f.shape[:1]:
-        mend = "for [B, 1] give y.squeeze(-1)" if given.ndim > 1 else "give a label for every datum"
+        remedy = "for [B, 1] give y.squeeze(-1)" if given.ndim > 1 else "give a label for every datum"
         raise InvalidData(
             f"Targets have shape {list(given.shape)}, outputs {list(f.shape)}; integer labels of shape "
-            f"{list(f.shape[:1])}, or probabilities of the classes of shape {list(f.shape)}, are accepted: {mend}."
+            f"{list(f.shape[:1])}, or probabilities of the classes of shape {list(f.shape)}, are accepted: {remedy}."
         )
     if given.is_floating_point():
         raise InvalidData(f"Labels have dtype {given.dtype}; integers are accepted: give y.long().")

@@ -69,8 +69,8 @@ def stretched(mode: Tensor, width: Tensor, deviation: Tensor) -> tuple[Tensor, T
 
     Args:
         mode: Where the integrand is largest, `[...]`.
-        width: In how much it falls there, of the same shape.
-        deviation: In how much it falls elsewhere, of the same shape, at least the width.
+        width: Distance over which it falls there, of the same shape.
+        deviation: Distance over which it falls elsewhere, of the same shape, at least the width.
     """
     ratio = (2 * deviation / width).log()
     stretch = (ratio + ratio.log1p() + 0.3) / _REACH  # sinh(9a) / 9a is about deviation / width

@@ -17,7 +17,7 @@ from laplace.errors import ApproximationWarning, warn
 from laplace.network.model_guard import autograd_mode, hooks_fire, model_lock, preserve_model, same_random_state
 
 Attributes = dict[str, tuple[tuple[str, Any], ...]]
-"""By the attribute's name, every module that has it, with its value."""
+"""Every module that has an attribute, with its value, by the attribute's name."""
 
 _OWN = frozenset(vars(nn.Module()))
 """Attributes of every module: tables of parameters, submodules and hooks, and the flag of the training mode."""

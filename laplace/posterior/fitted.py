@@ -91,7 +91,7 @@ class Fitted:
 
     def settled(self) -> Fitted:
         """The same with a complete fit, which nothing changes that is written into an assigned H."""
-        return replace(self, source=self.source.complete)
+        return self if self.source is self.fit else replace(self, source=self.fit)
 
     @property
     def present(self) -> Fit | FitByHand:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
-from laplace.curvature.user_backend import borrowed, summarised
+from laplace.curvature.user_backend import summarised, users_call
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import UnsupportedError
 from laplace.posterior.assembled import checked_H, with_parts, without_data
@@ -46,7 +46,7 @@ class HookedPass(DataPass):
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
         problem = self.engine.problem
         with replace(self.summed, owner=self.owner).owned() as la:
-            with borrowed(problem.module):
+            with users_call(problem.module):
                 loss, H = member(la, "_curv_closure")(x, y, self.n_data)
             now: Posterior = la._posterior
         summary = summarised(self.engine, x, y, torch.as_tensor(loss))

@@ -267,12 +267,12 @@ class MixedOutputs:
 
     @property
     def options(self) -> PredictionOptions:
-        """Of all components."""
+        """Link, samples and form, of all components."""
         return self.components[0].options
 
     @property
     def likelihood(self) -> Likelihood:
-        """Of all components."""
+        """Distribution of the data, p(y | f), of all components."""
         return self.components[0].likelihood
 
     @property
@@ -372,5 +372,5 @@ class MixedOutputs:
 
 
 def _together(values: Sequence[Tensor]) -> Tensor:
-    """Of all components, `[K, …]`, on the device of the first."""
+    """Values of all components, `[K, …]`, on the device of the first."""
     return torch.stack([value.to(values[0]) for value in values])

@@ -36,7 +36,7 @@ class HeadMap:
 
     @property
     def n_bytes(self) -> int:
-        """Of the features."""
+        """Bytes of the features."""
         return self.features.numel() * self.features.element_size()
 
     def push(self, vector: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class GraphMap:
 
     @property
     def n_bytes(self) -> int:
-        """Of the graph, about."""
+        """Bytes of the graph, about."""
         return self.linear.n_bytes
 
     def push(self, vector: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ class Refiner:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the numbers that the network computes."""
+        """Dtype of the numbers that the network computes."""
         return self.engine.dtype
 
     def minimum(self, model: LinearModel, start: Tensor, precision: Precision, *, show: bool) -> Minimum:

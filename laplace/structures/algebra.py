@@ -89,8 +89,8 @@ def _announced(matrix: Tensor) -> Iterator[None]:
 
 
 def _checked(matrix: Tensor) -> Tensor:
-    mend = "the curvature is not finite; the data or the network's outputs hold NaN or infinity."
-    require(matrix.isfinite(), lambda: CurvatureError(mend))
+    remedy = "the curvature is not finite; the data or the network's outputs hold NaN or infinity."
+    require(matrix.isfinite(), lambda: CurvatureError(remedy))
     return widened(matrix.detach())
 
 

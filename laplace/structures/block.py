@@ -24,7 +24,7 @@ from laplace.structures.algebra import Decompositions, Recent
 from laplace.structures.base import AdditiveCurvature, Curvature
 from laplace.structures.cost import DOUBLE, EIGH, Cost
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
-from laplace.structures.indefinite import SignedOptions, mended
+from laplace.structures.indefinite import SignedOptions, nonnegative
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
 from laplace.structures.variances_over_priors import SpectralScan
 
@@ -140,7 +140,7 @@ class BlockCurvature(AdditiveCurvature):
         if mode == "error":
             return replace(self, signed=True)
         pairs = [algebra.eigh(block, signed=True) for block in self.values]
-        blocks = [(u * mended(values, mode).unsqueeze(1)) @ u.mT for values, u in pairs]
+        blocks = [(u * nonnegative(values, mode).unsqueeze(1)) @ u.mT for values, u in pairs]
         return _of((block.to(self.values[0]) for block in blocks), self.groups)
 
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:

@@ -69,18 +69,18 @@ class DenseDefaults(Curvature):
         """
         size = _MATRICES * DOUBLE * n_params**2
         missing = f"hessian_structure={self.name!r} has no {method} of its own"
-        mend = f"Write {method} in {where or type(self).__name__}"
+        remedy = f"Write {method} in {where or type(self).__name__}"
         if size > MEMORY_BUDGET:
             raise UnsupportedError(
                 f"{missing}, and matrices of {n_params:,} parameters, from which it would follow, take "
-                f"{size / 2**30:.3g} GiB, more than the memory budget of {MEMORY_BUDGET / 2**30:.3g} GiB. {mend}, or "
+                f"{size / 2**30:.3g} GiB, more than the memory budget of {MEMORY_BUDGET / 2**30:.3g} GiB. {remedy}, or "
                 "choose fewer weights."
             )
         if type(self) not in _told:
             _told.add(type(self))
             warn(
                 f"{missing}: it follows from dense matrices of {n_params:,} × {n_params:,} numbers, which is slow. "
-                f"{mend}. Of other methods that it lacks nothing more is said.",
+                f"{remedy}. Of other methods that it lacks nothing more is said.",
                 SlowWarning,
             )
 

@@ -17,7 +17,7 @@ from laplace.structures.base import AdditiveCurvature, Curvature
 from laplace.structures.by_hand import DiagonalByHand
 from laplace.structures.cost import Cost, squares_of_sums
 from laplace.structures.diag_precision import ENTRY, DiagPrecision
-from laplace.structures.indefinite import SignedOptions, mended, require_positive
+from laplace.structures.indefinite import SignedOptions, nonnegative, require_positive
 from laplace.structures.variances_over_priors import SpectralScan
 
 
@@ -73,7 +73,7 @@ class DiagCurvature(AdditiveCurvature):
         return DiagPrecision(weights @ self._mended(mode), prior, signed=mode == "error")
 
     def _mended(self, mode: str | None) -> Tensor:
-        return mended(self.values, mode) if mode in ("clamp", "abs") else self.values
+        return nonnegative(self.values, mode) if mode in ("clamp", "abs") else self.values
 
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:
         mode = options.get("indefinite")

@@ -53,6 +53,8 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def state_of(value: Any) -> Any:
     """A value as tensors, numbers, strings, and lists and dicts of them."""
+    if isinstance(value, Tensor | str | int | None):
+        return value
     parts = {key: state_of(entry) for key, entry in entries(value).items()}
     if isinstance(value, list | tuple):
         return list(parts.values())
@@ -67,24 +69,27 @@ def from_state(kind: Any, state: Any) -> Any:
             `state_of` takes.
         state: What `state_of` gave.
     """
-    if is_dataclass(kind):
-        hints = _hints(kind)
+    hints, container, part = _annotation(kind)
+    if hints is not None:
         # Fields that are added to a structure later have defaults, for states that were saved before.
-        names = [field.name for field in fields(kind) if field.name in state]
-        return kind(**{name: from_state(hints[name], state[name]) for name in names})  # pyright: ignore
-    container, parts = get_origin(kind), [part for part in get_args(kind) if part is not type(None)]
-    if state is None or not parts:
+        return kind(**{name: from_state(hint, state[name]) for name, hint in hints.items() if name in state})
+    if state is None or part is None:
         return state
     if container is tuple:
-        return tuple(from_state(parts[0], item) for item in state)
+        return tuple(from_state(part, item) for item in state)
     if container in (dict, Mapping):
-        return {key: from_state(parts[1], item) for key, item in state.items()}
-    return from_state(parts[0], state)
+        return {key: from_state(part, item) for key, item in state.items()}
+    return from_state(part, state)
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _annotation(kind: Any) -> tuple[dict[str, Any] | None, Any, Any]:
+    """Types of a dataclass' fields; of another type its container, and the type of what that holds, if it says so."""
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return {field.name: hints[field.name] for field in fields(kind)}, None, None
+    container, parts = get_origin(kind), [part for part in get_args(kind) if part is not type(None)]
+    return None, container, parts[1 if container in (dict, Mapping) else 0] if parts else None
 
 
 def move(state: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:

@@ -32,7 +32,7 @@ from laplace.structures.algebra import Recent
 from laplace.structures.base import AdditiveCurvature, Curvature
 from laplace.structures.by_hand import MatrixByHand
 from laplace.structures.cost import DOUBLE, Cost
-from laplace.structures.indefinite import SignedOptions, mended, require_positive
+from laplace.structures.indefinite import SignedOptions, nonnegative, require_positive
 from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import SpectralScan
 
@@ -125,7 +125,7 @@ class FullCurvature(AdditiveCurvature):
         if mode == "error":
             return replace(self, signed=True)
         values, vectors = algebra.eigh(self.values, signed=True)
-        matrix = (vectors * mended(values, mode).unsqueeze(1)) @ vectors.mT
+        matrix = (vectors * nonnegative(values, mode).unsqueeze(1)) @ vectors.mT
         return FullCurvature.of(matrix.to(self.values))
 
     @cached_property

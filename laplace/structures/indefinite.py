@@ -40,7 +40,7 @@ class SignedOptions:
             raise InvalidArgument(f"indefinite={self.indefinite!r}; accepted are {', '.join(map(repr, MODES))}.")
 
 
-def mended(values: Tensor, mode: str) -> Tensor:
+def nonnegative(values: Tensor, mode: str) -> Tensor:
     """Eigenvalues `[..., n]` without negative ones, by `"clamp"` or `"abs"`."""
     return values.clamp(min=0) if mode == "clamp" else values.abs()
 

@@ -28,7 +28,7 @@ from laplace.structures import fields, subspace
 from laplace.structures.algebra import Recent
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.cost import Cost
-from laplace.structures.indefinite import SignedOptions, mended
+from laplace.structures.indefinite import SignedOptions, nonnegative
 from laplace.structures.low_rank_precision import LowRankPrecision, LowRankScan, Subspace
 
 _FIRST_RANK = 10
@@ -224,7 +224,7 @@ class LowRankCurvature(Curvature):
         cores = self.cores
         if mode in ("clamp", "abs"):
             values, vectors = torch.linalg.eigh(cores)
-            cores = (vectors * mended(values, mode).unsqueeze(1)) @ vectors.mT
+            cores = (vectors * nonnegative(values, mode).unsqueeze(1)) @ vectors.mT
         return Subspace(self.basis, widened(cores))
 
     @classmethod

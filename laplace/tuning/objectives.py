@@ -125,7 +125,7 @@ class CalibrationError(Running):
 
 
 class Shortfall(Running):
-    """By how much thresholds are missed: 0 where they are met.
+    """The amount by which thresholds are missed: 0 where they are met.
 
     Args:
         thresholds: The thresholds.

@@ -63,10 +63,10 @@ def require_linear(model: nn.Module, name: str) -> str:
         return next(first for first, module in modules.items() if module is layer)
     linear = [key for key, module in modules.items() if isinstance(module, LINEAR)]
     what = "not a module of this model" if layer is None else f"of type {type(layer).__name__}"
-    mend = f"Pass last_layer_name= with the name of one that the model calls last; it has {linear[-5:]}."
+    remedy = f"Pass last_layer_name= with the name of one that the model calls last; it has {linear[-5:]}."
     if not linear:
-        mend = "The model has none: use subset_of_weights='all' or 'subnetwork'."
-    raise InvalidArgument(f"the last layer {name!r} is {what}; it must be an nn.Linear or a convolution. {mend}")
+        remedy = "The model has none: use subset_of_weights='all' or 'subnetwork'."
+    raise InvalidArgument(f"the last layer {name!r} is {what}; it must be an nn.Linear or a convolution. {remedy}")
 
 
 def has_parameters(name: str, module: nn.Module) -> bool:

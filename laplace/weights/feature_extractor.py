@@ -93,7 +93,7 @@ class FeatureExtractor(nn.Module):
         """
         if self._last_layer_name is not None:
             raise InvalidArgument(f"the last layer is known already, {self._last_layer_name!r}; make a new extractor.")
-        self._last_layer_name = self._found(x)
+        self._last_layer_name = self._find(x)
         return self._run(self.model, x, self._last_layer_name)
 
     def forward(self, x: Inputs) -> Tensor:
@@ -116,11 +116,11 @@ class FeatureExtractor(nn.Module):
             NotFittedError: The last layer did not run on x.
         """
         if self._last_layer_name is None:
-            self._last_layer_name = self._found(x)
+            self._last_layer_name = self._find(x)
         output, features = self._watched(x, self._last_layer_name)
         return output, reduce_features(features if self.enable_backprop else features.detach(), self.feature_reduction)
 
-    def _found(self, x: Inputs) -> str:
+    def _find(self, x: Inputs) -> str:
         return self._head.find(unwrap(self.model), x, self._forward_fn)
 
     def _own_layer(self, name: str) -> nn.Module:

@@ -44,7 +44,7 @@ def random_head(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None
         if ran_out(error):
             raise
         few, last = x, find_last_layer(model, x, forward_fn)
-    return require_linear(model, treated_head(model, last, few, forward_fn))
+    return require_linear(model, head_of_outputs(model, last, few, forward_fn))
 
 
 def _check_trunk(model: nn.Module) -> None:
@@ -63,8 +63,8 @@ def _check_trunk(model: nn.Module) -> None:
         )
 
 
-def treated_head(model: nn.Module, last: str, x: Inputs, forward_fn: ForwardFn | None = None) -> str:
-    """Name of the head that a last-layer posterior treats: the last one to run.
+def head_of_outputs(model: nn.Module, last: str, x: Inputs, forward_fn: ForwardFn | None = None) -> str:
+    """Name of the head that a last-layer posterior is of: the last one to run that reaches the outputs.
 
     Args:
         model: The network, left as it was found.

@@ -118,15 +118,17 @@ class NativeEngine(CurvatureEngine):
         """
         if count <= self.max_passes:
             return
-        mend = "Use pred_type='nn'"
+        remedy = "Use pred_type='nn'"
         if what == "a fit":
             drawn = "backend_kwargs={'stochastic': True} (a pass per sample), " if self.apart else ""
-            mend = f"Use {drawn}hessian_structure='lowrank' (products alone), or fewer data, the subsampled GGN, with "
-            mend += "a higher budget"
+            remedy = (
+                f"Use {drawn}hessian_structure='lowrank' (products alone), or fewer data, the subsampled GGN, "
+                "with a higher budget"
+            )
         head = "subset_of_weights='last_layer', which takes none; or " if self.problem.head is None else ""
         raise UnsupportedError(
             f"{what} of outputs with positions takes {count:,} backward passes for every batch here, one per position "
-            f"and output; the budget is max_passes={self.max_passes:,}. {mend}; or {head}raise it by "
+            f"and output; the budget is max_passes={self.max_passes:,}. {remedy}; or {head}raise it by "
             f"backend_kwargs={{'max_passes': {count}}}."
         )
 
