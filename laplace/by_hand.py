@@ -32,9 +32,10 @@ class FittedByHand:
     _posterior: Posterior
 
     mean = Part["Tensor | None"](
-        lambda now: None if now.weights.problem is None else now.mean,
+        lambda now: None if now.weights.problem is None else now.mean.clone(),
         "θ*, `[P]`; before `fit` the prior's mean, or None while the last layer is unknown; θ̂ after `refine`. One that "
-        "is assigned is the mean of samples, densities and the evidence; linearised predictions stay as they are.",
+        "is assigned is the mean of samples, densities and the evidence; linearised predictions stay as they are. "
+        "Every reading is a copy, so that `la.mean += …` leaves θ* and the prior's mean.",
     )
     loss = Part["float | Tensor"](
         lambda now: 0.0 if now.data is None else now.data.present.loss_terms.sum(),
@@ -68,7 +69,8 @@ class FittedByHand:
         Args:
             x: Inputs of the batch.
             y: Its targets.
-            n_data: N, the number of all data, of which a batch's Kronecker factors on the input side are a share.
+            n_data: N, the number of rows of all targets, of which a batch's Kronecker factors on the input side are a
+                share; positions and ignored labels make no difference.
 
         Returns:
             The unit negative log likelihood, 0-dim, and H of the form of `la.H` (a `Kron` for Kronecker factors).

@@ -100,6 +100,41 @@ def test_a_loop_with_blocks_of_every_form(name: str, structure: str) -> None:
     assert_close(la.log_marginal_likelihood(), other.log_marginal_likelihood(), "backend")
 
 
+def test_factors_of_outputs_with_positions_are_shares_of_the_rows_of_targets() -> None:
+    generator = torch.Generator().manual_seed(4)
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, y = torch.randint(7, (6, 5), generator=generator), torch.randint(3, (6, 5), generator=generator)
+    batches = [(x[:4], y[:4]), (x[4:], y[4:])]
+    la, other = KronLaplace(model, "classification"), KronLaplace(model, "classification")
+    other.fit(batches)
+    la.start_fit()
+    for part in batches:
+        loss, H = la.curvature_of(*part, n_data=6)
+        assert_close(H.to_matrix(), la.backend.kron(*part, N=6)[1].to_matrix(), "algebra")
+        la.loss += loss
+        la.H += H
+    la.n_data, la.n_outputs = other.n_data, 3
+    assert_same(la, other, x)
+
+
+@pytest.mark.parametrize("structure", CLASSES)
+def test_writing_into_the_mean_leaves_what_it_was_read_from(structure: str) -> None:
+    la = make("all", structure, prior_mean=torch.zeros(N, dtype=torch.float64))
+    la.mean += 0.1
+    assert_close(la.mean, torch.full((N,), 0.1, dtype=torch.float64), "exact")
+    assert not la.prior_mean.any()
+    la = fitted("all", structure)
+    weights, then, predictions = la.mean, la.snapshot(), la(X)
+    la.mean += 0.1
+    assert_close(la.mean, weights + 0.1, "exact")
+    for mean in (la.expansion_point, then.mean):
+        assert_close(mean, weights, "exact")
+    assert_close(la(X)[0], predictions[0], "exact")
+    other = fitted("all", structure)
+    other.mean = weights + 0.1
+    assert_same(la, other)
+
+
 def test_a_loop_adds_in_place_and_copies_nothing() -> None:
     la = make()
     la.start_fit()
