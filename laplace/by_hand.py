@@ -10,7 +10,7 @@ from laplace.core import overrides
 from laplace.core.arguments import checked
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import check_counts
-from laplace.posterior.assembled import batch_of, with_backend_loss, without_data
+from laplace.posterior.assembled import batch_of, restarted, with_backend_loss, without_data
 from laplace.posterior.attributes import Part
 from laplace.posterior.posterior import Posterior
 
@@ -32,10 +32,10 @@ class FittedByHand:
     _posterior: Posterior
 
     mean = Part["Tensor | None"](
-        lambda now: None if now.weights.problem is None else now.mean.clone(),
+        lambda now: None if now.weights.problem is None else now.mean if now.data is None else now.mean.clone(),
         "θ*, `[P]`; before `fit` the prior's mean, or None while the last layer is unknown; θ̂ after `refine`. One that "
         "is assigned is the mean of samples, densities and the evidence; linearised predictions stay as they are. "
-        "Every reading is a copy, so that `la.mean += …` leaves θ* and the prior's mean.",
+        "Every reading of a fitted one is a copy, so that `la.mean += …` leaves θ*.",
     )
     loss = Part["float | Tensor"](
         lambda now: 0.0 if now.data is None else now.data.present.loss_terms.sum(),
@@ -61,6 +61,20 @@ class FittedByHand:
             UnsupportedError: The structure has no curvature that could be summed by hand.
         """
         self._posterior = without_data(self._posterior)
+
+    @checked
+    def restart_H(self) -> None:
+        """Sets H alone to zero, around the network's present weights; loss, numbers and `la.H_facs` stay as they are.
+
+        From then on `la.H_facs` is apart from H, for loops that add new factors to those of former data.
+
+        Raises:
+            NotFittedError: The last layer is found at `fit`, or by `last_layer_name=`.
+            UnsupportedError: The structure has no curvature that could be summed by hand.
+        """
+        former = self._posterior.data
+        self.start_fit()
+        self._posterior = restarted(self._posterior, former)
 
     @checked
     def curvature_of(self, x: Inputs, y: Tensor, n_data: int) -> tuple[Tensor, Any]:
