@@ -149,7 +149,9 @@ class BaseLaplace(CheckedConstructor, ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Attributes that are copied and pickled: nothing derived, and hyper-parameters without their graph."""
         now = self._posterior
-        return self.__dict__ | {"_posterior": replace(now, hypers=now.hypers.detached(), derived=Derived())}
+        choices = now.choices.with_loss_of(now.derived.backend)
+        copied = replace(now, choices=choices, hypers=now.hypers.detached(), derived=Derived())
+        return self.__dict__ | {"_posterior": copied}
 
     # The one reference.
 

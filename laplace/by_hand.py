@@ -10,7 +10,7 @@ from laplace.core import overrides
 from laplace.core.arguments import checked
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import check_counts
-from laplace.posterior.assembled import batch_of, with_backend_loss, without_data
+from laplace.posterior.assembled import batch_of, restarted, with_backend_loss, without_data
 from laplace.posterior.attributes import Part
 from laplace.posterior.posterior import Posterior
 
@@ -32,9 +32,10 @@ class FittedByHand:
     _posterior: Posterior
 
     mean = Part["Tensor | None"](
-        lambda now: None if now.weights.problem is None else now.mean,
+        lambda now: None if now.weights.problem is None else now.mean if now.data is None else now.mean.clone(),
         "θ*, `[P]`; before `fit` the prior's mean, or None while the last layer is unknown; θ̂ after `refine`. One that "
-        "is assigned is the mean of samples, densities and the evidence; linearised predictions stay as they are.",
+        "is assigned is the mean of samples, densities and the evidence; linearised predictions stay as they are. "
+        "Every reading of a fitted one is a copy, so that `la.mean += …` leaves θ*.",
     )
     loss = Part["float | Tensor"](
         lambda now: 0.0 if now.data is None else now.data.present.loss_terms.sum(),
@@ -62,13 +63,28 @@ class FittedByHand:
         self._posterior = without_data(self._posterior)
 
     @checked
+    def restart_H(self) -> None:
+        """Sets H alone to zero, around the network's present weights; loss, numbers and `la.H_facs` stay as they are.
+
+        From then on `la.H_facs` is apart from H, for loops that add new factors to those of former data.
+
+        Raises:
+            NotFittedError: The last layer is found at `fit`, or by `last_layer_name=`.
+            UnsupportedError: The structure has no curvature that could be summed by hand.
+        """
+        former = self._posterior.data
+        self.start_fit()
+        self._posterior = restarted(self._posterior, former)
+
+    @checked
     def curvature_of(self, x: Inputs, y: Tensor, n_data: int) -> tuple[Tensor, Any]:
         """Loss and curvature of one batch, as `fit` computes them, which add up over the batches of N data.
 
         Args:
             x: Inputs of the batch.
             y: Its targets.
-            n_data: N, the number of all data, of which a batch's Kronecker factors on the input side are a share.
+            n_data: N, the number of rows of all targets, of which a batch's Kronecker factors on the input side are a
+                share; positions and ignored labels make no difference.
 
         Returns:
             The unit negative log likelihood, 0-dim, and H of the form of `la.H` (a `Kron` for Kronecker factors).

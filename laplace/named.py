@@ -70,7 +70,10 @@ def _damping(la: ParametricLaplace) -> bool:
 def _factors(now: Posterior) -> Any:
     from laplace.compat.kronecker import Kron  # legacy values are imported by those who use them
 
-    return now.H if isinstance(now.H, Kron) else now.fit.curvature.public().factors
+    source = None if now.data is None else now.data.factored
+    if source is None or source.H is None:
+        return None
+    return source.H if isinstance(source.H, Kron) else source.complete.curvature.public().factors
 
 
 def _residual(la: ParametricLaplace) -> float:
@@ -111,9 +114,7 @@ class KronLaplace(ParametricLaplace):
     _key = ("all", "kron")
     structure = KronCurvature
     damping = property(_damping, doc="Whether the precision is (√s A + √δ) ⊗ (√s B + √δ).")
-    H_facs = Part[Any](
-        _factors, "The Kronecker factors, a `Kron`. Assigned ones are the curvature; None leaves it as it is."
-    )
+    H_facs = Part[Any](_factors, "Kronecker factors, a `Kron`, or None; assigned ones are H, if not set apart from it.")
 
     def __init__(
         self,

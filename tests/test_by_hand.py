@@ -100,6 +100,63 @@ def test_a_loop_with_blocks_of_every_form(name: str, structure: str) -> None:
     assert_close(la.log_marginal_likelihood(), other.log_marginal_likelihood(), "backend")
 
 
+def test_factors_of_outputs_with_positions_are_shares_of_the_rows_of_targets() -> None:
+    generator = torch.Generator().manual_seed(4)
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, y = torch.randint(7, (6, 5), generator=generator), torch.randint(3, (6, 5), generator=generator)
+    batches = [(x[:4], y[:4]), (x[4:], y[4:])]
+    la, other = KronLaplace(model, "classification"), KronLaplace(model, "classification")
+    other.fit(batches)
+    la.start_fit()
+    for part in batches:
+        loss, H = la.curvature_of(*part, n_data=6)
+        assert_close(H.to_matrix(), la.backend.kron(*part, N=6)[1].to_matrix(), "algebra")
+        la.loss += loss
+        la.H += H
+    la.n_data, la.n_outputs = other.n_data, 3
+    assert_same(la, other, x)
+
+
+class Tenth(nn.Module):
+    """A squared error of targets that are a tenth of those of the loader."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(f, y / 10, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda la: la, copy.deepcopy, lambda la: pickle.loads(pickle.dumps(la)), lambda la: la.to(dtype=torch.float64)],
+)
+def test_a_loss_of_the_backend_outlives_what_comes_before_a_fit(change: Any) -> None:
+    tenth = [(x, y / 10) for x, y in PROBLEM.batches(4)]
+    plain = make()
+    plain.fit(tenth)
+    la = make()
+    la.backend.lossfunc = Tenth()
+    la = change(la)
+    assert_same(fit_by_hand(la), plain)
+    la = make()
+    la.backend.lossfunc = Tenth()
+    la = change(la)
+    la.fit(PROBLEM.batches(4))
+    assert_same(la, plain)
+
+
+@pytest.mark.parametrize("structure", CLASSES)
+def test_writing_into_the_mean_leaves_what_it_was_read_from(structure: str) -> None:
+    la = fitted("all", structure)
+    weights, then, predictions = la.mean, la.snapshot(), la(X)
+    la.mean += 0.1
+    assert_close(la.mean, weights + 0.1, "exact")
+    for mean in (la.expansion_point, then.mean):
+        assert_close(mean, weights, "exact")
+    assert_close(la(X)[0], predictions[0], "exact")
+    other = fitted("all", structure)
+    other.mean = weights + 0.1
+    assert_same(la, other)
+
+
 def test_a_loop_adds_in_place_and_copies_nothing() -> None:
     la = make()
     la.start_fit()

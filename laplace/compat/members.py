@@ -27,8 +27,8 @@ class _Posterior(Protocol):
         """Curvature and loss of the data."""
         ...
 
-    def start_fit(self) -> None:
-        """Starts a fit by hand."""
+    def restart_H(self) -> None:
+        """Sets H alone to zero."""
         ...
 
     def curvature_of(self, x: Inputs, y: Tensor, n_data: int) -> tuple[Tensor, Any]:
@@ -54,7 +54,7 @@ class LegacyMembers:
     """Members by the names that scripts written for laplace-torch use; a base of the class that users hold."""
 
     def _init_H(self: _Posterior) -> None:
-        self.start_fit()
+        self.restart_H()
 
     def _curv_closure(self: _Posterior, X: Inputs, y: Tensor, N: int) -> tuple[Tensor, Any]:
         return self.curvature_of(X, y, N)

@@ -252,7 +252,7 @@ class CurvatureInterface:
         from laplace.compat.kronecker import Kron  # legacy values are imported by those who use them
 
         summary, parts = self._engine_at(x).kron(x, y)
-        return summary.loss_terms.sum(), Kron(parts.shared(int(summary.n_data) / N))
+        return summary.loss_terms.sum(), Kron(parts.shared(len(y) / N))
 
     # Jacobians and gradients.
 

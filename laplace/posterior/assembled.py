@@ -25,9 +25,25 @@ def without_data(posterior: Posterior) -> Posterior:
         NotFittedError: The last layer is not known.
         UnsupportedError: The structure has no curvature that could be assigned.
     """
+    posterior = with_backend_loss(posterior)
     structure, like = posterior.choices.structure, _like(posterior)
     source = FitByHand(form_of(structure).zeros(posterior.problem, like), structure, like.new_zeros(1))
     return posterior.with_data(source, posterior.derived.engine)
+
+
+def restarted(posterior: Posterior, former: Fitted | None) -> Posterior:
+    """A posterior of no data that has loss, numbers and Kronecker factors of former data, apart from its H.
+
+    Args:
+        posterior: One of no data.
+        former: What was known before it; None before a fit, which has no factors.
+    """
+    data = posterior.require_fitted()
+    if former is None:
+        return replace(posterior, data=replace(data, apart=_by_hand(data, posterior)))
+    known = former.source
+    source = replace(data.source, loss_terms=known.loss_terms, n_data=known.n_data, n_outputs=known.n_outputs)
+    return replace(posterior, data=replace(data, source=source, apart=former.factored))
 
 
 def with_parts(posterior: Posterior, **parts: Any) -> Posterior:
@@ -58,10 +74,8 @@ def with_parts(posterior: Posterior, **parts: Any) -> Posterior:
 
 def with_backend_loss(posterior: Posterior) -> Posterior:
     """The posterior whose fits have the loss that a user assigned to its backend."""
-    backend, choices = posterior.derived.backend, posterior.choices
-    if backend is None or backend.assigned_loss is choices.loss:
-        return posterior
-    return posterior.with_choices(loss=backend.assigned_loss)
+    choices = posterior.choices.with_loss_of(posterior.derived.backend)
+    return posterior if choices is posterior.choices else posterior.with_choices(loss=choices.loss)
 
 
 def batch_of(posterior: Posterior, x: Inputs, y: Tensor, n_data: int) -> tuple[Tensor, Any]:
@@ -110,17 +124,22 @@ def checked_H(posterior: Posterior, H: Any) -> Any:
     return form.checked(H, layout, _like(posterior), choices.precision_options)
 
 
+def _by_hand(data: Fitted, posterior: Posterior, H: Any = None) -> FitByHand:
+    """The fit of the same data with another curvature; None for none."""
+    now, structure = data.source, posterior.choices.structure
+    return FitByHand(H, structure, now.loss_terms, now.n_data, now.n_outputs, now.coverage, now.draws)
+
+
 def _curvature(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
-    structure, former = posterior.choices.structure, data.source
-    H = checked_H(posterior, value)
-    loss, coverage = former.loss_terms, former.coverage
-    return replace(
-        data, source=FitByHand(H, structure, loss, former.n_data, former.n_outputs, coverage, former.draws)
-    )  # fmt: skip
+    return replace(data, source=_by_hand(data, posterior, checked_H(posterior, value)))
 
 
 def _factors(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
-    return data if value is None else _curvature(data, posterior, value)
+    if value is None:
+        return replace(data, apart=_by_hand(data, posterior))
+    if data.apart is None or data.apart.H is None:
+        return replace(_curvature(data, posterior, value), apart=None)
+    return replace(data, apart=_by_hand(data, posterior, checked_H(posterior, value)))
 
 
 def _mean(data: Fitted, posterior: Posterior, value: Any) -> Fitted:

@@ -95,6 +95,12 @@ class Choices:
             made.lossfunc = self.loss
         return made
 
+    def with_loss_of(self, backend: CurvatureInterface | None) -> Choices:
+        """The same with the loss that a user assigned to a backend, for the fits that follow."""
+        return (
+            self if backend is None or backend.assigned_loss is self.loss else replace(self, loss=backend.assigned_loss)
+        )
+
     def engine(self, weights: Weights, problem: Problem, *, split_outputs: bool) -> CurvatureEngine:
         """An engine, which keeps one curvature term per output with `split_outputs`."""
         backend, likelihood = self.backend_cls, self.likelihood_object

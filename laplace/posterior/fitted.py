@@ -76,6 +76,8 @@ class Fitted:
         watch: Notices that the network was changed since.
         refinement: What inference in the linearised network found; None without it.
         assigned_mean: Mean of the Gaussian, `[P]`, where a user assigned another one than θ*.
+        apart: Sums whose Kronecker factors are shown in place of those of H, in loops that restart H alone; an H of
+            None has no factors.
     """
 
     source: Fit | FitByHand
@@ -83,6 +85,7 @@ class Fitted:
     watch: ModelWatch
     refinement: Refinement | None = None
     assigned_mean: Tensor | None = None
+    apart: Fit | FitByHand | None = None
 
     @property
     def fit(self) -> Fit:
@@ -97,6 +100,11 @@ class Fitted:
     def present(self) -> Fit | FitByHand:
         """Curvature and loss, found or assigned; after a refinement, at the outputs of the linearised network."""
         return self.source if self.refinement is None else self.refinement.fit
+
+    @property
+    def factored(self) -> Fit | FitByHand:
+        """Sums whose Kronecker factors are shown."""
+        return self.present if self.apart is None else self.apart
 
     @property
     def centre(self) -> Tensor:

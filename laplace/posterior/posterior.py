@@ -117,7 +117,10 @@ class Posterior:
         """The posterior elsewhere, of a network that was moved there, at hyper-parameters without a graph."""
         data = None if self.data is None else self.data.moved(self.model, device, dtype)
         root = None if self.root is None else self.root.to(device=device, dtype=dtype)
-        return replace(self, hypers=self.hypers.moved(device, dtype), data=data, root=root, derived=Derived())
+        choices = self.choices.with_loss_of(self.derived.backend)
+        return replace(
+            self, choices=choices, hypers=self.hypers.moved(device, dtype), data=data, root=root, derived=Derived()
+        )
 
     # What was chosen.
 

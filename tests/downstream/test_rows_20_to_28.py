@@ -75,6 +75,48 @@ def fit_from_mappings(self, train_loader) -> None:
         self.H = self.H_facs.decompose(damping=self.damping)
 
 
+def fit_with_factors_apart(self, train_loader, override=True) -> None:
+    """A fit whose factors are summed apart from H: new ones are added to those of former data."""
+    if override:
+        self.H_facs = None
+    new = sum(len(batch["label"]) for batch in train_loader)
+    former = self.n_data
+    if self.H_facs is not None:
+        self._init_H()
+        self.H_facs = self._rescale_factors(self.H_facs, former / (former + new))
+    if override:
+        self._init_H()
+        self.loss, self.n_data = 0, 0
+    self.mean, self.n_outputs = parameters_to_vector(self.params).detach(), 3
+    for batch in train_loader:
+        loss_batch, H_batch = self._curv_closure(batch["data"], batch["label"], new)
+        self.loss += loss_batch
+        self.H += H_batch
+    self.n_data += new
+    if self.H_facs is None:
+        self.H_facs = self.H
+    else:
+        self.H = self._rescale_factors(self.H, new / (new + former))
+        self.H_facs += self.H
+    self.H = self.H_facs.decompose(damping=self.damping)
+
+
+def test_row_21_factors_are_summed_apart_from_h() -> None:
+    model, (x, y), new = network(), classes(), new_inputs()
+    parts = [[{"data": x[at], "label": y[at]}] for at in (slice(0, 5), slice(5, 7), slice(7, None))]
+    la, plain = (Laplace(model, "classification", "all", "kron", prior_precision=1.5) for _ in range(2))
+    for i, part in enumerate(parts):
+        fit_with_factors_apart(la, part, override=i == 0)
+        plain.fit([(batch["data"], batch["label"]) for batch in part], override=i == 0)
+        assert (la.n_data, la.n_outputs) == (plain.n_data, 3)
+        assert_close(la.H_facs.to_matrix(), plain.H_facs.to_matrix(), "backend")
+        assert_close(la(new), plain(new), "backend")
+        assert_close(la.log_marginal_likelihood(), plain.log_marginal_likelihood(), "backend")
+    fit_with_factors_apart(la, parts[0])
+    plain.fit([(batch["data"], batch["label"]) for batch in parts[0]])
+    assert_close(la(new), plain(new), "backend")
+
+
 def test_row_21_openood_replaces_the_fit_of_one_object() -> None:
     model, (x, y), new = network(), classes(), new_inputs()
     batches = [{"data": x[:5], "label": y[:5]}, {"data": x[5:], "label": y[5:]}]
@@ -88,6 +130,7 @@ def test_row_21_openood_replaces_the_fit_of_one_object() -> None:
             assert_close(la(new), truth.probit(new), "backend", label=f"{weights} {structure}")
             assert_close(la.log_marginal_likelihood(), truth.log_evidence, "backend")
     kron = Laplace(model, "classification", "all", "kron")
+    assert kron.H_facs is None
     kron.fit(loader(x, y))
     half = kron._rescale_factors(Kron([[f.clone() for f in block] for block in kron.H_facs.kfacs]), 0.5)
     assert_close(half.kfacs[0][1], 0.5 * kron.H_facs.kfacs[0][1], "algebra")
