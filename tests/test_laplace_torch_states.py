@@ -56,6 +56,7 @@ REFUSED: dict[str, tuple[str, Callable[[], State], str]] = {
     "number of data": ("kron", lambda: state_of(n_data="many"), "many"),
     "too few blocks": ("kron", lambda: changed("kron", lambda H: H[:2]), "H has 2 blocks"),
     "factors of another size": ("kron", lambda: changed("kron", lambda H: [H[2], *H[1:]]), "factors of shapes"),
+    "factors exchanged": ("kron", lambda: changed("kron", lambda H: [H[0][::-1], *H[1:]]), "first dimension.*exchange"),
     "a matrix for factors": ("kron", lambda: changed("full", lambda H: H) | {"cls_name": "KronLaplace"}, "H is"),
     "another length": ("diag", lambda: changed("diag", lambda H: H[:-1]), "H is a tensor of shape"),
     "asymmetry": ("full", lambda: changed("full", lambda H: H.triu()), "symmetric"),

@@ -51,6 +51,11 @@ def split(batch: Any, dict_key_y: str) -> tuple[Inputs, Tensor]:
     )
 
 
+def is_ignored(y: Tensor, ignore_index: int) -> Tensor:
+    """True for integer labels that are the ignored one, whatever their dtype: as a uint8, −100 would be 156."""
+    return y.long() == ignore_index
+
+
 def without_ignored(x: Inputs, y: Tensor, ignore_index: int | None) -> tuple[Inputs, Tensor] | None:
     """The data whose labels are not the ignored one: those count nowhere. None if there are none.
 
@@ -58,7 +63,8 @@ def without_ignored(x: Inputs, y: Tensor, ignore_index: int | None) -> tuple[Inp
     """
     if ignore_index is None or y.is_floating_point() or y.ndim == 0:
         return x, y
-    keep = (y != ignore_index).flatten(1).any(1) if y.ndim > 1 else y != ignore_index
+    counts = ~is_ignored(y, ignore_index)
+    keep = counts.flatten(1).any(1) if y.ndim > 1 else counts
     if is_true(keep.all()):
         return x, y
     return (select(x, keep, len(y)), y[keep]) if keep.any() else None

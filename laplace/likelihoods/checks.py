@@ -77,14 +77,23 @@ def check_labels(f: Tensor, y: Tensor, ignore_index: int | None = None) -> Tenso
     if given.shape == f.shape:
         return check_soft_labels(f, given)
     if given.shape != f.shape[:1]:
-        remedy = "for [B, 1] give y.squeeze(-1)" if given.ndim > 1 else "give a label for every datum"
         raise InvalidData(
             f"Targets have shape {list(given.shape)}, outputs {list(f.shape)}; integer labels of shape "
-            f"{list(f.shape[:1])}, or probabilities of the classes of shape {list(f.shape)}, are accepted: {remedy}."
+            f"{list(f.shape[:1])}, or probabilities of the classes of shape {list(f.shape)}, are accepted: "
+            f"{_remedy_of_shape(f, given)}."
         )
     if given.is_floating_point():
         raise InvalidData(f"Labels have dtype {given.dtype}; integers are accepted: give y.long().")
     return _check_indices(f, given, ignore_index)
+
+
+def _remedy_of_shape(f: Tensor, y: Tensor) -> str:
+    """Says what to do with labels of another shape."""
+    if y.shape == f.shape[::-1]:
+        return "give y.T"
+    if y.shape == (len(f), 1):
+        return "for [B, 1] give y.squeeze(-1)"
+    return "give a label for every datum" + (", or a row of probabilities" if y.ndim > 1 else "")
 
 
 def _check_indices(f: Tensor, y: Tensor, ignore_index: int | None) -> Tensor:

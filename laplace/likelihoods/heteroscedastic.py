@@ -31,6 +31,12 @@ from laplace.likelihoods.target import Score, Summary
 _EXPONENTIAL = -40.0
 """Below it softplus(s) is exp(s) to the last digit of float64."""
 
+_FARTHEST = 40.0
+"""Standard deviations of s within which that mode is looked for."""
+
+_HALVINGS = 45
+"""Bisections that find a root to the last digits."""
+
 _ZOOMS = 8
 """Times that the mode of a density's integrand is looked for more closely, each time by a factor of 8."""
 
@@ -90,12 +96,36 @@ class _Pairs:
             return self._log_given(y, self.s + z * deviation) - 0.5 * z.square()
 
         with torch.no_grad():
-            mode, step = _mode(log_integrand, self.s)
+            mode, step = _mode(log_integrand, self._exact_places(y))
             s = self.s + mode * deviation
             steepness = (y * torch.sigmoid(s) - self.slope).square() / self._total(softplus(s))
             width = (1 + self.variance * steepness).rsqrt().clamp(min=step)
             z, log_steps = stretched(mode, width, 1 + mode.abs() / 9)
         return (log_integrand(z) + log_steps).logsumexp(0) - 0.5 * math.log(2 * math.pi)
+
+    def _exact_places(self, y: Tensor) -> Tensor:
+        """Places z at which y is the mean of its density given s, λ(s) y = a(s), `[n, ...]`: where they are narrow.
+
+        λ is convex and a is linear, so that there are at most two; places that are no such are returned, too.
+        """
+        deviation = self.variance.sqrt()
+
+        def above(z: Tensor) -> Tensor:
+            s = self.s + z * deviation
+            return softplus(s) * y > self.first_given(s)
+
+        grid = column(_FARTHEST, 241, self.s).expand(-1, *self.s.shape)
+        changes = above(grid).diff(dim=0)
+        first = changes.to(torch.uint8).argmax(0, keepdim=True)
+        last = len(changes) - 1 - changes.flip(0).to(torch.uint8).argmax(0, keepdim=True)
+        index = torch.cat([first, last])
+        low, high = grid.gather(0, index), grid.gather(0, index + 1)
+        side = above(low)
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            same = above(middle) == side
+            low, high = torch.where(same, middle, low), torch.where(same, high, middle)
+        return low
 
     def _log_given(self, y: Tensor, s: Tensor) -> Tensor:
         """Log N(y; a/λ, (λ + r)/λ²), whose variance has no float where λ is tiny: λ² is taken out of it."""
@@ -251,16 +281,18 @@ class Heteroscedastic(MomentLikelihood):
         return scores.gaussian_nll(prediction, variance, y)
 
 
-def _mode(log_integrand: Callable[[Tensor], Tensor], like: Tensor) -> tuple[Tensor, float]:
+def _mode(log_integrand: Callable[[Tensor], Tensor], candidates: Tensor) -> tuple[Tensor, float]:
     """Place within ±40 where an integrand is largest, and how exactly: the best of some, then of closer ones around it.
 
     Args:
         log_integrand: Its logarithm at places `[n, ...]`.
-        like: A tensor of the shape of one place.
+        candidates: Places `[n, ...]` where it may be large in a part that the others would miss.
     """
-    step, best = 80 / 120, _best(log_integrand, column(40.0, 121, like))
+    step = 2 * _FARTHEST / 120
+    grid = column(_FARTHEST, 121, candidates[0]).expand(-1, *candidates.shape[1:])
+    best = _best(log_integrand, torch.cat([grid, candidates]))
     for _ in range(_ZOOMS):
-        best, step = _best(log_integrand, best + column(step, 17, like)), step / 8
+        best, step = _best(log_integrand, best + column(step, 17, candidates[0])), step / 8
     return best, step
 
 

@@ -1,11 +1,10 @@
 """Targets of batches as the model's own loss reads them: a causal language model is asked for the next token.
 
-A head of Hugging Face with one number takes labels `[B]`: those of a mapping become a column.
-
-
 Hugging Face's collator gives such a model `labels = input_ids`, −100 on pads, and the model moves them by one position
 inside its loss. Here the labels of a mapping are moved alike, so that all else sees targets of the position they are
 at: y_t is the token at t + 1, and the last position has none. Pairs (x, y) are never moved.
+
+A head of Hugging Face with one number takes labels `[B]`: numbers `[B]` of a mapping become a column, `[B, 1]`.
 """
 
 from __future__ import annotations
@@ -78,7 +77,8 @@ def split(batch: Any, dict_key_y: str, model: nn.Module, rules: TargetRules | No
     if x is not batch or dict_key_y != batches.LABELS or not _labels_tokens(x, y) or not _moves(model, x, y):
         return x, y
     ignored = None if rules is None else rules.ignore_index
-    return x, torch.cat([y[:, 1:], torch.full_like(y[:, :1], IGNORED if ignored is None else ignored)], 1)
+    labels = y.long()
+    return x, torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED if ignored is None else ignored)], 1)
 
 
 def counted(
@@ -130,7 +130,7 @@ def _asked(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool | None:
     datum = batches.to_device(batches.select(x, slice(0, 1), len(y)), device)
 
     def loss(position: int, label: int) -> Tensor | None:
-        labels = torch.full_like(y[:1], IGNORED, device=device)
+        labels = torch.full_like(y[:1], IGNORED, dtype=torch.long, device=device)
         labels[:, position] = label
         value = _loss(model, datum, labels)
         return None if value is None else value.nan_to_num()  # a mean over no labels
@@ -168,7 +168,7 @@ def _loss(model: nn.Module, datum: Mapping[str, Any], labels: Tensor) -> Tensor 
 
 def _sees(x: Mapping[str, Any], y: Tensor) -> bool:
     """True if every target that counts is what an input has at its position."""
-    counts = y != IGNORED
+    counts = ~batches.is_ignored(y, IGNORED)
     alike = [value == y for value in _inputs(x) if value.shape == y.shape]
     return bool(counts.any()) and any(bool(same[counts].all()) for same in alike)
 

@@ -120,8 +120,8 @@ def checked_H(posterior: Posterior, H: Any) -> Any:
         UnsupportedError: The structure has no curvature that could be assigned.
     """
     choices = posterior.choices
-    form, layout = form_of(choices.structure), posterior.problem.layout
-    return form.checked(H, layout, _like(posterior), choices.precision_options)
+    form = form_of(choices.structure)
+    return form.checked(H, posterior.problem, _like(posterior), choices.precision_options)
 
 
 def _by_hand(data: Fitted, posterior: Posterior, H: Any = None) -> FitByHand:

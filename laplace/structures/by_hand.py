@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
-from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import KronParts, n_entries
@@ -48,12 +48,12 @@ class ByHand(ABC):
         """
 
     @abstractmethod
-    def checked(self, H: Any, layout: Layout, like: Tensor, options: Mapping[str, Any]) -> Any:
+    def checked(self, H: Any, problem: Problem, like: Tensor, options: Mapping[str, Any]) -> Any:
         """H on the device and in the dtype of a tensor; the very same object where it has both.
 
         Args:
             H: As a user assigned it.
-            layout: The random parameters.
+            problem: The random parameters.
             like: A tensor of the posterior.
             options: Options of the structure's precisions.
 
@@ -77,8 +77,8 @@ class MatrixByHand(ByHand):
         summary, values = engine.full(x, y)
         return summary, values.sum(0)
 
-    def checked(self, H: Any, layout: Layout, like: Tensor, options: Mapping[str, Any]) -> Tensor:
-        matrix = _tensor(H, (layout.n_params, layout.n_params), like)
+    def checked(self, H: Any, problem: Problem, like: Tensor, options: Mapping[str, Any]) -> Tensor:
+        matrix = _tensor(H, (problem.layout.n_params,) * 2, like)
         _require_symmetric(matrix, "H")
         _require_squares(matrix.diagonal(), options)
         return matrix
@@ -97,8 +97,8 @@ class DiagonalByHand(ByHand):
         summary, values = engine.diag(x, y)
         return summary, values.sum(0)
 
-    def checked(self, H: Any, layout: Layout, like: Tensor, options: Mapping[str, Any]) -> Tensor:
-        diagonal = _tensor(H, (layout.n_params,), like)
+    def checked(self, H: Any, problem: Problem, like: Tensor, options: Mapping[str, Any]) -> Tensor:
+        diagonal = _tensor(H, (problem.layout.n_params,), like)
         _require_squares(diagonal, options)
         return diagonal
 
@@ -125,18 +125,18 @@ class KronByHand(ByHand):
             )
         return summary, Kron(parts.shared(len(y) / n_data))
 
-    def checked(self, H: Any, layout: Layout, like: Tensor, options: Mapping[str, Any]) -> Kron | KronDecomposed:
+    def checked(self, H: Any, problem: Problem, like: Tensor, options: Mapping[str, Any]) -> Kron | KronDecomposed:
         from laplace.compat.kronecker import Kron, KronDecomposed  # legacy values are imported by those who use them
 
         if isinstance(H, KronDecomposed):
-            return self._checked_eigen(H, layout, like, options)
+            return self._checked_eigen(H, problem, like, options)
         if not isinstance(H, Kron):
             raise InvalidArgument(
                 f"H is {_described(H)}; it must be a Kron or a KronDecomposed of laplace.utils, with one block for "
-                f"each of the {layout.n_tensors} parameter tensors."
+                f"each of the {len(problem.slots)} parameter tensors."
             )
         blocks = [[_moved(factor, like) for factor in block] for block in H.kfacs]
-        _require_blocks(blocks, layout)
+        _require_blocks(blocks, problem.slots)
         for factor in _factors(blocks):
             for matrix in factor.reshape(-1, *factor.shape[-2:]) if factor.ndim > 1 else ():
                 _require_symmetric(matrix, "a Kronecker factor of H")
@@ -145,7 +145,7 @@ class KronByHand(ByHand):
         return H if all(own is given for own, given in pairs) else Kron(blocks)
 
     def _checked_eigen(
-        self, H: KronDecomposed, layout: Layout, like: Tensor, options: Mapping[str, Any]
+        self, H: KronDecomposed, problem: Problem, like: Tensor, options: Mapping[str, Any]
     ) -> KronDecomposed:
         from laplace.compat.kronecker import KronDecomposed  # legacy values are imported by those who use them
 
@@ -160,7 +160,7 @@ class KronByHand(ByHand):
             )
         vectors = [[_moved(factor, like) for factor in block] for block in H.eigenvectors]
         values = [[_moved(factor, like) for factor in block] for block in H.eigenvalues]
-        _require_blocks(vectors, layout)
+        _require_blocks(vectors, problem.slots)
         shapes = [[_of_values(factor) for factor in block] for block in vectors]
         if shapes != [[tuple(factor.shape) for factor in block] for block in values]:
             raise InvalidArgument("H is a KronDecomposed whose eigenvalues are not those of its eigenvectors.")
@@ -189,7 +189,7 @@ class AnyByHand(ByHand):
             "or _curv_closure(X, y, N), or bind a structure: `structure = ...` (docs/add_a_structure.md)."
         )
 
-    def checked(self, H: Any, layout: Layout, like: Tensor, options: Mapping[str, Any]) -> Tensor:
+    def checked(self, H: Any, problem: Problem, like: Tensor, options: Mapping[str, Any]) -> Tensor:
         values = like.new_tensor(H) if isinstance(H, Real) else H
         return _tensor(values, tuple(values.shape) if isinstance(values, Tensor) else (), like)
 
@@ -284,18 +284,24 @@ def _require_squares(values: Tensor, options: Mapping[str, Any]) -> None:
         )
 
 
-def _require_blocks(blocks: Sequence[Sequence[Tensor]], layout: Layout) -> None:
+def _require_blocks(blocks: Sequence[Sequence[Tensor]], slots: Sequence[ParameterSlice]) -> None:
     """Refuses blocks that are not those of the random parameters."""
     from laplace.compat.kronecker.factors import block_shape
 
-    if len(blocks) != layout.n_tensors:
-        raise InvalidArgument(f"H has {len(blocks)} blocks; the random parameters are {layout.n_tensors} tensors.")
-    for block, name, size in zip(blocks, layout.names, layout.sizes, strict=True):
+    if len(blocks) != len(slots):
+        raise InvalidArgument(f"H has {len(blocks)} blocks; the random parameters are {len(slots)} tensors.")
+    for block, slot in zip(blocks, slots, strict=True):
         for factor in block:
             _require_finite(factor)
         block_shape(block)
-        if n_entries(block) != size:
+        shapes = [list(factor.shape) for factor in block]
+        if n_entries(block) != slot.size:
             raise InvalidArgument(
-                f"H has factors of shapes {[list(factor.shape) for factor in block]} for {name!r}, of which {size} "
-                "entries are random; the sizes of the factors must multiply to that."
+                f"H has factors of shapes {shapes} for {slot.name!r}, of which {slot.size} entries are random; the "
+                "sizes of the factors must multiply to that."
+            )
+        if len(block) == 2 and slot.entries is None and math.prod(_of_values(block[0])) != slot.shape[0]:
+            raise InvalidArgument(
+                f"H has factors of shapes {shapes} for {slot.name!r} of shape {list(slot.shape)}; the first one is "
+                f"that of its first dimension, {slot.shape[0]}, the second one that of the rest: exchange them."
             )

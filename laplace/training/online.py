@@ -288,9 +288,13 @@ def _count(loader: Iterable[Any], la: ParametricLaplace) -> int:
         x, y = next_token.split(batch, la.dict_key_y, la.weights.model, rules)
         if y.ndim > 1 and len(y):
             per_row = per_row or _entries_per_row(la, x, y)
-        ignored = rules.ignore_index
-        counted = y.numel() if ignored is None else int((y != ignored).sum())
-        total += counted // (per_row or 1)
+        data, ignored = batches.without_ignored(x, y, rules.ignore_index), rules.ignore_index
+        labels = y[:0] if data is None else data[1]
+        n_entries = per_row if per_row is not None and y.ndim > 1 else 1
+        if ignored is None or n_entries > 1:  # entries of soft labels and of values are no indices
+            total += labels.numel() // n_entries
+        else:
+            total += int((~batches.is_ignored(labels, ignored)).sum())
     if total == 0:
         raise InvalidData("train_loader gave no data that count; training needs at least one datum.")
     return total

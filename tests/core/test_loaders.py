@@ -126,6 +126,17 @@ def test_ignored_labels_are_not_seen() -> None:
         assert_equal_posteriors(la, posterior([(X[keep], Y[keep])], weights, structure))
 
 
+def test_labels_of_eight_bits_are_not_taken_for_the_ignored_one() -> None:
+    """As a uint8, −100 is 156: a class like the others."""
+    model, y = nn.Linear(3, 200), torch.tensor([156, 3, 199, 156, 0])
+    x = torch.randn(5, 3)
+    of_bytes, of_integers = (Laplace(model, "classification", "all", "diag") for _ in range(2))
+    of_bytes.fit([(x, y.to(torch.uint8))])
+    of_integers.fit([(x, y)])
+    assert of_bytes.n_data == 5
+    assert torch.equal(of_bytes.log_marginal_likelihood(), of_integers.log_marginal_likelihood())
+
+
 def test_a_progress_bar_is_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     la = grid.make("last_layer", "kron")
     la.fit(grid.batches())

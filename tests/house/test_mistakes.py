@@ -278,6 +278,7 @@ TARGETS: dict[str, Row] = {
     "float labels": row(InvalidData, lambda: fit(X, Y.float()), "batch 0", "y.long()"),
     "logits as labels": row(InvalidData, lambda: fit(X, nn.functional.one_hot(Y, 3) - 0.5), "batch 0", "at least 0"),
     "labels [B, 1]": row(InvalidData, lambda: fit(X, Y[:, None]), "batch 0", "y.squeeze(-1)"),
+    "one-hot labels transposed": row(InvalidData, lambda: fit(X, nn.functional.one_hot(Y, 3).T), "batch 0", "give y.T"),
     "too few labels": row(InvalidData, lambda: fit(X, Y[:7]), "batch 0", "a label for every datum"),
     "names for labels": row(InvalidData, lambda: fit(X, ["cat"] * 12), "batch 0", "torch.as_tensor"),
     "labels for regression": row(InvalidData, lambda: fit(X, Y, likelihood=R), "batch 0", "unsqueeze(-1)"),

@@ -234,6 +234,15 @@ def test_labels_that_are_the_very_tensor_of_the_inputs() -> None:
     assert la.n_data == 4 * 5
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_labels_of_other_integers_are_moved_alike(dtype: torch.dtype) -> None:
+    """The model's own loss takes int64 alone: in others it would say nothing of where labels belong."""
+    given, model = batch(), trained("gpt2")
+    narrow = given | {"labels": given["labels"].to(dtype)}
+    assert torch.equal(fitted(model, narrow).H, fitted(trained("gpt2"), given).H)
+    assert torch.equal(fitted(trained("gpt2"), narrow).H, fitted(model, given).H)
+
+
 def test_a_batch_at_fault_says_nothing_of_the_model() -> None:
     torch.manual_seed(0)
     model = gpt2().double()

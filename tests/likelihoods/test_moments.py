@@ -149,6 +149,17 @@ def test_density_where_the_first_parameter_is_almost_known(
         assert_close(actual[0], -reference.narrow_density(mean, covariance, y), "backend", label=str(offset))
 
 
+@pytest.mark.parametrize("y", [7717.0, 771.7, 50.0, -7717.0])
+def test_density_where_the_second_parameter_is_hardly_known(y: float) -> None:
+    """The precisions that y is likely at lie between the nodes of any grid over those that are possible."""
+    likelihood, sign = Heteroscedastic(), 1.0 if y > 0 else -1.0
+    mean = torch.tensor([1.97 * sign, 26.9], dtype=torch.float64)
+    covariance = torch.tensor([[2.66e-5, 0.0626 * sign], [0.0626 * sign, 580.0]], dtype=torch.float64)
+    target = torch.tensor([[y]], dtype=torch.float64)
+    actual = find_score("nll", likelihood)(likelihood, (mean.unsqueeze(0), covariance.unsqueeze(0)), target, ONE)
+    assert_close(actual[0], -reference.narrow_density(mean, covariance, target[0, 0]), "backend")
+
+
 def test_density_of_a_noise_of_its_own_is_differentiable() -> None:
     mean, covariance = latents(c=2)
     y, root = torch.randn(5, 1, dtype=torch.float64), torch.linalg.cholesky(covariance)

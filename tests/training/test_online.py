@@ -16,7 +16,7 @@ from torch.nn import functional
 from laplace import OnlineLaplace, marglik_training
 from laplace.curvature import NativeEF, NativeGGN
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, TuningWarning
-from laplace.likelihoods import LikelihoodFromLoss
+from laplace.likelihoods import Categorical, LikelihoodFromLoss
 from tests import grid
 from tests.reference import evidence as truth
 from tests.reference.compare import assert_close
@@ -91,6 +91,17 @@ def test_ignored_labels_count_nowhere() -> None:
     assert_close(online.loss(model(x), y), fewer.loss(model(x[kept]), y[kept]), "float32")
     losses = train(loader=[(x, y), (x[:3], torch.full((3,), -100))])[-1]
     assert losses[-1] < losses[0]
+
+
+def test_one_hot_labels_are_counted_by_rows() -> None:
+    """Their entries are no indices, of which one could be the ignored one; labels of eight bits are indices."""
+    model, (x, y) = grid.network().eval(), grid.data()
+    one_hot = functional.one_hot(y, 3)
+    assert OnlineLaplace(model, [(x, one_hot)], Categorical(ignore_index=0)).n_data == len(x)
+    half = one_hot.where(torch.arange(len(x)).unsqueeze(1) < 4, -100)
+    assert OnlineLaplace(model, [(x, half)]).n_data == 4
+    bytes_ = torch.tensor([156, 3, 199], dtype=torch.uint8)
+    assert OnlineLaplace(nn.Linear(2, 200), [(torch.randn(3, 2), bytes_)]).n_data == 3
 
 
 @pytest.mark.parametrize("single", [True, False])
