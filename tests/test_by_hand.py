@@ -525,6 +525,7 @@ def test_a_loss_that_relabels(structure: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [
+    nn.NLLLoss(reduction="sum"),
     lambda f, y: 3 * nn.functional.mse_loss(f, y, reduction="sum"),
     lambda f, y: nn.functional.mse_loss(f, y),
     lambda f, y: nn.functional.l1_loss(f, y, reduction="sum"),

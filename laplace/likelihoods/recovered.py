@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from laplace.core import batch as batches
 from laplace.core import checks
+from laplace.core.memory import ran_out
 from laplace.errors import UnsupportedError
 from laplace.likelihoods.base import Likelihood
 
@@ -34,7 +36,12 @@ def recovered_targets(likelihood: Likelihood, loss: Loss, f: Tensor, y: Tensor) 
     factor = likelihood.torch_loss()[1]
     with torch.inference_mode(False), torch.enable_grad():
         outputs = f.detach().clone().requires_grad_()
-        value = loss(outputs, y)
+        try:
+            value = loss(outputs, y)
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:
+            if ran_out(error):
+                raise
+            raise _no_transform(likelihood) from error
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
             raise _no_transform(likelihood)
         (gradient,) = torch.autograd.grad(factor * value.sum(), outputs)
@@ -49,7 +56,7 @@ def _targets(likelihood: Likelihood, values: Tensor, y: Tensor) -> Tensor:
     """Targets from computed values `[B, C]`; ignored labels, whose loss has no gradient, stay ignored."""
     if likelihood.ignore_index is None or y.shape != values.shape[:1] or y.is_floating_point():
         return likelihood.as_targets(values)
-    ignored = y == likelihood.ignore_index
+    ignored = batches.is_ignored(y, likelihood.ignore_index)
     any_label = functional.one_hot(torch.zeros_like(y), values.shape[1]).to(values)
     targets = likelihood.as_targets(torch.where(ignored.unsqueeze(1), any_label, values))
     return targets.masked_fill(ignored, likelihood.ignore_index) if targets.ndim == 1 else targets
