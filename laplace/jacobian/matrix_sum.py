@@ -15,7 +15,7 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.pairs import Pairs, PairSum
 
 _DATA = 16
-"""Number of data for which the form of a sum is chosen, whatever the batch: those of all shards have one form."""
+"""Number of data for which the form of a sum is chosen, whatever the first batch: it may be a small one of many."""
 
 
 @dataclass(eq=False)

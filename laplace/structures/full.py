@@ -148,6 +148,9 @@ class FullCurvature(AdditiveCurvature):
 
         return SpectralScan(project, precisions)
 
+    def running_sums(self) -> dict[str, Tensor]:
+        return {"values": self.values}
+
     def is_finite(self) -> Tensor:
         return self.sums.is_finite()
 
