@@ -25,7 +25,7 @@ from torch import Tensor
 
 from laplace.core.gram import add_gram, mirror
 from laplace.jacobian.blocks import Block
-from laplace.jacobian.contractions import CHUNK_BYTES, RankOne, total
+from laplace.jacobian.contractions import CHUNK_BYTES, RankOne, TensorShape, total
 
 _WORTHWHILE = 2**24
 """Multiplications with J from which pairs of layers are less work: each pair has a fixed cost of a few operations."""
@@ -125,12 +125,25 @@ class Pairs:
             parts.append(Part(tuple(rest), own, sum(s.stop - s.start for s in own)))
         return cls(tuple(parts), start)
 
+    @classmethod
+    def of_shapes(cls, shapes: Sequence[TensorShape], n_cotangents: int, n_data: int) -> Pairs | None:
+        """The pairs of tensors of these shapes; None where multiplying them out is less work.
+
+        The order of the parts and of the entries is not that of the blocks: they serve to count.
+        """
+        size = sum(shape.size for shape in shapes)
+        layers = [shape for shape in shapes if shape.is_outer_product]
+        if not layers or not _are_worthwhile(n_cotangents, n_data, size):
+            return None
+        parts = [Part((), (), shape.n_outputs, shape.n_inputs) for shape in layers]
+        rest = size - sum(shape.size for shape in layers)
+        return cls((*parts, *([Part((), (), rest)] if rest else [])), size)
+
     @staticmethod
     def are_less_work(blocks: Sequence[Block], n_data: int) -> bool:
         """True if pairs are less work than J of so many data multiplied out: there are layers, and several outputs."""
         n_cotangents = blocks[0].n_cotangents
-        work = n_cotangents * n_data * sum(block.size for block in blocks) ** 2
-        if n_cotangents == 1 or work < _WORTHWHILE:
+        if not _are_worthwhile(n_cotangents, n_data, sum(block.size for block in blocks)):
             return False
         factors = [block.rank_one() for block in blocks]
         return any(factor is not None and factor.a.shape[1] > 1 for factor in factors)
@@ -151,9 +164,26 @@ class Pairs:
             return sum(strip.size for strip in strips(one.n_inputs)), _n_distinct(one.n_outputs)
         return one.n_inputs * other.n_inputs, one.n_outputs * other.n_outputs
 
+    @property
+    def n_numbers(self) -> int:
+        """Numbers that are held of all pairs."""
+        return sum(rows * columns for rows, columns in (self.shape(i, j) for i, j in self))
+
+    @property
+    def n_placed_at_once(self) -> int:
+        """Numbers of the largest strip that is laid out to be written into a matrix."""
+        return max(min(_STRIP, part.n_inputs) * part.n_inputs * part.n_outputs**2 for part in self.parts)
+
+    def numbers_at_once(self, n_cotangents: int, n_data: int) -> int:
+        """Numbers that a pass over so many data multiplies out and drops."""
+        return min(n_data, self._data_at_once(n_cotangents)) * self._numbers_per_datum(n_cotangents)
+
+    def _data_at_once(self, n_cotangents: int) -> int:
+        return max(1, CHUNK_BYTES // (8 * self._numbers_per_datum(n_cotangents)))
+
     def factors(self, blocks: Sequence[Block], dtype: torch.dtype) -> Iterator[tuple[slice, list[RankOne]]]:
         """Factors of all parts, a few data at a time."""
-        step = max(1, CHUNK_BYTES // (8 * self._numbers_per_datum(blocks[0].n_cotangents)))
+        step = self._data_at_once(blocks[0].n_cotangents)
         for start in range(0, blocks[0].n_data, step):
             data = slice(start, start + step)
             some = [block.at(data) for block in blocks]
@@ -332,6 +362,10 @@ def strips(width: int) -> tuple[Strip, ...]:
 def _products(a: Tensor, b: Tensor) -> Tensor:
     """Products a ⊗ b of every datum, `[B, I·I']`."""
     return (a.unsqueeze(2) * b.unsqueeze(1)).flatten(1)
+
+
+def _are_worthwhile(n_cotangents: int, n_data: int, size: int) -> bool:
+    return n_cotangents > 1 and n_cotangents * n_data * size**2 >= _WORTHWHILE
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
