@@ -81,6 +81,7 @@ class FullCurvature(AdditiveCurvature):
         fitted = profile.n_terms * square * profile.itemsize
         sums = MatrixCost.of(profile, profile.tensors)
         products = profile.n_columns == 0  # rows of the matrix, their transposes, and the sum
+        piece = profile.piece_bytes([profile.n_params], profile.n_outputs)
         head = 0
         if profile.is_head:  # Grams of the features, and rows of u ⊗ φ with what they are joined from
             rows = profile.n_data * max(tensor.positions for tensor in profile.tensors)
