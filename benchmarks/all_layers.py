@@ -46,6 +46,17 @@ def _full_ggn(device: torch.device) -> Job:
     return Job(lambda _: work.fitted(model, batches, "all", "full"), lambda: factor.T @ factor)
 
 
+def _full_probit(device: torch.device) -> Job:
+    """Probit predictions of 256 data, against one float32 product [B·C, P] × [P, P] of the Jacobian and a root."""
+    n_data, n_classes = 256, 10
+    model, batches = models.mlp(64, 50, 50, n_classes).to(device), models.data((64,), n_classes, n_data, 256, device)
+    la = work.fitted(model, batches, "all", "full")
+    note = work.factorised(la, batches[0][0])
+    n_params = sum(p.numel() for p in model.parameters())
+    rows, root = (torch.randn(n, n_params, device=device) for n in (n_data * n_classes, n_params))
+    return Job(lambda _: work.predict(la, batches), lambda: rows @ root, note=note)
+
+
 def cases() -> list[Case]:
     """The lines of the table."""
     lines: list[Case] = []
@@ -62,5 +73,6 @@ def cases() -> list[Case]:
             Case(f"all layers, LeNet 8×8, {structure} probit", 2.5, "× R", partial(_predict, DIGITS, structure)),
             Case(f"all layers, MLP 784-…-10, {structure} probit", 2.0, "× R", partial(_predict, MLP, structure)),
         ]
-    lines.append(Case("all layers, MLP 64-50-50-10, full fit", 2, "× GEMM", _full_ggn))
+    lines.append(Case("all layers, MLP 64-50-50-10, full fit", 0.15, "× GEMM", _full_ggn))
+    lines.append(Case("all layers, MLP 64-50-50-10, full probit", 0.2, "× GEMM", _full_probit))
     return lines

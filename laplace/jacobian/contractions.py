@@ -268,6 +268,12 @@ class TensorShape:
     copied: int = 0
 
     @property
+    def is_outer_product(self) -> bool:
+        """True if its Jacobian is one outer product for every datum, all of whose entries are random."""
+        single = self.factored and not self.indexed and self.groups == self.positions == 1 < self.n_inputs
+        return single and self.size == self.n_outputs * self.n_inputs
+
+    @property
     def output_side(self) -> int:
         """Entries of the output side of a Kronecker product, G·O²."""
         return self.groups * self.n_outputs**2

@@ -11,11 +11,12 @@ from torch import Tensor
 from laplace.core.checks import all_finite
 from laplace.core.gram import add_gram, mirror
 from laplace.jacobian.blocks import Block
+from laplace.jacobian.contractions import TensorShape
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.pairs import Pairs, PairSum
 
 _DATA = 16
-"""Number of data for which the form of a sum is chosen, whatever the batch: those of all shards have one form."""
+"""Number of data for which the form of a sum is chosen, whatever the first batch: it may be a small one of many."""
 
 
 @dataclass(eq=False)
@@ -78,6 +79,17 @@ class MatrixSum:
                 continue
             for k in range(piece.shape[1]):
                 add_gram(total[(first + k) % n_terms], piece[:, k])
+
+    @staticmethod
+    def form(shapes: Sequence[TensorShape], n_cotangents: int, n_terms: int) -> Pairs | None:
+        """Pairs by which the outer products of tensors of these shapes are summed; None where they are not.
+
+        Args:
+            shapes: One of every tensor.
+            n_cotangents: Number of cotangents that are added at once.
+            n_terms: E.
+        """
+        return Pairs.of_shapes(shapes, n_cotangents, _DATA) if n_terms == 1 else None
 
     def complete(self) -> Tensor:
         """The matrices `[E, p, p]`; what was held by pairs is released."""

@@ -16,16 +16,16 @@ than a quarter of the numbers, since both sides are symmetric. So sums and matri
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations_with_replacement
 
 import torch
 from torch import Tensor
 
-from laplace.core.gram import add_gram
+from laplace.core.gram import add_gram, mirror
 from laplace.jacobian.blocks import Block
-from laplace.jacobian.contractions import CHUNK_BYTES, RankOne, total
+from laplace.jacobian.contractions import CHUNK_BYTES, RankOne, TensorShape, total
 
 _WORTHWHILE = 2**24
 """Multiplications with J from which pairs of layers are less work: each pair has a fixed cost of a few operations."""
@@ -58,24 +58,30 @@ class Part:
         """True of one weight, whose factors are contracted."""
         return self.n_inputs > 1
 
-    @property
-    def sizes(self) -> list[int]:
-        """Number of entries of every slice."""
-        return [entries.stop - entries.start for entries in self.slices]
+    def pieces(self) -> Iterator[tuple[Part, slice, slice]]:
+        """The part of every slice, its entries in the matrix, and which of the outputs O they are."""
+        start = 0
+        for index, entries in zip(self.blocks, self.slices, strict=True):
+            n_outputs = self.n_outputs if self.is_product else entries.stop - entries.start
+            piece = replace(self, blocks=(index,), slices=(entries,), n_outputs=n_outputs)
+            yield piece, entries, slice(start, start + n_outputs)
+            start += n_outputs
 
     @property
     def _shape(self) -> tuple[int, int]:
         return (self.n_inputs, self.n_outputs) if self.input_first else (self.n_outputs, self.n_inputs)
 
-    def picked(self, other: Part, block: Tensor) -> Tensor:
-        """Entries `[p, p']` of this part and another one as `[I, I', O, O']`."""
-        rows, columns = (0, 1) if self.input_first else (1, 0), (2, 3) if other.input_first else (3, 2)
-        return block.reshape(*self._shape, *other._shape).permute(rows[0], columns[0], rows[1], columns[1])
+    def picked(self, other: Part, matrix: Tensor) -> Tensor:
+        """Entries of this part and another one of a matrix `[P, P]`, `[I, I', O, O']`."""
+        rows: list[Tensor] = []
+        for one, r, _ in self.pieces():
+            rows.append(_joined([one.viewed(second, matrix[r, c]) for second, c, _ in other.pieces()], 3))
+        return _joined(rows, 2)
 
-    def placed(self, other: Part, values: Tensor) -> Tensor:
-        """The way back, from `[I, I', O, O']` to `[p, p']`."""
-        rows, columns = (0, 2) if self.input_first else (2, 0), (1, 3) if other.input_first else (3, 1)
-        return values.permute(*rows, *columns).flatten(2).flatten(0, 1)
+    def viewed(self, other: Part, block: Tensor) -> Tensor:
+        """A view of entries `[p, p']` of this part and another one, of one slice each, as `[I, I', O, O']`."""
+        rows, columns = (0, 1) if self.input_first else (1, 0), (2, 3) if other.input_first else (3, 2)
+        return block.view(*self._shape, *other._shape).permute(rows[0], columns[0], rows[1], columns[1])
 
     def factors(self, blocks: Sequence[Block], dtype: torch.dtype) -> RankOne:
         """Factors of its blocks: dense rows and ones of what is multiplied out."""
@@ -119,12 +125,25 @@ class Pairs:
             parts.append(Part(tuple(rest), own, sum(s.stop - s.start for s in own)))
         return cls(tuple(parts), start)
 
+    @classmethod
+    def of_shapes(cls, shapes: Sequence[TensorShape], n_cotangents: int, n_data: int) -> Pairs | None:
+        """The pairs of tensors of these shapes; None where multiplying them out is less work.
+
+        The order of the parts and of the entries is not that of the blocks: they serve to count.
+        """
+        size = sum(shape.size for shape in shapes)
+        layers = [shape for shape in shapes if shape.is_outer_product]
+        if not layers or not _are_worthwhile(n_cotangents, n_data, size):
+            return None
+        parts = [Part((), (), shape.n_outputs, shape.n_inputs) for shape in layers]
+        rest = size - sum(shape.size for shape in layers)
+        return cls((*parts, *([Part((), (), rest)] if rest else [])), size)
+
     @staticmethod
     def are_less_work(blocks: Sequence[Block], n_data: int) -> bool:
         """True if pairs are less work than J of so many data multiplied out: there are layers, and several outputs."""
         n_cotangents = blocks[0].n_cotangents
-        work = n_cotangents * n_data * sum(block.size for block in blocks) ** 2
-        if n_cotangents == 1 or work < _WORTHWHILE:
+        if not _are_worthwhile(n_cotangents, n_data, sum(block.size for block in blocks)):
             return False
         factors = [block.rank_one() for block in blocks]
         return any(factor is not None and factor.a.shape[1] > 1 for factor in factors)
@@ -134,15 +153,37 @@ class Pairs:
         return combinations_with_replacement(range(len(self.parts)), 2)
 
     def shape(self, i: int, j: int) -> tuple[int, int]:
-        """Shape in which the entries of two parts are held: `[I·I', O·O']`, of a part with itself with few repeats."""
+        """Shape in which the entries of two parts are held: `[I·I', O·O']`, of a part with itself with few repeats.
+
+        What is multiplied out is held as it is, `[O, O]`; in sums its upper block triangle counts.
+        """
         one, other = self.parts[i], self.parts[j]
+        if i == j and not one.is_product:
+            return one.n_outputs, one.n_outputs
         if i == j:
             return sum(strip.size for strip in strips(one.n_inputs)), _n_distinct(one.n_outputs)
         return one.n_inputs * other.n_inputs, one.n_outputs * other.n_outputs
 
+    @property
+    def n_numbers(self) -> int:
+        """Numbers that are held of all pairs."""
+        return sum(rows * columns for rows, columns in (self.shape(i, j) for i, j in self))
+
+    @property
+    def n_placed_at_once(self) -> int:
+        """Numbers of the largest strip that is laid out to be written into a matrix."""
+        return max(min(_STRIP, part.n_inputs) * part.n_inputs * part.n_outputs**2 for part in self.parts)
+
+    def numbers_at_once(self, n_cotangents: int, n_data: int) -> int:
+        """Numbers that a pass over so many data multiplies out and drops."""
+        return min(n_data, self._data_at_once(n_cotangents)) * self._numbers_per_datum(n_cotangents)
+
+    def _data_at_once(self, n_cotangents: int) -> int:
+        return max(1, CHUNK_BYTES // (8 * self._numbers_per_datum(n_cotangents)))
+
     def factors(self, blocks: Sequence[Block], dtype: torch.dtype) -> Iterator[tuple[slice, list[RankOne]]]:
         """Factors of all parts, a few data at a time."""
-        step = max(1, CHUNK_BYTES // (8 * self._numbers_per_datum(blocks[0].n_cotangents)))
+        step = self._data_at_once(blocks[0].n_cotangents)
         for start in range(0, blocks[0].n_data, step):
             data = slice(start, start + step)
             some = [block.at(data) for block in blocks]
@@ -179,7 +220,7 @@ class PairSum:
         for _, factors in self.pairs.factors(blocks, dtype):
             for (i, j), values in self.sums.items():
                 if i == j and not self.pairs.parts[i].is_product:
-                    self._add_rest(values, factors[i].by_datum().flatten(0, 1))
+                    add_gram(values, factors[i].by_datum().flatten(0, 1))
                     continue
                 outputs = factors[i].by_datum().mT @ factors[j].by_datum()  # [b, O, O']
                 if i == j:
@@ -189,25 +230,33 @@ class PairSum:
                 else:
                     values.addmm_(_products(factors[i].a, factors[j].a).T, outputs.flatten(1))
 
-    def _add_rest(self, values: Tensor, rows: Tensor) -> None:
-        """Adds the Gram of rows `[K·b, r]` to its distinct entries `[1, r (r + 1) / 2]`."""
-        gram = rows.new_zeros(rows.shape[1], rows.shape[1])
-        add_gram(gram, rows)
-        values += _distinct(gram)
-
     def dense(self) -> Tensor:
-        """`[P, P]`."""
+        """`[P, P]`; beside it and the sums little is held."""
         matrix = next(iter(self.sums.values())).new_empty(self.pairs.size, self.pairs.size)
         for (i, j), values in self.sums.items():
             one, other = self.pairs.parts[i], self.pairs.parts[j]
+            if i == j and one.is_product:
+                _place_own(one, values, matrix)
+                continue
             if i == j:
-                values = _symmetric(_repeated(values, one.n_outputs), one.n_inputs)
-            block = one.placed(other, values.view(one.n_inputs, other.n_inputs, one.n_outputs, other.n_outputs))
-            for rows, r in zip(block.split(one.sizes), one.slices, strict=True):
-                for part, c in zip(rows.split(other.sizes, 1), other.slices, strict=True):
-                    matrix[r, c] = part
-                    matrix[c, r] = part.T
+                values = mirror(values)
+            values = values.view(one.n_inputs, other.n_inputs, one.n_outputs, other.n_outputs)
+            for first, r, outputs in one.pieces():
+                for second, c, other_outputs in other.pieces():
+                    first.viewed(second, matrix[r, c]).copy_(values[:, :, outputs, other_outputs])
+                    if i != j:
+                        matrix[c, r] = matrix[r, c].T
         return matrix
+
+
+def _place_own(part: Part, values: Tensor, matrix: Tensor) -> None:
+    """Writes the sum of a layer with itself into a matrix, one strip after the other."""
+    (entries,) = part.slices
+    target = part.viewed(part, matrix[entries, entries])
+    for strip in strips(part.n_inputs):
+        rows = _repeated(values[strip.rows], part.n_outputs).unflatten(0, (strip.stop - strip.start, -1))
+        target[strip.start : strip.stop, strip.start :] = rows
+        target[strip.start :, strip.start : strip.stop] = rows.transpose(0, 1)
 
 
 class PairedMatrix:
@@ -224,13 +273,11 @@ class PairedMatrix:
 
     def _ordered(self, matrix: Tensor, i: int, j: int) -> Tensor:
         one, other = self.pairs.parts[i], self.pairs.parts[j]
-        block = torch.cat([torch.cat([matrix[r, c] for c in other.slices], 1) for r in one.slices])
-        if i == j and not one.is_product:
-            return block
-        values = one.picked(other, block)
+        values = one.picked(other, matrix)
         if i != j:
             return values.flatten(2).flatten(0, 1)
-        values = _distinct(values + values.transpose(0, 1)) / 2  # [I, I, O (O + 1) / 2]
+        if not one.is_product:
+            return values[0, 0].contiguous()
         return torch.cat([strip.weighed(values) for strip in strips(one.n_inputs)])
 
     def products(self, blocks: Sequence[Block], *, diagonal: bool = False) -> Tensor:
@@ -291,14 +338,14 @@ class Strip:
         return _products(a[:, self.start : self.stop], a[:, self.start :])
 
     def weighed(self, values: Tensor) -> Tensor:
-        """Of values `[I, I, q]`, symmetric in the inputs, those that the products meet, `[size, q]`.
+        """Of values `[I, I, O, O]` those that the products meet, `[size, O (O + 1) / 2]`: means of (i, j) and (j, i).
 
         A product with j beyond the strip stands for that of j and i, too.
         """
-        inner, outer = values[self.start : self.stop, self.start :].split(
-            [self.stop - self.start, self.width - self.stop], 1
-        )
-        return torch.cat([inner, 2 * outer], 1).flatten(0, 1)
+        own = values[self.start : self.stop, self.start :]
+        twice = _distinct(own + values[self.start :, self.start : self.stop].transpose(0, 1))
+        inner, outer = twice.split([self.stop - self.start, self.width - self.stop], 1)
+        return torch.cat([inner / 2, outer], 1).flatten(0, 1)
 
 
 @cache
@@ -312,28 +359,28 @@ def strips(width: int) -> tuple[Strip, ...]:
     return tuple(result)
 
 
-def _symmetric(values: Tensor, width: int) -> Tensor:
-    """`[I, I, ...]` from the rows of all strips."""
-    result = values.new_empty(width, width, *values.shape[1:])
-    for strip in strips(width):
-        part = values[strip.rows].unflatten(0, (strip.stop - strip.start, -1))
-        result[strip.start : strip.stop, strip.start :] = part
-        result[strip.start :, strip.start : strip.stop] = part.transpose(0, 1)
-    return result
-
-
 def _products(a: Tensor, b: Tensor) -> Tensor:
     """Products a ⊗ b of every datum, `[B, I·I']`."""
     return (a.unsqueeze(2) * b.unsqueeze(1)).flatten(1)
 
 
+def _are_worthwhile(n_cotangents: int, n_data: int, size: int) -> bool:
+    return n_cotangents > 1 and n_cotangents * n_data * size**2 >= _WORTHWHILE
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Tensors joined in a dimension; a single one as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
 @cache
-def _places(n: int) -> tuple[Tensor, Tensor]:
+def _places(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Of a symmetric `[n, n]`: flat indices of its distinct entries, and the place of every entry among these."""
-    rows, columns = torch.triu_indices(n, n)
-    places = torch.zeros(n, n, dtype=torch.long)
-    places[rows, columns] = places[columns, rows] = torch.arange(len(rows))
-    return rows * n + columns, places.flatten()
+    with torch.inference_mode(False):  # autograd could never use what is kept from inference mode
+        rows, columns = torch.triu_indices(n, n, device=device)
+        places = torch.zeros(n, n, dtype=torch.long, device=device)
+        places[rows, columns] = places[columns, rows] = torch.arange(len(rows), device=device)
+        return rows * n + columns, places.flatten()
 
 
 def _n_distinct(n: int) -> int:
@@ -342,9 +389,9 @@ def _n_distinct(n: int) -> int:
 
 def _distinct(matrices: Tensor) -> Tensor:
     """The entries of symmetric `[..., n, n]` that differ, `[..., n (n + 1) / 2]`."""
-    return matrices.flatten(-2)[..., _places(matrices.shape[-1])[0].to(matrices.device)]
+    return matrices.flatten(-2)[..., _places(matrices.shape[-1], matrices.device)[0]]
 
 
 def _repeated(values: Tensor, n: int) -> Tensor:
     """Symmetric matrices `[..., n, n]` from the entries that differ."""
-    return values[..., _places(n)[1].to(values.device)].unflatten(-1, (n, n))
+    return values[..., _places(n, values.device)[1]].unflatten(-1, (n, n))

@@ -22,7 +22,7 @@ from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.structures import algebra
 from laplace.structures.algebra import Decompositions, Recent
 from laplace.structures.base import AdditiveCurvature, Curvature
-from laplace.structures.cost import DOUBLE, EIGH, Cost
+from laplace.structures.cost import DOUBLE, EIGH, Cost, MatrixCost
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
 from laplace.structures.indefinite import SignedOptions, nonnegative
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
@@ -95,19 +95,21 @@ class BlockCurvature(AdditiveCurvature):
 
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
-        sizes = [sum(profile.layout.sizes[i] for i in layer) for layer in profile.layout.layers]
+        layers = [[profile.tensors[i] for i in layer] for layer in profile.layout.layers]
+        sizes = [sum(shape.size for shape in layer) for layer in layers]
+        sums = [MatrixCost.of(profile, layer) for layer in layers]
         squares, largest = sum(size**2 for size in sizes), max(sizes)
         fitted = profile.n_terms * squares * profile.itemsize
-        data = profile.n_data * max(1, profile.n_columns)
+        running = sum(each.running for each in sums)
         return Cost(
             fitted=fitted,
-            running=fitted if profile.n_columns else 2 * fitted,
-            adding=fitted,
-            pieces=3 * profile.piece_bytes([largest], profile.at_once),
+            running=running if profile.n_columns else 2 * fitted,
+            adding=sum(each.completing for each in sums),
+            pieces=max(each.pieces for each in sums),
             posterior=(2 * DOUBLE + profile.itemsize) * squares + 4 * DOUBLE * largest**2,
             projecting=3 * profile.piece_bytes([largest], profile.n_outputs),
             vectors=0 if profile.n_columns else profile.n_params,
-            work=0.5 * data * squares,
+            work=sum(each.work for each in sums),
             solve=sum(EIGH * size**3 for size in sizes),
         )
 
@@ -175,6 +177,9 @@ class BlockCurvature(AdditiveCurvature):
                 blocks.append(dense_spectrum(total, signed=signed))
                 done(i)
         return Spectra(tuple(blocks), dtype, self.groups, signed=self.signed)
+
+    def running_sums(self) -> dict[str, Tensor]:
+        return {f"values.{i}": values for i, values in enumerate(self.values)}
 
     def is_finite(self) -> Tensor:
         return all_finite(block.is_finite() for block in self.sums)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
 from laplace.engines.profile import BatchProfile
+from laplace.jacobian.contractions import TensorShape
+from laplace.jacobian.matrix_sum import MatrixSum
 
 DOUBLE = 8
 """Bytes of the float64 numbers in which factorisations are done."""
@@ -63,6 +66,39 @@ class Cost:
         """The first prediction of a batch, with the factorisation."""
         passes = profile.forward + (0.0 if profile.is_head else profile.n_outputs * profile.backward)
         return passes + (self.work + self.solve) / profile.rate
+
+
+@dataclass(frozen=True)
+class MatrixCost:
+    """Bytes and multiplications of a sum of outer products of some tensors, `[E, p, p]`.
+
+    Attributes:
+        running: Bytes of the sum while batches are read.
+        completing: Bytes of the sum and the matrices that are made of it.
+        pieces: Bytes of what is multiplied out and dropped.
+        work: Multiplications per batch.
+    """
+
+    running: int
+    completing: int
+    pieces: int
+    work: float
+
+    @classmethod
+    def of(cls, profile: BatchProfile, shapes: Sequence[TensorShape]) -> MatrixCost:
+        """That of tensors of these shapes."""
+        size = sum(shape.size for shape in shapes)
+        matrix, data = profile.n_terms * size**2 * profile.itemsize, profile.n_data * max(1, profile.n_columns)
+        pairs = None
+        if not all(shape.is_head for shape in shapes):
+            pairs = MatrixSum.form(shapes, profile.at_once, profile.n_terms)
+        if pairs is None:
+            pieces = 3 * profile.piece_bytes([size], profile.at_once)
+            return cls(matrix, matrix, pieces, 0.5 * data * size**2)
+        running, strips = pairs.n_numbers * profile.itemsize, 2 * pairs.n_placed_at_once * profile.itemsize
+        pieces = 2 * pairs.numbers_at_once(profile.at_once, profile.n_data) * profile.itemsize
+        chunks = -(-profile.n_columns // profile.at_once)
+        return cls(running, running + matrix + strips, pieces, 0.5 * profile.n_data * chunks * size**2)
 
 
 @dataclass(frozen=True)

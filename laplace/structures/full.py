@@ -23,7 +23,7 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import DenseBlock
-from laplace.jacobian.contractions import CHUNK_BYTES
+from laplace.jacobian.contractions import CHUNK_BYTES, total
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.jacobian.pairs import PairedMatrix, Pairs
@@ -31,7 +31,7 @@ from laplace.structures import algebra
 from laplace.structures.algebra import Recent
 from laplace.structures.base import AdditiveCurvature, Curvature
 from laplace.structures.by_hand import MatrixByHand
-from laplace.structures.cost import DOUBLE, Cost
+from laplace.structures.cost import DOUBLE, Cost, MatrixCost
 from laplace.structures.indefinite import SignedOptions, nonnegative, require_positive
 from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import SpectralScan
@@ -77,9 +77,11 @@ class FullCurvature(AdditiveCurvature):
 
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
-        square, columns = profile.n_params**2, profile.n_data * max(1, profile.n_columns)
+        square = profile.n_params**2
         fitted = profile.n_terms * square * profile.itemsize
+        sums = MatrixCost.of(profile, profile.tensors)
         products = profile.n_columns == 0  # rows of the matrix, their transposes, and the sum
+        piece = profile.piece_bytes([profile.n_params], profile.n_outputs)
         head = 0
         if profile.is_head:  # Grams of the features, and rows of u ⊗ φ with what they are joined from
             rows = profile.n_data * max(tensor.positions for tensor in profile.tensors)
@@ -87,13 +89,14 @@ class FullCurvature(AdditiveCurvature):
             head += 2 * min(CHUNK_BYTES, rows * profile.n_params * profile.itemsize)
         return Cost(
             fitted=fitted,
-            running=3 * fitted if products else fitted,
-            adding=fitted,
-            pieces=head or 3 * profile.piece_bytes([profile.n_params], profile.at_once),
+            running=3 * fitted if products else sums.running,
+            adding=sums.completing,
+            pieces=head or sums.pieces,
             posterior=(6 * DOUBLE + profile.itemsize) * square,
-            projecting=3 * profile.piece_bytes([profile.n_params], profile.n_outputs),
+            projecting=(1 + 2 * DOUBLE // profile.itemsize)
+            * profile.piece_bytes([profile.n_params], profile.n_outputs),
             vectors=profile.n_params if products else 0,
-            work=0.5 * profile.n_data * square if profile.is_head else 0.5 * columns * square,
+            work=0.5 * profile.n_data * square if profile.is_head else sums.work,
             solve=4.0 * profile.n_params**3,
         )
 
@@ -147,6 +150,9 @@ class FullCurvature(AdditiveCurvature):
             return (require_positive(values + delta) if signed else values + delta,)
 
         return SpectralScan(project, precisions)
+
+    def running_sums(self) -> dict[str, Tensor]:
+        return {"values": self.values}
 
     def is_finite(self) -> Tensor:
         return self.sums.is_finite()
@@ -272,11 +278,35 @@ class FullPrecision(Precision):
         return self._narrowed(torch.cat([row_gram(self._coloured(piece)) for piece in jacobian.pieces()]), jacobian)
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
+        if jacobian.is_head:
+            return self._narrowed(self._head_diagonal(jacobian), jacobian)
         paired = self._paired(jacobian)
         if paired is not None:
             return self._narrowed(paired.products(jacobian.blocks, diagonal=True), jacobian)
         squares = [self._coloured(piece).square().sum(2) for piece in jacobian.pieces()]
         return self._narrowed(torch.cat(squares), jacobian)
+
+    def _head_diagonal(self, jacobian: Jacobian) -> Tensor:
+        """φᵀ Σ_cc φ of every output c of a head, `[B, C]`: of Σ no more than the blocks of single outputs is needed."""
+        phi, order = jacobian.head_features()
+        phi = phi.to(self.root)
+        blocks = self._recent_head((tuple(order.shape), self._has_graph), lambda: self._head_blocks(order))
+        step = max(1, CHUNK_BYTES // (8 * order.numel()))
+        return torch.cat([_forms(rows, blocks) for rows in phi.split(step)])
+
+    def _head_blocks(self, order: Tensor) -> Tensor:
+        """Upper triangles `[C, D, D]` with the same quadratic forms as the blocks of single outputs."""
+        blocks = torch.stack([row_gram(self.root[entries]) for entries in order])
+        return blocks.triu() + blocks.triu(1)
+
+    @cached_property
+    def _recent_head(self) -> Recent[Tensor]:
+        return Recent()
+
+    @property
+    def _has_graph(self) -> bool:
+        """True if what is computed from the root now belongs to a graph, and not only if that was so before."""
+        return self.root.requires_grad and torch.is_grad_enabled()
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         return self._narrowed(row_gram(self._coloured(jacobian.dense()).flatten(0, 1)), jacobian)
@@ -293,8 +323,22 @@ class FullPrecision(Precision):
         if not Pairs.are_less_work(jacobian.blocks, jacobian.n_data):
             return None
         pairs = Pairs.of(jacobian.blocks)
-        return self._recent(pairs, lambda: PairedMatrix(pairs, algebra.times_transpose(self.root)))
+        return self._recent((pairs, self._has_graph), lambda: PairedMatrix(pairs, algebra.times_transpose(self.root)))
 
     @cached_property
     def _recent(self) -> Recent[PairedMatrix]:
         return Recent()
+
+
+_TRIANGLE = 64
+"""Rows of an upper triangle that are multiplied at once, with all columns from the first of them on."""
+
+
+def _forms(rows: Tensor, upper: Tensor) -> Tensor:
+    """Quadratic forms φᵀ U_c φ of rows φ `[b, D]` with upper triangular U `[C, D, D]`, `[b, C]`."""
+    starts = range(0, rows.shape[1], _TRIANGLE)
+    forms = (
+        ((rows[:, start : start + _TRIANGLE] @ upper[:, start : start + _TRIANGLE, start:]) * rows[:, start:]).sum(2)
+        for start in starts
+    )
+    return total(forms).T

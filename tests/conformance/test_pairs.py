@@ -129,3 +129,47 @@ def test_variances_are_those_of_the_same_curvature_in_float64(delta: float) -> N
     exact = jacobian @ torch.linalg.solve(H + delta * torch.eye(len(H)), jacobian.mT)
     got = latent_of(la, x[:100], "full").covariance
     assert ((got - exact).abs().amax((1, 2)) / exact.abs().amax((1, 2))).max() < 1e-5
+
+
+def test_a_prediction_without_a_graph_leaves_the_next_one_its_own() -> None:
+    model, x, y = wide_network()
+    la = Laplace(model, "classification", "all", "full")
+    la.fit([(x, y)])
+    delta = torch.tensor(0.4, requires_grad=True)
+    la.prior_precision = delta
+    precision = la.posterior()
+    assert isinstance(precision, FullPrecision) and precision.root.requires_grad
+    (jacobian, _), *_ = la.engine.jacobian(x)
+    for read in (precision.functional_variance, precision.functional_diagonal):
+        with torch.no_grad():
+            without = read(jacobian)
+        variance = read(jacobian)
+        assert torch.equal(variance, without)
+        (slope,) = torch.autograd.grad(variance.sum(), delta, retain_graph=True)
+        assert slope < 0
+
+
+@pytest.mark.usefixtures("always")
+def test_indices_that_are_kept_serve_autograd_after_inference_mode() -> None:
+    values = torch.randn(3, 10, requires_grad=True)
+    with torch.inference_mode():
+        pairs._repeated(values, 4)
+    pairs._repeated(values, 4).square().sum().backward()
+    assert values.grad is not None
+
+
+def test_a_matrix_that_is_not_completed_can_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory does not hold it at first, the sums by pairs are as they were."""
+    model, x, y = wide_network()
+    whole, la = (Laplace(model, "classification", "all", "full") for _ in range(2))
+    for each in (whole, la):
+        each.fit([(x, y)])
+
+    def runs_out(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pairs, "_place_own", runs_out)
+        with pytest.raises(MemoryError):
+            _ = la.H
+    assert torch.equal(la.H, whole.H)

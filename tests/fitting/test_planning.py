@@ -11,6 +11,7 @@ from laplace.curvature import GGNInterface, NativeEF, NativeHessian
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.fitting.planning import FitPlan
 from laplace.structures import STRUCTURES
+from laplace.structures.fields import named_tensors
 from tests.conformance.cases import Case, few
 
 
@@ -179,3 +180,23 @@ def test_what_takes_too_many_passes_is_not_recommended() -> None:
         Laplace(_TiedTokens(), "classification", "all", structure, backend_kwargs={"max_passes": 10}).fit(loader)
     with pytest.raises(UnsupportedError, match="max_passes"):
         Laplace(_TiedTokens(), "classification", "all", "diag", backend_kwargs={"max_passes": 10}).fit(loader)
+
+
+@pytest.mark.parametrize("structure", ["full", "block"])
+def test_running_bytes_are_those_of_the_sums_by_pairs_of_layers(structure: str) -> None:
+    """Of matrices that are large enough to be summed so; they are completed beside the sums."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 6))
+    x, y = torch.randn(64, 30), torch.randint(6, (64,))
+    la = Laplace(model, "classification", "all", structure)
+    cost = STRUCTURES[structure].cost(la.engine.profile(x, y), la.structure_options)
+    la.fit([(x, y)])
+    curvature = la.fitted().curvature
+    sums = sum(tensor.nbytes for _, tensor in named_tensors(curvature))
+    matrices = sum(tensor.nbytes for tensor in curvature.running_sums().values())  # pyright: ignore
+    assert sums < matrices == cost.fitted
+    if structure == "full":
+        assert cost.running == sums
+    else:  # whose head is summed without pairs
+        assert cost.running <= sums * 1.1 and sums <= cost.running * 1.1
+    assert cost.adding >= sums + matrices

@@ -125,3 +125,22 @@ def test_sums_in_the_span_of_given_directions() -> None:
         passes = [first.finish() for first in firsts]
         for curvature in fitted_in_shards(passes, [batches[:1], batches[1:]], in_place=True):  # pyright: ignore
             assert_close(curvature.public(), la.H, "backend")
+
+
+@pytest.mark.parametrize("structure", ["full", "block"])
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "loaded"])
+def test_matrices_of_shards_have_one_form_whatever_their_batches(structure: str, in_place: bool) -> None:
+    """Of a network that is large enough for sums by pairs of layers, of which another shard's batches know nothing."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(16, 40), torch.nn.Tanh(), torch.nn.Linear(40, 30), torch.nn.Tanh()]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(30, 5)).double()
+    x, y = torch.randn(60, 16, dtype=torch.float64), torch.randint(5, (60,))
+    batches = [(x[:8], y[:8]), (x[8:16], y[8:16]), (x[16:], y[16:])]
+    # A budget of output gradients within which the large batch goes one backward pass at a time.
+    la = Laplace(model, "classification", "all", structure, backend_kwargs={"memory_budget": 2**15})
+    la.fit(batches)
+    whole = own_dense(la)
+    with torch.no_grad():
+        passes = [la.structure.first_pass(la.engine, la.structure_options) for _ in range(2)]
+        for curvature in fitted_in_shards(passes, [batches[:2], batches[2:]], in_place=in_place):
+            assert_close(dense(la, curvature), whole, "backend")
