@@ -301,10 +301,6 @@ class AdditiveCurvature(Curvature):
         summary, new = self.from_batch(engine, x, y)
         return summary, self + new
 
-    def running_sums(self) -> dict[str, Tensor]:
-        """Its tensors by name, in a form that does not depend on which batches were added."""
-        return dict(fields.named_tensors(self))
-
     def is_finite(self) -> Tensor | bool:
         """True, or 0-dim, if every number is finite (of a matrix: its diagonal, which holds every square)."""
         return fields.is_finite(self)
@@ -330,7 +326,8 @@ class _SumPass(DataPass):
         return summary
 
     def sums(self) -> dict[str, Tensor]:
-        return self.finish().running_sums()
+        # As states hold them: sums may have other forms on the way, which depend on the batches that were added.
+        return dict(fields.named_tensors(self.finish().state()))
 
     def finish(self) -> AdditiveCurvature:
         if self.total is None:

@@ -178,9 +178,6 @@ class BlockCurvature(AdditiveCurvature):
                 done(i)
         return Spectra(tuple(blocks), dtype, self.groups, signed=self.signed)
 
-    def running_sums(self) -> dict[str, Tensor]:
-        return {f"values.{i}": values for i, values in enumerate(self.values)}
-
     def is_finite(self) -> Tensor:
         return all_finite(block.is_finite() for block in self.sums)
 

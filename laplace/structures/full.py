@@ -93,8 +93,7 @@ class FullCurvature(AdditiveCurvature):
             adding=sums.completing,
             pieces=head or sums.pieces,
             posterior=(6 * DOUBLE + profile.itemsize) * square,
-            projecting=(1 + 2 * DOUBLE // profile.itemsize)
-            * profile.piece_bytes([profile.n_params], profile.n_outputs),
+            projecting=(1 + 2 * DOUBLE // profile.itemsize) * piece,  # J, in float64, and J L
             vectors=profile.n_params if products else 0,
             work=0.5 * profile.n_data * square if profile.is_head else sums.work,
             solve=4.0 * profile.n_params**3,
@@ -150,9 +149,6 @@ class FullCurvature(AdditiveCurvature):
             return (require_positive(values + delta) if signed else values + delta,)
 
         return SpectralScan(project, precisions)
-
-    def running_sums(self) -> dict[str, Tensor]:
-        return {"values": self.values}
 
     def is_finite(self) -> Tensor:
         return self.sums.is_finite()
