@@ -12,6 +12,7 @@ from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import check_counts
 from laplace.posterior.assembled import batch_of, restarted, with_backend_loss, without_data
 from laplace.posterior.attributes import Part
+from laplace.posterior.learning import with_channels_of
 from laplace.posterior.posterior import Posterior
 
 
@@ -32,10 +33,10 @@ class FittedByHand:
     _posterior: Posterior
 
     mean = Part["Tensor | None"](
-        lambda now: None if now.weights.problem is None else now.mean if now.data is None else now.mean.clone(),
+        lambda now: None if now.weights.problem is None else now.mean.clone(),
         "θ*, `[P]`; before `fit` the prior's mean, or None while the last layer is unknown; θ̂ after `refine`. One that "
         "is assigned is the mean of samples, densities and the evidence; linearised predictions stay as they are. "
-        "Every reading of a fitted one is a copy, so that `la.mean += …` leaves θ*.",
+        "Every reading is a copy, so that `la.mean += …` leaves θ* and the prior's mean.",
     )
     loss = Part["float | Tensor"](
         lambda now: 0.0 if now.data is None else now.data.present.loss_terms.sum(),
@@ -95,7 +96,7 @@ class FittedByHand:
             UnsupportedError: The structure has no curvature that could be summed by hand.
         """
         check_counts(n_data=n_data)
-        self._posterior = with_backend_loss(self._posterior)
+        self._posterior = with_channels_of(with_backend_loss(self._posterior), x, y)
         return batch_of(self._posterior, x, y, n_data)
 
 

@@ -67,8 +67,8 @@ def _checked(la: BaseLaplace, state: Mapping[str, Any]) -> Problem:
     if state["likelihood"] != la.likelihood_object.name:
         likelihood = la.likelihood_object.name
         _refuse(f"saved this state for likelihood={str(state['likelihood'])!r}, this object has {likelihood!r}")
-    mean, n_data = state["mean"], float(state["n_data"])
-    if not isinstance(mean, Tensor) or n_data == 0:
+    mean, numbers = state["mean"], (float(state["n_data"]), float(state["n_outputs"]))
+    if not isinstance(mean, Tensor) or 0 in numbers:
         _refuse("saved this state before a fit: there is nothing to load")
     if not isinstance(state["enable_backprop"], bool):
         _refuse(f"saved this state with enable_backprop={state['enable_backprop']!r}; it must be True or False")

@@ -117,6 +117,25 @@ def test_factors_of_outputs_with_positions_are_shares_of_the_rows_of_targets() -
     assert_same(la, other, x)
 
 
+@pytest.mark.parametrize("structure", CLASSES)
+def test_labels_tell_which_dimension_has_the_channels(structure: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    model = nn.Sequential(nn.Conv1d(2, 3, 1), nn.Tanh(), nn.Conv1d(3, 3, 1)).double()
+    x, y = torch.randn(6, 2, 5, generator=generator).double(), torch.randint(3, (6, 5), generator=generator)
+    la, other = CLASSES[structure](model, "classification"), CLASSES[structure](model, "classification")
+    batches = [(x[:4], y[:4]), (x[4:], y[4:])]
+    other.fit(batches)
+    la.start_fit()
+    for part in batches:
+        loss, H = la.curvature_of(*part, n_data=6)
+        la.loss += loss
+        la.H += H
+    la.n_data, la.n_outputs = other.n_data, 3
+    assert_same(la, other, x)
+    with pytest.raises(InvalidData, match="channel_dim"):
+        CLASSES[structure](model, "classification").curvature_of(x[..., :3], y[:, :3], n_data=6)
+
+
 class Tenth(nn.Module):
     """A squared error of targets that are a tenth of those of the loader."""
 
@@ -152,6 +171,9 @@ def test_writing_into_the_mean_leaves_what_it_was_read_from(structure: str) -> N
     for mean in (la.expansion_point, then.mean):
         assert_close(mean, weights, "exact")
     assert_close(la(X)[0], predictions[0], "exact")
+    unfitted = make("all", structure, prior_mean=torch.zeros_like(weights))
+    unfitted.mean.add_(1.0)
+    assert not unfitted.prior_mean.any()
     other = fitted("all", structure)
     other.mean = weights + 0.1
     assert_same(la, other)
@@ -226,7 +248,7 @@ def test_data_are_added_to_what_was_assigned() -> None:
         assert_same(la, fitted("all", structure))
     la = make("all", "kron")
     fit_by_hand(la)
-    with pytest.raises(InvalidData, match="assigned"):
+    with pytest.raises(InvalidData, match=r"assigned.*go on by hand"):
         la.fit(rest, override=False)
 
 
@@ -365,8 +387,9 @@ def test_factors_that_are_no_curvature() -> None:
 
 def test_one_noise_per_output_and_refined_posteriors() -> None:
     la = fitted("all", "full", sigma_noise=torch.tensor([0.5, 2.0]))
-    with pytest.raises(UnsupportedError, match="loss"):
-        la.loss = 1.0
+    for name in ("loss", "H"):
+        with pytest.raises(UnsupportedError, match=f"{name} per output"):
+            setattr(la, name, getattr(la, name))
     la = fitted()
     la.refine(PROBLEM.batches(4))
     before = la._posterior
@@ -487,6 +510,12 @@ def test_what_fails_in_a_hook_leaves_the_posterior() -> None:
         with pytest.raises(error, match="H "):
             la.fit(PROBLEM.batches(4))
         assert la._posterior is before
+
+
+def test_a_hook_knows_no_positions() -> None:
+    la = hooked(DiagLaplace)(nn.Sequential(nn.Linear(2, 3)), "classification")
+    with pytest.raises(UnsupportedError, match=r"positions.*a _curv_closure does not know"):
+        la.fit([(torch.randn(4, 5, 2), torch.zeros(4, 5, dtype=torch.long))])
 
 
 @pytest.mark.parametrize("base", [BlockLaplace, LowRankLaplace, FunctionalLaplace])

@@ -182,7 +182,7 @@ class UserBackendEngine(CurvatureEngine):
             method = getattr(self.backend, name)
             J, f = method(x, enable_backprop=True) if create_graph else method(x)
         J, f = (J, f) if create_graph else (J.detach(), f.detach())
-        require_no_positions(f.shape[1:-1], self.name)
+        require_no_positions(f.shape[1:-1], f"backend={self.name}")
         yield Jacobian.from_dense(self._shaped(name, J, 3), self.problem.layout.sizes), f
 
     def coverage(self) -> dict[str, str]:
@@ -232,7 +232,7 @@ class UserBackendEngine(CurvatureEngine):
         return self._summary(x, y, loss), self._shaped("full", values, 2).unsqueeze(0)
 
     def _summary(self, x: Inputs, y: Tensor, loss: Tensor) -> BatchSummary:
-        return summarised(self, x, y, loss)
+        return summarised(self, x, y, loss, f"backend={self.name}")
 
     def _shaped(self, method: str, values: Tensor, ndim: int) -> Tensor:
         """Checks the shape of a tensor that a user's method returned.
@@ -270,7 +270,7 @@ class UserBackendEngine(CurvatureEngine):
         )
 
 
-def summarised(engine: CurvatureEngine, x: Inputs, y: Tensor, loss: Tensor) -> BatchSummary:
+def summarised(engine: CurvatureEngine, x: Inputs, y: Tensor, loss: Tensor, name: str) -> BatchSummary:
     """A user's loss, with the number of data and outputs that one forward pass tells.
 
     Args:
@@ -278,6 +278,7 @@ def summarised(engine: CurvatureEngine, x: Inputs, y: Tensor, loss: Tensor) -> B
         x: Inputs of a batch.
         y: Its targets.
         loss: Its unit negative log likelihood, 0-dim.
+        name: Of the backend or method that computed it.
 
     Raises:
         UnsupportedError: The outputs have positions.
@@ -286,7 +287,7 @@ def summarised(engine: CurvatureEngine, x: Inputs, y: Tensor, loss: Tensor) -> B
     dtype = torch.promote_types(problem.dtype, torch.float32)
     with torch.no_grad(), preserve_model(problem.module):
         f = problem.run(problem.detached(), detached(x)).to(dtype)
-    require_no_positions(f.shape[1:-1], engine.name)
+    require_no_positions(f.shape[1:-1], name)
     y = engine.checked(f, y)
     terms = torch.as_tensor(loss, dtype=dtype, device=f.device).detach().reshape(1)
     return BatchSummary(terms, engine.likelihood.count(f, y), f.shape[1])

@@ -246,13 +246,17 @@ _NEEDED_BY = {"blocks": "block", "matmul": "lowrank", "diag in a basis": "ekfac"
 def require_no_positions(positions: Sequence[int], name: str) -> None:
     """Raises where outputs have positions, which only the library's own engines know.
 
+    Args:
+        positions: Sizes of the outputs' dimensions besides data and channels.
+        name: Of the backend or method that does not know them.
+
     Raises:
         UnsupportedError: They have.
     """
     if positions:
         raise UnsupportedError(
-            f"the network's outputs have positions, {list(positions)} besides data and channels, which backend={name} "
-            "does not know; use backend=NativeGGN, the default, or NativeEF."
+            f"the network's outputs have positions, {list(positions)} besides data and channels, which {name} does "
+            "not know; let backend=NativeGGN, the default, or NativeEF compute the curvature."
         )
 
 

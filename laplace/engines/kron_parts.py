@@ -14,6 +14,9 @@ from laplace.errors import InvalidData
 DENSE_BLOCK_LIMIT = 512
 """Largest tensor without Kronecker factors that gets an exact dense block; larger ones get an exact diagonal."""
 
+ASSIGNED = "assigned "
+"""Begins the keys of sums that a user assigned, factors of each tensor by itself."""
+
 UNUSED = "unused"
 """Kind of a block that no datum has needed yet."""
 
@@ -179,6 +182,12 @@ def _either(a: KronBlock, b: KronBlock) -> KronBlock:
     if UNUSED in (a.kind, b.kind):
         return b if a.kind == UNUSED else a
     if a.reads != b.reads:
+        if a.output.startswith(ASSIGNED) or b.output.startswith(ASSIGNED):
+            raise InvalidData(
+                "Kronecker factors that were assigned, or saved by laplace-torch, may be normalised in another way "
+                "than those of a fit, and are not added to them; go on by hand, "
+                "la.H += la.curvature_of(x, y, n_data)[1], or fit all data at once."
+            )
         raise InvalidData(
             f"Kronecker factors of two sets of data do not match: different rules explained {a.output!r} and "
             f"{b.output!r}. Give batches of the same form, or use hessian_structure='diag', which has one form only."

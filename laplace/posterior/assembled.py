@@ -131,6 +131,7 @@ def _by_hand(data: Fitted, posterior: Posterior, H: Any = None) -> FitByHand:
 
 
 def _curvature(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
+    _require_one_noise("H", posterior)
     return replace(data, source=_by_hand(data, posterior, checked_H(posterior, value)))
 
 
@@ -148,10 +149,7 @@ def _mean(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
 
 
 def _loss(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
-    if posterior.hypers.sigma_noise.numel() > 1:
-        raise UnsupportedError(
-            "loss is assigned where every output has its own noise, which takes one loss per output; use one noise."
-        )
+    _require_one_noise("loss", posterior)
     loss = _like(posterior).new_tensor([_number("loss", value)])
     return replace(data, source=replace(data.source, loss_terms=loss))
 
@@ -173,6 +171,15 @@ def _n_outputs(data: Fitted, posterior: Posterior, value: Any) -> Fitted:
 _ASSIGNED: dict[str, Callable[[Fitted, Posterior, Any], Fitted]] = {
     "H": _curvature, "H_facs": _factors, "mean": _mean, "loss": _loss, "n_data": _n_data, "n_outputs": _n_outputs,
 }  # fmt: skip
+
+
+def _require_one_noise(name: str, posterior: Posterior) -> None:
+    """Refuses a part of which a noise for each output takes one term for each output."""
+    if posterior.hypers.sigma_noise.numel() > 1:
+        raise UnsupportedError(
+            f"{name} is assigned where every output has its own noise, which takes one {name} per output; use one "
+            "noise."
+        )
 
 
 def _number(name: str, value: Any) -> float:

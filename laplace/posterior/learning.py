@@ -234,19 +234,33 @@ def discovered(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
         InvalidData: Labels that fit two readings of the outputs, or a network that ends in a sigmoid under a
             likelihood that takes one of the outputs.
     """
-    if posterior.choices.channel_dim is None and y.ndim > 1 and not y.is_floating_point():
-        call = call_of(posterior)
-        with preserve_model(posterior.model), torch.no_grad():
-            f = _of_one(lambda some: batches.latent(called(posterior.model, call, some)), detached(x))
-        channel_dim = channel_of(f, y[: len(f)])
-        if channel_dim is not None:
-            posterior = with_channels(posterior, channel_dim)
+    posterior = with_channels_of(posterior, x, y)
     problem = posterior.weights.discover(x)
     if posterior.likelihood.activation == "sigmoid":
         with preserve_model(problem.module), hooks_fire(problem.module), torch.enable_grad():
             f = _of_one(lambda some: problem.run(problem.stand_ins(), some), detached(x))
         require_logits(posterior.likelihood, f, problem.dtype)
     return posterior.with_problem(problem)
+
+
+def with_channels_of(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
+    """The posterior with the dimension of the channels, if it is unknown and labels of positions tell it.
+
+    Args:
+        posterior: Fitted or not.
+        x: Inputs of a batch.
+        y: Its targets.
+
+    Raises:
+        InvalidData: Labels that fit two readings of the outputs.
+    """
+    if posterior.choices.channel_dim is not None or y.ndim < 2 or y.is_floating_point():
+        return posterior
+    call = call_of(posterior)
+    with preserve_model(posterior.model), torch.no_grad():
+        f = _of_one(lambda some: batches.latent(called(posterior.model, call, some)), detached(x))
+    channel_dim = channel_of(f, y[: len(f)])
+    return posterior if channel_dim is None else with_channels(posterior, channel_dim)
 
 
 def with_channels(posterior: Posterior, channel_dim: int) -> Posterior:

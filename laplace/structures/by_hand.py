@@ -14,7 +14,7 @@ from torch import Tensor
 from laplace.core.batch import Inputs
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
-from laplace.engines.kron_parts import KronParts, n_entries
+from laplace.engines.kron_parts import ASSIGNED, KronParts, n_entries
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.structures import fields
 from laplace.weights.problem import ParameterSlice, Problem
@@ -174,7 +174,7 @@ class KronByHand(ByHand):
 
         blocks = _multiplied(H) if isinstance(H, KronDecomposed) else H.kfacs
         copies = [[factor.clone() for factor in block] for block in blocks]
-        return fields.state_of(KronParts.of(copies, n_data or 1, "assigned "))
+        return fields.state_of(KronParts.of(copies, n_data or 1, ASSIGNED))
 
 
 class AnyByHand(ByHand):
