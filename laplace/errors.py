@@ -79,6 +79,10 @@ class MissingDependency(LaplaceError, ImportError):
     """An optional package is needed; the message holds the install line."""
 
 
+class ProcessError(LaplaceError, RuntimeError):
+    """Another process of a group failed, or works on another network or with other settings; the message names it."""
+
+
 class OutOfMemory(LaplaceError, torch.OutOfMemoryError):
     """Memory does not hold the smallest piece of work; the message says which, and what takes less."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from laplace.refinement.refine import refine
 from laplace.refinement.refiner import RefineOptions
 from laplace.structures.base import Precision
 from laplace.tuning import PosteriorGroup, Tunable
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 CELLS: KeyedClasses[ParametricLaplace] = KeyedClasses()
 """Classes with a `_key`: the cells of the grid that have one."""
@@ -220,6 +223,7 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
         subset: int | None = None,
         generator: torch.Generator | None = None,
         check_memory: bool = True,
+        group: ProcessGroup | None = None,
     ) -> None:
         """Fits the Gaussian to the curvature of the data at the model's present weights.
 
@@ -235,6 +239,8 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
             generator: Source of that choice; None for the global one, which leads to another choice each time.
             check_memory: Whether to refuse a fit that by the shapes of its first batch takes more memory than there is;
                 asked of fits above 1 GiB, on CPUs under Linux and on CUDA.
+            group: Processes of `torch.distributed`, each of which calls `fit` with a loader of its shard of the data;
+                all have the sums of all data then. What `DistributedSampler` repeats counts once.
 
         Raises:
             OutOfMemory: Memory does not hold the fit; the message names choices that take less.
@@ -242,20 +248,28 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
             InvalidArgument: A hyper-parameter's length does not fit the random parameters or the outputs, or a decay
                 or a subset that is not accepted.
             InvalidType: What is given for the loader cannot be iterated over, or targets are given beside it.
-            UnsupportedError: The structure is no sum over data, and the former fit cannot fade.
+            ProcessError: Another process of the group failed, or has another network or settings; all of them raise.
+            UnsupportedError: The structure is no sum over data, and the former fit cannot fade, or it is of a group.
 
         Warns:
-            ApproximationWarning: Random outputs, several heads with a last layer, one of several processes, or many
-                weights that Kronecker factors could not hold.
+            ApproximationWarning: Random outputs, several heads with a last layer, one of several processes without
+                `group`, processes that read the same data, or many weights that Kronecker factors could not hold.
         """
         posterior = learning.fitted_to(
             self.snapshot(), train_loader, override=override, progress_bar=progress_bar, decay=decay, subset=subset,
-            generator=generator, check_memory=check_memory,
+            generator=generator, check_memory=check_memory, group=group,
         )  # fmt: skip
         self.set_posterior(posterior)
 
     @checked
-    def forget(self, loader: Iterable[Any], progress_bar: bool = False, *, weight: float = 1.0) -> None:
+    def forget(
+        self,
+        loader: Iterable[Any],
+        progress_bar: bool = False,
+        *,
+        weight: float = 1.0,
+        group: ProcessGroup | None = None,
+    ) -> None:
         """Removes the contribution of data from the fit: their curvature, their loss and their number.
 
         The curvature is then that of a fit without them. The mean stays, for it is the network's weights, which were
@@ -265,6 +279,7 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
             loader: Batches of data that were fitted, at the weights that the network still has.
             progress_bar: Show one.
             weight: How often the data count in the fit: 1, or `decay**k` for data that faded in k later fits.
+            group: As of `fit`.
 
         Raises:
             NotFittedError: Before `fit`.
@@ -275,7 +290,8 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
                 the former posterior is kept.
         """
         self._require_data()
-        self.set_posterior(learning.without(self.snapshot(), loader, progress_bar=progress_bar, weight=weight))
+        posterior = learning.without(self.snapshot(), loader, progress_bar=progress_bar, weight=weight, group=group)
+        self.set_posterior(posterior)
 
     @checked
     def plan(self, train_loader: Iterable[Any]) -> FitPlan:

@@ -9,14 +9,17 @@ from laplace.fitting.checks import (
     warn_of_shards,
 )
 from laplace.fitting.fit import (
+    NO_DATA,
     FirstPass,
     Fit,
     ReadOptions,
     accumulate,
     begin_reading,
 )
+from laplace.fitting.padding import without_padding
 
 __all__ = [
+    "NO_DATA",
     "FirstPass",
     "Fit",
     "ReadOptions",
@@ -28,4 +31,5 @@ __all__ = [
     "require_rereadable",
     "warn_of_diagonals",
     "warn_of_shards",
+    "without_padding",
 ]

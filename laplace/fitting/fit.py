@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import Conditions, named
 from laplace.core.memory import COTANGENT, ran_out
+from laplace.core.processes import Processes
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory
-from laplace.fitting import planning
+from laplace.fitting import planning, shards
 from laplace.fitting.planning import MemoryCheck
 from laplace.network import next_token
 from laplace.network.witness import FirstBatch
@@ -25,7 +27,7 @@ from laplace.structures.base import Curvature, DataPass, require_finite
 _NOTHING = 1e-9
 """Share of the data below which a count, a sum of weights that faded, is zero."""
 
-_NO_DATA = "the loader gave no data that count; a Laplace approximation needs at least one datum."
+NO_DATA = "the loader gave no data that count; a Laplace approximation needs at least one datum."
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ class ReadOptions:
         first_batch: What looks at the first batch that counts, or None.
         check_memory: Whether to ask first if memory holds the fit.
         first_pass: Makes the first pass over the data; None for that of the structure.
+        processes: Those that read the other shards of the data at the same time; None where all data are read here.
     """
 
     dict_key_y: str
@@ -152,6 +155,7 @@ class ReadOptions:
     first_batch: FirstBatch | None = None
     check_memory: bool = False
     first_pass: FirstPass | None = None
+    processes: Processes | None = None
 
 
 def accumulate(
@@ -174,14 +178,13 @@ def accumulate(
         OutOfMemory: Memory does not hold the fit.
         InvalidData: No data, a batch that cannot be used, or other data (or none) in a later reading; nothing has been
             changed then.
+        ProcessError: Another process failed, or its data do not fit to this one's.
     """
     structure.check(engine.problem.layout, options)
     try:
-        if reading.check_memory:
-            engine.inspect = check = MemoryCheck(engine.problem, structure, options)
-            _check_before(check, engine, loader, reading.dict_key_y)
+        check = engine.inspect = MemoryCheck(engine.problem, structure, options) if reading.check_memory else None
         first = structure.first_pass(engine, options) if reading.first_pass is None else reading.first_pass(engine)
-        return _fitted(loader, engine, structure, first, reading)
+        return _fitted(loader, engine, structure, first, reading, check)
     finally:
         engine.inspect = None
 
@@ -192,9 +195,10 @@ def _fitted(
     structure: type[Curvature],
     data_pass: DataPass,
     reading: ReadOptions,
+    check: MemoryCheck | None,
 ) -> Fit:
     """The fit after as many passes over the data as the structure needs, of which `data_pass` is the first."""
-    first, number = None, 1
+    first, coverage, number = None, {}, 1
     draws = None if engine.generator is None else engine.generator.get_state()
     while True:
         if engine.generator is not None and draws is not None:
@@ -202,9 +206,15 @@ def _fitted(
         label = "fit" if structure.n_passes == 1 else f"fit, reading {number}"
         batches_read = tqdm(loader, desc=label, disable=not reading.progress_bar)
         look = reading.first_batch if first is None else None
-        totals = _read(batches_read, engine, data_pass, reading.dict_key_y, look)
+        read = partial(_read, batches_read, engine, data_pass, reading.dict_key_y, look)
+        if first is None and check is not None:
+            read = partial(_checked, check, engine, loader, reading.dict_key_y, read)
+        if reading.processes is None:
+            totals, coverage = read(), engine.coverage()
+        else:
+            totals, coverage = shards.sum_over(reading.processes, read, data_pass, engine)
         if totals is None:
-            raise InvalidData(_NO_DATA if first is None else _read_up(structure, number))
+            raise InvalidData(NO_DATA if first is None else _read_up(structure, number))
         if first is not None and totals.n_data != first.n_data:
             raise InvalidData(
                 f"reading {number} of the loader gave {totals.n_data} data that count, the first one {first.n_data}; "
@@ -214,10 +224,21 @@ def _fitted(
         result = data_pass.finish()
         if isinstance(result, Curvature):
             summary, used = data_pass.counted(first), None if engine.generator is None else engine.generator.get_state()
-            return Fit(
-                result, summary.loss_terms, int(summary.n_data), summary.n_outputs, _report(engine, result), used
-            )
+            report = _report(coverage, engine.problem.layout.names, result)
+            return Fit(result, summary.loss_terms, int(summary.n_data), summary.n_outputs, report, used)
         data_pass = result
+
+
+def _checked(
+    check: MemoryCheck,
+    engine: CurvatureEngine,
+    loader: Iterable[Any],
+    dict_key_y: str,
+    read: Callable[[], BatchSummary | None],
+) -> BatchSummary | None:
+    """A reading before which memory is asked."""
+    _check_before(check, engine, loader, dict_key_y)
+    return read()
 
 
 def _check_before(check: MemoryCheck, engine: CurvatureEngine, loader: Iterable[Any], dict_key_y: str) -> None:
@@ -285,22 +306,26 @@ def _extended(total: BatchSummary | None, new: BatchSummary) -> BatchSummary:
     return BatchSummary(total.loss_terms + losses, total.n_data + new.n_data, total.n_outputs)
 
 
-def _report(engine: CurvatureEngine, curvature: Curvature) -> dict[str, str]:
+def _report(rules: dict[str, str], names: Sequence[str], curvature: Curvature) -> dict[str, str]:
     """Rule that explains every tensor, and the form of its curvature."""
-    rules, forms = engine.coverage(), curvature.forms()
+    forms = curvature.forms()
     if not forms:
         return rules
-    names = engine.problem.layout.names
     return {name: f"{rules.get(name, '?')} → {form}" for name, form in zip(names, forms, strict=True)}
 
 
-def begin_reading(loader: Iterable[Any], dict_key_y: str, device: torch.device) -> tuple[Inputs, Tensor, Iterable[Any]]:
-    """Inputs and targets of the first batch, and an iterable that still gives every batch; the loader is read once."""
+def begin_reading(
+    loader: Iterable[Any], dict_key_y: str, device: torch.device
+) -> tuple[Inputs, Tensor, Iterable[Any]] | None:
+    """Inputs and targets of the first batch, and an iterable that still gives every batch; the loader is read once.
+
+    None if there is no batch.
+    """
     iterator = iter(loader)
     try:
         head = next(iterator)
     except StopIteration:
-        raise InvalidData(_NO_DATA) from None
+        return None
     with named("batch 0"):
         x, y = batches.split(head, dict_key_y)
         return batches.to_device(x, device), y.to(device), _Begun(loader, head, iterator)

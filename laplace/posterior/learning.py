@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from laplace.core.checks import named
 from laplace.core.memory import ran_out
 from laplace.core.overrides import FITTING
 from laplace.core.positions import channel_of, channels_last
+from laplace.core.processes import Processes
 from laplace.engines.engine import CurvatureEngine, detached
-from laplace.errors import UnsupportedError
+from laplace.errors import InvalidData, UnsupportedError
 from laplace.fitting import FirstPass, Fit, ReadOptions, planning, subsampling
 from laplace.fitting.planning import FitPlan
 from laplace.fitting.subsampling import Subset
@@ -30,6 +33,7 @@ from laplace.posterior.assembled import with_backend_loss
 from laplace.posterior.assigned import restricted
 from laplace.posterior.hooked import HookedPass, number_of_data
 from laplace.posterior.posterior import Posterior
+from laplace.posterior.together import Started, started_together
 from laplace.structures.algebra import bars
 
 
@@ -64,6 +68,8 @@ def measured(
     subset: Subset | None = None,
     look: bool = True,
     first_pass: FirstPass | None = None,
+    processes: Processes | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Measured:
     """Curvature and loss of data at the network's present weights.
 
@@ -76,38 +82,43 @@ def measured(
         subset: Of how many data the curvature is; None for all.
         look: Whether to ask of the first batch if the network answers twice alike.
         first_pass: Makes the first pass over the data; None for that of the structure.
+        processes: Those that read the other shards of the data; None where all data are read here.
+        settings: What else all processes must have in common, by name.
 
     Raises:
         OutOfMemory: Memory does not hold the fit.
         InvalidData: A batch cannot be used.
         InvalidArgument: A hyper-parameter's length does not fit the random parameters or the outputs, or the
             structure reads the data several times and the loader can be read only once.
+        ProcessError: Another process failed, or its network, data or settings do not fit to this one's.
+        UnsupportedError: Several processes, of a subset of the data or with a user's own hooks.
     """
     posterior = with_backend_loss(posterior)
     choices, model = posterior.choices, posterior.model
     first = FirstBatch(model, posterior.weights.forward_fn) if look else None
-    reading = ReadOptions(choices.dict_key_y, progress_bar, first, check_memory, first_pass)
-    fitting.require_rereadable(train_loader, choices.structure)
-    if posterior.weights.problem is not None:
-        choices.structure.check(posterior.problem.layout, choices.structure_options)
-    if subset is not None:
-        batches.require_rereadable(train_loader, f"subset={subset.size} reads the data twice")
-    hooked, n_data = posterior.overrides(*FITTING), 0
-    if hooked:
-        n_data = number_of_data(train_loader, choices.dict_key_y) if subset is None else subset.size
-    fitting.warn_of_shards()
+    reading = ReadOptions(choices.dict_key_y, progress_bar, first, check_memory, first_pass, processes)
+    hooked = posterior.overrides(*FITTING)
+    if processes is None:
+        fitting.warn_of_shards()
+    elif hooked or subset is not None:
+        raise _of_one_process(subset)
+    else:
+        train_loader = fitting.without_padding(train_loader, choices.dict_key_y)
     with autograd_mode(), torch.no_grad(), same_random_state(model), bars(progress_bar):
-        x, y, train_loader = fitting.begin_reading(train_loader, choices.dict_key_y, posterior.hypers.device)
-        with named("batch 0"):
-            posterior = discovered(posterior, x, y)
+        if hooked:
+            n_data = number_of_data(train_loader, choices.dict_key_y) if subset is None else subset.size
+            reading = replace(reading, first_pass=lambda engine: HookedPass(posterior, engine, n_data))
+        start = partial(_started, posterior, train_loader, subset)
+        started = start() if processes is None else started_together(processes, start, settings, informed)
+        if started.first is None and processes is None:
+            raise InvalidData(fitting.NO_DATA)
+        posterior, train_loader = started.posterior, started.loader
         # Their lengths could not be checked while the last layer was unknown.
         posterior = posterior.at(restricted(posterior.hypers, posterior.weights))
-        engine = _fitting_engine(posterior, go_on=go_on)
+        engine = _fitting_engine(posterior, go_on=go_on, rank=0 if processes is None else processes.rank)
         # A noise that this kind of curvature cannot take is refused before the data are read, not after.
         kind, hypers = choices.backend_cls.kind, posterior.hypers
         posterior.likelihood.curvature_scale(kind, hypers.sigma_noise, hypers.temperature)
-        if hooked:
-            reading = replace(reading, first_pass=lambda engine: HookedPass(posterior, engine, n_data))
         what = (train_loader, engine, choices.structure, choices.structure_options)
         if subset is None:
             fit = fitting.accumulate(*what, reading)
@@ -117,12 +128,38 @@ def measured(
         return Measured(posterior, fit, engine, None if first is None else first.witness)
 
 
-def _fitting_engine(posterior: Posterior, *, go_on: bool) -> CurvatureEngine:
+def _started(posterior: Posterior, train_loader: Iterable[Any], subset: Subset | None) -> Started:
+    """A reading of the data that has begun, with what the first batch tells."""
+    choices = posterior.choices
+    batches.require_loader(train_loader, "train_loader")
+    fitting.require_rereadable(train_loader, choices.structure)
+    if posterior.weights.problem is not None:
+        choices.structure.check(posterior.problem.layout, choices.structure_options)
+    if subset is not None:
+        batches.require_rereadable(train_loader, f"subset={subset.size} reads the data twice")
+    begun = fitting.begin_reading(train_loader, choices.dict_key_y, posterior.hypers.device)
+    if begun is None:
+        return Started(posterior, train_loader, None)
+    x, y, train_loader = begun
+    with named("batch 0"):
+        return Started(discovered(posterior, x, y), train_loader, (x, y))
+
+
+def _of_one_process(subset: Subset | None) -> UnsupportedError:
+    what = "the loop of a user's _curv_closure" if subset is None else f"subset={subset.size}"
+    return UnsupportedError(
+        f"group= with {what}, which is of the data of one process alone; leave group at None in a process that has all "
+        "the data, or fit without it."
+    )
+
+
+def _fitting_engine(posterior: Posterior, *, go_on: bool, rank: int = 0) -> CurvatureEngine:
     """An engine for a fit: one that keeps a term per output under a vector noise.
 
     Args:
         posterior: The former posterior, whose random weights are known.
         go_on: Whether data are added, with the former fit's engine, whose random draws go on.
+        rank: Number of this process, by which its draws differ from those of others.
     """
     choices, split = posterior.choices, posterior.hypers.sigma_noise.numel() > 1
     former = posterior.derived.engine
@@ -131,6 +168,8 @@ def _fitting_engine(posterior: Posterior, *, go_on: bool) -> CurvatureEngine:
     engine = choices.engine(posterior.weights, posterior.problem, split_outputs=split)
     draws = posterior.data.fit.draws if go_on and posterior.data is not None else None
     own = "generator" not in choices.backend_kwargs
+    if rank and own and engine.generator:
+        engine.generator.manual_seed(engine.generator.initial_seed() + rank)
     if draws is not None and own and engine.generator and engine.generator.get_state().shape == draws.shape:
         engine.generator.set_state(draws)  # of a copied or loaded posterior, whose engine was left behind
     return engine
@@ -147,6 +186,7 @@ def fitted_to(
     generator: torch.Generator | None = None,
     check_memory: bool = True,
     first_pass: FirstPass | None = None,
+    group: Any = None,
 ) -> Posterior:
     """The posterior of data, or of data in addition to those of the former fit.
 
@@ -157,15 +197,18 @@ def fitted_to(
         InvalidData: A batch cannot be used.
         InvalidArgument: A decay, a subset or a hyper-parameter's length that is not accepted.
         InvalidType: What is given for the loader cannot be iterated over, or targets are given beside it.
+        ProcessError: Another process failed, or its network, data or settings do not fit to this one's.
         UnsupportedError: The structure is no sum over data, and the former fit cannot fade.
     """
     fitting.check_override(override)
     fitting.check_decay(decay, override=override)
-    batches.require_loader(train_loader, "train_loader")
+    processes = Processes.of(group)
+    former = 0 if override or posterior.data is None else posterior.data.fit.n_data
+    settings = {"override": override, "decay": decay, "data of the former fit": former}
     part = None if subset is None else Subset.drawn(subset, generator)
     new = measured(
         posterior, train_loader, progress_bar=progress_bar, check_memory=check_memory, go_on=not override, subset=part,
-        first_pass=first_pass,
+        first_pass=first_pass, processes=processes, settings=settings,
     )  # fmt: skip
     with torch.inference_mode(False), torch.no_grad(), bars(progress_bar):
         fit = new.fit if override or posterior.data is None else posterior.data.fit.scaled(decay) + new.fit
@@ -177,7 +220,12 @@ def fitted_to(
 
 
 def without(
-    posterior: Posterior, loader: Iterable[Any], *, progress_bar: bool = False, weight: float = 1.0
+    posterior: Posterior,
+    loader: Iterable[Any],
+    *,
+    progress_bar: bool = False,
+    weight: float = 1.0,
+    group: Any = None,
 ) -> Posterior:
     """The posterior without data that were fitted; the arguments are those of `la.forget`.
 
@@ -196,7 +244,10 @@ def without(
             "difference would be no curvature of the data that are left. Use the exact GGN, or fit them anew."
         )
     posterior.check_unchanged()
-    removed = measured(posterior, loader, progress_bar=progress_bar, look=False).fit
+    processes, settings = Processes.of(group), {"weight": weight, "data of the former fit": former.n_data}
+    removed = measured(
+        posterior, loader, progress_bar=progress_bar, look=False, processes=processes, settings=settings
+    ).fit
     with autograd_mode(), torch.no_grad():
         signed = posterior.choices.backend_cls.kind == "hessian"
         return posterior.with_fit(former.minus(removed.scaled(weight), signed=signed))
@@ -261,6 +312,20 @@ def with_channels_of(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
         f = _of_one(lambda some: batches.latent(called(posterior.model, call, some)), detached(x))
     channel_dim = channel_of(f, y[: len(f)])
     return posterior if channel_dim is None else with_channels(posterior, channel_dim)
+
+
+def informed(posterior: Posterior, channel_dim: int | None, layer: str | None) -> Posterior:
+    """The posterior with what first outputs tell, as they were seen elsewhere.
+
+    Args:
+        posterior: Fitted or not.
+        channel_dim: Dimension of the channels, if it is known.
+        layer: Name of the last layer, where one is random.
+    """
+    if posterior.choices.channel_dim is None and channel_dim is not None:
+        posterior = with_channels(posterior, channel_dim)
+    problem = posterior.weights.problem if layer is None else posterior.weights.named(layer)
+    return posterior if problem is None else posterior.with_problem(problem)
 
 
 def with_channels(posterior: Posterior, channel_dim: int) -> Posterior:

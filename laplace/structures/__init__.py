@@ -1,7 +1,8 @@
 """Structures of the curvature: one file each, one line of registration."""
 
 from laplace.core.registry import Registry
-from laplace.structures.base import AdditiveCurvature, Curvature
+from laplace.structures.additive import AdditiveCurvature
+from laplace.structures.base import Curvature
 from laplace.structures.block import BlockCurvature
 from laplace.structures.dense_defaults import CurvatureFromDense, DenseDefaults, PrecisionFromDense
 from laplace.structures.diag import DiagCurvature

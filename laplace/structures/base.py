@@ -28,7 +28,6 @@ from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import VariancesOverPriors, one_by_one
 
 C = TypeVar("C", bound="Curvature")
-A = TypeVar("A", bound="AdditiveCurvature")
 
 
 class DataPass(ABC):
@@ -58,7 +57,36 @@ class DataPass(ABC):
         Raises:
             UnsupportedError: The pass chooses among the data, or is trained on them, and does not add up.
         """
-        raise UnsupportedError(
+        raise self._no_sum()
+
+    def is_symmetric(self, tensor: Tensor) -> bool:
+        """True if a tensor of `sums()` holds symmetric matrices `[..., n, n]`, which travel by half."""
+        del tensor  # products and diagonals, as a rule
+        return False
+
+    def form(self) -> Any:
+        """The sums without their numbers, with what else says how they look: it can be pickled.
+
+        Raises:
+            InvalidData: There are none: no batch was read.
+            UnsupportedError: The pass does not add up.
+        """
+        raise self._no_sum()
+
+    def make_room(self, form: Any) -> None:
+        """Adds zeros for what the data of another shard need, all of them to a pass that has read no batch.
+
+        Args:
+            form: That of another shard's pass.
+
+        Raises:
+            InvalidData: Sums of both forms cannot be added.
+            UnsupportedError: The pass does not add up.
+        """
+        raise self._no_sum()
+
+    def _no_sum(self) -> UnsupportedError:
+        return UnsupportedError(
             f"{type(self).__name__} chooses among the data that it reads, or is trained on them: what it finds in two "
             "shards does not add up. Give one process all the data."
         )
@@ -286,53 +314,6 @@ class Curvature(ABC):
     def public(self) -> Any:
         """H as users see it in `la.H`."""
         return self
-
-
-class AdditiveCurvature(Curvature):
-    """Curvature whose batches simply add up, in one reading of the data; the tensors of its fields are sums."""
-
-    @classmethod
-    @abstractmethod
-    def from_batch(cls: type[A], engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, A]:
-        """Curvature of one batch, by the engine's primitive of this structure."""
-
-    def with_batch(self: A, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, A]:
-        """Curvature of the batches so far and one more; the memory of this one may be reused."""
-        summary, new = self.from_batch(engine, x, y)
-        return summary, self + new
-
-    def is_finite(self) -> Tensor | bool:
-        """True, or 0-dim, if every number is finite (of a matrix: its diagonal, which holds every square)."""
-        return fields.is_finite(self)
-
-    @classmethod
-    def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
-        return _SumPass(cls, engine)
-
-
-class _SumPass(DataPass):
-    """Adds up batches."""
-
-    def __init__(self, structure: type[AdditiveCurvature], engine: CurvatureEngine) -> None:
-        self.structure = structure
-        self.engine = engine
-        self.total: AdditiveCurvature | None = None
-
-    def add(self, x: Inputs, y: Tensor) -> BatchSummary:
-        add = self.structure.from_batch if self.total is None else self.total.with_batch
-        summary, total = add(self.engine, x, y)
-        require_finite(torch.as_tensor(total.is_finite()))  # structures of users give a bool
-        self.total = total
-        return summary
-
-    def sums(self) -> dict[str, Tensor]:
-        # As states hold them: sums may have other forms on the way, which depend on the batches that were added.
-        return dict(fields.named_tensors(self.finish().state()))
-
-    def finish(self) -> AdditiveCurvature:
-        if self.total is None:
-            raise InvalidData("no batch was read.")
-        return self.total
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument
 from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.structures import algebra
+from laplace.structures.additive import AdditiveCurvature
 from laplace.structures.algebra import Decompositions, Recent
-from laplace.structures.base import AdditiveCurvature, Curvature
+from laplace.structures.base import Curvature
 from laplace.structures.cost import DOUBLE, EIGH, Cost, MatrixCost
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
 from laplace.structures.indefinite import SignedOptions, nonnegative
@@ -60,6 +61,7 @@ class BlockCurvature(AdditiveCurvature):
     groups: Groups
     signed: bool = False
     name = "block"
+    matrix_dims = 3
     options = BlockOptions
 
     @cached_property

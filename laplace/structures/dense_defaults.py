@@ -21,7 +21,8 @@ from laplace.engines.profile import BatchProfile
 from laplace.errors import SlowWarning, UnsupportedError, warn
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra, fields
-from laplace.structures.base import AdditiveCurvature, Curvature
+from laplace.structures.additive import AdditiveCurvature
+from laplace.structures.base import Curvature
 from laplace.structures.cost import DOUBLE, Cost
 from laplace.structures.full import FullCurvature, FullPrecision
 from laplace.structures.indefinite import SignedOptions

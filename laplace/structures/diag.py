@@ -13,7 +13,8 @@ from laplace.core.layout import Layout
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.structures import algebra
-from laplace.structures.base import AdditiveCurvature, Curvature
+from laplace.structures.additive import AdditiveCurvature
+from laplace.structures.base import Curvature
 from laplace.structures.by_hand import DiagonalByHand
 from laplace.structures.cost import Cost, squares_of_sums
 from laplace.structures.diag_precision import ENTRY, DiagPrecision

@@ -22,7 +22,7 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import KronBlock, KronParts
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.structures import algebra
+from laplace.structures import algebra, fields
 from laplace.structures.algebra import Recent
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
@@ -180,6 +180,15 @@ class _Factors(DataPass):
     def sums(self) -> dict[str, Tensor]:
         return self.inner.sums()
 
+    def is_symmetric(self, tensor: Tensor) -> bool:
+        return self.inner.is_symmetric(tensor)
+
+    def form(self) -> Any:
+        return self.inner.form()
+
+    def make_room(self, form: Any) -> None:
+        self.inner.make_room(form)
+
     def finish(self) -> DataPass:
         kron = self.inner.finish()
         if not isinstance(kron, KronCurvature):
@@ -204,6 +213,13 @@ class _Correction(DataPass):
 
     def sums(self) -> dict[str, Tensor]:
         return those_known(corrected=self.corrected)
+
+    def form(self) -> Any:
+        return fields.form_of(self.sums())
+
+    def make_room(self, form: Any) -> None:
+        if self.corrected is None:
+            self.corrected = fields.zeros_of(form, self.engine.problem.device)["corrected"]
 
     def finish(self) -> Curvature:
         if self.corrected is None:

@@ -51,6 +51,25 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return type(value)(parts.values()) if isinstance(value, list | tuple) else value
 
 
+def form_of(value: Any) -> Any:
+    """The same value with tensors without numbers, on the device "meta", in the place of floating point tensors."""
+    return mapped(value, lambda tensor: tensor.to("meta"))
+
+
+def zeros_of(form: Any, device: torch.device) -> Any:
+    """A state of a form, with zeros."""
+    return move(mapped(form, lambda tensor: torch.zeros_like(tensor, device=device)), device, None)
+
+
+def same_form(a: Any, b: Any) -> bool:
+    """True if the floating point tensors of two values have the same names, shapes and dtypes."""
+    return _shapes(a) == _shapes(b)
+
+
+def _shapes(value: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in named_tensors(value)}
+
+
 def state_of(value: Any) -> Any:
     """A value as tensors, numbers, strings, and lists and dicts of them."""
     if isinstance(value, Tensor | str | int | None):

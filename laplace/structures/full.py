@@ -28,8 +28,9 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.jacobian.pairs import PairedMatrix, Pairs
 from laplace.structures import algebra
+from laplace.structures.additive import AdditiveCurvature
 from laplace.structures.algebra import Recent
-from laplace.structures.base import AdditiveCurvature, Curvature
+from laplace.structures.base import Curvature
 from laplace.structures.by_hand import MatrixByHand
 from laplace.structures.cost import DOUBLE, Cost, MatrixCost
 from laplace.structures.indefinite import SignedOptions, nonnegative, require_positive
@@ -49,6 +50,7 @@ class FullCurvature(AdditiveCurvature):
     sums: MatrixSum
     signed: bool = False
     name = "full"
+    matrix_dims = 3
     by_hand = MatrixByHand()
     options = SignedOptions
     is_variational = True

@@ -23,8 +23,9 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts
 from laplace.engines.profile import BatchProfile
 from laplace.structures import algebra, fields
+from laplace.structures.additive import AdditiveCurvature
 from laplace.structures.algebra import Decompositions, Recent, Size
-from laplace.structures.base import AdditiveCurvature, Curvature
+from laplace.structures.base import Curvature
 from laplace.structures.by_hand import KronByHand
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.eigenblocks import (
@@ -53,6 +54,7 @@ class KronCurvature(AdditiveCurvature):
 
     parts: KronParts
     name = "kron"
+    matrix_dims = 3
     by_hand = KronByHand()
     needs_columns = True
     exact_prior = False

@@ -317,6 +317,14 @@ class _Reading(DataPass):
     def sums(self) -> dict[str, Tensor]:
         return those_known(products=self.products, trace=self.trace if self.measures_trace else None)
 
+    def form(self) -> Any:
+        return fields.form_of(self.sums())
+
+    def make_room(self, form: Any) -> None:
+        if self.products is None:
+            zeros = fields.zeros_of(form, self.engine.problem.device)
+            self.products, self.trace = zeros["products"], zeros.get("trace", self.trace)
+
     def finish(self) -> Curvature | DataPass:
         if self.products is None:
             raise InvalidData("no batch was read.")

@@ -25,7 +25,7 @@ from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import GaussianPrior, check_counts
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
-from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts, Probe
+from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts, KronSketch, Probe
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.structures import algebra, fields, kronecker_eigenvectors
@@ -214,6 +214,16 @@ class _Products(DataPass):
     def sums(self) -> dict[str, Tensor]:
         products, diagonal = self.read()
         return {**products.factors, **those_known(diagonal=diagonal if self.sums_diagonal else None)}
+
+    def form(self) -> Any:
+        products, diagonal = self.read()
+        return fields.form_of(fields.state_of(KronSketch(products, diagonal)))
+
+    def make_room(self, form: Any) -> None:
+        zeros = fields.from_state(KronSketch, fields.zeros_of(form, self.engine.problem.device))
+        self.products = zeros.parts if self.products is None else self.products + zeros.parts
+        if self.diagonal is None:
+            self.diagonal = zeros.diagonal
 
     def read(self) -> tuple[KronParts, Tensor]:
         """Products and diagonal of all data.

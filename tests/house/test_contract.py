@@ -238,7 +238,7 @@ def test_attributes_of_the_contract() -> None:
     assert (la.n_params, la.n_layers, la.n_data, la.n_outputs, la.loss) == (38, 4, 0, 0, 0.0)
     assert la.is_subset_params is False
     assert [p is q for p, q in zip(la.params, model.parameters(), strict=True)] == [True] * 4
-    assert la.mean is la.prior_mean
+    assert la.mean == la.prior_mean
     assert la.prior_precision.shape == (1,)
     assert la.prior_mean.shape == la.sigma_noise.shape == la.temperature.shape == ()
     assert isinstance(la.backend, NativeGGN)

@@ -132,7 +132,7 @@ DEFAULTS = {
     "likelihoods/sampled_target.py:SampledTarget": Defaults("some moments and intervals have closed forms"),
     "likelihoods/target.py:Target": Defaults("what a target does not say is refused, or follows from its samples"),
     "parametric.py:ParametricLaplace": Defaults("one that is trained takes the options of its training", {"fit"}),
-    "structures/base.py:AdditiveCurvature": Defaults(
+    "structures/additive.py:AdditiveCurvature": Defaults(
         "batches are summed apart and then added, unless an engine adds to a running sum", {"is_finite", "with_batch"}
     ),
     "structures/base.py:Curvature": Defaults(

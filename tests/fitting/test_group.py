@@ -1,0 +1,278 @@
+"""Fits over the processes of a group: equal to a fit of all data in one process, or an error in all of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from laplace import Laplace, ParametricLaplace
+from laplace.curvature import NativeEF, NativeGGN, NativeHessian
+from laplace.errors import ApproximationWarning, InvalidType, LaplaceError, ProcessError, UnsupportedError
+from laplace.structures import STRUCTURES
+from laplace.structures.kron import KronCurvature
+from tests.fitting import ranks
+
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without torch.distributed")
+
+SHARDS = {"uneven": [(0, 12), (12, 23)], "one without data": [(0, 4), (4, 4), (4, 23)]}
+BACKENDS: dict[str, Any] = {"ggn": NativeGGN, "ef": NativeEF, "hessian": NativeHessian}
+CELLS = [
+    (weights, structure, "ggn") for weights in ("all", "last_layer", "subnetwork") for structure in STRUCTURES
+] + [("all", structure, kind) for structure in ("full", "kron", "diag") for kind in ("ef", "hessian")
+     if (structure, kind) != ("kron", "hessian")]  # fmt: skip
+
+
+def network(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(23, 3, generator=generator).double(), torch.randint(4, (23,), generator=generator)
+
+
+def batches(start: int = 0, stop: int = 23) -> list[tuple[Tensor, Tensor]]:
+    x, y = data()
+    return [(x[i : min(i + 5, stop)], y[i : min(i + 5, stop)]) for i in range(start, stop, 5)]
+
+
+def make(weights: str, structure: str, kind: str = "ggn", **options: Any) -> ParametricLaplace:
+    if weights == "subnetwork":
+        options["subnetwork_indices"] = torch.tensor([0, 3, 4, 19, 20, 30, 47])
+    return Laplace(network(), "classification", weights, structure, backend=BACKENDS[kind], **options)
+
+
+def found(la: ParametricLaplace) -> dict[str, Any]:
+    la.prior_precision = 30.0  # where an exact Hessian is positive
+    evidence, prediction = la.log_marginal_likelihood(), la(data()[0][:3])
+    return {
+        "evidence": evidence.detach(), "prediction": prediction.detach(), "loss": la.loss, "n_data": la.n_data,
+        "n_outputs": la.n_outputs, "coverage": la.coverage(),
+    }  # fmt: skip
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for name, value in one.items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(other[name], value, rtol=1e-10, atol=1e-12)
+        else:
+            assert other[name] == value, name
+
+
+def fits(rank: int, shards: list[tuple[int, int]]) -> dict[tuple[str, ...], Any]:
+    torch.set_num_threads(1)
+    result: dict[tuple[str, ...], Any] = {}
+    for cell in CELLS:
+        la = make(*cell)
+        la.fit(batches(*shards[rank]), group=distributed.group.WORLD)
+        result[cell] = found(la)
+    return result
+
+
+@pytest.fixture(scope="module")
+def shared_fits(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
+    """What the processes of a division of the data found; every division is made once."""
+    made: dict[str, list[Any]] = {}
+
+    def of(name: str) -> list[Any]:
+        if name not in made:
+            shards = SHARDS[name]
+            made[name] = ranks.run(fits, shards, size=len(shards), folder=tmp_path_factory.mktemp("ranks"))
+        return made[name]
+
+    return of
+
+
+@pytest.mark.parametrize("shards", SHARDS)
+@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+def test_a_fit_over_processes_is_one_of_all_data(
+    cell: tuple[str, str, str], shards: str, shared_fits: Callable[[str], list[Any]]
+) -> None:
+    la = make(*cell)
+    la.fit([data()])
+    for of_rank in shared_fits(shards):
+        assert_same(found(la), of_rank[cell])
+
+
+def of_both(rank: int, **options: Any) -> ParametricLaplace:
+    la = make("all", "kron", **options)
+    la.fit(batches(*SHARDS["uneven"][rank]), group=distributed.group.WORLD)
+    return la
+
+
+def alone(*parts: Any, **options: Any) -> ParametricLaplace:
+    la = make("all", "kron", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ApproximationWarning)  # one of two processes
+        la.fit(list(parts) or [data()])
+    return la
+
+
+def adds_and_forgets(rank: int) -> None:
+    x, y = data()
+    la, other = of_both(rank), alone()
+    more = [(x[:6], y[:6])] if rank else [(x[6:9], y[6:9])]
+    la.fit(more, override=False, decay=0.5, group=distributed.group.WORLD)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ApproximationWarning)
+        other.fit([(x[:9], y[:9])], override=False, decay=0.5)
+    assert_same(found(other), found(la))
+    la.forget(more, group=distributed.group.WORLD)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ApproximationWarning)
+        other.forget([(x[:9], y[:9])])
+    assert_same(found(other), found(la))
+
+
+def padded_data_count_once(rank: int) -> None:
+    x, y = data()
+    for size in (4, 12, 30):
+        for shuffle in (False, True):
+            sampler = DistributedSampler(TensorDataset(x, y), shuffle=shuffle)
+            la = make("all", "full")
+            la.fit(DataLoader(TensorDataset(x, y), size, sampler=sampler), group=distributed.group.WORLD)
+            assert la.n_data == 23
+            other = make("all", "full")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ApproximationWarning)
+                other.fit([(x, y)])
+            assert_same(found(other), found(la))
+    few = TensorDataset(x[:1], y[:1])  # one of two processes has nothing left
+    la.fit(DataLoader(few, 4, sampler=DistributedSampler(few)), group=distributed.group.WORLD)
+    assert la.n_data == 1
+    mappings = [{"input": x[i], "labels": y[i]} for i in range(23)]
+    loader = DataLoader(mappings, 5, sampler=DistributedSampler(mappings))  # pyright: ignore[reportArgumentType]
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, batch: Any) -> Tensor:
+            return self.inner(batch["input"])
+
+    la = Laplace(Reader(), "classification", "all", "diag")
+    la.fit(loader, group=distributed.group.WORLD)
+    assert la.n_data == 23
+
+
+def wrapped_models_are_unwrapped(rank: int) -> None:
+    la = Laplace(nn.parallel.DistributedDataParallel(network()), "classification", "all", "kron")
+    la.fit(batches(*SHARDS["uneven"][rank]), group=distributed.group.WORLD)
+    assert_same(found(alone()), found(la))
+
+
+def sampled_targets_differ(rank: int) -> None:
+    """Both processes have the same data: with the same draws the sum would be twice that of one of them."""
+    options = {"backend_kwargs": {"stochastic": True}}
+    la, one = make("all", "diag", **options), make("all", "diag", **options)
+    with pytest.warns(ApproximationWarning, match="same first batch"):
+        la.fit(batches(), group=distributed.group.WORLD)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ApproximationWarning)
+        one.fit(batches())
+    assert la.n_data == 46
+    assert not torch.allclose(la.H, 2 * one.H)
+
+
+def refused(match: str, la: ParametricLaplace, loader: Any, error: Any = ProcessError, **options: Any) -> None:
+    """All processes raise, and keep their posteriors."""
+    before = la._posterior
+    with pytest.raises(error, match=match):
+        la.fit(loader, group=distributed.group.WORLD, **options)
+    assert la._posterior is before
+
+
+class Broken(list):
+    """Batches of which the second one cannot be read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self[0]
+        raise OSError("the disk is gone")
+
+
+def errors_reach_all_processes(rank: int) -> None:
+    mine = batches(*SHARDS["uneven"][rank])
+    la = of_both(rank)
+    for broken in (0, 1):
+        if rank == broken:
+            refused("disk is gone", la, Broken(mine), OSError)
+        else:
+            refused(f"rank {broken} of the group failed.*disk is gone", la, mine)
+    nan = [(torch.full((5, 3), torch.nan).double(), torch.zeros(5, dtype=torch.long))]
+    refused("finite", la, mine + nan if rank else mine, LaplaceError)
+    refused("train_loader", la, 3 if rank else mine, LaplaceError)
+    refused("gave no data", la, [], LaplaceError)
+    refused(r"rank 1.*override = False", la, mine, override=rank == 0)
+    other = Laplace(network(rank), "classification", "all", "kron")
+    refused(r"rank 1.*other numbers in '0.weight'.*broadcast", other, mine)
+    other = make("all", "diag" if rank else "kron")
+    refused("rank 1.*hessian_structure = 'diag', rank 0 'kron'", other, mine)
+    other = Laplace(network(), "classification", "subnetwork", "diag", subnetwork_indices=torch.tensor([1, 2 + rank]))
+    refused("rank 1.*other parameters random", other, mine)
+    wider = nn.Sequential(nn.Linear(3, 6 + rank), nn.Linear(6 + rank, 4)).double()
+    refused("rank 1.*other tensors", Laplace(wider, "classification", "all", "diag"), mine)
+    refused("subset=3.*all data|all the data", la, mine, UnsupportedError, subset=3)
+    gp = Laplace(network(), "classification", "all", "gp", n_subset=5)
+    refused("does not add up|all the data", gp, mine, LaplaceError)
+    assert_same(found(alone()), found(la))
+
+
+def collectives_are_few(rank: int) -> None:
+    """One gather at the start, then one exchange and one sum per pass; symmetric matrices travel by half."""
+    gathered, reduced = distributed.all_gather_object, distributed.all_reduce
+    calls: list[int] = []
+
+    def gather(*arguments: Any, **options: Any) -> Any:
+        calls.append(0)
+        return gathered(*arguments, **options)
+
+    def reduce(tensor: Tensor, **options: Any) -> Any:
+        calls.append(tensor.numel())
+        return reduced(tensor, **options)
+
+    distributed.all_gather_object, distributed.all_reduce = gather, reduce
+    try:
+        for structure, n_passes in (("full", 1), ("kron", 1), ("diag", 1), ("ekfac", 2), ("lowrank", 2)):
+            calls.clear()
+            la = make("all", structure)
+            la.fit(batches(*SHARDS["uneven"][rank]), group=distributed.group.WORLD)
+            sums = [n for n in calls if n]
+            assert len(calls) == 1 + 2 * len(sums), structure
+            assert len(sums) == n_passes or structure == "lowrank"  # whose readings depend on its options
+            if structure in ("full", "diag"):
+                assert sums == [la.n_params * (la.n_params + 1) // 2 if structure == "full" else la.n_params]
+            if structure == "kron":
+                factors = cast("KronCurvature", la.fitted().curvature).parts.factors.values()
+                matrices = [factor.shape for factor in factors if factor.ndim > 2]
+                rest = sum(factor.numel() for factor in factors if factor.ndim <= 2)
+                triangles = sum(shape[:-2].numel() * shape[-1] * (shape[-1] + 1) // 2 for shape in matrices)
+                assert sums == [triangles + rest]
+    finally:
+        distributed.all_gather_object, distributed.all_reduce = gathered, reduced
+
+
+CHECKS = [
+    adds_and_forgets, padded_data_count_once, wrapped_models_are_unwrapped, sampled_targets_differ,
+    errors_reach_all_processes, collectives_are_few,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_in_two_processes(check: Callable[[int], None], tmp_path: Path) -> None:
+    ranks.run(check, size=2, folder=tmp_path)
+
+
+def test_what_is_no_group_is_refused() -> None:
+    la = make("all", "diag")
+    with pytest.raises(InvalidType, match=r"group is a str.*WORLD"):
+        la.fit(batches(), group="world")  # pyright: ignore[reportArgumentType]
