@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from laplace.core.batch import Inputs
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
 from laplace.errors import InvalidArgument
 from laplace.parametric import ParametricLaplace
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 from laplace.predictive.options import FUNCTION_SPACE
 
 
@@ -84,6 +87,8 @@ class BaseFunctionalLaplace(ParametricLaplace):
         progress_bar: bool = False,
         log_prior_prec_base: float = 10.0,
         generator: torch.Generator | None = None,
+        *,
+        group: ProcessGroup | None = None,
     ) -> None:
         """Chooses the prior precision and assigns it, as `ParametricLaplace.optimize_prior_precision` does.
 
@@ -97,5 +102,5 @@ class BaseFunctionalLaplace(ParametricLaplace):
         super().optimize_prior_precision(
             pred_type, chosen, n_steps, lr, init_prior_prec, prior_structure, val_loader, loss, log_prior_prec_min,
             log_prior_prec_max, grid_size, link_approx, n_samples, verbose, progress_bar, log_prior_prec_base,
-            generator,
+            generator, group=group,
         )  # fmt: skip

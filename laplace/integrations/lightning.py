@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from laplace.curvature import CurvatureInterface
 from laplace.enums import HessianStructure, Likelihood
-from laplace.errors import MissingDependency, NotFittedError, UnsupportedError
+from laplace.errors import MissingDependency, NotFittedError
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.training import OnlineLaplace
 
@@ -87,14 +87,10 @@ def _callback_class() -> type:
             return self.online.loss(f, y)
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            if trainer.world_size > 1:
-                raise UnsupportedError(
-                    f"the trainer runs {trainer.world_size} processes, each of which sees a part of the data; "
-                    "OnlineLaplaceCallback needs them all: use devices=1."
-                )
+            group = distributed.group.WORLD if trainer.world_size > 1 else None
             model = pl_module if self._model is None else self._model
             loader = trainer.train_dataloader if self._loader is None else self._loader
-            self.online = OnlineLaplace(model, loader, *self._choice, **self._options)
+            self.online = OnlineLaplace(model, loader, *self._choice, **{"group": group, **self._options})
 
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             value = None if self.online is None else self.online.step(trainer.current_epoch + 1)

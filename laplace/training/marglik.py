@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from laplace.network import next_token
 from laplace.network.model_guard import flags_put_back
 from laplace.parametric import ParametricLaplace
 from laplace.training.online import OnlineLaplace
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @checked
@@ -53,6 +56,7 @@ def marglik_training(
     *,
     forward_fn: ForwardFn | None = None,
     laplace_kwargs: dict[str, Any] | None = None,
+    group: ProcessGroup | None = None,
 ) -> tuple[ParametricLaplace, nn.Module, list[float], list[float]]:
     """Trains a network together with its prior precision and noise (algorithm 1 of Daxberger et al., 2021).
 
@@ -85,6 +89,7 @@ def marglik_training(
         dict_key_y: Key of the targets in mappings.
         forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
         laplace_kwargs: Further options of the posterior's class (`backend_kwargs`, `damping`, `prior_mean`).
+        group: As of `OnlineLaplace`; the model is a `DistributedDataParallel` then.
 
     Returns:
         The posterior fitted at the largest evidence; the same model with the weights of that moment; the negative log
@@ -100,7 +105,7 @@ def marglik_training(
         n_epochs_burnin=n_epochs_burnin, n_hypersteps=n_hypersteps, marglik_frequency=marglik_frequency,
         prior_prec_init=prior_prec_init, sigma_noise_init=sigma_noise_init, temperature=temperature,
         fix_sigma_noise=fix_sigma_noise, enable_backprop=enable_backprop, dict_key_x=dict_key_x,
-        dict_key_y=dict_key_y, forward_fn=forward_fn, laplace_kwargs=laplace_kwargs,
+        dict_key_y=dict_key_y, forward_fn=forward_fn, laplace_kwargs=laplace_kwargs, group=group,
     )  # fmt: skip
     losses: list[float] = []
     with torch.inference_mode(False), torch.enable_grad(), flags_put_back(model):

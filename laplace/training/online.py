@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,12 @@ from laplace.core.batch import ForwardFn, Inputs, require_rereadable
 from laplace.core.hyperparameters import check_counts
 from laplace.core.layout import flatten
 from laplace.core.positions import as_rows
+from laplace.core.processes import Processes
 from laplace.curvature import CurvatureInterface
 from laplace.enums import HessianStructure, Likelihood, PriorStructure, SubsetOfWeights
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 from laplace.factory import Laplace
+from laplace.fitting import without_padding
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.network import next_token
 from laplace.network.misfits import called
@@ -35,6 +37,9 @@ from laplace.parametric import ParametricLaplace
 from laplace.posterior.learning import call_of
 from laplace.tuning.settings import spread
 from laplace.weights.feature_extractor import network_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,8 @@ class OnlineLaplace(CheckedConstructor):
         dict_key_y: Key of the targets, for mappings.
         forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
         laplace_kwargs: Further options of the posterior's class (`backend_kwargs`, `damping`, `prior_mean`).
+        group: As of `la.fit`: processes that train the same network, as `DistributedDataParallel` does, each with a
+            loader of its shard; the evidence, N and the hyper-parameters are then those of all data.
 
     Attributes:
         la: The posterior, fitted anew by every estimate; its hyper-parameters are the present ones.
@@ -131,6 +138,7 @@ class OnlineLaplace(CheckedConstructor):
         dict_key_y: str = "labels",
         forward_fn: ForwardFn | None = None,
         laplace_kwargs: dict[str, Any] | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         check_counts(n_hypersteps=n_hypersteps, marglik_frequency=marglik_frequency)
         check_step_size(lr_hyp)
@@ -141,7 +149,7 @@ class OnlineLaplace(CheckedConstructor):
         )  # fmt: skip
         self.model = network_of(model)
         require_rereadable(train_loader, "training reads train_loader once per epoch")
-        self.train_loader = train_loader
+        self.train_loader, self.group = train_loader, group
         self.forward_fn = call_of(self.la.snapshot())
         self.n_hypersteps, self.marglik_frequency = n_hypersteps, marglik_frequency
         self.n_epochs_burnin = n_epochs_burnin
@@ -175,10 +183,18 @@ class OnlineLaplace(CheckedConstructor):
         if self.la.is_fitted:
             return round(self.la.n_data)
         if self._n_counted is None:
-            # A loader draws its shuffling from the global random state.
-            with autograd_mode(), torch.no_grad(), same_random_state(self.model):
-                self._n_counted = _count(self.train_loader, self.la)
+            processes = Processes.of(self.group)
+            self._n_counted = self._count() if processes is None else sum(processes.agreed(self._count))
+            if self._n_counted == 0:
+                raise InvalidData("train_loader gave no data that count; training needs at least one datum.")
         return self._n_counted
+
+    def _count(self) -> int:
+        """Data of this process's loader that count."""
+        loader = self.train_loader if self.group is None else without_padding(self.train_loader, self.la.dict_key_y)
+        # A loader draws its shuffling from the global random state.
+        with autograd_mode(), torch.no_grad(), same_random_state(self.model):
+            return _count(loader, self.la)
 
     def forward(self, x: Inputs) -> Tensor:
         """Outputs `[B, C]` of the network on inputs that lie anywhere."""
@@ -229,7 +245,7 @@ class OnlineLaplace(CheckedConstructor):
         """
         if not self.is_due(epoch):
             return None
-        self.la.fit(self.train_loader)
+        self.la.fit(self.train_loader, group=self.group)
         with torch.inference_mode(False), torch.enable_grad():
             values = [self._ascend() for _ in range(self.n_hypersteps)]
         self.margliks += [-value for value in values]
@@ -266,7 +282,7 @@ class OnlineLaplace(CheckedConstructor):
         if self.best is not None:
             self.model.load_state_dict(self.best.state_dict)
             self.la.prior_precision, self.la.sigma_noise = self.best.prior_precision, self.best.sigma_noise
-        self.la.fit(self.train_loader)
+        self.la.fit(self.train_loader, group=self.group)
         return self.la
 
 
@@ -295,8 +311,6 @@ def _count(loader: Iterable[Any], la: ParametricLaplace) -> int:
             total += labels.numel() // n_entries
         else:
             total += int((~batches.is_ignored(labels, ignored)).sum())
-    if total == 0:
-        raise InvalidData("train_loader gave no data that count; training needs at least one datum.")
     return total
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -14,7 +14,8 @@ from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.hyperparameters import Hyperparameters, positive
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.errors import CurvatureError, InvalidArgument
+from laplace.core.processes import Processes
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 from laplace.network.model_guard import autograd_mode
 from laplace.tuning.candidates import MixedCandidates, Predict
 from laplace.tuning.group import PosteriorGroup
@@ -111,19 +112,32 @@ def search_grid(group: PosteriorGroup, grid: Grid, loss: ValidationLoss) -> Grid
     first, objective, data = group.first, loss.objective, loss.data
     with autograd_mode(), torch.no_grad():
         candidates = group.candidates(grid.settings, loss.predictive, whole_covariance=objective.whole_covariance)
-        losses = Losses(candidates, objective)
-        for name, x, y in data.batches(first, label="grid search"):
-            with named(name):
-                losses.update(x, y)
+        losses = Losses(candidates, objective, data.processes)
+        losses.read(data.batches(first, label="grid search"))
         values = losses.results()
         if data.ood_loader is not None:
-            entropies = Losses(candidates, entropy_of(group.likelihood))
-            for name, x in data.ood_inputs(first):
-                with named(name):
-                    entropies.update(x, None)
+            entropies = Losses(candidates, entropy_of(group.likelihood), data.processes)
+            entropies.read((name, x, None) for name, x in data.ood_inputs(first))
             values = data.less_entropy(values, entropies.results(), entropies.n_data, losses.n_data)
     place = _best(values, objective)
     return GridResult(place, values.view(grid.shape), _notes(values.view(grid.shape), place, grid, objective))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a process's data say of every candidate.
+
+    Attributes:
+        totals: Sums of scores, `[n, ...]` each.
+        counts: Of how many data each is.
+        failed: Candidates whose posterior does not exist.
+        n_data: Data seen.
+    """
+
+    totals: list[Tensor]
+    counts: list[int]
+    failed: set[int]
+    n_data: int
 
 
 class Losses:
@@ -132,20 +146,68 @@ class Losses:
     Args:
         candidates: What predicts.
         objective: Makes a running loss for every candidate, or for several at once.
+        processes: Those that see the other shards of the data; None where all data are seen here.
 
     Attributes:
         n_data: Data seen.
     """
 
-    def __init__(self, candidates: MixedCandidates, objective: Objective) -> None:
+    def __init__(self, candidates: MixedCandidates, objective: Objective, processes: Processes | None = None) -> None:
         self.candidates = candidates
         self.objective = objective
+        self.processes = processes
         self.n_data = 0
         noises = [setting.sigma_noise for setting in candidates.settings]
         self._together = objective.many and all(noise is noises[0] for noise in noises)
         self._groups: list[slice] = []
         self._running: list[tuple[slice, Running]] = []
         self._failed: set[int] = set()
+
+    def read(self, data: Iterable[tuple[str, Inputs, Tensor | None]]) -> None:
+        """Takes in batches with their names, and what other processes find in theirs.
+
+        Raises:
+            InvalidData: There are no data in any process.
+            ProcessError: Another process failed.
+            UnsupportedError: Losses of parts of the data do not add up, and there are several processes.
+        """
+
+        def attempt() -> _Seen | None:
+            for name, x, y in data:
+                with named(name):
+                    self.update(x, y)
+            return None if self.processes is None or not self._running else self._seen()
+
+        if self.processes is None:
+            attempt()
+        else:
+            self._take([seen for seen in self.processes.agreed(attempt) if seen is not None])
+
+    def _seen(self) -> _Seen:
+        """Sums of scores of every candidate, whichever are predicted together here."""
+        rows: list[list[Tensor]] = []
+        counts: list[int] = []
+        for part, running in self._running:
+            scores = running.scores()
+            counts = [score.count for score in scores]
+            size = part.stop - part.start
+            totals = [torch.as_tensor(score.total).cpu() for score in scores]
+            rows.append([total.unsqueeze(0) if size == 1 else total for total in totals])
+        failed = {i for part, _ in self._running if part.start in self._failed for i in range(part.start, part.stop)}
+        return _Seen([torch.cat(column) for column in zip(*rows, strict=True)], counts, failed, self.n_data)
+
+    def _take(self, seen: list[_Seen]) -> None:
+        """Puts the sums of all processes in the place of this one's."""
+        if not seen:
+            raise InvalidData("the validation loaders gave no data that count; the hyper-parameters are as they were.")
+        self.n_data, self._failed = sum(one.n_data for one in seen), set().union(*(one.failed for one in seen))
+        self._running = []
+        for i in range(len(self.candidates.settings)):
+            running = self.objective.fresh()
+            for k, score in enumerate(running.scores()):
+                score.total = torch.stack([one.totals[k][i] for one in seen]).sum(0)
+                score.count = sum(one.counts[k] for one in seen)
+            self._running.append((slice(i, i + 1), running))
 
     def update(self, x: Inputs, y: Tensor | None) -> None:
         """Takes in one batch; without targets, one of out-of-distribution inputs."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.precision_policy import widened
-from laplace.errors import InvalidArgument
+from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.target import Score
 from laplace.metrics import RunningMetric, accepted_by
@@ -30,6 +30,14 @@ class Running(ABC):
     @abstractmethod
     def result(self) -> Tensor:
         """The loss over all batches, 0-dim or `[n]`."""
+
+    @abstractmethod
+    def scores(self) -> list[MeanScore]:
+        """The means of scores that the loss is made of, to which those of other processes' data can be added.
+
+        Raises:
+            UnsupportedError: It is made of nothing that adds up.
+        """
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,9 @@ class MeanScore(Running):
     def result(self) -> Tensor:
         return torch.as_tensor(self.total) / self.count if self.count else torch.tensor(torch.nan)
 
+    def scores(self) -> list[MeanScore]:
+        return [self]
+
 
 class CalibrationError(Running):
     """Expected calibration error in bins of equal width (Guo et al., 2017, eq. 3).
@@ -122,6 +133,9 @@ class CalibrationError(Running):
 
     def result(self) -> Tensor:
         return self.gaps.result().abs().sum(-1)
+
+    def scores(self) -> list[MeanScore]:
+        return [self.gaps]
 
 
 class Shortfall(Running):
@@ -148,6 +162,9 @@ class Shortfall(Running):
         missed = [sign * (score.result() - limit) for score, limit, sign in self.parts]
         return torch.stack(missed).amax(0).clamp(min=0)
 
+    def scores(self) -> list[MeanScore]:
+        return [score for score, _, _ in self.parts]
+
 
 class UsersMetric(Running):
     """A user's running metric, copied and reset so that no candidate sees another's sums.
@@ -167,6 +184,9 @@ class UsersMetric(Running):
 
     def result(self) -> Tensor:
         return _numbers(self.metric.compute(), f"{type(self.metric).__name__}.compute()").sum()
+
+    def scores(self) -> list[MeanScore]:
+        raise _no_sum(type(self.metric).__name__)
 
 
 class UsersFunction(Running):
@@ -194,6 +214,16 @@ class UsersFunction(Running):
                 "its mean."
             )
         return value.reshape(())
+
+    def scores(self) -> list[MeanScore]:
+        raise _no_sum("a function of all predictions")
+
+
+def _no_sum(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"group= with {name} as the loss, whose values for parts of the data do not add up; give 'nll', 'brier', "
+        "'crps', 'ece' or laplace.tuning.Thresholds, or tune in one process."
+    )
 
 
 def _numbers(value: Any, name: str) -> Tensor:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from laplace.core.arguments import checked
+from laplace.core.processes import Processes
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
-from laplace.errors import InvalidArgument
+from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.posterior.posterior import Posterior
 from laplace.tuning.choose import (
     EVIDENCE,
@@ -32,6 +33,9 @@ from laplace.tuning.objectives import make_objective
 from laplace.tuning.optimise import Climb
 from laplace.tuning.predictive import Predictive
 from laplace.tuning.validation import Validation, ValidationLoss
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Tunable(ABC):
@@ -72,6 +76,8 @@ class Tunable(ABC):
         progress_bar: bool = False,
         log_prior_prec_base: float = 10.0,
         generator: torch.Generator | None = None,
+        *,
+        group: ProcessGroup | None = None,
     ) -> None:
         """Chooses the prior precision and assigns it.
 
@@ -99,6 +105,7 @@ class Tunable(ABC):
             progress_bar: Show one.
             log_prior_prec_base: Base of the grid.
             generator: Source of randomness of the grid search, the same for every candidate.
+            group: As of `fit`: processes whose validation loaders each give a shard of the data of the grid search.
 
         Raises:
             InvalidArgument: Unknown method or structure, no validation data, no candidate with a finite loss, or a
@@ -106,27 +113,27 @@ class Tunable(ABC):
                 left as it was.
         """
         check_predictive(pred_type)
-        group, structure = self._group, str(prior_structure)
-        group.check_structure(structure)
-        with group.same_random_states():
+        posteriors, structure = self._group, str(prior_structure)
+        posteriors.check_structure(structure)
+        with posteriors.same_random_states():
             if method == TuningMethod.MARGLIK:
                 climb = Climb("adam", n_steps, lr, label=EVIDENCE, progress_bar=progress_bar)
-                result = prior_by_evidence(group, init_prior_prec, structure, climb)
+                result = prior_by_evidence(posteriors, init_prior_prec, structure, climb)
                 if val_loader is not None:
                     result = result.noting(_UNUSED)
             elif method in (TuningMethod.GRIDSEARCH, TuningMethod.CV):
                 if val_loader is None:
                     raise InvalidArgument(f"method={str(method)!r} needs val_loader=, the validation data.")
                 exponents = (log_prior_prec_min, log_prior_prec_max)
-                values = powers(log_prior_prec_base, *exponents, grid_size, group.first.hypers.prior_precision)
-                data = Validation(val_loader, progress_bar=progress_bar)
+                values = powers(log_prior_prec_base, *exponents, grid_size, posteriors.first.hypers.prior_precision)
+                data = Validation(val_loader, progress_bar=progress_bar, processes=Processes.of(group))
                 predictive = Predictive(str(pred_type), str(link_approx), n_samples, generator)
-                scored = ValidationLoss(make_objective(loss, group.likelihood), data, predictive)
-                result = prior_on_grid(group, values, structure, scored)
+                scored = ValidationLoss(make_objective(loss, posteriors.likelihood), data, predictive)
+                result = prior_on_grid(posteriors, values, structure, scored)
             else:
                 raise InvalidArgument(f"method={str(method)!r}; accepted are 'marglik', 'gridsearch' and 'CV'.")
         report(result)
-        self._take_over(group.assigned(prior_precision=result.prior_precision))
+        self._take_over(posteriors.assigned(prior_precision=result.prior_precision))
         if verbose:
             print(f"Optimized prior precision is {result.prior_precision}.")  # noqa: T201
 
@@ -150,6 +157,7 @@ class Tunable(ABC):
         n_samples: int = 100,
         generator: torch.Generator | None = None,
         progress_bar: bool = False,
+        group: ProcessGroup | None = None,
     ) -> TuningResult:
         """Chooses prior precision, noise and temperature together and assigns them; the search starts where they are.
 
@@ -175,6 +183,7 @@ class Tunable(ABC):
             n_samples: Monte-Carlo samples.
             generator: Source of randomness, the same for every candidate.
             progress_bar: Show one.
+            group: As of `fit`: processes whose validation loaders each give a shard of the data of a grid.
 
         Raises:
             InvalidArgument: Arguments that do not belong together, no finite objective, thresholds that no candidate
@@ -188,30 +197,35 @@ class Tunable(ABC):
                 search did not converge.
         """
         structure = None if prior_structure is None else str(prior_structure)
-        group, evidence = self._group, isinstance(objective, str) and objective == EVIDENCE
-        group.check_structure(structure)
+        posteriors, evidence = self._group, isinstance(objective, str) and objective == EVIDENCE
+        posteriors.check_structure(structure)
         method = method or ("lbfgs" if evidence else "grid")
-        with group.same_random_states():
-            coordinates = coordinates_of(group, tune, structure, by_evidence=evidence)
+        with posteriors.same_random_states():
+            coordinates = coordinates_of(posteriors, tune, structure, by_evidence=evidence)
             if method != "grid" and grid is not None:
                 raise InvalidArgument(f"grid= is not used by method={method!r}; use method='grid', or leave it out.")
             climb = Climb(method, n_steps, lr, tolerance, progress_bar=progress_bar)
             if evidence:
                 _refuse_data(val_loader, ood_loader, method)
-                result = by_evidence(group, coordinates, climb)
+                result = by_evidence(posteriors, coordinates, climb)
             elif val_loader is None:
                 raise InvalidArgument(f"objective={objective!r} needs val_loader=, the validation data.")
             else:
-                data = Validation(val_loader, ood_loader, ood_weight, progress_bar)
+                data = Validation(val_loader, ood_loader, ood_weight, progress_bar, Processes.of(group))
                 predictive = Predictive(str(pred_type), str(link_approx), n_samples, generator)
-                loss = ValidationLoss(make_objective(objective, group.likelihood), data, predictive)
+                loss = ValidationLoss(make_objective(objective, posteriors.likelihood), data, predictive)
                 if method == "grid":
                     start = coordinates.start.prior_precision
-                    result = on_grid(group, make_axes(coordinates.names, grid, start), start, loss)
+                    result = on_grid(posteriors, make_axes(coordinates.names, grid, start), start, loss)
+                elif data.processes is not None:
+                    raise UnsupportedError(
+                        f"group= with method={method!r}, whose gradients are of the validation data of one process; "
+                        "use method='grid'."
+                    )
                 else:
-                    result = by_gradient(group, coordinates, loss, climb)
+                    result = by_gradient(posteriors, coordinates, loss, climb)
         report(result)
-        self._take_over(group.assigned(**result.values_of()))
+        self._take_over(posteriors.assigned(**result.values_of()))
         return result
 
 

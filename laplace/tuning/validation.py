@@ -16,7 +16,9 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.positions import rows_that_count, target_rows
+from laplace.core.processes import Processes
 from laplace.errors import InvalidArgument, InvalidData
+from laplace.fitting import without_padding
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.checks import check_outputs
 from laplace.network import next_token
@@ -35,6 +37,7 @@ class Validation:
         ood_loader: Inputs from elsewhere, with or without targets, which are not read; or None.
         ood_weight: λ of equation 12 of Daxberger et al. (2021).
         progress_bar: Show one for every pass over the data.
+        processes: Those whose loaders have the other shards of the data; None where all data are here.
 
     Raises:
         InvalidArgument: A weight that is negative or not finite.
@@ -44,6 +47,7 @@ class Validation:
     ood_loader: Iterable[Any] | None = None
     ood_weight: float = 1.0
     progress_bar: bool = False
+    processes: Processes | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.ood_weight < math.inf:
@@ -59,17 +63,18 @@ class Validation:
             label: Name of the progress bar.
 
         Raises:
-            InvalidData: There are none.
+            InvalidData: There are none, and no other processes that may have some.
         """
+        loader = self.loader if self.processes is None else without_padding(self.loader, posterior.choices.dict_key_y)
         device, likelihood, empty = posterior.hypers.device, posterior.likelihood, True
-        for number, batch in enumerate(tqdm(self.loader, desc=label, disable=not self.progress_bar)):
+        for number, batch in enumerate(tqdm(loader, desc=label, disable=not self.progress_bar)):
             name = f"validation batch {number}"
             with named(name):
                 data = next_token.counted(batch, posterior.choices.dict_key_y, device, likelihood, posterior.model)
             if data is not None:
                 empty = False
                 yield name, *data
-        if empty:
+        if empty and self.processes is None:
             raise InvalidData("the validation loader gave no data that count; the hyper-parameters are as they were.")
 
     def ood_inputs(self, posterior: Posterior) -> Iterator[tuple[str, Inputs]]:
@@ -83,7 +88,7 @@ class Validation:
         for number, batch in enumerate(loader):
             empty = False
             yield f"batch {number} of ood_loader", batches.to_device(batches.inputs(batch), posterior.hypers.device)
-        if empty:
+        if empty and self.processes is None:
             raise InvalidData("ood_loader gave no inputs; the hyper-parameters are as they were.")
 
     def less_entropy(self, loss: Tensor, entropy: Tensor, n_ood: int, n_data: int) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -12,11 +13,20 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from laplace import Laplace, ParametricLaplace
+from laplace import Laplace, OnlineLaplace, ParametricLaplace, marglik_training
 from laplace.curvature import NativeEF, NativeGGN, NativeHessian
-from laplace.errors import ApproximationWarning, InvalidType, LaplaceError, ProcessError, UnsupportedError
+from laplace.errors import (
+    ApproximationWarning,
+    InvalidData,
+    InvalidType,
+    LaplaceError,
+    ProcessError,
+    TuningWarning,
+    UnsupportedError,
+)
 from laplace.structures import STRUCTURES
 from laplace.structures.kron import KronCurvature
+from laplace.tuning import Thresholds
 from tests.fitting import ranks
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without torch.distributed")
@@ -261,15 +271,137 @@ def collectives_are_few(rank: int) -> None:
         distributed.all_gather_object, distributed.all_reduce = gathered, reduced
 
 
+def grids_are_of_all_validation_data(rank: int) -> None:
+    x, y = data()
+    whole, mine = [(x, y)], batches(*SHARDS["uneven"][rank])
+    ood = torch.randn(9, 3, generator=torch.Generator().manual_seed(5)).double() * 3
+    la = alone()
+    for structure in ("kron", "full"):
+        la = make("all", structure)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ApproximationWarning)
+            la.fit(whole)
+        for loss in ("nll", "brier", "ece", Thresholds(confidence=0.28)):
+            for outside in (False,) if isinstance(loss, Thresholds) else (False, True):
+                options: dict[str, Any] = {"objective": loss, "grid": {"prior_precision": [0.01, 0.1, 1, 10, 100]}}
+                one = {"ood_loader": [ood], "ood_weight": 0.1} if outside else {}
+                two = {"ood_loader": [ood[:2]] if rank else [ood[2:6], ood[6:]], "ood_weight": 0.1} if outside else {}
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", TuningWarning)
+                    expected = la.optimize_hyperparameters(**options, **one, val_loader=whole)
+                    result = la.optimize_hyperparameters(
+                        **options, **two, val_loader=mine, group=distributed.group.WORLD
+                    )
+                torch.testing.assert_close(result.values, expected.values, rtol=1e-10, atol=1e-12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TuningWarning)
+        la.optimize_prior_precision(method="gridsearch", val_loader=whole)
+        expected = la.prior_precision
+        shard = whole if rank else []  # a process without validation data
+        la.optimize_prior_precision(method="gridsearch", val_loader=shard, group=distributed.group.WORLD)
+    assert torch.equal(la.prior_precision, expected)
+    for wrong, loader, options in (
+        (InvalidData, [], {"objective": "nll"}),
+        (UnsupportedError, mine, {"objective": "nll", "method": "adam"}),
+        (LaplaceError, mine, {"objective": nn.functional.nll_loss}),
+        (ProcessError if rank else OSError, mine if rank else Broken(mine), {"objective": "nll"}),
+    ):
+        with pytest.raises(wrong):
+            la.optimize_hyperparameters(val_loader=loader, group=distributed.group.WORLD, **options)
+    assert torch.equal(la.prior_precision, expected)
+
+
+def training_follows_the_evidence_of_all_data(rank: int) -> None:
+    """Each process has half of every batch of the process that trains alone."""
+    x, y = data()
+    both = TensorDataset(x[:22], y[:22])
+    options: dict[str, Any] = {"n_epochs": 4, "n_hypersteps": 3, "optimizer_kwargs": {"lr": 0.05}}
+    sampler = DistributedSampler(both, shuffle=False)
+    model = nn.parallel.DistributedDataParallel(network())
+    la, trained, margliks, _ = marglik_training(
+        model, DataLoader(both, 11, sampler=sampler), "classification", "kron", group=distributed.group.WORLD, **options
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ApproximationWarning)
+        single = DataLoader(both, 22)
+        other, _, expected, _ = marglik_training(network(), single, "classification", "kron", **options)
+    torch.testing.assert_close(torch.tensor(margliks), torch.tensor(expected), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(la.prior_precision, other.prior_precision, rtol=1e-6, atol=1e-8)
+    assert trained is model and la.n_data == other.n_data == 22
+    padded = DataLoader(TensorDataset(x, y), 12, sampler=DistributedSampler(TensorDataset(x, y)))
+    assert OnlineLaplace(model, padded, group=distributed.group.WORLD).n_data == 23
+
+
+def lightning_trains_with_two_devices(rank: int) -> None:
+    lightning = pytest.importorskip("lightning")
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+    }  # fmt: skip
+    from laplace.integrations.lightning import OnlineLaplaceCallback
+
+    class Net(lightning.LightningModule):
+        def __init__(self, net: nn.Module, evidence: Any) -> None:
+            super().__init__()
+            self.net, self.evidence = net, evidence
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            return self.evidence.loss(self.net(x), y)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net.parameters(), lr=0.05)
+
+    net = network()
+    evidence = OnlineLaplaceCallback("classification", model=net, n_hypersteps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's own
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, callbacks=[evidence], logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Net(net, evidence), DataLoader(TensorDataset(*data()), 6))
+    assert trainer.world_size == 2 and evidence.la.n_data == 23
+    both: list[Any] = [None, None]
+    distributed.all_gather_object(both, evidence.la.prior_precision)
+    assert torch.equal(*both)
+
+
 CHECKS = [
     adds_and_forgets, padded_data_count_once, wrapped_models_are_unwrapped, sampled_targets_differ,
-    errors_reach_all_processes, collectives_are_few,
+    errors_reach_all_processes, collectives_are_few, grids_are_of_all_validation_data,
+    training_follows_the_evidence_of_all_data,
+    lightning_trains_with_two_devices,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_in_two_processes(check: Callable[[int], None], tmp_path: Path) -> None:
-    ranks.run(check, size=2, folder=tmp_path)
+def outcomes(rank: int) -> dict[str, str]:
+    """The checks up to the first that fails, after which the processes have lost each other."""
+    torch.set_num_threads(1)
+    result: dict[str, str] = {}
+    try:
+        for check in CHECKS:
+            result[check.__name__] = "it did not end"
+            check(rank)
+            result[check.__name__] = ""
+    except BaseException:
+        result[[*result][-1]] = traceback.format_exc()
+    return result
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return ranks.run(outcomes, size=2, folder=tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
+def test_in_two_processes(check: str, of_ranks: list[dict[str, str]]) -> None:
+    for rank, found in enumerate(of_ranks):
+        assert check in found, "one before it failed"
+        assert not found[check], f"rank {rank}: {found[check]}"
 
 
 def test_what_is_no_group_is_refused() -> None:

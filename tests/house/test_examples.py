@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch import distributed
 
 # A package that an example needs besides those of the tests.
 NEEDS = {"language_models": "transformers"}
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.py"))
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
@@ -23,3 +27,14 @@ def test_example_runs(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     runpy.run_path(str(script), run_name="__main__")
     assert plot.exists()
     assert capsys.readouterr().out
+
+
+@pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without torch.distributed")
+def test_example_runs_in_two_processes(tmp_path: Path) -> None:
+    script, plot = ROOT / "examples" / "several_processes.py", tmp_path / "plot.png"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, str(script), "--small", "--output", str(plot)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "2 processes, 601 data" in done.stdout and plot.exists()
