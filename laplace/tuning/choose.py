@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace.core.hyperparameters import check_counts, positive
 from laplace.core.precision_policy import wide_dtype
 from laplace.enums import PredType
-from laplace.errors import InvalidArgument, TuningWarning, warn
+from laplace.errors import InvalidArgument, TuningWarning, UnsupportedError, warn
 from laplace.tuning.gradient_loss import SmoothLoss
 from laplace.tuning.grid import Grid, search_grid
 from laplace.tuning.group import PosteriorGroup, negative_evidence
@@ -141,7 +141,16 @@ def by_evidence(group: PosteriorGroup, coordinates: Coordinates, climb: Climb) -
 
 
 def by_gradient(group: PosteriorGroup, coordinates: Coordinates, loss: ValidationLoss, climb: Climb) -> TuningResult:
-    """The hyper-parameters of the smallest validation loss, by its gradient."""
+    """The hyper-parameters of the smallest validation loss, by its gradient.
+
+    Raises:
+        UnsupportedError: Several processes have the validation data.
+    """
+    if loss.data.processes is not None:
+        raise UnsupportedError(
+            f"group= with method={climb.method!r}, whose gradients are of the validation data of one process; use "
+            "method='grid'."
+        )
     return _climbed(SmoothLoss(group, coordinates, loss), coordinates, climb, sign=1)
 
 

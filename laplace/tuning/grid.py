@@ -125,7 +125,7 @@ def search_grid(group: PosteriorGroup, grid: Grid, loss: ValidationLoss) -> Grid
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a process's data say of every candidate.
+    """Sums of every candidate over the data of one process.
 
     Attributes:
         totals: Sums of scores, `[n, ...]` each.

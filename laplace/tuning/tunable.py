@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace.core.arguments import checked
 from laplace.core.processes import Processes
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
-from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.errors import InvalidArgument
 from laplace.posterior.posterior import Posterior
 from laplace.tuning.choose import (
     EVIDENCE,
@@ -217,11 +217,6 @@ class Tunable(ABC):
                 if method == "grid":
                     start = coordinates.start.prior_precision
                     result = on_grid(posteriors, make_axes(coordinates.names, grid, start), start, loss)
-                elif data.processes is not None:
-                    raise UnsupportedError(
-                        f"group= with method={method!r}, whose gradients are of the validation data of one process; "
-                        "use method='grid'."
-                    )
                 else:
                     result = by_gradient(posteriors, coordinates, loss, climb)
         report(result)
