@@ -179,7 +179,7 @@ class Problem:
         return self.detached() | {name: rows[0] for name, rows in self.stacked(theta.unsqueeze(0)).items()}
 
     def stacked(self, thetas: Tensor) -> dict[str, Tensor]:
-        """Tensors of the slots, `[S, *shape]`, with their random entries at S weights `[S, P]`, of which they may be views."""
+        """Tensors of the slots, `[S, *shape]`, with their random entries at S weights `[S, P]`; some may be views."""
         tensors: dict[str, Tensor] = {}
         for slot, values in zip(self.slots, thetas.split(self.layout.sizes, 1), strict=True):
             whole = _plain(self.tensor(slot.name))
