@@ -10,9 +10,7 @@ each sample. Weights are drawn before, so that the samples are the same either w
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.memory import Unit, in_slices
 from laplace.core.precision_policy import widened
+from laplace.engines.native.autograd import slow_batching_accepted
 from laplace.network.model_guard import preserve_model
 from laplace.weights.problem import Problem
 
@@ -57,9 +56,9 @@ def outputs_at(problem: Problem, x: Inputs, thetas: Tensor, memory_budget: int) 
         if key not in problem.samples_at_once:
             problem.samples_at_once[key] = _samples_at_once(problem, x, thetas, min(memory_budget, CHUNK_BYTES))
         at_once = problem.samples_at_once[key]
-        vectorised = _tried(problem, x, thetas, at_once) if at_once > 1 else None
-        if vectorised is not None:
-            return vectorised
+        outputs = _tried(problem, x, thetas, at_once) if at_once > 1 else None
+        if outputs is not None:
+            return outputs
         problem.samples_at_once[key] = 1
     return one_by_one(problem, x, thetas)
 
@@ -81,7 +80,7 @@ def one_by_one(problem: Problem, x: Inputs, thetas: Tensor) -> Tensor:
 
 def vectorised(problem: Problem, x: Inputs, thetas: Tensor, at_once: int) -> Tensor:
     """Outputs by passes of several samples; raises whatever vmap or the network raises where it cannot be run so."""
-    with preserve_model(problem.module), _rules_of_vmap():
+    with preserve_model(problem.module), _attention_by_rule(), slow_batching_accepted():
         fixed = problem.detached()
 
         def run(part: slice) -> Tensor:
@@ -98,6 +97,11 @@ def vectorised(problem: Problem, x: Inputs, thetas: Tensor, at_once: int) -> Ten
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def _attention_by_rule() -> AbstractContextManager[object]:
+    """Attention takes the kernel that vmap has a rule for."""
+    return sdpa_kernel(SDPBackend.MATH)
+
+
 def _weight_bytes(problem: Problem, thetas: Tensor) -> int:
     """Bytes of the tensors of one sample."""
     return sum(slot.shape.numel() for slot in problem.slots) * thetas.element_size()
@@ -111,21 +115,15 @@ def _tried(problem: Problem, x: Inputs, thetas: Tensor, at_once: int) -> Tensor 
         return None
 
 
-@contextmanager
-def _rules_of_vmap() -> Iterator[None]:
-    """Attention by the kernel that vmap has a rule for; other operations without one raise, for vmap would loop."""
-    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
-        warnings.filterwarnings("error", message="There is a performance drop")
-        yield
-
-
 def _samples_at_once(problem: Problem, x: Inputs, thetas: Tensor, budget: int) -> int:
     """Samples that one pass should take; 1 for a pass for each."""
-    with preserve_model(problem.module), problem.holding(problem.substituted(thetas[0])), _Counter() as counter:
+    counter = _Counter()
+    with preserve_model(problem.module), problem.holding(problem.substituted(thetas[0])), _attention_by_rule(), counter:
         problem.outputs(x)
     # A kernel may want the weights in another order, in a copy.
     at_once = budget // (2 * _weight_bytes(problem, thetas) + counter.bytes)
-    if at_once < LEAST_SAMPLES or counter.numbers > NUMBERS_PER_OPERATION * counter.operations:
+    small = counter.numbers <= NUMBERS_PER_OPERATION * counter.operations
+    if at_once < LEAST_SAMPLES or not small or counter.without_rule:
         return 1
     together = _tried(problem, x, thetas[:_COMPARED], _COMPARED)
     agree = together is not None and _agree(one_by_one(problem, x, thetas[:_COMPARED]), together)
@@ -143,7 +141,7 @@ def _agree(plain: Tensor, together: Tensor) -> bool:
     if plain.shape != together.shape or plain.dtype != together.dtype:
         return False
     a, b = widened(plain.detach()), widened(together.detach())
-    tolerance = torch.finfo(plain.dtype).eps ** 0.5
+    tolerance = torch.finfo(plain.dtype).eps ** 0.5 if plain.is_floating_point() else 0.0
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance * float(a.nan_to_num(0, 0, 0).norm()), equal_nan=True)
 
 
@@ -154,11 +152,12 @@ class _Counter(TorchDispatchMode):
         operations: How many there were.
         numbers: Numbers that they wrote.
         bytes: Bytes of these.
+        without_rule: How many vmap would run sample by sample, which saves nothing.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations = self.numbers = self.bytes = 0
+        self.operations = self.numbers = self.bytes = self.without_rule = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -167,6 +166,8 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        ruled = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "FuncTorchBatched")
+        self.without_rule += not ruled and any(isinstance(arg, Tensor) for arg in args)
         if any(returned.alias_info is not None for returned in func._schema.returns):
             return result
         written = [t for t in (result if isinstance(result, tuple | list) else [result]) if isinstance(t, Tensor)]
