@@ -22,6 +22,7 @@ from laplace.posterior.predictor import PosteriorPredictor, precision_before
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
 from laplace.predictive.prediction import Prediction, laid_out
 from laplace.predictive.predictor import Predictor, Request, form_of
+from laplace.structures.draws import drawn
 
 
 class OutputSampling(ABC):
@@ -183,7 +184,7 @@ class Predicting(OutputSampling):
         posterior = self._predictor.posterior
         with torch.set_grad_enabled(posterior.keeps_graph), own_precision():
             precision, mean = precision_before(posterior, "sample"), posterior.mean
-            samples = mean + precision.sample(standard_normal((n_samples, len(mean)), mean, generator))
+            samples = drawn(mean, precision, standard_normal((n_samples, len(mean)), mean, generator))
             embedded = posterior.weights.embed(samples)
             if embedded is not samples:
                 posterior.check_unchanged()

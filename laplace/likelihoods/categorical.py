@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from laplace.errors import InvalidData
 from laplace.likelihoods.checks import check_labels, check_outputs
+from laplace.likelihoods.links import softmax
 from laplace.likelihoods.softmax import SoftmaxLikelihood
 
 
@@ -40,4 +40,4 @@ class Categorical(SoftmaxLikelihood):
 
     def inverse_link(self, f: Tensor) -> Tensor:
         """Softmax over the last dimension."""
-        return torch.softmax(f, -1)
+        return softmax(f)

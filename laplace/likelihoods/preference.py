@@ -11,6 +11,7 @@ from laplace.errors import InvalidData
 from laplace.likelihoods.checks import check_labels, check_outputs
 from laplace.likelihoods.decomposition import Decomposition
 from laplace.likelihoods.label_targets import ClassTarget
+from laplace.likelihoods.links import softmax
 from laplace.likelihoods.outputs import Mixture
 from laplace.likelihoods.softmax import SoftmaxLikelihood
 from laplace.likelihoods.target import Target
@@ -61,7 +62,7 @@ class Preference(SoftmaxLikelihood):
 
     def inverse_link(self, f: Tensor) -> Tensor:
         """Preference probabilities of pairs `[..., 2]` (softmax); rewards of single items `[..., 1]` as they are."""
-        return f if f.shape[-1] == 1 else torch.softmax(f, -1)
+        return f if f.shape[-1] == 1 else softmax(f)
 
     def predict(
         self,

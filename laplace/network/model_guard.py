@@ -197,6 +197,7 @@ class _State:
 
     def restore(self) -> None:
         """Puts attributes, flags and buffers back; buffers are written only if they were written to."""
+        in_train = self.module.training  # by the forward pass: batch norm writes then, which autograd does not count
         own = self.module.__dict__
         for name in own.keys() - self.attributes.keys():
             del own[name]
@@ -211,7 +212,7 @@ class _State:
                 self.module._buffers[name] = buffer
         with torch.no_grad():
             for buffer, version, value in self.values:
-                if buffer._version != version:
+                if in_train or buffer._version != version:
                     buffer.copy_(value)
 
 

@@ -27,6 +27,7 @@ from laplace.predictive.prediction import Prediction, laid_out
 from laplace.predictive.predictor import Predictor, Request
 from laplace.predictive.reparameterised import ReparameterisedOutputs
 from laplace.structures.base import Precision
+from laplace.structures.draws import drawn
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +194,7 @@ def sampler(posterior: Posterior) -> Callable[[int, torch.Generator | None], Ten
     if posterior.overrides("sample"):
         return partial(own_outputs.users_samples, posterior)
     precision, mean = precision_before(posterior, "sample"), posterior.mean
-    return lambda n, generator: mean + precision.sample(standard_normal((n, len(mean)), mean, generator))
+    return lambda n, generator: drawn(mean, precision, standard_normal((n, len(mean)), mean, generator))
 
 
 def precision_before(posterior: Posterior, name: str) -> Precision:

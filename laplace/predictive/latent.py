@@ -22,7 +22,7 @@ from laplace.engines.engine import CurvatureEngine, detached
 from laplace.engines.outputs import outputs
 from laplace.errors import InvalidData, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
-from laplace.network.model_guard import preserve_model
+from laplace.predictive.sampled_weights import outputs_at
 from laplace.structures.base import Precision
 from laplace.weights.problem import Problem
 
@@ -302,9 +302,8 @@ def sampler(
     x = x if create_graph else detached(x)
 
     def run(thetas: Tensor) -> Tensor:
-        with preserve_model(problem.module):
-            stacked = torch.stack([problem.run(problem.substituted(theta), x) for theta in thetas])
-        return stacked.to(_dtype(stacked))
+        samples = outputs_at(problem, x, thetas, engine.options.memory_budget)
+        return samples.to(_dtype(samples))
 
     return run
 

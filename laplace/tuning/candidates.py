@@ -23,6 +23,7 @@ from laplace.posterior.posterior import Posterior
 from laplace.posterior.predictor import sampler
 from laplace.predictive import latent
 from laplace.predictive.mixing import mixed
+from laplace.structures.draws import drawn
 from laplace.tuning.predictive import Predictive
 from laplace.tuning.scores import Prediction
 
@@ -69,7 +70,7 @@ class Candidates:
             self.factors = weights / weights[0] if first.fit.curvature.weighed else torch.ones_like(weights)
             self.scan = first.fit.curvature.scan(first.weights, posterior.problem.layout, **first.options)
         self.summaries = predictive.summaries(posterior.likelihood, self.priors.device, for_scores=not whole_covariance)
-        self._steps: dict[int, Tensor] = {}
+        self._weights: dict[int, Tensor] = {}
 
     def groups(self, n_data: int) -> list[slice]:
         """Consecutive candidates that are predicted together for batches of about this size."""
@@ -172,25 +173,25 @@ class Candidates:
         run = latent.sampler(posterior.engine, posterior.expansion_point, x, {})
 
         def predict(group: slice) -> Prediction:
-            samples = run(posterior.mean + self._step(group.start)).flatten(1, -2)
+            samples = run(self._weights_at(group.start)).flatten(1, -2)
             return self.summaries.of_samples(samples)
 
         outputs = run(posterior.mean.unsqueeze(0))[0]
         return predict, outputs.flatten(0, -2), tuple(outputs.shape[1:-1])
 
-    def _step(self, i: int) -> Tensor:
-        """Samples of θ − θ* of one candidate `[S, P]`, kept for the next batch where all of them together are small."""
-        if i in self._steps:
-            return self._steps[i]
+    def _weights_at(self, i: int) -> Tensor:
+        """Samples of the weights of one candidate `[S, P]`, kept for the next batch where all together are small."""
+        if i in self._weights:
+            return self._weights[i]
         mean, n_samples, posterior = self.posterior.mean, self.predictive.n_samples, self.posterior.at(self.settings[i])
+        draws = self.summaries.draws(self.priors.device)
         if posterior.overrides("sample", *POSTERIOR):
-            step = sampler(posterior)(n_samples, self.summaries.draws(self.priors.device)) - mean
+            weights = sampler(posterior)(n_samples, draws)
         else:
-            noise = standard_normal((n_samples, len(mean)), mean, self.summaries.draws(self.priors.device))
-            step = posterior.evidence.precision.sample(noise)
-        if len(self.settings) * step.numel() * step.element_size() <= 8 * CHUNK_BYTES:
-            self._steps[i] = step
-        return step
+            weights = drawn(mean, posterior.evidence.precision, standard_normal((n_samples, len(mean)), mean, draws))
+        if len(self.settings) * weights.numel() * weights.element_size() <= 8 * CHUNK_BYTES:
+            self._weights[i] = weights
+        return weights
 
 
 class MixedCandidates:

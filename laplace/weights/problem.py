@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
@@ -102,6 +104,7 @@ class Problem:
         forward_fn: How to call the module on inputs; None for the default of `laplace.core.batch.call`.
         reduction: How a head applied to positions `[B, T, D]` is reduced, or None.
         head: Name of the head module of a last-layer problem, or None.
+        samples_at_once: By what they depend on, decisions of how many samples of the weights a pass takes.
     """
 
     module: nn.Module
@@ -110,6 +113,7 @@ class Problem:
     reduction: str | None = None
     head: str | None = None
     layout: Layout = field(init=False)
+    samples_at_once: dict[Hashable, int] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         layout = Layout(tuple(slot.name for slot in self.slots), tuple(slot.size for slot in self.slots))
@@ -143,25 +147,27 @@ class Problem:
         """Every parameter by name, detached; of a head also tied ones apart, since its features are fixed."""
         if self.head is None:
             return {name: _plain(tensor) for name, tensor in self.module.named_parameters()}
-        return {name: _plain(tensor) for name, tensor in self._places()}
+        return {name: _plain(table[key]) for name, table, key in self._places()}
 
-    def _places(self) -> Iterator[tuple[str, Tensor]]:
-        """Every place of a parameter: tied ones have several, but one module with several names has only the first.
+    def _places(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Every place of a parameter, by its name, the table that it is in and its key there.
 
-        PyTorch puts its own substitutes back for the module's parameters where a place is substituted twice.
+        Tied parameters have several places, but one module with several names has only the first.
         """
         for prefix, module in self.module.named_modules():
-            for name, tensor in module._parameters.items():
+            for key, tensor in module._parameters.items():
                 if tensor is not None:
-                    yield (f"{prefix}.{name}" if prefix else name), tensor
+                    yield (f"{prefix}.{key}" if prefix else key), module._parameters, key
 
-    def _everywhere(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Substitutes by name, for all places of tied parameters; of a head for its own place."""
-        if self.head is not None:
-            return tensors
+    def _places_by_name(self) -> dict[str, list[tuple[dict[str, Any], str]]]:
+        """All places of every parameter, by the names of `detached`; of a head each on its own."""
         places = list(self._places())
-        given = {id(tensor): tensors[name] for name, tensor in places if name in tensors}
-        return {name: given[id(tensor)] for name, tensor in places if id(tensor) in given}
+        if self.head is not None:
+            return {name: [(table, key)] for name, table, key in places}
+        shared: defaultdict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
+        for _, table, key in places:
+            shared[id(table[key])].append((table, key))
+        return {name: shared[id(table[key])] for name, table, key in places}
 
     def stand_ins(self) -> dict[str, Tensor]:
         """Detached tensors for every parameter: those of the slots require gradients, the others do not."""
@@ -170,14 +176,40 @@ class Problem:
 
     def substituted(self, theta: Tensor) -> dict[str, Tensor]:
         """Detached tensors with the random entries replaced by `theta`, `[P]`."""
-        tensors = self.detached()
-        for slot, values in zip(self.slots, self.layout.split(theta), strict=True):
-            whole = tensors[slot.name]
+        return self.detached() | {name: rows[0] for name, rows in self.stacked(theta.unsqueeze(0)).items()}
+
+    def stacked(self, thetas: Tensor) -> dict[str, Tensor]:
+        """Tensors of the slots, `[S, *shape]`, with their random entries at S weights `[S, P]`; some may be views."""
+        tensors: dict[str, Tensor] = {}
+        for slot, values in zip(self.slots, thetas.split(self.layout.sizes, 1), strict=True):
+            whole = _plain(self.tensor(slot.name))
             values = values.to(whole.dtype)
             if slot.entries is not None:
-                values = whole.reshape(-1).index_copy(0, slot.entries.to(whole.device), values)
-            tensors[slot.name] = values.view(slot.shape)
+                rows = whole.reshape(1, -1).expand(len(thetas), -1)
+                values = rows.index_copy(1, slot.entries.to(whole.device), values)
+            tensors[slot.name] = values.view(len(thetas), *slot.shape)
         return tensors
+
+    @contextmanager
+    def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
+        """Puts tensors in the place of the module's own, in all places of tied ones, which are put back at the end.
+
+        What it yields puts others there, of the same names or of some of them.
+        """
+        places = self._places_by_name()
+        own = [(table, key, table[key]) for name in tensors for table, key in places[name]]
+
+        def put(others: Mapping[str, Tensor]) -> None:
+            for name, tensor in others.items():
+                for table, key in places[name]:
+                    table[key] = tensor
+
+        try:
+            put(tensors)
+            yield put
+        finally:
+            for table, key, tensor in own:
+                table[key] = tensor
 
     def run(self, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor:
         """Outputs of the module on x with these tensors in place of its own: `[B, C]`, or `[B, *positions, C]`.
@@ -185,9 +217,12 @@ class Problem:
         Raises:
             InvalidData: The output has fewer dimensions.
         """
-        caller = Caller(self.module, self.forward_fn)
-        substitutes = {f"module.{name}": tensor for name, tensor in self._everywhere(tensors).items()}
-        f = functional_call(caller, substitutes, (x,), tie_weights=False)
+        with self.holding(tensors):
+            return self.outputs(x)
+
+    def outputs(self, x: Inputs) -> Tensor:
+        """Outputs of the module as it is, as of `run`."""
+        f = batches.latent(called(self.module, self.forward_fn, x))
         if f.ndim < 2:
             raise InvalidData(_without_channels(f, x))
         return f

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from laplace.errors import InvalidArgument
-from laplace.likelihoods.links import LINKS, bridge, bridge_norm, log_concentrations, monte_carlo, probit
+from laplace.likelihoods.links import LINKS, bridge, bridge_norm, log_concentrations, monte_carlo, probit, softmax
 from tests.reference import predictive as reference
 from tests.reference.compare import assert_close
 
@@ -183,3 +183,15 @@ def test_refusals(link) -> None:
 
 def test_only_probit_is_content_with_variances() -> None:
     assert [name for name, link in LINKS.items() if link.diagonal] == ["probit"]
+
+
+@pytest.mark.parametrize("shape", [(300, 3), (40, 10, 15), (40, 10, 16), (300, 1), (5, 3)])
+def test_softmax_of_many_short_rows(shape: tuple[int, ...]) -> None:
+    f = 30 * torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    f.requires_grad_()
+    p, expected = softmax(f), torch.softmax(f, -1)
+    assert p.is_contiguous()
+    torch.testing.assert_close(p, expected, rtol=1e-13, atol=0)
+    weights = torch.linspace(-1, 1, f.numel(), dtype=torch.float64).view(shape)
+    first, second = (torch.autograd.grad((weights * q).sum(), f)[0] for q in (p, expected))
+    torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-15)
