@@ -35,7 +35,8 @@ from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.kronecker_eigenvectors import Columns, columns_of
 from laplace.structures.low_rank_factors import Draws, Ranges, Side
-from laplace.structures.lowrank_kron_precision import LowRankKronPrecision, Part
+from laplace.structures.lowrank_kron_part import Part
+from laplace.structures.lowrank_kron_precision import LowRankKronPrecision
 
 
 @dataclass(frozen=True)
