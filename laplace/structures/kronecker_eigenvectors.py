@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.kron_parts import KronBlock
-from laplace.jacobian.contractions import CHUNK_BYTES
+from laplace.jacobian.contractions import CHUNK_BYTES, TensorShape
 from laplace.structures.low_rank_factors import Side
 
 _BYTES = 8
@@ -92,7 +92,7 @@ class Columns:
 
         None where they are larger than a chunk, or the entries are picked.
         """
-        if self.index is not None or pair_bytes(len(self), self.left.shape[1] + self.right.shape[1]) > CHUNK_BYTES:
+        if self.index is not None or _pair_bytes(len(self), self.left.shape[1] + self.right.shape[1]) > CHUNK_BYTES:
             return None
         one, other = torch.triu_indices(len(self), len(self), device=self.left.device)
         at = one.new_empty(len(self), len(self))
@@ -111,9 +111,14 @@ class Columns:
         return torch.cat([coordinates @ piece for _, piece in self.pieces()], -1)
 
 
-def pair_bytes(rank: int, width: int) -> int:
-    """Bytes of the products of every two of `rank` columns, whose factors have `width` entries together."""
+def _pair_bytes(rank: int, width: int) -> int:
     return _BYTES * rank * (rank + 1) // 2 * width
+
+
+def pair_bytes(rank: int, shape: TensorShape) -> int:
+    """Bytes of the products of every two of `rank` columns of a tensor, where they are kept."""
+    size = _pair_bytes(rank, shape.groups * shape.n_outputs + shape.n_inputs)
+    return size if size <= CHUNK_BYTES else 0
 
 
 class _WeightedGram(torch.autograd.Function):

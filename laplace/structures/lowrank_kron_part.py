@@ -87,7 +87,8 @@ def log_det_inside(parts: Sequence[Part], ratios: Sequence[Tensor]) -> Tensor:
     if all(ratio.numel() == 1 for ratio in of) and not any(part.values.requires_grad for part in some):
         return _LogDetInside.apply(torch.cat(of), some)[0]  # pyright: ignore[reportOptionalSubscript]
     spread = torch.cat([ratio.expand(part.size) for part, ratio in pairs])
-    return _log_det(_cholesky(_inside(some, spread * _weights(some, spread, 1)).squeeze(1)))
+    weights, _ = _weights(some, spread)
+    return _log_det(_cholesky(_inside(some, (spread * weights).unsqueeze(0)).squeeze(1)))
 
 
 class _LogDetInside(torch.autograd.Function):
@@ -112,19 +113,16 @@ class _LogDetInside(torch.autograd.Function):
 def _value_and_slopes(ratios: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
     """Σ log det K, 0-dim, and d log det K / dc of every tensor, `[n]`, for c `[n]`."""
     spread = repeated(ratios, [part.size for part in parts])
-    inside, slopes = _inside(parts, _weights(parts, spread, 2)).unbind(1)
+    weights, damping = _weights(parts, spread)
+    inside, slopes = _inside(parts, torch.stack([weights, weights * damping])).unbind(1)
     factor = _cholesky(ratios.view(-1, 1, 1) * inside)
     return _log_det(factor), (torch.cholesky_inverse(factor) * slopes).sum((1, 2))
 
 
-def _weights(parts: Sequence[Part], ratios: Tensor, powers: int) -> Tensor:
-    """S² A of all tensors, and S² A², … up to a power: `[powers, p]` for c `[p]`."""
-    scaling = widened(torch.cat([part.scaling for part in parts]))
+def _weights(parts: Sequence[Part], ratios: Tensor) -> tuple[Tensor, Tensor]:
+    """S² A of all tensors `[p]` for c `[p]`, and A."""
     damping = (1 + ratios * torch.cat([part.rest for part in parts])).reciprocal()
-    weights = [scaling.square() * damping]
-    for _ in range(powers - 1):
-        weights.append(weights[-1] * damping)
-    return torch.stack(weights)
+    return widened(torch.cat([part.scaling for part in parts])).square() * damping, damping
 
 
 def _inside(parts: Sequence[Part], weights: Tensor) -> Tensor:
