@@ -64,7 +64,7 @@ class Hyperparameters:
         return Hyperparameters(**{name: value.to(device=device, dtype=dtype) for name, value in values.items()})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GaussianPrior:
     """A diagonal Gaussian prior over the random parameters.
 

@@ -21,7 +21,7 @@ from laplace.structures.indefinite import SignedOptions, nonnegative, require_po
 from laplace.structures.variances_over_priors import SpectralScan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DiagCurvature(AdditiveCurvature):
     """The diagonal of the unit curvature.
 

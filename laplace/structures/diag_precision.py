@@ -19,7 +19,7 @@ ENTRY = "entry"
 """What the eigenvalues of a diagonal matrix are called in messages."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DiagPrecision(Precision):
     """A diagonal posterior precision.
 

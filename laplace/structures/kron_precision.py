@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from laplace.compat.kronecker import KronDecomposed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KronPrecision(Precision):
     """P with blocks U (s λ + δ) Uᵀ, or with Ritter et al.'s damping U ((√s λ_l + √δ)(√s λ_r + √δ)) Uᵀ.
 
@@ -311,7 +311,7 @@ class PosteriorBlock(ABC):
         """P^exponent, `[p, p]`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EigenBlock(PosteriorBlock):
     """P = U diag(λ) Uᵀ in a basis that does not depend on hyper-parameters, or follows them.
 
@@ -351,7 +351,7 @@ class EigenBlock(PosteriorBlock):
         return self.times(eye, exponent)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MovingBlock(PosteriorBlock):
     """A dense block whose eigenvectors move with hyper-parameters that require a gradient.
 

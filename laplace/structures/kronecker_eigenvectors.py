@@ -18,7 +18,7 @@ from laplace.structures.low_rank_factors import Side
 _BYTES = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Columns:
     """Orthonormal columns u_k = left_k ⊗ right_k, and how much each weighs in every term.
 

@@ -62,7 +62,7 @@ class LowRankKronOptions:
         check_counts(0, oversampling=self.oversampling)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LowRankKronCurvature(Curvature):
     """S U Λ Uᵀ S + D for every tensor with Kronecker factors; the exact diagonal of every other.
 

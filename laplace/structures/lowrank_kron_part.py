@@ -25,7 +25,7 @@ _ROUNDING = 32
 """A rest of the diagonal up to so many units of its rounding is zero."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
     """Unit curvature S U Λ Uᵀ S + D of one tensor, differentiable in the weights of its terms.
 

@@ -30,7 +30,7 @@ _CANCELLING = 1e-3
 """Share of a variance that rounding may take before it is computed in float64."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Solved:
     """One tensor's P at fixed hyper-parameters, with the graph that leads to them, in float64.
 
@@ -112,7 +112,7 @@ class _Solved:
         return torch.maximum(self.inverse - removed, least)  # (P⁻¹)_pp is at least 1 / P_pp
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LowRankKronPrecision(Precision):
     """P = Σ over tensors of s (S U Λ Uᵀ S + D), plus diag(δ), block-diagonal.
 

@@ -37,7 +37,7 @@ from laplace.tuning.settings import spread
 from laplace.weights.feature_extractor import network_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Checkpoint:
     """The best state that training passed through.
 
