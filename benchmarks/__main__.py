@@ -28,6 +28,7 @@ from benchmarks import (
     backends,
     evidence,
     full_last_layer,
+    importing,
     last_layer,
     memory,
     sampled,
@@ -94,7 +95,7 @@ def all_cases() -> list[Case]:
     """Every line of the table, in order."""
     files = (
         last_layer, full_last_layer, all_layers, subnetwork, sampled, evidence, tuning, backends, wide_layers,
-        truncated, memory,
+        truncated, memory, importing,
     )  # fmt: skip
     return [case for file in files for case in file.cases()]
 

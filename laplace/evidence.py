@@ -20,7 +20,7 @@ from laplace.structures.algebra import kept_for_later
 from laplace.structures.base import Precision
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Evidence:
     """The terms of the log evidence at one setting of the hyper-parameters; each is differentiable in them.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
@@ -63,7 +64,7 @@ class Hyperparameters:
         return Hyperparameters(**{name: value.to(device=device, dtype=dtype) for name, value in values.items()})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GaussianPrior:
     """A diagonal Gaussian prior over the random parameters.
 
@@ -115,7 +116,10 @@ class GaussianPrior:
     def quad(self, theta: Tensor) -> Tensor:
         """(θ − μ0)ᵀ diag(δ) (θ − μ0), 0-dim."""
         squares = (theta - self.mean).square()
-        return (self.precision * squares.sum()).sum() if self.is_scalar else self.diagonal() @ squares
+        if self.is_constant_per_tensor:
+            parts = (squares,) if self.is_scalar else self.layout.split(squares)
+            return (self.precision * torch.stack([part.sum() for part in parts])).sum()
+        return self.precision @ squares
 
 
 def as_tensor(name: str, value: Any, *, like: Tensor) -> Tensor:
@@ -143,8 +147,9 @@ def positive(name: str, value: Tensor) -> Tensor:
         InvalidArgument: Some entry is not.
     """
     plain = value.detach()
-    if not bool(((plain > 0) & plain.isfinite()).all()):
-        bad = plain[~((plain > 0) & plain.isfinite())] if plain.ndim else plain
+    accepted = (plain > 0) & (plain < math.inf)
+    if not bool(accepted.all()):
+        bad = plain[~accepted] if plain.ndim else plain
         raise InvalidArgument(f"{name} must be positive and finite; {bad.flatten()[0].item():g} was given.")
     return value
 

@@ -52,7 +52,12 @@ class Layout:
 
     def repeat_per_tensor(self, values: Tensor) -> Tensor:
         """Spreads one value per tensor, `[n_tensors]`, over the entries of each, `[P]`."""
-        return values.repeat_interleave(torch.tensor(self.sizes, device=values.device), output_size=self.n_params)
+        return repeated(values, self.sizes)
+
+
+def repeated(values: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Every value `[n]` as often as its size says, one run after the other; its gradient is a sum over every run."""
+    return torch.cat([value.expand(size) for value, size in zip(values.unbind(), sizes, strict=True)])
 
 
 def flatten(tensors: Sequence[Tensor] | Mapping[str, Tensor]) -> Tensor:

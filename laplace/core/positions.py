@@ -17,7 +17,7 @@ from laplace.core.batch import ForwardFn, Inputs
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, UnsupportedError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OutputRows:
     """Values of the rows of a batch.
 

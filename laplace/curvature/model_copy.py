@@ -25,7 +25,7 @@ from laplace.errors import CurvatureError
 from laplace.weights.problem import Caller, Problem, reduce_features
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CopiedBatch:
     """A batch with a copy of the network, or of its head, which a package may write to.
 

@@ -16,7 +16,7 @@ from laplace.core.batch import Inputs
 from laplace.errors import CurvatureError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModuleChain:
     """Modules one after the other, of which the last gives the outputs of the network.
 

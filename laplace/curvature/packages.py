@@ -46,7 +46,7 @@ _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, Attribut
 """Errors that packages raise for a network that they cannot differentiate."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerFactors:
     """Kronecker factors of the layer of a tensor, summed over a batch.
 

@@ -76,7 +76,7 @@ class EngineOptions:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BatchSummary:
     """Contributions of a batch besides its curvature.
 

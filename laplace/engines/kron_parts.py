@@ -24,7 +24,7 @@ Probe = Callable[[str, int, int], Tensor]
 """Maps the key of a side, its number of groups G and its width n to the matrix it is multiplied with, `[G, n, w]`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KronParts:
     """Sums from which Kronecker-factored curvature is put together, additive over batches and shards.
 
@@ -137,7 +137,7 @@ class KronBlock:
         return tuple(key for key in (self.output, self.input, self.positions) if key is not None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KronSketch:
     """Products of Kronecker factors with given matrices, additive over batches as the factors are.
 

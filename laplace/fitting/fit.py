@@ -30,7 +30,7 @@ _NOTHING = 1e-9
 NO_DATA = "the loader gave no data that count; a Laplace approximation needs at least one datum."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fit:
     """Curvature and loss of the data: additive over batches, shards and later data.
 

@@ -121,7 +121,7 @@ def _counted(loader: Iterable[Any], engine: CurvatureEngine, dict_key_y: str) ->
             yield number, *data
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Chosen:
     """The batches of a loader, less what was not chosen.
 

@@ -37,7 +37,7 @@ from laplace.structures.gp.subset_precision import DualScan, SubsetPrecision
 from laplace.structures.precision import Precision
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class VariationalOptions:
     """Choice of the inducing outputs and of the objective.
 
@@ -77,7 +77,7 @@ class VariationalOptions:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class VariationalCurvature(Curvature):
     """J_Zᵀ L Lᵀ J_Z, and what the evidence lower bound needs to know of all data.
 
@@ -168,7 +168,7 @@ class VariationalCurvature(Curvature):
         return self.inducing.root @ self.inducing.root.T
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class VariationalPrecision(SubsetPrecision):
     """P = J_Zᵀ L Lᵀ J_Z + δ.
 

@@ -30,7 +30,7 @@ _CANDIDATES = 100
 _ROUNDS = 100
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Inducing(Span):
     """A = Lᵀ J_Z: the rows of J of the inducing outputs, mixed by a lower triangle.
 
@@ -62,7 +62,7 @@ class Inducing(Span):
         return outputs.flatten(1) @ self.root.to(outputs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Places:
     """Locations of the inducing outputs.
 

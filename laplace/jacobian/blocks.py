@@ -173,7 +173,7 @@ def by_row(values: Tensor, n_positions: int) -> Tensor:
     return values.unflatten(0, (n_positions, -1)).movedim(0, 2).flatten(1, 2)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DenseBlock(Block):
     """A block that is held multiplied out: small tensors, and parameters without a layer rule.
 
@@ -319,7 +319,7 @@ class MappedBlock(_Wrapper):
         return MappedBlock(self.whole.at(data), self.rotate)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PickedBlock(_Wrapper):
     """Single entries of another block (a selection that is not rows × columns).
 

@@ -154,7 +154,7 @@ class KroneckerFactored(Contractions):
         """Number of rows of the input side, 0-dim: positions, or with `reduce` data."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankOne:
     """Outer products g ⊗ a, one for every datum and cotangent.
 
@@ -182,7 +182,7 @@ class RankOne:
         return eye.expand(len(self.a), -1, -1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ProductBasis:
     """An orthogonal basis left ⊗ right of a tensor that is seen as a matrix: its first dimension × the rest.
 

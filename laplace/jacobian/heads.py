@@ -43,7 +43,7 @@ class Head(Block):
         """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeadBlock(Head):
     """∂f_k / ∂W_cd = δ_kc φ_d of a weight `(C, D)`, or of a bias, with φ = 1 and D = 1.
 
@@ -187,7 +187,7 @@ class HeadBlock(Head):
         return torch.diag_embed(self.weighted_norms(weights.to(self.features.dtype))).to(weights.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RotatedHeadBlock(Head):
     """A head in another basis of its outputs: J_k = Σ_o u_ko (the head's row o).
 

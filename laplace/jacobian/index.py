@@ -16,7 +16,7 @@ from laplace.jacobian.outer import FactoredBlock, kernel_by_grams
 from laplace.weights.problem import Selection
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class IndexBlock(FactoredBlock):
     """Rows of an embedding: a is one-hot and held as indices, never as `[B, T, V]`.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from laplace.jacobian.blocks import Block, DenseBlock, by_row
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LazyBlock(Block):
     """A dense block whose pieces are computed when they are asked for.
 

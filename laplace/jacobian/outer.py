@@ -146,7 +146,7 @@ def flat_product(x: Tensor, y: Tensor) -> Tensor:
     return (x.flatten(0, 1).flatten(1) @ y.flatten(0, 1).flatten(1).T).view(*x.shape[:2], *y.shape[:2])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OuterBlock(FactoredBlock):
     """Σ_t g ⊗ a of a linear or convolutional weight, or Σ_t g of its bias.
 

@@ -197,7 +197,7 @@ class Pairs:
         return max(inputs) + max(outputs) + n_cotangents * sum(part.n_outputs for part in self.parts)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PairSum:
     """Running sum Σ_kb J Jᵀ over data and cotangents, pair by pair.
 

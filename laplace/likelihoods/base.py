@@ -244,7 +244,7 @@ class NoiseFreeLikelihood(Likelihood):
     def curvature_scale(self, kind: str, sigma_noise: Tensor, temperature: Tensor) -> Tensor:
         """1/T for every kind, 0-dim."""
         check_kind(kind)
-        return 1 / temperature
+        return temperature.reciprocal()
 
 
 def check_kind(kind: str) -> None:

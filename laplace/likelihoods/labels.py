@@ -33,7 +33,7 @@ class Labels(ABC):
         """−log of the probabilities `[B, C]` at the labels, `[B]`; NaN for ignored ones."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HardLabels(Labels):
     """Indices of classes.
 
@@ -72,7 +72,7 @@ class HardLabels(Labels):
         return torch.where(self.counts, self.y, 0).unsqueeze(1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SoftLabels(Labels):
     """Probabilities of classes: one-hot rows, mixed or smoothed labels, a teacher's predictions.
 

@@ -12,7 +12,7 @@ from laplace.core.precision_policy import widened
 from laplace.errors import CurvatureError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OutputHessian:
     """Hessian of the unit negative log likelihood with respect to the outputs, one per datum.
 

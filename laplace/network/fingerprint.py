@@ -19,7 +19,7 @@ _PERIOD = 4096
 """Entries are weighed by their place modulo this number, so that no tensor is copied."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fingerprint:
     """Versions and checksums of a model's tensors, and what else decides its outputs.
 

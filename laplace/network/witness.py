@@ -83,7 +83,7 @@ _ROUNDING, _LARGEST_SHARE = 1000, 0.1
 _OTHER_KERNELS = 0.01
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Witness:
     """Inputs of at most eight data, and the network's outputs; held in memory alone, never saved.
 

@@ -51,7 +51,7 @@ def restricted(now: Hyperparameters, weights: Weights) -> Hyperparameters:
 
 def _prior_precision(value: Given, like: Tensor, likelihood: Likelihood, weights: Weights) -> Tensor:
     tensor = hyper.positive("prior_precision", hyper.as_tensor("prior_precision", value, like=like))
-    return _of_weights("prior_precision", tensor.reshape(-1), weights)
+    return _of_weights("prior_precision", tensor if tensor.ndim else tensor.reshape(1), weights)
 
 
 def _prior_mean(value: Given, like: Tensor, likelihood: Likelihood, weights: Weights) -> Tensor:

@@ -13,7 +13,7 @@ from laplace.refinement.linear import LinearData
 from laplace.refinement.smoothing import NOWHERE, Smoothing
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LinearModel:
     """−log p(D | f_lin) − log p(θ) up to constants, f_lin = f(x, θ*) + J (θ − θ*), as a function of θ − θ*, `[P]`.
 

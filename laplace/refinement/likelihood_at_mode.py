@@ -14,7 +14,7 @@ from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.refinement.smoothing import Smoothing
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shifted(Likelihood):
     """p(y | f + shift), in expectation over a Gaussian around f + shift, with shift and root packed into the targets.
 

@@ -22,7 +22,7 @@ KEPT_BYTES = 2**28
 """Bytes of graphs or features that are kept from one product to the next: fixed, as results must not depend on it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeadMap:
     """J = I ⊗ [φ, 1] of a last layer, held as its features.
 

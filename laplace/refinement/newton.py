@@ -34,7 +34,7 @@ class Convex(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Minimum:
     """End of a minimisation.
 

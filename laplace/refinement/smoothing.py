@@ -22,7 +22,7 @@ _REACH = 8.0
 _MOST = 513
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Smoothing:
     """Points of a standard normal with weights: the same for all data, so that results depend on no order.
 

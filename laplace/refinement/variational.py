@@ -30,7 +30,7 @@ _SMALLEST_RATE = 1e-3
 """Below it a natural gradient step gains nothing but rounding."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _State:
     """A Gaussian q, and its bound.
 

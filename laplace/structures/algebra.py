@@ -186,9 +186,9 @@ def _projected(matrix: Tensor, keep: Tensor) -> Tensor:
 
 
 def cholesky(matrix: Tensor) -> Tensor | None:
-    """Lower Cholesky factor of `[n, n]` in float64, or None if the matrix is not positive definite."""
+    """Lower Cholesky factor of `[..., n, n]` in float64, or None if a matrix is not positive definite."""
     factor, info = torch.linalg.cholesky_ex(matrix)
-    return None if int(info) else factor
+    return None if bool(info.any()) else factor
 
 
 def covariance_factor(precision: Tensor) -> Tensor | None:

@@ -197,7 +197,7 @@ class Curvature(ABC):
         Raises:
             UnsupportedError: There is no density over weights before a fit.
         """
-        return DiagPrecision(prior.precision.new_zeros(prior.layout.n_params), prior)
+        return DiagPrecision(prior.precision.new_zeros(prior.layout.n_params), prior.precision.new_ones(1), prior)
 
     # Sums over data.
 

@@ -135,7 +135,7 @@ class CurvatureFromDense(AdditiveCurvature, DenseDefaults):
     """A structure from three things: the curvature of a batch, addition, and the matrix; what else it has is faster."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PrecisionFromDense(Precision):
     """P = Σ_e w_e H_e + diag(δ) of which a subclass answers some queries itself, and the full structure the others.
 

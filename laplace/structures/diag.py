@@ -22,7 +22,7 @@ from laplace.structures.indefinite import SignedOptions, nonnegative, require_po
 from laplace.structures.variances_over_priors import SpectralScan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DiagCurvature(AdditiveCurvature):
     """The diagonal of the unit curvature.
 
@@ -71,7 +71,12 @@ class DiagCurvature(AdditiveCurvature):
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> DiagPrecision:
         mode = options.get("indefinite")
-        return DiagPrecision(weights @ self._mended(mode), prior, signed=mode == "error")
+        return DiagPrecision(self._weighted(weights, mode), weights, prior, signed=mode == "error")
+
+    def _weighted(self, weights: Tensor, mode: str | None) -> Tensor:
+        """The diagonal of terms whose weights are divided by their mean, `[P]`."""
+        values = self._mended(mode)
+        return values[0] if len(values) == 1 else weights / weights.mean() @ values
 
     def _mended(self, mode: str | None) -> Tensor:
         return nonnegative(self.values, mode) if mode in ("clamp", "abs") else self.values

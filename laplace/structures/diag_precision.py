@@ -12,30 +12,37 @@ from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures.indefinite import require_positive
+from laplace.structures.log_det import log_det_ratio
 from laplace.structures.precision import Precision
 
 ENTRY = "entry"
 """What the eigenvalues of a diagonal matrix are called in messages."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DiagPrecision(Precision):
     """A diagonal posterior precision.
 
     Attributes:
-        curvature: Diagonal of the scaled curvature, `[P]`.
+        values: Diagonal of the unit curvature, `[P]`, of terms whose weights have a mean of 1.
+        weights: Scale of every curvature term, `[E]`; s is their mean.
         prior: δ.
         signed: Whether negative entries of the curvature are meant.
     """
 
-    curvature: Tensor
+    values: Tensor
+    weights: Tensor
     prior: GaussianPrior
     signed: bool = False
+
+    @property
+    def _scale(self) -> Tensor:
+        return self.weights.mean()
 
     @cached_property
     def diagonal(self) -> Tensor:
         """P, `[P]`."""
-        return self.curvature + self.prior.diagonal()
+        return self._scale * self.values + self.prior.diagonal()
 
     @cached_property
     def _variances(self) -> tuple[Tensor, ...]:
@@ -49,9 +56,13 @@ class DiagPrecision(Precision):
         return self._positive().log().sum()
 
     def logdet_ratio(self) -> Tensor:
-        self._positive()
-        ratio = self.curvature / (self.prior.precision if self.prior.is_scalar else self.prior.diagonal())
-        return ratio.log1p().sum()
+        if self.signed:
+            self._positive()
+        delta = self.prior.precision
+        if not self.prior.is_constant_per_tensor:
+            return (self._scale * self.values / delta).log1p().sum()
+        sizes = (len(self.values),) if self.prior.is_scalar else self.prior.layout.sizes
+        return log_det_ratio(self.values, self._scale / delta, sizes)
 
     def quad(self, vectors: Tensor) -> Tensor:
         return vectors.square() @ self.diagonal

@@ -28,7 +28,7 @@ PICKED_LIMIT = 8192
 """Largest selection of single entries of a Kronecker product that is factorised as a dense block."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockSpectrum:
     """A block U diag(λ) Uᵀ with U = I, dense, or left ⊗ right, in float64.
 

@@ -33,7 +33,7 @@ from laplace.structures.kron_precision import KronPrecision, spectral_scan
 from laplace.structures.variances_over_priors import SpectralScan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EkfacCurvature(Curvature):
     """U diag(λ*) Uᵀ for every tensor with Kronecker factors; the exact block, or exact diagonal, of every other.
 

@@ -166,7 +166,7 @@ class FullCurvature(AdditiveCurvature):
         return self.values.sum(0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FullPrecision(Precision):
     """P = Σ_e w_e H_e + diag(δ), factorised in float64.
 

@@ -13,7 +13,7 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.structures.precision import Precision
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GivenPrecision(Precision):
     """A precision that is known by a root of its covariance, with the graph that leads to it.
 

@@ -20,6 +20,7 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
 from laplace.structures.indefinite import require_positive
+from laplace.structures.log_det import log_det_ratio
 from laplace.structures.powers import power
 from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import SpectralScan
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from laplace.compat.kronecker import KronDecomposed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KronPrecision(Precision):
     """P with blocks U (s λ + δ) Uᵀ, or with Ritter et al.'s damping U ((√s λ_l + √δ)(√s λ_r + √δ)) Uᵀ.
 
@@ -65,13 +66,17 @@ class KronPrecision(Precision):
     # Evidence.
 
     def logdet_ratio(self) -> Tensor:
-        """One flat sum over all eigenvalues, O(P), where the prior is one number and nothing dampens."""
-        if self.prior.is_scalar and not self.damping:
-            ratios = self._scale / self.prior.precision * self.spectra.flat
-            self._require_positive((1 + ratios) * self.prior.precision)
-            return ratios.log1p().sum()
-        blocks = torch.stack([self._block_logdet(i) for i in range(len(self.spectra))])
-        return blocks.sum() - self.prior.logdet()
+        """One pass over all eigenvalues, O(P), where the prior is constant in every block and nothing dampens."""
+        if self.damping or any(delta.numel() > 1 for delta in self._priors):
+            blocks = torch.stack([self._block_logdet(i) for i in range(len(self.spectra))])
+            return blocks.sum() - self.prior.logdet()
+        if self.spectra.signed:
+            with torch.no_grad():
+                self._require_positive(torch.cat([self._values(i) for i in range(len(self.spectra))]))
+        if self.prior.is_scalar:
+            return log_det_ratio(self.spectra.flat, self._scale / self.prior.precision, (len(self.spectra.flat),))
+        sizes = tuple(spectrum.size for spectrum in self.spectra)
+        return log_det_ratio(self.spectra.flat, self._scale / torch.cat(self._priors), sizes)
 
     def _block_logdet(self, i: int) -> Tensor:
         if self._varies(i):
@@ -306,7 +311,7 @@ class PosteriorBlock(ABC):
         """P^exponent, `[p, p]`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EigenBlock(PosteriorBlock):
     """P = U diag(λ) Uᵀ in a basis that does not depend on hyper-parameters, or follows them.
 
@@ -346,7 +351,7 @@ class EigenBlock(PosteriorBlock):
         return self.times(eye, exponent)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MovingBlock(PosteriorBlock):
     """A dense block whose eigenvectors move with hyper-parameters that require a gradient.
 

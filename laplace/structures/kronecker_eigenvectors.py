@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,13 +12,13 @@ from torch import Tensor
 
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.kron_parts import KronBlock
-from laplace.jacobian.contractions import CHUNK_BYTES
+from laplace.jacobian.contractions import CHUNK_BYTES, TensorShape
 from laplace.structures.low_rank_factors import Side
 
 _BYTES = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Columns:
     """Orthonormal columns u_k = left_k ⊗ right_k, and how much each weighs in every term.
 
@@ -70,13 +71,33 @@ class Columns:
         return full.flatten() if self.index is None else full.flatten()[self.index]
 
     def gram(self, weights: Tensor) -> Tensor:
-        """Σ_p w_p u_p u_pᵀ over entries, `[K, K]`, for weights w `[p]`; differentiable in them."""
-        return _WeightedGram.apply(weights, self)  # pyright: ignore[reportReturnType]
+        """Σ_p w_p u_p u_pᵀ over entries, `[..., K, K]`, for weights w `[..., p]`; differentiable in them.
+
+        Of products, u_kp u_lp = (left_k left_l)(right_k right_l): one product with the weights as a matrix.
+        """
+        if self._pairs is None:
+            return _WeightedGram.apply(weights, self)  # pyright: ignore[reportReturnType]
+        left, right, at = self._pairs
+        products = (left @ weights.unflatten(-1, (left.shape[1], -1)) * right).sum(-1)
+        return products[..., at]
 
     def forms(self, matrix: Tensor) -> Tensor:
         """Σ_kl u_k M_kl u_l at every entry, `[p]`, for M `[K, K]`."""
         parts = [((matrix @ piece) * piece).sum(0) for _, piece in self.pieces()]
         return torch.cat(parts) if parts else self.left.new_zeros(0)
+
+    @cached_property
+    def _pairs(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Products of the factors of every two columns, `[n, M]` and `[n, R]`, and which of them is whose, `[K, K]`.
+
+        None where they are larger than a chunk, or the entries are picked.
+        """
+        if self.index is not None or _pair_bytes(len(self), self.left.shape[1] + self.right.shape[1]) > CHUNK_BYTES:
+            return None
+        one, other = torch.triu_indices(len(self), len(self), device=self.left.device)
+        at = one.new_empty(len(self), len(self))
+        at[one, other] = at[other, one] = torch.arange(len(one), device=one.device)
+        return self.left[one] * self.left[other], self.right[one] * self.right[other], at
 
     def inside(self, vectors: Tensor) -> Tensor:
         """Σ_p u_p v_p of vectors `[..., p]`, `[..., K]`."""
@@ -90,21 +111,33 @@ class Columns:
         return torch.cat([coordinates @ piece for _, piece in self.pieces()], -1)
 
 
+def _pair_bytes(rank: int, width: int) -> int:
+    return _BYTES * rank * (rank + 1) // 2 * width
+
+
+def pair_bytes(rank: int, shape: TensorShape) -> int:
+    """Bytes of the products of every two of `rank` columns of a tensor, where they are kept."""
+    size = _pair_bytes(rank, shape.groups * shape.n_outputs + shape.n_inputs)
+    return size if size <= CHUNK_BYTES else 0
+
+
 class _WeightedGram(torch.autograd.Function):
     """Its gradient u_pᵀ g u_p is computed from the factors again, so that no `[K, p]` is kept for it."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, columns: Columns) -> Tensor:
         ctx.columns = columns
-        total = weights.new_zeros(len(columns), len(columns))
+        total = weights.new_zeros(*weights.shape[:-1], len(columns), len(columns))
         for at, piece in columns.pieces():
-            total += (piece * weights[at]) @ piece.T
+            total += (piece * weights[..., at].unsqueeze(-2)) @ piece.T
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.columns.forms(gradients[0]), None
+        flat = gradients[0].flatten(0, -3)
+        forms = torch.stack([ctx.columns.forms(matrix) for matrix in flat])
+        return forms.view(*gradients[0].shape[:-2], -1), None
 
 
 def none(size: int, like: Tensor) -> Columns:

@@ -79,7 +79,7 @@ class LowRankOptions(SignedOptions):
         return isinstance(self.rank, float)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LowRankCurvature(Curvature):
     """Dominant eigenpairs of the unit curvature: H_e = Q M_e Qᵀ with one orthonormal basis Q for all terms.
 

@@ -68,7 +68,7 @@ def _orthonormal(products: Tensor) -> Tensor:
     return torch.linalg.qr(total)[0].to(products.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Side:
     """One side of Kronecker factors as U M_e Uᵀ, positive semi-definite, of low rank.
 

@@ -37,7 +37,7 @@ _CANCELLING = 1e-3
 _RELATIVE = "eigenvalue relative to the prior's"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Subspace:
     """Curvature terms within one basis, and what does not depend on hyper-parameters.
 
@@ -109,7 +109,7 @@ class _InverseWeightedGram(torch.autograd.Function):
         return -subspace.quadratic_forms(basis, gradients[0]) / delta.square(), None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LowRankPrecision(Precision):
     """P = Q (Σ_e w_e M_e) Qᵀ + diag(δ).
 
@@ -235,7 +235,7 @@ class LowRankPrecision(Precision):
         return (inverse * ((1 - share).clamp(min=0) + inside * inverse)).to(self.subspace.basis.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Solved:
     """The inside of the subspace, I + S with S = Lᵀ C L = W diag(θ) Wᵀ, float64.
 
@@ -264,7 +264,7 @@ class _Solved:
         return (half * z).sum(-1) if diagonal else half @ z.mT
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Moments:
     """Variances under the prior, and the outputs' coordinates in the subspace.
 
@@ -303,7 +303,7 @@ class _Moments:
         return self.prior - (self.z * (thetas / (1 + thetas))) @ self.z.mT
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LowRankScan(VariancesOverPriors):
     """Functional variances at many scalar priors: the coordinates are those of a unit prior, rescaled.
 

@@ -33,9 +33,10 @@ from laplace.structures.algebra import Recent
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
-from laplace.structures.kronecker_eigenvectors import Columns, columns_of
+from laplace.structures.kronecker_eigenvectors import Columns, columns_of, pair_bytes
 from laplace.structures.low_rank_factors import Draws, Ranges, Side
-from laplace.structures.lowrank_kron_precision import LowRankKronPrecision, Part
+from laplace.structures.lowrank_kron_part import Part
+from laplace.structures.lowrank_kron_precision import LowRankKronPrecision
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class LowRankKronOptions:
         check_counts(0, oversampling=self.oversampling)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LowRankKronCurvature(Curvature):
     """S U Λ Uᵀ S + D for every tensor with Kronecker factors; the exact diagonal of every other.
 
@@ -104,7 +105,9 @@ class LowRankKronCurvature(Curvature):
             running=diag.running + 2 * sketch,
             adding=max(diag.adding + 2 * sketch, fitted + 4 * DOUBLE * profile.n_params),
             pieces=diag.pieces + (0 if profile.is_head else 2 * profile.at_once * gradients),
-            posterior=(3 * DOUBLE + 4 * profile.itemsize) * profile.n_params + sides.columns(options.rank) * DOUBLE,
+            posterior=(3 * DOUBLE + 4 * profile.itemsize) * profile.n_params
+            + sides.columns(options.rank) * DOUBLE
+            + sum(pair_bytes(min(options.rank, shape.size), shape) for shape in profile.tensors if shape.factored),
             projecting=2 * diag.projecting,
             n_passes=2,
             work=0.5 * diag.work + float(profile.n_data * max(1, profile.n_columns) * sides.columns(width)),

@@ -21,63 +21,16 @@ from laplace.jacobian.blocks import Block
 from laplace.jacobian.contractions import total
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
-from laplace.structures.kronecker_eigenvectors import Columns
+from laplace.structures.log_det import log_det_ratio
+from laplace.structures.lowrank_kron_part import Part, log_det_inside
 from laplace.structures.powers import shrinking_slopes
 from laplace.structures.precision import Precision
-
-_ROUNDING = 32
-"""A rest of the diagonal up to so many units of its rounding is zero."""
 
 _CANCELLING = 1e-3
 """Share of a variance that rounding may take before it is computed in float64."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """Unit curvature S U Λ Uᵀ S + D of one tensor, differentiable in the weights of its terms.
-
-    Attributes:
-        columns: U.
-        values: Λ, `[K]`, float64.
-        scaling: S, `[p]`.
-        rest: D, `[p]`.
-    """
-
-    columns: Columns
-    values: Tensor
-    scaling: Tensor
-    rest: Tensor
-
-    @classmethod
-    def of(cls, columns: Columns, diagonal: Tensor, weights: Tensor, dtype: torch.dtype) -> Part:
-        """From columns and the exact diagonal `[p]` of the weighted terms, in float64.
-
-        Args:
-            columns: U, with a Λ for every term.
-            diagonal: H_pp.
-            weights: Of the terms, `[E]`.
-            dtype: The curvature's.
-        """
-        diagonal = diagonal.clamp(min=0)
-        if not len(columns):
-            return cls(columns, diagonal.new_zeros(0), torch.ones_like(diagonal).to(dtype), diagonal.to(dtype))
-        values = widened(weights) @ columns.values
-        lowrank = columns.diagonal(values)
-        exceeds = lowrank > diagonal
-        positive = exceeds & (diagonal > 0)
-        ratio = torch.where(positive, diagonal, 1.0) / torch.where(positive, lowrank, 1.0)
-        scaling = torch.where(exceeds & ~positive, 0.0, ratio.sqrt())
-        rest = torch.where(exceeds, 0.0, diagonal - lowrank)
-        rest = torch.where(rest > _ROUNDING * torch.finfo(dtype).eps * diagonal, rest, 0.0)
-        return cls(columns, values, scaling.to(dtype), rest.to(dtype))
-
-    @property
-    def size(self) -> int:
-        """Number of entries, p."""
-        return len(self.rest)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Solved:
     """One tensor's P at fixed hyper-parameters, with the graph that leads to them, in float64.
 
@@ -159,7 +112,7 @@ class _Solved:
         return torch.maximum(self.inverse - removed, least)  # (P⁻¹)_pp is at least 1 / P_pp
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LowRankKronPrecision(Precision):
     """P = Σ over tensors of s (S U Λ Uᵀ S + D), plus diag(δ), block-diagonal.
 
@@ -183,12 +136,12 @@ class LowRankKronPrecision(Precision):
         return torch.cat([part.rest for part in self.parts])
 
     def logdet_ratio(self) -> Tensor:
-        prior = self.prior.precision if self.prior.is_scalar else self.prior.diagonal()
-        ratio = (self._scale / prior * self._rest).log1p().sum()
-        for part, delta in zip(self.parts, self.prior.per_block(), strict=True):
-            if len(part.columns):
-                ratio = ratio + 2 * self._cholesky(part, delta).diagonal().log().sum()
-        return ratio
+        ratios = self._scale / self.prior.precision
+        if not self.prior.is_constant_per_tensor:
+            return (ratios * self._rest).log1p().sum() + log_det_inside(self.parts, self.prior.layout.split(ratios))
+        sizes = (self.prior.layout.n_params,) if self.prior.is_scalar else self.prior.layout.sizes
+        inside = log_det_inside(self.parts, ratios.expand(len(self.parts)).split(1))
+        return log_det_ratio(self._rest, ratios, sizes) + inside
 
     def _inverse(self, part: Part, delta: Tensor) -> Tensor:
         """B⁻¹, `[p]`, float64."""

@@ -17,7 +17,7 @@ from laplace.structures.by_hand import AnyByHand
 from laplace.structures.precision import Precision
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OwnCurvature(Curvature):
     """The structure of classes that choose none.
 

@@ -85,7 +85,7 @@ def orthonormalise_(rows: Tensor) -> Tensor:
     return rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RitzPairs:
     """Approximate eigenpairs, the largest absolute eigenvalue first.
 

@@ -166,7 +166,7 @@ class TaskFit:
         self.former.set_posterior(after.at(self.former.snapshot().hypers))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TaskResult:
     """Result of a task.
 

@@ -23,7 +23,7 @@ from laplace.tuning.validation import ValidationLoss
 EVIDENCE = "evidence"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TuningResult:
     """Result of a tuning, and the way to it.
 

@@ -35,7 +35,7 @@ from laplace.tuning.settings import Coordinates
 from laplace.tuning.validation import Targets, ValidationLoss, entropy_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Linearised outputs of a batch.
 

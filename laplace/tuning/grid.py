@@ -29,7 +29,7 @@ _SIZES = (100, 25, 11)
 """Its number of values per hyper-parameter, when one, two or three are tuned."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Grid:
     """All combinations of some values of the tuned hyper-parameters.
 
@@ -87,7 +87,7 @@ def make_axes(
     return axes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GridResult:
     """Result of a search on a grid.
 

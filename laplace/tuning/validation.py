@@ -118,7 +118,7 @@ class ValidationLoss:
     predictive: Predictive
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Targets:
     """Checked targets of a batch.
 

@@ -22,7 +22,7 @@ from laplace.network.misfits import called
 from laplace.network.model_guard import model_lock
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Selection:
     """Entries of one tensor, seen as a matrix (first dimension × the rest): rows × columns, then an index.
 
@@ -51,7 +51,7 @@ class Selection:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ParameterSlice:
     """One tensor of a problem with random entries.
 

@@ -51,7 +51,7 @@ class FunctionCall(ABC):
         """The block from the gradients `[K, *shape of the output]`, at least float32."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerCall:
     """One call of a module or of a function: its first input and the place of its output in autograd's graph.
 

@@ -41,7 +41,7 @@ def owners(problem: Problem) -> list[Owner]:
     ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Capture:
     """Outputs of one forward pass with the uses of every hooked module.
 

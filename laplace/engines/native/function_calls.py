@@ -84,7 +84,7 @@ class TableCall(FunctionCall):
         return IndexBlock(index=index, g=g, n_rows=self.n_rows, counted=index >= 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operand:
     """A tensor computed from one random parameter alone, without a data dimension: 1 + w, a cast, a row of a table.
 

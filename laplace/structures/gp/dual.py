@@ -70,7 +70,7 @@ class Span(ABC):
             return Basis(self.parts, values, vectors, self.lift(vectors / values.sqrt(), weights), scales)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Dual(Span):
     """Kept Jacobians and roots of the output Hessians of M data.
 
@@ -122,7 +122,7 @@ class Dual(Span):
         return torch.einsum("smc,mck->smk", outputs, self._weighted(weights).to(outputs)).flatten(1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Basis:
     """An orthonormal basis of what the data span.
 
@@ -176,7 +176,7 @@ class Basis:
         return Projected(inside, 0.5 * (outside + outside.T), self.values)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Projected:
     """A prior covariance, split into what the data span and the rest.
 

@@ -77,7 +77,7 @@ class Watch:
         return self.every is not None and n_batches % self.every == 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NystromCurvature(Curvature):
     """G in the span of V; outside of it there is neither curvature nor variance.
 

@@ -25,7 +25,7 @@ def features(directions: Tensor, jacobian: Jacobian) -> Tensor:
     return jacobian.sum_over_blocks(lambda i, block: widened(block.apply(parts[i])))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NystromPrecision(Precision):
     """P = V (Σ_e w_e G_e) Vᵀ + δ: its determinant and quadratic form are of all weights, its variance of the span.
 
@@ -135,7 +135,7 @@ class NystromPrecision(Precision):
         return self._root @ self._rotated.T
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NystromScan(VariancesOverPriors):
     """Functional variances at many scalar priors.
 

@@ -26,7 +26,7 @@ Score = Callable[[Inputs, Tensor], Tensor]
 """Scores of the data of a batch, `[B]`: large is kept."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
     """Some data of one batch.
 

@@ -22,7 +22,7 @@ from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import VariancesOverPriors
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DualPrecision(Precision):
     """P = w Σ_m J_mᵀ Λ_m J_m + D, where D is one precision, or one per tensor.
 
@@ -250,7 +250,7 @@ class IndependentPrecision(DualPrecision):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DualScan(VariancesOverPriors):
     """Functional variances at many scalar priors: kernels and coordinates once.
 

@@ -1,0 +1,163 @@
+"""Log determinants relative to a prior, and their slopes, against float64 sums and finite differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from laplace import Laplace, ParametricLaplace
+from laplace.structures import log_det
+from laplace.structures.log_det import log_det_ratio
+from tests.reference.compare import assert_close
+
+F64 = torch.float64
+
+SIZES = (5, 1, 9)
+
+
+def _drawn(*shape: int, dtype: torch.dtype = F64) -> Tensor:
+    generator = torch.Generator().manual_seed(len(shape) + sum(shape))
+    return torch.rand(*shape, generator=generator, dtype=F64).to(dtype)
+
+
+def _eigenvalues() -> Tensor:
+    """Over twelve orders of magnitude, with zeros among them."""
+    values = 10 ** (12 * _drawn(sum(SIZES)) - 8)
+    return values.index_fill(0, torch.tensor([0, 3, 5]), 0.0)
+
+
+def _ratios(n: int) -> Tensor:
+    return (0.1 + _drawn(n)).requires_grad_()
+
+
+def _pieces(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr(log_det, "_PIECE", piece)
+
+
+pieces = pytest.mark.parametrize("piece", [3, 2**16], ids=["in pieces", "at once"])
+runs = pytest.mark.parametrize("sizes", [(sum(SIZES),), SIZES], ids=["one prior", "one per run"])
+
+
+@pieces
+@runs
+def test_values_and_slopes_against_sums(sizes: tuple[int, ...], piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _pieces(monkeypatch, piece)
+    values, ratios = _eigenvalues(), _ratios(len(sizes))
+    found = log_det_ratio(values, ratios, sizes)
+    (slopes,) = torch.autograd.grad(found, ratios)
+    terms = list(zip(values.split(list(sizes)), ratios.detach(), strict=True))
+    assert_close(found, sum((run * c).log1p().sum() for run, c in terms), "algebra")
+    assert_close(slopes, torch.stack([(run / (1 + c * run)).sum() for run, c in terms]), "algebra")
+
+
+@pieces
+@runs
+def test_both_derivatives_of_both_arguments(
+    sizes: tuple[int, ...], piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _pieces(monkeypatch, piece)
+    inputs = ((0.1 + _drawn(sum(sizes))).requires_grad_(), _ratios(len(sizes)))
+
+    def ratio(values: Tensor, ratios: Tensor) -> Tensor:
+        return log_det_ratio(values, ratios, sizes)
+
+    assert torch.autograd.gradcheck(ratio, inputs)
+    assert torch.autograd.gradgradcheck(ratio, inputs)
+
+
+@pieces
+def test_eigenvalues_below_zero(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an indefinite curvature under a prior that exceeds them."""
+    _pieces(monkeypatch, piece)
+    values, ratios = torch.tensor([-0.9, -1e-9, 0.0, 4.0, 1e5], dtype=F64), torch.ones(1, dtype=F64)
+    assert_close(log_det_ratio(values, ratios, (5,)), (1 + values).log().sum(), "algebra")
+
+
+@pieces
+def test_float32_loses_nothing_to_the_number_of_terms(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million small terms, each far below the rounding of their sum."""
+    _pieces(monkeypatch, piece)
+    values, ratios = 1e-6 * _drawn(2**20, dtype=torch.float32), torch.ones(1, requires_grad=True)
+    found = log_det_ratio(values, ratios, (len(values),))
+    (slope,) = torch.autograd.grad(found, ratios)
+    assert_close(found.double(), values.double().log1p().sum(), "float32")
+    assert_close(slope.double(), (values.double() / (1 + values.double())).sum().view(1), "float32")
+    assert slope.dtype == torch.float32
+
+
+def test_transforms_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, ratios = _eigenvalues(), _ratios(1).detach()
+
+    def ratio(c: Tensor) -> Tensor:
+        return log_det_ratio(values, c, (len(values),))
+
+    slopes = []
+    for piece in (3, 2**16):
+        _pieces(monkeypatch, piece)
+        slopes.append(torch.func.grad(ratio)(ratios))
+    assert_close(slopes[0], slopes[1], "algebra")
+
+
+# The evidence of posteriors.
+
+STRUCTURES = ("diag", "kron", "ekfac", "lowrank_kron")
+PRIORS = ("scalar", "layerwise", "diag")
+
+
+def _fitted(structure: str, dtype: torch.dtype = F64) -> ParametricLaplace:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).to(dtype)
+    la = Laplace(model, "regression", "all", structure, temperature=1.3)
+    la.fit([(_drawn(12, 3, dtype=dtype), _drawn(12, 2, dtype=dtype))])
+    return la
+
+
+def _prior(la: ParametricLaplace, form: str) -> Tensor:
+    """δ of a form, at which S of lowrank_kron has no kink."""
+    n = {"scalar": 1, "layerwise": la.n_layers, "diag": la.n_params}[form]
+    return 0.5 + _drawn(n or 1).to(la.mean.dtype)
+
+
+def _evidence(la: ParametricLaplace) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda delta, sigma: la.log_marginal_likelihood(delta, sigma)
+
+
+@pytest.mark.parametrize("form", PRIORS)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_slopes_of_the_evidence(structure: str, form: str) -> None:
+    la = _fitted(structure)
+    inputs = (_prior(la, form).requires_grad_(), torch.tensor(0.7, dtype=F64, requires_grad=True))
+    assert torch.autograd.gradcheck(_evidence(la), inputs)
+
+
+@pytest.mark.parametrize("form", ["scalar", "layerwise"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_second_derivatives_of_the_evidence(structure: str, form: str) -> None:
+    la = _fitted(structure)
+    inputs = (_prior(la, form).requires_grad_(), torch.tensor(0.7, dtype=F64, requires_grad=True))
+    assert torch.autograd.gradgradcheck(_evidence(la), inputs)
+
+
+@pytest.mark.parametrize("form", PRIORS)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_log_det_against_the_dense_precision(structure: str, form: str) -> None:
+    la = _fitted(structure)
+    la.prior_precision = _prior(la, form)
+    dense = la.posterior().to_dense()
+    expected = torch.linalg.slogdet(dense).logabsdet - la.prior_precision_diag.log().sum()
+    assert_close(la.log_det_ratio, expected, "algebra")
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_float32_models_against_float64(structure: str) -> None:
+    found, expected = (
+        torch.autograd.grad(la.log_marginal_likelihood(delta), delta)[0]
+        for la in (_fitted(structure, torch.float32), _fitted(structure))
+        for delta in (_prior(la, "layerwise").requires_grad_(),)
+    )
+    assert found.dtype == torch.float32
+    assert_close(found.double(), expected, "float32_solve")
