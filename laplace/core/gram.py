@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_SYMMETRIC_BLOCK = 256
-"""Width of the blocks of which the lower ones are mirrored instead of computed."""
+_LEAST_BLOCK, _LARGEST_BLOCK, _BLOCKS = 64, 256, 8
+"""Widths of the blocks of which the lower ones are mirrored instead of computed, and how many there are in between."""
 
 _ROWS = 8192
 """Rows whose products are added up within one matrix product."""
@@ -22,15 +22,22 @@ _WIDE_BYTES = 32 * 2**20
 def add_gram(total: Tensor, x: Tensor, sign: float = 1.0) -> None:
     """Adds ±xᵀx of x `[N, D]` to the upper block triangle of total `[D, D]`; `mirror` completes it."""
     width = x.shape[1]
-    for start in range(0, width, _SYMMETRIC_BLOCK):
-        rows = x[:, start : start + _SYMMETRIC_BLOCK]
+    step = _block(width)
+    for start in range(0, width, step):
+        rows = x[:, start : start + step]
         total[start : start + rows.shape[1], start:].addmm_(rows.T, x[:, start:], alpha=sign)
+
+
+def _block(width: int) -> int:
+    """Width of the blocks of a symmetric matrix of a given width."""
+    return min(_LARGEST_BLOCK, max(_LEAST_BLOCK, -(-width // _BLOCKS)))
 
 
 def mirror(total: Tensor) -> Tensor:
     """Completes sums of `add_gram`, `[..., D, D]`, in place."""
-    for start in range(0, total.shape[-1], _SYMMETRIC_BLOCK):
-        stop = start + _SYMMETRIC_BLOCK
+    step = _block(total.shape[-1])
+    for start in range(0, total.shape[-1], step):
+        stop = start + step
         total[..., stop:, start:stop] = total[..., start:stop, stop:].transpose(-1, -2)
     return total
 

@@ -95,6 +95,10 @@ class Likelihood(ABC):
     def hessian(self, f: Tensor, y: Tensor | None = None) -> OutputHessian:
         """Hessian (= Fisher, for the exponential families here) with respect to f; ignored labels in y count zero."""
 
+    def n_columns(self, n_outputs: int) -> int:
+        """Columns of a root of the output Hessian, the backward passes of an exact GGN: C, or fewer where they do."""
+        return n_outputs
+
     @abstractmethod
     def sample_gradients(
         self, f: Tensor, y: Tensor | None, n_samples: int, generator: torch.Generator | None = None

@@ -11,6 +11,7 @@ from laplace.core.random_numbers import uniform
 from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian
 from laplace.likelihoods.checks import snapped
 from laplace.likelihoods.labels import labels_of
+from laplace.likelihoods.output_hessian import columns_of
 from laplace.likelihoods.targets import TARGETS
 
 
@@ -48,7 +49,11 @@ class SoftmaxLikelihood(NoiseFreeLikelihood):
     def hessian(self, f: Tensor, y: Tensor | None = None) -> OutputHessian:
         """diag(p) − p pᵀ with p = softmax(f); zero for ignored labels."""
         p = self._counted(torch.softmax(f, 1), y)
-        return OutputHessian(diag=p, vec=p)
+        return OutputHessian(diag=p, vec=p, sums_to_zero=True)
+
+    def n_columns(self, n_outputs: int) -> int:
+        """C − 1, since rows of the Hessian sum to zero."""
+        return columns_of(n_outputs, sums_to_zero=True)
 
     def sample_gradients(
         self, f: Tensor, y: Tensor | None, n_samples: int, generator: torch.Generator | None = None

@@ -35,7 +35,7 @@ class GGNEngine(OuterEngine):
         return RootColumns.of(self.likelihood.hessian(f.to(self.dtype), y))
 
     def n_columns(self, f: Tensor) -> int:
-        return self.options.num_samples if self.options.stochastic else f.shape[1]
+        return self.options.num_samples if self.options.stochastic else self.likelihood.n_columns(f.shape[1])
 
     @property
     def apart(self) -> bool:

@@ -81,7 +81,7 @@ def make_plan(
         CurvatureError: A tensor fails every fallback, which means that the output of one datum depends on others.
     """
     proof = probe(problem, capture, n_data)
-    all_owners = owners(problem)
+    all_owners, permutes = owners(problem), _permutes(capture.f)
     plan: list[JacobianRule] = []
     for i, truth in enumerate(proof.truths):
         if truth is None:
@@ -93,7 +93,7 @@ def make_plan(
             passed = [c for c in candidates if _holds(problem, i, c, capture, proof, expected)]
             if passed:
                 unique = (repeated or len(passed) == 1) and bool(expected.any())
-                proven = unique and _anchored(passed[0], capture, n_data)
+                proven = unique and not permutes and _anchored(passed[0], capture, n_data)
                 plan.append(replace(passed[0], proven=proven))
                 break
         else:
@@ -216,13 +216,10 @@ def _anchored(rule: JacobianRule, capture: Capture, n_data: int) -> bool:
     """True if every use sees the batch itself in its first dimension.
 
     Where it sees another number of rows (views, time first, tokens routed to experts), or where rows are indexed on
-    their way to the outputs (a batch sorted by length), which row belongs to which datum may be decided by the data:
-    such a plan is right for its batch and is proven anew for the next.
+    their way to the outputs (`_permutes`: a batch sorted by length), which row belongs to which datum may be decided by
+    the data: such a plan is right for its batch and is proven anew for the next.
     """
-    uses = rule.uses
-    if _permutes(capture.f):
-        return False
-    return all(t.axis is BatchAxis.LEADING and capture.calls[t.call].x.shape[0] == n_data for t in uses)
+    return all(t.axis is BatchAxis.LEADING and capture.calls[t.call].x.shape[0] == n_data for t in rule.uses)
 
 
 _INDEXING = ("Index", "Gather", "Scatter", "Sort", "MaskedS", "Put", "Pack", "Unique")
