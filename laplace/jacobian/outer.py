@@ -26,6 +26,9 @@ from laplace.weights.problem import Selection
 _DOUBLE = 8
 """Bytes of a number in float64."""
 
+_SQUARED = 2**18
+"""Numbers that are squared at once."""
+
 
 F = TypeVar("F", bound="FactoredBlock")
 
@@ -290,7 +293,7 @@ class OuterBlock(FactoredBlock):
 
     def dense(self) -> Tensor:
         if self.a is None:
-            return self.g.sum(2).flatten(2)
+            return (self.g[:, :, 0] if self.n_positions == 1 else self.g.sum(2)).flatten(2)
         order = "kbgio" if self.input_first else "kbgoi"
         return torch.einsum(f"kbtgo,btgi->{order}", self.g, self.a).flatten(2)
 
@@ -316,11 +319,12 @@ class OuterBlock(FactoredBlock):
         return torch.einsum(f"kbtgo,btgi->{order}", self.g * cotangents[:, :, None, None, None], self.a).flatten()
 
     def sum_of_squares(self, *, apart: bool = False) -> Tensor:
-        if self.n_positions > 1 or self.a is None:
+        if self.n_positions > 1:
             return self._squares_of_sums(apart=apart)
+        g = self.g[:, :, 0].square() if apart else _sum_of_squares(self.g[:, :, 0])
+        if self.a is None:
+            return g.sum(1).flatten(1)
         order = "kgio" if self.input_first else "kgoi"
-        g = self.g[:, :, 0].square()
-        g = g if apart else g.sum(0, keepdim=True)
         return torch.einsum(f"kbgo,bgi->{order}", g, self.a[:, 0].square()).flatten(1)
 
     def _squares_of_sums(self, *, apart: bool) -> Tensor:
@@ -385,6 +389,12 @@ class OuterBlock(FactoredBlock):
             outputs = torch.einsum("btgi,sgoi->sbtgo", part.a, steps)
             parts.append(torch.einsum("kbtgo,sbtgo->sbk", part.g, outputs))
         return torch.cat(parts, 1)
+
+
+def _sum_of_squares(x: Tensor) -> Tensor:
+    """Σ_k x_k² of `[K, ...]`, `[1, ...]`, by so few k at once that no second array of the size of x is held."""
+    step = max(1, _SQUARED // max(1, x[0].numel()))
+    return total(part.square().sum(0, keepdim=True) for part in x.split(step))
 
 
 BLOCKS.register("outer")(OuterBlock)

@@ -28,12 +28,21 @@ class DiagSum:
         n_terms: E.
         dtype: Curvature dtype.
         bases: U of every tensor, or None for the identity.
+        running: The sum to add to; None for zeros.
     """
 
-    def __init__(self, problem: Problem, n_terms: int, dtype: torch.dtype, bases: Bases | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        n_terms: int,
+        dtype: torch.dtype,
+        bases: Bases | None = None,
+        running: Tensor | None = None,
+    ) -> None:
         self.slices = problem.layout.slices
         self.bases = bases
-        self.values = torch.zeros(n_terms, problem.layout.n_params, dtype=dtype, device=problem.device)
+        zeros = (n_terms, problem.layout.n_params)
+        self.values = torch.zeros(zeros, dtype=dtype, device=problem.device) if running is None else running
 
     def in_basis(self, slot: int, block: Block) -> Block:
         """The block in the basis of its tensor."""
@@ -50,10 +59,6 @@ class DiagSum:
         """Adds the diagonal of Σ_b J_bᵀ Λ_b J_b of a head, without a root of Λ; the blocks are in their bases."""
         for slot, block in blocks.items():
             self.values[:, self.slices[slot]] += block.ggn_diagonal(hessian, apart=len(self.values) > 1)
-
-    def result(self) -> Tensor:
-        """`[E, P]`."""
-        return self.values
 
 
 class FullSum:
