@@ -78,6 +78,8 @@ def group_gram(x: Tensor) -> Tensor:
     """Σ x xᵀ over all but the last two dimensions of `[..., G, D]`, `[G, D, D]`."""
     groups, width = x.shape[-2:]
     if groups == 1 and width > _NARROW:
+        if x.ndim == 4 and x.stride(1) == 1 and x.shape[1] >= _LEAST_BLOCK:  # columns of images, not to be turned first
+            return _gram_of_columns(x[:, :, 0].mT).unsqueeze(0)
         return gram(x.reshape(-1, width)).unsqueeze(0)
     rows = x.reshape(-1, *x.shape[-3:]) if x.ndim > 3 else x.unsqueeze(1)  # [N, T, G, D]
     total = x.new_zeros(groups, width, width)
@@ -85,6 +87,16 @@ def group_gram(x: Tensor) -> Tensor:
         flat = part.permute(2, 3, 0, 1).flatten(2)
         total += flat @ flat.transpose(1, 2)
     return total
+
+
+def _gram_of_columns(x: Tensor) -> Tensor:
+    """Σ_bt x_bt x_btᵀ of columns `[B, D, T]`, `[D, D]`."""
+    width = x.shape[1]
+    total, step = x.new_zeros(width, width), _block(width)
+    for start in range(0, width, step):
+        rows = x[:, start : start + step]
+        total[start : start + rows.shape[1], start:].addbmm_(rows, x[:, start:].mT)
+    return mirror(total)
 
 
 def group_product(x: Tensor, matrix: Tensor) -> Tensor:

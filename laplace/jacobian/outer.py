@@ -26,8 +26,8 @@ from laplace.weights.problem import Selection
 _DOUBLE = 8
 """Bytes of a number in float64."""
 
-_SQUARED = 2**18
-"""Numbers that are squared at once."""
+_LARGE = 2**14
+"""Numbers from which fresh memory costs more than a step of a loop."""
 
 
 F = TypeVar("F", bound="FactoredBlock")
@@ -392,9 +392,13 @@ class OuterBlock(FactoredBlock):
 
 
 def _sum_of_squares(x: Tensor) -> Tensor:
-    """Σ_k x_k² of `[K, ...]`, `[1, ...]`, by so few k at once that no second array of the size of x is held."""
-    step = max(1, _SQUARED // max(1, x[0].numel()))
-    return total(part.square().sum(0, keepdim=True) for part in x.split(step))
+    """Σ_k x_k² of `[K, ...]`, `[1, ...]`; of a large array without a second one of its size."""
+    if x[0].numel() < _LARGE:
+        return x.square().sum(0, keepdim=True)
+    squares = x[0].square()
+    for part in x[1:]:
+        squares.addcmul_(part, part)
+    return squares.unsqueeze(0)
 
 
 BLOCKS.register("outer")(OuterBlock)

@@ -159,7 +159,7 @@ class OuterEngine(NativeEngine):
         if not rest:
             return
         columns = self.cotangents(batch.f, y)
-        step = max(1, self.memory_budget // batch.bytes_per_column())
+        step = batch.columns_at_once(together=bool(groups))
         mixed = {i for i in rest if not batch.by_row(i)}
         mixed |= {i for group in groups if mixed & set(group) for i in group}
         if mixed and len(columns) > self.max_passes:  # refused before any of them are made

@@ -203,7 +203,7 @@ def _row_block(problem: Problem, slot: int, rule: JacobianRule, capture: Capture
     """The block of a tensor with rows for data, if it has a position for every one."""
     if len(rule.uses) != 1 or rule.uses[0].axis is not BatchAxis.LEADING:
         return None
-    block = block_of(problem, slot, rule.uses, capture.calls, proof.gradients, len(capture.f))
+    block = block_of(problem, slot, rule.uses, capture.calls, proof.gradients, len(capture.f), _dtype(problem))
     return block.fold_positions(capture.n_positions)
 
 
@@ -263,7 +263,7 @@ def unused_still(plan: Plan, problem: Problem, capture: Capture) -> bool:
 def _holds(problem: Problem, slot: int, rule: JacobianRule, capture: Capture, proof: Probe, expected: Tensor) -> bool:
     """True if the factors of a candidate reproduce autograd's number."""
     try:
-        block = block_of(problem, slot, rule.uses, capture.calls, proof.gradients, len(proof.r))
+        block = block_of(problem, slot, rule.uses, capture.calls, proof.gradients, len(proof.r), _dtype(problem))
         actual = block.pull(proof.r.unsqueeze(0).to(block_dtype(expected.dtype)))
     except (RuntimeError, IndexError, TypeError) as error:  # shapes that the data cannot have on this axis
         if ran_out(error):
@@ -275,6 +275,10 @@ def _holds(problem: Problem, slot: int, rule: JacobianRule, capture: Capture, pr
 def block_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which factors are contracted: at least float32."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def _dtype(problem: Problem) -> torch.dtype:
+    return block_dtype(problem.dtype)
 
 
 def _prove_fallback(problem: Problem, slot: int, x: Inputs, proof: Probe, expected: Tensor) -> JacobianRule:
