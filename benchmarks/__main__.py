@@ -27,6 +27,7 @@ from benchmarks import (
     all_layers,
     backends,
     evidence,
+    fixed_costs,
     full_last_layer,
     last_layer,
     memory,
@@ -92,7 +93,8 @@ HEADER = (
 def all_cases() -> list[Case]:
     """Every line of the table, in order."""
     files = (
-        last_layer, full_last_layer, all_layers, subnetwork, evidence, tuning, backends, wide_layers, truncated, memory,
+        last_layer, full_last_layer, all_layers, fixed_costs, subnetwork, evidence, tuning, backends, wide_layers,
+        truncated, memory,
     )  # fmt: skip
     return [case for file in files for case in file.cases()]
 

@@ -82,11 +82,17 @@ def group_gram(x: Tensor) -> Tensor:
             return _gram_of_columns(x[:, :, 0].mT).unsqueeze(0)
         return gram(x.reshape(-1, width)).unsqueeze(0)
     rows = x.reshape(-1, *x.shape[-3:]) if x.ndim > 3 else x.unsqueeze(1)  # [N, T, G, D]
-    total = x.new_zeros(groups, width, width)
-    for part in rows.split(max(1, _ROWS // rows.shape[1])):
-        flat = part.permute(2, 3, 0, 1).flatten(2)
-        total += flat @ flat.transpose(1, 2)
+    first, *rest = rows.split(max(1, _ROWS // rows.shape[1]))
+    total = _turned(first)
+    for part in rest:
+        total += _turned(part)
     return total
+
+
+def _turned(rows: Tensor) -> Tensor:
+    """Σ x xᵀ of `[N, T, G, D]`, `[G, D, D]`, of a copy with the rows last."""
+    flat = rows.permute(2, 3, 0, 1).flatten(2)
+    return flat @ flat.transpose(1, 2)
 
 
 def _gram_of_columns(x: Tensor) -> Tensor:

@@ -16,6 +16,10 @@ CHUNK_BYTES = 32 * 2**20
 """Bytes of a dense per-layer piece [K, b, p] that is contracted and dropped as it is made."""
 
 
+_LARGE = 2**14
+"""Numbers from which fresh memory costs more than a step of a loop."""
+
+
 class Contractions(ABC):
     """An array J `[K, B, p]` and its contractions.
 
@@ -112,6 +116,16 @@ class Contractions(ABC):
             result = result + torch.einsum("kbp,kb->p", piece, cotangents[:, start:stop])
             start = stop
         return result
+
+
+def squared(x: Tensor) -> Tensor:
+    """Σ_k x_k² of `[K, ...]`, `[1, ...]`; of a large array without a second one of its size."""
+    if x[0].numel() < _LARGE:
+        return x.square().sum(0, keepdim=True)
+    squares = x[0].square()
+    for part in x[1:]:
+        squares.addcmul_(part, part)
+    return squares.unsqueeze(0)
 
 
 def total(parts: Iterable[Tensor]) -> Tensor:

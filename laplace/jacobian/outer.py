@@ -19,15 +19,13 @@ from laplace.jacobian.contractions import (
     RankOne,
     TensorShape,
     rotated,
+    squared,
     total,
 )
 from laplace.weights.problem import Selection
 
 _DOUBLE = 8
 """Bytes of a number in float64."""
-
-_LARGE = 2**14
-"""Numbers from which fresh memory costs more than a step of a loop."""
 
 
 F = TypeVar("F", bound="FactoredBlock")
@@ -321,7 +319,7 @@ class OuterBlock(FactoredBlock):
     def sum_of_squares(self, *, apart: bool = False) -> Tensor:
         if self.n_positions > 1:
             return self._squares_of_sums(apart=apart)
-        g = self.g[:, :, 0].square() if apart else _sum_of_squares(self.g[:, :, 0])
+        g = self.g[:, :, 0].square() if apart else squared(self.g[:, :, 0])
         if self.a is None:
             return g.sum(1).flatten(1)
         order = "kgio" if self.input_first else "kgoi"
@@ -389,16 +387,6 @@ class OuterBlock(FactoredBlock):
             outputs = torch.einsum("btgi,sgoi->sbtgo", part.a, steps)
             parts.append(torch.einsum("kbtgo,sbtgo->sbk", part.g, outputs))
         return torch.cat(parts, 1)
-
-
-def _sum_of_squares(x: Tensor) -> Tensor:
-    """Σ_k x_k² of `[K, ...]`, `[1, ...]`; of a large array without a second one of its size."""
-    if x[0].numel() < _LARGE:
-        return x.square().sum(0, keepdim=True)
-    squares = x[0].square()
-    for part in x[1:]:
-        squares.addcmul_(part, part)
-    return squares.unsqueeze(0)
 
 
 BLOCKS.register("outer")(OuterBlock)

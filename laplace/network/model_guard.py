@@ -81,14 +81,14 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """The module and all below it, each once, in the order of `model.modules()`, of whose time it takes a fifth."""
-    found: dict[int, nn.Module] = {}
+    modules: dict[int, nn.Module] = {}
     waiting = [model]
     while waiting:
         module = waiting.pop()
-        if id(module) not in found:
-            found[id(module)] = module
+        if id(module) not in modules:
+            modules[id(module)] = module
             waiting.extend(child for child in reversed(module._modules.values()) if child is not None)
-    return list(found.values())
+    return list(modules.values())
 
 
 @contextmanager

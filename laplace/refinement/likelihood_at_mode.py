@@ -69,9 +69,6 @@ class Shifted(Likelihood):
         shift, root, targets = self._unpacked(y)
         return self.smoothing.hessian(self.base, widened(f) + shift, root, targets).to(f.dtype)
 
-    def n_columns(self, n_outputs: int) -> int:
-        return n_outputs if self.rooted else self.base.n_columns(n_outputs)
-
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         shift, root, targets = self._unpacked(y)
         return self.smoothing.gradient(self.base, widened(f) + shift, root, targets).to(f.dtype)

@@ -300,7 +300,9 @@ class KronSum:
 
     def _output_side(self, key: str, g: Tensor) -> Tensor:
         """Σ g gᵀ over data and positions, `[k, G, O, O]`, or `[1, G, O, O]` where terms are not kept apart."""
-        return torch.stack([self._gram(key, term) for term in (g.unsqueeze(0) if self.n_terms == 1 else g)])
+        if self.n_terms == 1:
+            return self._gram(key, g).unsqueeze(0)
+        return torch.stack([self._gram(key, term) for term in g])
 
     def _exact(self, slot: int, block: Block, first: int) -> None:
         if block.size > DENSE_BLOCK_LIMIT or self.probe is not None:
@@ -318,7 +320,10 @@ class KronSum:
     def _put_terms(self, key: str, values: Tensor, first: int) -> None:
         """Adds values `[k, ...]` of the terms from `first` on, or their sum where terms are not kept apart."""
         if self.n_terms == 1:
-            values, first = values.sum(0, keepdim=True), 0
+            values, first = values if len(values) == 1 else values.sum(0, keepdim=True), 0
+        if key not in self.factors and len(values) == self.n_terms and first == 0:
+            self.factors[key] = values
+            return
         total = self.factors.setdefault(key, values.new_zeros(self.n_terms, *values.shape[1:]))
         _add_terms(total, values, first)
 

@@ -128,8 +128,8 @@ def block_of(
         dtype: That of the weights, at least float32.
         activations: What earlier cotangents of these calls needed, to which is added; None to keep nothing.
     """
-    kept = {} if activations is None else activations
-    blocks = [_of_use(problem, use, calls[use.call], gradients[use.call], n_data, dtype, kept) for use in uses]
+    memory = {} if activations is None else activations
+    blocks = [_of_use(problem, use, calls[use.call], gradients[use.call], n_data, dtype, memory) for use in uses]
     block = blocks[0].add(blocks[1:]) if len(blocks) > 1 else blocks[0]
     selection, entries = problem.slots[slot].selection, problem.slots[slot].entries
     return block if selection is None or entries is None else block.select_entries(selection, entries)

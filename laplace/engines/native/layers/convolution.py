@@ -21,7 +21,7 @@ from laplace.jacobian.outer import OuterBlock
 def patches(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int) -> Tensor:
     """Patches `[N, *positions, G, channels of a group · kernel size]` of an already padded `[N, channels, *space]`."""
     dims = len(kernel)
-    if dims < 3 and prod(kernel) > 1:
+    if dims < 3 and prod(kernel) > 1 and not x.is_meta:  # for whose shapes PyTorch would import its compiler
         return _columns(x, kernel, stride, dilation, groups)
     for d in range(dims):
         reach = (kernel[d] - 1) * dilation[d] + 1
