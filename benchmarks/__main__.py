@@ -27,6 +27,7 @@ from benchmarks import (
     all_layers,
     backends,
     evidence,
+    fixed_costs,
     full_last_layer,
     importing,
     last_layer,
@@ -94,7 +95,7 @@ HEADER = (
 def all_cases() -> list[Case]:
     """Every line of the table, in order."""
     files = (
-        last_layer, full_last_layer, all_layers, subnetwork, sampled, evidence, tuning, backends, wide_layers,
+        last_layer, full_last_layer, all_layers, fixed_costs, subnetwork, sampled, evidence, tuning, backends, wide_layers,
         truncated, memory, importing,
     )  # fmt: skip
     return [case for file in files for case in file.cases()]

@@ -30,6 +30,26 @@ def _fit(network: Network, structure: str, device: torch.device) -> Job:
     return Job(lambda _: run(), work.per_output_gradients(model, batches))
 
 
+def _encoder_fit(structure: str, device: torch.device) -> Job:
+    """Sequences of 32 tokens, 64 wide, five classes, in batches of 32."""
+    model, batches = models.Encoder(64, 5).to(device).eval(), models.data((32, 64), 5, 512, 32, device)
+    return Job(lambda _: work.fitted(model, batches, "all", structure), work.per_output_gradients(model, batches))
+
+
+def _residual_fit(structure: str, device: torch.device) -> Job:
+    """A residual network with BatchNorm on images 3×32×32, in batches of 32."""
+    model = models.wide_resnet(10, depth=10, width=1).to(device).eval()
+    batches = models.data((3, 32, 32), 10, 128, 32, device)
+    return Job(lambda _: work.fitted(model, batches, "all", structure), work.per_output_gradients(model, batches))
+
+
+def _many_small_batches(device: torch.device) -> Job:
+    """The diagonal of the MLP in batches of 128, against a forward pass."""
+    make, shape = MLP
+    model, batches = make().to(device), models.data(shape, 10, 4096, 128, device)
+    return Job(lambda _: work.fitted(model, batches, "all", "diag"), work.forward(model, batches))
+
+
 def _predict(network: Network, structure: str, device: torch.device) -> Job:
     model, batches = _setup(network, device)
     la = work.fitted(model, batches, "all", structure)
@@ -67,6 +87,12 @@ def cases() -> list[Case]:
             Case(f"all layers, LeNet 8×8, {structure} fit", lenet, "× R", partial(_fit, DIGITS, structure)),
             Case(f"all layers, MLP 784-…-10, {structure} fit", mlp, "× R", partial(_fit, MLP, structure)),
         ]
+    for structure, encoder in {"kron": 1.3, "diag": 1.6}.items():
+        lines += [
+            Case(f"all layers, encoder, {structure} fit", encoder, "× R", partial(_encoder_fit, structure)),
+            Case(f"all layers, residual, {structure} fit", 1.2, "× R", partial(_residual_fit, structure)),
+        ]
+    lines.append(Case("all layers, MLP 784-…-10, batches of 128", 8.5, "× forward", _many_small_batches))
     for structure in fits:
         lines += [
             Case(f"all layers, LeNet 28×28, {structure} probit", 2.5, "× R", partial(_predict, LENET, structure)),

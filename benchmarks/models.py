@@ -113,6 +113,25 @@ def mlp(*widths: int) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
+class Encoder(nn.Module):
+    """Two transformer encoder layers (Vaswani et al., 2017) with a linear head on the mean of the tokens.
+
+    Args:
+        width: Of the tokens.
+        n_classes: C.
+    """
+
+    def __init__(self, width: int, n_classes: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, n_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, T, width]` to `[B, C]`."""
+        return self.head(self.encoder(x).mean(1))
+
+
 def data(shape: tuple[int, ...], n_classes: int, n_data: int, batch_size: int, device: torch.device) -> Batches:
     """Random inputs `[b, *shape]` and labels, as a list of batches."""
     generator = torch.Generator().manual_seed(0)

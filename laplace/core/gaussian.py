@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from laplace.core.checks import is_true, require, together
 from laplace.core.random_numbers import standard_normal
 from laplace.core.symmetric_root import scaled_root
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
@@ -93,10 +94,15 @@ class Gaussian:
         """
         if n < 1:
             raise InvalidArgument(f"n={n} samples were asked for; give an integer of at least 1.")
-        if not torch.isfinite(self.mean).all():
-            raise InvalidData("The mean of the Gaussian has NaN or infinite entries: look at the network's outputs.")
-        noise = standard_normal((n, *self.mean.shape), self.mean, generator)
-        return self.mean + self._colour(noise)
+        with together():
+            require(
+                self.mean.isfinite(),
+                lambda: InvalidData(
+                    "The mean of the Gaussian has NaN or infinite entries: look at the network's outputs."
+                ),
+            )
+            noise = standard_normal((n, *self.mean.shape), self.mean, generator)
+            return self.mean + self._colour(noise)
 
     def _colour(self, noise: Tensor) -> Tensor:
         """Standard normal noise `[n, B, C]` to noise with this covariance."""
@@ -134,7 +140,7 @@ def covariance_root(covariance: Tensor) -> Tensor:
     """
     _check_finite(covariance)
     variances = covariance.diagonal(dim1=-2, dim2=-1)
-    if not covariance.requires_grad and bool(covariance.count_nonzero() == variances.count_nonzero()):
+    if not covariance.requires_grad and is_true(covariance.count_nonzero() == variances.count_nonzero()):
         return torch.diag_embed(_safe_sqrt(variances))
     return scaled_root(covariance)
 
@@ -146,8 +152,10 @@ def _safe_sqrt(variance: Tensor) -> Tensor:
 
 
 def _check_finite(covariance: Tensor) -> None:
-    if not torch.isfinite(covariance).all():
-        raise CurvatureError(
+    require(
+        covariance.isfinite(),
+        lambda: CurvatureError(
             "The covariance has NaN or infinite entries, so nothing can be drawn from it: look at the prior "
             "precision, the noise and the curvature it was computed from."
-        )
+        ),
+    )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_SYMMETRIC_BLOCK = 256
-"""Width of the blocks of which the lower ones are mirrored instead of computed."""
+_LEAST_BLOCK, _LARGEST_BLOCK, _BLOCKS = 64, 256, 8
+"""Widths of the blocks of which the lower ones are mirrored instead of computed, and how many there are in between."""
 
 _ROWS = 8192
 """Rows whose products are added up within one matrix product."""
@@ -22,15 +22,22 @@ _WIDE_BYTES = 32 * 2**20
 def add_gram(total: Tensor, x: Tensor, sign: float = 1.0) -> None:
     """Adds ±xᵀx of x `[N, D]` to the upper block triangle of total `[D, D]`; `mirror` completes it."""
     width = x.shape[1]
-    for start in range(0, width, _SYMMETRIC_BLOCK):
-        rows = x[:, start : start + _SYMMETRIC_BLOCK]
+    step = _block(width)
+    for start in range(0, width, step):
+        rows = x[:, start : start + step]
         total[start : start + rows.shape[1], start:].addmm_(rows.T, x[:, start:], alpha=sign)
+
+
+def _block(width: int) -> int:
+    """Width of the blocks of a symmetric matrix of a given width."""
+    return min(_LARGEST_BLOCK, max(_LEAST_BLOCK, -(-width // _BLOCKS)))
 
 
 def mirror(total: Tensor) -> Tensor:
     """Completes sums of `add_gram`, `[..., D, D]`, in place."""
-    for start in range(0, total.shape[-1], _SYMMETRIC_BLOCK):
-        stop = start + _SYMMETRIC_BLOCK
+    step = _block(total.shape[-1])
+    for start in range(0, total.shape[-1], step):
+        stop = start + step
         total[..., stop:, start:stop] = total[..., start:stop, stop:].transpose(-1, -2)
     return total
 
@@ -71,13 +78,31 @@ def group_gram(x: Tensor) -> Tensor:
     """Σ x xᵀ over all but the last two dimensions of `[..., G, D]`, `[G, D, D]`."""
     groups, width = x.shape[-2:]
     if groups == 1 and width > _NARROW:
+        if x.ndim == 4 and x.stride(1) == 1 and x.shape[1] >= _LEAST_BLOCK:  # columns of images, not to be turned first
+            return _gram_of_columns(x[:, :, 0].mT).unsqueeze(0)
         return gram(x.reshape(-1, width)).unsqueeze(0)
     rows = x.reshape(-1, *x.shape[-3:]) if x.ndim > 3 else x.unsqueeze(1)  # [N, T, G, D]
-    total = x.new_zeros(groups, width, width)
-    for part in rows.split(max(1, _ROWS // rows.shape[1])):
-        flat = part.permute(2, 3, 0, 1).flatten(2)
-        total += flat @ flat.transpose(1, 2)
+    first, *rest = rows.split(max(1, _ROWS // rows.shape[1]))
+    total = _turned(first)
+    for part in rest:
+        total += _turned(part)
     return total
+
+
+def _turned(rows: Tensor) -> Tensor:
+    """Σ x xᵀ of `[N, T, G, D]`, `[G, D, D]`, of a copy with the rows last."""
+    flat = rows.permute(2, 3, 0, 1).flatten(2)
+    return flat @ flat.transpose(1, 2)
+
+
+def _gram_of_columns(x: Tensor) -> Tensor:
+    """Σ_bt x_bt x_btᵀ of columns `[B, D, T]`, `[D, D]`."""
+    width = x.shape[1]
+    total, step = x.new_zeros(width, width), _block(width)
+    for start in range(0, width, step):
+        rows = x[:, start : start + step]
+        total[start : start + rows.shape[1], start:].addbmm_(rows, x[:, start:].mT)
+    return mirror(total)
 
 
 def group_product(x: Tensor, matrix: Tensor) -> Tensor:

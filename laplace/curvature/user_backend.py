@@ -120,12 +120,12 @@ class UserBackendEngine(CurvatureEngine):
         if "diag" in self.methods and bases is None:
             with users_call(self.problem.module):
                 loss, values = self.backend.diag(x, y, **self.call_options)
-            return self._summary(x, y, loss), self._shaped("diag", values, 1).unsqueeze(0)
+            return self._summary(x, y, loss), self._shaped("diag", values, 1).unsqueeze(0).clone()  # to be added to
         if self._gives_columns:
             total = DiagSum(self.problem, 1, self.dtype, bases)
             summary, blocks = self._weighted(x, y)
             total.add(blocks, 0)
-            return summary, total.result()
+            return summary, total.values
         if "full" in self.methods:
             if bases is not None:
                 raise self._no_way("an eigenvalue correction")

@@ -153,6 +153,12 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         """Diagonal of the unit curvature of a batch, `[E, P]`, or of Uᵀ H U with a basis U for every tensor."""
         raise self._refusal("diag" if bases is None else "diag in a basis")
 
+    def add_diag(self, x: Inputs, y: Tensor, running: Tensor, bases: Bases | None = None) -> BatchSummary:
+        """Adds the diagonal of the unit curvature of a batch to a running sum `[E, P]`; here that of `diag`."""
+        summary, values = self.diag(x, y, bases)
+        running += values
+        return summary
+
     def kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
         """Kronecker factors of the unit curvature of a batch."""
         raise self._refusal("kron")

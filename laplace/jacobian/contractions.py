@@ -16,6 +16,10 @@ CHUNK_BYTES = 32 * 2**20
 """Bytes of a dense per-layer piece [K, b, p] that is contracted and dropped as it is made."""
 
 
+_SQUARED = 2**16
+"""Numbers that are squared at once: fresh memory for more of them costs more than the squares."""
+
+
 class Contractions(ABC):
     """An array J `[K, B, p]` and its contractions.
 
@@ -74,7 +78,7 @@ class Contractions(ABC):
         """Σ J² over data and cotangents, `[1, p]`, or over data with the cotangents `apart`, `[K, p]`."""
         if apart:
             return total(piece.square().sum(1) for piece in self.pieces())
-        return total(piece.square().flatten(0, 1).sum(0, keepdim=True) for piece in self.pieces())
+        return total(squared(piece.flatten(0, 1)) for piece in self.pieces())
 
     def weighted_norms(self, weights: Tensor) -> Tensor:
         """Σ_p J² w, `[B, K]`, for weights `[p]`."""
@@ -112,6 +116,20 @@ class Contractions(ABC):
             result = result + torch.einsum("kbp,kb->p", piece, cotangents[:, start:stop])
             start = stop
         return result
+
+
+def squared(x: Tensor) -> Tensor:
+    """Σ_k x_k² of `[K, ...]`, `[1, ...]`; of a large array without a second one of its size."""
+    step = max(1, _SQUARED // max(1, x[0].numel()))
+    if step >= len(x):
+        return x.square().sum(0, keepdim=True)
+    squares = x.new_zeros(x.shape[1:])
+    for part in x.split(step):
+        if step > 1:
+            squares += part.square().sum(0)
+        else:
+            squares.addcmul_(part[0], part[0])
+    return squares.unsqueeze(0)
 
 
 def total(parts: Iterable[Tensor]) -> Tensor:

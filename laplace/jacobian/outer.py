@@ -19,6 +19,7 @@ from laplace.jacobian.contractions import (
     RankOne,
     TensorShape,
     rotated,
+    squared,
     total,
 )
 from laplace.weights.problem import Selection
@@ -290,7 +291,7 @@ class OuterBlock(FactoredBlock):
 
     def dense(self) -> Tensor:
         if self.a is None:
-            return self.g.sum(2).flatten(2)
+            return (self.g[:, :, 0] if self.n_positions == 1 else self.g.sum(2)).flatten(2)
         order = "kbgio" if self.input_first else "kbgoi"
         return torch.einsum(f"kbtgo,btgi->{order}", self.g, self.a).flatten(2)
 
@@ -316,11 +317,12 @@ class OuterBlock(FactoredBlock):
         return torch.einsum(f"kbtgo,btgi->{order}", self.g * cotangents[:, :, None, None, None], self.a).flatten()
 
     def sum_of_squares(self, *, apart: bool = False) -> Tensor:
-        if self.n_positions > 1 or self.a is None:
+        if self.n_positions > 1:
             return self._squares_of_sums(apart=apart)
+        g = self.g[:, :, 0].square() if apart else squared(self.g[:, :, 0])
+        if self.a is None:
+            return g.sum(1).flatten(1)
         order = "kgio" if self.input_first else "kgoi"
-        g = self.g[:, :, 0].square()
-        g = g if apart else g.sum(0, keepdim=True)
         return torch.einsum(f"kbgo,bgi->{order}", g, self.a[:, 0].square()).flatten(1)
 
     def _squares_of_sums(self, *, apart: bool) -> Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from laplace.core.checks import require
 from laplace.core.precision_policy import widened
@@ -17,7 +18,7 @@ class OutputHessian:
     """Hessian of the unit negative log likelihood with respect to the outputs, one per datum.
 
     `Λ_b = diag(diag_b) − vec_b vec_bᵀ` (softmax: both are the probabilities), or `dense_b` where a
-    likelihood has no such form. Kept in this form because a root `[C, B, C]` costs B·C² numbers and the
+    likelihood has no such form. Kept in this form because a root `[K, B, C]` costs B·C² numbers and the
     last layer needs only sums of it.
 
     Attributes:
@@ -25,11 +26,24 @@ class OutputHessian:
         vec: `[B, C]` or None, the subtracted rank-one part, with Σ_c vec_c² / diag_c ≤ 1 (Λ is then positive
             semi-definite; softmax attains 1).
         dense: `[B, C, C]` or None; if given it is the whole of Λ, and `diag`, its diagonal, is for reading only.
+        sums_to_zero: True if `vec` is `diag` and adds up to 1 or 0, as of softmax: rows of Λ then sum to zero, and its
+            rank is C − 1.
     """
 
     diag: Tensor
     vec: Tensor | None = None
     dense: Tensor | None = None
+    sums_to_zero: bool = False
+
+    @property
+    def n_columns(self) -> int:
+        """K, columns of `root`."""
+        return columns_of(self.diag.shape[1], sums_to_zero=self.sums_to_zero)
+
+    def to(self, dtype: torch.dtype) -> OutputHessian:
+        """The same in another dtype."""
+        vec, dense = (None if part is None else part.to(dtype) for part in (self.vec, self.dense))
+        return replace(self, diag=self.diag.to(dtype), vec=vec, dense=dense)
 
     def diagonal(self) -> Tensor:
         """Diagonals of Λ, `[B, C]`."""
@@ -75,10 +89,10 @@ class OutputHessian:
         return full if self.vec is None else full - self.vec.unsqueeze(2) * self.vec.unsqueeze(1)
 
     def root(self, part: slice | None = None) -> Tensor:
-        """Columns S_k with Σ_k S_k S_kᵀ = Λ, `[K, B, C]` (K = C): cotangents for K backward passes.
+        """Columns S_k with Σ_k S_k S_kᵀ = Λ, `[K, B, C]`: cotangents for K backward passes.
 
-        With w = vec / √diag and q = |w|², S = diag(√diag) − vec wᵀ / (1 + √(1 − q)). For softmax q = 1, so that
-        S = diag(√p) − p √pᵀ: no factorisation, and exact for saturated p.
+        With w = vec / √diag and q = |w|², S = diag(√diag) − vec wᵀ / (1 + √(1 − q)), K = C; of rows that sum to zero
+        the Cholesky factor, whose last column is zero and left out, K = C − 1.
 
         Args:
             part: Which columns; None for all.
@@ -89,6 +103,8 @@ class OutputHessian:
         part = slice(None) if part is None else part
         if self.dense is not None:
             return _spectral_root(self.dense)[part]
+        if self.sums_to_zero:
+            return _multinomial_root(self.diag, torch.arange(self.n_columns, device=self.diag.device)[part])
         scale = self.diag.sqrt()
         at = torch.arange(scale.shape[1], device=scale.device)[part]
         root = scale.new_zeros(len(at), *scale.shape)
@@ -103,6 +119,30 @@ class OutputHessian:
 
 
 _TINY = 1e-30
+
+
+def columns_of(n_outputs: int, *, sums_to_zero: bool) -> int:
+    """Columns of a root of C outputs: C, or C − 1 where rows sum to zero, but one at least."""
+    return max(1, n_outputs - 1) if sums_to_zero else n_outputs
+
+
+def _multinomial_root(p: Tensor, at: Tensor) -> Tensor:
+    """Columns of the Cholesky factor of diag(p) − p pᵀ, `[len(at), B, C]` (Tanabe & Sagae, 1992, equation 3).
+
+    With q_k = Σ_{i>k} p_i, column k is √(p_k q_k / (p_k + q_k)) times 1 at k and −p_i / q_k below. Nothing cancels,
+    so that every entry keeps its digits where p is saturated.
+
+    Args:
+        p: Probabilities `[B, C]`, or zeros.
+        at: Which columns, ascending.
+    """
+    tiny = torch.finfo(p.dtype).tiny
+    after = functional.pad(p.flip(1).cumsum(1).flip(1)[:, 1:], (0, 1))
+    diagonal = p.sqrt() * (after / (p + after).clamp(min=tiny)).sqrt()
+    below = diagonal / after.clamp(min=tiny)
+    row = torch.arange(p.shape[1], device=p.device)
+    root = torch.where(row > at[:, None, None], -p * below.T[at].unsqueeze(2), 0.0)
+    return torch.where(row == at[:, None, None], diagonal, root)
 
 
 def _spectral_root(dense: Tensor) -> Tensor:

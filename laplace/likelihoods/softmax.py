@@ -20,6 +20,7 @@ class SoftmaxLikelihood(NoiseFreeLikelihood):
     target = TARGETS["class"]
     response = "softmax"
     class_targets = True
+    sums_to_zero = True
 
     def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
         """Σ_b −log softmax(f_b)_{y_b}, or −Σ_bc y_bc log softmax(f_b)_c, `[1]`."""
@@ -48,7 +49,7 @@ class SoftmaxLikelihood(NoiseFreeLikelihood):
     def hessian(self, f: Tensor, y: Tensor | None = None) -> OutputHessian:
         """diag(p) − p pᵀ with p = softmax(f); zero for ignored labels."""
         p = self._counted(torch.softmax(f, 1), y)
-        return OutputHessian(diag=p, vec=p)
+        return OutputHessian(diag=p, vec=p, sums_to_zero=self.sums_to_zero)
 
     def sample_gradients(
         self, f: Tensor, y: Tensor | None, n_samples: int, generator: torch.Generator | None = None

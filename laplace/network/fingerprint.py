@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from laplace.core import checks
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import ModelChangedError, ModelChangedWarning, warn
-from laplace.network.model_guard import model_lock
+from laplace.network.model_guard import model_lock, modules_of
 from laplace.network.witness import Attributes, Witness, attributes_of, changed_names, digests
 
 _PERIOD = 4096
@@ -62,7 +62,8 @@ class Fingerprint:
             known = digests(attributes_of(model)) if attributes is None else dict(attributes)
             if witness is not None:
                 known = {name: digest for name, digest in known.items() if name not in witness.written}
-            return cls(_places(model), _versions(model), _norms(model), checksums(model), known, witness)
+            tensors = _tensors(model)
+            return cls(_places(tensors), _versions(tensors), _norms(tensors), checksums(model), known, witness)
 
     def check(self, model: nn.Module) -> Fingerprint:
         """This fingerprint, or an equal one with new versions.
@@ -108,7 +109,8 @@ class Fingerprint:
         return replace(self, seen=present)
 
     def _same_tensors(self, model: nn.Module) -> Fingerprint:
-        versions, norms = _versions(model), _norms(model)
+        tensors = _tensors(model)
+        versions, norms = _versions(tensors), _norms(tensors)
         if versions == self.versions and _comparable(norms, self.norms):
             checks.require(_equal(norms, self.norms), lambda: self._change(model))
             return self
@@ -119,7 +121,7 @@ class Fingerprint:
 
     def _change(self, model: nn.Module) -> ModelChangedError | None:
         """The error of tensors that were moved or have other numbers; None of equal ones."""
-        places = _places(model)
+        places = _places(_tensors(model))
         if len(places) == len(self.places) and places != self.places:
             return ModelChangedError(
                 "the network was moved to another device or dtype after fit, and the posterior was not; move both by "
@@ -153,20 +155,24 @@ class ModelWatch:
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
+    """Parameters, then buffers, each once."""
+    modules = modules_of(model)
+    parameters = {id(t): t for module in modules for t in module._parameters.values() if t is not None}
+    buffers = {id(t): t for module in modules for t in module._buffers.values() if t is not None}
+    return [*parameters.values(), *buffers.values()]
 
 
-def _versions(model: nn.Module) -> tuple[tuple[int, int], ...]:
-    return tuple((id(t), 0 if t.is_inference() else t._version) for t in _tensors(model))
+def _versions(tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
+    return tuple((id(t), 0 if t.is_inference() else t._version) for t in tensors)
 
 
-def _places(model: nn.Module) -> tuple[tuple[torch.device, torch.dtype], ...]:
-    return tuple((t.device, t.dtype) for t in _tensors(model))
+def _places(tensors: list[Tensor]) -> tuple[tuple[torch.device, torch.dtype], ...]:
+    return tuple((t.device, t.dtype) for t in tensors)
 
 
-def _norms(model: nn.Module) -> tuple[Tensor, ...]:
+def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in _tensors(model):
+    for tensor in tensors:
         if tensor.is_floating_point():
             by_device.setdefault(tensor.device, []).append(tensor.detach())
     return tuple(torch.stack(torch._foreach_norm(tensors)) for tensors in by_device.values())

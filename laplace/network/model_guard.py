@@ -79,6 +79,18 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """The module and all below it, each once, in the order of `model.modules()`, of whose time it takes a fifth."""
+    modules: dict[int, nn.Module] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in modules:
+            modules[id(module)] = module
+            waiting.extend(child for child in reversed(module._modules.values()) if child is not None)
+    return list(modules.values())
+
+
 @contextmanager
 def preserve_model(model: nn.Module) -> Iterator[None]:
     """Evaluation mode for the length of a call; flags, attributes, buffers and the global random state are put back.
@@ -88,11 +100,12 @@ def preserve_model(model: nn.Module) -> Iterator[None]:
     substituted parameters live on the module while a forward pass runs.
     """
     with model_lock(model):
-        states = [_State(module) for module in model.modules()]
+        states = [_State(module) for module in modules_of(model)]
         try:
             with same_random_state(model), _one_network():
                 for state in states:
-                    state.module.training = False
+                    if state.training:
+                        state.module.training = False
                 yield
         finally:
             for state in states:
@@ -156,16 +169,22 @@ def hooks_put_back(model: nn.Module) -> Iterator[None]:
             table.update(content)
 
 
+_AUTOCAST = ("cpu", "cuda", "mps", "xpu")
+
+
 @contextmanager
 def own_precision() -> Iterator[None]:
     """Turns the caller's `torch.autocast` off: sums of a curvature in half precision are not even positive.
 
     A network that enters autocast in its own forward pass still does.
     """
+    kinds = [kind for kind in _AUTOCAST if torch.is_autocast_enabled(kind)]
+    if not kinds:
+        yield
+        return
     with ExitStack() as stack:
-        for kind in ("cpu", "cuda", "mps", "xpu"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 
@@ -179,9 +198,15 @@ def autograd_mode() -> Iterator[None]:
 @contextmanager
 def same_random_state(model: nn.Module) -> Iterator[None]:
     """Puts the global random state of the CPU and of the model's devices back, whatever is drawn in between."""
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)):
+    tensors = (p for module in modules_of(model) for p in module._parameters.values() if p is not None)
+    devices = sorted({p.device.index for p in tensors if p.is_cuda})
+    generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
+    states = [generator.get_state() for generator in generators]
+    try:
         yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 class _State:
@@ -199,12 +224,14 @@ class _State:
         """Puts attributes, flags and buffers back; buffers are written only if they were written to."""
         in_train = self.module.training  # by the forward pass: batch norm writes then, which autograd does not count
         own = self.module.__dict__
-        for name in own.keys() - self.attributes.keys():
-            del own[name]
         own.update(self.attributes)
+        if len(own) > len(self.attributes):
+            for name in own.keys() - self.attributes.keys():
+                del own[name]
         for container, content in self.contents:
             _refill(container, content)
-        self.module.training = self.training
+        if self.module.training != self.training:  # a class may compute it
+            self.module.training = self.training
         for name in self.module._buffers.keys() - self.buffers.keys():
             del self.module._buffers[name]
         for name, buffer in self.buffers.items():

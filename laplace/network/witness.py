@@ -25,6 +25,7 @@ _OWN = frozenset(vars(nn.Module()))
 _NO_SETTINGS = frozenset({"name_or_path", "gradient_checkpointing", "activation_checkpointing", "_attn_implementation"})
 """Where a network of transformers was loaded from, and ways of computing the same outputs."""
 
+_PASSED_OVER = _OWN | _NO_SETTINGS
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _MOST, _DEPTH = 1024, 4
 _OTHER = object()
@@ -35,7 +36,7 @@ def attributes_of(model: nn.Module) -> Attributes:
     attributes: dict[str, list[tuple[str, Any]]] = {}
     for place, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in _OWN | _NO_SETTINGS and (plain := _plain(value, _DEPTH)) is not _OTHER:
+            if name not in _PASSED_OVER and (plain := _plain(value, _DEPTH)) is not _OTHER:
                 attributes.setdefault(name, []).append((place, plain))
     return {name: tuple(values) for name, values in attributes.items()}
 

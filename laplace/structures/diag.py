@@ -42,14 +42,18 @@ class DiagCurvature(AdditiveCurvature):
         summary, values = engine.diag(x, y)
         return summary, cls(values)
 
+    def with_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, DiagCurvature]:
+        """The batch is added to the sum in place, so that no second one is held."""
+        return engine.add_diag(x, y, self.values), self
+
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
         numbers = profile.n_params * profile.itemsize
         fitted = profile.n_terms * numbers
         return Cost(
             fitted=fitted,
-            running=2 * fitted,
-            adding=3 * fitted,
+            running=fitted + profile.n_terms * max(tensor.size for tensor in profile.tensors) * profile.itemsize,
+            adding=fitted,
             pieces=2 * profile.piece_bytes(profile.shared_sizes),
             posterior=4 * numbers,
             projecting=2 * profile.piece_bytes(profile.shared_sizes, profile.n_outputs),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.checks import all_finite
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype, widened
@@ -206,9 +207,11 @@ class _Correction(DataPass):
         self.corrected: Tensor | None = None
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
-        summary, values = self.engine.diag(x, y, bases=self.bases)
-        require_finite(values.isfinite())
-        self.corrected = values if self.corrected is None else self.corrected + values
+        if self.corrected is None:
+            summary, self.corrected = self.engine.diag(x, y, bases=self.bases)
+        else:
+            summary = self.engine.add_diag(x, y, self.corrected, self.bases)
+        require_finite(all_finite([self.corrected]))
         return summary
 
     def sums(self) -> dict[str, Tensor]:

@@ -30,6 +30,8 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         if value.is_floating_point():
             yield name, value
         return
+    if isinstance(value, str | int | float | None):
+        return
     for key, entry in entries(value).items():
         yield from named_tensors(entry, f"{name}.{key}" if name else key)
 

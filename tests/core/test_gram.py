@@ -27,6 +27,12 @@ def test_products_of_groups(shape: tuple[int, ...]) -> None:
     assert_close(group_product(x, matrix), whole @ matrix, "algebra", label="times a matrix")
 
 
+def test_columns_of_images_are_not_turned_first() -> None:
+    rows = torch.randn(3, 70, 100, dtype=torch.float64).mT.unsqueeze(2)
+    assert rows.stride(1) == 1
+    assert_close(group_gram(rows), torch.einsum("btgi,btgj->gij", rows, rows), "algebra")
+
+
 @pytest.mark.parametrize("width", [6, 80])
 def test_rows_of_a_tall_float32_matrix_are_not_added_up_one_by_one(width: int) -> None:
     x = torch.randn(2_000_000 if width == 6 else 100_000, 1, width) + 0.5

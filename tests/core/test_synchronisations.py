@@ -107,6 +107,51 @@ def test_a_prediction_waits_once(options: dict[str, str], structure: str, weight
     assert reads.seen.total() <= bound, reads.seen
 
 
+class Encoder(nn.Module):
+    """An encoder layer, whose weights are used by functions that are watched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x).mean(1))
+
+
+def convolutional() -> nn.Module:
+    layers = (nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3, padding=1, stride=2))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(12, 3))
+
+
+NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {"encoder": (Encoder, (5, 8)), "images": (convolutional, (2, 4, 4))}
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+@pytest.mark.parametrize("structure", ["diag", "kron", "ekfac", "full"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_layers_of_every_kind_wait_once(name: str, structure: str, weights: str) -> None:
+    """Backward passes one by one, watched functions and dense blocks ask nothing of their own."""
+    torch.manual_seed(0)
+    make, shape = NETWORKS[name]
+    model, x = make().eval(), torch.randn(12, *shape)
+
+    def fitted(n_batches: int) -> tuple[Any, Counter[str]]:
+        la = Laplace(model, "classification", weights, structure)
+        with _Reads() as reads:
+            la.fit([(x, Y["classification"])] * n_batches)
+        return la, reads.seen
+
+    (la, few), (_, many) = (fitted(n) for n in (2, 5))
+    assert (many - few).total() <= 3 * READINGS.get(structure, 1), many - few
+    for options in ({}, {"link_approx": "mc"}, {"pred_type": "nn", "link_approx": "mc"}):
+        la(x, **options)
+        with _Reads() as reads:
+            la(x, **options)
+        drawn = "pred_type" not in options and bool(options)  # from covariances, whose root asks if they are diagonal
+        assert reads.seen.total() <= 1 + drawn, (options, reads.seen)
+
+
 def test_the_counter_sees_what_waits() -> None:
     x = torch.arange(4.0)
     for read in (

@@ -113,7 +113,7 @@ class Defaults(NamedTuple):
 DEFAULTS = {
     "engines/engine.py:CurvatureEngine": Defaults(
         "a sketch follows from whole factors, a head from its blocks, a running sum from a batch's matrices",
-        {"add_blocks", "add_full", "head_jacobian", "sketch"},
+        {"add_blocks", "add_diag", "add_full", "head_jacobian", "sketch"},
     ),
     "jacobian/blocks.py:Block": Defaults("a dense block may stand for every block, one of factors or not"),
     "jacobian/contractions.py:Contractions": Defaults("contractions of dense pieces are right for every block"),

@@ -79,6 +79,31 @@ def check_forms(form: OutputHessian) -> None:
     assert_close(torch.einsum("kbc,kbd->bcd", root, root), full, "algebra")
 
 
+@pytest.mark.parametrize("name", list(LIKELIHOODS))
+def test_a_root_has_the_announced_number_of_columns(name: str) -> None:
+    likelihood, (f, y) = get_likelihood(name), batch(name)
+    form = likelihood.hessian(f, y)
+    assert len(form.root()) == form.n_columns == f.shape[1] - likelihood.sums_to_zero
+
+
+@pytest.mark.parametrize("n_classes", [1, 2, 5])
+@pytest.mark.parametrize("scale", [1.0, 20.0, 300.0])
+def test_root_of_softmax_keeps_its_digits(scale: float, n_classes: int) -> None:
+    """In float32, against Σ_{d≠c} p_c p_d, which does not cancel where p_c is 1 up to rounding as p_c − p_c² does."""
+    f = scale * torch.randn(20, n_classes, generator=torch.Generator().manual_seed(0))
+    form = Categorical().hessian(f)
+    root = form.root().double()
+    assert root.shape == (max(1, n_classes - 1), 20, n_classes)
+    p = form.diag.double()
+    off = -p.unsqueeze(2) * p.unsqueeze(1)
+    off.diagonal(dim1=1, dim2=2).zero_()
+    exact = off - torch.diag_embed(off.sum(2))
+    floor = 1e-30 + 1e-5 * torch.sqrt(
+        exact.diagonal(dim1=1, dim2=2).unsqueeze(2) * exact.diagonal(dim1=1, dim2=2).unsqueeze(1)
+    )
+    assert bool(((torch.einsum("kbc,kbd->bcd", root, root) - exact).abs() <= floor).all())
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.999, 1.0])
 def test_root_of_any_rank_one_part(share: float) -> None:
     """Not only softmax: with q = |vec / √diag|² ≤ 1 the root is exact."""

@@ -28,12 +28,21 @@ class DiagSum:
         n_terms: E.
         dtype: Curvature dtype.
         bases: U of every tensor, or None for the identity.
+        running: The sum to add to; None for zeros.
     """
 
-    def __init__(self, problem: Problem, n_terms: int, dtype: torch.dtype, bases: Bases | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        n_terms: int,
+        dtype: torch.dtype,
+        bases: Bases | None = None,
+        running: Tensor | None = None,
+    ) -> None:
         self.slices = problem.layout.slices
         self.bases = bases
-        self.values = torch.zeros(n_terms, problem.layout.n_params, dtype=dtype, device=problem.device)
+        zeros = (n_terms, problem.layout.n_params)
+        self.values = torch.zeros(zeros, dtype=dtype, device=problem.device) if running is None else running
 
     def in_basis(self, slot: int, block: Block) -> Block:
         """The block in the basis of its tensor."""
@@ -50,10 +59,6 @@ class DiagSum:
         """Adds the diagonal of Σ_b J_bᵀ Λ_b J_b of a head, without a root of Λ; the blocks are in their bases."""
         for slot, block in blocks.items():
             self.values[:, self.slices[slot]] += block.ggn_diagonal(hessian, apart=len(self.values) > 1)
-
-    def result(self) -> Tensor:
-        """`[E, P]`."""
-        return self.values
 
 
 class FullSum:
@@ -295,7 +300,9 @@ class KronSum:
 
     def _output_side(self, key: str, g: Tensor) -> Tensor:
         """Σ g gᵀ over data and positions, `[k, G, O, O]`, or `[1, G, O, O]` where terms are not kept apart."""
-        return torch.stack([self._gram(key, term) for term in (g.unsqueeze(0) if self.n_terms == 1 else g)])
+        if self.n_terms == 1:
+            return self._gram(key, g).unsqueeze(0)
+        return torch.stack([self._gram(key, term) for term in g])
 
     def _exact(self, slot: int, block: Block, first: int) -> None:
         if block.size > DENSE_BLOCK_LIMIT or self.probe is not None:
@@ -313,7 +320,10 @@ class KronSum:
     def _put_terms(self, key: str, values: Tensor, first: int) -> None:
         """Adds values `[k, ...]` of the terms from `first` on, or their sum where terms are not kept apart."""
         if self.n_terms == 1:
-            values, first = values.sum(0, keepdim=True), 0
+            values, first = values if len(values) == 1 else values.sum(0, keepdim=True), 0
+        if key not in self.factors and len(values) == self.n_terms and first == 0:
+            self.factors[key] = values
+            return
         total = self.factors.setdefault(key, values.new_zeros(self.n_terms, *values.shape[1:]))
         _add_terms(total, values, first)
 

@@ -15,6 +15,12 @@ _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 _PROJECTIONS = ("in_proj_weight", "in_proj_bias", "out_proj_weight", "out_proj_bias",
                 "q_proj_weight", "k_proj_weight", "v_proj_weight")  # fmt: skip
 
+_SHORT = 2
+"""Tokens per number of a head up to which scores are no larger than other activations of the layer.
+
+There products are faster than PyTorch's fused attention, whose backward pass is not vectorised over cotangents.
+"""
+
 
 def run(linear: Linear, parameters: Container[int], *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None] | None:
     """Output `[L, N, E]` and weights of `F.multi_head_attention_forward`, or None where that is to be called itself.
@@ -37,15 +43,16 @@ def run(linear: Linear, parameters: Container[int], *args: Any, **kwargs: Any) -
     causal = a["is_causal"] and a["key_padding_mask"] is None and not a["need_weights"]
     mask = _mask(None if causal else a["attn_mask"], a["key_padding_mask"], q, k)
     weights = None
-    if a["need_weights"]:
+    short = mask is None and not causal and k.shape[-2] <= _SHORT * k.shape[-1]
+    if a["need_weights"] or short:
         scores = q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)
         weights = torch.softmax(scores if mask is None else scores + mask, -1)
         context = weights @ v
-        weights = weights.mean(1) if a["average_attn_weights"] else weights
+        weights = weights.mean(1) if a["average_attn_weights"] and a["need_weights"] else weights
     else:
         context = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
     output = linear(context.transpose(1, 2).flatten(2), a["out_proj_weight"], a["out_proj_bias"])
-    return output.transpose(0, 1), weights
+    return output.transpose(0, 1), weights if a["need_weights"] else None
 
 
 def _projected(linear: Linear, a: dict[str, Any]) -> list[Tensor]:

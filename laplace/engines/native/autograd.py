@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from laplace.core.memory import ran_out
+from laplace.network.model_guard import modules_of
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _RECURRENT = (nn.RNNBase,)
@@ -108,7 +109,7 @@ def differentiable(module: nn.Module, *, twice: bool) -> Iterator[None]:
         module: The network.
         twice: True if gradients are differentiated again, or vectorised over data.
     """
-    tables = (table for table in module.modules() if isinstance(table, (nn.Embedding, nn.EmbeddingBag)))
+    tables = (table for table in modules_of(module) if isinstance(table, (nn.Embedding, nn.EmbeddingBag)))
     with ExitStack() as stack:
         if twice:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))

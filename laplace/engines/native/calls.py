@@ -102,6 +102,10 @@ class UseOfParameter:
     axis: BatchAxis
 
 
+Activations = dict[tuple[UseOfParameter, torch.dtype], Tensor | None]
+"""Parts of a forward pass that blocks need, as they were computed for the first cotangents."""
+
+
 def block_of(
     problem: Problem,
     slot: int,
@@ -109,6 +113,8 @@ def block_of(
     calls: Sequence[LayerCall],
     gradients: Sequence[Tensor],
     n_data: int,
+    dtype: torch.dtype,
+    activations: Activations | None = None,
 ) -> Block:
     """The block of one slot.
 
@@ -119,21 +125,33 @@ def block_of(
         calls: All recorded calls.
         gradients: `[K, *output shape]` of every recorded call.
         n_data: B.
+        dtype: That of the weights, at least float32.
+        activations: What earlier cotangents of these calls needed, to which is added; None to keep nothing.
     """
-    blocks = [_of_use(problem, use, calls[use.call], gradients[use.call], n_data) for use in uses]
+    memory = {} if activations is None else activations
+    blocks = [_of_use(problem, use, calls[use.call], gradients[use.call], n_data, dtype, memory) for use in uses]
     block = blocks[0].add(blocks[1:]) if len(blocks) > 1 else blocks[0]
     selection, entries = problem.slots[slot].selection, problem.slots[slot].entries
     return block if selection is None or entries is None else block.select_entries(selection, entries)
 
 
-def _of_use(problem: Problem, use: UseOfParameter, call: LayerCall, g: Tensor, n_data: int) -> Block:
-    # A network may compute in fewer digits than its weights have.
-    dtype = torch.promote_types(torch.promote_types(g.dtype, problem.dtype), torch.float32)
+def _of_use(
+    problem: Problem,
+    use: UseOfParameter,
+    call: LayerCall,
+    g: Tensor,
+    n_data: int,
+    dtype: torch.dtype,
+    activations: Activations,
+) -> Block:
+    dtype = torch.promote_types(g.dtype, dtype)  # a network may compute in fewer digits than its weights have
     if isinstance(call.by, FunctionCall):
         return call.by.block(use.attribute, g.to(dtype), n_data, use.axis)
     rule = rule_for(call.by)
     if rule is None:
         raise CurvatureError(f"no layer rule for {type(call.by).__name__}")
-    x = call.x if not call.x.is_floating_point() else call.x.to(dtype)
-    a = rule.activation(call.by, use.attribute, reduce_features(x, problem.reduction), n_data, use.axis)
-    return rule.block(call.by, use.attribute, a, g.to(dtype), n_data, use.axis)
+    if (use, dtype) not in activations:
+        x = call.x if not call.x.is_floating_point() else call.x.to(dtype)
+        x = reduce_features(x, problem.reduction)
+        activations[use, dtype] = rule.activation(call.by, use.attribute, x, n_data, use.axis)
+    return rule.block(call.by, use.attribute, activations[use, dtype], g.to(dtype), n_data, use.axis)

@@ -32,13 +32,15 @@ class Owner:
 
 def owners(problem: Problem) -> list[Owner]:
     """Every (module, attribute) that holds a random parameter: several where tensors are tied."""
-    where = {id(problem.tensor(slot.name)): i for i, slot in enumerate(problem.slots)}
-    return [
-        Owner(module, attribute, where[id(tensor)])
-        for module in problem.module.modules()
+    slots = {slot.name: i for i, slot in enumerate(problem.slots)}
+    places = [
+        (f"{prefix}.{attribute}" if prefix else attribute, module, attribute, tensor)
+        for prefix, module in problem.module.named_modules()
         for attribute, tensor in module._parameters.items()
-        if tensor is not None and id(tensor) in where
     ]
+    where = {id(tensor): slots[name] for name, _, _, tensor in places if name in slots}
+    return [Owner(module, attribute, where[id(tensor)]) for _, module, attribute, tensor in places
+            if tensor is not None and id(tensor) in where]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

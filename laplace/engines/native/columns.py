@@ -35,7 +35,7 @@ class RootColumns:
         return cls(hessian) if hessian.dense is None else hessian.root()
 
     def __len__(self) -> int:
-        return self.hessian.diag.shape[1]
+        return self.hessian.n_columns
 
     def __getitem__(self, part: slice) -> Tensor:
         return self.hessian.root(part)

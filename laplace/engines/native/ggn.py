@@ -9,6 +9,7 @@ from laplace.engines.engine import EngineOptions
 from laplace.engines.native.columns import Columns, RootColumns
 from laplace.engines.native.outer import OuterEngine
 from laplace.likelihoods.base import Likelihood, OutputHessian
+from laplace.likelihoods.output_hessian import columns_of
 from laplace.weights.problem import Problem
 
 
@@ -35,7 +36,9 @@ class GGNEngine(OuterEngine):
         return RootColumns.of(self.likelihood.hessian(f.to(self.dtype), y))
 
     def n_columns(self, f: Tensor) -> int:
-        return self.options.num_samples if self.options.stochastic else f.shape[1]
+        if self.options.stochastic:
+            return self.options.num_samples
+        return columns_of(f.shape[1], sums_to_zero=self.likelihood.sums_to_zero)
 
     @property
     def apart(self) -> bool:

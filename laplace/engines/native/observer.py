@@ -64,7 +64,7 @@ class Observer(TorchFunctionMode):
         result = func(*args, **kwargs)
         if name in _ARGUMENTS:
             self._note(name, dict(zip(_ARGUMENTS[name], args, strict=False)) | kwargs, result)
-        else:
+        elif isinstance(result, (Tensor, tuple, list)) and not isinstance(result, torch.Size):
             self._follow(name, args, kwargs, result)
         return result
 
@@ -144,11 +144,11 @@ class Observer(TorchFunctionMode):
     # What has no data dimension, until it meets the data.
 
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        tensors += [a for a in kwargs.values() if isinstance(a, Tensor)]
-        known = [self._operands[id(a)] for a in tensors if id(a) in self._operands]
+        known = [self._operands[id(a)] for a in (*args, *kwargs.values()) if id(a) in self._operands]
         if not known:
             return
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        tensors += [a for a in kwargs.values() if isinstance(a, Tensor)]
         if name in _EXPANSIONS and self._expansion(known[0], tensors[0], result):
             return
         if len(tensors) == 1:

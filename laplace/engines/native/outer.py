@@ -58,10 +58,17 @@ class OuterEngine(NativeEngine):
     def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
         batch, y = self.observe(x, y)
         total = DiagSum(self.problem, self._n_terms(batch.f), self.dtype, bases)
+        return self._add_diag(batch, y, total), total.values
+
+    def add_diag(self, x: Inputs, y: Tensor, running: Tensor, bases: Bases | None = None) -> BatchSummary:
+        batch, y = self.observe(x, y)
+        return self._add_diag(batch, y, DiagSum(self.problem, len(running), self.dtype, bases, running))
+
+    def _add_diag(self, batch: ForwardPass, y: Tensor, total: DiagSum) -> BatchSummary:
         heads = batch.head_blocks(batch.heads())
         in_basis = {i: as_head(total.in_basis(i, block)) for i, block in heads.items()}
         self._accumulate(batch, y, total, heads={i: head for i, head in in_basis.items() if head is not None})
-        return self.summary(batch.f, y), total.result()
+        return self.summary(batch.f, y)
 
     def full(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
         total = MatrixSum(self.problem.layout.n_params)
@@ -99,7 +106,7 @@ class OuterEngine(NativeEngine):
         sides, exact = self._kron_sum(batch, probe), DiagSum(self.problem, self._n_terms(batch.f), self.dtype)
         total = _Both(sides, exact) if diagonal else sides
         self._accumulate(batch, y, total, heads=batch.head_blocks(batch.heads()))
-        return self.summary(batch.f, y), KronSketch(sides.result(), exact.result() if diagonal else None)
+        return self.summary(batch.f, y), KronSketch(sides.result(), exact.values if diagonal else None)
 
     def _kron_sum(self, batch: ForwardPass, probe: Probe | None) -> KronSum:
         reduce, terms = self.options.kfac_approx == "reduce", self._n_terms(batch.f)
@@ -152,7 +159,7 @@ class OuterEngine(NativeEngine):
         if not rest:
             return
         columns = self.cotangents(batch.f, y)
-        step = max(1, self.memory_budget // batch.bytes_per_column())
+        step = batch.columns_at_once(together=bool(groups))
         mixed = {i for i in rest if not batch.by_row(i)}
         mixed |= {i for group in groups if mixed & set(group) for i in group}
         if mixed and len(columns) > self.max_passes:  # refused before any of them are made

@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.memory import DATUM, in_slices
-from laplace.engines.native.calls import LayerCall, block_of
+from laplace.engines.native.calls import Activations, LayerCall, block_of
 from laplace.engines.native.capture import Capture
 from laplace.engines.native.fallback import Fallback, per_sample
 from laplace.engines.native.plan import Plan
@@ -24,6 +24,9 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.lazy import LazyBlock
 from laplace.network.model_guard import preserve_model
 from laplace.weights.problem import Problem
+
+_CACHED = 2**21
+"""Bytes of output gradients that stay in the caches of a CPU."""
 
 _LAZY_SHARE = 4
 """Dense fallback blocks above a quarter of the budget are computed piece by piece instead of held."""
@@ -51,6 +54,8 @@ class ForwardPass:
         self.memory_budget = memory_budget
         self.f = capture.rows.detach()
         self.dtype = torch.promote_types(self.f.dtype, torch.float32)
+        self._weights_dtype = torch.promote_types(problem.dtype, torch.float32)
+        self._activations: Activations = {}
 
     @property
     def n_data(self) -> int:
@@ -88,6 +93,18 @@ class ForwardPass:
         """The same with the cotangent itself, `[B, C]`, as it is made and in the dtype of the outputs."""
         return self.bytes_per_cotangent() + 2 * self.f.numel() * self.f.element_size()
 
+    def columns_at_once(self, *, together: bool) -> int:
+        """Cotangents whose output gradients are held at once, within the memory budget.
+
+        Of passes that run one by one on a CPU as many as caches hold, since more of them only have to be stacked.
+
+        Args:
+            together: Whether a sum needs few cotangents no less than many: it adds a product per call, however many.
+        """
+        looped = self.capture.loop and not together and self.f.device.type == "cpu"
+        budget = min(self.memory_budget, _CACHED) if looped else self.memory_budget
+        return max(1, budget // self.bytes_per_column())
+
     def heads(self) -> list[int]:
         """Slots whose layer's outputs are the network's, with all entries random."""
         return list(self._heads)
@@ -119,8 +136,21 @@ class ForwardPass:
     def _without_gradients(self, slot: int, calls: Sequence[LayerCall] | None = None) -> Block:
         """The block of a slot for one cotangent of zeros, which takes no backward pass and no memory."""
         recorded = self.capture.calls if calls is None else calls
-        zeros = [call.x.new_zeros((), dtype=self.f.dtype).expand(1, *self._gradient_shape(call)) for call in recorded]
-        return block_of(self.problem, slot, self.plan[slot].uses, recorded, zeros, self.n_data)
+        zeros = [self.f] * len(recorded)
+        for use in self.plan[slot].uses:
+            call = recorded[use.call]
+            zeros[use.call] = call.x.new_zeros((), dtype=self.f.dtype).expand(1, *self._gradient_shape(call))
+        return self._block(slot, recorded, zeros)
+
+    def _block(
+        self,
+        slot: int,
+        calls: Sequence[LayerCall],
+        gradients: Sequence[Tensor],
+        activations: Activations | None = None,
+    ) -> Block:
+        uses, dtype = self.plan[slot].uses, self._weights_dtype
+        return block_of(self.problem, slot, uses, calls, gradients, self.n_data, dtype, activations)
 
     def _gradient_shape(self, call: LayerCall) -> torch.Size:
         """The shape of the gradients of one cotangent: that of a head's are the network's, also of reduced features."""
@@ -232,7 +262,7 @@ class ForwardPass:
         blocks: dict[int, Block] = {}
         for i in only:
             if plan[i].uses:
-                blocks[i] = block_of(self.problem, i, plan[i].uses, capture.calls, gradients, self.n_data)
+                blocks[i] = self._block(i, capture.calls, gradients, self._activations)
             elif plan[i].fallback is None:
                 zero = torch.zeros((), dtype=self.dtype, device=self.f.device)
                 blocks[i] = DenseBlock(zero.expand(len(cotangents), self.n_data, self.problem.slots[i].size))

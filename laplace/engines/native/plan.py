@@ -81,7 +81,7 @@ def make_plan(
         CurvatureError: A tensor fails every fallback, which means that the output of one datum depends on others.
     """
     proof = probe(problem, capture, n_data)
-    all_owners = owners(problem)
+    all_owners, permutes = owners(problem), _permutes(capture.f)
     plan: list[JacobianRule] = []
     for i, truth in enumerate(proof.truths):
         if truth is None:
@@ -93,7 +93,7 @@ def make_plan(
             passed = [c for c in candidates if _holds(problem, i, c, capture, proof, expected)]
             if passed:
                 unique = (repeated or len(passed) == 1) and bool(expected.any())
-                proven = unique and _anchored(passed[0], capture, n_data)
+                proven = unique and not permutes and _anchored(passed[0], capture, n_data)
                 plan.append(replace(passed[0], proven=proven))
                 break
         else:
@@ -203,7 +203,7 @@ def _row_block(problem: Problem, slot: int, rule: JacobianRule, capture: Capture
     """The block of a tensor with rows for data, if it has a position for every one."""
     if len(rule.uses) != 1 or rule.uses[0].axis is not BatchAxis.LEADING:
         return None
-    block = block_of(problem, slot, rule.uses, capture.calls, proof.gradients, len(capture.f))
+    block = block_of(problem, slot, rule.uses, capture.calls, proof.gradients, len(capture.f), _dtype(problem))
     return block.fold_positions(capture.n_positions)
 
 
@@ -216,13 +216,10 @@ def _anchored(rule: JacobianRule, capture: Capture, n_data: int) -> bool:
     """True if every use sees the batch itself in its first dimension.
 
     Where it sees another number of rows (views, time first, tokens routed to experts), or where rows are indexed on
-    their way to the outputs (a batch sorted by length), which row belongs to which datum may be decided by the data:
-    such a plan is right for its batch and is proven anew for the next.
+    their way to the outputs (`_permutes`: a batch sorted by length), which row belongs to which datum may be decided by
+    the data: such a plan is right for its batch and is proven anew for the next.
     """
-    uses = rule.uses
-    if _permutes(capture.f):
-        return False
-    return all(t.axis is BatchAxis.LEADING and capture.calls[t.call].x.shape[0] == n_data for t in uses)
+    return all(t.axis is BatchAxis.LEADING and capture.calls[t.call].x.shape[0] == n_data for t in rule.uses)
 
 
 _INDEXING = ("Index", "Gather", "Scatter", "Sort", "MaskedS", "Put", "Pack", "Unique")
@@ -266,7 +263,7 @@ def unused_still(plan: Plan, problem: Problem, capture: Capture) -> bool:
 def _holds(problem: Problem, slot: int, rule: JacobianRule, capture: Capture, proof: Probe, expected: Tensor) -> bool:
     """True if the factors of a candidate reproduce autograd's number."""
     try:
-        block = block_of(problem, slot, rule.uses, capture.calls, proof.gradients, len(proof.r))
+        block = block_of(problem, slot, rule.uses, capture.calls, proof.gradients, len(proof.r), _dtype(problem))
         actual = block.pull(proof.r.unsqueeze(0).to(block_dtype(expected.dtype)))
     except (RuntimeError, IndexError, TypeError) as error:  # shapes that the data cannot have on this axis
         if ran_out(error):
@@ -278,6 +275,10 @@ def _holds(problem: Problem, slot: int, rule: JacobianRule, capture: Capture, pr
 def block_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which factors are contracted: at least float32."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def _dtype(problem: Problem) -> torch.dtype:
+    return block_dtype(problem.dtype)
 
 
 def _prove_fallback(problem: Problem, slot: int, x: Inputs, proof: Probe, expected: Tensor) -> JacobianRule:

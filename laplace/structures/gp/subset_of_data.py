@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
@@ -121,9 +122,12 @@ class SubsetCurvature(Curvature):
     def __add__(self, other: Curvature) -> SubsetCurvature:
         if not isinstance(other, SubsetCurvature):
             return NotImplemented
-        if self.dual.roots.shape[1:] != other.dual.roots.shape[1:] or self.independent != other.independent:
+        both = self.dual.roots, other.dual.roots
+        if both[0].shape[1] != both[1].shape[1] or self.independent != other.independent:
             raise CurvatureError("the subsets have other outputs, or are used otherwise; fit with override=True.")
-        dual = Dual((*self.dual.parts, *other.dual.parts), torch.cat([self.dual.roots, other.dual.roots]))
+        width = max(roots.shape[2] for roots in both)  # older states hold as many columns as outputs
+        roots = torch.cat([functional.pad(roots, (0, width - roots.shape[2])) for roots in both])
+        dual = Dual((*self.dual.parts, *other.dual.parts), roots)
         return SubsetCurvature(dual, self.n_seen + other.n_seen, self.independent, self.factor, self.terms)
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> DualPrecision:

@@ -8,6 +8,7 @@ adjoint: there the *gradients* are unfolded, and a are the inputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,12 +21,25 @@ from laplace.jacobian.outer import OuterBlock
 def patches(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int) -> Tensor:
     """Patches `[N, *positions, G, channels of a group · kernel size]` of an already padded `[N, channels, *space]`."""
     dims = len(kernel)
+    if dims < 3 and prod(kernel) > 1 and not x.is_meta:  # for whose shapes PyTorch would import its compiler
+        return _columns(x, kernel, stride, dilation, groups)
     for d in range(dims):
         reach = (kernel[d] - 1) * dilation[d] + 1
         x = x.unfold(2 + d, reach, stride[d])[..., :: dilation[d]]
     x = x.unflatten(1, (groups, -1))  # [N, G, c, *positions, *kernel]
     positions = range(3, 3 + dims)
     return x.permute(0, *positions, 1, 2, *range(3 + dims, 3 + 2 * dims)).flatten(2 + dims)
+
+
+def _columns(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int) -> Tensor:
+    """The same in one and two dimensions, by PyTorch's `unfold`, which copies rows of an image at once."""
+    sizes = zip(x.shape[2:], kernel, stride, dilation, strict=True)
+    positions = [(size - (k - 1) * d - 1) // s + 1 for size, k, s, d in sizes]
+    flat = len(kernel) == 1
+    image = x.unsqueeze(2) if flat else x
+    window, step, apart = ((1, *values) if flat else tuple(values) for values in (kernel, stride, dilation))
+    columns = F.unfold(image, window, dilation=apart, stride=step)  # [N, channels · kernel size, T]
+    return columns.unflatten(1, (groups, -1)).movedim(-1, 1).unflatten(1, positions)
 
 
 def _padded(module: nn.Module, x: Tensor) -> Tensor:

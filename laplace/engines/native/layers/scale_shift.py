@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -14,35 +15,56 @@ from laplace.jacobian.blocks import Block, DenseBlock
 Normaliser = Callable[[nn.Module, Tensor], Tensor]
 
 
-class TrailingScaleRule(LayerRule):
-    """z = γ ⊙ n(x) + β with γ of the shape of the trailing dimensions: LayerNorm, RMSNorm."""
+class _ScaleRule(LayerRule):
+    """z = γ ⊙ n(x) + β.
+
+    On the meta device, where shapes alone are asked, nothing is computed: PyTorch imports its compiler for such sums.
+    """
 
     def __init__(self, name: str, normalise: Normaliser) -> None:
         self.name = name
         self.normalise = normalise
-
-    def positions(self, module: nn.Module, x: Tensor, n_data: int) -> int:
-        lead = x.shape[: x.ndim - len(module.normalized_shape)]  # pyright: ignore[reportArgumentType]
-        return evenly(lead.numel(), n_data) if lead else 0
 
     def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: BatchAxis) -> Tensor | None:
         if attribute == "bias":
             return None
-        return axis.positions(self.normalise(module, x), n_data, len(module.normalized_shape))  # pyright: ignore[reportArgumentType]
+        n_features = self.n_features(module, x)
+        return axis.positions(x if x.is_meta else self.normalise(module, x), n_data, n_features)
 
     def block(
         self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, axis: BatchAxis
     ) -> Block:
-        g = axis.positions(g, n_data, len(module.normalized_shape), batched=True)  # pyright: ignore[reportArgumentType]
-        return DenseBlock((g if a is None else g * a).sum(2).flatten(2))
+        parameter: Tensor = getattr(module, attribute)
+        if g.is_meta:
+            return DenseBlock(g.new_empty(len(g), n_data, parameter.numel()))
+        g = axis.positions(g, n_data, self.n_features(module, g[0]), batched=True)
+        return DenseBlock(self.summed(g if a is None else g * a, parameter))
+
+    @abstractmethod
+    def n_features(self, module: nn.Module, x: Tensor) -> int:
+        """Trailing dimensions of an input or output that are not data or positions."""
+
+    @abstractmethod
+    def summed(self, products: Tensor, parameter: Tensor) -> Tensor:
+        """Products `[K, B, T, *features]` summed over what shares an entry of the parameter, `[K, B, p]`."""
 
 
-class ChannelScaleRule(LayerRule):
-    """z = γ_c n(x)_c + β_c with channels in dimension 1: BatchNorm in eval, GroupNorm, InstanceNorm, PReLU."""
+class TrailingScaleRule(_ScaleRule):
+    """γ has the shape of the trailing dimensions: LayerNorm, RMSNorm."""
 
-    def __init__(self, name: str, normalise: Normaliser) -> None:
-        self.name = name
-        self.normalise = normalise
+    def positions(self, module: nn.Module, x: Tensor, n_data: int) -> int:
+        lead = x.shape[: x.ndim - self.n_features(module, x)]
+        return evenly(lead.numel(), n_data) if lead else 0
+
+    def n_features(self, module: nn.Module, x: Tensor) -> int:
+        return len(module.normalized_shape)  # pyright: ignore[reportArgumentType]
+
+    def summed(self, products: Tensor, parameter: Tensor) -> Tensor:
+        return products.sum(2).flatten(2)
+
+
+class ChannelScaleRule(_ScaleRule):
+    """γ has an entry per channel, dimension 1: BatchNorm in eval, GroupNorm, InstanceNorm, PReLU."""
 
     def accepts(self, module: nn.Module, x: Tensor) -> bool:
         return x.ndim >= 2
@@ -50,19 +72,12 @@ class ChannelScaleRule(LayerRule):
     def positions(self, module: nn.Module, x: Tensor, n_data: int) -> int:
         return evenly(x.shape[0], n_data)
 
-    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: BatchAxis) -> Tensor | None:
-        if attribute == "bias":
-            return None
-        return axis.positions(self.normalise(module, x), n_data, x.ndim - 1)
+    def n_features(self, module: nn.Module, x: Tensor) -> int:
+        return x.ndim - 1
 
-    def block(
-        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, axis: BatchAxis
-    ) -> Block:
-        g = axis.positions(g, n_data, g.ndim - 2, batched=True)
-        products = g if a is None else g * a  # [K, B, T, channels, *space]
-        products = products.sum((2, *range(4, products.ndim)))
-        shared = getattr(module, attribute).numel() == 1
-        return DenseBlock(products.sum(2, keepdim=True) if shared else products)
+    def summed(self, products: Tensor, parameter: Tensor) -> Tensor:
+        products = products.sum((2, *range(4, products.ndim)))  # of [K, B, T, channels, *space]
+        return products.sum(2, keepdim=True) if parameter.numel() == 1 else products
 
 
 def _layer_norm(module: nn.Module, x: Tensor) -> Tensor:
