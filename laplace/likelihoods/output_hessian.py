@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,11 +25,34 @@ class OutputHessian:
         vec: `[B, C]` or None, the subtracted rank-one part, with Σ_c vec_c² / diag_c ≤ 1 (Λ is then positive
             semi-definite; softmax attains 1).
         dense: `[B, C, C]` or None; if given it is the whole of Λ, and `diag`, its diagonal, is for reading only.
+        rows_sum_to_zero: True of a likelihood that does not see a shift of all outputs (softmax): Λ 1 = 0. Sums of Λ
+            then hold that to the last digit, where rounding would compete with a small prior precision.
     """
 
     diag: Tensor
     vec: Tensor | None = None
     dense: Tensor | None = None
+    rows_sum_to_zero: bool = False
+
+    @property
+    def is_diagonal(self) -> bool:
+        """True if no likelihood of this form has entries beside the diagonal."""
+        return self.dense is None and self.vec is None
+
+    def to(self, dtype: torch.dtype) -> OutputHessian:
+        """The same in another dtype."""
+        vec, dense = (None if part is None else part.to(dtype) for part in (self.vec, self.dense))
+        return replace(self, diag=self.diag.to(dtype), vec=vec, dense=dense)
+
+    def entries(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Entries Λ_rc `[B, n]`, float64, at rows and columns `[n]`; of a diagonal Λ none beside the diagonal."""
+        if self.dense is not None:
+            return widened(self.dense[:, rows, columns])
+        diag = widened(self.diag).index_select(1, rows) * (rows == columns)
+        if self.vec is None:
+            return diag
+        vec = widened(self.vec)
+        return diag.addcmul_(vec.index_select(1, rows), vec.index_select(1, columns), value=-1)
 
     def diagonal(self) -> Tensor:
         """Diagonals of Λ, `[B, C]`."""

@@ -48,7 +48,7 @@ class SoftmaxLikelihood(NoiseFreeLikelihood):
     def hessian(self, f: Tensor, y: Tensor | None = None) -> OutputHessian:
         """diag(p) − p pᵀ with p = softmax(f); zero for ignored labels."""
         p = self._counted(torch.softmax(f, 1), y)
-        return OutputHessian(diag=p, vec=p)
+        return OutputHessian(diag=p, vec=p, rows_sum_to_zero=True)
 
     def sample_gradients(
         self, f: Tensor, y: Tensor | None, n_samples: int, generator: torch.Generator | None = None

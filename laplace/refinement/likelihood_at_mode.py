@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -67,9 +67,7 @@ class Shifted(Likelihood):
         if y is None:
             return self.base.hessian(f)
         shift, root, targets = self._unpacked(y)
-        hessian = self.smoothing.hessian(self.base, widened(f) + shift, root, targets)
-        parts = {field.name: getattr(hessian, field.name) for field in fields(hessian)}
-        return replace(hessian, **{name: None if part is None else part.to(f.dtype) for name, part in parts.items()})
+        return self.smoothing.hessian(self.base, widened(f) + shift, root, targets).to(f.dtype)
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         shift, root, targets = self._unpacked(y)

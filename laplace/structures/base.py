@@ -106,6 +106,7 @@ class Curvature(ABC):
         is_variational: Whether a variational posterior can have this structure: its precision is any that is a sum of
             curvature and prior.
         by_hand: Form in which users assign it and sum it up themselves; None where they cannot.
+        is_wide: Whether its sums are float64 whatever the dtype of the posterior, in which `la.H` shows them.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Curvature(ABC):
     is_diagonal: bool = False
     is_variational: bool = False
     by_hand: ByHand | None = None
+    is_wide: bool = False
 
     # Before data are read.
 

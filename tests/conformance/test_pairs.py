@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from laplace import Laplace
-from laplace.jacobian import pairs
+from laplace.jacobian import packed, pair_sum, pairs
 from laplace.structures.full import FullPrecision
 from tests.conformance.cases import KEPT, Case, few, own_dense, thinned, truth
 from tests.conformance.test_predictions import covariance_of, latent_of
@@ -21,11 +21,11 @@ from tests.reference.compare import assert_close
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pairs for networks of any size, a few data at a time."""
     monkeypatch.setattr(pairs, "_WORTHWHILE", 0)
-    monkeypatch.setattr(pairs, "_STRIP", 2)
+    monkeypatch.setattr(packed, "_STRIP", 2)
     monkeypatch.setattr(pairs, "CHUNK_BYTES", 2**12)
-    pairs.strips.cache_clear()
+    packed.strips.cache_clear()
     yield
-    pairs.strips.cache_clear()
+    packed.strips.cache_clear()
 
 
 @pytest.mark.usefixtures("always")
@@ -153,8 +153,8 @@ def test_a_prediction_without_a_graph_leaves_the_next_one_its_own() -> None:
 def test_indices_that_are_kept_serve_autograd_after_inference_mode() -> None:
     values = torch.randn(3, 10, requires_grad=True)
     with torch.inference_mode():
-        pairs._repeated(values, 4)
-    pairs._repeated(values, 4).square().sum().backward()
+        packed.SymmetricForm(4).completed(values)
+    packed.SymmetricForm(4).completed(values).square().sum().backward()
     assert values.grad is not None
 
 
@@ -169,7 +169,7 @@ def test_a_matrix_that_is_not_completed_can_be_asked_for_again(monkeypatch: pyte
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(pairs, "_place_own", runs_out)
+        patch.setattr(pair_sum, "_place_own", runs_out)
         with pytest.raises(MemoryError):
             _ = la.H
     assert torch.equal(la.H, whole.H)
