@@ -13,7 +13,7 @@ from laplace.core.gram import add_gram, mirror
 from laplace.core.precision_policy import product_dtype
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.heads import HeadBlock
-from laplace.jacobian.packed import SymmetricForm, n_products, products, strips
+from laplace.jacobian.packed import Strip, SymmetricForm, n_products, products, strips
 from laplace.jacobian.pairs import Pairs, Part
 from laplace.likelihoods.output_hessian import OutputHessian
 
@@ -79,7 +79,7 @@ class PairSum:
         result: list[Tensor] = []
         for i, part in enumerate(self.pairs.parts):
             own = self.sums[i, i]
-            result.append(own[:, _squares(part.n_inputs, own.device)] if part.is_product else own.diagonal())
+            result.append(own[:, _squares(strips(part.n_inputs), own.device)] if part.is_product else own.diagonal())
         return result
 
     def dense(self, n_terms: int = 1) -> Tensor:
@@ -127,11 +127,9 @@ def _shape(pairs: Pairs, forms: Sequence[SymmetricForm], i: int, j: int) -> tupl
 
 
 @cache
-def _squares(width: int, device: torch.device) -> Tensor:
+def _squares(every: tuple[Strip, ...], device: torch.device) -> Tensor:
     """Places of the products a_i a_i among those of all strips, `[I]`."""
-    places = [
-        strip.first + k * (width - strip.start) + k for strip in strips(width) for k in range(strip.stop - strip.start)
-    ]
+    places = [s.first + k * (s.width - s.start + 1) for s in every for k in range(s.stop - s.start)]
     with torch.inference_mode(False):
         return torch.tensor(places, device=device)
 

@@ -1,4 +1,4 @@
-"""Products J_b S J_bᵀ by pairs of layers: of a matrix S `[P, P]` the inputs are contracted first."""
+"""Products with a matrix by layers, without J: of a matrix the inputs are contracted first, then the outputs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from laplace.jacobian.blocks import Block
-from laplace.jacobian.contractions import RankOne, total
+from laplace.jacobian.contractions import CHUNK_BYTES, RankOne, total
 from laplace.jacobian.packed import SymmetricForm, products, strips
-from laplace.jacobian.pairs import Pairs
+from laplace.jacobian.pairs import Pairs, Part
 
 
 class PairedMatrix:
@@ -60,3 +60,31 @@ class PairedMatrix:
             return own if i == j else 2 * own
         product = left if other.g is None else left @ other.by_datum().mT
         return product if i == j else product + product.mT
+
+
+def jacobian_product(pairs: Pairs, blocks: Sequence[Block], matrix: Tensor) -> Tensor:
+    """J_b M of every datum, `[B, K, Q]`, for M `[P, Q]`: g_b (M a_b) of every layer, little more than B·P·Q products.
+
+    Args:
+        pairs: The parts of the blocks.
+        blocks: J.
+        matrix: M, in the dtype of the product.
+    """
+    result: list[Tensor] = []
+    for _, factors in pairs.factors(blocks, matrix.dtype):
+        widest = len(factors[0].a) * max(part.n_outputs for part in pairs.parts if part.is_product)
+        columns = matrix.split(max(1, CHUNK_BYTES // (8 * widest)), 1)
+        each = list(zip(pairs.parts, factors, strict=True))
+        result.append(torch.cat([total(_times(part, own, some) for part, own in each) for some in columns], 2))
+    return torch.cat(result)
+
+
+def _times(part: Part, factors: RankOne, matrix: Tensor) -> Tensor:
+    """The term of one part, `[b, K, q]`."""
+    if not part.is_product:
+        return factors.by_datum() @ torch.cat([matrix[entries] for entries in part.slices])
+    terms: list[Tensor] = []
+    for piece, entries, inputs, _ in part.pieces():
+        terms.append(factors.a[:, inputs] @ piece.rows(matrix[entries]))
+    outputs = total(terms).transpose(0, 1)  # [b, O, q]
+    return outputs if factors.g is None else factors.by_datum() @ outputs

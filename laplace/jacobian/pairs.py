@@ -90,6 +90,11 @@ class Part:
         rows, columns = (0, 1) if self.input_first else (1, 0), (2, 3) if other.input_first else (3, 2)
         return block.view(*self._shape, *other._shape).permute(rows[0], columns[0], rows[1], columns[1])
 
+    def rows(self, block: Tensor) -> Tensor:
+        """A view of rows `[p, q]` of this part, of one block, as `[O, I, q]`."""
+        view = block.unflatten(0, self._shape)
+        return view.transpose(0, 1) if self.input_first else view
+
     def factors(self, blocks: Sequence[Block], dtype: torch.dtype) -> RankOne:
         """Factors of its blocks: dense rows and ones of what is multiplied out."""
         own = [blocks[i] for i in self.blocks]

@@ -25,7 +25,7 @@ from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import DenseBlock
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.matrix_sum import MatrixSum
-from laplace.jacobian.paired_matrix import PairedMatrix
+from laplace.jacobian.paired_matrix import PairedMatrix, jacobian_product
 from laplace.jacobian.pairs import Pairs
 from laplace.structures import algebra
 from laplace.structures.algebra import Recent
@@ -306,7 +306,11 @@ class FullPrecision(Precision):
         return self.root.requires_grad and torch.is_grad_enabled()
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        return self._narrowed(row_gram(self._coloured(jacobian.dense()).flatten(0, 1)), jacobian)
+        if Pairs.are_less_work(jacobian.blocks, jacobian.n_data):
+            rows = jacobian_product(Pairs.of(jacobian.blocks), jacobian.blocks, self.root)
+        else:
+            rows = self._coloured(jacobian.dense())
+        return self._narrowed(row_gram(rows.flatten(0, 1)), jacobian)
 
     def _coloured(self, piece: Tensor) -> Tensor:
         """J L of a piece `[b, C, P]`."""
