@@ -28,6 +28,11 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.to(wide_dtype(tensor.device))
 
 
+def held_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type in which numbers of a type are held on a device: float64 only where there is one."""
+    return wide_dtype(device) if dtype == torch.float64 else dtype
+
+
 def product_dtype(rows: torch.dtype, n_before: int, width: int, device: torch.device) -> torch.dtype:
     """The type in which products Σ w x xᵀ of a batch are formed that are added to a sum in the widest type.
 

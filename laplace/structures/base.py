@@ -15,6 +15,7 @@ from laplace.core import checks
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
+from laplace.core.precision_policy import wide_dtype
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
@@ -273,8 +274,9 @@ class Curvature(ABC):
         return fields.from_state(cls, state)
 
     def moved(self: C, device: torch.device | None, dtype: torch.dtype | None) -> C:
-        """The same on another device, or in another dtype."""
-        return self.from_state(move(self.state(), device, dtype))
+        """The same on another device, or in another dtype; sums that are wide stay so."""
+        kept = None if self.is_wide and dtype != wide_dtype() else dtype
+        return self.from_state(move(self.state(), device, kept))
 
     @property
     def note(self) -> str | None:
