@@ -275,8 +275,8 @@ class Curvature(ABC):
 
     def moved(self: C, device: torch.device | None, dtype: torch.dtype | None) -> C:
         """The same on another device, or in another dtype; sums that are wide stay so."""
-        kept = None if self.is_wide and dtype != wide_dtype() else dtype
-        return self.from_state(move(self.state(), device, kept))
+        narrower = self.is_wide and dtype != wide_dtype()
+        return self.from_state(move(self.state(), device, None if narrower else dtype))
 
     @property
     def note(self) -> str | None:

@@ -34,8 +34,8 @@ class BlockOptions(SignedOptions):
     """Options of `hessian_structure="block"`.
 
     Attributes:
-        max_block: Most random entries of one layer. A block of p entries takes 4 p² bytes in a float32 fit, and 20 p²
-            more and some 10 p³ operations for its eigendecomposition: 1.6 GB and about a minute at the default.
+        max_block: Most random entries of one layer. A block of p entries takes 8 p² bytes in a fit, and 20 p²
+            more and some 10 p³ operations for its eigendecomposition: 1.9 GB and about a minute at the default.
     """
 
     max_block: int = 8192
@@ -79,7 +79,7 @@ class BlockCurvature(AdditiveCurvature):
             if size > options.max_block:
                 raise InvalidArgument(
                     f"hessian_structure='block': the layer {name.rpartition('.')[0]!r} has {size} random entries, "
-                    f"more than max_block={options.max_block}; its block would take {24 * size**2 / 2**30:.3g} GiB, "
+                    f"more than max_block={options.max_block}; its block would take {28 * size**2 / 2**30:.3g} GiB, "
                     f"factorised. Pass structure_kwargs={{'max_block': {size}}} if the machine has that, or use "
                     "hessian_structure='kron' or 'diag', or fewer weights."
                 )
