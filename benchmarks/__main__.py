@@ -95,8 +95,8 @@ HEADER = (
 def all_cases() -> list[Case]:
     """Every line of the table, in order."""
     files = (
-        last_layer, full_last_layer, all_layers, fixed_costs, subnetwork, sampled, evidence, tuning, backends, wide_layers,
-        truncated, memory, importing,
+        last_layer, full_last_layer, all_layers, fixed_costs, subnetwork, sampled, evidence, tuning, backends,
+        wide_layers, truncated, memory, importing,
     )  # fmt: skip
     return [case for file in files for case in file.cases()]
 

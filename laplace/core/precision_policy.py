@@ -28,6 +28,47 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.to(wide_dtype(tensor.device))
 
 
+def held_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type in which numbers of a type are held on a device: float64 only where there is one."""
+    return wide_dtype(device) if dtype == torch.float64 else dtype
+
+
+def product_dtype(rows: torch.dtype, n_before: int, width: int, device: torch.device) -> torch.dtype:
+    """The type in which products Σ w x xᵀ of a batch are formed that are added to a sum in the widest type.
+
+    The widest type for the first data, as many as a row has entries: directions that few data leave at zero would be
+    filled by rounding, with which a small prior precision competes. Of further data the rows' type, at half the time:
+    the sum has its rank, and rounding is relative to what is there.
+
+    Args:
+        rows: Type of the rows x.
+        n_before: Number of data that the sum has already.
+        width: Of x.
+        device: Where it is.
+    """
+    return wide_dtype(device) if n_before < width else torch.promote_types(rows, torch.float32)
+
+
+_ROOT_ERROR = 1e-5
+"""Relative error of a variance, at most, that is a sum of squares of products in a type narrower than float64."""
+
+
+def root_dtype(dtype: torch.dtype, largest: float, smallest: float, device: torch.device) -> torch.dtype:
+    """The type of products v = L φ with a root L of P⁻¹ of which variances are the squares |v|².
+
+    Rounding is ε |L| |φ| ≤ ε |φ| / √λmin, and |v| ≥ |φ| / √λmax, so that the relative error is ε √(λmax / λmin): the
+    square root of what is lost in φᵀ P⁻¹ φ.
+
+    Args:
+        dtype: Of the posterior.
+        largest: Upper bound of the eigenvalues of P.
+        smallest: Lower bound of them.
+        device: Where it is.
+    """
+    precise = smallest > 0 and torch.finfo(dtype).eps * (largest / smallest) ** 0.5 <= _ROOT_ERROR
+    return dtype if precise else wide_dtype(device)
+
+
 def exponent_share(dtype: torch.dtype) -> float:
     """Share of float64's exponents that a type has: 1, and an eighth of float32; x ** share is in its range."""
     return math.log(torch.finfo(dtype).max) / math.log(sys.float_info.max)

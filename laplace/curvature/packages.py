@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +31,7 @@ from laplace.engines.native.passes import ForwardPass
 from laplace.engines.native.plan import first_of_use
 from laplace.errors import CurvatureError, MissingDependency
 from laplace.jacobian.jacobian import Jacobian
+from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.labels import classes_of
 from laplace.network.model_guard import preserve_model
@@ -115,6 +116,13 @@ class PackageEngine(CurvatureEngine):
             return self.native.full(x, y)
         return computed.summary, computed.values.to(self.native.dtype).unsqueeze(0)
 
+    def add_full(self, x: Inputs, y: Tensor, running: MatrixSum) -> BatchSummary:
+        computed = self._by_package("full", x, y)
+        if computed is None:
+            return self.native.add_full(x, y, running)
+        running.add(computed.values.to(self.native.dtype).unsqueeze(0))
+        return computed.summary
+
     def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
         computed = None if bases is not None else self._by_package("diag", x, y)
         if computed is None:
@@ -146,6 +154,14 @@ class PackageEngine(CurvatureEngine):
         if computed is None:
             return self.native.blocks(x, y, groups)
         return computed.summary, tuple(block.to(self.native.dtype).unsqueeze(0) for block in computed.values)
+
+    def add_blocks(self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[MatrixSum]) -> BatchSummary:
+        computed = self._by_package("blocks", x, y, groups)
+        if computed is None:
+            return self.native.add_blocks(x, y, groups, running)
+        for values, total in zip(computed.values, running, strict=True):
+            total.add(values.to(self.native.dtype).unsqueeze(0))
+        return computed.summary
 
     def matmul(
         self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None

@@ -103,7 +103,7 @@ class UserBackendEngine(CurvatureEngine):
         if "full" in self.methods:
             return self._users_full(x, y)
         total = MatrixSum(self.problem.layout.n_params)
-        return self.add_full(x, y, total), total.complete()
+        return self.add_full(x, y, total), total.complete().to(self.dtype)
 
     def add_full(self, x: Inputs, y: Tensor, running: MatrixSum) -> BatchSummary:
         if "full" in self.methods:
@@ -113,7 +113,7 @@ class UserBackendEngine(CurvatureEngine):
         if not self._gives_columns:
             return self.builtin.add_full(x, y, running)
         summary, blocks = self._weighted(x, y)
-        FullSum(range(len(self.problem.slots)), self.problem, 1, self.dtype, running).add(blocks, 0)
+        FullSum(range(len(self.problem.slots)), self.problem, 1, running).add(blocks, 0)
         return summary
 
     def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
@@ -148,12 +148,12 @@ class UserBackendEngine(CurvatureEngine):
             inside = [torch.cat([torch.arange(slices[i].start, slices[i].stop) for i in group]) for group in groups]
             return summary, tuple(values[:, at.to(values.device)][:, :, at.to(values.device)] for at in inside)
         sums = [MatrixSum(sum(self.problem.layout.sizes[i] for i in group)) for group in groups]
-        return self.add_blocks(x, y, groups, sums), tuple(total.complete() for total in sums)
+        return self.add_blocks(x, y, groups, sums), tuple(total.complete().to(self.dtype) for total in sums)
 
     def add_blocks(self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[MatrixSum]) -> BatchSummary:
         if self._gives_columns:
             summary, columns = self._weighted(x, y)
-            BlockSum(groups, self.problem, 1, self.dtype, running).add(columns, 0)
+            BlockSum(groups, self.problem, 1, running).add(columns, 0)
             return summary
         if "full" not in self.methods:
             return self.builtin.add_blocks(x, y, groups, running)

@@ -52,8 +52,11 @@ class Fit:
 
     @property
     def H(self) -> Any:
-        """The unit curvature as users see it."""
-        return self.curvature.public()
+        """The unit curvature as users see it, in the dtype of the posterior."""
+        H, dtype = self.curvature.public(), self.loss_terms.dtype
+        if not self.curvature.is_wide:
+            return H
+        return H.to(dtype) if isinstance(H, Tensor) else tuple(block.to(dtype) for block in H)
 
     @property
     def complete(self) -> Fit:

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from laplace.core.precision_policy import wide_dtype, widened
-from laplace.jacobian.blocks import BLOCKS, Block
+from laplace.errors import CurvatureError
+from laplace.jacobian.blocks import BLOCKS, Block, all_of
 from laplace.jacobian.contractions import ProductBasis, RankOne, TensorShape
 from laplace.jacobian.outer import OuterBlock
 from laplace.likelihoods.output_hessian import OutputHessian
@@ -265,6 +266,23 @@ class RotatedHeadBlock(Head):
 def as_head(block: Block) -> Head | None:
     """The block where its layer's outputs are the network's, in any basis; else None."""
     return block if isinstance(block, Head) else None
+
+
+def heads_alone(blocks: Sequence[Block]) -> list[HeadBlock] | None:
+    """The blocks where all are a head's, in the basis of its outputs: J = I ⊗ [φ, 1]; else None."""
+    return all_of(HeadBlock, blocks)
+
+
+def unrotated(blocks: Sequence[Head]) -> list[HeadBlock]:
+    """The blocks of a head in the basis of its outputs.
+
+    Raises:
+        CurvatureError: They are in another one.
+    """
+    heads = heads_alone(blocks)
+    if heads is None:
+        raise CurvatureError("a head's outer products are those in the basis of its outputs; these blocks are rotated.")
+    return heads
 
 
 def gradients_are(block: Block, cotangents: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Full matrices and outer products: sums Σ_b J_bᵀ J_b and products J_b Σ J_bᵀ by pairs of layers, without J.
+"""Full matrices and outer products by pairs of layers, without J: the parts of a matrix, and how they are counted.
 
 For two layers with J[k, b] = g[k, b] ⊗ a[b] and J'[k, b] = g'[k, b] ⊗ a'[b], the part of a sum that they share is
 
@@ -9,30 +9,27 @@ one matrix product `[O·O', B] × [B, I·I']`: K times less work than with J mul
     J_b S J'_bᵀ = g_b (S · (a_b ⊗ a'_b)) g'_bᵀ
 
 contracts the inputs first, by a product `[B, I·I'] × [I·I', O·O']`. Of a layer with itself either holds little more
-than a quarter of the numbers, since both sides are symmetric. So sums and matrices are held pair by pair,
-`[I·I', O·O']`.
+than a quarter of the numbers, since both sides are symmetric. So sums (`PairSum`) and matrices (`PairedMatrix`) are
+held pair by pair. A head, whose outputs are the network's, is one layer with inputs [φ, 1] and g = I:
+Σ_b Λ_b ⊗ (φ_b φ_bᵀ).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import combinations_with_replacement
 
 import torch
 from torch import Tensor
 
-from laplace.core.gram import add_gram, mirror
 from laplace.jacobian.blocks import Block
-from laplace.jacobian.contractions import CHUNK_BYTES, RankOne, TensorShape, total
+from laplace.jacobian.contractions import CHUNK_BYTES, RankOne, TensorShape
+from laplace.jacobian.heads import HeadBlock, heads_alone
+from laplace.jacobian.packed import SymmetricForm, n_products, strips
 
 _WORTHWHILE = 2**24
 """Multiplications with J from which pairs of layers are less work: each pair has a fixed cost of a few operations."""
-
-
-_STRIP = 16
-"""Inputs whose products with all others are taken at once: half of the products need not be taken twice."""
 
 
 @dataclass(frozen=True)
@@ -40,32 +37,41 @@ class Part:
     """Entries of a full matrix that are seen as inputs × outputs.
 
     Attributes:
-        blocks: Indices of the blocks: one weight, or all that are multiplied out.
+        blocks: Indices of the blocks: one weight, those of a head, or all that are multiplied out.
         slices: Their entries.
         n_outputs: O; of what is multiplied out all entries.
-        n_inputs: I; 1 of what is multiplied out.
+        inputs: Number of inputs of every block, which follow each other; none of what is multiplied out.
         input_first: True if the entries are inputs × outputs, and not outputs × inputs.
     """
 
     blocks: tuple[int, ...]
     slices: tuple[slice, ...]
     n_outputs: int
-    n_inputs: int = 1
+    inputs: tuple[int, ...] = ()
     input_first: bool = False
 
     @property
     def is_product(self) -> bool:
-        """True of one weight, whose factors are contracted."""
-        return self.n_inputs > 1
+        """True of a layer, whose factors are contracted."""
+        return bool(self.inputs)
 
-    def pieces(self) -> Iterator[tuple[Part, slice, slice]]:
-        """The part of every slice, its entries in the matrix, and which of the outputs O they are."""
+    @property
+    def n_inputs(self) -> int:
+        """I; 1 of what is multiplied out."""
+        return sum(self.inputs) or 1
+
+    def pieces(self) -> Iterator[tuple[Part, slice, slice, slice]]:
+        """The part of every block, its entries in the matrix, and which of the inputs I and outputs O they are."""
         start = 0
-        for index, entries in zip(self.blocks, self.slices, strict=True):
-            n_outputs = self.n_outputs if self.is_product else entries.stop - entries.start
-            piece = replace(self, blocks=(index,), slices=(entries,), n_outputs=n_outputs)
-            yield piece, entries, slice(start, start + n_outputs)
-            start += n_outputs
+        for k, (index, entries) in enumerate(zip(self.blocks, self.slices, strict=True)):
+            size = self.inputs[k] if self.is_product else entries.stop - entries.start
+            own, every = slice(start, start + size), slice(0, self.n_outputs if self.is_product else 1)
+            one = replace(self, blocks=(index,), slices=(entries,))
+            if self.is_product:
+                yield replace(one, inputs=(size,)), entries, own, every
+            else:
+                yield replace(one, n_outputs=size), entries, every, own
+            start += size
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -74,22 +80,29 @@ class Part:
     def picked(self, other: Part, matrix: Tensor) -> Tensor:
         """Entries of this part and another one of a matrix `[P, P]`, `[I, I', O, O']`."""
         rows: list[Tensor] = []
-        for one, r, _ in self.pieces():
-            rows.append(_joined([one.viewed(second, matrix[r, c]) for second, c, _ in other.pieces()], 3))
-        return _joined(rows, 2)
+        for one, r, _, _ in self.pieces():
+            columns = [one.viewed(second, matrix[r, c]) for second, c, _, _ in other.pieces()]
+            rows.append(_joined(columns, 1 if other.is_product else 3))
+        return _joined(rows, 0 if self.is_product else 2)
 
     def viewed(self, other: Part, block: Tensor) -> Tensor:
-        """A view of entries `[p, p']` of this part and another one, of one slice each, as `[I, I', O, O']`."""
+        """A view of entries `[p, p']` of this part and another one, of one block each, as `[I, I', O, O']`."""
         rows, columns = (0, 1) if self.input_first else (1, 0), (2, 3) if other.input_first else (3, 2)
         return block.view(*self._shape, *other._shape).permute(rows[0], columns[0], rows[1], columns[1])
 
+    def rows(self, block: Tensor) -> Tensor:
+        """A view of rows `[p, q]` of this part, of one block, as `[O, I, q]`."""
+        view = block.unflatten(0, self._shape)
+        return view.transpose(0, 1) if self.input_first else view
+
     def factors(self, blocks: Sequence[Block], dtype: torch.dtype) -> RankOne:
         """Factors of its blocks: dense rows and ones of what is multiplied out."""
-        factors = blocks[self.blocks[0]].rank_one() if self.is_product else None
-        if factors is None:
-            dense = torch.cat([blocks[i].dense() for i in self.blocks], 2)
-            factors = RankOne(dense, dense.new_ones(dense.shape[1], 1), self.n_outputs)
-        return factors.to(dtype)
+        own = [blocks[i] for i in self.blocks]
+        factors = [factor for factor in (block.rank_one() for block in own) if factor is not None]
+        if not self.is_product:
+            dense = torch.cat([block.dense() for block in own], 2)
+            factors = [RankOne(dense, dense.new_ones(dense.shape[1], 1), self.n_outputs)]
+        return replace(factors[0], a=_joined([factor.a for factor in factors], 1)).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -97,7 +110,7 @@ class Pairs:
     """Every pair of the parts of some blocks that follow each other.
 
     Attributes:
-        parts: Weights, and last what is multiplied out, if anything is.
+        parts: Layers, and last what is multiplied out, if anything is.
         size: Number of entries P.
     """
 
@@ -107,19 +120,23 @@ class Pairs:
     @classmethod
     def of(cls, blocks: Sequence[Block]) -> Pairs:
         """The pairs of some blocks."""
-        parts: list[Part] = []
-        rest: list[int] = []
         slices: list[slice] = []
         start = 0
-        for i, block in enumerate(blocks):
+        for block in blocks:
             slices.append(slice(start, start + block.size))
             start += block.size
+        heads = heads_alone(blocks)
+        if heads is not None:
+            return cls((_head(heads, slices),), start)
+        parts: list[Part] = []
+        rest: list[int] = []
+        for i, block in enumerate(blocks):
             factors = block.rank_one()
             if factors is None or factors.a.shape[1] == 1:
                 rest.append(i)
             else:
-                sizes = factors.n_outputs, factors.a.shape[1]
-                parts.append(Part((i,), (slices[i],), *sizes, factors.input_first))
+                inputs = (factors.a.shape[1],)
+                parts.append(Part((i,), (slices[i],), factors.n_outputs, inputs, factors.input_first))
         if rest:
             own = tuple(slices[i] for i in rest)
             parts.append(Part(tuple(rest), own, sum(s.stop - s.start for s in own)))
@@ -132,10 +149,12 @@ class Pairs:
         The order of the parts and of the entries is not that of the blocks: they serve to count.
         """
         size = sum(shape.size for shape in shapes)
+        if all(shape.is_head for shape in shapes):
+            return cls((Part((), (), shapes[0].n_outputs, tuple(shape.n_inputs for shape in shapes)),), size)
         layers = [shape for shape in shapes if shape.is_outer_product]
         if not layers or not _are_worthwhile(n_cotangents, n_data, size):
             return None
-        parts = [Part((), (), shape.n_outputs, shape.n_inputs) for shape in layers]
+        parts = [Part((), (), shape.n_outputs, (shape.n_inputs,)) for shape in layers]
         rest = size - sum(shape.size for shape in layers)
         return cls((*parts, *([Part((), (), rest)] if rest else [])), size)
 
@@ -152,27 +171,23 @@ class Pairs:
         """Pairs of indices of parts, each once."""
         return combinations_with_replacement(range(len(self.parts)), 2)
 
-    def shape(self, i: int, j: int) -> tuple[int, int]:
-        """Shape in which the entries of two parts are held: `[I·I', O·O']`, of a part with itself with few repeats.
-
-        What is multiplied out is held as it is, `[O, O]`; in sums its upper block triangle counts.
-        """
+    def size_of(self, i: int, j: int) -> int:
+        """Numbers that are held of a pair of parts: of what is multiplied out all, of a layer with itself few twice."""
         one, other = self.parts[i], self.parts[j]
-        if i == j and not one.is_product:
-            return one.n_outputs, one.n_outputs
-        if i == j:
-            return sum(strip.size for strip in strips(one.n_inputs)), _n_distinct(one.n_outputs)
-        return one.n_inputs * other.n_inputs, one.n_outputs * other.n_outputs
+        if i == j and one.is_product:
+            return n_products(one.n_inputs) * SymmetricForm(one.n_outputs).size
+        return one.n_inputs * other.n_inputs * one.n_outputs * other.n_outputs
 
     @property
     def n_numbers(self) -> int:
         """Numbers that are held of all pairs."""
-        return sum(rows * columns for rows, columns in (self.shape(i, j) for i, j in self))
+        return sum(self.size_of(i, j) for i, j in self)
 
     @property
     def n_placed_at_once(self) -> int:
         """Numbers of the largest strip that is laid out to be written into a matrix."""
-        return max(min(_STRIP, part.n_inputs) * part.n_inputs * part.n_outputs**2 for part in self.parts)
+        layers = [part for part in self.parts if part.is_product]
+        return max(strips(part.n_inputs)[0].size * part.n_outputs**2 for part in layers)
 
     def numbers_at_once(self, n_cotangents: int, n_data: int) -> int:
         """Numbers that a pass over so many data multiplies out and drops."""
@@ -192,176 +207,17 @@ class Pairs:
     def _numbers_per_datum(self, n_cotangents: int) -> int:
         """Size of the products that one pair makes of a datum, and of what is multiplied out."""
         pairs = [(self.parts[i], self.parts[j]) for i, j in self]
-        inputs = [_STRIP * one.n_inputs if one is other else one.n_inputs * other.n_inputs for one, other in pairs]
+        inputs = [
+            strips(one.n_inputs)[0].size if one is other else one.n_inputs * other.n_inputs for one, other in pairs
+        ]
         outputs = [one.n_outputs * other.n_outputs for one, other in pairs if one.is_product]
         return max(inputs) + max(outputs) + n_cotangents * sum(part.n_outputs for part in self.parts)
 
 
-@dataclass(frozen=True, eq=False)
-class PairSum:
-    """Running sum Σ_kb J Jᵀ over data and cotangents, pair by pair.
-
-    Attributes:
-        pairs: The parts of the blocks that are added.
-        sums: Of every pair.
-    """
-
-    pairs: Pairs
-    sums: dict[tuple[int, int], Tensor]
-
-    @classmethod
-    def zeros(cls, pairs: Pairs, like: Tensor) -> PairSum:
-        """The sum over nothing, in the dtype and on the device of a tensor."""
-        return cls(pairs, {pair: like.new_zeros(pairs.shape(*pair)) for pair in pairs})
-
-    def add(self, blocks: Sequence[Block]) -> None:
-        """Adds blocks of these parts."""
-        dtype = next(iter(self.sums.values())).dtype
-        for _, factors in self.pairs.factors(blocks, dtype):
-            for (i, j), values in self.sums.items():
-                if i == j and not self.pairs.parts[i].is_product:
-                    add_gram(values, factors[i].by_datum().flatten(0, 1))
-                    continue
-                outputs = factors[i].by_datum().mT @ factors[j].by_datum()  # [b, O, O']
-                if i == j:
-                    outputs = _distinct(outputs)
-                    for strip in strips(self.pairs.parts[i].n_inputs):
-                        values[strip.rows].addmm_(strip.inputs(factors[i].a).T, outputs)
-                else:
-                    values.addmm_(_products(factors[i].a, factors[j].a).T, outputs.flatten(1))
-
-    def dense(self) -> Tensor:
-        """`[P, P]`; beside it and the sums little is held."""
-        matrix = next(iter(self.sums.values())).new_empty(self.pairs.size, self.pairs.size)
-        for (i, j), values in self.sums.items():
-            one, other = self.pairs.parts[i], self.pairs.parts[j]
-            if i == j and one.is_product:
-                _place_own(one, values, matrix)
-                continue
-            if i == j:
-                values = mirror(values)
-            values = values.view(one.n_inputs, other.n_inputs, one.n_outputs, other.n_outputs)
-            for first, r, outputs in one.pieces():
-                for second, c, other_outputs in other.pieces():
-                    first.viewed(second, matrix[r, c]).copy_(values[:, :, outputs, other_outputs])
-                    if i != j:
-                        matrix[c, r] = matrix[r, c].T
-        return matrix
-
-
-def _place_own(part: Part, values: Tensor, matrix: Tensor) -> None:
-    """Writes the sum of a layer with itself into a matrix, one strip after the other."""
-    (entries,) = part.slices
-    target = part.viewed(part, matrix[entries, entries])
-    for strip in strips(part.n_inputs):
-        rows = _repeated(values[strip.rows], part.n_outputs).unflatten(0, (strip.stop - strip.start, -1))
-        target[strip.start : strip.stop, strip.start :] = rows
-        target[strip.start :, strip.start : strip.stop] = rows.transpose(0, 1)
-
-
-class PairedMatrix:
-    """A symmetric matrix S, pair by pair, and its products J_b S J_bᵀ; differentiable in both.
-
-    Args:
-        pairs: The parts of the blocks.
-        matrix: S, `[P, P]`.
-    """
-
-    def __init__(self, pairs: Pairs, matrix: Tensor) -> None:
-        self.pairs = pairs
-        self.values = {(i, j): self._ordered(matrix, i, j) for i, j in pairs}
-
-    def _ordered(self, matrix: Tensor, i: int, j: int) -> Tensor:
-        one, other = self.pairs.parts[i], self.pairs.parts[j]
-        values = one.picked(other, matrix)
-        if i != j:
-            return values.flatten(2).flatten(0, 1)
-        if not one.is_product:
-            return values[0, 0].contiguous()
-        return torch.cat([strip.weighed(values) for strip in strips(one.n_inputs)])
-
-    def products(self, blocks: Sequence[Block], *, diagonal: bool = False) -> Tensor:
-        """J_b S J_bᵀ `[B, K, K]`, or its diagonals `[B, K]`, in the dtype of S."""
-        dtype = next(iter(self.values.values())).dtype
-        parts: list[Tensor] = []
-        for _, factors in self.pairs.factors(blocks, dtype):
-            terms = (self._product(factors, i, j, diagonal=diagonal) for i, j in self.values)
-            parts.append(total(terms))
-        return torch.cat(parts)
-
-    def _product(self, factors: Sequence[RankOne], i: int, j: int, *, diagonal: bool) -> Tensor:
-        """The terms of two parts, `[b, K, K]` or `[b, K]`; of two different ones in either order."""
-        one, other, values = factors[i], factors[j], self.values[i, j]
-        if i == j and not self.pairs.parts[i].is_product:
-            between = values
-        elif i == j:
-            strip_products = (strip.inputs(one.a) @ values[strip.rows] for strip in strips(one.a.shape[1]))
-            between = _repeated(total(strip_products), one.n_outputs)
-        else:
-            between = (_products(one.a, other.a) @ values).unflatten(1, (one.n_outputs, -1))  # [b, O, O']
-        left = between if one.g is None else one.by_datum() @ between
-        if diagonal:
-            own = left.diagonal(dim1=1, dim2=2) if other.g is None else (left * other.by_datum()).sum(2)
-            return own if i == j else 2 * own
-        product = left if other.g is None else left @ other.by_datum().mT
-        return product if i == j else product + product.mT
-
-
-@dataclass(frozen=True)
-class Strip:
-    """Products a_i a_j of the inputs of one layer for some i, and all j from the first of them on.
-
-    Attributes:
-        start: First i.
-        stop: Last i, and one.
-        width: Number of inputs I.
-        first: Place of the first product among those of all strips.
-    """
-
-    start: int
-    stop: int
-    width: int
-    first: int
-
-    @property
-    def size(self) -> int:
-        """Number of products."""
-        return (self.stop - self.start) * (self.width - self.start)
-
-    @property
-    def rows(self) -> slice:
-        """Places of the products among those of all strips."""
-        return slice(self.first, self.first + self.size)
-
-    def inputs(self, a: Tensor) -> Tensor:
-        """The products of inputs `[b, I]`, `[b, size]`."""
-        return _products(a[:, self.start : self.stop], a[:, self.start :])
-
-    def weighed(self, values: Tensor) -> Tensor:
-        """Of values `[I, I, O, O]` those that the products meet, `[size, O (O + 1) / 2]`: means of (i, j) and (j, i).
-
-        A product with j beyond the strip stands for that of j and i, too.
-        """
-        own = values[self.start : self.stop, self.start :]
-        twice = _distinct(own + values[self.start :, self.start : self.stop].transpose(0, 1))
-        inner, outer = twice.split([self.stop - self.start, self.width - self.stop], 1)
-        return torch.cat([inner / 2, outer], 1).flatten(0, 1)
-
-
-@cache
-def strips(width: int) -> tuple[Strip, ...]:
-    """All strips of I inputs: a little more than half of the products a_i a_j, each strip by one operation."""
-    result: list[Strip] = []
-    first = 0
-    for start in range(0, width, _STRIP):
-        result.append(Strip(start, min(width, start + _STRIP), width, first))
-        first += result[-1].size
-    return tuple(result)
-
-
-def _products(a: Tensor, b: Tensor) -> Tensor:
-    """Products a ⊗ b of every datum, `[B, I·I']`."""
-    return (a.unsqueeze(2) * b.unsqueeze(1)).flatten(1)
+def _head(blocks: Sequence[HeadBlock], slices: Sequence[slice]) -> Part:
+    """The part of a head: one layer whose inputs are the features and, of a bias, ones."""
+    indices = tuple(range(len(blocks)))
+    return Part(indices, tuple(slices), blocks[0].n_outputs, tuple(block.n_inputs for block in blocks))
 
 
 def _are_worthwhile(n_cotangents: int, n_data: int, size: int) -> bool:
@@ -371,27 +227,3 @@ def _are_worthwhile(n_cotangents: int, n_data: int, size: int) -> bool:
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     """Tensors joined in a dimension; a single one as it is."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
-
-
-@cache
-def _places(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of a symmetric `[n, n]`: flat indices of its distinct entries, and the place of every entry among these."""
-    with torch.inference_mode(False):  # autograd could never use what is kept from inference mode
-        rows, columns = torch.triu_indices(n, n, device=device)
-        places = torch.zeros(n, n, dtype=torch.long, device=device)
-        places[rows, columns] = places[columns, rows] = torch.arange(len(rows), device=device)
-        return rows * n + columns, places.flatten()
-
-
-def _n_distinct(n: int) -> int:
-    return n * (n + 1) // 2
-
-
-def _distinct(matrices: Tensor) -> Tensor:
-    """The entries of symmetric `[..., n, n]` that differ, `[..., n (n + 1) / 2]`."""
-    return matrices.flatten(-2)[..., _places(matrices.shape[-1], matrices.device)[0]]
-
-
-def _repeated(values: Tensor, n: int) -> Tensor:
-    """Symmetric matrices `[..., n, n]` from the entries that differ."""
-    return values[..., _places(n, values.device)[1]].unflatten(-1, (n, n))

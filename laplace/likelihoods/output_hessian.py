@@ -26,8 +26,9 @@ class OutputHessian:
         vec: `[B, C]` or None, the subtracted rank-one part, with Σ_c vec_c² / diag_c ≤ 1 (Λ is then positive
             semi-definite; softmax attains 1).
         dense: `[B, C, C]` or None; if given it is the whole of Λ, and `diag`, its diagonal, is for reading only.
-        sums_to_zero: True if `vec` is `diag` and adds up to 1 or 0, as of softmax: rows of Λ then sum to zero, and its
-            rank is C − 1.
+        sums_to_zero: True if `vec` is `diag` and adds up to 1 or 0, as of softmax, which does not see a shift of all
+            outputs: Λ 1 = 0, and the rank is C − 1. Sums of Λ then hold that to the last digit, where rounding would
+            compete with a small prior precision.
     """
 
     diag: Tensor
@@ -40,10 +41,25 @@ class OutputHessian:
         """K, columns of `root`."""
         return columns_of(self.diag.shape[1], sums_to_zero=self.sums_to_zero)
 
+    @property
+    def is_diagonal(self) -> bool:
+        """True if no likelihood of this form has entries beside the diagonal."""
+        return self.dense is None and self.vec is None
+
     def to(self, dtype: torch.dtype) -> OutputHessian:
         """The same in another dtype."""
         vec, dense = (None if part is None else part.to(dtype) for part in (self.vec, self.dense))
         return replace(self, diag=self.diag.to(dtype), vec=vec, dense=dense)
+
+    def entries(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Entries Λ_rc `[B, n]`, float64, at rows and columns `[n]`; of a diagonal Λ none beside the diagonal."""
+        if self.dense is not None:
+            return widened(self.dense[:, rows, columns])
+        diag = widened(self.diag).index_select(1, rows) * (rows == columns)
+        if self.vec is None:
+            return diag
+        vec = widened(self.vec)
+        return diag.addcmul_(vec.index_select(1, rows), vec.index_select(1, columns), value=-1)
 
     def diagonal(self) -> Tensor:
         """Diagonals of Λ, `[B, C]`."""

@@ -15,6 +15,7 @@ from laplace.core import checks
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
+from laplace.core.precision_policy import wide_dtype
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
@@ -134,6 +135,7 @@ class Curvature(ABC):
         is_variational: Whether a variational posterior can have this structure: its precision is any that is a sum of
             curvature and prior.
         by_hand: Form in which users assign it and sum it up themselves; None where they cannot.
+        is_wide: Whether its sums are float64 whatever the dtype of the posterior, in which `la.H` shows them.
     """
 
     name: str
@@ -147,6 +149,7 @@ class Curvature(ABC):
     is_diagonal: bool = False
     is_variational: bool = False
     by_hand: ByHand | None = None
+    is_wide: bool = False
 
     # Before data are read.
 
@@ -299,8 +302,9 @@ class Curvature(ABC):
         return fields.from_state(cls, state)
 
     def moved(self: C, device: torch.device | None, dtype: torch.dtype | None) -> C:
-        """The same on another device, or in another dtype."""
-        return self.from_state(move(self.state(), device, dtype))
+        """The same on another device, or in another dtype; sums that are wide stay so."""
+        narrower = self.is_wide and dtype != wide_dtype()
+        return self.from_state(move(self.state(), device, None if narrower else dtype))
 
     @property
     def note(self) -> str | None:

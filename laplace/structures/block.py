@@ -35,8 +35,8 @@ class BlockOptions(SignedOptions):
     """Options of `hessian_structure="block"`.
 
     Attributes:
-        max_block: Most random entries of one layer. A block of p entries takes 4 p² bytes in a float32 fit, and 20 p²
-            more and some 10 p³ operations for its eigendecomposition: 1.6 GB and about a minute at the default.
+        max_block: Most random entries of one layer. A block of p entries takes 8 p² bytes in a fit, and 20 p²
+            more and some 10 p³ operations for its eigendecomposition: 1.9 GB and about a minute at the default.
     """
 
     max_block: int = 8192
@@ -63,6 +63,7 @@ class BlockCurvature(AdditiveCurvature):
     name = "block"
     matrix_dims = 3
     options = BlockOptions
+    is_wide = True
 
     @cached_property
     def values(self) -> tuple[Tensor, ...]:
@@ -80,7 +81,7 @@ class BlockCurvature(AdditiveCurvature):
             if size > options.max_block:
                 raise InvalidArgument(
                     f"hessian_structure='block': the layer {name.rpartition('.')[0]!r} has {size} random entries, "
-                    f"more than max_block={options.max_block}; its block would take {24 * size**2 / 2**30:.3g} GiB, "
+                    f"more than max_block={options.max_block}; its block would take {28 * size**2 / 2**30:.3g} GiB, "
                     f"factorised. Pass structure_kwargs={{'max_block': {size}}} if the machine has that, or use "
                     "hessian_structure='kron' or 'diag', or fewer weights."
                 )
@@ -101,7 +102,7 @@ class BlockCurvature(AdditiveCurvature):
         sizes = [sum(shape.size for shape in layer) for layer in layers]
         sums = [MatrixCost.of(profile, layer) for layer in layers]
         squares, largest = sum(size**2 for size in sizes), max(sizes)
-        fitted = profile.n_terms * squares * profile.itemsize
+        fitted = profile.n_terms * squares * (DOUBLE if profile.n_columns else profile.itemsize)
         running = sum(each.running for each in sums)
         return Cost(
             fitted=fitted,
@@ -153,11 +154,22 @@ class BlockCurvature(AdditiveCurvature):
 
     def spectra(self, weights: Tensor) -> Spectra:
         """Eigendecomposition of every block at these weights: once per fit, unless ratios of several terms change."""
-        ratios = None if self.n_terms == 1 else weights / weights.mean()
-        return self._recent(ratios, lambda: self._spectra(ratios))
+        blocks = self._blocks(None if self.n_terms == 1 else weights / weights.mean())
+
+        def spectra() -> Spectra:
+            return Spectra(blocks, weights.dtype, self.groups, signed=self.signed)
+
+        return self._recent((weights.dtype, *map(id, blocks)), spectra)
 
     @cached_property
     def _recent(self) -> Recent[Spectra]:
+        return Recent()
+
+    def _blocks(self, ratios: Tensor | None) -> tuple[BlockSpectrum, ...]:
+        return self._recent_blocks(ratios, lambda: self._decomposed(ratios))
+
+    @cached_property
+    def _recent_blocks(self) -> Recent[tuple[BlockSpectrum, ...]]:
         return Recent()
 
     @cached_property
@@ -166,19 +178,18 @@ class BlockCurvature(AdditiveCurvature):
 
     def decompose(self, **options: Any) -> None:
         if self._ahead.is_long and self.n_terms == 1:
-            self._indefinite(options.get("indefinite")).spectra(torch.ones(1))
+            self._indefinite(options.get("indefinite"))._blocks(None)
 
-    def _spectra(self, weights: Tensor | None) -> Spectra:
+    def _decomposed(self, weights: Tensor | None) -> tuple[BlockSpectrum, ...]:
         terms = (widened(block) for block in self.values)
         totals = (t[0] if weights is None else torch.tensordot(widened(weights), t, 1) for t in terms)
-        dtype = self.values[0].dtype
-        signed = dtype if self.signed else None
+        signed = self.values[0].dtype if self.signed else None
         blocks: list[BlockSpectrum] = []
         with self._ahead.announced() as done:
             for i, total in enumerate(totals):
                 blocks.append(dense_spectrum(total, signed=signed))
                 done(i)
-        return Spectra(tuple(blocks), dtype, self.groups, signed=self.signed)
+        return tuple(blocks)
 
     def is_finite(self) -> Tensor:
         return all_finite(block.is_finite() for block in self.sums)

@@ -88,17 +88,18 @@ class MatrixCost:
     def of(cls, profile: BatchProfile, shapes: Sequence[TensorShape]) -> MatrixCost:
         """That of tensors of these shapes."""
         size = sum(shape.size for shape in shapes)
-        matrix, data = profile.n_terms * size**2 * profile.itemsize, profile.n_data * max(1, profile.n_columns)
-        pairs = None
-        if not all(shape.is_head for shape in shapes):
-            pairs = MatrixSum.form(shapes, profile.at_once, profile.n_terms)
+        matrix, wide = profile.n_terms * size**2 * DOUBLE, DOUBLE // profile.itemsize
+        pairs = MatrixSum.form(shapes, profile.at_once, profile.n_terms)
         if pairs is None:
-            pieces = 3 * profile.piece_bytes([size], profile.at_once)
-            return cls(matrix, matrix, pieces, 0.5 * data * size**2)
-        running, strips = pairs.n_numbers * profile.itemsize, 2 * pairs.n_placed_at_once * profile.itemsize
-        pieces = 2 * pairs.numbers_at_once(profile.at_once, profile.n_data) * profile.itemsize
-        chunks = -(-profile.n_columns // profile.at_once)
-        return cls(running, running + matrix + strips, pieces, 0.5 * profile.n_data * chunks * size**2)
+            pieces = (3 + (wide if wide > 1 else 0)) * profile.piece_bytes([size], profile.at_once)
+            work = 0.5 * wide * profile.n_data * max(1, profile.n_columns) * size**2
+            return cls(matrix, matrix, pieces, work)
+        rows, times = profile.n_data, wide * -(-profile.n_columns // profile.at_once)
+        if all(shape.is_head for shape in shapes):  # without cotangents, and of many data as they are
+            rows, times = rows * max(shape.positions for shape in shapes), 1
+        running, strips = pairs.n_numbers * DOUBLE, 2 * pairs.n_placed_at_once * DOUBLE
+        pieces = 2 * pairs.numbers_at_once(profile.at_once, rows) * DOUBLE
+        return cls(running, running + matrix + strips, pieces, float(rows * times * pairs.n_numbers))
 
 
 @dataclass(frozen=True)

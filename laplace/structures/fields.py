@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.checks import all_finite
+from laplace.core.precision_policy import held_dtype
 
 
 def entries(value: Any) -> dict[str, Any]:
@@ -114,9 +115,14 @@ def _annotation(kind: Any) -> tuple[dict[str, Any] | None, Any, Any]:
 
 
 def move(state: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-    """A nested state with its tensors on another device and its floating point tensors in another dtype."""
+    """A nested state with its tensors on another device and its floating point tensors in another dtype.
+
+    What is float64 becomes the widest type of a device that has none.
+    """
     if isinstance(state, Tensor):
-        return state.to(device=device, dtype=dtype if state.is_floating_point() else None)
+        if not state.is_floating_point():
+            return state.to(device=device)
+        return state.to(device=device, dtype=held_dtype(dtype or state.dtype, device or state.device))
     if isinstance(state, dict):
         return {key: move(value, device, dtype) for key, value in state.items()}
     if isinstance(state, list):

@@ -18,21 +18,22 @@ from laplace.core.batch import Inputs
 from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
-from laplace.core.precision_policy import widened
+from laplace.core.precision_policy import root_dtype, widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import DenseBlock
-from laplace.jacobian.contractions import CHUNK_BYTES, total
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.matrix_sum import MatrixSum
-from laplace.jacobian.pairs import PairedMatrix, Pairs
+from laplace.jacobian.paired_matrix import PairedMatrix, jacobian_product
+from laplace.jacobian.pairs import Pairs
 from laplace.structures import algebra
 from laplace.structures.additive import AdditiveCurvature
 from laplace.structures.algebra import Recent
 from laplace.structures.base import Curvature
 from laplace.structures.by_hand import MatrixByHand
 from laplace.structures.cost import DOUBLE, Cost, MatrixCost
+from laplace.structures.head_variances import HeadRoots
 from laplace.structures.indefinite import SignedOptions, nonnegative, require_positive
 from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import SpectralScan
@@ -54,6 +55,7 @@ class FullCurvature(AdditiveCurvature):
     by_hand = MatrixByHand()
     options = SignedOptions
     is_variational = True
+    is_wide = True
 
     @classmethod
     def of(cls, values: Tensor) -> FullCurvature:
@@ -80,24 +82,19 @@ class FullCurvature(AdditiveCurvature):
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
         square = profile.n_params**2
-        fitted = profile.n_terms * square * profile.itemsize
         sums = MatrixCost.of(profile, profile.tensors)
         products = profile.n_columns == 0  # rows of the matrix, their transposes, and the sum
+        fitted = profile.n_terms * square * (profile.itemsize if products else DOUBLE)
         piece = profile.piece_bytes([profile.n_params], profile.n_outputs)
-        head = 0
-        if profile.is_head:  # Grams of the features, and rows of u ⊗ φ with what they are joined from
-            rows = profile.n_data * max(tensor.positions for tensor in profile.tensors)
-            head = 2 * square * profile.itemsize // profile.n_outputs
-            head += 2 * min(CHUNK_BYTES, rows * profile.n_params * profile.itemsize)
         return Cost(
             fitted=fitted,
             running=3 * fitted if products else sums.running,
             adding=sums.completing,
-            pieces=head or sums.pieces,
+            pieces=sums.pieces,
             posterior=(6 * DOUBLE + profile.itemsize) * square,
             projecting=(1 + 2 * DOUBLE // profile.itemsize) * piece,  # J, in float64, and J L
             vectors=profile.n_params if products else 0,
-            work=0.5 * profile.n_data * square if profile.is_head else sums.work,
+            work=sums.work,
             solve=4.0 * profile.n_params**3,
         )
 
@@ -142,7 +139,7 @@ class FullCurvature(AdditiveCurvature):
         signed = mode == "error"
         matrices = self.indefinite(mode).values
         values, vectors = algebra.eigh(torch.tensordot(weights.to(matrices), matrices, 1), signed=signed)
-        values, vectors = values.to(self.values.dtype), vectors.to(self.values.dtype)
+        values, vectors = values.to(weights.dtype), vectors.to(weights.dtype)
 
         def project(jacobian: Jacobian) -> Jacobian:
             return Jacobian((DenseBlock(torch.cat([piece @ vectors for piece in jacobian.pieces()]).transpose(0, 1)),))
@@ -181,7 +178,7 @@ class FullPrecision(Precision):
     prior: GaussianPrior
 
     def to_dense(self) -> Tensor:
-        return torch.tensordot(self.weights, self.curvature.values, 1) + torch.diag(self.prior.diagonal())
+        return self._double().to(self._dtype)
 
     def logdet(self) -> Tensor:
         """With a scalar prior O(P) after one eigendecomposition per fit, else one Cholesky factorisation."""
@@ -204,8 +201,9 @@ class FullPrecision(Precision):
 
     def _times(self, vectors: Tensor) -> Tensor:
         """P v without P, so that one vector costs one pass over H."""
-        curvature = sum(w * (vectors @ H) for w, H in zip(self.weights, self.curvature.values, strict=True))
-        return curvature + self.prior.diagonal() * vectors
+        values = self.curvature.values
+        curvature = sum(w * (vectors.to(H) @ H) for w, H in zip(self.weights.to(values), values, strict=True))
+        return (curvature + self.prior.diagonal() * vectors).to(vectors.dtype)
 
     def _checked(self, eigenvalues: Tensor) -> Tensor:
         return require_positive(eigenvalues) if self.curvature.signed else eigenvalues
@@ -249,7 +247,7 @@ class FullPrecision(Precision):
 
     @property
     def scale(self) -> Tensor:
-        """The root in the curvature's dtype."""
+        """The root in the posterior's dtype."""
         return self.root.to(self._dtype)
 
     @property
@@ -259,7 +257,8 @@ class FullPrecision(Precision):
 
     @property
     def _dtype(self) -> torch.dtype:
-        return self.curvature.values.dtype
+        """The dtype of the posterior, not that in which H was summed."""
+        return self.weights.dtype
 
     def diagonal_of_inverse(self) -> Tensor:
         return self.root.square().sum(1).to(self._dtype)
@@ -285,20 +284,22 @@ class FullPrecision(Precision):
         return self._narrowed(torch.cat(squares), jacobian)
 
     def _head_diagonal(self, jacobian: Jacobian) -> Tensor:
-        """φᵀ Σ_cc φ of every output c of a head, `[B, C]`: of Σ no more than the blocks of single outputs is needed."""
-        phi, order = jacobian.head_features()
-        phi = phi.to(self.root)
-        blocks = self._recent_head((tuple(order.shape), self._has_graph), lambda: self._head_blocks(order))
-        step = max(1, CHUNK_BYTES // (8 * order.numel()))
-        return torch.cat([_forms(rows, blocks) for rows in phi.split(step)])
-
-    def _head_blocks(self, order: Tensor) -> Tensor:
-        """Upper triangles `[C, D, D]` with the same quadratic forms as the blocks of single outputs."""
-        blocks = torch.stack([row_gram(self.root[entries]) for entries in order])
-        return blocks.triu() + blocks.triu(1)
+        """Variances of a head's outputs, `[B, C]`."""
+        features, order = jacobian.head_features()
+        dtype = self._root_dtype if jacobian.summed_in(self._dtype) == self._dtype else self.root.dtype
+        key = (tuple(order.shape), dtype, self._has_graph)
+        return self._recent_head(key, lambda: HeadRoots.of(self.root, order, dtype)).variances(features)
 
     @cached_property
-    def _recent_head(self) -> Recent[Tensor]:
+    def _root_dtype(self) -> torch.dtype:
+        if self.curvature.signed:
+            return self.root.dtype
+        delta, values = self.prior.precision.detach(), self.curvature.values
+        largest = delta.max() + (self.weights.detach() * values.flatten(1).norm(dim=1)).sum()
+        return root_dtype(self._dtype, float(largest), float(delta.min()), values.device)
+
+    @cached_property
+    def _recent_head(self) -> Recent[HeadRoots]:
         return Recent()
 
     @property
@@ -307,7 +308,11 @@ class FullPrecision(Precision):
         return self.root.requires_grad and torch.is_grad_enabled()
 
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
-        return self._narrowed(row_gram(self._coloured(jacobian.dense()).flatten(0, 1)), jacobian)
+        if Pairs.are_less_work(jacobian.blocks, jacobian.n_data):
+            rows = jacobian_product(Pairs.of(jacobian.blocks), jacobian.blocks, self.root)
+        else:
+            rows = self._coloured(jacobian.dense())
+        return self._narrowed(row_gram(rows.flatten(0, 1)), jacobian)
 
     def _coloured(self, piece: Tensor) -> Tensor:
         """J L of a piece `[b, C, P]`."""
@@ -326,17 +331,3 @@ class FullPrecision(Precision):
     @cached_property
     def _recent(self) -> Recent[PairedMatrix]:
         return Recent()
-
-
-_TRIANGLE = 64
-"""Rows of an upper triangle that are multiplied at once, with all columns from the first of them on."""
-
-
-def _forms(rows: Tensor, upper: Tensor) -> Tensor:
-    """Quadratic forms φᵀ U_c φ of rows φ `[b, D]` with upper triangular U `[C, D, D]`, `[b, C]`."""
-    starts = range(0, rows.shape[1], _TRIANGLE)
-    forms = (
-        ((rows[:, start : start + _TRIANGLE] @ upper[:, start : start + _TRIANGLE, start:]) * rows[:, start:]).sum(2)
-        for start in starts
-    )
-    return total(forms).T

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from laplace import Laplace
-from laplace.jacobian import pairs
+from laplace.jacobian import packed, pair_sum, pairs
 from laplace.structures.full import FullPrecision
 from tests.conformance.cases import KEPT, Case, few, own_dense, thinned, truth
 from tests.conformance.test_predictions import covariance_of, latent_of
@@ -21,11 +21,11 @@ from tests.reference.compare import assert_close
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pairs for networks of any size, a few data at a time."""
     monkeypatch.setattr(pairs, "_WORTHWHILE", 0)
-    monkeypatch.setattr(pairs, "_STRIP", 2)
+    monkeypatch.setattr(packed, "_STRIP", 2)
     monkeypatch.setattr(pairs, "CHUNK_BYTES", 2**12)
-    pairs.strips.cache_clear()
+    packed.strips.cache_clear()
     yield
-    pairs.strips.cache_clear()
+    packed.strips.cache_clear()
 
 
 @pytest.mark.usefixtures("always")
@@ -34,7 +34,10 @@ def test_variances_by_pairs_are_those_of_the_dense_covariance(case: Case) -> Non
     la = case.fit(prior_precision=0.4)
     covariance = covariance_of(la)
     variance = predictive.functional_variance(case.jacobian, covariance)
-    for form, expected in (("full", variance), ("diagonal", variance.diagonal(dim1=1, dim2=2))):
+    rows = case.jacobian.flatten(0, 1)
+    joint = rows @ covariance @ rows.mT
+    forms = {"full": variance, "diagonal": variance.diagonal(dim1=1, dim2=2), "joint": joint}
+    for form, expected in forms.items():
         assert_close(latent_of(la, case.problem.x, form).covariance, expected, "backend", label=form)
     assert_close(truth(case.problem.name).f, latent_of(la, case.problem.x, "full").mean, "backend", label="mean")
 
@@ -131,6 +134,61 @@ def test_variances_are_those_of_the_same_curvature_in_float64(delta: float) -> N
     assert ((got - exact).abs().amax((1, 2)) / exact.abs().amax((1, 2))).max() < 1e-5
 
 
+@pytest.mark.parametrize("trained", [False, True], ids=["at random", "saturated"])
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_evidence_and_variances_are_those_of_the_same_jacobians_in_float64(weights: str, *, trained: bool) -> None:
+    """Sums in float64, and of a softmax's rows, lose nothing that competes with a small prior precision."""
+    model, x, y = wide_network()
+    if trained:
+        optimiser = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+        for _ in range(300):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimiser.step()
+    la = Laplace(model, "classification", weights, "full")
+    la.fit([(x[:100], y[:100]), (x[100:], y[100:])])
+    (jacobian, f), *_ = la.engine.jacobian(x)
+    J, p = jacobian.dense().double(), f.detach().double().softmax(1)
+    pairs_of_outputs = ((c, d) for c in range(6) for d in range(c))  # Λ = Σ_{c<d} p_c p_d (e_c − e_d)(e_c − e_d)ᵀ
+    rows = torch.cat([(p[:, c] * p[:, d]).sqrt()[:, None] * (J[:, c] - J[:, d]) for c, d in pairs_of_outputs])
+    H = rows.mT @ rows
+    for delta in (1.0, 1e-2, 1e-4):
+        la.prior_precision = delta
+        precision = la.posterior()
+        exact = H + delta * torch.eye(len(H), dtype=torch.float64)
+        ratio = torch.linalg.eigvalsh(H).clamp(min=0).div(delta).log1p().sum()
+        assert torch.allclose(precision.logdet_ratio(), ratio, rtol=1e-6)
+        variance = J @ torch.linalg.solve(exact, J.mT)
+        assert torch.allclose(
+            precision.functional_diagonal(jacobian).double(), variance.diagonal(dim1=1, dim2=2), rtol=1e-5, atol=0
+        )
+    assert la.H.dtype == torch.float32
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_few_data_leave_the_other_directions_of_a_head_at_zero(likelihood: str) -> None:
+    """Fewer data than features: what rounding would put there competes with the prior precision."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 100), nn.ReLU(), nn.Linear(100, 3))
+    x, y = torch.randn(40, 8), torch.randint(3, (40,))
+    la = Laplace(model, likelihood, "last_layer", "full", prior_precision=1e-4)
+    la.fit([(x[:20], y[:20]), (x[20:], y[20:])] if likelihood == "classification" else [(x, torch.randn(40, 3))])
+    spectrum = torch.linalg.eigvalsh(la.fitted().curvature.state()["values"][0])
+    rank = 40 * (2 if likelihood == "classification" else 3)
+    assert spectrum[:-rank].abs().max() < 1e-12 * spectrum[-1]
+
+
+def test_a_sum_of_heads_that_was_completed_goes_on() -> None:
+    model, x, y = wide_network()
+    la = Laplace(model, "classification", "last_layer", "full")
+    la.fit([(x, y)])
+    data_pass = la.structure.first_pass(la.engine, la.structure_options)
+    for part in (slice(0, 50), slice(50, 150)):
+        data_pass.add(x[part], y[part])
+        (values,) = data_pass.sums().values()
+    assert torch.allclose(values, la.fitted().curvature.state()["values"], rtol=1e-5, atol=1e-6)
+
+
 def test_a_prediction_without_a_graph_leaves_the_next_one_its_own() -> None:
     model, x, y = wide_network()
     la = Laplace(model, "classification", "all", "full")
@@ -153,8 +211,8 @@ def test_a_prediction_without_a_graph_leaves_the_next_one_its_own() -> None:
 def test_indices_that_are_kept_serve_autograd_after_inference_mode() -> None:
     values = torch.randn(3, 10, requires_grad=True)
     with torch.inference_mode():
-        pairs._repeated(values, 4)
-    pairs._repeated(values, 4).square().sum().backward()
+        packed.SymmetricForm(4).completed(values)
+    packed.SymmetricForm(4).completed(values).square().sum().backward()
     assert values.grad is not None
 
 
@@ -169,7 +227,7 @@ def test_a_matrix_that_is_not_completed_can_be_asked_for_again(monkeypatch: pyte
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(pairs, "_place_own", runs_out)
+        patch.setattr(pair_sum, "_place_own", runs_out)
         with pytest.raises(MemoryError):
             _ = la.H
     assert torch.equal(la.H, whole.H)

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace import Laplace
 from laplace.core import precision_policy
-from laplace.core.precision_policy import wide_dtype, widened
+from laplace.core.precision_policy import product_dtype, root_dtype, wide_dtype, widened
 from laplace.structures import STRUCTURES
+from laplace.structures.fields import move
 
 PACKAGE = Path(__file__).parents[2] / "laplace"
 HOME = "core/precision_policy.py"
@@ -67,6 +68,33 @@ class _NoFloat64(TorchDispatchMode):
             if isinstance(tensor, Tensor) and tensor.dtype == torch.float64:
                 raise AssertionError(f"{func} gave float64")
         return result
+
+
+def test_a_state_is_held_in_what_its_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"sums": [torch.ones(2, dtype=torch.float64)], "counts": torch.ones(2, dtype=torch.long)}
+    assert move(state, torch.device("cpu"), None)["sums"][0].dtype == torch.float64
+    monkeypatch.setattr(precision_policy, "WITHOUT_FLOAT64", frozenset({"cpu"}))
+    moved = move(state, torch.device("cpu"), None)
+    assert moved["sums"][0].dtype == torch.float32 and moved["counts"].dtype == torch.long
+
+
+@pytest.mark.parametrize("structure", ["full", "block"])
+def test_sums_stay_wide_when_a_posterior_is_cast(structure: str) -> None:
+    la = Laplace(nn.Linear(3, 2), "classification", "all", structure)
+    la.fit([(X, Y)])
+    la.prior_precision = 1e-4
+    before = la.log_marginal_likelihood()
+    la.to(dtype=torch.float32)
+    assert torch.equal(la.log_marginal_likelihood(), before)
+
+
+def test_products_of_a_head_and_roots_are_narrow_where_that_loses_nothing() -> None:
+    cpu = torch.device("cpu")
+    assert product_dtype(torch.float32, 9, 10, cpu) == torch.float64
+    assert product_dtype(torch.float32, 10, 10, cpu) == torch.float32
+    assert product_dtype(torch.bfloat16, 10, 10, cpu) == torch.float32
+    assert root_dtype(torch.float32, 1e3, 1.0, cpu) == torch.float32
+    assert root_dtype(torch.float32, 1e5, 1.0, cpu) == root_dtype(torch.float32, 1.0, 0.0, cpu) == torch.float64
 
 
 @pytest.mark.parametrize("weights", ["all", "last_layer"])

@@ -82,7 +82,7 @@ def test_a_plan_says_what_a_fit_would_not_survive() -> None:
     batch = torch.randn(4, 100), torch.randint(2, (4,))
     plan = Laplace(model, "classification", "all", "full").plan([batch])
     n_params = sum(p.numel() for p in model.parameters())
-    assert plan.kept_bytes == 4 * n_params**2
+    assert plan.kept_bytes == 8 * n_params**2
     cheaper = [(other.weights, other.structure) for other in plan.cheaper]
     assert ("all", "kron") in cheaper and ("last_layer", "diag") in cheaper
     assert ("all", "block") not in cheaper, "its largest layer exceeds max_block"
@@ -136,7 +136,8 @@ def test_other_backends() -> None:
         Laplace(network(), "classification", "all", "full", backend=backend).plan(data())
         for backend in (None, NativeEF, NativeHessian)
     )
-    assert ef.peak_bytes <= ggn.peak_bytes and ef.kept_bytes == ggn.kept_bytes == hessian.kept_bytes
+    assert ef.peak_bytes <= ggn.peak_bytes and ef.kept_bytes == ggn.kept_bytes
+    assert hessian.kept_bytes < ggn.kept_bytes, "sums of outer products are in float64"
 
     class Own(GGNInterface):
         def diag(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

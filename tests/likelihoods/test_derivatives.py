@@ -74,6 +74,12 @@ def check_forms(form: OutputHessian) -> None:
     root = form.root()
     assert_close(form.diagonal(), full.diagonal(dim1=1, dim2=2), "algebra")
     assert_close(form.total(), full.sum(0), "algebra")
+    rows, columns = torch.triu_indices(full.shape[1], full.shape[1])
+    assert_close(form.entries(rows, columns), full[:, rows, columns], "algebra")
+    if form.is_diagonal:
+        assert_close(torch.diag_embed(form.diag), full, "exact")
+    if form.sums_to_zero:
+        assert_close(full.sum(2), torch.zeros_like(form.diag), "algebra")
     matrix = torch.randn(full.shape[1], 2, dtype=full.dtype, generator=torch.Generator().manual_seed(0))
     assert_close(form.total_times(matrix), full.sum(0) @ matrix, "algebra")
     assert_close(torch.einsum("kbc,kbd->bcd", root, root), full, "algebra")

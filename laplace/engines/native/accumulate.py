@@ -9,12 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from laplace.core.gram import add_gram, group_gram, group_product
+from laplace.core.gram import group_gram, group_product
+from laplace.core.precision_policy import wide_dtype
 from laplace.engines.engine import Bases, Groups
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT, UNUSED, KronBlock, KronParts, Probe
 from laplace.jacobian.blocks import Block
-from laplace.jacobian.contractions import CHUNK_BYTES, KroneckerFactored
-from laplace.jacobian.heads import Head
+from laplace.jacobian.contractions import KroneckerFactored
+from laplace.jacobian.heads import Head, unrotated
 from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.likelihoods.base import OutputHessian
 from laplace.weights.problem import Problem
@@ -62,83 +63,29 @@ class DiagSum:
 
 
 class FullSum:
-    """The full curvature of some tensors, `[E, p, p]`.
+    """The full curvature of some tensors, `[E, p, p]`, in float64.
 
     Args:
         slots: Indices of the tensors; their entries follow each other.
         problem: All random parameters.
         n_terms: E.
-        dtype: Curvature dtype.
         running: The sum to add to.
     """
 
-    def __init__(
-        self, slots: Sequence[int], problem: Problem, n_terms: int, dtype: torch.dtype, running: MatrixSum
-    ) -> None:
-        self.slices: dict[int, slice] = {}
-        size = 0
-        for i in slots:
-            self.slices[i] = slice(size, size + problem.slots[i].size)
-            size += problem.slots[i].size
+    def __init__(self, slots: Sequence[int], problem: Problem, n_terms: int, running: MatrixSum) -> None:
+        self.slots = tuple(slots)
         self.n_terms = n_terms
-        self.like = torch.empty(0, dtype=dtype, device=problem.device)
+        self.like = torch.empty(0, dtype=wide_dtype(problem.device), device=problem.device)
         self.running = running
-
-    @property
-    def values(self) -> Tensor:
-        """The sum of what is multiplied out, `[E, p, p]`, of which the upper block triangle counts."""
-        return self.running.upper(self.n_terms, self.like)
 
     def add(self, blocks: Mapping[int, Block], first: int) -> None:
         """Adds Σ_kb J Jᵀ of weighted blocks whose cotangents begin at term `first`."""
-        self.running.add_blocks([blocks[i] for i in self.slices], self.n_terms, first, self.like)
+        self.running.add_blocks([blocks[i] for i in self.slots], self.n_terms, first, self.like)
 
     def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
-        """Adds Σ_b Λ_b ⊗ φ_b φ_bᵀ of a head that is the whole sum, φ = [features, 1].
-
-        With Λ = diag(d) − u uᵀ that is C Grams of φ, less one Gram of u ⊗ φ, C times less work than with a root.
-        """
-        features = {i: blocks[i].features for i in self.slices}
-        dtype = self.like.dtype
-        for i, left in features.items():
-            for j, right in features.items():
-                if hessian.dense is None:
-                    self._add_grams(i, j, left, right, hessian.diag.to(dtype))
-                else:
-                    self._add_products(i, j, left, right, hessian.dense.to(dtype))
-        if hessian.dense is None and hessian.vec is not None:
-            step = self._rows_at_once(self.values.shape[1])
-            for rows, *parts in zip(
-                hessian.vec.split(step), *(part.split(step) for part in features.values()), strict=True
-            ):
-                vec = rows.to(dtype).unsqueeze(2)
-                stacked = torch.cat([(vec * part.unsqueeze(1)).flatten(1) for part in parts], 1)
-                add_gram(self.values[0], stacked, sign=-1.0)
-
-    def _rows_at_once(self, width: int) -> int:
-        """Number of rows of so many numbers fit into a piece."""
-        return max(1, CHUNK_BYTES // (self.values.element_size() * width))
-
-    def _view(self, i: int, j: int, shape: tuple[int, int, int]) -> Tensor:
-        """Entries of two tensors as `[E, C, D_i, C, D_j]`."""
-        c, n_left, n_right = shape
-        return self.values[:, self.slices[i], self.slices[j]].view(-1, c, n_left, c, n_right)
-
-    def _add_grams(self, i: int, j: int, left: Tensor, right: Tensor, weights: Tensor) -> None:
-        """Σ_b d_bc φ φᵀ at the diagonal blocks (c, c), each in its own term where terms are kept apart."""
-        grams = torch.stack([left.T @ (d[:, None] * right) for d in weights.T])
-        view = self._view(i, j, (len(grams), left.shape[1], right.shape[1])).diagonal(dim1=1, dim2=3)
-        target = view[0] if len(view) == 1 else view.diagonal(dim1=0, dim2=3)
-        target.add_(grams.permute(1, 2, 0))
-
-    def _add_products(self, i: int, j: int, left: Tensor, right: Tensor, dense: Tensor) -> None:
-        """Σ_b Λ_bcd φ φᵀ for a Λ without structure."""
-        c, n_left, n_right = dense.shape[1], left.shape[1], right.shape[1]
-        products = left.new_zeros(n_left, c * c * n_right)
-        step = self._rows_at_once(c * c * n_right)
-        for a, middle, b in zip(left.split(step), dense.flatten(1).split(step), right.split(step), strict=True):
-            products += a.T @ (middle.unsqueeze(2) * b.unsqueeze(1)).flatten(1)
-        self._view(i, j, (c, n_left, n_right))[0].add_(products.view(n_left, c, c, n_right).transpose(0, 1))
+        """Adds Σ_b J_bᵀ Λ_b J_b of a head that is the whole sum, without a root of Λ."""
+        heads = unrotated([blocks[i] for i in self.slots])
+        self.running.add_head(heads, hessian, self.n_terms, self.like)
 
 
 class BlockSum:
@@ -148,25 +95,22 @@ class BlockSum:
         groups: Indices of the tensors that share a block.
         problem: All random parameters.
         n_terms: E.
-        dtype: Curvature dtype.
         running: The sum of every group to add to.
     """
 
-    def __init__(
-        self, groups: Groups, problem: Problem, n_terms: int, dtype: torch.dtype, running: Sequence[MatrixSum]
-    ) -> None:
-        self.sums = [FullSum(g, problem, n_terms, dtype, r) for g, r in zip(groups, running, strict=True)]
+    def __init__(self, groups: Groups, problem: Problem, n_terms: int, running: Sequence[MatrixSum]) -> None:
+        self.sums = [FullSum(g, problem, n_terms, r) for g, r in zip(groups, running, strict=True)]
 
     def add(self, blocks: Mapping[int, Block], first: int) -> None:
         """Adds the blocks to the sums of their groups."""
         for part in self.sums:
-            if blocks.keys() >= part.slices.keys():
+            if blocks.keys() >= set(part.slots):
                 part.add(blocks, first)
 
     def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
         """Adds a head to the sums of which it is the whole."""
         for part in self.sums:
-            if blocks.keys() >= part.slices.keys():
+            if blocks.keys() >= set(part.slots):
                 part.add_head(blocks, hessian)
 
 

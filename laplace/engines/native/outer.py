@@ -72,12 +72,12 @@ class OuterEngine(NativeEngine):
 
     def full(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
         total = MatrixSum(self.problem.layout.n_params)
-        return self.add_full(x, y, total), total.complete()
+        return self.add_full(x, y, total), total.complete().to(self.dtype)
 
     def add_full(self, x: Inputs, y: Tensor, running: MatrixSum) -> BatchSummary:
         batch, y = self.observe(x, y)
         slots = range(len(batch.plan))
-        total = FullSum(slots, self.problem, self._n_terms(batch.f), self.dtype, running)
+        total = FullSum(slots, self.problem, self._n_terms(batch.f), running)
         heads = batch.head_blocks(batch.heads())
         self._accumulate(batch, y, total, heads=heads if len(heads) == len(slots) else {}, groups=(tuple(slots),))
         return self.summary(batch.f, y)
@@ -85,11 +85,11 @@ class OuterEngine(NativeEngine):
     def blocks(self, x: Inputs, y: Tensor, groups: Groups) -> tuple[BatchSummary, tuple[Tensor, ...]]:
         sizes = self.problem.layout.sizes
         sums = [MatrixSum(sum(sizes[i] for i in group)) for group in groups]
-        return self.add_blocks(x, y, groups, sums), tuple(total.complete() for total in sums)
+        return self.add_blocks(x, y, groups, sums), tuple(total.complete().to(self.dtype) for total in sums)
 
     def add_blocks(self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[MatrixSum]) -> BatchSummary:
         batch, y = self.observe(x, y)
-        total = BlockSum(groups, self.problem, self._n_terms(batch.f), self.dtype, running)
+        total = BlockSum(groups, self.problem, self._n_terms(batch.f), running)
         heads = set(batch.heads())
         whole = [i for group in groups if heads.issuperset(group) for i in group]
         self._accumulate(batch, y, total, heads=batch.head_blocks(whole), groups=groups)
