@@ -301,6 +301,14 @@ class AdditiveCurvature(Curvature):
         summary, new = self.from_batch(engine, x, y)
         return summary, self + new
 
+    def kept(self: A) -> A:
+        """What is kept of the sum after the last batch, where that is less than what was added to."""
+        return self
+
+    def exchanged(self: A) -> A:
+        """The sum in a form whose tensors add up over shards."""
+        return self
+
     def is_finite(self) -> Tensor | bool:
         """True, or 0-dim, if every number is finite (of a matrix: its diagonal, which holds every square)."""
         return fields.is_finite(self)
@@ -327,9 +335,13 @@ class _SumPass(DataPass):
 
     def sums(self) -> dict[str, Tensor]:
         # As states hold them: sums may have other forms on the way, which depend on the batches that were added.
-        return dict(fields.named_tensors(self.finish().state()))
+        self.total = self._read().exchanged()
+        return dict(fields.named_tensors(self.total.state()))
 
     def finish(self) -> AdditiveCurvature:
+        return self._read().kept()
+
+    def _read(self) -> AdditiveCurvature:
         if self.total is None:
             raise InvalidData("no batch was read.")
         return self.total
