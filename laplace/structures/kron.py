@@ -189,11 +189,7 @@ class KronCurvature(AdditiveCurvature):
         if block.kind == "dense":
             return dense_spectrum(self._total(block, weights))
         if block.index is not None:
-            inputs = (
-                None if block.input is None else widened(self.parts.matrix(block.input)) / self.parts.positions(block)
-            )
-            total = self._total(block, weights)
-            return dense_spectrum(picked_matrix(total, inputs, block.index, input_first=block.input_first))
+            return dense_spectrum(self._picked(block, block.index, self._total(block, weights)))
         if block.output not in shared:
             shared[block.output] = self._output_eigen(block, weights)
         output = shared[block.output]
@@ -213,7 +209,10 @@ class KronCurvature(AdditiveCurvature):
         if block.output in self.parts.thin:
             return FactorEigen.of_thin(self.parts.thin[block.output])
         total = self._total(block, weights)
-        _, vectors = algebra.eigh(total)
+        eigen = FactorEigen.of_matrix(total)
+        if not total.requires_grad:
+            return eigen
+        vectors = eigen.basis.matrix()
         return FactorEigen(values_at(total, vectors), DenseBasis(followed(total, vectors)))
 
     @property
