@@ -178,7 +178,7 @@ def accumulate(
     structure.check(engine.problem.layout, options)
     try:
         if reading.check_memory:
-            engine.inspect = check = MemoryCheck(engine.problem, structure, options)
+            engine.inspect = check = MemoryCheck(engine.problem, structure, options, planning.known_length(loader))
             _check_before(check, engine, loader, reading.dict_key_y)
         first = structure.first_pass(engine, options) if reading.first_pass is None else reading.first_pass(engine)
         return _fitted(loader, engine, structure, first, reading)

@@ -72,6 +72,7 @@ class EkfacCurvature(Curvature):
         kron, diag = KronCurvature.cost(profile, None), DiagCurvature.cost(profile, None)
         sides = Sides.of(profile)
         bases, doubles = sides.squares * profile.itemsize, sides.squares * DOUBLE
+        unfolded = sides.squares - sides.bases  # of thin sides, whose bases have all their vectors here
         between = kron.fitted + bases + doubles  # with the factors' own decomposition, in float64
         columns = 0 if profile.is_head else profile.at_once
         gradients = 2 * columns * profile.n_data * profile.itemsize * widest_gradient(profile)
@@ -80,7 +81,7 @@ class EkfacCurvature(Curvature):
             running=max(kron.running, kron.fitted + bases + diag.running),
             adding=max(kron.adding, between + 4 * DOUBLE * sides.largest, kron.fitted + bases + diag.adding),
             pieces=max(kron.pieces, 2 * diag.pieces + gradients),
-            posterior=kron.posterior,
+            posterior=kron.posterior + (DOUBLE + profile.itemsize) * unfolded,
             projecting=kron.projecting,
             n_passes=2,
             work=0.5 * (kron.work + diag.work) + float(profile.n_data * max(1, profile.n_columns) * sides.columns(1)),

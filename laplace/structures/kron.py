@@ -72,14 +72,14 @@ class KronCurvature(AdditiveCurvature):
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
         sides = Sides.of(profile)
-        fitted = sides.numbers(profile.n_terms) * profile.itemsize
+        fitted = sides.held(profile.n_terms, profile.itemsize)
         gradients = profile.n_data * profile.itemsize * widest_gradient(profile)
         return Cost(
             fitted=fitted,
             running=2 * fitted,
             adding=3 * fitted,
             pieces=2 * sides.largest * profile.itemsize + (0 if profile.is_head else profile.at_once * gradients),
-            posterior=(DOUBLE + profile.itemsize) * sides.squares
+            posterior=(DOUBLE + profile.itemsize) * sides.bases
             + 4 * DOUBLE * sides.largest
             + (DOUBLE + 3 * profile.itemsize) * profile.n_params,
             projecting=3 * profile.piece_bytes(profile.shared_sizes, profile.n_outputs)
@@ -209,11 +209,10 @@ class KronCurvature(AdditiveCurvature):
         if block.output in self.parts.thin:
             return FactorEigen.of_thin(self.parts.thin[block.output])
         total = self._total(block, weights)
-        eigen = FactorEigen.of_matrix(total)
-        if not total.requires_grad:
-            return eigen
-        vectors = eigen.basis.matrix()
-        return FactorEigen(values_at(total, vectors), DenseBasis(followed(total, vectors)))
+        values, vectors = algebra.eigh(total)
+        if total.requires_grad:
+            values, vectors = values_at(total, vectors), followed(total, vectors)
+        return FactorEigen(values, DenseBasis(vectors))
 
     @property
     def kfacs(self) -> list[list[Tensor]]:
