@@ -302,7 +302,7 @@ class AdditiveCurvature(Curvature):
         return summary, self + new
 
     def kept(self: A) -> A:
-        """What is kept of the sum after the last batch, where that is less than what was added to."""
+        """The sum as it is kept after the last batch, without what only further batches need."""
         return self
 
     def exchanged(self: A) -> A:

@@ -149,13 +149,14 @@ class EkfacCurvature(Curvature):
 
     def state(self) -> dict[str, Any]:
         # The bases are kept, and not found again: where eigenvalues meet, another machine finds other vectors.
-        return {"kron": self.kron.state(), "bases": [_held(basis) for basis in self.bases], "corrected": self.corrected}
+        bases = [_parts(basis) for basis in self.bases]
+        return {"kron": self.kron.state(), "bases": bases, "corrected": self.corrected}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> EkfacCurvature:
         kron, corrected = KronCurvature.from_state(state["kron"]), state["corrected"]
         parts = corrected[0].split([block.size for block in kron.parts.blocks])
-        bases = [_basis_of(part, **held) for held, part in zip(state["bases"], parts, strict=True)]
+        bases = [_basis_of(part, **basis) for basis, part in zip(state["bases"], parts, strict=True)]
         return cls(kron, tuple(bases), corrected)
 
     def forms(self) -> tuple[str, ...]:
@@ -164,8 +165,8 @@ class EkfacCurvature(Curvature):
         return tuple(corrected if b.kind == "kron" else form for b, form in zip(blocks, self.kron.forms(), strict=True))
 
 
-def _held(basis: BlockSpectrum) -> dict[str, Any]:
-    """What a basis consists of, for states."""
+def _parts(basis: BlockSpectrum) -> dict[str, Any]:
+    """The parts of a basis, for states."""
     left, right = (None if side is None else side.matrix() for side in (basis.left, basis.right))
     return {
         "left": left,

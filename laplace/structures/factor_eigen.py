@@ -44,11 +44,6 @@ class FactorEigen:
         """That of the factor divided by a number."""
         return replace(self, values=self.values / count)
 
-    @property
-    def rank(self) -> int:
-        """How many of the last eigenvalues are not zero by the number of rows."""
-        return self.values.shape[1] if self.basis is None else self.basis.rank
-
 
 def input_eigen(parts: KronParts, block: KronBlock, output: FactorEigen) -> FactorEigen:
     """That of the input side over its positions; counts are diagonal already, and of a bias it is the number 1."""

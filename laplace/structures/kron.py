@@ -225,7 +225,8 @@ class KronCurvature(AdditiveCurvature):
         return DecomposedCurvature(self.parts, lambda: self._unit_spectra)
 
     def state(self) -> dict[str, Any]:
-        return fields.state_of(without_rows(self.parts))
+        state = fields.state_of(without_rows(self.parts))
+        return {name: part for name, part in state.items() if part or name != "thin"}  # as before there were any
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> KronCurvature:

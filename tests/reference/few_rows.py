@@ -1,11 +1,13 @@
 """Kronecker-factored posteriors of multilayer perceptrons, from the rows that their factors sum, in float64.
 
 The block of a weight is s (GᵀG) ⊗ (AᵀA) / N + δ, of a bias s GᵀG + δ, with the inputs of N data as rows of A
-`[N, I]` and their output gradients, weighted by a root of the output Hessian, as rows of G `[N·C, O]`. Singular values of
-the rows give eigenvalues whose smallest ones no sum of products has rounded, and complete bases of right singular vectors.
+`[N, I]` and their output gradients, weighted by a root of the output Hessian, as rows of G `[N·C, O]`. Singular values
+of the rows give eigenvalues whose smallest ones no sum of products has rounded, and right singular vectors a basis.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +56,7 @@ class Posterior:
         scale: S.
     """
 
-    def __init__(self, layers: list[tuple[Tensor, Tensor]], deltas: list[float], scale: float = 1.0) -> None:
+    def __init__(self, layers: list[tuple[Tensor, Tensor]], deltas: Sequence[float], scale: float = 1.0) -> None:
         self.blocks: list[tuple[Tensor, Tensor]] = []
         self.ratios: list[Tensor] = []
         remaining = iter(deltas)

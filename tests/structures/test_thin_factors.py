@@ -48,8 +48,8 @@ def split(x: Tensor, y: Tensor, size: int) -> Batches:
 
 
 def oracle(la: Any, x: Tensor, deltas: list[float] | float = 1.0) -> few_rows.Posterior:
-    deltas = deltas if isinstance(deltas, list) else [deltas] * 4
-    return few_rows.Posterior(few_rows.rows(la.model, x, classification=True), deltas)
+    each = deltas if isinstance(deltas, list) else [deltas] * 4
+    return few_rows.Posterior(few_rows.rows(la.model, x, classification=True), each)
 
 
 def parts(la: Any) -> Any:
@@ -68,10 +68,10 @@ def ranks(la: Any) -> dict[str, int]:
 @pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("likelihood", ["regression", "classification"])
 def test_log_determinants(likelihood: str, delta: float, size: int) -> None:
-    if likelihood == "classification" and delta < 1e-9:
-        pytest.skip("the outputs' own side, Σ Λ, is a matrix with an eigenvalue of rounding in place of 0")
+    """Of a classification to 1e-9: its outputs' own side, Σ Λ, is a matrix with rounding in the place of its zero."""
+    delta = max(delta, 1e-9) if likelihood == "classification" else delta
     x, y = data()
-    la = Laplace(network(), likelihood, "all", "kron")
+    la: Any = Laplace(network(), likelihood, "all", "kron")
     la.fit(split(x, y if likelihood == "classification" else torch.randn(4, 3, dtype=x.dtype), size))
     assert ranks(la) == {"out:0": 12, "in:0": 4, "in:2": 4}
     la.prior_precision = torch.tensor(delta, dtype=torch.float64)
@@ -136,7 +136,7 @@ def test_variances_of_predictions() -> None:
 def test_a_prior_that_varies_within_a_tensor_is_shared_by_the_null_space() -> None:
     """By its mean over all directions of eigenvalue 0, which knows no basis of them."""
     x = torch.randn(4, WIDTHS[0], generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    la = Laplace(network(), "regression", "all", "kron")
+    la: Any = Laplace(network(), "regression", "all", "kron")
     la.fit([(x, torch.zeros(4, WIDTHS[2], dtype=torch.float64))])
     assert ranks(la) == {"out:0": 12, "in:0": 4, "in:2": 4}
     layers, shape = few_rows.rows(la.model, x, classification=False), (WIDTHS[1], WIDTHS[0])
@@ -163,7 +163,7 @@ def _directions(rows: Tensor) -> list[tuple[Tensor, Tensor, int]]:
 def test_damping() -> None:
     x, y = data()
     la = fitted([(x, y)])
-    own = la.fitted().curvature.precision(torch.ones(1, dtype=torch.float64), la.prior, damping=True)
+    own: Any = la.fitted().curvature.precision(torch.ones(1, dtype=torch.float64), la.prior, damping=True)
     ((a, g), _), delta = few_rows.rows(la.model, x, classification=True), 1.0
     left, u = few_rows.eigen(g)
     right, v = few_rows.eigen(a)
@@ -189,8 +189,10 @@ def test_wider_data_give_the_same_posterior_in_either_form(
     assert_close(thin.log_marginal_likelihood(), dense.log_marginal_likelihood(), "backend")
     for kind in ("probit", "mc"):
         generators = [torch.Generator().manual_seed(0) for _ in range(2)]
-        pair = [la(new, link_approx=kind, generator=g) for la, g in zip((thin, dense), generators, strict=True)]
-        assert_close(*pair, "backend")
+        first, second = (
+            la(new, link_approx=kind, generator=g) for la, g in zip((thin, dense), generators, strict=True)
+        )
+        assert_close(first, second, "backend")
     assert_close(thin.posterior_variance, dense.posterior_variance, "backend")
 
 
@@ -234,8 +236,8 @@ def test_sums_of_shards_are_matrices() -> None:
     la = fitted([(x, y)])
     with torch.no_grad():
         passes = [la.structure.first_pass(la.engine, la.structure_options) for _ in range(2)]
-        for shard, batch in zip(passes, split(x, y, 2), strict=True):
-            shard.add(*batch)
+        for shard, (inputs, labels) in zip(passes, split(x, y, 2), strict=True):
+            shard.add(inputs, labels)
         first, second = (shard.sums() for shard in passes)
         passes[0].load_sums({name: first[name] + second[name] for name in first})
         together = passes[0].finish()
@@ -324,7 +326,7 @@ def test_a_last_layer_of_many_features_and_outputs() -> None:
     x, y = torch.randn(6, 4).double(), torch.randint(20, (6,))
     new = torch.randn(3, 4).double()
     for backend, expected in ((NativeGGN, {"in:0": 6}), (NativeEF, {"in:0": 6, "out:0": 6})):
-        la = Laplace(model, "classification", "last_layer", "kron", backend=backend)
+        la: Any = Laplace(model, "classification", "last_layer", "kron", backend=backend)
         la.fit([(x, y)])
         assert ranks(la) == expected
         jacobians, _ = la.backend.last_layer_jacobians(new)
