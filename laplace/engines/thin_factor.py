@@ -61,6 +61,11 @@ class ThinFactor:
         """Rows whose products the factor sums, √λ Vᵀ, `[..., r, n]`."""
         return (self.vectors * self.values.sqrt().unsqueeze(-2)).mT
 
+    @property
+    def trace(self) -> Tensor:
+        """Trace of the matrix, `[...]`: finite in a dtype if all squares are."""
+        return (self.values * self.vectors.square().sum(-2)).sum(-1)
+
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The matrix itself, `[..., n, n]`, summed in this dtype."""
         rows = self.rows.to(dtype)

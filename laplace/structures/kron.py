@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.checks import all_finite
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.orthogonal_basis import DenseBasis
@@ -97,6 +98,11 @@ class KronCurvature(AdditiveCurvature):
         """Rows are added to rows: what is kept of them is found once, after the last batch."""
         summary, parts = engine.kron(x, y)
         return summary, KronCurvature(self.parts + parts)
+
+    def is_finite(self) -> Tensor:
+        """Of sides that are known by rows: if their squares are, in the dtype of matrices."""
+        factors, thin = self.parts.factors.values(), self.parts.thin.values()
+        return all_finite([*factors, *(side.trace.to(self.parts.like.dtype) for side in thin)])
 
     def kept(self) -> KronCurvature:
         """Eigenpairs in the place of rows, which a fit does not outlive."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from laplace import Laplace
 from laplace.core.orthogonal_basis import ThinBasis
 from laplace.curvature import NativeEF, NativeGGN
 from laplace.engines.thin_factor import ThinFactor
+from laplace.errors import InvalidData
 from laplace.structures.fields import named_tensors
 from laplace.structures.kron import KronCurvature
 from tests.reference import few_rows
@@ -301,6 +303,37 @@ def test_curvature_as_users_hold_it_is_dense() -> None:
     assigned.fit([(x, y)])
     assigned.H = summed.factors
     assert_close(assigned.log_marginal_likelihood(), la.log_marginal_likelihood(), "backend")
+
+
+def test_squares_beyond_the_dtype_are_refused() -> None:
+    """As where they are summed to a matrix."""
+    x, y = data(4, torch.float32)
+    with pytest.raises(InvalidData, match="not finite"):
+        fitted([(x, y), (1e25 * x, y)], network(torch.float32))
+
+
+def test_plans_count_eigenpairs() -> None:
+    model = nn.Sequential(nn.Linear(2000, 400), nn.Tanh(), nn.Linear(400, 3))
+    x, y = torch.randn(24, 2000), torch.randint(3, (24,))
+    batches = split(x, y, 8)
+    la: Any = Laplace(model, "classification", "all", "kron")
+    plan = la.plan(batches)
+    la.fit(batches)
+    tensors = dict(named_tensors(la.fitted().curvature.state())).values()
+    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert ranks(la) == {"out:0": 72, "in:0": 24, "in:2": 24}
+    assert held / 1.2 <= plan.kept_bytes <= 1.2 * held < 4 * 2000**2
+    assert la.plan(Unknown(batches)).kept_bytes >= 4 * 2000**2, "of an unknown number of batches, matrices"
+
+
+class Unknown:
+    """A loader without a length."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self.batches)
 
 
 # Layers.
