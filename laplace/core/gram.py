@@ -72,9 +72,9 @@ def group_gram(x: Tensor) -> Tensor:
     groups, width = x.shape[-2:]
     if groups == 1 and width > _NARROW:
         return gram(x.reshape(-1, width)).unsqueeze(0)
-    rows = x.reshape(-1, *x.shape[-3:]) if x.ndim > 3 else x.unsqueeze(1)  # [N, T, G, D]
+    rows = x.flatten(0, -4) if x.ndim > 3 else x.unsqueeze(1)  # [N, T, G, D], also of no rows
     total = x.new_zeros(groups, width, width)
-    for part in rows.split(max(1, _ROWS // rows.shape[1])):
+    for part in rows.split(max(1, _ROWS // max(1, rows.shape[1]))):
         flat = part.permute(2, 3, 0, 1).flatten(2)
         total += flat @ flat.transpose(1, 2)
     return total

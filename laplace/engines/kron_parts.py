@@ -55,7 +55,7 @@ class KronParts:
     @property
     def like(self) -> Tensor:
         """A tensor of the matrices' dtype and device: beside thin sides there is a number of positions."""
-        return next(iter(self.factors.values()))
+        return self.factors.get(self.blocks[0].output, next(iter(self.factors.values())))
 
     @property
     def n_terms(self) -> int:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from laplace.core.precision_policy import widened
+from laplace.core.gram import gram
+from laplace.core.precision_policy import wide_dtype, widened
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class ThinFactor:
 
     Attributes:
         values: λ, `[..., r]`.
-        vectors: V, `[..., n, r]`, with the leading dimensions of the matrix.
+        vectors: V, `[..., n, r]`, with the leading dimensions of the matrix, each of which is 1.
         orthonormal: True if these are eigenpairs, in ascending order.
     """
 
@@ -37,14 +38,19 @@ class ThinFactor:
 
     @staticmethod
     def holds(rows: int, width: int) -> bool:
-        """True if a sum over so many rows is held in this form."""
-        return 2 * rows < width
+        """True if a sum over so many rows is held in this form; of none there is a matrix of zeros."""
+        return 0 < 2 * rows < width
 
     @classmethod
     def of_rows(cls, rows: Tensor) -> ThinFactor:
         """Σ x xᵀ of the rows of `[..., R, n]`, which are copied."""
-        vectors = torch.empty(rows.mT.shape, dtype=widened(rows[:0]).dtype, device=rows.device).copy_(rows.mT)
+        vectors = torch.empty(rows.mT.shape, dtype=wide_dtype(rows.device), device=rows.device).copy_(rows.mT)
         return cls(vectors.new_ones(vectors.shape[:-2] + vectors.shape[-1:]), vectors, orthonormal=False)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the matrix, the leading ones among them."""
+        return self.vectors.ndim
 
     @property
     def rank(self) -> int:
@@ -68,8 +74,8 @@ class ThinFactor:
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The matrix itself, `[..., n, n]`, summed in this dtype."""
-        rows = self.rows.to(dtype)
-        return rows.mT @ rows
+        total = gram(self.rows.to(dtype).reshape(self.rank, self.width))
+        return total.view(*self.vectors.shape[:-1], self.width)
 
     def scaled(self, factor: float) -> ThinFactor:
         """The factor of rows that count `factor` times each."""
@@ -77,8 +83,9 @@ class ThinFactor:
 
     def joined(self, other: ThinFactor) -> ThinFactor:
         """The factor of the rows of both."""
-        values = torch.cat([self.values, other.values.to(self.values)], -1)
-        return ThinFactor(values, torch.cat([self.vectors, other.vectors.to(self.vectors)], -1), orthonormal=False)
+        values = torch.cat([widened(self.values), widened(other.values)], -1)
+        vectors = torch.cat([widened(self.vectors), widened(other.vectors)], -1)
+        return ThinFactor(values, vectors, orthonormal=False)
 
 
 Factor = Tensor | ThinFactor

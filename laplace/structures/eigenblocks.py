@@ -105,9 +105,8 @@ class BlockSpectrum:
         """Eigenvalues but those that are zero because a side was summed of fewer rows than its width."""
         if self.shape is None:
             return self.values
-        left, right = (
-            0 if u is None else n - u.rank for u, n in zip((self.left, self.right), self.shape[1:], strict=True)
-        )
+        bases = zip((self.left, self.right), self.shape[1:], strict=True)
+        left, right = (0 if basis is None else n - basis.rank for basis, n in bases)
         return self.values.view(self.shape)[:, left:, right:].flatten()
 
     # Factors, one or two, of a block whose eigenvalues are their products.

@@ -130,13 +130,10 @@ class KronCurvature(AdditiveCurvature):
 
     def _roles(self, block: KronBlock) -> Iterator[tuple[str, bool]]:
         """Keys that a block reads, and whether each holds matrices `[..., n, n]` rather than independent entries."""
+        every = self.parts.every
         yield block.output, block.kind in ("kron", "dense")
         if block.input is not None:
-            yield (
-                block.input,
-                block.input in self.parts.thin
-                or (block.input in self.parts.factors and self.parts.factors[block.input].ndim > 1),
-            )
+            yield block.input, block.input in every and every[block.input].ndim > 1
         if block.positions is not None:
             yield block.positions, False
 

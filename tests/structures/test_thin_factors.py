@@ -368,6 +368,16 @@ def test_a_last_layer_of_many_features_and_outputs() -> None:
         assert_close(variances, jacobians @ covariance @ jacobians.mT, "backend")
 
 
+def test_batches_that_read_no_row_of_a_table() -> None:
+    """Of which the padding alone is looked up: the output side is summed of no rows, then of few."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 40, padding_idx=0), nn.Flatten(), nn.Linear(80, 3)).double()
+    x, y = torch.tensor([[0, 0], [0, 0], [1, 2], [3, 1]]), torch.tensor([0, 1, 2, 0])
+    apart, whole = fitted(split(x, y, 2), model), fitted([(x, y)], model)
+    assert ranks(whole)
+    assert_close(apart.log_marginal_likelihood(), whole.log_marginal_likelihood(), "backend")
+
+
 def test_rows_are_copied() -> None:
     """A loader may reuse the memory of its batches."""
     x, y = data(8)
