@@ -301,12 +301,13 @@ class AdditiveCurvature(Curvature):
         summary, new = self.from_batch(engine, x, y)
         return summary, self + new
 
-    def kept(self: A) -> A:
-        """The sum as it is kept after the last batch, without what only further batches need."""
-        return self
+    def kept(self: A, *, additive: bool = False) -> A:
+        """The sum as it is kept after the last batch, without what only further batches need.
 
-    def exchanged(self: A) -> A:
-        """The sum in a form whose tensors add up over shards."""
+        Args:
+            additive: Its tensors shall add up over shards, entry by entry.
+        """
+        del additive  # the tensors of most sums are what batches are added to
         return self
 
     def is_finite(self) -> Tensor | bool:
@@ -335,7 +336,7 @@ class _SumPass(DataPass):
 
     def sums(self) -> dict[str, Tensor]:
         # As states hold them: sums may have other forms on the way, which depend on the batches that were added.
-        self.total = self._read().exchanged()
+        self.total = self._read().kept(additive=True)
         return dict(fields.named_tensors(self.total.state()))
 
     def finish(self) -> AdditiveCurvature:

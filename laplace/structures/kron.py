@@ -104,13 +104,9 @@ class KronCurvature(AdditiveCurvature):
         factors, thin = self.parts.factors.values(), self.parts.thin.values()
         return all_finite([*factors, *(side.trace.to(self.parts.like.dtype) for side in thin)])
 
-    def kept(self) -> KronCurvature:
-        """Eigenpairs in the place of rows, which a fit does not outlive."""
-        return KronCurvature(without_rows(self.parts))
-
-    def exchanged(self) -> KronCurvature:
-        """Matrices alone, which add up entry by entry."""
-        return KronCurvature(self.parts.dense())
+    def kept(self, *, additive: bool = False) -> KronCurvature:
+        """Eigenpairs in the place of rows, which a fit does not outlive; matrices, where sums are to add up."""
+        return KronCurvature(self.parts.dense() if additive else without_rows(self.parts))
 
     def scaled(self, factor: float) -> KronCurvature:
         """Every factor is a sum over data, the number of positions too, and left ⊗ right / positions scales once."""
