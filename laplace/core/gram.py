@@ -81,8 +81,8 @@ def group_gram(x: Tensor) -> Tensor:
         if x.ndim == 4 and x.stride(1) == 1 and x.shape[1] >= _LEAST_BLOCK:  # columns of images, not to be turned first
             return _gram_of_columns(x[:, :, 0].mT).unsqueeze(0)
         return gram(x.reshape(-1, width)).unsqueeze(0)
-    rows = x.reshape(-1, *x.shape[-3:]) if x.ndim > 3 else x.unsqueeze(1)  # [N, T, G, D]
-    first, *rest = rows.split(max(1, _ROWS // rows.shape[1]))
+    rows = x.flatten(0, -4) if x.ndim > 3 else x.unsqueeze(1)  # [N, T, G, D], also of no rows
+    first, *rest = rows.split(max(1, _ROWS // max(1, rows.shape[1])))
     total = _turned(first)
     for part in rest:
         total += _turned(part)

@@ -29,6 +29,7 @@ from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.ggn import GGNEngine
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.native.plan import first_of_use
+from laplace.engines.thin_factor import Factor
 from laplace.errors import CurvatureError, MissingDependency
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.matrix_sum import MatrixSum
@@ -138,16 +139,16 @@ class PackageEngine(CurvatureEngine):
         computed = self._by_package("kron", x, y)
         if computed is None:
             return self.native.kron(x, y)
-        factors: dict[str, Tensor] = {}
+        factors: dict[str, Factor] = {}
         blocks: dict[int, KronBlock] = {}
         for i, layer in computed.values.items():
             sides, blocks[i] = self._kron_block(i, computed.origins[i], layer)
             factors |= sides
         if computed.rest:
             parts = self._native_of(computed.rest).kron(x, y)[1]
-            factors |= {_renamed(key, computed.rest): factor for key, factor in parts.factors.items()}
+            factors |= {_renamed(key, computed.rest): factor for key, factor in parts.every.items()}
             blocks |= {i: _moved(block, computed.rest) for i, block in zip(computed.rest, parts.blocks, strict=True)}
-        return computed.summary, KronParts(factors, tuple(blocks[i] for i in range(len(self.problem.slots))))
+        return computed.summary, KronParts.made_of(factors, tuple(blocks[i] for i in range(len(self.problem.slots))))
 
     def blocks(self, x: Inputs, y: Tensor, groups: Groups) -> tuple[BatchSummary, tuple[Tensor, ...]]:
         computed = self._by_package("blocks", x, y, groups)

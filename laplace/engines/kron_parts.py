@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from laplace.engines.thin_factor import Factor, ThinFactor, added, dense
 from laplace.errors import InvalidData
 
 DENSE_BLOCK_LIMIT = 512
@@ -35,10 +36,42 @@ class KronParts:
             noise, else 1; G groups), input sides `[G, I, I]` or counts `[V]`, dense blocks `[E, p, p]`,
             diagonals `[E, p]`, numbers of positions `[]`.
         blocks: One per random parameter, in order.
+        thin: Sides by key that are summed of fewer rows than half of their width, in place of their matrices.
     """
 
     factors: Mapping[str, Tensor]
     blocks: tuple[KronBlock, ...]
+    thin: Mapping[str, ThinFactor] = field(default_factory=dict)
+
+    @classmethod
+    def made_of(cls, factors: Mapping[str, Factor], blocks: tuple[KronBlock, ...]) -> KronParts:
+        """Sums of both forms."""
+        matrices = {key: factor for key, factor in factors.items() if isinstance(factor, Tensor)}
+        thin = {key: factor for key, factor in factors.items() if isinstance(factor, ThinFactor)}
+        return cls(matrices, blocks, thin)
+
+    @property
+    def every(self) -> dict[str, Factor]:
+        """Sums of both forms by key."""
+        return {**self.factors, **self.thin}
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the matrices' dtype and device: beside thin sides there is a number of positions."""
+        return self.factors.get(self.blocks[0].output, next(iter(self.factors.values())))
+
+    @property
+    def n_terms(self) -> int:
+        """E: terms that are kept apart."""
+        return len(self.every[self.blocks[0].output])
+
+    def matrix(self, key: str) -> Tensor:
+        """A sum as a matrix, in whatever form it is held."""
+        return dense(self.thin[key] if key in self.thin else self.factors[key], self.like.dtype)
+
+    def dense(self) -> KronParts:
+        """The same with matrices in place of thin sides."""
+        return KronParts({**self.factors, **{key: self.matrix(key) for key in self.thin}}, self.blocks)
 
     @classmethod
     def of(cls, kfacs: Sequence[Sequence[Tensor]], n_data: float, origin: str = "") -> KronParts:
@@ -74,15 +107,26 @@ class KronParts:
     def __add__(self, other: KronParts) -> KronParts:
         blocks = self.merged(other)
         keys = dict.fromkeys(key for block in blocks for key in block.reads)
-        pairs = {key: (self.factors.get(key), other.factors.get(key)) for key in keys}
-        return KronParts({key: total for key, pair in pairs.items() if (total := _added(*pair)) is not None}, blocks)
+        mine, theirs = self.every, other.every
+        totals = {key: self._total(mine.get(key), theirs.get(key)) for key in keys}
+        return KronParts.made_of({key: total for key, total in totals.items() if total is not None}, blocks)
+
+    def _total(self, a: Factor | None, b: Factor | None) -> Factor | None:
+        if a is None or b is None:
+            return b if a is None else a
+        return added(a, b, self.like.dtype)
+
+    def scaled(self, factor: float) -> KronParts:
+        """Sums of data that count `factor` times each."""
+        thin = {key: side.scaled(factor) for key, side in self.thin.items()}
+        return KronParts({key: factor * value for key, value in self.factors.items()}, self.blocks, thin)
 
     def times(self, probe: Probe) -> KronParts:
         """The factors of products multiplied with a probe; counts and numbers of positions as they are."""
         products: dict[str, Tensor] = {}
         for block in self.blocks:
             for key in block.reads if block.kind == "kron" else ():
-                factor = self.factors[key]
+                factor = self.matrix(key)
                 products[key] = factor if factor.ndim < 3 else factor @ probe(key, *factor.shape[-3:-1]).to(factor)
         return KronParts(products, self.blocks)
 
@@ -90,12 +134,12 @@ class KronParts:
         """Factors per tensor: `[left, right]` with left ⊗ right its block, `[left]` of a bias, or a dense block."""
         result: list[list[Tensor]] = []
         for block in self.blocks:
-            output = self.factors[block.output].sum(0)
+            output = self.matrix(block.output).sum(0)
             output = output[0] if block.kind == "kron" and len(output) == 1 else output
             if block.input is None:
                 result.append([output])
                 continue
-            inputs = self.factors[block.input] / self.positions(block)
+            inputs = self.matrix(block.input) / self.positions(block)
             inputs = inputs[0] if inputs.ndim == 3 and len(inputs) == 1 else inputs
             result.append([inputs, output] if block.input_first else [output, inputs])
         return result
@@ -193,9 +237,3 @@ def _either(a: KronBlock, b: KronBlock) -> KronBlock:
             f"{b.output!r}. Give batches of the same form, or use hessian_structure='diag', which has one form only."
         )
     return a
-
-
-def _added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import nan
 
 from laplace.core.layout import Layout
+from laplace.engines.thin_factor import ThinFactor
 from laplace.jacobian.contractions import CHUNK_BYTES, TensorShape
 
 
@@ -32,6 +33,7 @@ class BatchProfile:
         forward: Seconds of a forward pass; NaN where nothing was timed.
         backward: Seconds of one cotangent's backward pass, or NaN.
         rate: Multiplications with an addition per second, in matrix products, or NaN.
+        n_batches: Batches that a fit reads, or None if their number is unknown.
     """
 
     layout: Layout
@@ -51,6 +53,7 @@ class BatchProfile:
     forward: float = nan
     backward: float = nan
     rate: float = nan
+    n_batches: int | None = None
 
     @classmethod
     def least(cls, layout: Layout, *, n_columns: int, itemsize: int, product_budget: int, loop: bool) -> BatchProfile:
@@ -137,7 +140,16 @@ class BatchProfile:
     def of_one_datum(self) -> BatchProfile:
         """The same with batches of one datum."""
         tensors = tuple(replace(tensor, copied=tensor.copied // self.n_data) for tensor in self.tensors)
-        return replace(self, n_data=1, gradients=self.gradients // self.n_data, tensors=tensors)
+        n_batches = None if self.n_batches is None else self.n_batches * self.n_data
+        gradients = self.gradients // self.n_data
+        return replace(self, n_data=1, gradients=gradients, tensors=tensors, n_batches=n_batches)
+
+    def rank(self, rows: int, width: int) -> int:
+        """Rank at which a sum of outer products of width n is held, of so many rows per datum: n, if as a matrix."""
+        if self.n_batches is None:
+            return width
+        rank = self.n_batches * self.n_data * rows
+        return rank if ThinFactor.holds(rank, width) else width
 
     def head(self) -> BatchProfile | None:
         """The same batch where only the last layer is random; None where the profile saw no head."""

@@ -185,7 +185,10 @@ def accumulate(
     """
     structure.check(engine.problem.layout, options)
     try:
-        check = engine.inspect = MemoryCheck(engine.problem, structure, options) if reading.check_memory else None
+        check = None
+        if reading.check_memory:
+            check = MemoryCheck(engine.problem, structure, options, planning.known_length(loader))
+            engine.inspect = check
         first = structure.first_pass(engine, options) if reading.first_pass is None else reading.first_pass(engine)
         return _fitted(loader, engine, structure, first, reading, check)
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -123,7 +123,7 @@ def make_plan(
         options: Its options.
         n_batches: How many batches there are, or None if that is unknown.
     """
-    weights = _choice(problem)
+    weights, profile = _choice(problem), replace(profile, n_batches=n_batches)
     chosen = _estimate(profile, weights, structure, structure.cost(profile, options), n_batches)
     others = [(weights, profile)]
     head = profile.head() if weights == SubsetOfWeights.ALL else None
@@ -194,6 +194,11 @@ def length(loader: Iterable[Any]) -> int | None:
         InvalidArgument: A loader that can be read only once: the batch that a plan reads would be missing in the fit.
     """
     batches.require_rereadable(loader, "plan reads the first batch, which would be missing in a fit")
+    return known_length(loader)
+
+
+def known_length(loader: Iterable[Any]) -> int | None:
+    """Number of batches of any loader, or None."""
     try:
         return len(loader)  # pyright: ignore[reportArgumentType]
     except TypeError:  # of an iterable data set
@@ -220,11 +225,13 @@ class MemoryCheck:
         problem: The network and its random parameters.
         structure: The structure.
         options: Its options.
+        n_batches: How many batches there are, or None if that is unknown.
     """
 
     problem: Problem
     structure: type[Curvature]
     options: Any
+    n_batches: int | None = None
 
     def __call__(self, profile: BatchProfile) -> None:
         """Looks at what a batch shows, whose forward pass is held by now.
@@ -239,7 +246,7 @@ class MemoryCheck:
     def lacking(self, profile: BatchProfile) -> Available | None:
         """Available memory if the fit takes more; None if it is enough, or nobody can say."""
         try:
-            cost = self.structure.cost(profile, self.options)
+            cost = self.structure.cost(self._whole(profile), self.options)
         except UnsupportedError:  # a structure that does not say what it takes
             return None
         needed = cost.fit_bytes(profile)
@@ -248,12 +255,13 @@ class MemoryCheck:
         there = available(self.problem.device)
         return there if there is not None and there.size < needed else None
 
-    def _bytes(self, profile: BatchProfile) -> int:
-        return self.structure.cost(profile, self.options).fit_bytes(profile)
+    def _whole(self, profile: BatchProfile) -> BatchProfile:
+        """The profile with the number of batches, which no batch shows."""
+        return replace(profile, n_batches=self.n_batches)
 
     def refusal(self, profile: BatchProfile, there: Available) -> OutOfMemory:
         """The error, with other choices that memory holds."""
-        plan = make_plan(profile, self.problem, self.structure, self.options, None)
+        plan = make_plan(profile, self.problem, self.structure, self.options, self.n_batches)
         return OutOfMemory(
             f"a fit of subset_of_weights={plan.chosen.weights!r}, hessian_structure={plan.chosen.structure!r} would "
             f"take {in_units(plan.peak_bytes)} more than is held now, but only {in_units(there.size)} are available "
@@ -266,7 +274,8 @@ class MemoryCheck:
         others = [o for o in plan.cheaper if (o.weights, o.structure) != (chosen.weights, chosen.structure)]
         small = [other for other in others if other.peak_bytes <= there.size]
         ways = [f"Choose what takes less: {_listed(small, chosen.weights)}."] if small else []
-        if self._bytes(profile.of_one_datum()) <= there.size:
+        small_batch = self._whole(profile).of_one_datum()
+        if self.structure.cost(small_batch, self.options).fit_bytes(small_batch) <= there.size:
             ways.append("Give the loader smaller batches (batch_size).")
         if not ways:
             fewer = "" if chosen.weights == SubsetOfWeights.SUBNETWORK else ", of a subnetwork"

@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from laplace.core.gram import row_gram
+from laplace.core.orthogonal_basis import OrthogonalBasis
 
 CHUNK_BYTES = 32 * 2**20
 """Bytes of a dense per-layer piece [K, b, p] that is contracted and dropped as it is made."""
@@ -18,6 +20,7 @@ CHUNK_BYTES = 32 * 2**20
 
 _SQUARED = 2**16
 """Numbers that are squared at once: fresh memory for more of them costs more than the squares."""
+S = TypeVar("S")
 
 
 class Contractions(ABC):
@@ -156,11 +159,11 @@ class KroneckerFactored(Contractions):
         """Rows g of the output side, `[K, ..., G, O]`; with `reduce`, summed over the positions of a datum."""
 
     @abstractmethod
-    def input_side(self, gram: Callable[[Tensor], Tensor], *, reduce: bool) -> Tensor | None:
+    def input_side(self, gram: Callable[[Tensor], S], *, reduce: bool) -> S | Tensor | None:
         """Input side Σ a aᵀ, computed by `gram` from rows `[..., G, I]`; counts `[V]` if a is one-hot.
 
         Args:
-            gram: Computes Σ a aᵀ, or its product with given vectors.
+            gram: Computes Σ a aᵀ, in the caller's form, or its product with given vectors.
             reduce: Average a over the positions of a datum.
 
         Returns:
@@ -205,24 +208,24 @@ class ProductBasis:
     """An orthogonal basis left ⊗ right of a tensor that is seen as a matrix: its first dimension × the rest.
 
     Attributes:
-        left: Basis of the first dimension `[G, L, L]`, or None for the identity.
-        right: Basis of the rest `[G, R, R]`, or None for the identity.
+        left: Basis of the first dimension, of width L, or None for the identity.
+        right: Basis of the rest, of width R, or None for the identity.
         shape: (G, L, R).
         output_first: True if the output side is the left one.
     """
 
-    left: Tensor | None
-    right: Tensor | None
+    left: OrthogonalBasis | None
+    right: OrthogonalBasis | None
     shape: tuple[int, int, int]
     output_first: bool = True
 
     @property
-    def output(self) -> Tensor | None:
+    def output(self) -> OrthogonalBasis | None:
         """Basis of the output side."""
         return self.left if self.output_first else self.right
 
     @property
-    def inputs(self) -> Tensor | None:
+    def inputs(self) -> OrthogonalBasis | None:
         """Basis of the input side."""
         return self.right if self.output_first else self.left
 
@@ -235,26 +238,11 @@ class ProductBasis:
         """Uᵀ v of vectors `[..., p]`, or U v."""
         folded = vectors.unflatten(-1, self.shape)
         if self.left is not None:
-            left = self.left.to(vectors)
-            folded = _times(folded.transpose(-1, -2), left.transpose(1, 2) if back else left).transpose(-1, -2)
+            left = self.left.to(vectors.dtype)
+            folded = left.rotate_folded(folded.transpose(-1, -2), back=back).transpose(-1, -2)
         if self.right is not None:
-            right = self.right.to(vectors)
-            folded = _times(folded, right.transpose(1, 2) if back else right)
+            folded = self.right.to(vectors.dtype).rotate_folded(folded, back=back)
         return folded.flatten(-3)
-
-
-def rotated(factor: Tensor, basis: Tensor | None) -> Tensor:
-    """`[..., G, O] @ [G, O, O']`, as one flat matrix product where there is one group; as it is without a basis."""
-    if basis is None:
-        return factor
-    if basis.shape[0] == 1:
-        return (factor.reshape(-1, basis.shape[1]) @ basis[0]).view(*factor.shape[:-1], -1)
-    return torch.einsum("...go,gop->...gp", factor, basis)
-
-
-def _times(folded: Tensor, basis: Tensor) -> Tensor:
-    """`[..., G, m, n] @ [G, n, n]`, as one flat matrix product where there is one group."""
-    return folded @ basis if len(basis) > 1 else folded @ basis[0]
 
 
 @dataclass(frozen=True)

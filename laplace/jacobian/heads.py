@@ -109,8 +109,8 @@ class HeadBlock(Head):
     def in_basis(self, basis: ProductBasis) -> Block:
         if not basis.output_first:
             return super().in_basis(basis)
-        head = self if basis.inputs is None else replace(self, features=self.features @ basis.inputs[0])
-        return head if basis.output is None else RotatedHeadBlock(head.features, basis.output[0], self.is_bias)
+        head = self if basis.inputs is None else replace(self, features=basis.inputs.rotate_folded(self.features))
+        return head if basis.output is None else RotatedHeadBlock(head.features, basis.output.matrix()[0], self.is_bias)
 
     def detached(self) -> HeadBlock:
         return replace(self, features=self.features.detach().contiguous())

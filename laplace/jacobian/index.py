@@ -72,7 +72,7 @@ class IndexBlock(FactoredBlock):
     def in_basis(self, basis: ProductBasis) -> Block:
         if basis.left is not None or basis.right is None:
             return super().in_basis(basis)
-        return replace(self, g=self.g @ basis.right[0])
+        return replace(self, g=basis.right.rotate_folded(self.g))
 
     def state(self) -> dict[str, Any]:
         return {"kind": "index", "index": self.index, "g": self.g, "n_rows": self.n_rows, "counted": self.counted}
@@ -96,7 +96,7 @@ class IndexBlock(FactoredBlock):
         del reduce
         return self.g[:, self.counted].unsqueeze(2)
 
-    def input_side(self, gram: Callable[[Tensor], Tensor], *, reduce: bool) -> Tensor:
+    def input_side(self, gram: Callable[[Tensor], object], *, reduce: bool) -> Tensor:
         del gram, reduce
         return torch.bincount(self.index[self.index >= 0], minlength=self.n_rows).to(self.g.dtype)
 

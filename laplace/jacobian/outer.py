@@ -18,7 +18,6 @@ from laplace.jacobian.contractions import (
     ProductBasis,
     RankOne,
     TensorShape,
-    rotated,
     squared,
     total,
 )
@@ -29,6 +28,7 @@ _DOUBLE = 8
 
 
 F = TypeVar("F", bound="FactoredBlock")
+S = TypeVar("S")
 
 
 class FactoredBlock(Block, KroneckerFactored):
@@ -219,8 +219,9 @@ class OuterBlock(FactoredBlock):
             return super().in_basis(basis)
         late_output = 1 < self.n_positions > self.n_inputs and basis.output is not None
         late_inputs = 1 < self.n_positions > self.n_cotangents * self.n_outputs and basis.inputs is not None
-        g = self.g if late_output else rotated(self.g, basis.output)
-        early = self.with_factors(lambda a: a if late_inputs else rotated(a, basis.inputs), g)
+        now = basis.only(output=not late_output, inputs=not late_inputs)
+        g = self.g if now.output is None else now.output.rotate(self.g)
+        early = self.with_factors(lambda a: a if now.inputs is None else now.inputs.rotate(a), g)
         if not late_output and not late_inputs:
             return early
         return Block.in_basis(early, basis.only(output=late_output, inputs=late_inputs))
@@ -246,7 +247,7 @@ class OuterBlock(FactoredBlock):
     def output_rows(self, *, reduce: bool) -> Tensor:
         return self.g.sum(2) if reduce else self.g
 
-    def input_side(self, gram: Callable[[Tensor], Tensor], *, reduce: bool) -> Tensor | None:
+    def input_side(self, gram: Callable[[Tensor], S], *, reduce: bool) -> S | None:
         if self.a is None:
             return None
         return gram(self.a.mean(1, keepdim=True) if reduce else self.a)

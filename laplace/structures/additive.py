@@ -37,6 +37,15 @@ class AdditiveCurvature(Curvature):
         summary, new = self.from_batch(engine, x, y)
         return summary, self + new
 
+    def kept(self: A, *, additive: bool = False) -> A:
+        """The sum as it is kept after the last batch, without what only further batches need.
+
+        Args:
+            additive: Its tensors shall add up over shards, entry by entry.
+        """
+        del additive  # the tensors of most sums are what batches are added to
+        return self
+
     def is_finite(self) -> Tensor | bool:
         """True, or 0-dim, if every number is finite (of a matrix: its diagonal, which holds every square)."""
         return fields.is_finite(self)
@@ -63,20 +72,24 @@ class _SumPass(DataPass):
 
     def sums(self) -> dict[str, Tensor]:
         # As states hold them: sums may have other forms on the way, which depend on the batches that were added.
-        return dict(fields.named_tensors(self.finish().state()))
+        self.total = self._read().kept(additive=True)
+        return dict(fields.named_tensors(self.total.state()))
 
     def is_symmetric(self, tensor: Tensor) -> bool:
         least = self.structure.matrix_dims
         return least is not None and tensor.ndim >= least
 
     def form(self) -> Any:
-        return fields.form_of(self.finish().state())
+        return fields.form_of(self._read().kept(additive=True).state())
 
     def make_room(self, form: Any) -> None:
         zeros = self.structure.from_state(fields.zeros_of(form, self.engine.problem.device))
-        self.total = zeros if self.total is None else self.total + zeros
+        self.total = zeros if self.total is None else self.total.kept(additive=True) + zeros
 
     def finish(self) -> AdditiveCurvature:
+        return self._read().kept()
+
+    def _read(self) -> AdditiveCurvature:
         if self.total is None:
             raise InvalidData("no batch was read.")
         return self.total

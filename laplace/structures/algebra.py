@@ -79,6 +79,23 @@ def eigvalsh(matrix: Tensor, *, signed: bool = False) -> Tensor:
         return without_rounding(values, matrix.dtype) if signed else _clamped(values)
 
 
+def thin_eigh(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues `[..., r]`, ascending, and eigenvectors `[..., n, r]` of Σ x xᵀ over few rows `[..., r, n]`.
+
+    They are the squares of the singular values: what is zero is zero to the square of the rounding, which no sum of
+    products leaves. All other eigenvalues are 0.
+
+    Raises:
+        CurvatureError: The rows are not finite.
+    """
+    require(rows.isfinite(), _not_finite)
+    with kept_for_later(), Decompositions([[(rows[..., 0, 0].numel(), rows.shape[-2])]]).announced() as done:
+        basis, triangle = torch.linalg.qr(widened(rows.detach()).mT)
+        left, roots, _ = torch.linalg.svd(triangle)
+        done(0)
+        return roots.square().flip(-1), basis @ left.flip(-1)
+
+
 @contextmanager
 def _announced(matrix: Tensor) -> Iterator[None]:
     """Announces the decomposition of `[..., n, n]` where it is long, and not part of others that are announced."""
@@ -89,9 +106,12 @@ def _announced(matrix: Tensor) -> Iterator[None]:
 
 
 def _checked(matrix: Tensor) -> Tensor:
-    remedy = "the curvature is not finite; the data or the network's outputs hold NaN or infinity."
-    require(matrix.isfinite(), lambda: CurvatureError(remedy))
+    require(matrix.isfinite(), _not_finite)
     return widened(matrix.detach())
+
+
+def _not_finite() -> CurvatureError:
+    return CurvatureError("the curvature is not finite; the data or the network's outputs hold NaN or infinity.")
 
 
 def _clamped(values: Tensor) -> Tensor:

@@ -103,72 +103,125 @@ class MatrixCost:
 
 
 @dataclass(frozen=True)
+class Side:
+    """The matrices of one side of a Kronecker product, or an exact block.
+
+    Attributes:
+        groups: Number of matrices.
+        width: N.
+        rank: Eigenpairs by which a sum of few rows is held; n for a matrix.
+    """
+
+    groups: int
+    width: int
+    rank: int
+
+    @property
+    def squares(self) -> int:
+        """Entries of the matrices."""
+        return self.groups * self.width**2
+
+    @property
+    def is_thin(self) -> bool:
+        """True if eigenpairs are held in place of the matrix."""
+        return self.rank < self.width
+
+    @property
+    def basis(self) -> int:
+        """Entries of the eigenbases as they are computed with."""
+        return self.rank * (self.width + self.rank) if self.is_thin else self.squares
+
+    @property
+    def solve(self) -> float:
+        """Multiplications of the eigendecompositions."""
+        return EIGH * self.groups * self.width * self.rank**2
+
+
+@dataclass(frozen=True)
 class Sides:
     """The matrices of all Kronecker products, and the exact blocks beside them.
 
     Attributes:
-        outputs: Groups and width of every output side and dense block.
-        inputs: Groups and width of every input side.
+        outputs: Every output side and dense block.
+        inputs: Every input side.
         vectors: Numbers of diagonals and counts.
         rows: Multiplications of their sums over a batch.
     """
 
-    outputs: tuple[tuple[int, int], ...]
-    inputs: tuple[tuple[int, int], ...]
+    outputs: tuple[Side, ...]
+    inputs: tuple[Side, ...]
     vectors: int
     rows: float
 
     @classmethod
     def of(cls, profile: BatchProfile) -> Sides:
         """Those of a profile; a small tensor without factors has a dense block, a large one a diagonal."""
-        outputs: list[tuple[int, int]] = []
-        inputs: list[tuple[int, int]] = []
+        outputs: list[Side] = []
+        inputs: list[Side] = []
         vectors, rows = 0, 0.0
         for layer in profile.layout.layers:
             for position, tensor in enumerate(profile.tensors[i] for i in layer):
                 if not tensor.factored:
                     dense = tensor.size <= DENSE_BLOCK_LIMIT
-                    outputs += [(1, tensor.size)] if dense else []
+                    outputs += [Side(1, tensor.size, tensor.size)] if dense else []
                     vectors += 0 if dense else tensor.size
                     rows += profile.n_data * profile.n_columns * tensor.size * (tensor.size if dense else 1)
                     continue
                 if not (tensor.is_bias and position):  # which shares the output side of its weight
-                    outputs.append((tensor.groups, tensor.n_outputs))
+                    outputs.append(_output_side(profile, tensor))
                     columns = 1 if tensor.is_head else profile.n_columns
                     rows += profile.n_data * tensor.positions * columns * tensor.output_side
                 if tensor.indexed:
                     vectors += tensor.n_inputs
                 elif not tensor.is_bias:
-                    inputs.append((tensor.groups, tensor.n_inputs))
+                    inputs.append(_side(profile, tensor.groups, tensor.n_inputs, tensor.positions))
                     rows += profile.n_data * tensor.positions * tensor.input_side
         return cls(tuple(outputs), tuple(inputs), vectors, rows)
 
-    def numbers(self, n_terms: int) -> int:
-        """Of all sums, those of the output sides once per term."""
-        return n_terms * (_squares(self.outputs) + self.vectors) + _squares(self.inputs)
+    @property
+    def _every(self) -> tuple[Side, ...]:
+        return self.outputs + self.inputs
+
+    def held(self, n_terms: int, itemsize: int) -> int:
+        """Bytes of all sums, those of the output sides once per term; eigenpairs are of float64."""
+        thin = sum(side.rank * (side.width + 1) for side in self._every if side.is_thin)
+        outputs, inputs = (sum(s.squares for s in sides if not s.is_thin) for sides in (self.outputs, self.inputs))
+        return DOUBLE * thin + itemsize * (n_terms * (outputs + self.vectors) + inputs)
 
     @property
     def squares(self) -> int:
-        """Entries of all eigenbases."""
-        return _squares(self.outputs + self.inputs)
+        """Entries of all eigenbases, by their vectors."""
+        return sum(side.squares for side in self._every)
+
+    @property
+    def bases(self) -> int:
+        """Entries of all eigenbases, in the form in which they are computed with."""
+        return sum(side.basis for side in self._every)
 
     @property
     def largest(self) -> int:
         """Entries of the largest eigenbasis."""
-        return max(groups * width**2 for groups, width in self.outputs + self.inputs)
+        return max(side.basis for side in self._every)
 
     def columns(self, count: int) -> int:
         """Numbers of `count` vectors for every side."""
-        return sum(groups * width * min(width, count) for groups, width in self.outputs + self.inputs)
+        return sum(side.groups * side.width * min(side.width, count) for side in self._every)
 
     @property
     def solve(self) -> float:
         """Multiplications of all eigendecompositions."""
-        return sum(EIGH * groups * width**3 for groups, width in self.outputs + self.inputs)
+        return sum(side.solve for side in self._every)
 
 
-def _squares(sides: tuple[tuple[int, int], ...]) -> int:
-    return sum(groups * width**2 for groups, width in sides)
+def _output_side(profile: BatchProfile, tensor: TensorShape) -> Side:
+    """An output side: that of a head is a sum of output Hessians, and terms that are kept apart are matrices."""
+    if tensor.is_head or profile.n_terms > 1:
+        return Side(tensor.groups, tensor.n_outputs, tensor.n_outputs)
+    return _side(profile, tensor.groups, tensor.n_outputs, tensor.positions * profile.n_columns)
+
+
+def _side(profile: BatchProfile, groups: int, width: int, rows: int) -> Side:
+    return Side(groups, width, profile.rank(rows, width) if groups == 1 else width)
 
 
 EIGH = 12.0

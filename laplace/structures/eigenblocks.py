@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.hyperparameters import GaussianPrior
+from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import Groups
 from laplace.engines.kron_parts import KronBlock
@@ -19,6 +20,7 @@ from laplace.jacobian.contractions import ProductBasis
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.joined import JoinedBlock
 from laplace.structures import algebra
+from laplace.structures.factor_eigen import FactorEigen
 from laplace.structures.indefinite import without_rounding
 
 _SAME = 1e-9
@@ -34,8 +36,8 @@ class BlockSpectrum:
 
     Attributes:
         values: λ, `[p]`, in the order of the tensor's entries (of its rows × columns, for a product).
-        left: Basis of the first dimension `[G, L, L]`, or None for the identity.
-        right: Basis of the rest `[G, R, R]`, or None for the identity.
+        left: Basis of the first dimension, of width L, or None for the identity.
+        right: Basis of the rest, of width R, or None for the identity.
         shape: (G, L, R) of a product, or None.
         basis: Dense basis `[p, p]`, or None.
         matrix: The block itself `[p, p]` where it is dense: a prior that varies within it is added exactly.
@@ -45,8 +47,8 @@ class BlockSpectrum:
     """
 
     values: Tensor
-    left: Tensor | None = None
-    right: Tensor | None = None
+    left: OrthogonalBasis | None = None
+    right: OrthogonalBasis | None = None
     shape: tuple[int, int, int] | None = None
     basis: Tensor | None = None
     matrix: Tensor | None = None
@@ -61,8 +63,8 @@ class BlockSpectrum:
 
     def cast(self, dtype: torch.dtype) -> BlockSpectrum:
         """The bases in the dtype of Jacobians."""
-        parts = {name: getattr(self, name) for name in ("left", "right", "basis")}
-        return replace(self, **{name: None if t is None else t.to(dtype) for name, t in parts.items()})
+        left, right, basis = (None if u is None else u.to(dtype) for u in (self.left, self.right, self.basis))
+        return replace(self, left=left, right=right, basis=basis)
 
     def rotate(self, vectors: Tensor, *, back: bool = False) -> Tensor:
         """Uᵀ v of vectors `[..., p]`, or U v."""
@@ -94,8 +96,18 @@ class BlockSpectrum:
 
     def diagonal(self, values: Tensor) -> Tensor:
         """Diagonal of U diag(values) Uᵀ, `[p]`."""
-        squares = replace(self, left=_square(self.left), right=_square(self.right), basis=_square(self.basis))
+        basis = None if self.basis is None else self.basis.square()
+        squares = replace(self, left=_squares(self.left), right=_squares(self.right), basis=basis)
         return squares.rotate(values, back=True)
+
+    @property
+    def explicit(self) -> Tensor:
+        """Eigenvalues but those that are zero because a side was summed of fewer rows than its width."""
+        if self.shape is None:
+            return self.values
+        bases = zip((self.left, self.right), self.shape[1:], strict=True)
+        left, right = (0 if basis is None else n - basis.rank for basis, n in bases)
+        return self.values.view(self.shape)[:, left:, right:].flatten()
 
     # Factors, one or two, of a block whose eigenvalues are their products.
 
@@ -112,7 +124,7 @@ class BlockSpectrum:
         if self.shape is None:
             return (torch.ones_like(self.values),)
         sides = zip((self.left, self.right), self.shape[1:], strict=True)
-        left, right = (self.values.new_ones(n) if basis is None else _alone(basis) for basis, n in sides)
+        left, right = (self.values.new_ones(n) if basis is None else _alone(basis.matrix()) for basis, n in sides)
         return (left if self.output_first else right,) if self._is_bias else (left, right)
 
     @property
@@ -177,9 +189,9 @@ class Spectra:
 
     @cached_property
     def flat(self) -> Tensor:
-        """All eigenvalues, `[P]`: an evidence step with a scalar prior is one pass over them."""
+        """All eigenvalues that add to a log det ratio, at most P: an evidence step with a scalar prior is one pass."""
         with algebra.kept_for_later():
-            return torch.cat([spectrum.values for spectrum in self.blocks]).to(self.dtype)
+            return torch.cat([spectrum.explicit for spectrum in self.blocks]).to(self.dtype)
 
     @cached_property
     def factor_vectors(self) -> tuple[tuple[Tensor, ...], ...]:
@@ -195,14 +207,16 @@ def _alone(sides: Tensor) -> Tensor:
     return sides[0] if len(sides) == 1 else sides
 
 
-def _square(basis: Tensor | None) -> Tensor | None:
-    return None if basis is None else basis.square()
+def _squares(basis: OrthogonalBasis | None) -> DenseBasis | None:
+    return None if basis is None else DenseBasis(basis.squares())
 
 
-def _shares(basis: Tensor | None) -> Tensor | None:
+def _shares(basis: OrthogonalBasis | None) -> DenseBasis | None:
     """Squares of eigenvectors that sum to 1 also where a basis was kept in float32: one prior stays one."""
-    squares = _square(basis)
-    return None if squares is None else squares / squares.sum(-2, keepdim=True)
+    if basis is None:
+        return None
+    squares = basis.squares()
+    return DenseBasis(squares / squares.sum(-2, keepdim=True))
 
 
 def diag_spectrum(values: Tensor) -> BlockSpectrum:
@@ -252,46 +266,25 @@ def followed(matrix: Tensor, vectors: Tensor) -> Tensor:
     return vectors + vectors @ (rates * (rotated - rotated.detach()))
 
 
-def kron_spectrum(
-    block: KronBlock, output: Tensor, eigen: tuple[Tensor, Tensor], inputs: Tensor | None, positions: float
-) -> BlockSpectrum:
+def kron_spectrum(block: KronBlock, output: FactorEigen, inputs: FactorEigen) -> BlockSpectrum:
     """A Kronecker-factored block.
 
     Args:
         block: What the factors mean.
-        output: Output side `[G, O, O]`.
-        eigen: Its eigenvalues `[G, O]` and eigenvectors.
-        inputs: Input side `[G, I, I]`, counts `[V]`, or None for a bias.
-        positions: Number by which the input side is divided.
+        output: Output side.
+        inputs: Input side, divided by the number of positions; the number 1 for a bias.
     """
-    inputs = None if inputs is None else inputs / positions
-    if block.index is not None:
-        return dense_spectrum(picked_matrix(output, inputs, block.index, input_first=block.input_first))
-    other, basis = _input_eigen(inputs, output)
-    values, vectors = eigen
-    if block.input_first:
-        left, right, left_values, right_values = basis, vectors, other, values
-    else:
-        left, right, left_values, right_values = vectors, basis, values, other
+    left, right = (inputs, output) if block.input_first else (output, inputs)
+    is_bias = block.input is None  # of one factor, to which damping adds nothing but the prior
     return BlockSpectrum(
-        values=(left_values.unsqueeze(2) * right_values.unsqueeze(1)).flatten(),
-        left=left,
-        right=right,
-        shape=(len(output), left_values.shape[1], right_values.shape[1]),
-        # A bias has one factor, to which damping adds nothing but the prior.
-        left_values=None if inputs is None else left_values,
-        right_values=None if inputs is None else right_values,
+        values=(left.values.unsqueeze(2) * right.values.unsqueeze(1)).flatten(),
+        left=left.basis,
+        right=right.basis,
+        shape=(len(output.values), left.values.shape[1], right.values.shape[1]),
+        left_values=None if is_bias else left.values,
+        right_values=None if is_bias else right.values,
         output_first=not block.input_first,
     )
-
-
-def _input_eigen(inputs: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Eigenvalues `[G, I]` and basis of the input side; counts and biases are diagonal already."""
-    if inputs is None:
-        return output.new_ones(len(output), 1), None
-    if inputs.ndim == 1:
-        return inputs.unsqueeze(0), None
-    return algebra.eigh(inputs)
 
 
 def picked_matrix(output: Tensor, inputs: Tensor | None, index: Tensor, *, input_first: bool) -> Tensor:

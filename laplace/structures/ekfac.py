@@ -18,6 +18,7 @@ from laplace.core.batch import Inputs
 from laplace.core.checks import all_finite
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
+from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import KronBlock, KronParts
@@ -72,6 +73,7 @@ class EkfacCurvature(Curvature):
         kron, diag = KronCurvature.cost(profile, None), DiagCurvature.cost(profile, None)
         sides = Sides.of(profile)
         bases, doubles = sides.squares * profile.itemsize, sides.squares * DOUBLE
+        unfolded = sides.squares - sides.bases  # of thin sides, whose bases have all their vectors here
         between = kron.fitted + bases + doubles  # with the factors' own decomposition, in float64
         columns = 0 if profile.is_head else profile.at_once
         gradients = 2 * columns * profile.n_data * profile.itemsize * widest_gradient(profile)
@@ -80,7 +82,7 @@ class EkfacCurvature(Curvature):
             running=max(kron.running, kron.fitted + bases + diag.running),
             adding=max(kron.adding, between + 4 * DOUBLE * sides.largest, kron.fitted + bases + diag.adding),
             pieces=max(kron.pieces, 2 * diag.pieces + gradients),
-            posterior=kron.posterior,
+            posterior=kron.posterior + (DOUBLE + profile.itemsize) * unfolded,
             projecting=kron.projecting,
             n_passes=2,
             work=0.5 * (kron.work + diag.work) + float(profile.n_data * max(1, profile.n_columns) * sides.columns(1)),
@@ -148,14 +150,14 @@ class EkfacCurvature(Curvature):
 
     def state(self) -> dict[str, Any]:
         # The bases are kept, and not found again: where eigenvalues meet, another machine finds other vectors.
-        bases = [{name: getattr(basis, name) for name in _HELD} for basis in self.bases]
+        bases = [_parts(basis) for basis in self.bases]
         return {"kron": self.kron.state(), "bases": bases, "corrected": self.corrected}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> EkfacCurvature:
         kron, corrected = KronCurvature.from_state(state["kron"]), state["corrected"]
         parts = corrected[0].split([block.size for block in kron.parts.blocks])
-        bases = [BlockSpectrum(values=part, **basis) for basis, part in zip(state["bases"], parts, strict=True)]
+        bases = [_basis_of(part, **basis) for basis, part in zip(state["bases"], parts, strict=True)]
         return cls(kron, tuple(bases), corrected)
 
     def forms(self) -> tuple[str, ...]:
@@ -164,8 +166,22 @@ class EkfacCurvature(Curvature):
         return tuple(corrected if b.kind == "kron" else form for b, form in zip(blocks, self.kron.forms(), strict=True))
 
 
-_HELD = ("left", "right", "shape", "basis", "output_first")
-"""What a basis consists of."""
+def _parts(basis: BlockSpectrum) -> dict[str, Any]:
+    """The parts of a basis, for states."""
+    left, right = (None if side is None else side.matrix() for side in (basis.left, basis.right))
+    return {
+        "left": left,
+        "right": right,
+        "shape": basis.shape,
+        "basis": basis.basis,
+        "output_first": basis.output_first,
+    }
+
+
+def _basis_of(values: Tensor, left: Tensor | None, right: Tensor | None, **rest: Any) -> BlockSpectrum:
+    """The basis of what a state holds, with any eigenvalues."""
+    left_basis, right_basis = (None if side is None else DenseBasis(side) for side in (left, right))
+    return BlockSpectrum(values=values, left=left_basis, right=right_basis, **rest)
 
 
 class _Factors(DataPass):
@@ -232,8 +248,7 @@ class _Correction(DataPass):
 
 def eigenbases(kron: KronCurvature) -> tuple[BlockSpectrum, ...]:
     """The eigenbasis of the sum of all terms, of every block with factors; the identity elsewhere."""
-    factors = kron.parts.factors
-    ones = factors[kron.parts.blocks[0].output].new_ones(kron.n_terms)
+    ones = kron.parts.like.new_ones(kron.n_terms)
     spectra = kron.spectra(ones)
     return tuple(
         _basis(block, spectrum, ones.dtype) for block, spectrum in zip(kron.parts.blocks, spectra, strict=True)
@@ -241,10 +256,12 @@ def eigenbases(kron: KronCurvature) -> tuple[BlockSpectrum, ...]:
 
 
 def _basis(block: KronBlock, spectrum: BlockSpectrum, dtype: torch.dtype) -> BlockSpectrum:
+    """The basis by its vectors: those of eigenvalue 0 have corrected eigenvalues of their own."""
     if block.kind != "kron":
         return diag_spectrum(spectrum.values.to(dtype))
+    left, right = (None if side is None else DenseBasis(side.matrix()) for side in (spectrum.left, spectrum.right))
     plain = replace(spectrum, values=spectrum.values.to(dtype), matrix=None, left_values=None, right_values=None)
-    return plain.cast(dtype)
+    return replace(plain, left=left, right=right).cast(dtype)
 
 
 def _with_values(basis: BlockSpectrum, values: Tensor) -> BlockSpectrum:
@@ -258,10 +275,16 @@ def _squared_products(old: BlockSpectrum, new: BlockSpectrum) -> BlockSpectrum:
     """(Uᵀ V)² entry by entry, whose `rotate` maps a diagonal in the basis U to that in the basis V."""
     return replace(
         new,
-        left=_between(old.left, new.left),
-        right=_between(old.right, new.right),
+        left=_products(old.left, new.left),
+        right=_products(old.right, new.right),
         basis=_between(old.basis, new.basis),
     )
+
+
+def _products(old: OrthogonalBasis | None, new: OrthogonalBasis | None) -> DenseBasis | None:
+    matrices = (None if side is None else side.matrix() for side in (old, new))
+    squares = _between(*matrices)
+    return None if squares is None else DenseBasis(squares)
 
 
 def _between(old: Tensor | None, new: Tensor | None) -> Tensor | None:

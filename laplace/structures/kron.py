@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.checks import all_finite
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
+from laplace.core.orthogonal_basis import DenseBasis
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts
@@ -35,8 +37,10 @@ from laplace.structures.eigenblocks import (
     diag_spectrum,
     followed,
     kron_spectrum,
+    picked_matrix,
     values_at,
 )
+from laplace.structures.factor_eigen import FactorEigen, input_eigen, without_rows
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
 from laplace.structures.variances_over_priors import SpectralScan
 
@@ -61,7 +65,7 @@ class KronCurvature(AdditiveCurvature):
 
     @property
     def n_terms(self) -> int:
-        return len(self.parts.factors[self.parts.blocks[0].output])
+        return self.parts.n_terms
 
     @classmethod
     def from_batch(cls, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronCurvature]:
@@ -71,14 +75,14 @@ class KronCurvature(AdditiveCurvature):
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
         sides = Sides.of(profile)
-        fitted = sides.numbers(profile.n_terms) * profile.itemsize
+        fitted = sides.held(profile.n_terms, profile.itemsize)
         gradients = profile.n_data * profile.itemsize * widest_gradient(profile)
         return Cost(
             fitted=fitted,
             running=2 * fitted,
             adding=3 * fitted,
             pieces=2 * sides.largest * profile.itemsize + (0 if profile.is_head else profile.at_once * gradients),
-            posterior=(DOUBLE + profile.itemsize) * sides.squares
+            posterior=(DOUBLE + profile.itemsize) * sides.bases
             + 4 * DOUBLE * sides.largest
             + (DOUBLE + 3 * profile.itemsize) * profile.n_params,
             projecting=3 * profile.piece_bytes(profile.shared_sizes, profile.n_outputs)
@@ -90,17 +94,30 @@ class KronCurvature(AdditiveCurvature):
     def __add__(self, other: Curvature) -> KronCurvature:
         if not isinstance(other, KronCurvature):
             return NotImplemented
-        return KronCurvature(self.parts + other.parts)
+        return KronCurvature(self.parts + other.parts).kept()
+
+    def with_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronCurvature]:
+        """Rows are added to rows: what is kept of them is found once, after the last batch."""
+        summary, parts = engine.kron(x, y)
+        return summary, KronCurvature(self.parts + parts)
+
+    def is_finite(self) -> Tensor:
+        """Of sides that are known by rows: if their squares are, in the dtype of matrices."""
+        factors, thin = self.parts.factors.values(), self.parts.thin.values()
+        return all_finite([*factors, *(side.trace.to(self.parts.like.dtype) for side in thin)])
+
+    def kept(self, *, additive: bool = False) -> KronCurvature:
+        """Eigenpairs in the place of rows, which a fit does not outlive; matrices, where sums are to add up."""
+        return KronCurvature(self.parts.dense() if additive else without_rows(self.parts))
 
     def scaled(self, factor: float) -> KronCurvature:
         """Every factor is a sum over data, the number of positions too, and left ⊗ right / positions scales once."""
-        factors = {key: factor * value for key, value in self.parts.factors.items()}
-        return KronCurvature(KronParts(factors, self.parts.blocks))
+        return KronCurvature(self.parts.scaled(factor))
 
     def minus(self, removed: Curvature, *, signed: bool = False) -> KronCurvature:
         if not isinstance(removed, KronCurvature):
             raise algebra.other_structure(self.name, removed.name)
-        mine, theirs = self.parts.factors, removed.parts.factors
+        mine, theirs = self.parts.dense().factors, removed.parts.dense().factors
         blocks = self.parts.merged(removed.parts)
         factors: dict[str, Tensor] = {}
         for key, is_matrix in (pair for block in blocks for pair in self._roles(block)):
@@ -111,9 +128,10 @@ class KronCurvature(AdditiveCurvature):
 
     def _roles(self, block: KronBlock) -> Iterator[tuple[str, bool]]:
         """Keys that a block reads, and whether each holds matrices `[..., n, n]` rather than independent entries."""
+        every = self.parts.every
         yield block.output, block.kind in ("kron", "dense")
         if block.input is not None:
-            yield block.input, block.input in self.parts.factors and self.parts.factors[block.input].ndim > 1
+            yield block.input, block.input in every and every[block.input].ndim > 1
         if block.positions is not None:
             yield block.positions, False
 
@@ -132,7 +150,7 @@ class KronCurvature(AdditiveCurvature):
     @cached_property
     def _unit_spectra(self) -> Spectra:
         """Eigendecomposition of H itself, beside that of terms at the last weights."""
-        ones = self.parts.factors[self.parts.blocks[0].output].new_ones(self.n_terms)
+        ones = self.parts.like.new_ones(self.n_terms)
         with algebra.kept_for_later():
             return self.spectra(ones) if self.n_terms == 1 else self._spectra(ones)
 
@@ -141,13 +159,13 @@ class KronCurvature(AdditiveCurvature):
         return Recent()
 
     def _spectra(self, weights: Tensor | None) -> Spectra:
-        shared: dict[str, tuple[Tensor, Tensor]] = {}
+        shared: dict[str, FactorEigen] = {}
         blocks: list[BlockSpectrum] = []
         with self._ahead.announced() as done:
             for i, block in enumerate(self.parts.blocks):
                 blocks.append(self._spectrum(block, weights, shared))
                 done(i)
-        return Spectra(tuple(blocks), self.parts.factors[self.parts.blocks[0].output].dtype, factored=True)
+        return Spectra(tuple(blocks), self.parts.like.dtype, factored=True)
 
     @cached_property
     def _ahead(self) -> Decompositions:
@@ -157,7 +175,7 @@ class KronCurvature(AdditiveCurvature):
         for block in self.parts.blocks:
             keys = [key for key, is_matrix in self._roles(block) if is_matrix and key not in seen]
             seen.update(keys)
-            shapes = [self.parts.factors[key].shape for key in keys]
+            shapes = [self.parts.factors[key].shape for key in keys if key in self.parts.factors]
             step = [(shape[-3] if block.kind == "kron" else 1, shape[-1]) for shape in shapes]
             steps.append(step if block.index is None else [*step, (1, len(block.index))])
         return Decompositions(steps)
@@ -166,21 +184,36 @@ class KronCurvature(AdditiveCurvature):
         if self._ahead.is_long and self.n_terms == 1:
             self.spectra(torch.ones(1))
 
-    def _spectrum(
-        self, block: KronBlock, weights: Tensor | None, shared: dict[str, tuple[Tensor, Tensor]]
-    ) -> BlockSpectrum:
-        factors = self.parts.factors
-        terms = widened(factors[block.output])
-        total = terms[0] if weights is None else torch.tensordot(widened(weights), terms, 1)
+    def _spectrum(self, block: KronBlock, weights: Tensor | None, shared: dict[str, FactorEigen]) -> BlockSpectrum:
         if block.kind in ("diag", UNUSED):
-            return diag_spectrum(total)
+            return diag_spectrum(self._total(block, weights))
         if block.kind == "dense":
-            return dense_spectrum(total)
+            return dense_spectrum(self._total(block, weights))
+        if block.index is not None:
+            return dense_spectrum(self._picked(block, block.index, self._total(block, weights)))
         if block.output not in shared:
-            _, vectors = algebra.eigh(total)
-            shared[block.output] = values_at(total, vectors), followed(total, vectors)
-        inputs: Tensor | None = None if block.input is None else widened(factors[block.input])
-        return kron_spectrum(block, total, shared[block.output], inputs, self.parts.positions(block))
+            shared[block.output] = self._output_eigen(block, weights)
+        output = shared[block.output]
+        return kron_spectrum(block, output, input_eigen(self.parts, block, output))
+
+    def _total(self, block: KronBlock, weights: Tensor | None) -> Tensor:
+        """The weighted sum of the terms of an output side, or of an exact block, float64."""
+        terms = widened(self.parts.matrix(block.output))
+        return terms[0] if weights is None else torch.tensordot(widened(weights), terms, 1)
+
+    def _picked(self, block: KronBlock, index: Tensor, output: Tensor) -> Tensor:
+        """Single entries of a product as a dense block."""
+        inputs = None if block.input is None else widened(self.parts.matrix(block.input)) / self.parts.positions(block)
+        return picked_matrix(output, inputs, index, input_first=block.input_first)
+
+    def _output_eigen(self, block: KronBlock, weights: Tensor | None) -> FactorEigen:
+        if block.output in self.parts.thin:
+            return FactorEigen.of_thin(self.parts.thin[block.output])
+        total = self._total(block, weights)
+        values, vectors = algebra.eigh(total)
+        if total.requires_grad:
+            values, vectors = values_at(total, vectors), followed(total, vectors)
+        return FactorEigen(values, DenseBasis(vectors))
 
     @property
     def kfacs(self) -> list[list[Tensor]]:
@@ -193,7 +226,8 @@ class KronCurvature(AdditiveCurvature):
         return DecomposedCurvature(self.parts, lambda: self._unit_spectra)
 
     def state(self) -> dict[str, Any]:
-        return fields.state_of(self.parts)
+        state = fields.state_of(without_rows(self.parts))
+        return {name: part for name, part in state.items() if part or name != "thin"}  # as before there were any
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> KronCurvature:

@@ -10,6 +10,7 @@ from torch import Tensor
 from laplace.compat.kronecker import KronDecomposed
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
+from laplace.core.orthogonal_basis import DenseBasis
 from laplace.core.precision_policy import widened
 from laplace.engines.kron_parts import KronBlock
 from laplace.errors import CurvatureError
@@ -53,7 +54,7 @@ def _spectrum(block: KronBlock, vectors: list[Tensor], values: Tensor) -> BlockS
     bases = [None if side.ndim == 1 else side for side in vectors]
     if block.kind != "kron" or block.index is not None:
         return BlockSpectrum(values.flatten(), basis=bases[0])
-    left, right = (None if side is None else side.view(-1, *side.shape[-2:]) for side in (*bases, None)[:2])
+    left, right = (None if side is None else DenseBasis(side.view(-1, *side.shape[-2:])) for side in (*bases, None)[:2])
     groups, n_left, n_right = values.shape
     output_first = len(bases) == 1 or not block.input_first
     return BlockSpectrum(values.flatten(), left, right, (groups, n_left, n_right), output_first=output_first)

@@ -29,8 +29,7 @@ class DecomposedCurvature(KronDecomposed):
 
     def __init__(self, parts: KronParts, spectra: Callable[[], Spectra]) -> None:
         self._parts = parts
-        like = parts.factors[parts.blocks[0].output]
-        one, deltas = like.new_ones(()), like.new_zeros(len(parts.blocks))
+        one, deltas = parts.like.new_ones(()), parts.like.new_zeros(len(parts.blocks))
         super().__init__(lambda: spectra().factor_vectors, lambda: _scaled_values(spectra(), one), deltas)
 
     @cached_property
@@ -72,7 +71,7 @@ def _factors(parts: KronParts) -> list[list[Tensor]]:
         if block.index is None:
             blocks.append(factors)
             continue
-        output = parts.factors[block.output].sum(0)
-        inputs = None if block.input is None else parts.factors[block.input] / parts.positions(block)
+        output = parts.matrix(block.output).sum(0)
+        inputs = None if block.input is None else parts.matrix(block.input) / parts.positions(block)
         blocks.append([picked_matrix(output, inputs, block.index, input_first=block.input_first)])
     return blocks

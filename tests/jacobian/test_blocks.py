@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis, ThinBasis
 from laplace.errors import StateError
 from laplace.jacobian.blocks import Block, DenseBlock, MappedBlock, PickedBlock, SumBlock, from_state
 from laplace.jacobian.contractions import ProductBasis
@@ -140,16 +141,23 @@ def test_selected_entries_are_those_of_the_dense_block(name: str, entries: list[
 @pytest.mark.parametrize("output_first", [True, False])
 @pytest.mark.parametrize("name", ["weight", "stored by input", "table", "dense"])
 @pytest.mark.parametrize("sides", ["both", "left", "right"])
-def test_a_block_in_a_product_of_bases(name: str, sides: str, output_first: bool) -> None:
+@pytest.mark.parametrize("is_thin", [False, True], ids=["dense", "thin"])
+def test_a_block_in_a_product_of_bases(is_thin: bool, name: str, sides: str, output_first: bool) -> None:
     make, (left, right) = MATRICES[name]
-    block, u, v = make(), orthogonal(left), orthogonal(right)
-    basis = ProductBasis(None if sides == "right" else u[None], None if sides == "left" else v[None],
+    block, (first, second) = make(), (basis_of(n, is_thin=is_thin) for n in (left, right))
+    basis = ProductBasis(None if sides == "right" else first, None if sides == "left" else second,
                          (1, left, right), output_first)  # fmt: skip
-    u, v = (torch.eye(len(q)).double() if side == sides else q for q, side in ((u, "right"), (v, "left")))
+    pairs = ((first, "right"), (second, "left"))
+    u, v = (torch.eye(len(q.matrix()[0])).double() if side == sides else q.matrix()[0] for q, side in pairs)
     truth = torch.einsum("kbcd,ce,df->kbef", block.dense().unflatten(2, (left, right)), u, v).flatten(2)
     check_contractions(block.in_basis(basis), truth)
     assert_close(basis.rotate(block.dense()), truth, "algebra")
     assert_close(basis.rotate(truth, back=True), block.dense(), "algebra")
+
+
+def basis_of(n: int, *, is_thin: bool) -> OrthogonalBasis:
+    """A basis by all of its vectors, or by one."""
+    return ThinBasis.of(orthogonal(n)[:, :1]) if is_thin else DenseBasis(orthogonal(n)[None])
 
 
 def orthogonal(n: int) -> Tensor:
@@ -196,7 +204,7 @@ def test_a_head_is_a_block_whose_gradients_are_the_identity(is_bias: bool) -> No
     truth = torch.einsum("kc,bd->kbcd", torch.eye(K, dtype=torch.float64), phi)
     head, u, v = HeadBlock(phi, K, is_bias), orthogonal(K), torch.eye(1).double() if is_bias else orthogonal(5)
     check(head, truth.flatten(2))
-    rotated = head.in_basis(ProductBasis(u[None], None if is_bias else v[None], (1, K, len(v))))
+    rotated = head.in_basis(ProductBasis(DenseBasis(u[None]), None if is_bias else DenseBasis(v[None]), (1, K, len(v))))
     check(rotated, torch.einsum("kbcd,ce,df->kbef", truth, u, v).flatten(2))
     assert as_head(rotated) is rotated
 

@@ -13,6 +13,7 @@ from laplace.core.gram import group_gram, group_product
 from laplace.core.precision_policy import wide_dtype
 from laplace.engines.engine import Bases, Groups
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT, UNUSED, KronBlock, KronParts, Probe
+from laplace.engines.thin_factor import Factor, ThinFactor, added, dense
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.contractions import KroneckerFactored
 from laplace.jacobian.heads import Head, unrotated
@@ -173,7 +174,7 @@ class KronSum:
         self.origins = origins
         self.reduce = reduce
         self.probe = probe
-        self.factors: dict[str, Tensor] = {}
+        self.factors: dict[str, Factor] = {}
         self.blocks: dict[int, KronBlock] = {}
 
     def add(self, blocks: Mapping[int, Block], first: int) -> None:
@@ -215,14 +216,14 @@ class KronSum:
         output = self._output_key(slot, product)
         if output not in seen:
             seen.add(output)
-            self._put_terms(output, self._output_side(output, product.output_rows(reduce=self.reduce)), first)
+            self._put_output(output, product.output_rows(reduce=self.reduce), first)
         if first == 0:
             inputs = product.input_side(partial(self._gram, f"in:{slot}"), reduce=self.reduce)
             count = product.input_count(reduce=self.reduce)
             self._put(slot, block, output, inputs, count, input_first=product.input_first)
 
     def _put(
-        self, slot: int, block: Block, output: str, inputs: Tensor | None, count: Tensor, *, input_first: bool = False
+        self, slot: int, block: Block, output: str, inputs: Factor | None, count: Tensor, *, input_first: bool = False
     ) -> None:
         """Puts down the input side of a tensor, and how its block is held."""
         key, positions = f"in:{slot}", f"positions:{slot}"
@@ -236,17 +237,26 @@ class KronSum:
         shared = product.shares_outputs and self.problem.slots[slot].entries is None
         return f"out:{self.origins[slot].use}" if shared else f"own:{slot}"
 
-    def _gram(self, key: str, rows: Tensor) -> Tensor:
-        """Σ x xᵀ of rows `[..., G, n]`, `[G, n, n]`, or its product with the probe of this side, `[G, n, w]`."""
+    def _gram(self, key: str, rows: Tensor) -> Factor:
+        """Σ x xᵀ of rows `[..., G, n]`, `[G, n, n]` or thin, or its product with this side's probe, `[G, n, w]`."""
+        groups, width = rows.shape[-2:]
+        if self.probe is None and groups == 1 and ThinFactor.holds(rows.numel() // width, width):
+            return ThinFactor.of_rows(rows.reshape(1, -1, width))
+        return self._product(key, rows)
+
+    def _product(self, key: str, rows: Tensor) -> Tensor:
+        """The same, as a matrix."""
         if self.probe is None:
             return group_gram(rows)
         return group_product(rows, self.probe(key, *rows.shape[-2:]).to(rows))
 
-    def _output_side(self, key: str, g: Tensor) -> Tensor:
-        """Σ g gᵀ over data and positions, `[k, G, O, O]`, or `[1, G, O, O]` where terms are not kept apart."""
-        if self.n_terms == 1:
-            return self._gram(key, g).unsqueeze(0)
-        return torch.stack([self._gram(key, term) for term in g])
+    def _put_output(self, key: str, g: Tensor, first: int) -> None:
+        """Adds Σ g gᵀ of `[k, ..., G, O]` over data and positions, and over cotangents unless terms are kept apart."""
+        if self.n_terms > 1:
+            self._put_terms(key, torch.stack([self._product(key, term) for term in g]), first)
+            return
+        side = self._gram(key, g).unsqueeze(0)
+        self.factors[key] = added(self.factors[key], side, self.dtype) if key in self.factors else side
 
     def _exact(self, slot: int, block: Block, first: int) -> None:
         if block.size > DENSE_BLOCK_LIMIT or self.probe is not None:
@@ -269,8 +279,8 @@ class KronSum:
             self.factors[key] = values
             return
         total = self.factors.setdefault(key, values.new_zeros(self.n_terms, *values.shape[1:]))
-        _add_terms(total, values, first)
+        _add_terms(dense(total, self.dtype), values, first)
 
     def result(self) -> KronParts:
         """All factors."""
-        return KronParts(self.factors, tuple(self.blocks[i] for i in range(len(self.problem.slots))))
+        return KronParts.made_of(self.factors, tuple(self.blocks[i] for i in range(len(self.problem.slots))))
