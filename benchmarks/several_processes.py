@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from benchmarks import models
 from benchmarks.timing import Case, Job
@@ -31,64 +30,58 @@ def cases() -> list[Case]:
 
 def _fit_job() -> Job:
     """On the CPU, whatever the device of other lines: the processes there would share one."""
-    return Job(_Workers(2).fit, _Workers(1).fit, note="one thread each")
+    two, one = _Workers(2), _Workers(1)
+    return Job(lambda _: two.fit(), one.fit, note="one thread each")
 
 
 class _Workers:
-    """Processes of one group, which wait for work.
+    """Processes of one group, which fit when they are told to, and end with this one.
 
     Args:
         size: Number of processes.
     """
 
     def __init__(self, size: int) -> None:
-        spawn = multiprocessing.get_context("spawn")
         self.store = tempfile.TemporaryDirectory()
-        self.ends: list[Connection] = []
-        for rank in range(size):
-            end, other = spawn.Pipe()
-            spawn.Process(target=_work, args=(other, rank, size, self.store.name), daemon=True).start()
-            other.close()
-            self.ends.append(end)
-        self._answers()
+        command = [sys.executable, "-m", "benchmarks.several_processes", str(size), self.store.name]
+        self.processes = [
+            subprocess.Popen(
+                [*command, str(rank)], cwd=Path(__file__).parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                text=True, bufsize=1,
+            )
+            for rank in range(size)
+        ]  # fmt: skip
+        self.fit()
 
-    def fit(self, *_: object) -> None:
+    def fit(self) -> None:
         """All of them fit once."""
-        for end in self.ends:
-            end.send(None)
-        self._answers()
-
-    def _answers(self) -> None:
-        """Waits until all of them are done."""
-        for end in self.ends:
-            n_data = end.recv()
-            if n_data != _N_DATA:
-                raise RuntimeError(f"a process fitted {n_data} data of {_N_DATA}.")
+        for process in self.processes:
+            assert process.stdin is not None  # noqa: S101  (a pipe)
+            process.stdin.write("fit\n")
+        for process in self.processes:
+            assert process.stdout is not None  # noqa: S101  (a pipe)
+            n_data = process.stdout.readline()
+            if n_data != f"{_N_DATA}\n":
+                raise RuntimeError(f"a process fitted {n_data!r} data of {_N_DATA}.")
 
 
-def _work(end: Connection, rank: int, size: int, store: str) -> None:
-    """Fits whenever it is told to, and says of how many data."""
+def _serve(size: int, store: str, rank: int) -> None:
+    """Fits for every line that comes in, and says of how many data."""
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{Path(store) / 'store'}", rank=rank, world_size=size)
+    distributed.init_process_group("gloo", init_method=f"file://{store}/store", rank=rank, world_size=size)
     torch.manual_seed(0)
     model = models.mlp(784, 512, 512, 10)
     shard = models.data((784,), 10, _N_DATA, _BATCH_SIZE, torch.device("cpu"))[rank::size]
-    fit = _fitter(model, shard, distributed.group.WORLD if size > 1 else None)
-    end.send(fit())  # a first fit is not counted
-    try:
-        while True:
-            end.recv()
-            end.send(fit())
-    except EOFError:  # the parent has ended
-        distributed.destroy_process_group()
+    for _ in sys.stdin:
+        print(_n_fitted(model, shard, distributed.group.WORLD if size > 1 else None), flush=True)
+    distributed.destroy_process_group()
 
 
-def _fitter(
-    model: torch.nn.Module, batches: models.Batches, group: distributed.ProcessGroup | None
-) -> Callable[[], int | float]:
-    def fit() -> int | float:
-        la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="kron")
-        la.fit(batches, group=group)
-        return la.n_data
+def _n_fitted(model: nn.Module, batches: models.Batches, group: distributed.ProcessGroup | None) -> float:
+    la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="kron")
+    la.fit(batches, group=group)
+    return la.n_data
 
-    return fit
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

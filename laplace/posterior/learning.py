@@ -20,6 +20,7 @@ from laplace.core.memory import ran_out
 from laplace.core.overrides import FITTING
 from laplace.core.positions import channel_of, channels_last
 from laplace.core.processes import Processes
+from laplace.core.random_numbers import drawn_seed
 from laplace.engines.engine import CurvatureEngine, detached
 from laplace.errors import InvalidData, UnsupportedError
 from laplace.fitting import FirstPass, Fit, ReadOptions, planning, subsampling
@@ -181,11 +182,12 @@ def _fitting_engine(posterior: Posterior, *, go_on: bool, rank: int = 0) -> Curv
         return former
     engine = choices.engine(posterior.weights, posterior.problem, split_outputs=split)
     draws = posterior.data.fit.draws if go_on and posterior.data is not None else None
-    own = "generator" not in choices.backend_kwargs
-    if rank and own and engine.generator:
-        engine.generator.manual_seed(engine.generator.initial_seed() + rank)
-    if draws is not None and own and engine.generator and engine.generator.get_state().shape == draws.shape:
-        engine.generator.set_state(draws)  # of a copied or loaded posterior, whose engine was left behind
+    source = None if "generator" in choices.backend_kwargs else engine.generator
+    if source is not None:
+        if draws is not None and source.get_state().shape == draws.shape:
+            source.set_state(draws)  # of a copied or loaded posterior, whose engine was left behind
+        if rank:
+            source.manual_seed(drawn_seed(source) + rank)
     return engine
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -169,6 +170,18 @@ def candidates_without_a_posterior_are_passed_over(rank: int) -> None:
             assert result.values.isfinite().tolist() == [delta == 1e4 for delta in grid]
 
 
+def sampled_targets_of_a_copy_differ(rank: int) -> None:
+    """Copies, as states that all processes load, go on with the random numbers of one of them."""
+    la = alone(make("all", "diag", backend_kwargs={"stochastic": True}), batches())
+    one, both, former = copy.deepcopy(la), copy.deepcopy(la), la.H
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ApproximationWarning)  # both processes have the same data
+        one.fit(batches(), override=False)
+        both.fit(batches(), override=False, group=distributed.group.WORLD)
+    assert both.n_data == 69
+    assert not torch.allclose(both.H - former, 2 * (one.H - former))
+
+
 def one_process_may_ask_for_the_number_of_data(rank: int) -> None:
     dataset = TensorDataset(*data())
     loader = DataLoader(dataset, 4, sampler=DistributedSampler(dataset))
@@ -182,7 +195,7 @@ def one_process_may_ask_for_the_number_of_data(rank: int) -> None:
 CHECKS = [
     samplers_of_every_kind, layers_that_one_process_uses, channels_are_told_to_a_process_without_data,
     refusals_reach_all_processes, candidates_without_a_posterior_are_passed_over,
-    one_process_may_ask_for_the_number_of_data,
+    sampled_targets_of_a_copy_differ, one_process_may_ask_for_the_number_of_data,
 ]  # fmt: skip
 
 
