@@ -13,7 +13,7 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED
 from laplace.errors import ProcessError
 from laplace.structures.base import DataPass
-from laplace.structures.fields import same_form
+from laplace.structures.fields import has_room
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def sum_over(
     coverage = _coverage(known)
     own = shares[processes.rank]
     for share in known.values():
-        if own is None or not same_form(own.form, share.form):
+        if own is None or not has_room(own.form, share.form):
             data_pass.make_room(share.form)
     processes.add_(data_pass.sums(), data_pass.is_symmetric)
     first = next(iter(known.values()))
