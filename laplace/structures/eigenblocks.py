@@ -195,7 +195,7 @@ class Spectra:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many of these are every block's."""
+        """Numbers of those of every block."""
         return tuple(len(spectrum.explicit) for spectrum in self.blocks)
 
     @cached_property
