@@ -193,6 +193,11 @@ class Spectra:
         with algebra.kept_for_later():
             return torch.cat([spectrum.explicit for spectrum in self.blocks]).to(self.dtype)
 
+    @property
+    def flat_sizes(self) -> tuple[int, ...]:
+        """How many of them are each block's."""
+        return tuple(spectrum.explicit.numel() for spectrum in self.blocks)
+
     @cached_property
     def factor_vectors(self) -> tuple[tuple[Tensor, ...], ...]:
         """Copies of the eigenvectors of every block's factors, in the curvature's dtype, with their graph."""
