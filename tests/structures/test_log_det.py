@@ -88,17 +88,29 @@ def test_float32_loses_nothing_to_the_number_of_terms(piece: int, monkeypatch: p
     assert slope.dtype == torch.float32
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of PyTorch's own rules of forward mode
 def test_transforms_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     values, ratios = _eigenvalues(), _ratios(1).detach()
 
     def ratio(c: Tensor) -> Tensor:
         return log_det_ratio(values, c, (len(values),))
 
-    slopes = []
+    found = []
     for piece in (3, 2**16):
         _pieces(monkeypatch, piece)
-        slopes.append(torch.func.grad(ratio)(ratios))
-    assert_close(slopes[0], slopes[1], "algebra")
+        both = torch.stack([ratios, 2 * ratios])
+        found.append(
+            [
+                torch.func.grad(ratio)(ratios),
+                torch.func.hessian(ratio)(ratios),
+                torch.func.jvp(ratio, (ratios,), (ratios,))[1],
+                torch.func.vmap(ratio)(both),
+                torch.func.vmap(torch.func.grad(ratio))(both),
+                torch.func.jacfwd(lambda h: log_det_ratio(h, ratios, (len(values),)))(values),
+            ]
+        )
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other, "algebra")
 
 
 # The evidence of posteriors.
