@@ -195,7 +195,7 @@ class Spectra:
 
     @property
     def flat_sizes(self) -> tuple[int, ...]:
-        """How many of them are each block's."""
+        """Number of them in every block."""
         return tuple(spectrum.explicit.numel() for spectrum in self.blocks)
 
     @cached_property
