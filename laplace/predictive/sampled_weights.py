@@ -10,7 +10,8 @@ each sample. Weights are drawn before, so that the samples are the same either w
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def outputs_at(problem: Problem, x: Inputs, thetas: Tensor, memory_budget: int) 
         thetas: The weights.
         memory_budget: Bytes that a vectorised pass may take; more than `CHUNK_BYTES` make no difference.
     """
-    if len(thetas) >= LEAST_SAMPLES and not any(_is_watched(module) for module in problem.module.modules()):
+    if len(thetas) >= LEAST_SAMPLES and not _is_watched(problem.module):
         key = (batches.signature(x), thetas.dtype, memory_budget)
         if key not in problem.samples_at_once:
             problem.samples_at_once[key] = _samples_at_once(problem, x, thetas, min(memory_budget, CHUNK_BYTES))
@@ -102,6 +103,12 @@ def _attention_by_rule() -> AbstractContextManager[object]:
     return sdpa_kernel(SDPBackend.MATH)
 
 
+def _compiled_code_run_eagerly() -> AbstractContextManager[object]:
+    """For functions that a network has compiled, and `torch.cond`: compiled while watched, they fail ever after."""
+    set_stance = getattr(torch.compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None
+    return nullcontext() if set_stance is None else set_stance("force_eager")
+
+
 def _weight_bytes(problem: Problem, thetas: Tensor) -> int:
     """Bytes of the tensors of one sample."""
     return sum(slot.shape.numel() for slot in problem.slots) * thetas.element_size()
@@ -118,8 +125,13 @@ def _tried(problem: Problem, x: Inputs, thetas: Tensor, at_once: int) -> Tensor 
 def _samples_at_once(problem: Problem, x: Inputs, thetas: Tensor, budget: int) -> int:
     """Samples that one pass should take; 1 for a pass for each."""
     counter = _Counter()
-    with preserve_model(problem.module), problem.holding(problem.substituted(thetas[0])), _attention_by_rule(), counter:
-        problem.outputs(x)
+    try:
+        with preserve_model(problem.module), problem.holding(problem.substituted(thetas[0])), _attention_by_rule():
+            problem.outputs(x)  # what a first pass compiles must not be compiled while it is watched
+            with _compiled_code_run_eagerly(), counter:
+                problem.outputs(x)
+    except Exception:  # of operations that cannot be watched, say; a fault of the network is raised again later
+        return 1
     # A kernel may want the weights in another order, in a copy.
     at_once = budget // (2 * _weight_bytes(problem, thetas) + counter.bytes)
     small = counter.numbers <= NUMBERS_PER_OPERATION * counter.operations
@@ -130,10 +142,18 @@ def _samples_at_once(problem: Problem, x: Inputs, thetas: Tensor, budget: int) -
     return at_once if agree else 1
 
 
-def _is_watched(module: nn.Module) -> bool:
-    """True if a module's passes are seen by others, or run by compiled code: those are to be of one sample each."""
-    hooks = bool(module._forward_hooks or module._forward_pre_hooks)
-    return hooks or "_orig_mod" in module._modules or isinstance(module, torch.jit.ScriptModule)
+def _is_watched(model: nn.Module) -> bool:
+    """True if passes are seen by others, or run by compiled code: those are to be of one sample each."""
+    everywhere = torch.nn.modules.module
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+        return True
+    return any(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or "_orig_mod" in module._modules
+        or isinstance(module, torch.jit.ScriptModule)
+        for module in model.modules()
+    )
 
 
 def _agree(plain: Tensor, together: Tensor) -> bool:
@@ -155,6 +175,8 @@ class _Counter(TorchDispatchMode):
         without_rule: How many vmap would run sample by sample, which saves nothing.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.operations = self.numbers = self.bytes = self.without_rule = 0
@@ -166,6 +188,9 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if not isinstance(func, torch._ops.OpOverload):  # `torch.cond` and the like, which run functions
+            self.without_rule += 1
+            return result
         ruled = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "FuncTorchBatched")
         self.without_rule += not ruled and any(isinstance(arg, Tensor) for arg in args)
         if any(returned.alias_info is not None for returned in func._schema.returns):

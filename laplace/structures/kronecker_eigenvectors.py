@@ -122,7 +122,7 @@ def pair_bytes(rank: int, shape: TensorShape) -> int:
 
 
 class _WeightedGram(torch.autograd.Function):
-    """Its gradient u_pᵀ g u_p is computed from the factors again, so that no `[K, p]` is kept for it."""
+    """Σ_p w_p u_p u_pᵀ. Its gradient u_pᵀ g u_p is computed from the factors again: no `[K, p]` is kept for it."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, columns: Columns) -> Tensor:
@@ -133,11 +133,23 @@ class _WeightedGram(torch.autograd.Function):
         return total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        flat = gradients[0].flatten(0, -3)
-        forms = torch.stack([ctx.columns.forms(matrix) for matrix in flat])
-        return forms.view(*gradients[0].shape[:-2], -1), None
+        return _Forms.apply(gradients[0], ctx.columns), None  # pyright: ignore[reportReturnType]
+
+
+class _Forms(torch.autograd.Function):
+    """U_pᵀ M u_p at every entry, `[..., p]`, of M `[..., K, K]`; its gradient is a weighted Gram."""
+
+    @staticmethod
+    def forward(ctx: Any, matrices: Tensor, columns: Columns) -> Tensor:
+        ctx.columns = columns
+        flat = matrices.reshape(-1, *matrices.shape[-2:])
+        forms = torch.stack([columns.forms(matrix) for matrix in flat])
+        return forms.view(*matrices.shape[:-2], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _WeightedGram.apply(gradients[0], ctx.columns), None  # pyright: ignore[reportReturnType]
 
 
 def none(size: int, like: Tensor) -> Columns:

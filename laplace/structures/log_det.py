@@ -50,21 +50,26 @@ class _InPieces(torch.autograd.Function):
     Where its gradient is to have a graph, that is the graph of `_slopes`.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(values: Tensor, ratios: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         value = widened(values.new_zeros(()))
-        slopes = widened(torch.zeros_like(ratios))
-        for slope, (run, ratio) in zip(slopes.unbind(), _runs(values, ratios, sizes), strict=True):
+        slopes: list[Tensor] = []
+        for run, ratio in _runs(values, ratios, sizes):
+            slope = torch.zeros_like(value)
             for piece in run.split(_PIECE):
                 scaled = piece * ratio
-                value += scaled.log1p().sum()
-                slope += (piece / scaled.add_(1)).sum()
-        return value, slopes.to(ratios.dtype)
+                value = value + scaled.log1p().sum()
+                slope = slope + (piece / scaled.add_(1)).sum()
+            slopes.append(slope)
+        return value, torch.stack(slopes).to(ratios.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         values, ratios, ctx.sizes = inputs
         ctx.save_for_backward(values, ratios, output[1])
+        ctx.save_for_forward(values, ratios)
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
@@ -72,8 +77,20 @@ class _InPieces(torch.autograd.Function):
         values, ratios, slopes = ctx.saved_tensors
         if torch.is_grad_enabled():
             slopes = _slopes(values, ratios, ctx.sizes)
-        by_values = None
-        if ctx.needs_input_grad[0]:
-            runs = _runs(values, ratios, ctx.sizes)
-            by_values = gradients[0].to(values) * torch.cat([ratio / (1 + run * ratio) for run, ratio in runs])
+        by_values = gradients[0].to(values) * _by_values(values, ratios, ctx.sizes) if ctx.needs_input_grad[0] else None
         return by_values, gradients[0].to(slopes) * slopes, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        values, ratios = ctx.saved_tensors
+        value = widened(values.new_zeros(()))
+        if tangents[0] is not None:
+            value = value + (tangents[0] * _by_values(values, ratios, ctx.sizes)).sum()
+        if tangents[1] is not None:
+            value = value + (tangents[1] * _slopes(values, ratios, ctx.sizes)).sum()
+        return value, None
+
+
+def _by_values(values: Tensor, ratios: Tensor, sizes: Sequence[int]) -> Tensor:
+    """C_i / (1 + c_i h_ij), `[p]`."""
+    return torch.cat([ratio / (1 + run * ratio) for run, ratio in _runs(values, ratios, sizes)])

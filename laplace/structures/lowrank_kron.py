@@ -105,7 +105,7 @@ class LowRankKronCurvature(Curvature):
             running=diag.running + 2 * sketch,
             adding=max(diag.adding + 2 * sketch, fitted + 4 * DOUBLE * profile.n_params),
             pieces=diag.pieces + (0 if profile.is_head else 2 * profile.at_once * gradients),
-            posterior=(3 * DOUBLE + 4 * profile.itemsize) * profile.n_params
+            posterior=(6 * DOUBLE + 2 * profile.itemsize) * profile.n_params  # of a step; S and D beside it
             + sides.columns(options.rank) * DOUBLE
             + sum(pair_bytes(min(options.rank, shape.size), shape) for shape in profile.tensors if shape.factored),
             projecting=2 * diag.projecting,

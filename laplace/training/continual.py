@@ -53,7 +53,7 @@ def quadratic_penalty(la: ParametricLaplace, theta: Tensor | None = None) -> Ten
         theta: Where, `[P]`; None for the network's present weights, with the graph that leads to them.
 
     Returns:
-        0-dim, once differentiable in θ.
+        0-dim, differentiable in θ.
 
     Raises:
         NotFittedError: The last layer is not known yet.
@@ -70,14 +70,29 @@ class _HalfQuadratic(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, vector: Tensor, precision: Precision) -> Tensor:
         product = precision.product(vector)
-        ctx.save_for_backward(product)
+        ctx.save_for_backward(vector, product)
+        ctx.precision = precision
         return 0.5 * (vector @ product)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (product,) = ctx.saved_tensors
+        vector, product = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            product = _Product.apply(vector, ctx.precision)
         return grad_outputs[0] * product, None
+
+
+class _Product(torch.autograd.Function):
+    """P v, whose gradient is one more product."""
+
+    @staticmethod
+    def forward(ctx: Any, vector: Tensor, precision: Precision) -> Tensor:
+        ctx.precision = precision
+        return precision.product(vector)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Product.apply(grad_outputs[0], ctx.precision), None  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)

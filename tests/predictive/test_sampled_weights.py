@@ -230,6 +230,7 @@ LOOPED: dict[str, Callable[[Odd, Tensor], Any]] = {
     "draws it from Python": lambda net, h: net.second(h * random.random()),
     "a function of its own": lambda net, h: net.second(Doubled.apply(h)),
     "batch norm in train": normalises_in_train,
+    "a higher-order operator": lambda net, h: net.second(torch.cond(h.sum() > 0, torch.tanh, torch.sigmoid, (h,))),
 }
 VECTORISED: dict[str, Callable[[Odd, Tensor], Any]] = {
     "an object": lambda net, h: Output(net.second(h)),
@@ -307,6 +308,16 @@ def test_hooks_see_every_sample() -> None:
     problem, seen = problem_of(mlp), []
     problem.module.register_forward_hook(lambda module, args, output: seen.append(output.tolist()))
     outputs_at(problem, X, weights(problem), BUDGET)
+    assert len(seen) == SAMPLES
+
+
+def test_hooks_of_all_modules_see_every_sample() -> None:
+    problem, seen = problem_of(mlp), []
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: seen.append(output.tolist()) if module is problem.module else None
+    )
+    with handle:
+        outputs_at(problem, X, weights(problem), BUDGET)
     assert len(seen) == SAMPLES
 
 

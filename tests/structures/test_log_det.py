@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace import Laplace, ParametricLaplace
-from laplace.structures import log_det
+from laplace.structures import kronecker_eigenvectors, log_det
 from laplace.structures.log_det import log_det_ratio
 from tests.reference.compare import assert_close
 
@@ -88,17 +88,29 @@ def test_float32_loses_nothing_to_the_number_of_terms(piece: int, monkeypatch: p
     assert slope.dtype == torch.float32
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of PyTorch's own rules of forward mode
 def test_transforms_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     values, ratios = _eigenvalues(), _ratios(1).detach()
 
     def ratio(c: Tensor) -> Tensor:
         return log_det_ratio(values, c, (len(values),))
 
-    slopes = []
+    found = []
     for piece in (3, 2**16):
         _pieces(monkeypatch, piece)
-        slopes.append(torch.func.grad(ratio)(ratios))
-    assert_close(slopes[0], slopes[1], "algebra")
+        both = torch.stack([ratios, 2 * ratios])
+        found.append(
+            [
+                torch.func.grad(ratio)(ratios),
+                torch.func.hessian(ratio)(ratios),
+                torch.func.jvp(ratio, (ratios,), (ratios,))[1],
+                torch.func.vmap(ratio)(both),
+                torch.func.vmap(torch.func.grad(ratio))(both),
+                torch.func.jacfwd(lambda h: log_det_ratio(h, ratios, (len(values),)))(values),
+            ]
+        )
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other, "algebra")
 
 
 # The evidence of posteriors.
@@ -161,3 +173,24 @@ def test_float32_models_against_float64(structure: str) -> None:
     )
     assert found.dtype == torch.float32
     assert_close(found.double(), expected, "float32_solve")
+
+
+@pytest.mark.parametrize("shape", [(20,), (2, 20)])
+def test_derivatives_of_grams_whose_pairs_are_not_kept(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kronecker_eigenvectors, "CHUNK_BYTES", 64)
+    columns = kronecker_eigenvectors.Columns(_drawn(3, 4), _drawn(3, 5), _drawn(1, 3).abs())
+    weights = _drawn(*shape).requires_grad_()
+    assert torch.autograd.gradcheck(columns.gram, weights)
+    assert torch.autograd.gradgradcheck(lambda w: columns.gram(w).square(), weights)
+
+
+@pytest.mark.parametrize("form", PRIORS)
+def test_second_derivatives_where_pairs_are_not_kept(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for chunk in (kronecker_eigenvectors.CHUNK_BYTES, 64):
+        monkeypatch.setattr(kronecker_eigenvectors, "CHUNK_BYTES", chunk)
+        la = _fitted("lowrank_kron")
+        prior = _prior(la, form).requires_grad_()
+        (slope,) = torch.autograd.grad(la.log_marginal_likelihood(prior), prior, create_graph=True)
+        found.append(torch.autograd.grad(slope.square().sum(), prior)[0])
+    assert_close(*found, "algebra")

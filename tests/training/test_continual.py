@@ -85,6 +85,17 @@ def test_gradient_of_the_penalty(weights: str, structure: str) -> None:
     assert_close(3 * torch.cat(grads), gradient, "algebra", label="at the weights")
 
 
+@pytest.mark.parametrize("structure", ["kron", "full", "diag"])
+def test_second_derivative_of_the_penalty(structure: str) -> None:
+    la = posterior("all", structure)
+    la.fit(task())
+    theta = (la.mean + 0.1).requires_grad_()
+    vector = torch.linspace(-1, 1, len(theta), dtype=theta.dtype)
+    (gradient,) = torch.autograd.grad(quadratic_penalty(la, theta), theta, create_graph=True)
+    (product,) = torch.autograd.grad(gradient @ vector, theta)
+    assert_close(product, la.posterior().to_dense() @ vector, "algebra")
+
+
 def test_penalty_follows_the_prior() -> None:
     """A changed prior precision is a changed penalty: nothing stale is kept."""
     la = posterior("all", "kron", prior_precision=1.0)
