@@ -120,7 +120,9 @@ class UserBackendEngine(CurvatureEngine):
         if "diag" in self.methods and bases is None:
             with users_call(self.problem.module):
                 loss, values = self.backend.diag(x, y, **self.call_options)
-            return self._summary(x, y, loss), self._shaped("diag", values, 1).unsqueeze(0).clone()  # batches are added to it
+            return self._summary(x, y, loss), self._shaped("diag", values, 1).unsqueeze(
+                0
+            ).clone()  # batches are added to it
         if self._gives_columns:
             total = DiagSum(self.problem, 1, self.dtype, bases)
             summary, blocks = self._weighted(x, y)
