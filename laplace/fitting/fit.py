@@ -107,7 +107,8 @@ class Fit:
                 f"{removed.n_data:g} data are to be removed, but the fit has seen {self.n_data:g}; remove only data "
                 "that were fitted, once, and with the weight that they have by now."
             )
-        curvature = self.curvature.minus(removed.curvature, signed=signed)
+        dtype = self.loss_terms.dtype  # in which terms differ that were computed in other batches
+        curvature = self.curvature.narrowed(dtype).minus(removed.curvature.narrowed(dtype), signed=signed)
         if left <= _NOTHING * self.n_data:  # the prior, and no rounding errors of two equal sums
             return replace(self, curvature=curvature.scaled(0), loss_terms=0 * self.loss_terms, n_data=0)
         loss_terms = torch.sub(*_alike(self.loss_terms, removed.loss_terms))
