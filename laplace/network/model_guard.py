@@ -232,10 +232,11 @@ class _State:
             _refill(container, content)
         if self.module.training != self.training:  # a class may compute it
             self.module.training = self.training
-        for name in self.module._buffers.keys() - self.buffers.keys():
+        present = dict(self.module._buffers.items())  # of a scripted module the table is no dict
+        for name in present.keys() - self.buffers.keys():
             del self.module._buffers[name]
         for name, buffer in self.buffers.items():
-            if self.module._buffers.get(name) is not buffer:
+            if name not in present or present[name] is not buffer:
                 self.module._buffers[name] = buffer
         with torch.no_grad():
             for buffer, version, value in self.values:
