@@ -7,7 +7,7 @@ not counted. A ratio is the median over the pairs, with the smallest and the lar
 one first run in a process of its own, beyond what held interpreter, model and data.
 
 Two threads need a quiet machine: each waits for the other. Where other work runs, `--shared` takes one thread and
-counts its processor time.
+counts its processor time, and leaves out what other processes do.
 
 With `--peer`, the workloads of `benchmarks.peer` run by laplace-torch and by this library in turn instead.
 """
@@ -33,6 +33,7 @@ from benchmarks import (
     last_layer,
     memory,
     sampled,
+    several_processes,
     subnetwork,
     timing,
     truncated,
@@ -96,7 +97,7 @@ def all_cases() -> list[Case]:
     """Every line of the table, in order."""
     files = (
         last_layer, full_last_layer, all_layers, fixed_costs, subnetwork, sampled, evidence, tuning, backends,
-        wide_layers, truncated, memory, importing,
+        wide_layers, truncated, several_processes, memory, importing,
     )  # fmt: skip
     return [case for file in files for case in file.cases()]
 
@@ -165,7 +166,7 @@ def main() -> None:
     print(machine(device), HEADER, sep="\n\n", flush=True)
     lines: list[Line] = []
     for case in all_cases():
-        if arguments.only in case.name:
+        if arguments.only in case.name and not (arguments.shared and case.in_other_processes):
             lines.append(measure(case, device, quick=arguments.quick, shared=arguments.shared))
             print(lines[-1], flush=True)
     print(f"\n{sum(line.met for line in lines)} of {len(lines)} targets met")

@@ -49,12 +49,14 @@ class Case:
         target: The largest value that meets the target.
         unit: `"× …"` (ratio), `"s"` (seconds) or `"GiB"` (peak memory of the whole process).
         build: Makes the job on a device.
+        in_other_processes: Whether other processes do the work, so that this one's processor time says nothing of it.
     """
 
     name: str
     target: float
     unit: str
     build: Callable[[torch.device], Job]
+    in_other_processes: bool = False
 
 
 @dataclass(frozen=True)

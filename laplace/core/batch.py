@@ -174,15 +174,13 @@ def select(x: Inputs, index: slice | Tensor, n: int) -> Inputs:
     return transform(x, lambda tensor: tensor[index] if tensor.ndim and tensor.shape[0] == n else tensor)
 
 
-def first(batch: Any, dict_key_y: str, limit: int) -> tuple[Any, int]:
-    """The first data of a batch, at most so many, and their number."""
+def first(batch: Any, dict_key_y: str, number: int) -> Any:
+    """The first data of a batch with targets, so many of them."""
     x, y = split(batch, dict_key_y)
-    if len(y) <= limit:
-        return batch, len(y)
-    part = select(x, slice(0, limit), len(y))
+    part = select(x, slice(0, number), len(y))
     if isinstance(batch, Mapping):
-        return part, limit
-    return (*(part if isinstance(part, tuple) else (part,)), y[:limit]), limit
+        return part
+    return (*(part if isinstance(part, tuple) else (part,)), y[:number])
 
 
 def signature(x: Inputs) -> tuple[Any, ...]:

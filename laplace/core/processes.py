@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -73,11 +74,11 @@ class Processes:
             ProcessError: Others failed; the message says which, and why. A process that fails raises its own error.
         """
         own: Exception | None = None
-        outcome: tuple[T | None, str | None]
+        outcome: tuple[bytes, str | None]
         try:
-            outcome = attempt(), None
+            outcome = pickle.dumps(attempt()), None  # what cannot be is an error of this process, as others are
         except Exception as error:
-            own, outcome = error, (None, f"{type(error).__name__}: {error}")
+            own, outcome = error, (b"", f"{type(error).__name__}: {error}")
         outcomes = self.gathered(outcome)
         if own is not None:
             raise own
@@ -86,7 +87,7 @@ class Processes:
             first, message = next(iter(failed.items()))
             more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
             raise ProcessError(f"rank {first} of the group failed{more}, so that nothing was summed. {message}")
-        return [value for value, _ in outcomes]  # pyright: ignore[reportReturnType]
+        return [pickle.loads(value) for value, _ in outcomes]
 
     def add_(self, sums: Mapping[str, Tensor], symmetric: Callable[[Tensor], bool]) -> None:
         """Puts the sums over all processes in the place of this one's, in place.

@@ -217,7 +217,7 @@ def _fitted(
         if first is None and check is not None:
             read = partial(_checked, check, engine, loader, reading.dict_key_y, read)
         if reading.processes is None:
-            totals, coverage = read(), engine.coverage()
+            totals = read()
         else:
             totals, coverage = shards.sum_over(reading.processes, read, data_pass, engine)
         if totals is None:
@@ -231,6 +231,7 @@ def _fitted(
         result = data_pass.finish()
         if isinstance(result, Curvature):
             summary, used = data_pass.counted(first), None if engine.generator is None else engine.generator.get_state()
+            coverage = coverage or engine.coverage()  # of which some is known only now, where data were chosen
             report = _report(coverage, engine.problem.layout.names, result)
             return Fit(result, summary.loss_terms, int(summary.n_data), summary.n_outputs, report, used)
         data_pass = result

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.processes import Processes
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED
 from laplace.errors import ProcessError
 from laplace.structures.base import DataPass
-from laplace.structures.fields import same_form
+from laplace.structures.fields import has_room
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def sum_over(
         totals = read()
         if totals is None:
             return None
-        losses = totals.loss_terms.double().tolist()
+        losses = widened(totals.loss_terms).tolist()
         return _Share(data_pass.form(), losses, int(totals.n_data), totals.n_outputs, engine.coverage())
 
     shares = processes.agreed(attempt)
@@ -70,11 +71,11 @@ def sum_over(
     coverage = _coverage(known)
     own = shares[processes.rank]
     for share in known.values():
-        if own is None or not same_form(own.form, share.form):
+        if own is None or not has_room(own.form, share.form):
             data_pass.make_room(share.form)
     processes.add_(data_pass.sums(), data_pass.is_symmetric)
     first = next(iter(known.values()))
-    losses = torch.tensor([share.loss_terms for share in known.values()], dtype=torch.float64).sum(0)
+    losses = torch.tensor([share.loss_terms for share in known.values()], dtype=wide_dtype()).sum(0)
     problem = engine.problem
     losses = losses.to(problem.device, torch.promote_types(problem.dtype, torch.float32))
     return BatchSummary(losses, sum(share.n_data for share in known.values()), first.n_outputs), coverage

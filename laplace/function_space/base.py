@@ -13,10 +13,10 @@ from laplace.core.batch import Inputs
 from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
 from laplace.errors import InvalidArgument
 from laplace.parametric import ParametricLaplace
+from laplace.predictive.options import FUNCTION_SPACE
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-from laplace.predictive.options import FUNCTION_SPACE
 
 
 class BaseFunctionalLaplace(ParametricLaplace):

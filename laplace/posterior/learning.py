@@ -20,6 +20,7 @@ from laplace.core.memory import ran_out
 from laplace.core.overrides import FITTING
 from laplace.core.positions import channel_of, channels_last
 from laplace.core.processes import Processes
+from laplace.core.random_numbers import drawn_seed
 from laplace.engines.engine import CurvatureEngine, detached
 from laplace.errors import InvalidData, UnsupportedError
 from laplace.fitting import FirstPass, Fit, ReadOptions, planning, subsampling
@@ -70,6 +71,7 @@ def measured(
     first_pass: FirstPass | None = None,
     processes: Processes | None = None,
     settings: Mapping[str, Any] = MappingProxyType({}),
+    unchanged: bool = False,
 ) -> Measured:
     """Curvature and loss of data at the network's present weights.
 
@@ -84,9 +86,11 @@ def measured(
         first_pass: Makes the first pass over the data; None for that of the structure.
         processes: Those that read the other shards of the data; None where all data are read here.
         settings: What else all processes must have in common, by name.
+        unchanged: Whether the weights must be those of the former fit.
 
     Raises:
         OutOfMemory: Memory does not hold the fit.
+        ModelChangedError: They are not.
         InvalidData: A batch cannot be used.
         InvalidArgument: A hyper-parameter's length does not fit the random parameters or the outputs, or the
             structure reads the data several times and the loader can be read only once.
@@ -102,13 +106,11 @@ def measured(
         fitting.warn_of_shards()
     elif hooked or subset is not None:
         raise _of_one_process(subset)
-    else:
-        train_loader = fitting.without_padding(train_loader, choices.dict_key_y)
     with autograd_mode(), torch.no_grad(), same_random_state(model), bars(progress_bar):
         if hooked:
             n_data = number_of_data(train_loader, choices.dict_key_y) if subset is None else subset.size
             reading = replace(reading, first_pass=lambda engine: HookedPass(posterior, engine, n_data))
-        start = partial(_started, posterior, train_loader, subset)
+        start = partial(_started, posterior, train_loader, subset, shard=processes is not None, unchanged=unchanged)
         started = start() if processes is None else started_together(processes, start, settings, informed)
         if started.first is None and processes is None:
             raise InvalidData(fitting.NO_DATA)
@@ -116,22 +118,35 @@ def measured(
         # Their lengths could not be checked while the last layer was unknown.
         posterior = posterior.at(restricted(posterior.hypers, posterior.weights))
         engine = _fitting_engine(posterior, go_on=go_on, rank=0 if processes is None else processes.rank)
-        # A noise that this kind of curvature cannot take is refused before the data are read, not after.
-        kind, hypers = choices.backend_cls.kind, posterior.hypers
-        posterior.likelihood.curvature_scale(kind, hypers.sigma_noise, hypers.temperature)
         what = (train_loader, engine, choices.structure, choices.structure_options)
         if subset is None:
             fit = fitting.accumulate(*what, reading)
         else:
             fit = subsampling.accumulate(*what, subset, reading)
-        hyper.check_length("sigma_noise", hypers.sigma_noise, {"one": 1, "outputs": fit.n_outputs})
+        hyper.check_length("sigma_noise", posterior.hypers.sigma_noise, {"one": 1, "outputs": fit.n_outputs})
         return Measured(posterior, fit, engine, None if first is None else first.witness)
 
 
-def _started(posterior: Posterior, train_loader: Iterable[Any], subset: Subset | None) -> Started:
-    """A reading of the data that has begun, with what the first batch tells."""
-    choices = posterior.choices
+def _started(
+    posterior: Posterior, train_loader: Iterable[Any], subset: Subset | None, *, shard: bool, unchanged: bool
+) -> Started:
+    """A reading of the data that has begun, with what the first batch tells; all that can be refused before it is.
+
+    Args:
+        posterior: The former posterior.
+        train_loader: Batches.
+        subset: Of how many data the curvature is; None for all.
+        shard: Whether other processes read other data.
+        unchanged: Whether the weights must be those of the former fit.
+    """
+    choices, hypers = posterior.choices, posterior.hypers
+    if unchanged:
+        posterior.check_unchanged()
     batches.require_loader(train_loader, "train_loader")
+    # A noise that this kind of curvature cannot take is refused before the data are read, not after.
+    posterior.likelihood.curvature_scale(choices.backend_cls.kind, hypers.sigma_noise, hypers.temperature)
+    if shard:
+        train_loader = fitting.without_padding(train_loader, choices.dict_key_y)
     fitting.require_rereadable(train_loader, choices.structure)
     if posterior.weights.problem is not None:
         choices.structure.check(posterior.problem.layout, choices.structure_options)
@@ -167,11 +182,12 @@ def _fitting_engine(posterior: Posterior, *, go_on: bool, rank: int = 0) -> Curv
         return former
     engine = choices.engine(posterior.weights, posterior.problem, split_outputs=split)
     draws = posterior.data.fit.draws if go_on and posterior.data is not None else None
-    own = "generator" not in choices.backend_kwargs
-    if rank and own and engine.generator:
-        engine.generator.manual_seed(engine.generator.initial_seed() + rank)
-    if draws is not None and own and engine.generator and engine.generator.get_state().shape == draws.shape:
-        engine.generator.set_state(draws)  # of a copied or loaded posterior, whose engine was left behind
+    source = None if "generator" in choices.backend_kwargs else engine.generator
+    if source is not None:
+        if draws is not None and source.get_state().shape == draws.shape:
+            source.set_state(draws)  # of a copied or loaded posterior, whose engine was left behind
+        if rank:
+            source.manual_seed(drawn_seed(source) + rank)
     return engine
 
 
@@ -243,10 +259,9 @@ def without(
             "backend_kwargs has stochastic=True: other targets would be drawn than those of the fit, and the "
             "difference would be no curvature of the data that are left. Use the exact GGN, or fit them anew."
         )
-    posterior.check_unchanged()
     processes, settings = Processes.of(group), {"weight": weight, "data of the former fit": former.n_data}
     removed = measured(
-        posterior, loader, progress_bar=progress_bar, look=False, processes=processes, settings=settings
+        posterior, loader, progress_bar=progress_bar, look=False, processes=processes, settings=settings, unchanged=True
     ).fit
     with autograd_mode(), torch.no_grad():
         signed = posterior.choices.backend_cls.kind == "hessian"

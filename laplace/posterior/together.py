@@ -41,7 +41,7 @@ class _Word:
     Attributes:
         settings: Settings by name, which all processes have in common.
         names: Names of the network's parameters and buffers.
-        shapes: Their shapes.
+        kinds: Their shapes and dtypes.
         sums: Checksums of them, `[n, 2]`.
         random: Name, shape and a digest of the random entries of every random tensor.
         layer: Name of the last layer, where one is random.
@@ -51,7 +51,7 @@ class _Word:
 
     settings: Mapping[str, str]
     names: Sequence[str]
-    shapes: Sequence[tuple[int, ...]]
+    kinds: Sequence[tuple[tuple[int, ...], str]]
     sums: Tensor
     random: Sequence[tuple[Any, ...]]
     layer: str | None
@@ -126,7 +126,7 @@ def _word(started: Started, settings: Mapping[str, Any]) -> _Word:
     return _Word(
         settings={name: repr(value) for name, value in said.items()},
         names=[name for name, _ in tensors],
-        shapes=[tuple(tensor.shape) for _, tensor in tensors],
+        kinds=[(tuple(tensor.shape), str(tensor.dtype)) for _, tensor in tensors],
         sums=checksums(model),
         random=[
             (slot.name, tuple(slot.shape), None if slot.entries is None else _digest([slot.entries])) for slot in slots
@@ -162,8 +162,8 @@ def _compare(words: Sequence[_Word]) -> None:
         for name, value in word.settings.items():
             if value != first.settings.get(name):
                 raise _differing(rank, f"has {name} = {value}, rank 0 {first.settings.get(name)}")
-        if (word.names, word.shapes) != (first.names, first.shapes):
-            raise _differing(rank, "has a network of other tensors than rank 0")
+        if (word.names, word.kinds) != (first.names, first.kinds):
+            raise _differing(rank, "has a network of other tensors than rank 0 (names, shapes or dtypes)")
         for name, mine, theirs in zip(word.names, word.sums, first.sums, strict=True):
             if not same_sums(mine, theirs):
                 raise _differing(
@@ -172,11 +172,26 @@ def _compare(words: Sequence[_Word]) -> None:
                     "torch.distributed.broadcast(tensor, 0) (the running statistics of BatchNorm differ after training "
                     "with DistributedDataParallel)",
                 )
-    known = {rank: word for rank, word in enumerate(words) if word.batch is not None}
-    for rank, word in known.items():
-        other, mate = next(iter(known.items()))
-        if (list(word.random), word.layer, word.channel_dim) != (list(mate.random), mate.layer, mate.channel_dim):
-            raise _differing(rank, f"makes other parameters random than rank {other}, or reads outputs in another way")
+    _compare_known({rank: (word.random, word.layer) for rank, word in enumerate(words) if word.random},
+                   "makes other parameters random than rank {}")  # fmt: skip
+    _compare_known({rank: word.channel_dim for rank, word in enumerate(words) if word.batch is not None},
+                   "reads the outputs' channels in another dimension than rank {}")  # fmt: skip
+
+
+def _compare_known(said: Mapping[int, Any], difference: str) -> None:
+    """Requires that processes say the same of what some of them do not know, having no data.
+
+    Args:
+        said: By rank.
+        difference: Words for another one than that of a rank.
+
+    Raises:
+        ProcessError: One says something else.
+    """
+    for rank, value in said.items():
+        other = min(said)
+        if value != said[other]:
+            raise _differing(rank, difference.format(other))
 
 
 def _differing(rank: int, what: str) -> ProcessError:

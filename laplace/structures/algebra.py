@@ -130,7 +130,9 @@ def _clamped(values: Tensor) -> Tensor:
     return torch.where(values > floor, values, 0.0)
 
 
-def remaining_matrix(total: Tensor, removed: Tensor, *, signed: bool = False) -> Tensor:
+def remaining_matrix(
+    total: Tensor, removed: Tensor, *, signed: bool = False, dtype: torch.dtype | None = None
+) -> Tensor:
     """The rest of a sum of positive semi-definite `[..., n, n]` without some terms: total − removed, in its dtype.
 
     Negative eigenvalues within the rounding of `total` are set to zero: a difference of nearly equal sums has them.
@@ -139,6 +141,7 @@ def remaining_matrix(total: Tensor, removed: Tensor, *, signed: bool = False) ->
         total: The sum.
         removed: Some of its terms.
         signed: The terms may be indefinite: nothing can be said of the difference then.
+        dtype: In whose precision the terms are known; None for that of their sum.
 
     Raises:
         CurvatureError: One is larger: the removed terms are not among those of the total.
@@ -147,7 +150,7 @@ def remaining_matrix(total: Tensor, removed: Tensor, *, signed: bool = False) ->
         return total - removed
     with kept_for_later():
         values, vectors = torch.linalg.eigh(_checked(total) - _checked(removed))
-        rounding = _rounding(total) * torch.linalg.eigvalsh(_checked(total)).abs().amax(-1, keepdim=True)
+        rounding = _rounding(dtype or total.dtype) * torch.linalg.eigvalsh(_checked(total)).abs().amax(-1, keepdim=True)
         if (values < -rounding).any():
             raise _removed_too_much(float(values.min()))
         if (values >= 0).all():
@@ -164,14 +167,14 @@ def remaining_entries(total: Tensor, removed: Tensor, *, signed: bool = False) -
     left = total - removed
     if signed:
         return left
-    if (left < -_rounding(total) * total.abs()).any():
+    if (left < -_rounding(total.dtype) * total.abs()).any():
         raise _removed_too_much(float(left.min()))
     return left.clamp(min=0)
 
 
-def _rounding(total: Tensor) -> float:
+def _rounding(dtype: torch.dtype) -> float:
     """Relative error that a sum over many data may have in this dtype."""
-    return _ROUNDING * torch.finfo(total.dtype).eps if total.is_floating_point() else 0.0
+    return _ROUNDING * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
 def _removed_too_much(smallest: float) -> CurvatureError:

@@ -194,6 +194,11 @@ class Spectra:
             return torch.cat([spectrum.explicit for spectrum in self.blocks]).to(self.dtype)
 
     @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of those of every block."""
+        return tuple(len(spectrum.explicit) for spectrum in self.blocks)
+
+    @cached_property
     def factor_vectors(self) -> tuple[tuple[Tensor, ...], ...]:
         """Copies of the eigenvectors of every block's factors, in the curvature's dtype, with their graph."""
         with algebra.kept_for_later(), torch.enable_grad():

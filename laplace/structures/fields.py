@@ -42,11 +42,13 @@ def is_finite(value: Any) -> Tensor:
     return all_finite(tensor for _, tensor in named_tensors(value))
 
 
-def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The same value with a function of every floating point tensor in its place."""
+def mapped(
+    value: Any, function: Callable[[Tensor], Tensor], of_others: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> Any:
+    """The same value with a function of every floating point tensor in its place, and another one of other tensors."""
     if isinstance(value, Tensor):
-        return function(value) if value.is_floating_point() else value
-    parts = {key: mapped(entry, function) for key, entry in entries(value).items()}
+        return function(value) if value.is_floating_point() else of_others(value)
+    parts = {key: mapped(entry, function, of_others) for key, entry in entries(value).items()}
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **parts)
     if isinstance(value, Mapping):
@@ -55,8 +57,8 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def form_of(value: Any) -> Any:
-    """The same value with tensors without numbers, on the device "meta", in the place of floating point tensors."""
-    return mapped(value, lambda tensor: tensor.to("meta"))
+    """A state without its numbers: floating point tensors on the device "meta", others on the CPU."""
+    return mapped(value, lambda tensor: tensor.to("meta"), lambda tensor: tensor.cpu())
 
 
 def zeros_of(form: Any, device: torch.device) -> Any:
@@ -64,9 +66,9 @@ def zeros_of(form: Any, device: torch.device) -> Any:
     return move(mapped(form, lambda tensor: torch.zeros_like(tensor, device=device)), device, None)
 
 
-def same_form(a: Any, b: Any) -> bool:
-    """True if the floating point tensors of two values have the same names, shapes and dtypes."""
-    return _shapes(a) == _shapes(b)
+def has_room(form: Any, other: Any) -> bool:
+    """True if a form has every floating point tensor of another one, of the same shape and dtype."""
+    return _shapes(other).items() <= _shapes(form).items()
 
 
 def _shapes(value: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:

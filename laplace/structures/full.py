@@ -109,7 +109,10 @@ class FullCurvature(AdditiveCurvature):
     def minus(self, removed: Curvature, *, signed: bool = False) -> FullCurvature:
         if not isinstance(removed, FullCurvature):
             raise algebra.other_structure(self.name, removed.name)
-        return FullCurvature.of(algebra.remaining_matrix(self.values, removed.values, signed=signed))
+        # Sums are wide, but of numbers that a network in float32 may have computed.
+        return FullCurvature.of(
+            algebra.remaining_matrix(self.values, removed.values, signed=signed, dtype=torch.float32)
+        )
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> FullPrecision:
         return FullPrecision(self.indefinite(options.get("indefinite")), weights, prior)

@@ -75,8 +75,7 @@ class KronPrecision(Precision):
                 self._require_positive(torch.cat([self._values(i) for i in range(len(self.spectra))]))
         if self.prior.is_scalar:
             return log_det_ratio(self.spectra.flat, self._scale / self.prior.precision, (len(self.spectra.flat),))
-        sizes = tuple(spectrum.size for spectrum in self.spectra)
-        return log_det_ratio(self.spectra.flat, self._scale / torch.cat(self._priors), sizes)
+        return log_det_ratio(self.spectra.flat, self._scale / torch.cat(self._priors), self.spectra.sizes)
 
     def _block_logdet(self, i: int) -> Tensor:
         if self._varies(i):

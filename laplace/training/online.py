@@ -155,7 +155,7 @@ class OnlineLaplace(CheckedConstructor):
         self.n_epochs_burnin = n_epochs_burnin
         self.margliks: list[float] = []
         self.best: Checkpoint | None = None
-        self._n_counted: int | None = None
+        self._n_counted = self._counted_together()
         la, structure = self.la, str(prior_structure)
         la.prior_precision = spread(
             prior_prec_init, structure, la.problem.layout, la.prior_mean, name="prior_prec_init"
@@ -183,11 +183,15 @@ class OnlineLaplace(CheckedConstructor):
         if self.la.is_fitted:
             return round(self.la.n_data)
         if self._n_counted is None:
-            processes = Processes.of(self.group)
-            self._n_counted = self._count() if processes is None else sum(processes.agreed(self._count))
-            if self._n_counted == 0:
-                raise InvalidData("train_loader gave no data that count; training needs at least one datum.")
+            self._n_counted = self._count()
+        if self._n_counted == 0:
+            raise InvalidData("train_loader gave no data that count; training needs at least one datum.")
         return self._n_counted
+
+    def _counted_together(self) -> int | None:
+        """N of all processes of a group, who count now and not when one of them asks for it; None without a group."""
+        processes = Processes.of(self.group)
+        return None if processes is None else sum(processes.agreed(self._count))
 
     def _count(self) -> int:
         """Data of this process's loader that count."""

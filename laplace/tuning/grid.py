@@ -128,15 +128,11 @@ class _Seen:
     """Sums of every candidate over the data of one process.
 
     Attributes:
-        totals: Sums of scores, `[n, ...]` each.
-        counts: Of how many data each is.
-        failed: Candidates whose posterior does not exist.
+        scores: Sum and number of data of every score, for every candidate; None where its posterior does not exist.
         n_data: Data seen.
     """
 
-    totals: list[Tensor]
-    counts: list[int]
-    failed: set[int]
+    scores: list[list[tuple[Tensor, int]] | None]
     n_data: int
 
 
@@ -185,29 +181,34 @@ class Losses:
 
     def _seen(self) -> _Seen:
         """Sums of scores of every candidate, whichever are predicted together here."""
-        rows: list[list[Tensor]] = []
-        counts: list[int] = []
+        rows: list[list[tuple[Tensor, int]] | None] = []
         for part, running in self._running:
-            scores = running.scores()
-            counts = [score.count for score in scores]
-            size = part.stop - part.start
+            size, scores = part.stop - part.start, running.scores()
+            if part.start in self._failed:  # in one batch or more: its sums are of some data, or of none
+                rows += [None] * size
+                continue
             totals = [torch.as_tensor(score.total).cpu() for score in scores]
-            rows.append([total.unsqueeze(0) if size == 1 else total for total in totals])
-        failed = {i for part, _ in self._running if part.start in self._failed for i in range(part.start, part.stop)}
-        return _Seen([torch.cat(column) for column in zip(*rows, strict=True)], counts, failed, self.n_data)
+            for i in range(size):
+                rows.append(
+                    [(total if size == 1 else total[i], one.count) for total, one in zip(totals, scores, strict=True)]
+                )
+        return _Seen(rows, self.n_data)
 
     def _take(self, seen: list[_Seen]) -> None:
         """Puts the sums of all processes in the place of this one's."""
         if not seen:
             raise InvalidData("the validation loaders gave no data that count; the hyper-parameters are as they were.")
-        self.n_data, self._failed = sum(one.n_data for one in seen), set().union(*(one.failed for one in seen))
-        self._running = []
-        for i in range(len(self.candidates.settings)):
+        self.n_data, self._failed, self._running = sum(one.n_data for one in seen), set(), []
+        for i, rows in enumerate(zip(*(one.scores for one in seen), strict=True)):
             running = self.objective.fresh()
-            for k, score in enumerate(running.scores()):
-                score.total = torch.stack([one.totals[k][i] for one in seen]).sum(0)
-                score.count = sum(one.counts[k] for one in seen)
             self._running.append((slice(i, i + 1), running))
+            known = [row for row in rows if row is not None]
+            if len(known) < len(rows):
+                self._failed.add(i)
+                continue
+            for score, parts in zip(running.scores(), zip(*known, strict=True), strict=True):
+                score.total = torch.stack([total for total, _ in parts]).sum(0)
+                score.count = sum(count for _, count in parts)
 
     def update(self, x: Inputs, y: Tensor | None) -> None:
         """Takes in one batch; without targets, one of out-of-distribution inputs."""

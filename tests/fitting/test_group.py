@@ -378,12 +378,12 @@ CHECKS = [
 ]  # fmt: skip
 
 
-def outcomes(rank: int) -> dict[str, str]:
-    """The checks up to the first that fails, after which the processes have lost each other."""
+def outcomes(rank: int, checks: list[Callable[[int], None]]) -> dict[str, str]:
+    """Of the checks up to the first that fails, after which the processes have lost each other."""
     torch.set_num_threads(1)
     result: dict[str, str] = {}
     try:
-        for check in CHECKS:
+        for check in checks:
             result[check.__name__] = "it did not end"
             check(rank)
             result[check.__name__] = ""
@@ -394,7 +394,7 @@ def outcomes(rank: int) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return ranks.run(outcomes, size=2, folder=tmp_path_factory.mktemp("ranks"))
+    return ranks.run(outcomes, CHECKS, size=2, folder=tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])

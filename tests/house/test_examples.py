@@ -35,6 +35,11 @@ def test_example_runs_in_two_processes(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, str(script), "--small", "--output", str(plot)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "2 processes, 601 data" in done.stdout and plot.exists()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as launched:
+        try:
+            output, errors = launched.communicate(timeout=240)
+        finally:
+            launched.terminate()  # it ends its processes then, which it could not if it were killed
+    assert launched.returncode == 0, errors
+    assert "2 processes, 601 data" in output and plot.exists()
