@@ -168,6 +168,15 @@ def test_what_was_not_seen_cannot_be_removed(structure: str) -> None:
     assert la(first[0][0]).isfinite().all()
 
 
+def test_a_foreign_datum_of_little_weight_is_noticed_in_float64() -> None:
+    """Of a float64 network no more is put down to rounding than float64 has."""
+    la = Laplace(network(), "classification", "all", "full")
+    first, second = data(n=2)
+    la.fit(first)
+    with pytest.raises(CurvatureError, match="indefinite"):
+        la.forget([(x[:1], y[:1]) for x, y in second[:1]], weight=1e-4)
+
+
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
