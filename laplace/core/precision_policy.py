@@ -38,7 +38,8 @@ def product_dtype(rows: torch.dtype, n_before: int, width: int, device: torch.de
 
     The widest type for the first data, as many as a row has entries: directions that few data leave at zero would be
     filled by rounding, with which a small prior precision competes. Of further data the rows' type, at half the time:
-    the sum has its rank, and rounding is relative to what is there.
+    the sum has its rank, and rounding is relative to what is there. Where data repeat, or their features depend on each
+    other linearly, it has not: directions at zero then hold rounding of the rows' type, times the largest eigenvalue.
 
     Args:
         rows: Type of the rows x.

@@ -120,7 +120,9 @@ class UserBackendEngine(CurvatureEngine):
         if "diag" in self.methods and bases is None:
             with users_call(self.problem.module):
                 loss, values = self.backend.diag(x, y, **self.call_options)
-            return self._summary(x, y, loss), self._shaped("diag", values, 1).unsqueeze(0).clone()  # to be added to
+            return self._summary(x, y, loss), self._shaped("diag", values, 1).unsqueeze(
+                0
+            ).clone()  # batches are added to it
         if self._gives_columns:
             total = DiagSum(self.problem, 1, self.dtype, bases)
             summary, blocks = self._weighted(x, y)
@@ -130,7 +132,7 @@ class UserBackendEngine(CurvatureEngine):
             if bases is not None:
                 raise self._no_way("an eigenvalue correction")
             summary, values = self._users_full(x, y)
-            return summary, values.diagonal(dim1=1, dim2=2)
+            return summary, values.diagonal(dim1=1, dim2=2).clone()  # the same
         return self.builtin.diag(x, y, bases)
 
     def kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:

@@ -150,7 +150,10 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         return y
 
     def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
-        """Diagonal of the unit curvature of a batch, `[E, P]`, or of Uᵀ H U with a basis U for every tensor."""
+        """Diagonal of the unit curvature of a batch, `[E, P]`, or of Uᵀ H U with a basis U for every tensor.
+
+        The tensor is the caller's, who adds further batches to it.
+        """
         raise self._refusal("diag" if bases is None else "diag in a basis")
 
     def add_diag(self, x: Inputs, y: Tensor, running: Tensor, bases: Bases | None = None) -> BatchSummary:

@@ -73,7 +73,7 @@ class Contractions(ABC):
     def pieces(self) -> Iterator[Tensor]:
         """Dense pieces `[K, b, p]` over consecutive data, each at most about `CHUNK_BYTES`."""
         per_datum = self.n_cotangents * self.size * 8
-        step = max(1, CHUNK_BYTES // per_datum)
+        step = max(1, CHUNK_BYTES // max(1, per_datum))  # a tensor may be empty
         for start in range(0, self.n_data, step):
             yield self.at(slice(start, start + step)).dense()
 

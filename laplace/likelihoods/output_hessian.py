@@ -28,13 +28,18 @@ class OutputHessian:
         dense: `[B, C, C]` or None; if given it is the whole of Λ, and `diag`, its diagonal, is for reading only.
         sums_to_zero: True if `vec` is `diag` and adds up to 1 or 0, as of softmax, which does not see a shift of all
             outputs: Λ 1 = 0, and the rank is C − 1. Sums of Λ then hold that to the last digit, where rounding would
-            compete with a small prior precision.
+            compete with a small prior precision. It is true of one tensor as `diag` and `vec` only: with other parts
+            (`dataclasses.replace` in a likelihood that is derived from softmax) it becomes False.
     """
 
     diag: Tensor
     vec: Tensor | None = None
     dense: Tensor | None = None
     sums_to_zero: bool = False
+
+    def __post_init__(self) -> None:
+        if self.vec is not self.diag or self.dense is not None:
+            object.__setattr__(self, "sums_to_zero", False)
 
     @property
     def n_columns(self) -> int:
@@ -48,8 +53,9 @@ class OutputHessian:
 
     def to(self, dtype: torch.dtype) -> OutputHessian:
         """The same in another dtype."""
-        vec, dense = (None if part is None else part.to(dtype) for part in (self.vec, self.dense))
-        return replace(self, diag=self.diag.to(dtype), vec=vec, dense=dense)
+        diag = self.diag.to(dtype)
+        vec = diag if self.vec is self.diag else None if self.vec is None else self.vec.to(dtype)
+        return replace(self, diag=diag, vec=vec, dense=None if self.dense is None else self.dense.to(dtype))
 
     def entries(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Entries Λ_rc `[B, n]`, float64, at rows and columns `[n]`; of a diagonal Λ none beside the diagonal."""
@@ -63,9 +69,9 @@ class OutputHessian:
 
     def diagonal(self) -> Tensor:
         """Diagonals of Λ, `[B, C]`."""
-        if self.dense is not None or self.vec is None:
-            return self.diag
-        return self.diag - self.vec.square()
+        if self.dense is not None:
+            return self.dense.diagonal(dim1=1, dim2=2)
+        return self.diag if self.vec is None else self.diag - self.vec.square()
 
     def diagonal_in(self, basis: Tensor) -> Tensor:
         """Diagonals uᵀ Λ u of columns u of a basis `[C, K]`, `[B, K]`."""

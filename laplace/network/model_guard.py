@@ -232,11 +232,12 @@ class _State:
             _refill(container, content)
         if self.module.training != self.training:  # a class may compute it
             self.module.training = self.training
-        for name in self.module._buffers.keys() - self.buffers.keys():
-            del self.module._buffers[name]
+        table = self.module._buffers  # of a scripted module no dict
+        for name in table.keys() - self.buffers.keys():
+            del table[name]
         for name, buffer in self.buffers.items():
-            if self.module._buffers.get(name) is not buffer:
-                self.module._buffers[name] = buffer
+            if name not in table or table[name] is not buffer:
+                table[name] = buffer
         with torch.no_grad():
             for buffer, version, value in self.values:
                 if in_train or buffer._version != version:

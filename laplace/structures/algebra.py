@@ -130,9 +130,7 @@ def _clamped(values: Tensor) -> Tensor:
     return torch.where(values > floor, values, 0.0)
 
 
-def remaining_matrix(
-    total: Tensor, removed: Tensor, *, signed: bool = False, dtype: torch.dtype | None = None
-) -> Tensor:
+def remaining_matrix(total: Tensor, removed: Tensor, *, signed: bool = False) -> Tensor:
     """The rest of a sum of positive semi-definite `[..., n, n]` without some terms: total − removed, in its dtype.
 
     Negative eigenvalues within the rounding of `total` are set to zero: a difference of nearly equal sums has them.
@@ -141,7 +139,6 @@ def remaining_matrix(
         total: The sum.
         removed: Some of its terms.
         signed: The terms may be indefinite: nothing can be said of the difference then.
-        dtype: In whose precision the terms are known; None for that of their sum.
 
     Raises:
         CurvatureError: One is larger: the removed terms are not among those of the total.
@@ -150,7 +147,7 @@ def remaining_matrix(
         return total - removed
     with kept_for_later():
         values, vectors = torch.linalg.eigh(_checked(total) - _checked(removed))
-        rounding = _rounding(dtype or total.dtype) * torch.linalg.eigvalsh(_checked(total)).abs().amax(-1, keepdim=True)
+        rounding = _rounding(total.dtype) * torch.linalg.eigvalsh(_checked(total)).abs().amax(-1, keepdim=True)
         if (values < -rounding).any():
             raise _removed_too_much(float(values.min()))
         if (values >= 0).all():

@@ -320,6 +320,11 @@ class Curvature(ABC):
         return self
 
 
+def narrowed(curvature: C, dtype: torch.dtype) -> C:
+    """Wide sums in the dtype of the posterior, to whose rounding their terms are known; others as they are."""
+    return curvature.from_state(move(curvature.state(), None, dtype)) if curvature.is_wide else curvature
+
+
 @dataclass(frozen=True)
 class _OneByOne(VariancesOverPriors):
     """Functional variances at many scalar priors, each by a precision of its own.

@@ -128,8 +128,7 @@ class BlockCurvature(AdditiveCurvature):
         if not isinstance(removed, BlockCurvature):
             raise algebra.other_structure(self.name, removed.name)
         pairs = zip(self.values, removed.values, strict=True)
-        # Sums are wide, but of numbers that a network in float32 may have computed.
-        return _of((algebra.remaining_matrix(a, b, signed=signed, dtype=torch.float32) for a, b in pairs), self.groups)
+        return _of((algebra.remaining_matrix(a, b, signed=signed) for a, b in pairs), self.groups)
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> KronPrecision:
         return KronPrecision(self._indefinite(options.get("indefinite")).spectra(weights), weights, prior)

@@ -109,10 +109,7 @@ class FullCurvature(AdditiveCurvature):
     def minus(self, removed: Curvature, *, signed: bool = False) -> FullCurvature:
         if not isinstance(removed, FullCurvature):
             raise algebra.other_structure(self.name, removed.name)
-        # Sums are wide, but of numbers that a network in float32 may have computed.
-        return FullCurvature.of(
-            algebra.remaining_matrix(self.values, removed.values, signed=signed, dtype=torch.float32)
-        )
+        return FullCurvature.of(algebra.remaining_matrix(self.values, removed.values, signed=signed))
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> FullPrecision:
         return FullPrecision(self.indefinite(options.get("indefinite")), weights, prior)

@@ -142,6 +142,19 @@ def test_equals_the_native_backend(backend: type, likelihood: str, weights: str,
     same(fitted(backend, likelihood, weights, structure), fitted(NativeGGN, likelihood, weights, structure))
 
 
+@pytest.mark.parametrize(
+    ("method", "structure"), [("full", "full"), ("full", "block"), ("full", "diag"), ("diag", "diag")]
+)
+def test_what_a_user_s_method_keeps_is_not_added_to(method: str, structure: str) -> None:
+    """A method may return one tensor for every batch; batches are added to a sum of the library's own."""
+    kept = 2 * torch.eye(38, dtype=torch.float64)
+    given = kept if method == "full" else kept.diagonal()
+    own = type("Own", (GGNInterface,), {method: lambda self, x, y, **options: (torch.zeros(()), given)})
+    la = fitted(own, "classification", structure=structure, prior_precision=0.5)
+    assert torch.equal(kept, 2 * torch.eye(38, dtype=torch.float64))
+    assert_close(la.posterior_variance, torch.full((38,), 1 / (3 * 2 + 0.5), dtype=torch.float64), "backend")
+
+
 @pytest.mark.parametrize("structure", ["full", "diag"])
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_gradients_of_a_user_make_an_empirical_fisher(likelihood: str, structure: str) -> None:

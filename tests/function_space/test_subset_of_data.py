@@ -321,6 +321,27 @@ def test_independent_outputs_are_tuned_on_a_grid() -> None:
         la.optimize_hyperparameters(objective="nll", val_loader=problem.batches(4), method="adam")
 
 
+@pytest.mark.parametrize("independent", [False, True])
+def test_a_state_with_as_many_columns_as_outputs_joins_later_data(independent: bool) -> None:
+    """A root of Λ has fewer columns where rows of Λ sum to zero; older states hold one with all of them."""
+    problem = catalogue.get("mlp_classification")
+    batches, options = problem.batches(3), HYPER | {"n_subset": 3, "independent_outputs": independent}
+    la = Laplace(problem.make_model(), "classification", "all", "gp", **options)
+    la.fit(batches[:1])
+    state = la.state_dict()
+    roots = state["H"]["roots"]
+    values, vectors = torch.linalg.eigh(roots @ roots.mT)
+    state["H"]["roots"] = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
+    del state["shapes"]
+    older = Laplace(problem.make_model(), "classification", "all", "gp", **options)
+    older.load_state_dict(state)
+    for posterior in (la, older):
+        posterior.fit(batches[1:], override=False)
+    assert roots.shape[2] < roots.shape[1] == older.state_dict()["H"]["roots"].shape[2]
+    assert_close(older.predictive_moments(problem.x)[1], la.predictive_moments(problem.x)[1], "backend")
+    assert_close(older.log_marginal_likelihood(), la.log_marginal_likelihood(), "backend")
+
+
 @pytest.mark.parametrize("name", ["mlp_classification", "tied_head", "embedding_padding", "bare_parameter"])
 @pytest.mark.parametrize("independent", [False, True])
 def test_a_state_needs_no_data(name: str, independent: bool) -> None:

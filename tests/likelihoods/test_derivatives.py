@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -116,6 +117,18 @@ def test_root_of_any_rank_one_part(share: float) -> None:
     diag = torch.rand(B, 5, dtype=torch.float64) + 0.1
     direction = functional.normalize(torch.randn(B, 5, dtype=torch.float64), dim=1)
     check_forms(OutputHessian(diag, vec=math.sqrt(share) * direction * diag.sqrt()))
+
+
+@pytest.mark.parametrize("changed", ["diag", "vec", "both", "dense"])
+def test_parts_that_replace_those_of_softmax(changed: str) -> None:
+    """As in `hessian` of a likelihood that is derived from a classification: rows need not sum to zero any more."""
+    softmax = Categorical().hessian(torch.randn(B, 5, dtype=torch.float64))
+    assert softmax.sums_to_zero and softmax.to(torch.float32).sums_to_zero
+    parts = {"diag": 2 * softmax.diag, "vec": 0.5 * softmax.diag, "dense": softmax.matrix() + torch.eye(5)}
+    chosen = ("diag", "vec") if changed == "both" else (changed,)
+    form = replace(softmax, **{name: parts[name] for name in chosen})
+    assert not form.sums_to_zero
+    check_forms(form)
 
 
 def test_root_of_a_dense_hessian() -> None:

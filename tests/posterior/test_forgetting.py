@@ -137,6 +137,22 @@ def test_float32_leaves_no_negative_curvature(structure: str) -> None:
     assert (la.posterior_variance <= 1 + 1e-5).all()
 
 
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+@each_structure
+def test_other_batches_than_those_of_the_fit(weights: str, structure: str) -> None:
+    """Numbers of a float32 network round otherwise in other batches, also where their sums are float64."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(60, 4, generator=generator), torch.randint(3, (60,), generator=generator)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3)).eval()
+    la, expected = (Laplace(model, "classification", weights, structure, prior_precision=0.1) for _ in range(2))
+    la.fit([(x, y)])
+    la.forget(list(zip(x[13:].split(7), y[13:].split(7), strict=True)))
+    expected.fit([(x[:13], y[:13])])
+    error = la.predictive_moments(x)[1] - expected.predictive_moments(x)[1]
+    assert error.abs().max() < 1e-4 * expected.predictive_moments(x)[1].abs().max()
+
+
 @each_structure
 def test_what_was_not_seen_cannot_be_removed(structure: str) -> None:
     first, second, _ = data()
@@ -150,6 +166,15 @@ def test_what_was_not_seen_cannot_be_removed(structure: str) -> None:
         la.forget(foreign)
     assert _equal(before, la.state_dict())
     assert la(first[0][0]).isfinite().all()
+
+
+def test_a_foreign_datum_of_little_weight_is_noticed_in_float64() -> None:
+    """Of a float64 network no more is put down to rounding than float64 has."""
+    la = Laplace(network(), "classification", "all", "full")
+    first, second = data(n=2)
+    la.fit(first)
+    with pytest.raises(CurvatureError, match="indefinite"):
+        la.forget([(x[:1], y[:1]) for x, y in second[:1]], weight=1e-4)
 
 
 def _equal(a: Any, b: Any) -> bool:
