@@ -33,23 +33,6 @@ def held_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return wide_dtype(device) if dtype == torch.float64 else dtype
 
 
-def product_dtype(rows: torch.dtype, n_before: int, width: int, device: torch.device) -> torch.dtype:
-    """The type in which products Σ w x xᵀ of a batch are formed that are added to a sum in the widest type.
-
-    The widest type for the first data, as many as a row has entries: directions that few data leave at zero would be
-    filled by rounding, with which a small prior precision competes. Of further data the rows' type, at half the time:
-    the sum has its rank, and rounding is relative to what is there. Where data repeat, or their features depend on each
-    other linearly, it has not: directions at zero then hold rounding of the rows' type, times the largest eigenvalue.
-
-    Args:
-        rows: Type of the rows x.
-        n_before: Number of data that the sum has already.
-        width: Of x.
-        device: Where it is.
-    """
-    return wide_dtype(device) if n_before < width else torch.promote_types(rows, torch.float32)
-
-
 _ROOT_ERROR = 1e-5
 """Relative error of a variance, at most, that is a sum of squares of products in a type narrower than float64."""
 

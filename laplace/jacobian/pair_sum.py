@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from laplace.core.gram import add_gram, mirror
-from laplace.core.precision_policy import product_dtype
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.heads import HeadBlock
 from laplace.jacobian.packed import Strip, SymmetricForm, n_products, products, strips
@@ -27,13 +26,11 @@ class PairSum:
         forms: Of every part, in which form the outputs of its pair with itself are held.
         sums: Of every pair, outputs × inputs: `[O·O', I·I']`, of a layer with itself few numbers twice; of what is
             multiplied out with itself `[O, O]`, of which the upper block triangle counts.
-        n_data: Data of heads that were added.
     """
 
     pairs: Pairs
     forms: tuple[SymmetricForm, ...]
     sums: dict[tuple[int, int], Tensor]
-    n_data: int = 0
 
     @classmethod
     def zeros(cls, pairs: Pairs, like: Tensor, head: SymmetricForm | None = None) -> PairSum:
@@ -64,11 +61,8 @@ class PairSum:
         """Adds Σ_b Λ_b ⊗ (φ_b φ_bᵀ) of the blocks of a head."""
         ((pair, values),) = self.sums.items()
         entries = hessian.entries(*self.forms[pair[0]].indices(values.device))
-        width, features = self.pairs.parts[0].n_inputs, blocks[0].features
-        dtype = product_dtype(features.dtype, self.n_data, width, features.device)
-        for data, (factors,) in self.pairs.factors(blocks, dtype):
-            _add_own(values, factors.a, entries[data].to(dtype))
-        self.n_data += len(features)
+        for data, (factors,) in self.pairs.factors(blocks, self._dtype):
+            _add_own(values, factors.a, entries[data])
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace import Laplace
 from laplace.core import precision_policy
-from laplace.core.precision_policy import product_dtype, root_dtype, wide_dtype, widened
+from laplace.core.precision_policy import root_dtype, wide_dtype, widened
 from laplace.structures import STRUCTURES
 from laplace.structures.fields import move
 
@@ -88,11 +88,8 @@ def test_sums_stay_wide_when_a_posterior_is_cast(structure: str) -> None:
     assert torch.equal(la.log_marginal_likelihood(), before)
 
 
-def test_products_of_a_head_and_roots_are_narrow_where_that_loses_nothing() -> None:
+def test_roots_are_narrow_where_that_loses_nothing() -> None:
     cpu = torch.device("cpu")
-    assert product_dtype(torch.float32, 9, 10, cpu) == torch.float64
-    assert product_dtype(torch.float32, 10, 10, cpu) == torch.float32
-    assert product_dtype(torch.bfloat16, 10, 10, cpu) == torch.float32
     assert root_dtype(torch.float32, 1e3, 1.0, cpu) == torch.float32
     assert root_dtype(torch.float32, 1e5, 1.0, cpu) == root_dtype(torch.float32, 1.0, 0.0, cpu) == torch.float64
 

@@ -29,3 +29,26 @@ def test_rows_in_pieces(likelihood: str, size: int, monkeypatch: pytest.MonkeyPa
     la = Laplace(network, SoftmaxByHand() if likelihood == "by hand" else likelihood, "last_layer", "full")
     la.fit([(x[:7], y[:7]), (x[7:], y[7:])])
     assert_close(own_dense(la), expected, "backend")
+
+
+def test_repeated_data_under_a_weak_prior() -> None:
+    """Directions that no datum has hold no rounding, with which a small prior precision would compete."""
+    generator = torch.Generator().manual_seed(0)
+    head = nn.Linear(40, 4)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(4, 40, generator=generator) / 2)
+    x, y = torch.randn(20, 40, generator=generator).repeat(20, 1), torch.arange(400) % 4
+    la = Laplace(head, "classification", "last_layer", "full", prior_precision=1e-4)
+    la.fit([(x[i : i + 50], y[i : i + 50]) for i in range(0, 400, 50)])
+    exact = nn.Linear(40, 4).double()
+    exact.load_state_dict(head.state_dict())
+    curvature = reference.ggn(exact, x.double(), y, ["weight", "bias"], "classification")
+    precision = curvature + 1e-4 * torch.eye(len(curvature), dtype=torch.float64)
+    new = torch.randn(5, 40, generator=generator)
+    rows = torch.autograd.functional.jacobian(
+        lambda w, b: nn.functional.linear(new.double(), w, b), (exact.weight.detach(), exact.bias.detach())
+    )
+    jacobian = torch.cat([part.flatten(2) for part in rows], 2)
+    expected = jacobian @ torch.linalg.solve(precision, jacobian.mT)
+    actual = la.predictive_moments(new)[1].double()
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
