@@ -75,7 +75,7 @@ def changed_names(before: Mapping[str, str], now: Mapping[str, str], *, common: 
     return sorted(name for name in names if before.get(name) != now.get(name))
 
 
-ROWS = 8
+ROWS = 2
 """Data that are kept at most."""
 
 _INPUT_BYTES = 64 * 2**20
@@ -86,7 +86,7 @@ _OTHER_KERNELS = 0.01
 
 @dataclass(frozen=True, eq=False)
 class Witness:
-    """Inputs of at most eight data, and the network's outputs; held in memory alone, never saved.
+    """Inputs of at most two data, and the network's outputs; held in memory alone, never saved.
 
     Attributes:
         x: Inputs.
@@ -132,7 +132,7 @@ class Witness:
 
 
 def first_rows(x: Inputs, n_data: int) -> tuple[Inputs, int]:
-    """Copies of the first data of a batch, and how many: at most eight of them and 64 MiB, but one at least."""
+    """Copies of the first data of a batch, and how many: at most two of them and 64 MiB, but one at least."""
     bytes_of_one = sum(tensor.nbytes for tensor in batches.tensors(x)) // max(1, n_data)
     n_rows = min(n_data, ROWS, max(1, _INPUT_BYTES // max(1, bytes_of_one)))
     return _copied(batches.select(x, slice(0, n_rows), n_data)), n_rows
@@ -181,7 +181,7 @@ def _spaced(outputs: Tensor) -> Tensor:
 
 
 class FirstBatch:
-    """Runs the network twice on at most eight data of the first batch, with other random numbers.
+    """Runs the network twice on at most two data of the first batch, with other random numbers.
 
     Args:
         model: The network.
