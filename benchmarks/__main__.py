@@ -88,7 +88,7 @@ class Line:
 
 
 HEADER = (
-    f"{'workload':<42} {'median':>7} {'target':>7} {'':<9} {'':<6} {'range':<15} {'best':>8} {'ms':>9} {'ref. ms':>9} "
+    f"{'workload':<42} {'median':>7} {'target':>7} {'':<9} {'':<6} {'range':<15} {'best':>8} {'ms':>9} {'ref., ms':>9} "
     f"{'peak MiB':>8}"
 )
 

@@ -49,9 +49,9 @@ class Series:
 
     def __str__(self) -> str:
         times, sizes = ([f"{slope(points):5.2f}" for points in both] for both in (self.seconds, self.mib))
-        stops = f"  there: {self.stops}" if self.stops else ""
+        stops = f"  laplace-torch: {self.stops}" if self.stops else ""
         head = f"growth with {self.axis}, {self.action}"
-        return f"{head:<58} time {times[0]} there, {times[1]} here; memory {sizes[0]}, {sizes[1]}{stops}"
+        return f"{head:<58} time {times[0]} and {times[1]}, memory {sizes[0]} and {sizes[1]}{stops}"
 
 
 def series(lines: Sequence[Line]) -> list[Series]:

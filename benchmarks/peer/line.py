@@ -55,7 +55,7 @@ class Line:
 
 
 HEADER = (
-    f"{'workload':<58} {'median':>7} {'range':<15} {'first':>6} {'there, ms':>22} {'here, ms':>22} "
+    f"{'workload':<58} {'median':>7} {'range':<15} {'first':>6} {'laplace-torch, ms':>22} {'laplace, ms':>22} "
     f"{'MiB':>8} {'MiB':>8}"
 )
 
