@@ -1,0 +1,102 @@
+"""A multilayer perceptron on standardised features, and training by a loss with a Gaussian prior."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace.core.precision_policy import wide_dtype
+from laplace.errors import InvalidArgument
+from laplace.network.model_guard import preserve_model
+
+
+class Standardise(nn.Module):
+    """(x − mean) / std of every feature, with constants as buffers.
+
+    Args:
+        mean: `[D]`.
+        std: `[D]`; 1 stands for zeros.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: NDArray[Any], std: NDArray[Any]) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean, dtype=wide_dtype()))
+        self.register_buffer("std", torch.tensor(positive(std), dtype=wide_dtype()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Standardised features, `[B, D]`."""
+        return (x - self.mean) / self.std
+
+
+def positive(std: NDArray[Any]) -> NDArray[Any]:
+    """Standard deviations, with 1 in the place of 0."""
+    return np.where(std > 0, std, 1.0)
+
+
+def perceptron(X: NDArray[Any], widths: Sequence[int], n_outputs: int) -> nn.Sequential:
+    """A perceptron with tanh, in float64, for inputs like X `[N, D]`."""
+    sizes = [X.shape[1], *widths]
+    layers: list[nn.Module] = [Standardise(X.mean(0), X.std(0))]
+    for n_in, n_out in pairwise(sizes):
+        layers += [nn.Linear(n_in, n_out, dtype=wide_dtype()), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], n_outputs, dtype=wide_dtype()))
+
+
+def check_outputs(module: nn.Module, x: Tensor, n_outputs: int) -> None:
+    """Raises unless a network's outputs at x are `[B, C]`.
+
+    Raises:
+        InvalidArgument: They have another shape.
+    """
+    with torch.no_grad(), preserve_model(module):
+        shape = module.eval()(x[:2]).shape
+    if tuple(shape) != (len(x[:2]), n_outputs):
+        raise InvalidArgument(
+            f"the network's outputs of {len(x[:2])} data have shape {list(shape)}; y asks for {n_outputs} outputs, one "
+            "per class or value."
+        )
+
+
+def train(
+    module: nn.Module,
+    data: TensorDataset,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    *,
+    prior_precision: float,
+    n_epochs: int,
+    learning_rate: float,
+    batch_size: int,
+) -> None:
+    """Minimises the negative log posterior over N, loss + δ ‖θ‖² / 2N, by Adam with a cosine schedule.
+
+    Args:
+        module: Changed in place, and left in training mode.
+        data: Inputs and targets.
+        loss: Of outputs and targets, per datum.
+        prior_precision: δ.
+        n_epochs: Passes over the data.
+        learning_rate: Step size at the start.
+        batch_size: Data of a step.
+    """
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimiser = torch.optim.Adam(parameters, learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, n_epochs))
+    decay = 0.5 * prior_precision / len(data)
+    module.train()
+    for _ in range(n_epochs):
+        for x, y in DataLoader(data, batch_size, shuffle=True):
+            optimiser.zero_grad()
+            squares = torch.stack([parameter.square().sum() for parameter in parameters]).sum()
+            (loss(module(x), y) + decay * squares).backward()
+            optimiser.step()
+        schedule.step()

@@ -1,0 +1,399 @@
+"""scikit-learn's estimators: a network with a Laplace approximation of its posterior behind `fit` and `predict`."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace.errors import InvalidArgument, MissingDependency
+from laplace.factory import Laplace
+from laplace.integrations.perceptron import check_outputs, perceptron, positive, train
+from laplace.parametric import ParametricLaplace
+
+try:
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.utils import check_random_state
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+except ImportError as error:
+    raise MissingDependency(
+        "laplace.integrations.sklearn needs scikit-learn: pip install scikit-learn. Without it use laplace.Laplace."
+    ) from error
+
+Module = nn.Module | Callable[[int, int], nn.Module] | None
+"""A network, a function (numbers of features and of outputs) that makes one, or None for the built-in one."""
+
+_TUNING = ("marglik", None)
+
+
+class LaplaceEstimator(BaseEstimator, ABC):
+    """Base of both estimators: a network that minimises the loss with a Gaussian prior, and the posterior around it.
+
+    A built-in network is a multilayer perceptron with tanh, in float64, whose inputs are standardised by the training
+    data; other networks get X as it is, in their own dtype and on their own device. The network that was given is
+    copied before it is trained.
+
+    Args:
+        module: The network: an `nn.Module`; a function of the numbers of features and of outputs that gives one; None
+            for a multilayer perceptron.
+        hidden_layer_sizes: Widths of its hidden layers.
+        trained: The module is trained already, and used as it is.
+        max_epochs: Passes over the training data, by Adam, with a cosine schedule.
+        learning_rate: Its step size at the start.
+        batch_size: Data of a batch, in training, fit and predictions.
+        prior_precision: δ of the Gaussian prior of the weights, in training and where tuning starts.
+        tune: `"marglik"`: δ, and the noise of a regression, maximise the log evidence after the fit; None: they stay.
+        subset_of_weights: As of `laplace.Laplace`; with `"all"` hidden layers are uncertain too.
+        hessian_structure: As of `laplace.Laplace`.
+        laplace_options: Further options of `laplace.Laplace`, such as `{"temperature": 0.5}`.
+        random_state: Of the initial weights, the order of the data, and samples.
+
+    Attributes:
+        la_: The posterior.
+        module_: The network.
+        n_features_in_: Number of features.
+        feature_names_in_: Their names, of a DataFrame.
+    """
+
+    _likelihood: str
+
+    def __init__(
+        self,
+        module: Module = None,
+        *,
+        hidden_layer_sizes: Sequence[int] = (64, 64),
+        trained: bool = False,
+        max_epochs: int = 200,
+        learning_rate: float = 1e-2,
+        batch_size: int = 128,
+        prior_precision: float = 1.0,
+        tune: str | None = "marglik",
+        subset_of_weights: str = "last_layer",
+        hessian_structure: str = "kron",
+        laplace_options: Mapping[str, Any] | None = None,
+        random_state: int | np.random.RandomState | None = None,
+    ) -> None:
+        self.module = module
+        self.hidden_layer_sizes = hidden_layer_sizes
+        self.trained = trained
+        self.max_epochs = max_epochs
+        self.learning_rate = learning_rate
+        self.batch_size = batch_size
+        self.prior_precision = prior_precision
+        self.tune = tune
+        self.subset_of_weights = subset_of_weights
+        self.hessian_structure = hessian_structure
+        self.laplace_options = laplace_options
+        self.random_state = random_state
+
+    def log_marginal_likelihood(self) -> float:
+        """The log evidence log p(D), at the hyper-parameters of the fit, in nats."""
+        check_is_fitted(self)
+        return float(self.la_.log_marginal_likelihood())
+
+    # Training and fit.
+
+    def _fit(self, X: NDArray[Any], targets: NDArray[Any], n_outputs: int) -> None:
+        """Trains, fits and tunes.
+
+        Args:
+            X: Inputs, `[N, …]`.
+            targets: Classes `[N]`, or values `[N, C]`.
+            n_outputs: C.
+
+        Raises:
+            InvalidArgument: An argument of the constructor has a value that is not accepted.
+        """
+        self._check_arguments()
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        with _seeded(seed):
+            module = self._new_module(X, n_outputs)
+            x = _tensor(X, module)
+            y = torch.tensor(targets) if targets.dtype.kind in "iu" else _tensor(targets, module)
+            check_outputs(module, x, n_outputs)
+            data = TensorDataset(x, y)
+            if not self.trained:
+                train(
+                    module,
+                    data,
+                    self._loss,
+                    prior_precision=self.prior_precision,
+                    n_epochs=self.max_epochs,
+                    learning_rate=self.learning_rate,
+                    batch_size=self.batch_size,
+                )
+            la = Laplace(
+                module.eval(),
+                self._likelihood,
+                self.subset_of_weights,
+                self.hessian_structure,
+                prior_precision=self.prior_precision,
+                **(self.laplace_options or {}),
+            )
+            la.fit(DataLoader(data, self.batch_size))
+            if self.tune is not None:
+                self._choose_hyperparameters(la)
+        self.la_, self.module_ = la, module
+
+    def _check_arguments(self) -> None:
+        if self.tune not in _TUNING:
+            raise InvalidArgument(f"tune={self.tune!r}; accepted are {_TUNING}.")
+        if self.trained and not isinstance(self.module, nn.Module):
+            raise InvalidArgument("trained=True needs module=, the trained network.")
+
+    def _new_module(self, X: NDArray[Any], n_outputs: int) -> nn.Module:
+        """The network to be trained, or the trained one."""
+        if isinstance(self.module, nn.Module):
+            return self.module if self.trained else copy.deepcopy(self.module)
+        if self.module is not None:
+            return self.module(X.shape[1], n_outputs)
+        return perceptron(X, self.hidden_layer_sizes, n_outputs)
+
+    @abstractmethod
+    def _loss(self, f: Tensor, y: Tensor) -> Tensor:
+        """Negative log likelihood per datum at noise 1, up to a constant."""
+
+    @abstractmethod
+    def _choose_hyperparameters(self, la: ParametricLaplace) -> None:
+        """Maximises the log evidence."""
+
+    # Predictions.
+
+    def _inputs(self, X: ArrayLike) -> Iterator[Tensor]:
+        """Checked inputs, batch by batch."""
+        check_is_fitted(self)
+        checked: Any = validate_data(self, X, reset=False, **self._shapes)  # pyright: ignore[reportArgumentType]
+        return iter(_tensor(checked, self.module_).split(self.batch_size))
+
+    def _data(self, X: ArrayLike, y: ArrayLike, **options: Any) -> tuple[Any, Any]:
+        """Checked training data."""
+        given: tuple[Any, Any] = (X, y)
+        checked: Any = validate_data(self, *given, **options, **self._shapes)
+        return checked
+
+    @property
+    def _shapes(self) -> dict[str, Any]:
+        """Shapes of X that are accepted: of a user's network those that it takes."""
+        return {"allow_nd": self.module is not None}
+
+
+class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
+    """Classification by a network whose posterior is a Laplace approximation.
+
+    Example:
+        LaplaceClassifier().fit(X, y).predict_proba(X)
+
+    Args:
+        module: As of `LaplaceEstimator`, as are all others.
+        link_approx: From the Gaussian over logits to probabilities: `"probit"`, `"mc"`, `"bridge"`, ...
+        n_samples: Samples of `"mc"`.
+
+    Attributes:
+        classes_: Labels, sorted.
+    """
+
+    _likelihood = "classification"
+
+    def __init__(
+        self,
+        module: Module = None,
+        *,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        hidden_layer_sizes: Sequence[int] = (64, 64),
+        trained: bool = False,
+        max_epochs: int = 200,
+        learning_rate: float = 1e-2,
+        batch_size: int = 128,
+        prior_precision: float = 1.0,
+        tune: str | None = "marglik",
+        subset_of_weights: str = "last_layer",
+        hessian_structure: str = "kron",
+        laplace_options: Mapping[str, Any] | None = None,
+        random_state: int | np.random.RandomState | None = None,
+    ) -> None:
+        super().__init__(
+            module,
+            hidden_layer_sizes=hidden_layer_sizes,
+            trained=trained,
+            max_epochs=max_epochs,
+            learning_rate=learning_rate,
+            batch_size=batch_size,
+            prior_precision=prior_precision,
+            tune=tune,
+            subset_of_weights=subset_of_weights,
+            hessian_structure=hessian_structure,
+            laplace_options=laplace_options,
+            random_state=random_state,
+        )
+        self.link_approx = link_approx
+        self.n_samples = n_samples
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> LaplaceClassifier:
+        """Trains the network, unless it is trained, and fits its posterior.
+
+        Args:
+            X: Inputs, `[N, D]`.
+            y: Labels, `[N]`.
+
+        Raises:
+            InvalidArgument: Less than two classes, or not as many as a trained network has outputs.
+        """
+        inputs, labels = self._data(X, y)
+        check_classification_targets(labels)
+        self.classes_, targets = np.unique(labels, return_inverse=True)
+        n_classes = len(self.classes_)
+        if n_classes < 2:
+            raise InvalidArgument(f"y has one class alone, {self.classes_.tolist()}; a classifier needs two.")
+        self._fit(inputs, targets.astype(np.int64), n_classes)
+        return self
+
+    def predict_proba(self, X: ArrayLike) -> NDArray[Any]:
+        """Predictive probabilities of the classes, `[N, C]`, with the uncertainty of the weights."""
+        batches = self._inputs(X)
+        options: dict[str, Any] = {"link_approx": self.link_approx, "n_samples": self.n_samples}
+        options["generator"] = torch.Generator(next(self.module_.parameters()).device).manual_seed(0)
+        probabilities = _array(torch.cat([self.la_(x, **options) for x in batches]))
+        return probabilities / probabilities.sum(1, keepdims=True)
+
+    def predict(self, X: ArrayLike) -> NDArray[Any]:
+        """The most probable labels, `[N]`."""
+        probabilities = self.predict_proba(X)
+        return self.classes_[probabilities.argmax(1)]
+
+    def _loss(self, f: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(f, y)
+
+    def _choose_hyperparameters(self, la: ParametricLaplace) -> None:
+        la.optimize_prior_precision(method="marglik")
+
+
+class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
+    """Regression by a network whose posterior is a Laplace approximation, with Gaussian noise σ.
+
+    A network that is trained here learns y standardised by the training data; `la_` is its posterior, in these units.
+    Predictions are in the units of y.
+
+    Example:
+        mean, std = LaplaceRegressor().fit(X, y).predict(X, return_std=True)
+
+    Args:
+        module: As of `LaplaceEstimator`, as are all others.
+
+    Attributes:
+        y_mean_: Mean of y, `[C]`; 0 where a trained network was given.
+        y_scale_: Standard deviation of y, `[C]`; 1 there.
+    """
+
+    _likelihood = "regression"
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> LaplaceRegressor:
+        """Trains the network, unless it is trained, and fits its posterior.
+
+        Args:
+            X: Inputs, `[N, D]`.
+            y: Values, `[N]` or `[N, C]`.
+
+        Raises:
+            InvalidArgument: y has not as many columns as a given network has outputs.
+        """
+        inputs, values = self._data(X, y, multi_output=True, y_numeric=True)
+        if values.ndim == 2 and values.shape[1] == 1:
+            values = column_or_1d(values, warn=True)
+        self._is_flat = values.ndim == 1
+        values = values.reshape(len(values), -1).astype(float)
+        self.y_mean_, self.y_scale_ = np.zeros(values.shape[1]), np.ones(values.shape[1])
+        if not self.trained:
+            self.y_mean_, self.y_scale_ = values.mean(0), positive(values.std(0))
+        self._fit(inputs, (values - self.y_mean_) / self.y_scale_, values.shape[1])
+        return self
+
+    def predict(
+        self, X: ArrayLike, return_std: bool = False, return_cov: bool = False
+    ) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]:
+        """Predictive mean `[N]`, or `[N, C]` of several outputs; with the uncertainty of an observation on request.
+
+        Args:
+            X: Inputs.
+            return_std: Also the standard deviation of y, noise included, `[N]` or `[N, C]`.
+            return_cov: Also the covariance of y between inputs, `[N, N]` or `[N, N, C]`.
+
+        Raises:
+            InvalidArgument: Both are asked for.
+        """
+        if return_std and return_cov:
+            raise InvalidArgument("return_std=True and return_cov=True; ask for one of them.")
+        if return_cov:
+            return self._joint(X)
+        parts = [self.la_(x, diagonal_output=True, observation_noise=True) for x in self._inputs(X)]
+        mean, variance = (_array(torch.cat(both)) for both in zip(*parts, strict=True))
+        mean = self._shaped(mean * self.y_scale_ + self.y_mean_)
+        return (mean, self._shaped(np.sqrt(variance) * self.y_scale_)) if return_std else mean
+
+    def sample_y(
+        self, X: ArrayLike, n_samples: int = 1, random_state: int | np.random.RandomState | None = 0
+    ) -> NDArray[Any]:
+        """Draws of y at all inputs together, noise included, `[N, S]`, or `[N, C, S]` of several outputs.
+
+        Args:
+            X: Inputs.
+            n_samples: S.
+            random_state: Source of the random numbers.
+        """
+        x = torch.cat(list(self._inputs(X)))
+        generator = torch.Generator(x.device).manual_seed(int(check_random_state(random_state).randint(2**31 - 1)))
+        f = self.la_.functional_samples(x, n_samples=n_samples, joint=True, generator=generator)
+        f = f + self.la_.sigma_noise * torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)
+        draws = _array(f) * self.y_scale_ + self.y_mean_  # [S, N, C]
+        return self._shaped(draws.transpose(1, 2, 0), axis=1)
+
+    def _joint(self, X: ArrayLike) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Means, and covariances of every output between inputs."""
+        x = torch.cat(list(self._inputs(X)))
+        f, covariance = (_array(part) for part in self.la_(x, joint=True, observation_noise=True))
+        n_outputs = len(self.y_mean_)
+        each = covariance.reshape(len(x), n_outputs, len(x), n_outputs).diagonal(axis1=1, axis2=3)
+        mean = f.reshape(len(x), n_outputs) * self.y_scale_ + self.y_mean_
+        return self._shaped(mean), self._shaped(each * self.y_scale_**2)
+
+    def _shaped(self, values: NDArray[Any], axis: int = -1) -> NDArray[Any]:
+        """Values without the dimension of the outputs where y had none."""
+        return values.squeeze(axis) if self._is_flat else values
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+    def _loss(self, f: Tensor, y: Tensor) -> Tensor:
+        return 0.5 * (f - y).square().sum(1).mean()
+
+    def _choose_hyperparameters(self, la: ParametricLaplace) -> None:
+        la.optimize_hyperparameters(("prior_precision", "sigma_noise"))
+
+
+def _tensor(values: NDArray[Any], module: nn.Module) -> Tensor:
+    """Values in the dtype and on the device of a module's first parameter."""
+    like = next(module.parameters())
+    return torch.tensor(values, dtype=like.dtype, device=like.device)
+
+
+def _array(values: Tensor) -> NDArray[Any]:
+    return values.detach().cpu().numpy().astype(float)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """PyTorch's random numbers of a seed, and afterwards those that would have come."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield

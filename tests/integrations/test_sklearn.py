@@ -1,0 +1,168 @@
+"""Estimators of scikit-learn, in its own checks and tools."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("sklearn")
+
+from sklearn.base import clone
+from sklearn.calibration import CalibratedClassifierCV
+from sklearn.datasets import load_diabetes, load_iris
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import check_estimator
+
+from laplace import Laplace
+from laplace.errors import InvalidArgument
+from laplace.integrations.sklearn import LaplaceClassifier, LaplaceRegressor
+
+ESTIMATORS = [LaplaceClassifier, LaplaceRegressor]
+FLOWERS, SPECIES = load_iris(return_X_y=True)
+PATIENTS, PROGRESS = load_diabetes(return_X_y=True)
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.filterwarnings("ignore")  # of what the checks do on purpose
+def test_all_checks_of_scikit_learn_pass(kind: type) -> None:
+    results = check_estimator(kind(max_epochs=60), on_fail=None, on_skip=None)
+    assert [result["check_name"] for result in results if result["status"] == "failed"] == []
+    assert sum(result["status"] == "passed" for result in results) >= 50
+
+
+@pytest.fixture(scope="module")
+def classifier() -> LaplaceClassifier:
+    return LaplaceClassifier(max_epochs=30, random_state=0).fit(FLOWERS, SPECIES)
+
+
+@pytest.fixture(scope="module")
+def regressor() -> LaplaceRegressor:
+    return LaplaceRegressor(max_epochs=50, prior_precision=10.0, random_state=0).fit(PATIENTS, PROGRESS)
+
+
+def test_probabilities_are_those_of_the_posterior(classifier: LaplaceClassifier) -> None:
+    expected = classifier.la_(torch.tensor(FLOWERS[:9])).numpy()
+    np.testing.assert_allclose(classifier.predict_proba(FLOWERS[:9]), expected, rtol=1e-10)
+    assert classifier.score(FLOWERS, SPECIES) > 0.9
+    assert classifier.log_marginal_likelihood() == classifier.la_.log_marginal_likelihood().item()
+
+
+def test_labels_may_be_anything(classifier: LaplaceClassifier) -> None:
+    names = np.array(["setosa", "versicolor", "virginica"])
+    named = clone(classifier).fit(FLOWERS, names[SPECIES])
+    assert named.classes_.tolist() == names.tolist()
+    assert np.array_equal(named.predict(FLOWERS), names[classifier.predict(FLOWERS)])
+
+
+def test_sampled_links_repeat_themselves(classifier: LaplaceClassifier) -> None:
+    sampled = clone(classifier).set_params(link_approx="mc", n_samples=7).fit(FLOWERS, SPECIES)
+    assert np.array_equal(sampled.predict_proba(FLOWERS), sampled.predict_proba(FLOWERS))
+
+
+def test_equal_seeds_give_equal_fits_and_leave_the_global_state(classifier: LaplaceClassifier) -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    again = clone(classifier).fit(FLOWERS, SPECIES)
+    assert torch.equal(torch.rand(2), expected)
+    assert np.array_equal(again.predict_proba(FLOWERS), classifier.predict_proba(FLOWERS))
+
+
+def test_deviations_covariances_and_draws_agree(regressor: LaplaceRegressor) -> None:
+    x = PATIENTS[:5]
+    mean, std = regressor.predict(x, return_std=True)
+    again, covariance = regressor.predict(x, return_cov=True)
+    np.testing.assert_allclose(again, mean)
+    np.testing.assert_allclose(np.sqrt(covariance.diagonal()), std)
+    draws = regressor.sample_y(x, 20_000)
+    assert draws.shape == (5, 20_000)
+    assert np.abs(draws.mean(1) - mean).max() < 5 * std.max() / np.sqrt(20_000)
+    error = np.abs(np.cov(draws) - covariance) / np.sqrt(np.outer(std**2, std**2) * 2 / 20_000)
+    assert error.max() < 5
+    assert np.array_equal(regressor.sample_y(x, 3, random_state=1), regressor.sample_y(x, 3, random_state=1))
+
+
+def test_predictions_have_the_units_of_the_targets(regressor: LaplaceRegressor) -> None:
+    other = clone(regressor).fit(PATIENTS, 1000 * PROGRESS - 7)
+    mean, std = regressor.predict(PATIENTS, return_std=True)
+    there, wide = other.predict(PATIENTS, return_std=True)
+    np.testing.assert_allclose(there, 1000 * mean - 7, rtol=1e-6)
+    np.testing.assert_allclose(wide, 1000 * std, rtol=1e-6)
+
+
+def test_several_outputs(regressor: LaplaceRegressor) -> None:
+    both = clone(regressor).fit(PATIENTS, np.stack([PROGRESS, -PROGRESS, 0 * PROGRESS], 1))
+    mean, std = both.predict(PATIENTS[:4], return_std=True)
+    _, covariance = both.predict(PATIENTS[:4], return_cov=True)
+    assert mean.shape == std.shape == (4, 3) and covariance.shape == (4, 4, 3)
+    np.testing.assert_allclose(np.sqrt(np.einsum("iic->ic", covariance)), std)
+    assert both.sample_y(PATIENTS[:4], 6).shape == (4, 3, 6)
+
+
+def test_tools_of_scikit_learn(classifier: LaplaceClassifier, regressor: LaplaceRegressor) -> None:
+    small = LaplaceClassifier(max_epochs=5)
+    pipeline = make_pipeline(StandardScaler(), small)
+    assert len(cross_val_score(pipeline, FLOWERS, SPECIES, cv=2)) == 2
+    search = GridSearchCV(small, {"link_approx": ["probit", "bridge"]}, cv=2, scoring="neg_log_loss")
+    assert search.fit(FLOWERS, SPECIES).best_params_["link_approx"] in {"probit", "bridge"}
+    calibrated = CalibratedClassifierCV(small, cv=2).fit(FLOWERS, SPECIES)
+    assert calibrated.predict_proba(FLOWERS).shape == (150, 3)
+    for fitted, x in ((classifier, FLOWERS), (regressor, PATIENTS)):
+        assert np.array_equal(pickle.loads(pickle.dumps(fitted)).predict(x), fitted.predict(x))
+
+
+def network(n_features: int, n_outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(n_features, 8), nn.ReLU(), nn.Linear(8, n_outputs))
+
+
+def test_a_function_that_makes_the_network() -> None:
+    fitted = LaplaceClassifier(network, max_epochs=3, random_state=0).fit(FLOWERS, SPECIES)
+    assert isinstance(fitted.module_[0], nn.Linear)
+    assert fitted.predict_proba(FLOWERS).sum(1) == pytest.approx(1)
+
+
+def test_a_network_that_is_trained_is_used_as_it_is() -> None:
+    model = network(4, 3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fitted = LaplaceClassifier(model, trained=True, tune=None, prior_precision=2.0).fit(FLOWERS, SPECIES)
+    assert fitted.module_ is model
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    la = Laplace(model, "classification", prior_precision=2.0)
+    x = torch.tensor(FLOWERS, dtype=torch.float32)
+    la.fit([(x, torch.tensor(SPECIES))])
+    np.testing.assert_allclose(fitted.predict_proba(FLOWERS), la(x).numpy(), rtol=1e-4)
+    trained = LaplaceClassifier(model, max_epochs=2).fit(FLOWERS, SPECIES)
+    assert trained.module_ is not model
+    assert torch.equal(model[0].weight, before["0.weight"])
+
+
+def test_images_reach_a_network_as_they_are() -> None:
+    images = np.random.default_rng(0).normal(size=(20, 1, 4, 4))
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
+    fitted = LaplaceClassifier(model, max_epochs=2).fit(images, np.arange(20) % 2)
+    assert fitted.predict_proba(images).shape == (20, 2)
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: LaplaceClassifier().fit(FLOWERS, 0 * SPECIES), "one class alone"),
+    (lambda: LaplaceClassifier(tune="evidence").fit(FLOWERS, SPECIES), "tune='evidence'"),
+    (lambda: LaplaceClassifier(trained=True).fit(FLOWERS, SPECIES), "needs module="),
+    (lambda: LaplaceClassifier(network(4, 5)).fit(FLOWERS, SPECIES), "y asks for 3 outputs"),
+    (lambda: LaplaceClassifier(network(4, 5), trained=True).fit(FLOWERS, SPECIES), "y asks for 3 outputs"),
+    (lambda: LaplaceRegressor(network(10, 2)).fit(PATIENTS, PROGRESS), r"shape \[2, 2\]; y asks for 1"),
+])  # fmt: skip
+def test_mistakes_are_named(make: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        make()
+
+
+def test_one_of_deviation_and_covariance(regressor: LaplaceRegressor) -> None:
+    with pytest.raises(InvalidArgument, match="ask for one"):
+        regressor.predict(PATIENTS, return_std=True, return_cov=True)
