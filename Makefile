@@ -31,7 +31,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
 SOURCES := $(wildcard laplace tests examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format types unit test test-portable quickstart benchmark benchmark-peer parity clean
+.PHONY: help setup lint format types unit test test-portable test-floor dist quickstart benchmark benchmark-peer parity clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -68,6 +68,26 @@ test-portable: $(READY)  ## Check that numbers are the same with other instructi
 	ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE LAPLACE_TEST_THREADS=2 $(PY) $(PORTABLE)
 	MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(PY) $(PORTABLE) -n $(WORKERS)
 
+# The oldest versions that pyproject.toml accepts, in an environment of their own. What other packages ask for is newer:
+# tests of these skip there.
+FLOOR := .venv-floor
+FLOOR_PYTHON ?= $(firstword $(shell command -v python3.10) $(BASE_PYTHON))
+FLOOR_PACKAGES ?= torch==2.4.0 "numpy<2.3" tqdm "pytest>=8" pytest-xdist hypothesis scipy scikit-learn matplotlib
+
+test-floor: $(FLOOR)/.stamp  ## Run the tests with torch 2.4, and Python 3.10 where there is one
+	$(FLOOR)/bin/python --version
+	$(FLOOR)/bin/python -m pytest -n $(WORKERS) $(ARGS)
+
+$(FLOOR)/.stamp: pyproject.toml
+	@$(FLOOR_PYTHON) -c 'import sys; sys.version_info[:2] == (3, 10) or print("no python3.10 here: the floor of Python is not tested")'
+	$(FLOOR_PYTHON) -m venv $(FLOOR)
+	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(FLOOR_PACKAGES)
+	touch $@
+
+dist: $(READY)  ## Build the wheel and the source archive into dist/
+	rm -rf dist
+	$(PY) -m build --no-isolation
+
 quickstart: $(READY)  ## Train, fit, tune and plot on the digits data, in under a minute
 	PYTHONPATH=. $(PY) examples/quickstart.py
 
@@ -90,5 +110,5 @@ $(PEER)/.stamp: constraints.txt
 	touch $@
 
 clean:  ## Remove the environment and everything generated
-	rm -rf $(VENV) $(PEER) build dist *.egg-info outputs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER) $(FLOOR) build dist *.egg-info outputs .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

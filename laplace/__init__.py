@@ -57,6 +57,8 @@ from laplace.parametric import ParametricLaplace  # noqa: E402
 from laplace.predictive.prediction import Prediction  # noqa: E402
 from laplace.training import OnlineLaplace, marglik_training  # noqa: E402
 
+__version__ = "0.1.0"
+
 __all__ = [
     "ELLA",
     "LLELLA",

@@ -6,7 +6,7 @@ from importlib import metadata
 
 from laplace.errors import InstallationWarning, warn
 
-_OTHER = "laplace-torch"
+_OWN, _OTHER = "laplace-bayes", "laplace-torch"
 
 
 def check_installation() -> None:
@@ -21,6 +21,6 @@ def check_installation() -> None:
     warn(
         f"{_OTHER} is installed in this environment too, and both packages are imported as `laplace`: in one folder "
         "the later install overwrites files of the earlier, which leaves a mixture of both; of two folders, the first "
-        f"on sys.path is imported. Run `pip uninstall laplace {_OTHER}`, then install this library again.",
+        f"on sys.path is imported. Run `pip uninstall {_OWN} {_OTHER}`, then install this library again.",
         InstallationWarning,
     )

@@ -169,7 +169,7 @@ def hooks_put_back(model: nn.Module) -> Iterator[None]:
             table.update(content)
 
 
-_AUTOCAST = ("cpu", "cuda", "mps", "xpu")
+_AUTOCAST = tuple(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 
 
 @contextmanager

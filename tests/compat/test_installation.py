@@ -40,7 +40,7 @@ def test_an_import_beside_laplace_torch_is_told_at_the_line_of_the_import(tmp_pa
     assert done.stdout == "Laplace\n"
     assert done.stderr.count("InstallationWarning") == 1
     assert f"{tmp_path / 'script.py'}:2:" in done.stderr
-    assert "pip uninstall laplace laplace-torch" in done.stderr
+    assert "pip uninstall laplace-bayes laplace-torch" in done.stderr
 
 
 def test_an_import_alone_says_nothing(tmp_path: Path) -> None:
