@@ -1,33 +1,35 @@
-"""Online Laplace in Lightning: a callback that estimates the evidence at the end of epochs."""
+"""Callbacks of Lightning: hyper-parameters that follow the evidence during training, and a posterior after it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, distributed, nn
 
 from laplace.curvature import CurvatureInterface
 from laplace.enums import HessianStructure, Likelihood
-from laplace.errors import MissingDependency, NotFittedError
+from laplace.errors import InvalidArgument, MissingDependency, NotFittedError
+from laplace.factory import Laplace
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
+from laplace.parametric import ParametricLaplace
 from laplace.training import OnlineLaplace
 
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError as error:
+    raise MissingDependency(
+        "laplace.integrations.lightning needs Lightning: pip install lightning. Without it use laplace.OnlineLaplace "
+        "in a loop of your own, or laplace.Laplace after training."
+    ) from error
 
-def OnlineLaplaceCallback(
-    likelihood: LikelihoodObject | str = Likelihood.CLASSIFICATION,
-    hessian_structure: HessianStructure | str = HessianStructure.KRON,
-    backend: type[CurvatureInterface] | None = None,
-    *,
-    model: nn.Module | None = None,
-    train_loader: Iterable[Any] | None = None,
-    **options: Any,
-) -> Any:
-    """A Lightning callback around `laplace.OnlineLaplace`, for the module's `training_step` to take its loss from.
+
+class OnlineLaplaceCallback(Callback):
+    """A callback around `laplace.OnlineLaplace`, for the module's `training_step` to take its loss from.
 
     The object is made when training starts, the model being where it is trained. After every epoch the evidence is
-    estimated, where it is due, and logged as `"log_marginal_likelihood"`; at the end the best weights are loaded.
+    estimated, where it is due, and logged as `"log_marginal_likelihood"`; at the end the best weights are loaded. The
+    loss holds the prior: an optimiser with a weight decay, which would be a second one, is refused.
 
     Example:
         class Net(lightning.LightningModule):
@@ -51,54 +53,126 @@ def OnlineLaplaceCallback(
         train_loader: Data of the evidence; None for the trainer's training data.
         **options: Further ones of `OnlineLaplace`.
 
-    Returns:
-        A `lightning.pytorch.Callback` with `loss(f, y)`, `online` (the `OnlineLaplace`, None before training) and `la`
-        (the posterior at the best weights, None before training has ended).
-
-    Raises:
-        MissingDependency: Lightning is not installed.
+    Attributes:
+        online: The `OnlineLaplace`; None before training.
+        la: The posterior at the best weights; None before training has ended.
     """
-    return _callback_class()(likelihood, hessian_structure, backend, model, train_loader, options)
+
+    def __init__(
+        self,
+        likelihood: LikelihoodObject | str = Likelihood.CLASSIFICATION,
+        hessian_structure: HessianStructure | str = HessianStructure.KRON,
+        backend: type[CurvatureInterface] | None = None,
+        *,
+        model: nn.Module | None = None,
+        train_loader: Iterable[Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.online: OnlineLaplace | None = None
+        self.la: ParametricLaplace | None = None
+        self._choice = (likelihood, hessian_structure, backend)
+        self._model, self._loader, self._options = model, train_loader, options
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        """The loss of a batch with the prior, 0-dim: as of `OnlineLaplace.loss`.
+
+        Raises:
+            NotFittedError: Before training.
+        """
+        if self.online is None:
+            raise NotFittedError(
+                "OnlineLaplaceCallback has no loss before training: pass it to Trainer(callbacks=[…])."
+            )
+        return self.online.loss(f, y)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Makes the `OnlineLaplace`.
+
+        Raises:
+            InvalidArgument: An optimiser has a weight decay.
+        """
+        _refuse_weight_decay(trainer)
+        model, loader = _given(trainer, pl_module, self._model, self._loader)
+        self.online = OnlineLaplace(model, loader, *self._choice, **{"group": _group(trainer), **self._options})
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Moves the hyper-parameters where that is due, and logs the evidence."""
+        value = None if self.online is None else self.online.step(trainer.current_epoch + 1)
+        if value is not None:
+            pl_module.log("log_marginal_likelihood", value)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Loads the best weights."""
+        if self.online is not None:
+            self.la = self.online.finish()
 
 
-@cache
-def _callback_class() -> type:
-    """The class, which must derive from Lightning's."""
-    try:
-        from lightning.pytorch import Callback
-    except ImportError as error:
-        raise MissingDependency(
-            "OnlineLaplaceCallback needs Lightning: pip install lightning. Without it use laplace.OnlineLaplace."
-        ) from error
+class LaplaceCallback(Callback):
+    """A callback that fits a posterior to the trainer's training data when the fit of the network ends.
 
-    class _OnlineLaplaceCallback(Callback):
-        """Class of the object that `OnlineLaplaceCallback` returns."""
+    It is made when training starts, and fitted at the weights that the network has at the end, the last ones.
 
-        def __init__(self, *parts: Any) -> None:
-            *self._choice, self._model, self._loader, self._options = parts
-            self.online: OnlineLaplace | None = None
-            self.la: Any = None
+    Example:
+        posterior = LaplaceCallback("classification", model=net, tuning={})
+        lightning.Trainer(callbacks=[posterior]).fit(module, loader)
+        posterior.la(x)
 
-        def loss(self, f: Tensor, y: Tensor) -> Tensor:
-            if self.online is None:
-                raise NotFittedError(
-                    "OnlineLaplaceCallback has no loss before training: pass it to Trainer(callbacks=[…])."
-                )
-            return self.online.loss(f, y)
+    Args:
+        likelihood: A name or a likelihood object.
+        model: The network; None for the Lightning module itself, whose `forward` it then is.
+        train_loader: Data of the fit; None for the trainer's training data.
+        tuning: Options of `la.optimize_prior_precision`, which is called after the fit: `{}` for its defaults; None to
+            keep the prior.
+        **options: Further arguments of `Laplace`.
 
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            group = distributed.group.WORLD if trainer.world_size > 1 else None
-            model = pl_module if self._model is None else self._model
-            loader = trainer.train_dataloader if self._loader is None else self._loader
-            self.online = OnlineLaplace(model, loader, *self._choice, **{"group": group, **self._options})
+    Attributes:
+        la: The posterior; None before training has ended.
+    """
 
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            value = None if self.online is None else self.online.step(trainer.current_epoch + 1)
-            if value is not None:
-                pl_module.log("log_marginal_likelihood", value)
+    def __init__(
+        self,
+        likelihood: LikelihoodObject | str = Likelihood.CLASSIFICATION,
+        *,
+        model: nn.Module | None = None,
+        train_loader: Iterable[Any] | None = None,
+        tuning: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.la: ParametricLaplace | None = None
+        self._likelihood, self._tuning, self._options = likelihood, tuning, options
+        self._model, self._loader = model, train_loader
+        self._made: ParametricLaplace | None = None
 
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            if self.online is not None:
-                self.la = self.online.finish()
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Makes the posterior, so that a wrong argument stops training before it begins."""
+        model, _ = _given(trainer, pl_module, self._model, self._loader)
+        self.la, self._made = None, Laplace(model, self._likelihood, **self._options)
 
-    return _OnlineLaplaceCallback
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Fits the posterior."""
+        _, loader = _given(trainer, pl_module, self._model, self._loader)
+        if self._made is not None:
+            self._made.fit(loader, group=_group(trainer))
+            if self._tuning is not None:
+                self._made.optimize_prior_precision(**self._tuning)
+        self.la = self._made
+
+
+def _given(
+    trainer: Trainer, pl_module: LightningModule, model: nn.Module | None, loader: Iterable[Any] | None
+) -> tuple[nn.Module, Any]:
+    """Network and data, the trainer's where there are no others."""
+    return pl_module if model is None else model, trainer.train_dataloader if loader is None else loader
+
+
+def _group(trainer: Trainer) -> distributed.ProcessGroup | None:
+    return distributed.group.WORLD if trainer.world_size > 1 else None
+
+
+def _refuse_weight_decay(trainer: Trainer) -> None:
+    decays = [group.get("weight_decay", 0) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    if any(decays):
+        raise InvalidArgument(
+            f"the optimiser has weight_decay={max(decays)}: a second prior, beside the one whose precision follows the "
+            "evidence and which OnlineLaplaceCallback.loss holds. Make the optimiser with weight_decay=0."
+        )
