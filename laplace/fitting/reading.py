@@ -153,15 +153,13 @@ class DataBar:
     Args:
         label: Words beside it.
         n_batches: Number of batches, or None.
-        shown: Whether there is one at all.
+        shown: Whether it is seen.
     """
 
     def __init__(self, label: str, n_batches: int | None, *, shown: bool) -> None:
-        self.label = label
         self.n_batches = n_batches
-        self.shown = shown
-        self._data = self._batches = 0
-        self._bar: Any = None
+        self._bar = tqdm(desc=label, unit=" data", disable=not shown)
+        self._batches = 0
 
     def add(self, n_data: int, *, done: bool = False) -> None:
         """Counts a batch.
@@ -170,26 +168,22 @@ class DataBar:
             n_data: Number of its data.
             done: Whether its work was done by an earlier process, so that it says nothing of the rate.
         """
-        if not self.shown:
+        bar = self._bar
+        if bar.disable:
             return
-        former = self._data
-        self._data, self._batches = self._data + n_data, self._batches + 1
+        self._batches += 1
+        if self.n_batches is not None:  # as if all batches were like those so far
+            bar.total = round((bar.n + n_data) * self.n_batches / self._batches)
         if done:
-            return
-        if self._bar is None:
-            self._bar = tqdm(desc=self.label, total=self._total(), initial=former, unit=" data", leave=True)
-        self._bar.total = self._total()
-        self._bar.update(n_data)
-
-    def _total(self) -> int | None:
-        """Number of data, if all batches are like those so far."""
-        return None if self.n_batches is None else round(self._data * self.n_batches / self._batches)
+            bar.initial, bar.n = bar.initial + n_data, bar.n + n_data
+            bar.unpause()
+        else:
+            bar.update(n_data)
 
     def close(self) -> None:
         """Ends the bar, at the number of data that there were."""
-        if self._bar is not None:
-            self._bar.total = self._data
-            self._bar.close()
+        self._bar.total = self._bar.n
+        self._bar.close()
 
 
 @contextmanager

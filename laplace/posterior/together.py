@@ -98,10 +98,13 @@ def started_together(
 
 
 def _word(started: Started, settings: Mapping[str, Any]) -> _Word:
-    account = Account.of(started.posterior, {**settings, "number of the reading": started.reading})
+    account = Account.of(started.posterior, {**settings, _READING: started.reading})
     return _Word(
         account, None if started.first is None else digest([*batches.tensors(started.first[0]), started.first[1]])
     )
+
+
+_READING = "number of the reading (of files of resume= that differ in it all are to be removed)"
 
 
 def _compare(words: Sequence[_Word]) -> None:
