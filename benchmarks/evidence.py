@@ -16,7 +16,7 @@ _STEPS = 100
 
 def _steps(la: ParametricLaplace) -> None:
     """Gradient ascent on log δ; an optimiser of torch would take a fifth of the time for itself."""
-    log_prior = torch.zeros(1, device=la.mean.device, requires_grad=True)
+    log_prior = torch.zeros(1, device=la.expansion_point.device, requires_grad=True)
     for _ in range(_STEPS):
         (gradient,) = torch.autograd.grad(la.log_marginal_likelihood(log_prior.exp()), log_prior)
         with torch.no_grad():
@@ -44,7 +44,7 @@ def _large(structure: str, device: torch.device) -> Job:
     model = models.mlp(784, 1024, 512, 256, 10).to(device)
     la = work.fitted(model, models.data((784,), 10, 256, 128, device), "all", structure)
     la.log_marginal_likelihood()
-    curvature, theta = torch.rand_like(la.mean), la.mean
+    curvature, theta = torch.rand_like(la.expansion_point), la.expansion_point
 
     def plain() -> None:
         log_prior = torch.zeros(1, device=device, requires_grad=True)

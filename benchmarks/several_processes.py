@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -31,7 +32,8 @@ def cases() -> list[Case]:
 def _fit_job() -> Job:
     """On the CPU, whatever the device of other lines: the processes there would share one."""
     two, one = _Workers(2), _Workers(1)
-    return Job(lambda _: two.fit(), one.fit, note="one thread each")
+    share = two.fit() / one.fit()
+    return Job(lambda _: two.fit(), one.fit, note=f"one thread each; processor time of a rank {share:.2f} × one")
 
 
 class _Workers:
@@ -53,16 +55,19 @@ class _Workers:
         ]  # fmt: skip
         self.fit()
 
-    def fit(self) -> None:
-        """All of them fit once."""
+    def fit(self) -> float:
+        """All of them fit once; returns the most processor seconds of one, which no other work on the machine takes."""
         for process in self.processes:
             assert process.stdin is not None  # noqa: S101  (a pipe)
             process.stdin.write("fit\n")
+        most = 0.0
         for process in self.processes:
             assert process.stdout is not None  # noqa: S101  (a pipe)
-            n_data = process.stdout.readline()
-            if n_data != f"{_N_DATA}\n":
+            n_data, _, taken = process.stdout.readline().partition(" ")
+            if n_data != str(_N_DATA):
                 raise RuntimeError(f"a process fitted {n_data!r} data of {_N_DATA}.")
+            most = max(most, float(taken))
+        return most
 
 
 def _serve(size: int, store: str, rank: int) -> None:
@@ -73,7 +78,9 @@ def _serve(size: int, store: str, rank: int) -> None:
     model = models.mlp(784, 512, 512, 10)
     shard = models.data((784,), 10, _N_DATA, _BATCH_SIZE, torch.device("cpu"))[rank::size]
     for _ in sys.stdin:
-        print(_n_fitted(model, shard, distributed.group.WORLD if size > 1 else None), flush=True)
+        start = time.process_time()
+        n_data = _n_fitted(model, shard, distributed.group.WORLD if size > 1 else None)
+        print(n_data, time.process_time() - start, flush=True)
     distributed.destroy_process_group()
 
 

@@ -64,7 +64,7 @@ def _use(structure: str, call: Callable[[ParametricLaplace, models.Batches], obj
 
 
 def _evidence(la: ParametricLaplace, _: models.Batches) -> Tensor:
-    delta = torch.ones(1, device=la.mean.device, requires_grad=True)
+    delta = torch.ones(1, device=la.expansion_point.device, requires_grad=True)
     (gradient,) = torch.autograd.grad(la.log_marginal_likelihood(delta), delta)
     return gradient
 

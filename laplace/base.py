@@ -118,7 +118,7 @@ class BaseLaplace(CheckedConstructor, ABC):
             ).reconciled(),
             hypers=Hyperparameters.unit(zero_like(model)),
         )  # fmt: skip
-        self.model = self._posterior.weights.shown
+        self.model = self._posterior.weights.shown(enable_backprop=self.enable_backprop)
         self._assign(
             sigma_noise=sigma_noise, temperature=temperature, prior_precision=prior_precision, prior_mean=prior_mean
         )

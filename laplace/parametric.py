@@ -18,7 +18,7 @@ from laplace.core.arguments import checked
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.overrides import is_overridden
 from laplace.core.registry import KeyedClasses
-from laplace.errors import InvalidArgument, NotFittedError
+from laplace.errors import NotFittedError
 from laplace.evidence import Evidence
 from laplace.fitting import Fit
 from laplace.fitting.planning import FitPlan
@@ -35,6 +35,9 @@ from laplace.structures.base import Precision
 from laplace.tuning import PosteriorGroup, Tunable
 
 if TYPE_CHECKING:
+    import os
+    from datetime import timedelta
+
     from torch.distributed import ProcessGroup
 
 CELLS: KeyedClasses[ParametricLaplace] = KeyedClasses()
@@ -181,13 +184,13 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
 
     def square_norm(self, value: Tensor) -> Tensor:
         """(θ − θ*)ᵀ P (θ − θ*) of `[..., P]`; the prior's before `fit`."""
-        return self._density().quad(self._checked_weights(value) - self.snapshot().mean)
+        return self._density().quad(self.problem.layout.checked(value) - self.snapshot().mean)
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
         """Log density of the posterior at θ `[..., P]`; the prior's before `fit`."""
         own = is_overridden(self, "square_norm")
         precision = self._density()
-        value = self._checked_weights(value)
+        value = self.problem.layout.checked(value)
         unnormalised = -0.5 * (self.square_norm(value) if own else precision.quad(value - self.snapshot().mean))
         if not normalized:
             return unnormalised
@@ -195,17 +198,6 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
         logdet = self.log_det_posterior_precision if own else precision.logdet()
         normaliser = 0.5 * value.shape[-1] * math.log(2 * math.pi) - 0.5 * logdet
         return (unnormalised - normaliser).to(unnormalised.dtype)
-
-    def _checked_weights(self, value: Tensor) -> Tensor:
-        """Weights `[..., P]`; one number would be spread to all of them.
-
-        Raises:
-            InvalidArgument: Another length.
-        """
-        n_params = self.problem.layout.n_params
-        if value.ndim == 0 or value.shape[-1] != n_params:
-            raise InvalidArgument(f"value has shape {list(value.shape)}; it must be [..., P] with P = {n_params}.")
-        return value
 
     def _density(self) -> Precision:
         return self._precision() if self.is_fitted else self.structure.before_data(self.prior)
@@ -224,6 +216,8 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
         generator: torch.Generator | None = None,
         check_memory: bool = True,
         group: ProcessGroup | None = None,
+        resume: str | os.PathLike[str] | None = None,
+        save_every: int | timedelta | None = None,
     ) -> None:
         """Fits the Gaussian to the curvature of the data at the model's present weights.
 
@@ -241,15 +235,19 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
                 asked of fits above 1 GiB, on CPUs under Linux and on CUDA.
             group: Processes of `torch.distributed`, each of which calls `fit` with a loader of its shard of the data;
                 all have the sums of all data then. What `DistributedSampler` repeats counts once.
+            resume: File to which the sums are written now and then (of a group: one per process), and from which a fit
+                that was killed goes on, to the same bits; removed at the end.
+            save_every: Batches, or time, from one writing to the next; None for ten minutes.
 
         Raises:
             OutOfMemory: Memory does not hold the fit; the message names choices that take less.
+            StateError: The file is of another fit.
             InvalidData: A batch cannot be used; the former posterior is kept, as after every error.
-            InvalidArgument: A hyper-parameter's length does not fit the random parameters or the outputs, or a decay
-                or a subset that is not accepted.
+            InvalidArgument: A hyper-parameter's length does not fit the random parameters or the outputs, or a decay,
+                a subset or a loader (of `resume`: whose order cannot be had again) that is not accepted.
             InvalidType: What is given for the loader cannot be iterated over, or targets are given beside it.
             ProcessError: Another process of the group failed, or has another network or settings; all of them raise.
-            UnsupportedError: The structure is no sum over data, and the former fit cannot fade, or it is of a group.
+            UnsupportedError: The structure is no sum over data, and the fit cannot fade, be of a group or resumed.
 
         Warns:
             ApproximationWarning: Random outputs, several heads with a last layer, one of several processes without
@@ -257,7 +255,7 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
         """
         posterior = learning.fitted_to(
             self.snapshot(), train_loader, override=override, progress_bar=progress_bar, decay=decay, subset=subset,
-            generator=generator, check_memory=check_memory, group=group,
+            generator=generator, check_memory=check_memory, group=group, resume=resume, save_every=save_every,
         )  # fmt: skip
         self.set_posterior(posterior)
 

@@ -248,8 +248,25 @@ def test_data_are_added_to_what_was_assigned() -> None:
         assert_same(la, fitted("all", structure))
     la = make("all", "kron")
     fit_by_hand(la)
-    with pytest.raises(InvalidData, match=r"assigned.*go on by hand"):
+    with pytest.raises(InvalidData, match=r"assigned.*override=True.*la\.start_fit\(\)"):
         la.fit(rest, override=False)
+
+
+@pytest.mark.parametrize("way", ["fit", "state"])
+def test_factors_are_not_added_to_those_of_a_fit(way: str) -> None:
+    """Sums of the means on the input sides would be twice a mean; what the message says gives the fit of all data."""
+    la = fitted("all", "kron")
+    if way == "state":
+        la, former = make("all", "kron"), la
+        la.load_state_dict(former.state_dict())
+    (x, y), *_ = PROBLEM.batches(4)
+    with pytest.raises(InvalidArgument, match=r"means over the data.*override=False.*la\.start_fit\(\)"):
+        la.H += la.curvature_of(x, y, len(x))[1]
+    with pytest.raises(InvalidArgument, match="Kron can be added to Kron only"):
+        la.curvature_of(x, y, len(x))[1] + la.H
+    assert_same(la, fitted("all", "kron"))
+    fit_by_hand(la)
+    assert_same(la, fitted("all", "kron"))
 
 
 # Parts.

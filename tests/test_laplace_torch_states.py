@@ -148,7 +148,7 @@ def test_factors_of_a_state_are_not_added_to_those_of_a_fit() -> None:
     la = Laplace(network(), "classification", "all", "kron")
     la.load_state_dict(state_of())
     before = la(new_inputs())
-    with pytest.raises(InvalidData, match=r"saved by laplace-torch.*go on by hand"):
+    with pytest.raises(InvalidData, match=r"saved by laplace-torch.*by hand"):
         la.fit(loader(*classes()), override=False)
     assert torch.equal(la(new_inputs()), before)
 

@@ -10,6 +10,8 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
+from laplace.errors import InvalidArgument
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -49,6 +51,18 @@ class Layout:
     def split(self, vector: Tensor) -> tuple[Tensor, ...]:
         """Pieces `[..., p_i]` of a vector `[..., P]`."""
         return vector.split(list(self.sizes), dim=-1)
+
+    def checked(self, vector: Tensor) -> Tensor:
+        """A vector `[..., P]`; one number would be spread to all entries.
+
+        Raises:
+            InvalidArgument: Another length.
+        """
+        if vector.ndim == 0 or vector.shape[-1] != self.n_params:
+            raise InvalidArgument(
+                f"value has shape {list(vector.shape)}; it must be [..., P] with P = {self.n_params}."
+            )
+        return vector
 
     def repeat_per_tensor(self, values: Tensor) -> Tensor:
         """Spreads one value per tensor, `[n_tensors]`, over the entries of each, `[P]`."""

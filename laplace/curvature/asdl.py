@@ -36,7 +36,7 @@ INSTALL = "pip install --no-deps asdfghjkl, which brings the module asdl, leaves
 
 @contextmanager
 def _importing() -> Iterator[None]:
-    """For imports of parts of the package: its own use of deprecated functions is no news to the user.
+    """Imports of parts of the package: its own use of deprecated functions is no news to the user.
 
     Raises:
         MissingDependency: It is not installed, or the module of this name is another package's.

@@ -229,8 +229,8 @@ def _either(a: KronBlock, b: KronBlock) -> KronBlock:
         if a.output.startswith(ASSIGNED) or b.output.startswith(ASSIGNED):
             raise InvalidData(
                 "Kronecker factors that were assigned, or saved by laplace-torch, may be normalised in another way "
-                "than those of a fit, and are not added to them; go on by hand, "
-                "la.H += la.curvature_of(x, y, n_data)[1], or fit all data at once."
+                "than those of a fit, and are not added to them; fit all data at once with override=True, or sum all "
+                "of them by hand, la.start_fit() and la.H += la.curvature_of(x, y, n_data)[1] for every batch."
             )
         raise InvalidData(
             f"Kronecker factors of two sets of data do not match: different rules explained {a.output!r} and "

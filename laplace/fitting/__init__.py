@@ -8,21 +8,17 @@ from laplace.fitting.checks import (
     warn_of_diagonals,
     warn_of_shards,
 )
-from laplace.fitting.fit import (
-    NO_DATA,
-    FirstPass,
-    Fit,
-    ReadOptions,
-    accumulate,
-    begin_reading,
-)
+from laplace.fitting.fit import NO_DATA, Fit, accumulate
 from laplace.fitting.padding import without_padding
+from laplace.fitting.reading import FirstPass, ReadOptions, begin_reading
+from laplace.fitting.resuming import Resumable
 
 __all__ = [
     "NO_DATA",
     "FirstPass",
     "Fit",
     "ReadOptions",
+    "Resumable",
     "accumulate",
     "begin_reading",
     "check_decay",

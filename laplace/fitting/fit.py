@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from laplace.core import batch as batches
-from laplace.core.batch import Inputs
-from laplace.core.checks import Conditions, named
-from laplace.core.memory import COTANGENT, ran_out
-from laplace.core.processes import Processes
 from laplace.engines.engine import BatchSummary, CurvatureEngine
-from laplace.errors import InvalidArgument, InvalidData, OutOfMemory
+from laplace.errors import InvalidArgument, InvalidData
 from laplace.fitting import planning, shards
 from laplace.fitting.planning import MemoryCheck
-from laplace.network import next_token
-from laplace.network.witness import FirstBatch
-from laplace.structures.base import Curvature, DataPass, narrowed, require_finite
+from laplace.fitting.reading import Reading, ReadOptions
+from laplace.fitting.resuming import Resumable
+from laplace.structures.base import Curvature, DataPass, narrowed
 
 _NOTHING = 1e-9
 """Share of the data below which a count, a sum of weights that faded, is zero."""
@@ -137,31 +132,6 @@ def _alike(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     return first.sum().reshape(1), second.sum().reshape(1)
 
 
-FirstPass = Callable[[CurvatureEngine], DataPass]
-"""Makes the first pass over the data of a fit, for the engine that computes their curvature."""
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """Options of reading the data of a fit.
-
-    Attributes:
-        dict_key_y: Key of the targets, for mappings.
-        progress_bar: Whether to show one.
-        first_batch: What looks at the first batch that counts, or None.
-        check_memory: Whether to ask first if memory holds the fit.
-        first_pass: Makes the first pass over the data; None for that of the structure.
-        processes: Those that read the other shards of the data at the same time; None where all data are read here.
-    """
-
-    dict_key_y: str
-    progress_bar: bool = False
-    first_batch: FirstBatch | None = None
-    check_memory: bool = False
-    first_pass: FirstPass | None = None
-    processes: Processes | None = None
-
-
 def accumulate(
     loader: Iterable[Any],
     engine: CurvatureEngine,
@@ -191,9 +161,21 @@ def accumulate(
             check = MemoryCheck(engine.problem, structure, options, planning.known_length(loader))
             engine.inspect = check
         first = structure.first_pass(engine, options) if reading.first_pass is None else reading.first_pass(engine)
+        if reading.processes is not None:
+            _require_sums(first)
         return _fitted(loader, engine, structure, first, reading, check)
     finally:
         engine.inspect = None
+
+
+def _require_sums(data_pass: DataPass) -> None:
+    """Refuses a pass that does not add up over shards, before they are read.
+
+    Raises:
+        UnsupportedError: It does not.
+    """
+    with suppress(InvalidData):  # there are no sums yet
+        data_pass.form()
 
 
 def _fitted(
@@ -201,25 +183,26 @@ def _fitted(
     engine: CurvatureEngine,
     structure: type[Curvature],
     data_pass: DataPass,
-    reading: ReadOptions,
+    options: ReadOptions,
     check: MemoryCheck | None,
 ) -> Fit:
     """The fit after as many passes over the data as the structure needs, of which `data_pass` is the first."""
-    first, coverage, number = None, {}, 1
+    first, number, resume = None, 1, options.resume
     draws = None if engine.generator is None else engine.generator.get_state()
+    if resume is not None:
+        data_pass, first, number, draws = _gone_on(resume, data_pass, draws)
     while True:
         if engine.generator is not None and draws is not None:
             engine.generator.set_state(draws)  # every reading is of the same sampled curvature
         label = "fit" if structure.n_passes == 1 else f"fit, reading {number}"
-        batches_read = tqdm(loader, desc=label, disable=not reading.progress_bar)
-        look = reading.first_batch if first is None else None
-        read = partial(_read, batches_read, engine, data_pass, reading.dict_key_y, look)
+        reading = Reading(loader, engine, data_pass, options, label, number, first, draws)
+        read = reading.run
         if first is None and check is not None:
-            read = partial(_checked, check, engine, loader, reading.dict_key_y, read)
-        if reading.processes is None:
-            totals = read()
+            read = partial(_checked, check, engine, loader, options.dict_key_y, read)
+        if options.processes is None:
+            totals, coverage = read(), None
         else:
-            totals, coverage = shards.sum_over(reading.processes, read, data_pass, engine)
+            totals, coverage = shards.sum_over(options.processes, read, data_pass, engine, reading.coverage)
         if totals is None:
             raise InvalidData(NO_DATA if first is None else _read_up(structure, number))
         if first is not None and totals.n_data != first.n_data:
@@ -227,14 +210,31 @@ def _fitted(
                 f"reading {number} of the loader gave {totals.n_data} data that count, the first one {first.n_data}; "
                 f"hessian_structure={structure.name!r} needs the same data every time."
             )
-        first, number = first or totals, number + 1
+        first, number, options = first or totals, number + 1, replace(options, first_batch=None)
         result = data_pass.finish()
         if isinstance(result, Curvature):
             summary, used = data_pass.counted(first), None if engine.generator is None else engine.generator.get_state()
-            coverage = coverage or engine.coverage()  # of which some is known only now, where data were chosen
+            coverage = coverage or reading.coverage()  # of which some is known only now, where data were chosen
             report = _report(coverage, engine.problem.layout.names, result)
             return Fit(result, summary.loss_terms, int(summary.n_data), summary.n_outputs, report, used)
         data_pass = result
+        if resume is not None:
+            resume.next_reading()
+
+
+def _gone_on(
+    resume: Resumable, data_pass: DataPass, draws: Tensor | None
+) -> tuple[DataPass, BatchSummary | None, int, Tensor | None]:
+    """The pass that a fit goes on with, the sums of its first reading, the number of its reading, and its draws.
+
+    Raises:
+        UnsupportedError: The pass cannot be saved.
+    """
+    data_pass.state()  # refuses before data are read
+    at = resume.at
+    if at is None:
+        return data_pass, None, 1, draws
+    return data_pass.resumed(resume.taken()), at.first, at.reading, draws if at.draws is None else at.draws[0].cpu()
 
 
 def _checked(
@@ -270,94 +270,9 @@ def _read_up(structure: type[Curvature], number: int) -> str:
     )
 
 
-def _read(
-    loader: Iterable[Any],
-    engine: CurvatureEngine,
-    data_pass: DataPass,
-    dict_key_y: str,
-    first_batch: FirstBatch | None,
-) -> BatchSummary | None:
-    """Feeds every batch to a pass over the data; returns sums of what they contribute besides curvature, or None."""
-    total: BatchSummary | None = None
-    device, rules = engine.problem.device, engine.target_rules
-    conditions = Conditions()  # read once a batch: some are those of the batch before
-    for number, batch in enumerate(loader):
-        try:
-            with conditions.collected(), named(f"batch {number}"):
-                data = next_token.counted(batch, dict_key_y, device, rules, engine.problem.module)
-                if data is None:
-                    continue
-                summary = data_pass.add(*data)
-                require_finite(summary.loss_terms.isfinite())
-                if total is None and first_batch is not None:
-                    conditions.read()
-                    first_batch.look(*data)
-                total = _extended(total, summary)
-        except (RuntimeError, MemoryError) as error:
-            if not ran_out(error):
-                raise
-            raise OutOfMemory(f"batch {number}: {_out_of_memory(error)}") from error
-    conditions.read()
-    return None if total is None else replace(total, n_data=int(total.n_data))
-
-
-def _out_of_memory(error: BaseException) -> str:
-    return str(error) if isinstance(error, OutOfMemory) else f"memory ran out. {COTANGENT.remedy} {error}"
-
-
-def _extended(total: BatchSummary | None, new: BatchSummary) -> BatchSummary:
-    losses = new.loss_terms.detach()
-    if total is None:
-        return BatchSummary(losses, new.n_data, new.n_outputs)
-    if total.n_outputs != new.n_outputs:
-        raise InvalidData(f"the batch has {new.n_outputs} outputs, the former ones {total.n_outputs}.")
-    return BatchSummary(total.loss_terms + losses, total.n_data + new.n_data, total.n_outputs)
-
-
 def _report(rules: dict[str, str], names: Sequence[str], curvature: Curvature) -> dict[str, str]:
     """Rule that explains every tensor, and the form of its curvature."""
     forms = curvature.forms()
     if not forms:
         return rules
     return {name: f"{rules.get(name, '?')} → {form}" for name, form in zip(names, forms, strict=True)}
-
-
-def begin_reading(
-    loader: Iterable[Any], dict_key_y: str, device: torch.device
-) -> tuple[Inputs, Tensor, Iterable[Any]] | None:
-    """Inputs and targets of the first batch, and an iterable that still gives every batch; the loader is read once.
-
-    None if there is no batch.
-    """
-    iterator = iter(loader)
-    try:
-        head = next(iterator)
-    except StopIteration:
-        return None
-    with named("batch 0"):
-        x, y = batches.split(head, dict_key_y)
-        return batches.to_device(x, device), y.to(device), _Begun(loader, head, iterator)
-
-
-class _Begun:
-    """A loader of which one batch has been read: the first reading goes on, later ones start anew.
-
-    The first one must not start anew, for a stream behind a fresh iterator would begin at the second batch.
-    """
-
-    def __init__(self, loader: Iterable[Any], head: Any, rest: Iterator[Any]) -> None:
-        self.loader = loader
-        self.head = head
-        self.rest: Iterator[Any] | None = rest
-
-    def __len__(self) -> int:
-        return len(self.loader)  # pyright: ignore[reportArgumentType]  (a TypeError tells a progress bar of none)
-
-    def __iter__(self) -> Iterator[Any]:
-        # A generator, so that an iterator that is made and never read takes nothing away.
-        rest, self.rest = self.rest, None
-        if rest is None:
-            yield from self.loader
-        else:
-            yield self.head
-            yield from rest

@@ -37,7 +37,11 @@ class _Share:
 
 
 def sum_over(
-    processes: Processes, read: Callable[[], BatchSummary | None], data_pass: DataPass, engine: CurvatureEngine
+    processes: Processes,
+    read: Callable[[], BatchSummary | None],
+    data_pass: DataPass,
+    engine: CurvatureEngine,
+    coverage_of_own: Callable[[], dict[str, str]],
 ) -> tuple[BatchSummary | None, dict[str, str]]:
     """Reads this process's shard, and puts the sums over all shards in the place of its own.
 
@@ -48,6 +52,7 @@ def sum_over(
         read: Feeds this process's data to the pass; returns None if there are none.
         data_pass: The pass.
         engine: Computes the numbers of a batch.
+        coverage_of_own: Rules that explained the tensors in this process, once its data were read.
 
     Returns:
         Sums of what the data of all processes contribute besides curvature, None if there are none; and the rule that
@@ -62,7 +67,7 @@ def sum_over(
         if totals is None:
             return None
         losses = widened(totals.loss_terms).tolist()
-        return _Share(data_pass.form(), losses, int(totals.n_data), totals.n_outputs, engine.coverage())
+        return _Share(data_pass.form(), losses, int(totals.n_data), totals.n_outputs, coverage_of_own())
 
     shares = processes.agreed(attempt)
     known = {rank: share for rank, share in enumerate(shares) if share is not None}

@@ -124,7 +124,7 @@ class MatrixSum:
         return self.upper(1, torch.empty(0))
 
     def is_finite(self) -> Tensor:
-        """Of entries that hold every square, so that no pass over all of the matrix is taken for every batch."""
+        """True, 0-dim, if all is finite, by entries that hold every square: a batch passes over no whole matrix."""
         own = [] if self.values is None else [self.values.diagonal(dim1=1, dim2=2)]
         if self.paired is not None:
             own += self.paired.squares()

@@ -103,7 +103,7 @@ class Strip:
         return products(a[:, self.start : self.stop], a[:, self.start :])
 
     def weighed(self, values: Tensor) -> Tensor:
-        """Of values `[I, I, O, O]` those that the products meet, `[size, O (O + 1) / 2]`: means of (i, j) and (j, i).
+        """Entries of values `[I, I, O, O]` that the products meet, `[size, O (O + 1) / 2]`: means of (i, j) and (j, i).
 
         A product with j beyond the strip stands for that of j and i, too.
         """

@@ -59,7 +59,7 @@ class Decomposition:
 
 
 def of_probabilities(probabilities: Points, entropy: Callable[[Tensor], Tensor]) -> Decomposition:
-    """Of labels, from points of their probabilities p under the posterior.
+    """Decomposition of labels, from points of their probabilities p under the posterior.
 
     Args:
         probabilities: Points `[S, B, C]`.
@@ -76,7 +76,7 @@ def of_probabilities(probabilities: Points, entropy: Callable[[Tensor], Tensor])
 
 
 def of_dirichlet(log_concentrations: Tensor, dtype: torch.dtype) -> Decomposition:
-    """Of one label with probabilities p ~ Dirichlet(α), from log α `[B, C]`, in closed form, in a dtype.
+    """Decomposition of one label with probabilities p ~ Dirichlet(α), from log α `[B, C]`, in closed form, in a dtype.
 
     With A = Σ α and m = α / A: E[p (1 − p)] = m (1 − m) A / (A + 1), Var(p) = m (1 − m) / (A + 1), and
     E[H(p)] = Σ_k m_k (ψ(A + 1) − ψ(α_k + 1)).
@@ -91,7 +91,7 @@ def of_dirichlet(log_concentrations: Tensor, dtype: torch.dtype) -> Decompositio
 
 
 def of_gaussian(latent: Gaussian, sigma_noise: Tensor) -> Decomposition:
-    """Of real targets y = f + noise: σ² and the variance of f, and differential entropies.
+    """Decomposition of real targets y = f + noise: σ² and the variance of f, and differential entropies.
 
     With V the covariance of f (of a datum, `[B, C, C]` or `[B, C]`) and N = diag(σ²): H(y) = ½ log det 2πe (V + N),
     E[H(y | f)] = ½ log det 2πe N.

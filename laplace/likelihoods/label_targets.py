@@ -61,7 +61,7 @@ class LabelTarget(Target):
         return of_probabilities(Points(rows.mean_samples), self.entropy_of)
 
     def interval(self, rows: Mixture, level: float, *, observation_noise: bool) -> tuple[Tensor, Tensor]:
-        """Of the probabilities: quantiles of their samples."""
+        """Interval of the probabilities: quantiles of their samples."""
         return sample_interval(rows.mean_samples, level)
 
     def probability_distribution(self, rows: Mixture) -> Distribution:
@@ -128,7 +128,7 @@ class BinaryTarget(LabelTarget):
         return scores.binary_entropy(probabilities)
 
     def decompose(self, rows: Component) -> Decomposition:
-        """By quadrature where f is Gaussian: nothing is drawn."""
+        """Decomposition by quadrature where f is Gaussian: nothing is drawn."""
         if rows.sampled:
             return super().decompose(rows)
         latent = rows.marginals
@@ -136,7 +136,7 @@ class BinaryTarget(LabelTarget):
         return of_probabilities(points, self.entropy_of).to(latent.mean.dtype)
 
     def interval(self, rows: Mixture, level: float, *, observation_noise: bool) -> tuple[Tensor, Tensor]:
-        """Of the probabilities: the sigmoid carries quantiles of f over."""
+        """Interval of the probabilities: the sigmoid carries quantiles of f over."""
         if rows.sampled:
             return super().interval(rows, level, observation_noise=observation_noise)
         ends = rows.gaussian_interval([component.latent_variance for component in rows.components], level)

@@ -54,7 +54,7 @@ class MomentTarget(SampledTarget):
     variances_only: bool = False
 
     def variance(self, rows: Mixture) -> Tensor:
-        """By the law of total variance, over f and over the components."""
+        """Variance by the law of total variance, over f and over the components."""
         if rows.sampled:
             return super().variance(rows)
         parts = [self._of(component) for component in rows.components]

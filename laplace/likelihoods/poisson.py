@@ -65,7 +65,7 @@ class CountTarget(MomentTarget):
         return mean, (covariance if whole else torch.diag_embed(covariance)).to(mean.dtype)
 
     def interval(self, rows: Mixture, level: float, *, observation_noise: bool) -> tuple[Tensor, Tensor]:
-        """Of y, by samples; of the rate exp(f) without noise, which carries quantiles of f over."""
+        """Interval of y, by samples; of the rate exp(f) without noise, which carries quantiles of f over."""
         if observation_noise or rows.sampled:
             return super().interval(rows, level, observation_noise=observation_noise)
         lower, upper = rows.gaussian_interval([component.latent_variance for component in rows.components], level)

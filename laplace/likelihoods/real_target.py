@@ -54,7 +54,7 @@ class RealTarget(Target):
         return rows.average([-density.log_prob(draw.to(draws[0])).mean(0) for draw in draws])
 
     def interval(self, rows: Mixture, level: float, *, observation_noise: bool) -> tuple[Tensor, Tensor]:
-        """Of y, or of f without noise: Gaussian quantiles, or those of samples where f is known by samples alone."""
+        """Interval of y, or of f without noise: Gaussian quantiles, or of samples where f is known by those alone."""
         if rows.sampled:
             return sample_interval(rows.chosen([_samples(c, observation_noise) for c in rows.components]), level)
         noises = [c.sigma_noise.square() if observation_noise else 0.0 for c in rows.components]

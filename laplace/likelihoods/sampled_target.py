@@ -42,7 +42,7 @@ class SampledTarget(Target):
         return Decomposition(_expected_variance(rows), epistemic, self.mixed_entropy(rows, mean), expected, mean)
 
     def interval(self, rows: Mixture, level: float, *, observation_noise: bool) -> tuple[Tensor, Tensor]:
-        """Of y, or of E[y | f] without noise: quantiles of samples."""
+        """Interval of y, or of E[y | f] without noise: quantiles of samples."""
         if not observation_noise:
             return sample_interval(rows.mean_samples, level)
         return sample_interval(target_samples(rows), level, outward=True)

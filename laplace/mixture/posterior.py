@@ -8,7 +8,7 @@ The networks are modes of one posterior, or models of any kind that predict the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from laplace.mixture.components import all_or_none, check_repeatable, check_same
 from laplace.mixture.weighting import Rule, check_same_data, checked_rule, weights_now
 from laplace.parametric import ParametricLaplace
 from laplace.tuning.group import log_mean_exp
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class MixturePosterior(CheckedConstructor):
@@ -145,6 +148,7 @@ class MixturePosterior(CheckedConstructor):
         *,
         decay: float = 1.0,
         check_memory: bool = True,
+        group: ProcessGroup | None = None,
     ) -> None:
         """Fits every component to the same data, as `ParametricLaplace.fit` does.
 
@@ -154,9 +158,11 @@ class MixturePosterior(CheckedConstructor):
             progress_bar: Show one, for the components and for each of them.
             decay: With `override=False`, how often former data count from now on.
             check_memory: Whether to refuse a fit for which memory does not suffice.
+            group: Processes that have a shard of the data each, as of `ParametricLaplace.fit`, and the same components.
 
         Raises:
             InvalidData: A batch cannot be used.
+            ProcessError: Another process failed, or has other components.
             InvalidArgument: A stream that can be read only once, or networks with different numbers of outputs. After
                 every error all former posteriors are kept.
         """
@@ -164,6 +170,7 @@ class MixturePosterior(CheckedConstructor):
         # A user's own fit need not know what has its default value.
         more: dict[str, Any] = {} if decay == 1 else {"decay": decay}
         more |= {} if check_memory else {"check_memory": check_memory}
+        more |= {} if group is None else {"group": group}
         with all_or_none(self.components):
             for la in tqdm(self.components, desc="components", disable=not progress_bar):
                 la.fit(train_loader, override, progress_bar, **more)

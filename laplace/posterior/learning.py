@@ -23,7 +23,7 @@ from laplace.core.processes import Processes
 from laplace.core.random_numbers import drawn_seed
 from laplace.engines.engine import CurvatureEngine, detached
 from laplace.errors import InvalidData, UnsupportedError
-from laplace.fitting import FirstPass, Fit, ReadOptions, planning, subsampling
+from laplace.fitting import FirstPass, Fit, ReadOptions, Resumable, planning, subsampling
 from laplace.fitting.planning import FitPlan
 from laplace.fitting.subsampling import Subset
 from laplace.likelihoods.logits import require_logits
@@ -34,6 +34,7 @@ from laplace.posterior.assembled import with_backend_loss
 from laplace.posterior.assigned import restricted
 from laplace.posterior.hooked import HookedPass, number_of_data
 from laplace.posterior.posterior import Posterior
+from laplace.posterior.resumed import started_again
 from laplace.posterior.together import Started, started_together
 from laplace.structures.algebra import bars
 
@@ -72,6 +73,7 @@ def measured(
     processes: Processes | None = None,
     settings: Mapping[str, Any] = MappingProxyType({}),
     unchanged: bool = False,
+    resume: Resumable | None = None,
 ) -> Measured:
     """Curvature and loss of data at the network's present weights.
 
@@ -87,9 +89,11 @@ def measured(
         processes: Those that read the other shards of the data; None where all data are read here.
         settings: What else all processes must have in common, by name.
         unchanged: Whether the weights must be those of the former fit.
+        resume: The file from which the fit goes on, and to which it is written; None without one.
 
     Raises:
         OutOfMemory: Memory does not hold the fit.
+        StateError: The file is of another fit.
         ModelChangedError: They are not.
         InvalidData: A batch cannot be used.
         InvalidArgument: A hyper-parameter's length does not fit the random parameters or the outputs, or the
@@ -100,7 +104,7 @@ def measured(
     posterior = with_backend_loss(posterior)
     choices, model = posterior.choices, posterior.model
     first = FirstBatch(model, posterior.weights.forward_fn) if look else None
-    reading = ReadOptions(choices.dict_key_y, progress_bar, first, check_memory, first_pass, processes)
+    reading = ReadOptions(choices.dict_key_y, progress_bar, first, check_memory, first_pass, processes, resume)
     hooked = posterior.overrides(*FITTING)
     if processes is None:
         fitting.warn_of_shards()
@@ -111,6 +115,8 @@ def measured(
             n_data = number_of_data(train_loader, choices.dict_key_y) if subset is None else subset.size
             reading = replace(reading, first_pass=lambda engine: HookedPass(posterior, engine, n_data))
         start = partial(_started, posterior, train_loader, subset, shard=processes is not None, unchanged=unchanged)
+        if resume is not None:
+            start = partial(started_again, resume, train_loader, posterior.hypers.device, start, settings)
         started = start() if processes is None else started_together(processes, start, settings, informed)
         if started.first is None and processes is None:
             raise InvalidData(fitting.NO_DATA)
@@ -203,6 +209,8 @@ def fitted_to(
     check_memory: bool = True,
     first_pass: FirstPass | None = None,
     group: Any = None,
+    resume: Any = None,
+    save_every: Any = None,
 ) -> Posterior:
     """The posterior of data, or of data in addition to those of the former fit.
 
@@ -213,18 +221,22 @@ def fitted_to(
         InvalidData: A batch cannot be used.
         InvalidArgument: A decay, a subset or a hyper-parameter's length that is not accepted.
         InvalidType: What is given for the loader cannot be iterated over, or targets are given beside it.
+        StateError: The file of `resume` is of another fit.
         ProcessError: Another process failed, or its network, data or settings do not fit to this one's.
-        UnsupportedError: The structure is no sum over data, and the former fit cannot fade.
+        UnsupportedError: The structure is no sum over data, and the former fit cannot fade, or be resumed.
     """
     fitting.check_override(override)
     fitting.check_decay(decay, override=override)
     processes = Processes.of(group)
+    resumable = Resumable.of(resume, save_every, processes)
+    if resumable is not None and subset is not None:
+        raise UnsupportedError(f"resume= with subset={subset}, a choice that another process would draw anew.")
     former = 0 if override or posterior.data is None else posterior.data.fit.n_data
     settings = {"override": override, "decay": decay, "data of the former fit": former}
     part = None if subset is None else Subset.drawn(subset, generator)
     new = measured(
         posterior, train_loader, progress_bar=progress_bar, check_memory=check_memory, go_on=not override, subset=part,
-        first_pass=first_pass, processes=processes, settings=settings,
+        first_pass=first_pass, processes=processes, settings=settings, resume=resumable,
     )  # fmt: skip
     with torch.inference_mode(False), torch.no_grad(), bars(progress_bar):
         fit = new.fit if override or posterior.data is None else posterior.data.fit.scaled(decay) + new.fit
@@ -232,6 +244,8 @@ def fitted_to(
             fit.curvature.decompose(**posterior.choices.precision_options)
         after = new.after(fit)
     fitting.warn_of_diagonals(new.fit, after.problem)
+    if resumable is not None:
+        resumable.end()
     return after
 
 

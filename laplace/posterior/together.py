@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.digest import digest
 from laplace.core.processes import Processes
 from laplace.errors import ApproximationWarning, InvalidData, ProcessError, warn
 from laplace.fitting import NO_DATA
-from laplace.network.fingerprint import checksums, same_sums
+from laplace.posterior.account import Account
 from laplace.posterior.posterior import Posterior
 
 
@@ -27,11 +26,13 @@ class Started:
         posterior: The former posterior, with what the first batch tells.
         loader: Gives every batch, also the one that was read.
         first: Inputs and targets of the first batch; None if there is none.
+        reading: Number of the reading; more than 1 in a fit that goes on where it was interrupted.
     """
 
     posterior: Posterior
     loader: Iterable[Any]
     first: tuple[Inputs, Tensor] | None
+    reading: int = 1
 
 
 @dataclass(frozen=True)
@@ -39,23 +40,11 @@ class _Word:
     """A process's account of the fit that it is about to make.
 
     Attributes:
-        settings: Settings by name, which all processes have in common.
-        names: Names of the network's parameters and buffers.
-        kinds: Their shapes and dtypes.
-        sums: Checksums of them, `[n, 2]`.
-        random: Name, shape and a digest of the random entries of every random tensor.
-        layer: Name of the last layer, where one is random.
-        channel_dim: Dimension of the channels, if it is known.
+        account: What is fitted how.
         batch: Digest of the first batch; None without data.
     """
 
-    settings: Mapping[str, str]
-    names: Sequence[str]
-    kinds: Sequence[tuple[tuple[int, ...], str]]
-    sums: Tensor
-    random: Sequence[tuple[Any, ...]]
-    layer: str | None
-    channel_dim: int | None
+    account: Account
     batch: str | None
 
 
@@ -104,51 +93,18 @@ def started_together(
     (started,) = begun
     if started.first is not None:
         return started
-    return replace(started, posterior=informed(started.posterior, known[0].channel_dim, known[0].layer))
+    told = known[0].account
+    return replace(started, posterior=informed(started.posterior, told.channel_dim, told.layer))
 
 
 def _word(started: Started, settings: Mapping[str, Any]) -> _Word:
-    posterior, choices = started.posterior, started.posterior.choices
-    problem, model = posterior.weights.problem, posterior.weights.model
-    said = {
-        "likelihood": choices.likelihood_object.name,
-        "hessian_structure": choices.structure.name,
-        "structure_kwargs": choices.structure_options,
-        "backend": choices.backend_cls.__name__,
-        "backend_kwargs": {name: value for name, value in sorted(choices.backend_kwargs.items()) if _is_plain(value)},
-        "lengths of prior_precision and sigma_noise": (
-            posterior.hypers.prior_precision.numel(), posterior.hypers.sigma_noise.numel(),
-        ),
-        **settings,
-    }  # fmt: skip
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    slots = () if problem is None else problem.slots
+    account = Account.of(started.posterior, {**settings, _READING: started.reading})
     return _Word(
-        settings={name: repr(value) for name, value in said.items()},
-        names=[name for name, _ in tensors],
-        kinds=[(tuple(tensor.shape), str(tensor.dtype)) for _, tensor in tensors],
-        sums=checksums(model),
-        random=[
-            (slot.name, tuple(slot.shape), None if slot.entries is None else _digest([slot.entries])) for slot in slots
-        ],
-        layer=None if problem is None else problem.head,
-        channel_dim=choices.channel_dim,
-        batch=None if started.first is None else _digest([*batches.tensors(started.first[0]), started.first[1]]),
+        account, None if started.first is None else digest([*batches.tensors(started.first[0]), started.first[1]])
     )
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, str | int | float)
-
-
-def _digest(tensors: Iterable[Tensor]) -> str:
-    """Of the bytes of tensors."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+_READING = "number of the reading (of files of resume= that differ in it all are to be removed)"
 
 
 def _compare(words: Sequence[_Word]) -> None:
@@ -157,25 +113,22 @@ def _compare(words: Sequence[_Word]) -> None:
     Raises:
         ProcessError: One says something else than the first.
     """
-    first = words[0]
-    for rank, word in enumerate(words[1:], 1):
-        for name, value in word.settings.items():
-            if value != first.settings.get(name):
-                raise _differing(rank, f"has {name} = {value}, rank 0 {first.settings.get(name)}")
-        if (word.names, word.kinds) != (first.names, first.kinds):
-            raise _differing(rank, "has a network of other tensors than rank 0 (names, shapes or dtypes)")
-        for name, mine, theirs in zip(word.names, word.sums, first.sums, strict=True):
-            if not same_sums(mine, theirs):
-                raise _differing(
-                    rank,
-                    f"has other numbers in {name!r} than rank 0; put the same in all processes, by "
-                    "torch.distributed.broadcast(tensor, 0) (the running statistics of BatchNorm differ after training "
-                    "with DistributedDataParallel)",
-                )
-    _compare_known({rank: (word.random, word.layer) for rank, word in enumerate(words) if word.random},
+    accounts = [word.account for word in words]
+    for rank, account in enumerate(accounts[1:], 1):
+        difference, tensor = account.difference(accounts[0], "rank 0")
+        remedy = "" if tensor is None else _BROADCAST
+        if difference:
+            raise _differing(rank, f"{difference}{remedy}")
+    _compare_known({rank: (account.random, account.layer) for rank, account in enumerate(accounts) if account.random},
                    "makes other parameters random than rank {}")  # fmt: skip
-    _compare_known({rank: word.channel_dim for rank, word in enumerate(words) if word.batch is not None},
+    _compare_known({rank: word.account.channel_dim for rank, word in enumerate(words) if word.batch is not None},
                    "reads the outputs' channels in another dimension than rank {}")  # fmt: skip
+
+
+_BROADCAST = (
+    "; put the same in all processes, by torch.distributed.broadcast(tensor, 0) (the running statistics of BatchNorm "
+    "differ after training with DistributedDataParallel)"
+)
 
 
 def _compare_known(said: Mapping[int, Any], difference: str) -> None:

@@ -104,7 +104,7 @@ def _attention_by_rule() -> AbstractContextManager[object]:
 
 
 def _compiled_code_run_eagerly() -> AbstractContextManager[object]:
-    """For functions that a network has compiled, and `torch.cond`: compiled while watched, they fail ever after."""
+    """Runs functions that a network has compiled, and `torch.cond`, eagerly: watched, they would fail ever after."""
     set_stance = getattr(torch.compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None
     return nullcontext() if set_stance is None else set_stance("force_eager")
 

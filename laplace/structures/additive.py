@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -85,6 +86,14 @@ class _SumPass(DataPass):
     def make_room(self, form: Any) -> None:
         zeros = self.structure.from_state(fields.zeros_of(form, self.engine.problem.device))
         self.total = zeros if self.total is None else self.total.kept(additive=True) + zeros
+
+    def state(self) -> dict[str, Any]:
+        return {"total": fields.state_of(self.total)}  # by its fields: `Curvature.state` is of a sum that is complete
+
+    def resumed(self, state: Mapping[str, Any]) -> DataPass:
+        total = state["total"]
+        self.total = None if total is None else fields.from_state(self.structure, total)
+        return self
 
     def finish(self) -> AdditiveCurvature:
         return self._read().kept()

@@ -86,10 +86,39 @@ class DataPass(ABC):
         """
         raise self._no_sum()
 
+    def state(self) -> dict[str, Any]:
+        """All that another process needs to go on after the batches so far, also before the first one.
+
+        Tensors, numbers, strings, and lists and dicts of them: the sums as they are held, and what earlier readings
+        found, so that further batches are added to the same bits.
+
+        Raises:
+            UnsupportedError: The pass does not say what it holds.
+        """
+        raise self._not_saved()
+
+    def resumed(self, state: Mapping[str, Any]) -> DataPass:
+        """The pass of a state: this one, the first of a fit that begins alike, or one that follows it.
+
+        Args:
+            state: What `state` gave, on the device of the sums.
+
+        Raises:
+            UnsupportedError: The pass does not say what it holds.
+        """
+        raise self._not_saved()
+
+    def _not_saved(self) -> UnsupportedError:
+        return UnsupportedError(
+            f"resume= with {type(self).__name__}, which cannot be saved between two batches: it chooses among the data "
+            "that it reads, is trained on them, or is a user's own without the methods state and resumed of DataPass. "
+            "Fit without resume=."
+        )
+
     def _no_sum(self) -> UnsupportedError:
         return UnsupportedError(
             f"{type(self).__name__} chooses among the data that it reads, or is trained on them: what it finds in two "
-            "shards does not add up. Give one process all the data."
+            "shards does not add up. Leave group= at None, in one process that has all the data."
         )
 
     def load_sums(self, sums: Mapping[str, Tensor]) -> None:
@@ -116,7 +145,7 @@ class DataPass(ABC):
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Of structures that leave nothing to choose."""
+    """Options of structures that leave nothing to choose."""
 
 
 class Curvature(ABC):
@@ -255,7 +284,7 @@ class Curvature(ABC):
 
     @property
     def share(self) -> float:
-        """Of the data seen, how many the likelihood of the evidence counts: less than 1 for a subset."""
+        """Share of the data seen that the likelihood of the evidence counts: less than 1 for a subset."""
         return 1.0
 
     @property
@@ -312,7 +341,7 @@ class Curvature(ABC):
         return None
 
     def forms(self) -> tuple[str, ...]:
-        """In which form each tensor's block is held, in words; empty where there is only one."""
+        """Form in which each tensor's block is held, in words; empty where there is only one."""
         return ()
 
     def public(self) -> Any:

@@ -7,6 +7,7 @@ Descent in a Kronecker-factored Eigenbasis").
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -156,9 +157,7 @@ class EkfacCurvature(Curvature):
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> EkfacCurvature:
         kron, corrected = KronCurvature.from_state(state["kron"]), state["corrected"]
-        parts = corrected[0].split([block.size for block in kron.parts.blocks])
-        bases = [_basis_of(part, **basis) for basis, part in zip(state["bases"], parts, strict=True)]
-        return cls(kron, tuple(bases), corrected)
+        return cls(kron, _bases_of(state["bases"], kron, corrected[0]), corrected)
 
     def forms(self) -> tuple[str, ...]:
         corrected = "exact diagonal in the Kronecker eigenbasis"
@@ -176,6 +175,12 @@ def _parts(basis: BlockSpectrum) -> dict[str, Any]:
         "basis": basis.basis,
         "output_first": basis.output_first,
     }
+
+
+def _bases_of(states: Iterable[dict[str, Any]], kron: KronCurvature, values: Tensor) -> tuple[BlockSpectrum, ...]:
+    """The bases of what a state holds, with eigenvalues `[P]`."""
+    parts = values.split([block.size for block in kron.parts.blocks])
+    return tuple(_basis_of(part, **basis) for basis, part in zip(states, parts, strict=True))
 
 
 def _basis_of(values: Tensor, left: Tensor | None, right: Tensor | None, **rest: Any) -> BlockSpectrum:
@@ -206,20 +211,29 @@ class _Factors(DataPass):
     def make_room(self, form: Any) -> None:
         self.inner.make_room(form)
 
+    def state(self) -> dict[str, Any]:
+        return {"factors": self.inner.state()}
+
+    def resumed(self, state: Mapping[str, Any]) -> DataPass:
+        if "factors" not in state:
+            return _Correction.of_state(self.engine, state)
+        self.inner = self.inner.resumed(state["factors"])
+        return self
+
     def finish(self) -> DataPass:
         kron = self.inner.finish()
         if not isinstance(kron, KronCurvature):
             raise InvalidData("no batch was read.")
-        return _Correction(self.engine, kron)
+        return _Correction(self.engine, KronCurvature(kron.parts), eigenbases(kron))  # without its decomposition
 
 
 class _Correction(DataPass):
     """The second reading: the diagonal in the eigenbases."""
 
-    def __init__(self, engine: CurvatureEngine, kron: KronCurvature) -> None:
+    def __init__(self, engine: CurvatureEngine, kron: KronCurvature, bases: tuple[BlockSpectrum, ...]) -> None:
         self.engine = engine
-        self.bases = eigenbases(kron)
-        self.kron = KronCurvature(kron.parts)  # without its decomposition in float64
+        self.kron = kron
+        self.bases = bases
         self.corrected: Tensor | None = None
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
@@ -235,6 +249,19 @@ class _Correction(DataPass):
 
     def form(self) -> Any:
         return fields.form_of(self.sums())
+
+    @classmethod
+    def of_state(cls, engine: CurvatureEngine, state: Mapping[str, Any]) -> _Correction:
+        """The pass of what `state` gave."""
+        kron, corrected = KronCurvature.from_state(state["kron"]), state["corrected"]
+        none = kron.parts.like.new_zeros(engine.problem.layout.n_params)
+        data_pass = cls(engine, kron, _bases_of(state["bases"], kron, none if corrected is None else corrected[0]))
+        data_pass.corrected = corrected
+        return data_pass
+
+    def state(self) -> dict[str, Any]:
+        bases = [_parts(basis) for basis in self.bases]
+        return {"kron": self.kron.state(), "bases": bases, "corrected": self.corrected}
 
     def make_room(self, form: Any) -> None:
         if self.corrected is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
+from enum import Enum
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -79,6 +80,10 @@ def state_of(value: Any) -> Any:
     """A value as tensors, numbers, strings, and lists and dicts of them."""
     if isinstance(value, Tensor | str | int | None):
         return value
+    if isinstance(value, Enum):  # no string, which was returned above
+        return value.name
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
     parts = {key: state_of(entry) for key, entry in entries(value).items()}
     if isinstance(value, list | tuple):
         return list(parts.values())
@@ -89,21 +94,27 @@ def from_state(kind: Any, state: Any) -> Any:
     """The object that `state_of` was given.
 
     Args:
-        kind: Its type, as annotations say it: a dataclass, or `tuple[X, ...]`, `dict[str, X]` and `X | None` of what
-            `state_of` takes.
+        kind: Its type, as annotations say it: a dataclass, an `Enum`, a slice, or `tuple[X, ...]`, `dict[str, X]` and
+            `X | None` of what `state_of` takes.
         state: What `state_of` gave.
     """
     hints, container, part = _annotation(kind)
     if hints is not None:
         # Fields that are added to a structure later have defaults, for states that were saved before.
         return kind(**{name: from_state(hint, state[name]) for name, hint in hints.items() if name in state})
-    if state is None or part is None:
-        return state
+    if state is None:
+        return None
+    if part is None:
+        return slice(*state) if kind is slice else kind[state] if _is_enum(kind) else state
     if container is tuple:
         return tuple(from_state(part, item) for item in state)
     if container in (dict, Mapping):
         return {key: from_state(part, item) for key, item in state.items()}
     return from_state(part, state)
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Enum) and not issubclass(kind, str)  # those are strings
 
 
 @cache

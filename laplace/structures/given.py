@@ -32,7 +32,7 @@ class GivenPrecision(Precision):
         return -2 * (root.log().sum() if self._is_diagonal else torch.linalg.slogdet(root).logabsdet)
 
     def logdet_ratio(self) -> Tensor:
-        """Of the prior nothing is known here: as if it were N(0, I)."""
+        """The ratio for a prior N(0, I), since nothing is known of it here."""
         return self.logdet()
 
     def quad(self, vectors: Tensor) -> Tensor:

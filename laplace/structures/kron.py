@@ -102,7 +102,7 @@ class KronCurvature(AdditiveCurvature):
         return summary, KronCurvature(self.parts + parts)
 
     def is_finite(self) -> Tensor:
-        """Of sides that are known by rows: if their squares are, in the dtype of matrices."""
+        """True, 0-dim, if all is finite; of sides that are known by rows, their squares in the dtype of matrices."""
         factors, thin = self.parts.factors.values(), self.parts.thin.values()
         return all_finite([*factors, *(side.trace.to(self.parts.like.dtype) for side in thin)])
 

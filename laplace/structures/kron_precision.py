@@ -242,7 +242,7 @@ class KronPrecision(Precision):
 
     @property
     def public(self) -> KronDecomposed | KronPrecision:
-        """By the factors of every tensor, where eigenvalues are their products and a prior is constant in a tensor."""
+        """P by the factors of every tensor, if eigenvalues are their products and a prior is constant in a tensor."""
         from laplace.structures.kron_public import decomposed_precision  # as in `KronCurvature.public`
 
         if not self.spectra.factored or not self.prior.is_constant_per_tensor:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from laplace.compat.kronecker import Kron, KronDecomposed
+from laplace.compat.kronecker.scalars import Scalar
 from laplace.core.precision_policy import widened
 from laplace.engines.kron_parts import KronParts
+from laplace.errors import InvalidArgument
 from laplace.structures import algebra
 from laplace.structures.eigenblocks import Spectra, picked_matrix
 
@@ -31,6 +33,23 @@ class DecomposedCurvature(KronDecomposed):
         self._parts = parts
         one, deltas = parts.like.new_ones(()), parts.like.new_zeros(len(parts.blocks))
         super().__init__(lambda: spectra().factor_vectors, lambda: _scaled_values(spectra(), one), deltas)
+
+    def __add__(self, deltas: Scalar) -> KronDecomposed:
+        """As of `KronDecomposed`; the factors of other data are refused by name.
+
+        Raises:
+            InvalidArgument: A `Kron`: its input sides are means over other data than those of the fit, whose sum would
+                be twice a mean.
+        """
+        if isinstance(deltas, Kron):
+            raise InvalidArgument(
+                "a Kron was added to the curvature of a fit: input sides of Kronecker factors are means over the data, "
+                "and do not add up. Use la.fit(loader, override=False); or sum all data by hand, la.start_fit() and "
+                "la.H += la.curvature_of(x, y, n_data)[1] for every batch, with n_data the number of all of them."
+            )
+        return super().__add__(deltas)
+
+    __radd__ = __add__
 
     @cached_property
     def kfacs(self) -> list[list[Tensor]]:

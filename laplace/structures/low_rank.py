@@ -7,7 +7,7 @@ Rayleigh–Ritz step of algorithm 5.3), which reads the data several times and n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -36,9 +36,6 @@ _FIRST_RANK = 10
 
 _SHARE_ROUNDING = 100
 """Units of rounding by which the eigenvalues may miss the share of the trace."""
-
-_CLUSTER = 100
-"""Units of rounding of the largest eigenvalue, per direction, by which equal eigenvalues may differ."""
 
 
 @dataclass(frozen=True)
@@ -320,6 +317,22 @@ class _Reading(DataPass):
     def form(self) -> Any:
         return fields.form_of(self.sums())
 
+    def state(self) -> dict[str, Any]:
+        return {
+            "basis": self.basis,
+            "left": self.left,
+            "trace": self.trace,
+            "measures_trace": self.measures_trace,
+            "products": self.products,
+            "generator": self.generator.get_state(),
+        }
+
+    def resumed(self, state: Mapping[str, Any]) -> DataPass:
+        self.generator.set_state(state["generator"].cpu())
+        later = _Reading(self.engine, self.options, self.generator, state["basis"], state["left"], state["trace"])
+        later.measures_trace, later.products = state["measures_trace"], state["products"]
+        return later
+
     def make_room(self, form: Any) -> None:
         if self.products is None:
             zeros = fields.zeros_of(form, self.engine.problem.device)
@@ -367,32 +380,10 @@ class _Reading(DataPass):
             return None
         return min(count, significant)
 
-    def _leading(self, pairs: subspace.RitzPairs, count: int) -> Tensor:
-        """The first eigenvectors `[count, P]`.
-
-        Of several that share the eigenvalue at the cut, any choice is as good, and rounding would make it, so that it
-        depended on the batches; it falls to those that fixed random vectors point to.
-        """
-        last, sizes = max(0, count - 1), pairs.values.abs()
-        eps = torch.finfo(pairs.vectors.dtype).eps
-        near = _CLUSTER * len(sizes) * eps * sizes.max(0, keepdim=True).values
-        # Small eigenvalues are known better than to rounding of the largest: those that differ stay apart.
-        near = torch.minimum(near, math.sqrt(eps) * sizes[last : last + 1])
-        group = ((pairs.values - pairs.values[last : last + 1]).abs() <= near).nonzero().flatten()
-        inside = int((group < count).sum())
-        if inside == len(group):
-            return pairs.vectors[:count].clone()
-        generator = torch.Generator(device=group.device).manual_seed(self.options.seed)
-        probes = standard_normal((inside, pairs.vectors.shape[1]), pairs.vectors, generator)
-        chosen = torch.linalg.qr(subspace.inner(probes, pairs.vectors[group]).T)[0].T
-        leading = pairs.vectors[:count].clone()
-        leading[group[:inside]] = subspace.rotated(pairs.vectors[group], chosen)
-        return leading
-
     def _concluded(self, pairs: Sequence[subspace.RitzPairs], counts: Sequence[int]) -> LowRankCurvature:
         terms, squares, tail = [], 0.0, 0.0
         for ritz, count in zip(pairs, counts, strict=True):
-            terms.append((self._leading(ritz, count), ritz.values[:count]))
+            terms.append((subspace.leading(ritz, count, self.options.seed), ritz.values[:count]))
             squares += ritz.residuals[:count].square().sum().item()
             rest = ritz.values[count : self._significant(ritz)]
             tail = max(tail, rest.abs().max().item() if len(rest) else 0.0)

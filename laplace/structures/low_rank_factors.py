@@ -42,16 +42,21 @@ class Draws:
         return torch.randn(groups, n, self.width, dtype=wide_dtype(), generator=generator)
 
 
+@dataclass(frozen=True, eq=False)
 class Ranges:
     """A probe of orthonormal bases of the ranges of former products.
 
-    Args:
-        products: Y by key, `[G, n, w]` or `[E, G, n, w]`, of which the sum over E counts.
+    Attributes:
+        bases: Q by key, `[G, n, w]`.
     """
 
-    def __init__(self, products: dict[str, Tensor]) -> None:
+    bases: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, products: dict[str, Tensor]) -> Ranges:
+        """The ranges of Y by key, `[G, n, w]` or `[E, G, n, w]`, of which the sum over E counts."""
         with algebra.kept_for_later():
-            self.bases = {key: _orthonormal(value) for key, value in products.items()}
+            return cls({key: _orthonormal(value) for key, value in products.items()})
 
     def __call__(self, key: str, groups: int, n: int) -> Tensor:
         if key not in self.bases or self.bases[key].shape[:2] != (groups, n):

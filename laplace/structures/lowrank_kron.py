@@ -14,6 +14,7 @@ Kronecker factors are never formed: their dominant eigenvectors are found from p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -228,6 +229,16 @@ class _Products(DataPass):
         if self.diagonal is None:
             self.diagonal = zeros.diagonal
 
+    def held(self) -> dict[str, Any]:
+        """The sums of the batches so far, for states."""
+        return {"products": fields.state_of(self.products), "diagonal": self.diagonal}
+
+    def resumed(self, state: Mapping[str, Any]) -> DataPass:
+        ranges = state.get("ranges")
+        later = self if ranges is None else _Refinement(self.engine, self.chosen, Ranges(ranges), state["diagonal"])
+        later.products, later.diagonal = fields.from_state(KronParts | None, state["products"]), state["diagonal"]
+        return later
+
     def read(self) -> tuple[KronParts, Tensor]:
         """Products and diagonal of all data.
 
@@ -245,14 +256,33 @@ class _Search(_Products):
     def __init__(self, engine: CurvatureEngine, options: LowRankKronOptions) -> None:
         super().__init__(engine, options, Draws(options.rank + options.oversampling, options.seed))
 
+    def state(self) -> dict[str, Any]:
+        return self.held()
+
     def finish(self) -> DataPass:
         products, diagonal = self.read()
-        ranges = Ranges({key: product for key, product in products.factors.items() if product.ndim >= 3})
+        ranges = Ranges.of({key: product for key, product in products.factors.items() if product.ndim >= 3})
         return _Refinement(self.engine, self.chosen, ranges, diagonal)
 
 
 class _Refinement(_Products):
-    """The second reading: eigenvectors within the ranges that were found."""
+    """The second reading: eigenvectors within the ranges that were found.
+
+    Args:
+        engine: Computes the numbers of a batch.
+        options: Rank and seed.
+        ranges: Where the eigenvectors are.
+        diagonal: The exact diagonal.
+    """
+
+    def __init__(
+        self, engine: CurvatureEngine, options: LowRankKronOptions, ranges: Ranges, diagonal: Tensor | None
+    ) -> None:
+        super().__init__(engine, options, ranges, diagonal)
+        self.ranges = ranges
+
+    def state(self) -> dict[str, Any]:
+        return {**self.held(), "ranges": self.ranges.bases}
 
     def finish(self) -> Curvature:
         products, diagonal = self.read()

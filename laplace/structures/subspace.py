@@ -6,6 +6,7 @@ so that a block is never copied.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,12 +14,16 @@ import torch
 from torch import Tensor
 
 from laplace.core.precision_policy import wide_dtype, widened
+from laplace.core.random_numbers import standard_normal
 
 _CHUNK_BYTES = 2**22
 """Bytes of float64 that are worked on at once: they stay in a processor's cache."""
 
 _PASSES = 5
 """Rotations after which rows are orthonormal; two or three do, more are for rows that are nearly dependent."""
+
+_CLUSTER = 100
+"""Units of rounding of the largest eigenvalue, per direction, by which equal eigenvalues may differ."""
 
 _NOISE = 8
 """Rows up to so many units of rounding of the longest one are no directions of their own."""
@@ -117,3 +122,31 @@ def rayleigh_ritz_(basis: Tensor, products: Tensor) -> RitzPairs:
         squares += (rotation @ widened(product) - values.unsqueeze(1) * u).square().sum(1)
         q.copy_(u)
     return RitzPairs(basis, values, squares.sqrt())
+
+
+def leading(pairs: RitzPairs, count: int, seed: int) -> Tensor:
+    """The first eigenvectors `[count, P]`.
+
+    Of several that share the eigenvalue at the cut, any choice is as good, and rounding would make it, so that it
+    depended on the batches; it falls to those that fixed random vectors point to.
+
+    Args:
+        pairs: The eigenpairs, largest first.
+        count: Number of them.
+        seed: Of the random vectors.
+    """
+    last, sizes = max(0, count - 1), pairs.values.abs()
+    eps = torch.finfo(pairs.vectors.dtype).eps
+    near = _CLUSTER * len(sizes) * eps * sizes.max(0, keepdim=True).values
+    # Small eigenvalues are known better than to rounding of the largest: those that differ stay apart.
+    near = torch.minimum(near, math.sqrt(eps) * sizes[last : last + 1])
+    group = ((pairs.values - pairs.values[last : last + 1]).abs() <= near).nonzero().flatten()
+    inside = int((group < count).sum())
+    if inside == len(group):
+        return pairs.vectors[:count].clone()
+    generator = torch.Generator(device=group.device).manual_seed(seed)
+    probes = standard_normal((inside, pairs.vectors.shape[1]), pairs.vectors, generator)
+    chosen = torch.linalg.qr(inner(probes, pairs.vectors[group]).T)[0].T
+    first = pairs.vectors[:count].clone()
+    first[group[:inside]] = rotated(pairs.vectors[group], chosen)
+    return first

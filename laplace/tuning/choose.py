@@ -148,8 +148,9 @@ def by_gradient(group: PosteriorGroup, coordinates: Coordinates, loss: Validatio
     """
     if loss.data.processes is not None:
         raise UnsupportedError(
-            f"group= with method={climb.method!r}, whose gradients are of the validation data of one process; use "
-            "method='grid'."
+            f"group= with method={climb.method!r} on validation data, whose gradients are of those of one process; use "
+            "method='grid', objective='evidence', which needs no data, or leave group at None in a "
+            "process that has all of them."
         )
     return _climbed(SmoothLoss(group, coordinates, loss), coordinates, climb, sign=1)
 

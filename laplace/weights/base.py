@@ -27,13 +27,12 @@ class Weights(ABC):
 
     Attributes:
         arguments: Names that posteriors' constructors have for its options, with its own names for them.
-        shown: The network as users see it, `la.model`.
     """
 
     arguments: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, model: nn.Module, forward_fn: ForwardFn | None = None) -> None:
-        self.shown = model
+        self._given = model
         self.model = unwrap(require_module(model))
         self.forward_fn = forward_fn
         self._problem: Problem | None = None
@@ -42,6 +41,15 @@ class Weights(ABC):
     def problem(self) -> Problem | None:
         """The network and its random tensors, as backends see them; None for a last layer that is not known yet."""
         return self._problem
+
+    def shown(self, *, enable_backprop: bool) -> nn.Module:
+        """The network as users see it, `la.model`.
+
+        Args:
+            enable_backprop: Whether features that it gives keep their graph.
+        """
+        del enable_backprop  # of the network that was given, all does
+        return self._given
 
     def announce(self) -> None:  # noqa: B027  (most choices are known from the start)
         """Tells the network as users see it which coordinates are random, where that was found out."""
@@ -108,6 +116,6 @@ class Called(nn.Module):
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters with `requires_grad`, by name, tied ones once, in `model.parameters()` order."""
+    """Parameters with `requires_grad`, by name, tied ones once, in `model.parameters()` order; none without entries."""
     with model_lock(model):
-        return {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+        return {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad and tensor.numel()}

@@ -46,7 +46,7 @@ class LastLayer(Weights):
         reduction: FeatureReduction | str | None = None,
     ) -> None:
         super().__init__(model, forward_fn)
-        self.shown = self._extractor = FeatureExtractor(
+        self._extractor = FeatureExtractor(
             model, name, feature_reduction=reduction, forward_fn=as_returned(forward_fn), head=CopiedHead()
         )
         self.reduction = None if reduction is None else str(reduction)
@@ -59,6 +59,10 @@ class LastLayer(Weights):
         if self._problem is None and name is not None:
             self._problem = self._of(name)
         return self._problem
+
+    def shown(self, *, enable_backprop: bool) -> nn.Module:
+        self._extractor.enable_backprop = enable_backprop
+        return self._extractor
 
     def announce(self) -> None:
         if self.name is not None and self._extractor.last_layer_name is None:
@@ -82,7 +86,7 @@ class LastLayer(Weights):
                 f"{type(head).__name__}: leave feature_reduction at None."
             )
         prefix = f"{name}." if name else ""
-        tensors = {f"{prefix}{key}": tensor for key, tensor in head.named_parameters()}
+        tensors = {f"{prefix}{key}": tensor for key, tensor in head.named_parameters() if tensor.numel()}
         # A head that is frozen altogether is still random; one with a frozen part keeps that part fixed.
         random = {key: tensor for key, tensor in tensors.items() if tensor.requires_grad} or tensors
         slots = tuple(ParameterSlice(key, tensor.shape) for key, tensor in random.items())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from laplace import Laplace, OnlineLaplace, ParametricLaplace, marglik_training
+from laplace import Laplace, MixtureLaplace, OnlineLaplace, ParametricLaplace, marglik_training
 from laplace.curvature import NativeEF, NativeGGN, NativeHessian
 from laplace.errors import (
     ApproximationWarning,
@@ -210,6 +213,14 @@ class Broken(list):
         raise OSError("the disk is gone")
 
 
+class Unread(list):
+    """Batches of which only the first is read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self[0]
+        raise AssertionError("it was to be refused before")
+
+
 def errors_reach_all_processes(rank: int) -> None:
     mine = batches(*SHARDS["uneven"][rank])
     la = of_both(rank)
@@ -233,8 +244,72 @@ def errors_reach_all_processes(rank: int) -> None:
     refused("rank 1.*other tensors", Laplace(wider, "classification", "all", "diag"), mine)
     refused("subset=3.*all data|all the data", la, mine, UnsupportedError, subset=3)
     gp = Laplace(network(), "classification", "all", "gp", n_subset=5)
-    refused("does not add up|all the data", gp, mine, LaplaceError)
+    refused("does not add up.*group= at None", gp, Unread(mine), UnsupportedError)
     assert_same(found(alone()), found(la))
+
+
+def interrupted_fits_go_on(rank: int) -> None:
+    """Every process from a file of its own: rank 0 was interrupted, rank 1 had read its shard by then."""
+    mine = batches(*SHARDS["uneven"][rank])
+    (folder,) = of_rank_0(rank, tempfile.mkdtemp)
+    for structure, reads in (("kron", 2), ("ekfac", len(mine) + 2)):
+        whole, begun, again = (make("all", structure) for _ in range(3))
+        whole.fit(mine, group=distributed.group.WORLD)
+        file = Path(folder, structure)
+        with pytest.raises(ProcessError if rank else OSError, match="disk"):
+            begun.fit(Once(mine, None if rank else reads), group=distributed.group.WORLD, resume=file, save_every=1)
+        assert Path(f"{file}.{rank}").exists()
+        distributed.barrier()
+        again.fit(mine, group=distributed.group.WORLD, resume=file, save_every=1)
+        assert_same(found(whole), found(again))
+        assert not Path(f"{file}.{rank}").exists()
+    file = Path(folder, "apart")
+    with pytest.raises(ProcessError if rank else OSError, match="disk"):
+        make("all", "ekfac").fit(
+            Once(mine, None if rank else len(mine) + 2), group=distributed.group.WORLD, resume=file, save_every=1
+        )
+    if rank:
+        Path(f"{file}.{rank}").unlink()
+    distributed.barrier()
+    with pytest.raises(ProcessError, match=r"rank 1.*number of the reading .*removed\) = 1, rank 0 2"):
+        make("all", "ekfac").fit(mine, group=distributed.group.WORLD, resume=file)
+    distributed.barrier()
+    if rank == 0:
+        shutil.rmtree(folder)
+
+
+def of_rank_0(rank: int, make_value: Callable[[], Any]) -> list[Any]:
+    """A value that rank 0 makes."""
+    value = [make_value() if rank == 0 else None]
+    distributed.broadcast_object_list(value)
+    return value
+
+
+class Once(list):
+    """Batches of which one cannot be read, counted over all readings; None for none."""
+
+    def __init__(self, batches: Any, reads: int | None) -> None:
+        super().__init__(batches)
+        self.reads = reads
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            if self.reads is not None:
+                self.reads -= 1
+                if self.reads < 0:
+                    raise OSError("the disk is gone")
+            yield batch
+
+
+def mixtures_pass_the_group_on(rank: int) -> None:
+    whole, mixture = (MixtureLaplace([network(0), network(1)], "classification", "all", "kron") for _ in range(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ApproximationWarning)
+        whole.fit([data()])
+    mixture.fit(batches(*SHARDS["uneven"][rank]), group=distributed.group.WORLD)
+    x, _ = data()
+    torch.testing.assert_close(mixture(x), whole(x), rtol=1e-10, atol=1e-12)
+    assert [la.n_data for la in mixture.components] == [23, 23]
 
 
 def collectives_are_few(rank: int) -> None:
@@ -306,7 +381,7 @@ def grids_are_of_all_validation_data(rank: int) -> None:
         (LaplaceError, mine, {"objective": nn.functional.nll_loss}),
         (ProcessError if rank else OSError, mine if rank else Broken(mine), {"objective": "nll"}),
     ):
-        with pytest.raises(wrong):
+        with pytest.raises(wrong, match="group at None" if "method" in options else None):
             la.optimize_hyperparameters(val_loader=loader, group=distributed.group.WORLD, **options)
     assert torch.equal(la.prior_precision, expected)
 
@@ -372,7 +447,8 @@ def lightning_trains_with_two_devices(rank: int) -> None:
 
 CHECKS = [
     adds_and_forgets, padded_data_count_once, wrapped_models_are_unwrapped, sampled_targets_differ,
-    errors_reach_all_processes, collectives_are_few, grids_are_of_all_validation_data,
+    errors_reach_all_processes, interrupted_fits_go_on, mixtures_pass_the_group_on,
+    collectives_are_few, grids_are_of_all_validation_data,
     training_follows_the_evidence_of_all_data,
     lightning_trains_with_two_devices,
 ]  # fmt: skip

@@ -152,7 +152,7 @@ DEFAULTS = {
     ),
 }
 
-_CLAUSE = re.compile(r"(What|Whether|How|Which|Of which|Of what|Where|When|Why|Who)\b")
+_CLAUSE = re.compile(r"(What|Whether|How|Which|Where|When|Why|Who|Of|By|For|Between|In which)\b")
 _PARTICIPLE = {"found", "taken", "kept", "held"}
 # A position is a token or a pixel; of a tensor among others it is an index.
 _OWN_WORD = re.compile(
@@ -429,7 +429,7 @@ def described(owner: Class, attribute: str) -> bool:
 
 
 def clauses() -> Iterator[tuple[str, str]]:
-    """Docstrings that begin with a question word."""
+    """Docstrings that begin with a question word, or with a preposition: of what, and not what."""
     for path, node in nodes(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module):
         if _CLAUSE.match(ast.get_docstring(node) or ""):
             yield name_of(path), where(path, node)

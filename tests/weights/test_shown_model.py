@@ -56,6 +56,15 @@ def test_nothing_is_copied_before_the_head_is_read() -> None:
     assert_close(parameters_to_vector(head.parameters()), la.mean, "exact")
 
 
+@pytest.mark.parametrize("enable_backprop", [True, False])
+def test_features_have_a_graph_where_it_was_asked_for(enable_backprop: bool) -> None:
+    la = fitted(network(), enable_backprop=enable_backprop)
+    x = X.double().requires_grad_()
+    f, features = la.model.forward_with_features(x)
+    assert f.requires_grad
+    assert features.requires_grad == enable_backprop
+
+
 def test_gradients_lead_to_the_copy() -> None:
     la = fitted(network())
     head = la.model.last_layer

@@ -157,19 +157,19 @@ class Basis:
         return torch.as_tensor(product)
 
     def variance(self, jacobian: Jacobian) -> Projected:
-        """Between the outputs of every datum."""
+        """Covariances between the outputs of every datum."""
         inside = self.coordinates(jacobian)
         outside = kernel_at(jacobian, self.scales) - inside @ inside.mT
         return Projected(inside, 0.5 * (outside + outside.mT), self.values)
 
     def diagonal(self, jacobian: Jacobian) -> Projected:
-        """Of every output by itself."""
+        """Variances of every output by itself."""
         inside = self.coordinates(jacobian)
         outside = kernel_diagonal(jacobian, self.scales) - inside.square().sum(2)
         return Projected(inside, outside.clamp(min=0), self.values)
 
     def covariance(self, jacobian: Jacobian) -> Projected:
-        """Between all outputs of all data."""
+        """Covariances between all outputs of all data."""
         inside = self.coordinates(jacobian).flatten(0, 1)
         whole = kernel(jacobian, jacobian, self.scales).reshape(len(inside), len(inside))
         outside = whole - inside @ inside.T

@@ -126,7 +126,7 @@ class NystromPrecision(Precision):
 
     @property
     def covariance(self) -> Tensor:
-        """Of the span, `[P, P]`."""
+        """Covariance within the span, `[P, P]`."""
         return self._root @ self._root.T
 
     @property

@@ -106,7 +106,7 @@ class SubsetCurvature(Curvature):
 
     @cached_property
     def duals(self) -> tuple[Dual, ...]:
-        """Of all outputs together, or of every output."""
+        """Dual forms of all outputs together, or of every output."""
         if not self.independent:
             return (self.dual,)
         return tuple(self.dual.output(c) for c in range(self.dual.roots.shape[1]))

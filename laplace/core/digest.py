@@ -1,0 +1,26 @@
+"""Short digests of tensors, the same in every process."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def digest(tensors: Iterable[Tensor], *, before: str = "", most: int | None = None) -> str:
+    """A digest of the shapes, dtypes and bytes of tensors.
+
+    Args:
+        tensors: On any device.
+        before: Digest of what comes before them.
+        most: Entries of a tensor that are looked at, evenly spaced; None for all.
+    """
+    total = hashlib.sha256(before.encode())
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        flat = flat if most is None else flat[:: max(1, -(-len(flat) // most))]
+        total.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+        total.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
