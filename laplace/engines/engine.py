@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.output_choice import OutputChoice
 from laplace.engines.kron_parts import KronParts, KronSketch, Probe
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, UnsupportedError
@@ -212,6 +214,24 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         The network is as before only once the generator has ended: read it to its end, or close it.
         """
         raise self._refusal("jacobian")
+
+    def jacobian_of(
+        self, x: Inputs, choice: OutputChoice, *, create_graph: bool = False
+    ) -> Generator[tuple[Jacobian, Tensor]]:
+        """As `jacobian`, of K outputs of every row, which `Jacobian.outputs` names: with these outputs, `[b, K]`.
+
+        Here all of them are computed and some are kept, which an engine that can do with less need not.
+
+        Raises:
+            InvalidArgument: The choice is not of outputs of these rows.
+        """
+        start = 0
+        with closing(self.jacobian(x, create_graph=create_graph)) as pieces:
+            for jacobian, f in pieces:
+                outputs = choice.at(f, jacobian.positions, start)
+                start += len(f)
+                yield jacobian.select_outputs(outputs), f.gather(1, outputs)
+        choice.require_all(start)
 
     def head_jacobian(self, x: Inputs, *, create_graph: bool = False) -> list[tuple[Jacobian, Tensor]] | None:
         """The parts of `jacobian` where all random parameters belong to a head, of which they are cheap; else None."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,11 +24,14 @@ class Jacobian:
         positions: Of outputs with positions, their dimensions: the data here are rows, data × positions.
         wide: True if covariances of its outputs are summed in float64, since they are to be factored: the root of a
             sum that was rounded in float32 is known to three digits (`laplace.core.symmetric_root`).
+        outputs: Which of the network's outputs the cotangents of every datum are, `[B, K]`; None for all of them, or
+            for other cotangents.
     """
 
     blocks: tuple[Block, ...]
     positions: tuple[int, ...] = ()
     wide: bool = False
+    outputs: Tensor | None = None
 
     @property
     def n_data(self) -> int:
@@ -70,11 +73,12 @@ class Jacobian:
 
     def at(self, data: slice | Tensor) -> Jacobian:
         """The Jacobian of some of the data: a slice, or indices `[n]`."""
-        return Jacobian(tuple(block.at(data) for block in self.blocks), wide=self.wide)
+        outputs = None if self.outputs is None else self.outputs[data]
+        return Jacobian(tuple(block.at(data) for block in self.blocks), wide=self.wide, outputs=outputs)
 
     def select_outputs(self, outputs: Tensor) -> Jacobian:
-        """The Jacobian of one output of every datum, `outputs` `[B]`, with one cotangent."""
-        return Jacobian(tuple(block.select_outputs(outputs) for block in self.blocks))
+        """The Jacobian of K outputs of every datum, `outputs` `[B, K]`."""
+        return replace(self, blocks=tuple(block.select_outputs(outputs) for block in self.blocks), outputs=outputs)
 
     def detached(self) -> Jacobian:
         """The Jacobian as plain tensors, without graphs or references to a network, as states hold it.
