@@ -48,10 +48,8 @@ class OutputChoice:
         """
         if given is None:
             return None
-        if isinstance(given, int) and not isinstance(given, bool):
-            if given < 1:
-                raise InvalidArgument(f"outputs={given} of the largest outputs; give at least 1, or indices.")
-            return cls(given)
+        if isinstance(given, int):
+            return cls(_count(given))
         indices = _integers(given)
         if indices.ndim == 1:
             return cls(len(indices), indices)
@@ -152,14 +150,22 @@ class OutputChoice:
         )
 
 
+def _count(given: int) -> int:
+    if isinstance(given, bool):
+        raise _no_integers(f"type bool ({given})")
+    if given < 1:
+        raise InvalidArgument(f"outputs={given} of the largest outputs; give at least 1, or indices.")
+    return given
+
+
 def _integers(given: Tensor | Sequence[int]) -> Tensor:
     try:
         indices = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise _no_integers(f"{type(given).__name__}") from error
+        raise _no_integers(f"type {type(given).__name__}") from error
     is_integer = not (indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool)
     if indices.numel() and not is_integer:
-        raise _no_integers(f"numbers of dtype {indices.dtype}")
+        raise _no_integers(f"dtype {indices.dtype}")
     if indices.ndim == 0 or indices.numel() == 0:
         raise InvalidArgument(
             f"outputs= has shape {list(indices.shape)}; give indices [K], or [B, K] of each row, or an integer K for "

@@ -109,7 +109,7 @@ class LowRankKronCurvature(Curvature):
             posterior=(6 * DOUBLE + 2 * profile.itemsize) * profile.n_params  # of a step; S and D beside it
             + sides.columns(options.rank) * DOUBLE
             + sum(pair_bytes(min(options.rank, shape.size), shape) for shape in profile.tensors if shape.factored),
-            projecting=2 * diag.projecting,
+            projecting=2 * diag.projecting + 2 * options.rank * profile.n_data * profile.n_outputs * profile.itemsize,
             n_passes=2,
             work=0.5 * diag.work + float(profile.n_data * columns * sides.columns(width)),
             between=float(width**2 * sides.columns(1)),

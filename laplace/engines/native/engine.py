@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import overload
 
 import torch
@@ -35,6 +36,19 @@ _CACHED = 2**26
 
 _COPIES = 4
 """Activations that a vector holds on its way through a pass that is differentiated twice."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Datum:
+    """One datum whose positions are differentiated a few at a time.
+
+    Attributes:
+        batch: Its forward pass.
+        outputs: Which outputs of every position, `[T, K]`; None for all.
+    """
+
+    batch: ForwardPass
+    outputs: Tensor | None
 
 
 class NativeEngine(CurvatureEngine):
@@ -74,7 +88,7 @@ class NativeEngine(CurvatureEngine):
     ) -> Generator[tuple[Jacobian, Tensor]]:
         n_data, step, passes = self._first_pass(x, choice, create_graph=create_graph)
 
-        def computed(part: slice) -> tuple[ForwardPass, Tensor | None] | tuple[Jacobian, Tensor]:
+        def computed(part: slice) -> _Datum | tuple[Jacobian, Tensor]:
             some = x if part == slice(0, n_data) else batches.select(x, part, n_data)
             batch = passes.pop() if passes else self.forward(some, create_graph=create_graph)
             if batch.n_data != part.stop - part.start:
@@ -85,15 +99,14 @@ class NativeEngine(CurvatureEngine):
             start = part.start * batch.capture.n_positions
             outputs = None if choice is None else choice.at(batch.f, batch.positions, start)
             if batch.mixes and batch.n_data == 1:
-                return batch, outputs
+                return _Datum(batch, outputs)
             return batch.jacobian(outputs), batch.at_outputs(outputs)
 
-        for _, (found, values) in in_slices(n_data, step, computed, DATUM):
-            if isinstance(found, ForwardPass):
-                yield from self._positions(found, values)
+        for _, found in in_slices(n_data, step, computed, DATUM):
+            if isinstance(found, _Datum):
+                yield from self._positions(found)
             else:
-                yield found, values
-            del found, values  # or they would be held beside the next ones
+                yield found
 
     def _first_pass(
         self, x: Inputs, choice: OutputChoice | None, *, create_graph: bool
@@ -115,13 +128,9 @@ class NativeEngine(CurvatureEngine):
         parts = max(1, min(batch.n_data, -(-batch.bytes_per_cotangent() * outputs // self.memory_budget)))
         return batch.n_data, -(-batch.n_data // parts), [batch] if parts == 1 else []
 
-    def _positions(self, batch: ForwardPass, outputs: Tensor | None) -> Generator[tuple[Jacobian, Tensor]]:
-        """The Jacobian of one datum, by as many of its positions at once as the memory budget allows.
-
-        Args:
-            batch: The datum.
-            outputs: Of every position, `[T, K]`; None for all.
-        """
+    def _positions(self, datum: _Datum) -> Generator[tuple[Jacobian, Tensor]]:
+        """The Jacobian of one datum, by as many of its positions at once as the memory budget allows."""
+        batch, outputs = datum.batch, datum.outputs
         values = batch.at_outputs(outputs)
         step = max(1, self.memory_budget // max(1, batch.bytes_per_cotangent() * values.shape[1]))
 
