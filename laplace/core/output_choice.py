@@ -1,4 +1,4 @@
-"""Which of a network's outputs a prediction computes: given ones, for all rows or of each its own, or the largest.
+"""Choice of the outputs that a prediction computes: given ones, for all rows or of each its own, or the largest.
 
 A language model has tens of thousands of outputs at every position, of which few are asked for: the answers to a
 question, or the most probable tokens. Means of all of them come from one forward pass; variances are what costs.

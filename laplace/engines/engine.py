@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -206,32 +205,17 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         """
         raise self._refusal("matmul")
 
-    def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
+    def jacobian(
+        self, x: Inputs, *, create_graph: bool = False, choice: OutputChoice | None = None
+    ) -> Generator[tuple[Jacobian, Tensor]]:
         """Jacobians and outputs `[b, C]` of consecutive parts of a batch, each within the memory budget.
 
-        Of outputs with positions, b are rows, data × positions, and `Jacobian.positions` says their dimensions.
+        Of outputs with positions, b are rows, data × positions, and `Jacobian.positions` says their dimensions. Of a
+        choice of K outputs both are of these alone, with K in place of C, and `Jacobian.outputs` names them.
 
         The network is as before only once the generator has ended: read it to its end, or close it.
         """
         raise self._refusal("jacobian")
-
-    def jacobian_of(
-        self, x: Inputs, choice: OutputChoice, *, create_graph: bool = False
-    ) -> Generator[tuple[Jacobian, Tensor]]:
-        """As `jacobian`, of K outputs of every row, which `Jacobian.outputs` names: with these outputs, `[b, K]`.
-
-        Here all of them are computed and some are kept, which an engine that can do with less need not.
-
-        Raises:
-            InvalidArgument: The choice is not of outputs of these rows.
-        """
-        start = 0
-        with closing(self.jacobian(x, create_graph=create_graph)) as pieces:
-            for jacobian, f in pieces:
-                outputs = choice.at(f, jacobian.positions, start)
-                start += len(f)
-                yield jacobian.select_outputs(outputs), f.gather(1, outputs)
-        choice.require_all(start)
 
     def head_jacobian(self, x: Inputs, *, create_graph: bool = False) -> list[tuple[Jacobian, Tensor]] | None:
         """The parts of `jacobian` where all random parameters belong to a head, of which they are cheap; else None."""

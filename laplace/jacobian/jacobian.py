@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from laplace.core.output_choice import OutputChoice
 from laplace.core.precision_policy import wide_dtype
 from laplace.jacobian.blocks import Block, DenseBlock, from_state
 from laplace.jacobian.contractions import CHUNK_BYTES, total
@@ -112,3 +114,24 @@ class Jacobian:
             StateError: It is malformed.
         """
         return cls(tuple(from_state(block) for block in state))
+
+
+def chosen(
+    pieces: Generator[tuple[Jacobian, Tensor]], choice: OutputChoice | None
+) -> Generator[tuple[Jacobian, Tensor]]:
+    """Jacobians and outputs of a choice of K outputs, of those of all `[b, C]`; all where there is no choice.
+
+    Raises:
+        InvalidArgument: The choice is not of outputs of these rows.
+    """
+    start = 0
+    with closing(pieces):
+        for jacobian, f in pieces:
+            if choice is None:
+                yield jacobian, f
+                continue
+            outputs = choice.at(f, jacobian.positions, start)
+            start += len(f)
+            yield jacobian.select_outputs(outputs), f.gather(1, outputs)
+    if choice is not None:
+        choice.require_all(start)

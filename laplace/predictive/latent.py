@@ -131,10 +131,7 @@ def jacobians(
     engine: CurvatureEngine, x: Inputs, choice: OutputChoice | None, *, create_graph: bool
 ) -> Generator[tuple[Jacobian, Tensor]]:
     """Jacobians and outputs of consecutive parts of the inputs, wherever these are: of all outputs, or the chosen."""
-    x = batches.to_device(x, engine.problem.device)
-    if choice is None:
-        return engine.jacobian(x, create_graph=create_graph)
-    return engine.jacobian_of(x, choice, create_graph=create_graph)
+    return engine.jacobian(batches.to_device(x, engine.problem.device), create_graph=create_graph, choice=choice)
 
 
 def linearised(

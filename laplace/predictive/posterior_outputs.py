@@ -120,7 +120,7 @@ class PosteriorOutputs:
 
     @property
     def outputs(self) -> Tensor | None:
-        """Which of the network's outputs these are, `[B, K]`; None for all."""
+        """Indices of these among the network's outputs, `[B, K]`; None for all."""
         return None if self.options.choice is None else self._mean.outputs
 
     # Latents.
@@ -297,7 +297,7 @@ class MixedOutputs:
 
     @property
     def outputs(self) -> Tensor | None:
-        """Which of the network's outputs these are, `[B, K]`, of all components; None for all."""
+        """Indices of these among the networks' outputs, `[B, K]`, of all components; None for all."""
         return self.components[0].outputs
 
     @property

@@ -64,7 +64,7 @@ class Prediction:
 
     @property
     def outputs(self) -> Tensor | None:
-        """Which of the network's outputs were asked for, `[B, K]`, the largest first if they were; None for all."""
+        """Indices of the outputs that were asked for, `[B, K]`, the largest first if they were; None for all."""
         chosen = self.rows.outputs
         return None if chosen is None else self._outputs(chosen)
 

@@ -56,7 +56,6 @@ LONG_FUNCTIONS = {
 
 # Classes that have more public methods, and why.
 LONG_CLASSES = {
-    "jacobian/head_rows.py:HeadRows": "a block that knows all of its operations by factors",
     "jacobian/heads.py:HeadBlock": "a block that knows all of its operations by factors",
     "jacobian/index.py:IndexBlock": "a block that knows all of its operations by factors",
     "jacobian/outer.py:OuterBlock": "a block that knows all of its operations by factors",
@@ -113,9 +112,8 @@ class Defaults(NamedTuple):
 
 DEFAULTS = {
     "engines/engine.py:CurvatureEngine": Defaults(
-        "a sketch follows from whole factors, a head from its blocks, some outputs from all, a running sum from a "
-        "batch's matrices",
-        {"add_blocks", "add_diag", "add_full", "head_jacobian", "jacobian_of", "sketch"},
+        "a sketch follows from whole factors, a head from its blocks, a running sum from a batch's matrices",
+        {"add_blocks", "add_diag", "add_full", "head_jacobian", "sketch"},
     ),
     "jacobian/blocks.py:Block": Defaults("a dense block may stand for every block, one of factors or not"),
     "jacobian/contractions.py:Contractions": Defaults("contractions of dense pieces are right for every block"),

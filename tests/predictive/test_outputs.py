@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from laplace import KronLaplace, Laplace, MixtureLaplace, ParametricLaplace
 from laplace.core.available import Available
+from laplace.curvature import AsdlGGN, GGNInterface
 from laplace.enums import LinkApprox
 from laplace.errors import InvalidArgument, InvalidType, OutOfMemory, UnsupportedError
 from laplace.likelihoods import get_likelihood
@@ -161,6 +162,28 @@ def test_as_many_backward_passes_as_outputs(monkeypatch: pytest.MonkeyPatch) -> 
     la(X)
     la(X, outputs=2)
     assert counts == [C, 2]
+
+
+class OwnJacobians(GGNInterface):
+    """A backend with Jacobians of its own, of all outputs."""
+
+    def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
+        return super().jacobians(x, enable_backprop)
+
+
+@pytest.mark.parametrize("backend", [OwnJacobians, AsdlGGN])
+def test_backends_that_give_all_outputs(backend: type[GGNInterface]) -> None:
+    if backend is AsdlGGN:
+        pytest.importorskip("asdl.fisher")
+    la = fitted("all", "diag", backend=backend)
+    every = la.predict(X)
+    for choice in (OWN, SHARED, 2):
+        some = la.predict(X, outputs=choice)
+        outputs = rows_of(choice, every.latent_mean)
+        assert_close(some.latent_variance, every.latent_variance.gather(1, outputs), "algebra")
+    for bad in (OWN[:5], torch.cat([OWN, OWN])):
+        with pytest.raises(InvalidArgument, match="rows"):
+            la(X, outputs=bad)
 
 
 def test_refined() -> None:

@@ -74,17 +74,8 @@ class NativeEngine(CurvatureEngine):
 
     # Primitives of every kind.
 
-    def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
-        yield from self._jacobian(x, None, create_graph=create_graph)
-
-    def jacobian_of(
-        self, x: Inputs, choice: OutputChoice, *, create_graph: bool = False
-    ) -> Generator[tuple[Jacobian, Tensor]]:
-        """The same with as many backward passes as there are chosen outputs, and of a head with none."""
-        yield from self._jacobian(x, choice, create_graph=create_graph)
-
-    def _jacobian(
-        self, x: Inputs, choice: OutputChoice | None, *, create_graph: bool
+    def jacobian(
+        self, x: Inputs, *, create_graph: bool = False, choice: OutputChoice | None = None
     ) -> Generator[tuple[Jacobian, Tensor]]:
         n_data, step, passes = self._first_pass(x, choice, create_graph=create_graph)
 
@@ -102,11 +93,11 @@ class NativeEngine(CurvatureEngine):
                 return _Datum(batch, outputs)
             return batch.jacobian(outputs), batch.at_outputs(outputs)
 
-        for _, found in in_slices(n_data, step, computed, DATUM):
-            if isinstance(found, _Datum):
-                yield from self._positions(found)
+        for _, part in in_slices(n_data, step, computed, DATUM):
+            if isinstance(part, _Datum):
+                yield from self._positions(part)
             else:
-                yield found
+                yield part
 
     def _first_pass(
         self, x: Inputs, choice: OutputChoice | None, *, create_graph: bool
