@@ -166,10 +166,10 @@ def linearised(
     pieces = shifted(without_graph(pieces, unless=create_graph), step)
     if form == "joint":
         parts = list(pieces)
-        jacobian = parts[0][0] if len(parts) == 1 else _joined(parts)
         rows = _together((f, part.positions, part.outputs) for part, f in parts)
         require_room((rows.values.numel(),) * 2, rows.values)
-        covariance = precision.functional_covariance(replace(jacobian, wide=wide))
+        jacobian = parts[0][0] if len(parts) == 1 else _joined(parts)
+        covariance = precision.functional_covariance(replace(jacobian, wide=wide, outputs=rows.outputs))
         return _checked(Gaussian(rows.values, covariance, rows.positions, rows.outputs))
     contract: Callable[[Jacobian], Tensor] = (
         precision.functional_diagonal if form == "diagonal" else precision.functional_variance
