@@ -11,6 +11,7 @@ from torch import Tensor
 from laplace.core import overrides
 from laplace.core.arguments import checked
 from laplace.core.batch import Inputs
+from laplace.core.gaussian import Gaussian
 from laplace.core.hyperparameters import check_counts
 from laplace.core.output_choice import Given, OutputChoice
 from laplace.core.random_numbers import check_generator, standard_normal
@@ -238,16 +239,14 @@ class Predicting(OutputSampling):
         with autograd_mode(), torch.set_grad_enabled(self._predictor.graph):
             channel_dim = self._predictor.posterior.channel_dim
             choice = OutputChoice.of(outputs, channel_dim)
-            form = form_of(joint=joint, diagonal_output=diagonal_output)
-            gaussian = self._predictor.linearised(x, choice).latent(form)
+            gaussian = self._latent(x, form_of(joint=joint, diagonal_output=diagonal_output), choice)
             return laid_out(gaussian, channel_dim, joint=joint)
 
     @checked
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Mean and variances of the latent outputs at X, `[B, C]` each, without covariances between outputs."""
         with autograd_mode(), torch.set_grad_enabled(self._predictor.graph):
-            gaussian = self._predictor.linearised(X).latent("diagonal")
-            return laid_out(gaussian, self._predictor.posterior.channel_dim)
+            return laid_out(self._latent(X, "diagonal"), self._predictor.posterior.channel_dim)
 
     def _jacobian(self, Js: Tensor | Jacobian) -> Jacobian:
         if isinstance(Js, Jacobian):
@@ -260,6 +259,10 @@ class Predicting(OutputSampling):
         if Js.ndim != 3 or Js.shape[2] != n_params:
             raise InvalidArgument(f"Js has shape {tuple(Js.shape)}; it must be [B, C, P] with P = {n_params}.")
         return Jacobian.from_dense(Js.to(device=like.device, dtype=like.dtype), layout.sizes)
+
+    def _latent(self, x: Inputs, form: str, choice: OutputChoice | None = None) -> Gaussian:
+        """Gaussian of the linearised network's outputs, or of some; `form` is `"full"`, `"diagonal"` or `"joint"`."""
+        return self._predictor.linearised(x, choice).latent(form)
 
 
 overrides.check_class(OutputSampling, OutputSampling)
