@@ -18,6 +18,7 @@ import argparse
 import json
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -53,7 +54,7 @@ class Line:
     Attributes:
         name: Workload.
         value: What is compared with the target: a ratio, seconds or GiB.
-        unit: Of value and target.
+        unit: Of value and target, as of `Case`.
         target: Largest value that meets it.
         note: Printed beside the result.
         timing: All times; None where memory alone counts.
@@ -113,17 +114,25 @@ def machine(device: torch.device) -> str:
 def measure(case: Case, device: torch.device, *, quick: bool, shared: bool) -> Line:
     """Measures the memory of one case in a process of its own, then its time in this one."""
     memory = timing.memory_in_subprocess(case.name, device)
-    if case.unit == "GiB":
-        return Line(case.name, memory.total_mib / 1024, case.unit, case.target, _memory_note(memory), None, memory)
+    if case.unit in _MEMORY:
+        value = _MEMORY[case.unit](memory) / 1024
+        return Line(case.name, value, case.unit, case.target, _memory_note(case, memory), None, memory)
     job = build(case, device)
     clock = time.process_time if shared else time.perf_counter
     times = timing.time_job(job, device, repeats=3 if quick else 15, max_seconds=2 if quick else 12, clock=clock)
     return Line(case.name, times.median, case.unit, case.target, job.note, times, memory)
 
 
-def _memory_note(memory: Memory) -> str:
-    whole = "the whole process"
-    return whole if memory.planned_mib is None else f"{whole}; la.plan: {memory.planned_mib:.0f} MiB more"
+_MEMORY: dict[str, Callable[[Memory], float]] = {
+    "GiB": lambda memory: memory.total_mib,
+    "GiB added": lambda memory: memory.extra_mib,
+}
+"""MiB that are compared with a target, by its unit."""
+
+
+def _memory_note(case: Case, memory: Memory) -> str:
+    what = "the whole process" if case.unit == "GiB" else "beyond the loaded model"
+    return what if memory.planned_mib is None else f"{what}; la.plan: {memory.planned_mib:.0f} MiB more"
 
 
 def build(case: Case, device: torch.device) -> timing.Job:

@@ -1,6 +1,7 @@
 """Memory of a fit of every structure, against what `la.plan` says before it.
 
-Of a ResNet-50 with 100 outputs where a structure suits that, else of a small network.
+Of a ResNet-50 with 100 outputs where a structure suits that, else of a small network. Of a language model with 50,257
+outputs at each of 4 × 64 positions, of which no matrix between outputs is made, fit and prediction.
 """
 
 from __future__ import annotations
@@ -43,10 +44,37 @@ def small_job(structure: str, device: torch.device) -> Job:
     return Job(lambda _: made().fit(batches), planned=lambda: made().plan(batches).peak_bytes)
 
 
+def vocabulary_job(structure: str, device: torch.device) -> Job:
+    """Fits the head of a GPT-2, and predicts: probabilities of all tokens, and of ten with their covariances."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config()).to(device).eval()
+    ids = torch.randint(model.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0)).to(device)
+    batch = {"input_ids": ids, "labels": ids}
+    made = partial(Laplace, model, "classification", "last_layer", structure)
+
+    def run() -> None:
+        la = made()
+        la.fit([batch])
+        la({"input_ids": ids})
+        la({"input_ids": ids}, link_approx="mc", outputs=10)
+
+    def planned() -> int:
+        plan = made().plan([batch])
+        return max(plan.peak_bytes, plan.kept_bytes + plan.predict_bytes)
+
+    return Job(lambda _: run(), planned=planned)
+
+
 def cases() -> list[Case]:
     """The lines of the table."""
     small = [Case(f"small MLP, {name} fit", TARGET_GIB, "GiB", partial(small_job, name)) for name in ("block", "full")]
-    return small + [
+    vocabulary = [
+        Case(f"GPT-2, C=50,257, last-layer {name}", target, "GiB added", partial(vocabulary_job, name))
+        for name, target in (("diag", 2.0), ("lowrank_kron", 6.0))
+    ]
+    resnet = [
         Case(f"ResNet-50, C=100, {structure} fit", TARGET_GIB, "GiB", partial(fit_job, structure))
         for structure in ("diag", "kron", "lowrank", "ekfac", "lowrank_kron")
     ]
+    return small + resnet + vocabulary

@@ -47,7 +47,8 @@ class Case:
     Attributes:
         name: Workload.
         target: The largest value that meets the target.
-        unit: `"× …"` (ratio), `"s"` (seconds) or `"GiB"` (peak memory of the whole process).
+        unit: `"× …"` (ratio), `"s"` (seconds), or peak memory: `"GiB"` of the whole process, `"GiB added"` beyond what
+            held interpreter, model and data.
         build: Makes the job on a device.
         in_other_processes: Whether other processes do the work, so that this one's processor time says nothing of it.
     """

@@ -13,6 +13,7 @@ from laplace.core.arguments import checked
 from laplace.core.batch import Inputs
 from laplace.core.gaussian import Gaussian
 from laplace.core.hyperparameters import check_counts
+from laplace.core.output_choice import Given, OutputChoice
 from laplace.core.random_numbers import check_generator, standard_normal
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument, InvalidType
@@ -42,14 +43,18 @@ class OutputSampling(ABC):
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
         joint: bool = False,
+        *,
+        outputs: Given = None,
         **model_kwargs: Any,
     ) -> Tensor:
         """Samples of the latent outputs, `[S, B, C]`: per input, or of all inputs together with `joint`.
 
+        With `outputs`, as of `__call__`, those of some outputs, `[S, B, K]`.
+
         Of outputs with positions `[S, *shape of the network's outputs]`, positions being inputs in this sense. Of a
         mixture a component is drawn per sample, then a sample of it (Eschenhagen et al., 2021, equation 8).
         """
-        request = Request(pred_type, n_samples, diagonal_output, generator, joint)
+        request = Request(pred_type, n_samples, diagonal_output, generator, joint, outputs=outputs)
         return self._predictor.functional_samples(x, request, **model_kwargs)
 
     @checked
@@ -61,13 +66,17 @@ class OutputSampling(ABC):
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
         joint: bool = False,
+        *,
+        outputs: Given = None,
         **model_kwargs: Any,
     ) -> Tensor:
         """Samples of the target's mean, `[S, B, C]`: probabilities, or the latents of a regression or of rewards.
 
+        With `outputs`, as of `__call__`, those of some outputs, `[S, B, K]`.
+
         Reward modelling gives preference probabilities for pairs (C = 2) and latent rewards for single items.
         """
-        request = Request(pred_type, n_samples, diagonal_output, generator, joint)
+        request = Request(pred_type, n_samples, diagonal_output, generator, joint, outputs=outputs)
         return self._predictor.predictive_samples(x, request, **model_kwargs)
 
 
@@ -98,6 +107,7 @@ class Predicting(OutputSampling):
         fitting: bool = False,
         *,
         observation_noise: bool = False,
+        outputs: Given = None,
         **model_kwargs: Any,
     ) -> Any:
         """Predictive distribution at x.
@@ -121,6 +131,10 @@ class Predicting(OutputSampling):
             generator: Source of randomness; equal seeds give equal bits.
             fitting: Return preference probabilities of pairs with reward modelling.
             observation_noise: Add σ² to the variance (regression).
+            outputs: Which outputs are predicted: indices `[K]`, or of each row its own, `[B, K]` (with positions in the
+                network's own shape, `[B, T, K]`), or an integer K for the K largest means, the largest first. Results
+                have K in place of C, and are those of a network without the other outputs: probabilities are given
+                that y is one of the K. None for all.
             **model_kwargs: For the model, with `pred_type="nn"`.
 
         Raises:
@@ -128,7 +142,7 @@ class Predicting(OutputSampling):
             InvalidArgument: An option is not accepted.
             ModelChangedError: The network was trained further after `fit`.
         """
-        request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx)
+        request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs)
         return self._predictor.call(x, request, fitting=fitting, observation_noise=observation_noise, **model_kwargs)
 
     @checked
@@ -143,6 +157,7 @@ class Predicting(OutputSampling):
         generator: torch.Generator | None = None,
         *,
         local_reparameterization: bool = False,
+        outputs: Given = None,
         **model_kwargs: Any,
     ) -> Prediction:
         """The predictive distribution at x as one object; each of its quantities is computed when it is first read.
@@ -159,6 +174,7 @@ class Predicting(OutputSampling):
                 reading, and it is advanced once.
             local_reparameterization: With `pred_type="nn"` and a diagonal posterior: draw noise on the pre-activations
                 of linear and convolutional layers instead of weights, for every datum anew (Kingma et al., 2015).
+            outputs: Which outputs are predicted, as of `__call__`; `Prediction.outputs` names them.
             **model_kwargs: For the model, with `pred_type="nn"`.
 
         Raises:
@@ -167,7 +183,7 @@ class Predicting(OutputSampling):
             ModelChangedError: The network was trained further after `fit`; also when a quantity is read.
             UnsupportedError: Local reparameterisation without a diagonal posterior over sampled weights.
         """
-        request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx)
+        request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs)
         return self._predictor.predict(x, request, local_reparameterization=local_reparameterization, **model_kwargs)
 
     @checked
@@ -203,7 +219,7 @@ class Predicting(OutputSampling):
 
     @checked
     def predictive_moments(
-        self, x: Inputs, *, joint: bool = False, diagonal_output: bool = False
+        self, x: Inputs, *, joint: bool = False, diagonal_output: bool = False, outputs: Given = None
     ) -> tuple[Tensor, Tensor]:
         """Mean and covariance of the linearised network's outputs, without noise, under any likelihood.
 
@@ -211,6 +227,7 @@ class Predicting(OutputSampling):
             x: Inputs of B data.
             joint: Whether the covariance is of all data together.
             diagonal_output: Only variances of the outputs.
+            outputs: Which outputs, as of `__call__`; None for all.
 
         Returns:
             `[B, C]` with `[B, C, C]`, or with `[B, C]` (`diagonal_output`), or `[B·C]` with `[B·C, B·C]` (`joint`).
@@ -220,8 +237,10 @@ class Predicting(OutputSampling):
             ModelChangedError: The network was trained further after `fit`.
         """
         with autograd_mode(), torch.set_grad_enabled(self._predictor.graph):
-            gaussian = self._latent(x, form_of(joint=joint, diagonal_output=diagonal_output))
-            return laid_out(gaussian, self._predictor.posterior.channel_dim, joint=joint)
+            channel_dim = self._predictor.posterior.channel_dim
+            choice = OutputChoice.of(outputs, channel_dim)
+            gaussian = self._latent(x, form_of(joint=joint, diagonal_output=diagonal_output), choice)
+            return laid_out(gaussian, channel_dim, joint=joint)
 
     @checked
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
@@ -241,9 +260,9 @@ class Predicting(OutputSampling):
             raise InvalidArgument(f"Js has shape {tuple(Js.shape)}; it must be [B, C, P] with P = {n_params}.")
         return Jacobian.from_dense(Js.to(device=like.device, dtype=like.dtype), layout.sizes)
 
-    def _latent(self, x: Inputs, form: str) -> Gaussian:
-        """Gaussian of the linearised network's outputs; `form` is `"full"`, `"diagonal"` or `"joint"`."""
-        return self._predictor.linearised(x).latent(form)
+    def _latent(self, x: Inputs, form: str, choice: OutputChoice | None = None) -> Gaussian:
+        """Gaussian of the linearised network's outputs, or of some; `form` is `"full"`, `"diagonal"` or `"joint"`."""
+        return self._predictor.linearised(x, choice).latent(form)
 
 
 overrides.check_class(OutputSampling, OutputSampling)

@@ -26,6 +26,7 @@ class Gaussian:
         covariance: `[B, C, C]`, `[B, C]` or `[B·C, B·C]`, in squared units of the outputs; of outputs in float32 it
             may be float64, in which it should have been summed where samples are to be drawn (see `scaled_root`).
         positions: Of outputs with positions, their dimensions: B is then the number of data × positions.
+        outputs: Which of the network's outputs the C are, `[B, C]`; None for all of them.
 
     Raises:
         InvalidArgument: The shapes do not belong together.
@@ -34,6 +35,7 @@ class Gaussian:
     mean: Tensor
     covariance: Tensor
     positions: tuple[int, ...] = ()
+    outputs: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.mean.ndim != 2:

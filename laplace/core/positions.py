@@ -22,12 +22,14 @@ class OutputRows:
     """Values of the rows of a batch.
 
     Attributes:
-        values: `[*lead, B·T, C]`.
+        values: `[*lead, B·T, C]`, or `[*lead, B·T, K]` of some outputs.
         positions: The dimensions whose product is T; empty for outputs `[B, C]`.
+        outputs: Which of the network's outputs they are of, `[B·T, K]`; None for all.
     """
 
     values: Tensor
     positions: tuple[int, ...] = ()
+    outputs: Tensor | None = None
 
     @classmethod
     def of(cls, f: Tensor, lead: int = 0) -> OutputRows:

@@ -20,6 +20,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.memory import DATUM, in_slices, ran_out
+from laplace.core.output_choice import OutputChoice
 from laplace.curvature.model_copy import copied_batch
 from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine, EngineOptions, Groups, detached
 from laplace.engines.kron_parts import KronBlock, KronParts
@@ -31,7 +32,7 @@ from laplace.engines.native.passes import ForwardPass
 from laplace.engines.native.plan import first_of_use
 from laplace.engines.thin_factor import Factor
 from laplace.errors import CurvatureError, MissingDependency
-from laplace.jacobian.jacobian import Jacobian
+from laplace.jacobian.jacobian import Jacobian, chosen
 from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.labels import classes_of
@@ -173,10 +174,16 @@ class PackageEngine(CurvatureEngine):
         values = computed.values.unsqueeze(0).to(vectors)
         return computed.summary, values if running is None else running.add_(values)
 
-    def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
+    def jacobian(
+        self, x: Inputs, *, create_graph: bool = False, choice: OutputChoice | None = None
+    ) -> Generator[tuple[Jacobian, Tensor]]:
         if create_graph or "jacobian" not in self.computes():
-            yield from self.native.jacobian(x, create_graph=create_graph)
-            return
+            yield from self.native.jacobian(x, create_graph=create_graph, choice=choice)
+        else:
+            yield from chosen(self._jacobians(x), choice)
+
+    def _jacobians(self, x: Inputs) -> Generator[tuple[Jacobian, Tensor]]:
+        """Jacobians of all outputs by the package, without a graph."""
         watched = self.native.forward(x)
         if watched.positions:
             yield from self.native.jacobian(x)

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.output_choice import OutputChoice
 from laplace.core.overrides import is_ours
 from laplace.engines.engine import Bases, BatchSummary, CurvatureEngine, Groups, detached, require_no_positions
 from laplace.engines.kron_parts import KronParts, n_entries
 from laplace.engines.native.accumulate import BlockSum, DiagSum, FullSum
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.jacobian.blocks import Block, DenseBlock
-from laplace.jacobian.jacobian import Jacobian
+from laplace.jacobian.jacobian import Jacobian, chosen
 from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.network.model_guard import gradients_set_aside, hooks_put_back, preserve_model
 
@@ -175,11 +176,17 @@ class UserBackendEngine(CurvatureEngine):
             return self.builtin.matmul(x, y, vectors, running)
         return summary, products if running is None else running.add_(products)
 
-    def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
+    def jacobian(
+        self, x: Inputs, *, create_graph: bool = False, choice: OutputChoice | None = None
+    ) -> Generator[tuple[Jacobian, Tensor]]:
         name = self._jacobians
         if name is None:
-            yield from self.builtin.jacobian(x, create_graph=create_graph)
-            return
+            yield from self.builtin.jacobian(x, create_graph=create_graph, choice=choice)
+        else:
+            yield from chosen(self._by_user(name, x, create_graph=create_graph), choice)
+
+    def _by_user(self, name: str, x: Inputs, *, create_graph: bool) -> Generator[tuple[Jacobian, Tensor]]:
+        """Jacobians of all outputs by a user's method."""
         with users_call(self.problem.module):
             method = getattr(self.backend, name)
             J, f = method(x, enable_backprop=True) if create_graph else method(x)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.output_choice import OutputChoice
 from laplace.engines.kron_parts import KronParts, KronSketch, Probe
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, UnsupportedError
@@ -204,10 +205,13 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         """
         raise self._refusal("matmul")
 
-    def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
+    def jacobian(
+        self, x: Inputs, *, create_graph: bool = False, choice: OutputChoice | None = None
+    ) -> Generator[tuple[Jacobian, Tensor]]:
         """Jacobians and outputs `[b, C]` of consecutive parts of a batch, each within the memory budget.
 
-        Of outputs with positions, b are rows, data × positions, and `Jacobian.positions` says their dimensions.
+        Of outputs with positions, b are rows, data × positions, and `Jacobian.positions` says their dimensions. Of a
+        choice of K outputs both are of these alone, with K in place of C, and `Jacobian.outputs` names them.
 
         The network is as before only once the generator has ended: read it to its end, or close it.
         """

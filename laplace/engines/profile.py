@@ -100,6 +100,12 @@ class BatchProfile:
         share = min(1.0, self.budget / max(1, 2 * self.gradients * most))  # the batch is split beyond the budget
         return int(share * self._held(most))
 
+    @property
+    def proving_bytes(self) -> int:
+        """Held while rules are proved on a first batch: derivatives of all tensors, and copies of the largest's."""
+        sizes = [tensor.size for tensor in self.tensors]
+        return self.widest + (sum(sizes) + 4 * max(sizes)) * self.itemsize
+
     def _held(self, at_once: int) -> int:
         cotangents = 2 * at_once * self.n_data * self.n_outputs * self.itemsize
         if self.is_head:  # no cotangents, but the outputs' Hessians

@@ -10,24 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from laplace.core import batch as batches
+from laplace.core.available import LEAST, Available, available, in_units
 from laplace.core.batch import Inputs
 from laplace.engines.profile import BatchProfile
 from laplace.enums import SubsetOfWeights
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory, UnsupportedError
-from laplace.fitting.available import Available, available
 from laplace.likelihoods.base import Likelihood
 from laplace.network import next_token
 from laplace.structures import STRUCTURES, Curvature
 from laplace.structures.cost import Cost
 from laplace.weights.problem import Problem
 
-LEAST = 2**30
-"""Bytes below which nobody looks how much there is."""
-
 _NAMED = 4
 """Other choices that a refusal names."""
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 @dataclass(frozen=True)
@@ -203,14 +198,6 @@ def known_length(loader: Iterable[Any]) -> int | None:
         return len(loader)  # pyright: ignore[reportArgumentType]
     except TypeError:  # of an iterable data set
         return None
-
-
-def in_units(value: int) -> str:
-    """A number of bytes for people."""
-    number, unit = float(value), 0
-    while number >= 1024 and unit < len(_UNITS) - 1:
-        number, unit = number / 1024, unit + 1
-    return f"{number:.3g} {_UNITS[unit]}"
 
 
 def _seconds(value: float) -> str:

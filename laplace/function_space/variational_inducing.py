@@ -116,7 +116,7 @@ def inducing_jacobians(engine: CurvatureEngine, places: Places, *, create_graph:
     start = 0
     for jacobian, f in jacobians(engine, places.x, create_graph=create_graph):
         stop = start + len(f)
-        rows = jacobian.select_outputs(_classes(places)[start:stop])
+        rows = jacobian.select_outputs(_classes(places)[start:stop].unsqueeze(1))
         parts.append(rows if create_graph else rows.detached())
         start = stop
     return tuple(parts)

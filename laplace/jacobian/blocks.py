@@ -43,9 +43,8 @@ class Block(Contractions):
         """The block of some of the data: a slice, or indices `[n]`."""
 
     def select_outputs(self, outputs: Tensor) -> Block:
-        """One cotangent of every datum, `outputs` `[B]`: a block `[1, B, p]`."""
-        data = torch.arange(len(outputs), device=outputs.device)
-        return DenseBlock(self.dense()[outputs, data].unsqueeze(0))
+        """K cotangents of every datum, `outputs` `[B, K]`: a block `[K, B, p]`."""
+        return DenseBlock(of_each(self.dense(), outputs))
 
     def select_entries(self, selection: Selection, entries: Tensor) -> Block:
         """Some entries of the tensor.
@@ -166,6 +165,11 @@ def all_of(kind: type[B], blocks: Sequence[Block]) -> list[B] | None:
     """The blocks, if all are of one kind."""
     alike = [block for block in blocks if isinstance(block, kind)]
     return alike if len(alike) == len(blocks) else None
+
+
+def of_each(values: Tensor, outputs: Tensor) -> Tensor:
+    """Entries `[K, B, …]` of `[C, B, …]` at outputs of every datum, `[B, K]`."""
+    return values[outputs.T, torch.arange(len(outputs), device=outputs.device)]
 
 
 def by_row(values: Tensor, n_positions: int) -> Tensor:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import BLOCKS, Block, all_of
 from laplace.jacobian.contractions import ProductBasis, RankOne, TensorShape
+from laplace.jacobian.head_rows import HeadRows
 from laplace.jacobian.outer import OuterBlock
 from laplace.likelihoods.output_hessian import OutputHessian
 
@@ -98,10 +98,8 @@ class HeadBlock(Head):
     def at(self, data: slice | Tensor) -> HeadBlock:
         return replace(self, features=self.features[data])
 
-    def select_outputs(self, outputs: Tensor) -> OuterBlock:
-        a = None if self.is_bias else self.features[:, None, None]
-        g = F.one_hot(outputs, self.n_outputs).to(self.features)
-        return OuterBlock(a, g[None, :, None, None])
+    def select_outputs(self, outputs: Tensor) -> HeadRows:
+        return HeadRows(self.features, outputs, self.n_outputs, self.is_bias)
 
     def cast(self, dtype: torch.dtype) -> HeadBlock:
         return replace(self, features=self.features.to(dtype))
@@ -134,6 +132,9 @@ class HeadBlock(Head):
         if isinstance(other, HeadBlock):
             eye = torch.eye(self.n_outputs, dtype=wide_dtype(features.device), device=features.device)
             return (features @ widened(other.features).T)[None, :, None] * eye[:, None, :, None]
+        if isinstance(other, HeadRows):
+            rows = torch.arange(self.n_outputs, device=features.device).expand(self.n_data, -1)
+            return HeadRows(self.features, rows, self.n_outputs, self.is_bias).kernel(other)
         if isinstance(other, OuterBlock) and other.n_positions == other.groups == 1 and not other.input_first:
             a = features.new_ones(other.n_data, 1) if other.a is None else widened(other.a[:, 0, 0])
             return torch.einsum("bm,lmk->kblm", features @ a.T, widened(other.g[:, :, 0, 0]))

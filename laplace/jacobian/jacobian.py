@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from laplace.core.output_choice import OutputChoice
 from laplace.core.precision_policy import wide_dtype
 from laplace.jacobian.blocks import Block, DenseBlock, from_state
 from laplace.jacobian.contractions import CHUNK_BYTES, total
@@ -24,11 +26,14 @@ class Jacobian:
         positions: Of outputs with positions, their dimensions: the data here are rows, data × positions.
         wide: True if covariances of its outputs are summed in float64, since they are to be factored: the root of a
             sum that was rounded in float32 is known to three digits (`laplace.core.symmetric_root`).
+        outputs: Which of the network's outputs the cotangents of every datum are, `[B, K]`; None for all of them, or
+            for other cotangents.
     """
 
     blocks: tuple[Block, ...]
     positions: tuple[int, ...] = ()
     wide: bool = False
+    outputs: Tensor | None = None
 
     @property
     def n_data(self) -> int:
@@ -70,11 +75,12 @@ class Jacobian:
 
     def at(self, data: slice | Tensor) -> Jacobian:
         """The Jacobian of some of the data: a slice, or indices `[n]`."""
-        return Jacobian(tuple(block.at(data) for block in self.blocks), wide=self.wide)
+        outputs = None if self.outputs is None else self.outputs[data]
+        return Jacobian(tuple(block.at(data) for block in self.blocks), wide=self.wide, outputs=outputs)
 
     def select_outputs(self, outputs: Tensor) -> Jacobian:
-        """The Jacobian of one output of every datum, `outputs` `[B]`, with one cotangent."""
-        return Jacobian(tuple(block.select_outputs(outputs) for block in self.blocks))
+        """The Jacobian of K outputs of every datum, `outputs` `[B, K]`."""
+        return replace(self, blocks=tuple(block.select_outputs(outputs) for block in self.blocks), outputs=outputs)
 
     def detached(self) -> Jacobian:
         """The Jacobian as plain tensors, without graphs or references to a network, as states hold it.
@@ -108,3 +114,24 @@ class Jacobian:
             StateError: It is malformed.
         """
         return cls(tuple(from_state(block) for block in state))
+
+
+def chosen(
+    pieces: Generator[tuple[Jacobian, Tensor]], choice: OutputChoice | None
+) -> Generator[tuple[Jacobian, Tensor]]:
+    """Jacobians and outputs of a choice of K outputs, of those of all `[b, C]`; all where there is no choice.
+
+    Raises:
+        InvalidArgument: The choice is not of outputs of these rows.
+    """
+    start = 0
+    with closing(pieces):
+        for jacobian, f in pieces:
+            if choice is None:
+                yield jacobian, f
+                continue
+            outputs = choice.at(f, jacobian.positions, start)
+            start += len(f)
+            yield jacobian.select_outputs(outputs), f.gather(1, outputs)
+    if choice is not None:
+        choice.require_all(start)

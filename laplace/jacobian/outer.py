@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.precision_policy import widened
-from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of, by_row
+from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of, by_row, of_each
 from laplace.jacobian.contractions import (
     CHUNK_BYTES,
     KroneckerFactored,
@@ -85,8 +85,7 @@ class FactoredBlock(Block, KroneckerFactored):
         return self.with_factors(lambda inputs: inputs[data], self.g[:, data])
 
     def select_outputs(self, outputs: Tensor) -> Block:
-        data = torch.arange(len(outputs), device=outputs.device)
-        return self.with_factors(lambda inputs: inputs, self.g[outputs, data].unsqueeze(0))
+        return self.with_factors(lambda inputs: inputs, of_each(self.g, outputs))
 
     def join(self, others: Sequence[Block]) -> Block:
         alike = all_of(type(self), others)

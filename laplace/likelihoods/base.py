@@ -40,6 +40,8 @@ class Likelihood(ABC):
             column as `[B]`.
         class_targets: True if targets are labels of classes, indices `[B]` or probabilities `[B, C]`.
         independent_outputs: True if loss and inverse link act on every output alone.
+        some_outputs: True if any K outputs alone have a likelihood of this form, so that predictions can be asked for
+            some (`outputs=`): outputs act alone, or are classes, of which y is then one of K.
         sums_to_zero: True if rows of the output Hessian do, so that an exact GGN takes C − 1 backward passes.
         activation: `"softmax"` or `"sigmoid"` for a likelihood that takes it of the outputs, so that outputs of which
             the network has taken it already are refused.
@@ -54,6 +56,7 @@ class Likelihood(ABC):
     numeric_targets: bool = False
     class_targets: bool = False
     independent_outputs: bool = False
+    some_outputs: bool = False
     sums_to_zero: bool = False
     activation: str | None = None
 

@@ -26,6 +26,7 @@ class Bernoulli(NoiseFreeLikelihood):
     target = TARGETS["binary"]
     response = "sigmoid"
     independent_outputs = True
+    some_outputs = True
     activation = "sigmoid"
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ class Categorical(SoftmaxLikelihood):
 
     name = "classification"
     activation = "softmax"
+    some_outputs = True
     ignore_index: int | None = -100
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -67,18 +68,36 @@ class OutputHessian:
         vec = widened(self.vec)
         return diag.addcmul_(vec.index_select(1, rows), vec.index_select(1, columns), value=-1)
 
+    @cached_property
+    def _parts(self) -> tuple[Tensor, Tensor | None]:
+        """The diagonal and the rank-one part in float64, whose difference is known to as many digits as they are.
+
+        Of a saturated row p − p² is 1 − p of its largest p, of which rounding p has left few digits: it is the sum of
+        the others.
+        """
+        diag = widened(self.diag)
+        if not self.sums_to_zero:
+            return diag, None if self.vec is None else widened(self.vec)
+        largest, at = diag.max(1, keepdim=True)
+        others = diag.scatter(1, at, 0.0).sum(1, keepdim=True)
+        diag = diag.scatter(1, at, largest.sign() - others)  # a row of zeros stays one
+        return diag, diag
+
     def diagonal(self) -> Tensor:
         """Diagonals of Λ, `[B, C]`."""
         if self.dense is not None:
             return self.dense.diagonal(dim1=1, dim2=2)
-        return self.diag if self.vec is None else self.diag - self.vec.square()
+        diag, vec = self._parts
+        return self.diag if vec is None else torch.addcmul(diag, vec, vec, value=-1).to(self.diag.dtype)
 
     def diagonal_in(self, basis: Tensor) -> Tensor:
         """Diagonals uᵀ Λ u of columns u of a basis `[C, K]`, `[B, K]`."""
         if self.dense is not None:
             return ((self.dense @ basis) * basis).sum(1)
-        values = self.diag @ basis.square()
-        return values if self.vec is None else values - (self.vec @ basis).square()
+        diag, vec = self._parts
+        wide = basis.to(diag)
+        values = diag @ wide.square()
+        return (values if vec is None else values - (vec @ wide).square()).to(self.diag.dtype)
 
     def times(self, vectors: Tensor) -> Tensor:
         """Λ v of vectors `[..., B, C]`, in the same shape."""
@@ -93,15 +112,18 @@ class OutputHessian:
         """Σ_b Λ_b, `[C, C]`, without the `[B, C, C]` tensor where Λ is structured."""
         if self.dense is not None:
             return self.dense.sum(0)
-        total = torch.diag(self.diag.sum(0))
-        return total if self.vec is None else total - self.vec.T @ self.vec
+        diag, vec = self._parts
+        total = torch.diag(diag.sum(0))
+        return (total if vec is None else total - vec.T @ vec).to(self.diag.dtype)
 
     def total_times(self, matrix: Tensor) -> Tensor:
         """Σ_b Λ_b M of M `[C, w]`, `[C, w]`, without Σ_b Λ_b where Λ is structured."""
         if self.dense is not None:
             return self.dense.sum(0) @ matrix
-        product = self.diag.sum(0).unsqueeze(1) * matrix
-        return product if self.vec is None else product - self.vec.T @ (self.vec @ matrix)
+        diag, vec = self._parts
+        wide = matrix.to(diag)
+        product = diag.sum(0).unsqueeze(1) * wide
+        return (product if vec is None else product - vec.T @ (vec @ wide)).to(matrix.dtype)
 
     def matrix(self) -> Tensor:
         """Λ, `[B, C, C]`."""

@@ -82,6 +82,7 @@ class Poisson(MomentLikelihood):
     name = "poisson"
     target = CountTarget(log_normal_moments, "count", variances_only=True)
     independent_outputs = True
+    some_outputs = True
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
         """Counts of the shape of f, `[B, C]`, in its dtype.

@@ -10,7 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.output_choice import Given
 from laplace.enums import PredType
+from laplace.errors import InvalidArgument
 from laplace.mixture.sampling import choose, in_order
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.predictor import replayed
@@ -39,11 +41,13 @@ class MixturePredictor(Predictor):
 
     def call(self, x: Inputs, request: Request, /, **more: Any) -> Any:
         """Σ_k π_k p_k(y | x), or its first two moments."""
+        _shared(more.get("outputs"))
         predictions = [la(x, *_arguments(la, request), **more) for la in self.components]
         return mixed(predictions, self.weights, self._channel_dim)
 
     def predict(self, x: Inputs, request: Request, /, **more: Any) -> Prediction:
         """One object over the outputs of all components."""
+        _shared(more.get("outputs"))
         predictions = [la.predict(x, *_arguments(la, request), **more) for la in self.components]
         rows = tuple(outputs for prediction in predictions for outputs in prediction.rows.components)
         draws = replayed(request.generator, self.weights.device)
@@ -55,17 +59,19 @@ class MixturePredictor(Predictor):
 
     def functional_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:
         """A component per sample, then a sample of its outputs."""
+        chosen = _shared(request.outputs)
 
         def draw(la: ParametricLaplace, n_samples: int) -> Tensor:
-            return la.functional_samples(x, *_sampling_arguments(request, n_samples), **model_kwargs)
+            return la.functional_samples(x, *_sampling_arguments(request, n_samples), **chosen, **model_kwargs)
 
         return self._drawn(draw, request)
 
     def predictive_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:
         """A component per sample, then a sample of the mean of its target."""
+        chosen = _shared(request.outputs)
 
         def draw(la: ParametricLaplace, n_samples: int) -> Tensor:
-            return la.predictive_samples(x, *_sampling_arguments(request, n_samples), **model_kwargs)
+            return la.predictive_samples(x, *_sampling_arguments(request, n_samples), **chosen, **model_kwargs)
 
         return self._drawn(draw, request)
 
@@ -87,6 +93,20 @@ def _arguments(la: ParametricLaplace, request: Request) -> tuple[Any, ...]:
         request.diagonal_output,
         request.generator,
     )
+
+
+def _shared(outputs: Given) -> dict[str, Given]:
+    """The chosen outputs as an argument of all components.
+
+    Raises:
+        InvalidArgument: The largest ones, of which every component has its own.
+    """
+    if isinstance(outputs, int):
+        raise InvalidArgument(
+            f"outputs={outputs} of a mixture: the largest outputs of one network are not those of another. Give "
+            "indices, e.g. those of la.components[0].predict(x, outputs=...).outputs."
+        )
+    return {} if outputs is None else {"outputs": outputs}
 
 
 def _sampling_arguments(request: Request, n_samples: int) -> tuple[Any, ...]:

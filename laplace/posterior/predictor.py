@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.output_choice import OutputChoice
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
 from laplace.core.positions import in_users_layout, unrolled
 from laplace.core.random_numbers import drawn_seed, standard_normal
@@ -19,13 +20,13 @@ from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.posterior import own_outputs
 from laplace.posterior.overridden import posterior_before
 from laplace.posterior.posterior import Posterior
-from laplace.predictive import latent
-from laplace.predictive.latent import GaussianSource, LinearisedOutputs, SampledOutputs, SampleSource
+from laplace.predictive.latent import GaussianSource, LinearisedOutputs, SampleSource
 from laplace.predictive.options import check_model_kwargs, refuse_model_kwargs
 from laplace.predictive.posterior_outputs import Draws, PosteriorOutputs, PredictionOptions
 from laplace.predictive.prediction import Prediction, laid_out
 from laplace.predictive.predictor import Predictor, Request
 from laplace.predictive.reparameterised import ReparameterisedOutputs
+from laplace.predictive.sampled import SampledOutputs, refuse_refined
 from laplace.structures.base import Precision
 from laplace.structures.draws import drawn
 
@@ -64,7 +65,7 @@ class PosteriorPredictor(Predictor):
             raise InvalidArgument(f"observation_noise=True, but likelihood={likelihood.name!r} has no noise.")
         if kind == PredType.NN:
             request = replace(request, joint=False, diagonal_output=True)
-        rows = self._predicted(x, kind, request.options(), lambda: request.generator, model_kwargs)
+        rows = self._predicted(x, kind, self._options(request), lambda: request.generator, model_kwargs)
         prediction = Prediction.of(rows, channel_dim)
         if likelihood.moment_prediction:
             return prediction.mean, prediction.variance
@@ -79,7 +80,7 @@ class PosteriorPredictor(Predictor):
         self, x: Inputs, request: Request, /, *, local_reparameterization: bool = False, **model_kwargs: Any
     ) -> Prediction:
         """One object; each of its quantities is computed when it is first read."""
-        kind, options, posterior = self._kind(request), request.options(), self.posterior
+        kind, options, posterior = self._kind(request), self._options(request), self.posterior
         posterior.check_unchanged()
         draws = replayed(request.generator, posterior.hypers.device)
         if not local_reparameterization:
@@ -106,6 +107,28 @@ class PosteriorPredictor(Predictor):
     def _kind(self, request: Request) -> PredType:
         return request.kind(self.posterior.choices.pred_types)
 
+    def _options(self, request: Request) -> PredictionOptions:
+        """Options of a request.
+
+        Raises:
+            UnsupportedError: Outputs are chosen that mean nothing alone, or that users' own methods do not know of.
+        """
+        posterior = self.posterior
+        options, likelihood = request.options(posterior.channel_dim), posterior.likelihood
+        if options.choice is None:
+            return options
+        if not likelihood.some_outputs:
+            raise UnsupportedError(
+                f"outputs= with likelihood={likelihood.name!r}, which reads the outputs of a datum together: ask for "
+                "all of them. A likelihood of one's own that has this form for some outputs says some_outputs = True."
+            )
+        if posterior.overrides(*PREDICTIONS[1:]):  # besides `__call__`, which is not asked here
+            raise UnsupportedError(
+                f"outputs= with a class that defines one of {', '.join(PREDICTIONS[1:])}, which predict all outputs: "
+                "leave it out, and take those that are asked for of the result."
+            )
+        return options
+
     def _predicted(
         self, x: Inputs, kind: PredType, options: PredictionOptions, draws: Draws, model_kwargs: dict[str, Any]
     ) -> PosteriorOutputs:
@@ -129,33 +152,35 @@ class PosteriorPredictor(Predictor):
         """
         if kind == PredType.NN:
             check_model_kwargs(self.posterior.problem.module, model_kwargs)
-            return self._of(self._sampled(x, model_kwargs), options, draws)
+            return self._of(self._sampled(x, options, model_kwargs), options, draws)
         refuse_model_kwargs(model_kwargs)
-        return self._of(self.linearised(x), options, draws)
+        return self._of(self.linearised(x, options.choice), options, draws)
 
     def _of(self, source: GaussianSource | SampleSource, options: PredictionOptions, draws: Draws) -> PosteriorOutputs:
         posterior = self.posterior
         sigma = posterior.sigma_noise if source.create_graph else posterior.sigma_noise.detach()
+        sigma = sigma if options.choice is None else options.choice.noise(sigma)
         return PosteriorOutputs(source, posterior.likelihood, sigma, options, draws)
 
-    def linearised(self, x: Inputs) -> LinearisedOutputs:
-        """Outputs of the linearised network."""
+    def linearised(self, x: Inputs, choice: OutputChoice | None = None) -> LinearisedOutputs:
+        """Outputs of the linearised network: all, or those of a choice."""
         posterior, graph = self.posterior, self.graph
         with torch.set_grad_enabled(graph):
             precision = posterior.predictive_precision()
         return LinearisedOutputs(
-            posterior.engine, precision, x, posterior.refined_step, graph, posterior.check_unchanged, self.through_x
-        )
+            posterior.engine, precision, x, posterior.refined_step, graph, posterior.check_unchanged, self.through_x,
+            choice,
+        )  # fmt: skip
 
-    def _sampled(self, x: Inputs, model_kwargs: dict[str, Any]) -> SampledOutputs:
+    def _sampled(self, x: Inputs, options: PredictionOptions, model_kwargs: dict[str, Any]) -> SampledOutputs:
         """Outputs of the network at sampled weights."""
         posterior, graph = self.posterior, self.graph
-        latent.refuse_refined(posterior.refined_step, posterior.engine.problem)
+        refuse_refined(posterior.refined_step, posterior.engine.problem)
         with torch.set_grad_enabled(graph):
             thetas = sampler(posterior)
         return SampledOutputs(
             posterior.engine, thetas, posterior.expansion_point, x, model_kwargs, graph, posterior.check_unchanged,
-            self.through_x,
+            self.through_x, options.choice,
         )  # fmt: skip
 
     def _reparameterised(
@@ -167,12 +192,12 @@ class PosteriorPredictor(Predictor):
             UnsupportedError: The posterior is not diagonal.
         """
         posterior, graph = self.posterior, self.graph
-        latent.refuse_refined(posterior.refined_step, posterior.problem)
+        refuse_refined(posterior.refined_step, posterior.problem)
         with torch.set_grad_enabled(graph):
             variances = posterior.predictive_precision().diagonal_of_inverse()
         source = ReparameterisedOutputs(
             posterior.problem, posterior.mean, variances, posterior.fit.coverage, x, model_kwargs, graph,
-            posterior.check_unchanged, self.through_x,
+            posterior.check_unchanged, self.through_x, options.choice,
         )  # fmt: skip
         return self._of(source, options, draws)
 
@@ -180,7 +205,7 @@ class PosteriorPredictor(Predictor):
         self, x: Inputs, request: Request, model_kwargs: dict[str, Any], *, own: bool = False
     ) -> Tensor:
         """Samples of the outputs at x, `[S, B, *positions, C]`; with `own` those of a user's `functional_samples`."""
-        name, kind, options = "functional_samples", self._kind(request), request.options()
+        name, kind, options = "functional_samples", self._kind(request), self._options(request)
         if own and self.posterior.overrides(name):
             draw = own_outputs.own_samples(self.posterior, name, x, kind, options.form, model_kwargs)
             rows = draw(options.n_samples, request.generator)

@@ -1,30 +1,33 @@
-"""Outputs under a posterior over weights: of the linearised network, or of the network at sampled weights."""
+"""Outputs under a posterior over weights, by their moments or by samples; those of the linearised network."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from math import prod
 
 import torch
 from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core import checks
+from laplace.core.available import LEAST, available, in_units
 from laplace.core.batch import Inputs
 from laplace.core.checks import require
 from laplace.core.gaussian import Gaussian, sample_moments
 from laplace.core.memory import DATUM, in_slices
-from laplace.core.positions import OutputRows, unrolled
-from laplace.engines.engine import CurvatureEngine, detached
+from laplace.core.output_choice import OutputChoice
+from laplace.core.positions import OutputRows
+from laplace.engines.engine import CurvatureEngine
 from laplace.engines.outputs import outputs
-from laplace.errors import InvalidData, UnsupportedError
+from laplace.errors import InvalidData, OutOfMemory
 from laplace.jacobian.jacobian import Jacobian
-from laplace.predictive.sampled_weights import outputs_at
 from laplace.structures.base import Precision
-from laplace.weights.problem import Problem
+
+_COPIES = 3
+"""Of covariances: a sum, what is taken away from it, and what is left."""
 
 
 class GaussianSource(ABC):
@@ -70,15 +73,16 @@ def moments_of(drawn: OutputRows, form: str) -> Gaussian:
     Raises:
         InvalidArgument: One sample, which has no variance.
     """
-    samples, positions = drawn.values, drawn.positions
-    mean, variance = sample_moments(samples)
-    if form == "diagonal":
-        return Gaussian(mean, variance, positions)
-    centred = samples - mean
-    if form == "joint":
-        rows = centred.flatten(1)
-        return Gaussian(mean, rows.T @ rows / (len(samples) - 1), positions)
-    return Gaussian(mean, torch.einsum("sbc,sbd->bcd", centred, centred) / (len(samples) - 1), positions)
+    samples = drawn.values
+    mean, covariance = sample_moments(samples)
+    if form != "diagonal":
+        centred = samples - mean
+        if form == "joint":
+            rows = centred.flatten(1)
+            covariance = rows.T @ rows / (len(samples) - 1)
+        else:
+            covariance = torch.einsum("sbc,sbd->bcd", centred, centred) / (len(samples) - 1)
+    return Gaussian(mean, covariance, drawn.positions, drawn.outputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +97,7 @@ class LinearisedOutputs(GaussianSource):
         create_graph: Whether results can be differentiated, with respect to hyper-parameters or x.
         check: Raises where the network is not that of the posterior any more.
         through_x: Whether they can be with respect to x.
+        choice: Which outputs; None for all.
     """
 
     engine: CurvatureEngine
@@ -102,52 +107,31 @@ class LinearisedOutputs(GaussianSource):
     create_graph: bool
     check: Callable[[], None]
     through_x: bool
+    choice: OutputChoice | None = None
 
     def mean(self) -> OutputRows:
         with checks.together():
             self.check()
             if self.step is not None:
-                return linearised_mean(self.engine, self.x, self.step, create_graph=self.through_x)
-            return outputs(self.engine, self.x, create_graph=self.through_x)
+                pieces = jacobians(self.engine, self.x, self.choice, create_graph=self.through_x)
+                return linearised_mean(pieces, self.step)
+            rows = outputs(self.engine, self.x, create_graph=self.through_x)
+            return rows if self.choice is None else self.choice.picked(rows)
 
     def latent(self, form: str, *, wide: bool = False) -> Gaussian:
         with checks.together():
             self.check()
             return linearised(
-                self.engine, self.precision, self.x, form, step=self.step, create_graph=self.through_x, wide=wide
-            )
+                self.engine, self.precision, self.x, form, step=self.step, create_graph=self.through_x, wide=wide,
+                choice=self.choice,
+            )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class SampledOutputs(SampleSource):
-    """Outputs of the network at weights drawn from the posterior.
-
-    Attributes:
-        engine: Knows the problem.
-        thetas: Draws weights, `[S, P]`.
-        centre: θ*, the network's weights, `[P]`.
-        x: Inputs of B data.
-        model_kwargs: Further arguments of the model.
-        create_graph: Whether results can be differentiated, with respect to hyper-parameters or x.
-        check: Raises where the network is not that of the posterior any more.
-        through_x: Whether they can be with respect to x.
-    """
-
-    engine: CurvatureEngine
-    thetas: Callable[[int, torch.Generator | None], Tensor]
-    centre: Tensor
-    x: Inputs
-    model_kwargs: dict[str, Any]
-    create_graph: bool
-    check: Callable[[], None]
-    through_x: bool
-
-    def samples(self, n: int, generator: torch.Generator | None) -> OutputRows:
-        with checks.together():
-            thetas = self.thetas(n, generator)
-            self.check()
-            run = sampler(self.engine, self.centre, self.x, self.model_kwargs, create_graph=self.through_x)
-            return OutputRows.of(finite(run(thetas)), 1)
+def jacobians(
+    engine: CurvatureEngine, x: Inputs, choice: OutputChoice | None, *, create_graph: bool
+) -> Generator[tuple[Jacobian, Tensor]]:
+    """Jacobians and outputs of consecutive parts of the inputs, wherever these are: of all outputs, or the chosen."""
+    return engine.jacobian(batches.to_device(x, engine.problem.device), create_graph=create_graph, choice=choice)
 
 
 def linearised(
@@ -159,6 +143,7 @@ def linearised(
     step: Tensor | None = None,
     create_graph: bool = False,
     wide: bool = False,
+    choice: OutputChoice | None = None,
 ) -> Gaussian:
     """N(f(x, θ*) + J (θ̂ − θ*), J P⁻¹ Jᵀ), the GLM predictive's latent (Immer et al., 2021).
 
@@ -171,27 +156,58 @@ def linearised(
         step: θ̂ − θ*, `[P]`; None where it is zero.
         create_graph: Whether mean and covariance can be differentiated with respect to x.
         wide: Whether covariances are summed in float64, since samples are to be drawn.
+        choice: Which outputs; None for all.
 
     Raises:
         InvalidData: No data, or outputs that are not finite.
+        OutOfMemory: Covariances between all outputs are more than there is room for.
     """
-    x = batches.to_device(x, engine.problem.device)
-    pieces = shifted(without_graph(engine.jacobian(x, create_graph=create_graph), unless=create_graph), step)
+    pieces = jacobians(engine, x, choice, create_graph=create_graph)
+    pieces = shifted(without_graph(pieces, unless=create_graph), step)
     if form == "joint":
         parts = list(pieces)
+        rows = _together((f, part.positions, part.outputs) for part, f in parts)
+        require_room((rows.values.numel(),) * 2, rows.values)
         jacobian = parts[0][0] if len(parts) == 1 else _joined(parts)
-        mean = torch.cat([f for _, f in parts])
-        covariance = precision.functional_covariance(replace(jacobian, wide=wide))
-        return _checked(Gaussian(mean, covariance, parts[0][0].positions))
+        covariance = precision.functional_covariance(replace(jacobian, wide=wide, outputs=rows.outputs))
+        return _checked(Gaussian(rows.values, covariance, rows.positions, rows.outputs))
     contract: Callable[[Jacobian], Tensor] = (
         precision.functional_diagonal if form == "diagonal" else precision.functional_variance
     )
+    variances: list[Tensor] = []
+    means: list[tuple[Tensor, tuple[int, ...], Tensor | None]] = []
     with closing(pieces):
-        parts = [(f, contracted(contract, replace(jacobian, wide=wide)), jacobian.positions) for jacobian, f in pieces]
-    if not parts:
+        for jacobian, f in pieces:
+            if form == "full":
+                require_room((*f.shape, f.shape[1]), f)
+            variances.append(contracted(contract, replace(jacobian, wide=wide)))
+            means.append((f, jacobian.positions, jacobian.outputs))
+    if not means:
         raise InvalidData("the inputs hold no data to predict.")
-    means, variances, positions = zip(*parts, strict=True)
-    return _checked(Gaussian(torch.cat(means), torch.cat(variances), positions[0]))
+    rows = _together(means)
+    return _checked(Gaussian(rows.values, torch.cat(variances), rows.positions, rows.outputs))
+
+
+def _together(parts: Iterable[tuple[Tensor, tuple[int, ...], Tensor | None]]) -> OutputRows:
+    """Rows of all parts, of means, positions and chosen outputs of each."""
+    means, positions, outputs = zip(*parts, strict=True)
+    return OutputRows(torch.cat(means), positions[0], None if outputs[0] is None else torch.cat(outputs))
+
+
+def require_room(shape: tuple[int, ...], like: Tensor) -> None:
+    """Refuses covariances of a shape that the device has no room for, before any of them is computed.
+
+    Raises:
+        OutOfMemory: They are more than that.
+    """
+    needed = _COPIES * prod(shape) * like.element_size()
+    there = available(like.device) if needed > LEAST else None
+    if there is not None and there.size < needed:
+        raise OutOfMemory(
+            f"covariances {list(shape)} between the outputs take {in_units(needed)}, but only {in_units(there.size)} "
+            f"are available ({there.source}). Variances alone take no matrix: use link_approx='probit', or "
+            "diagonal_output=True; or say by outputs= which outputs are asked for."
+        )
 
 
 def without_graph(
@@ -232,7 +248,7 @@ def shifted(pieces: Generator[tuple[Jacobian, Tensor]], step: Tensor | None) -> 
     """
     with closing(pieces):
         for jacobian, f in pieces:
-            mean = f.to(_dtype(f))
+            mean = f.to(widest(f))
             yield jacobian, mean if step is None else mean + moved_by(jacobian, step.unsqueeze(0))[0]
 
 
@@ -242,13 +258,9 @@ def moved_by(jacobian: Jacobian, steps: Tensor) -> Tensor:
     return jacobian.sum_over_blocks(lambda i, block: block.apply(parts[i]))
 
 
-def linearised_mean(engine: CurvatureEngine, x: Inputs, step: Tensor, *, create_graph: bool = False) -> OutputRows:
-    """f(x, θ*) + J step, `[B, C]`, without a covariance."""
-    x = batches.to_device(x, engine.problem.device)
-    parts = [
-        (mean, jacobian.positions) for jacobian, mean in shifted(engine.jacobian(x, create_graph=create_graph), step)
-    ]
-    return OutputRows(torch.cat([mean for mean, _ in parts]), parts[0][1])
+def linearised_mean(pieces: Generator[tuple[Jacobian, Tensor]], step: Tensor) -> OutputRows:
+    """f(x, θ*) + J step, `[B, C]`, of Jacobians and outputs f, without a covariance."""
+    return _together((mean, jacobian.positions, jacobian.outputs) for jacobian, mean in shifted(pieces, step))
 
 
 def _checked(gaussian: Gaussian) -> Gaussian:
@@ -262,110 +274,11 @@ def _checked(gaussian: Gaussian) -> Gaussian:
     return gaussian
 
 
-def _dtype(f: Tensor) -> torch.dtype:
+def widest(f: Tensor) -> torch.dtype:
+    """At least float32, for outputs of a lower precision."""
     return torch.promote_types(f.dtype, torch.float32)
 
 
 def _joined(parts: list[tuple[Jacobian, Tensor]]) -> Jacobian:
     sizes = tuple(block.size for block in parts[0][0].blocks)
     return Jacobian.from_dense(torch.cat([jacobian.dense() for jacobian, _ in parts]), sizes)
-
-
-Sampler = Callable[[Tensor], Tensor]
-"""Maps weights `[S, P]` to outputs `[S, B, C]`, or `[S, B, *positions, C]`."""
-
-
-def sampler(
-    engine: CurvatureEngine, mean: Tensor, x: Inputs, model_kwargs: dict[str, Any], *, create_graph: bool = False
-) -> Sampler:
-    """Outputs of the network on x at sampled weights, none of which is ever written into the model.
-
-    A head on frozen features is linear in its weights, so that one pass of the trunk serves all samples.
-
-    Args:
-        engine: Knows the problem.
-        mean: θ*, `[P]`.
-        x: Inputs of B data.
-        model_kwargs: Further arguments of the model.
-        create_graph: Whether outputs can be differentiated with respect to x.
-    """
-    problem = engine.problem
-    x = batches.to_device(x, problem.device)
-    if problem.head is not None and not model_kwargs:
-        parts = engine.head_jacobian(x, create_graph=create_graph)
-        if parts is not None:
-            positions = parts[0][0].positions
-            return lambda thetas: unrolled(
-                torch.cat([_at_samples(jacobian, f, thetas - mean) for jacobian, f in parts], 1), positions, 1
-            )
-    problem = with_arguments(problem, model_kwargs)
-    x = x if create_graph else detached(x)
-
-    def run(thetas: Tensor) -> Tensor:
-        samples = outputs_at(problem, x, thetas, engine.options.memory_budget)
-        return samples.to(_dtype(samples))
-
-    return run
-
-
-def finite(samples: Tensor) -> Tensor:
-    """Outputs `[S, B, …]` at sampled weights.
-
-    Raises:
-        InvalidData: NaN or infinite ones.
-    """
-    require(
-        samples.isfinite(),
-        lambda: InvalidData(
-            "outputs of the network at sampled weights are NaN or infinite: look at the inputs and at the network's "
-            "weights. Where those are right the posterior is too wide for sampled weights; raise prior_precision, or "
-            "use pred_type='glm'."
-        ),
-    )
-    return samples
-
-
-def _at_samples(jacobian: Jacobian, f: Tensor, steps: Tensor) -> Tensor:
-    """F + J (θ_s − θ*), `[S, B, C]`."""
-    return f.to(_dtype(f)) + moved_by(jacobian, steps)
-
-
-def with_arguments(problem: Problem, model_kwargs: dict[str, Any]) -> Problem:
-    """The problem whose network is called with further arguments."""
-    if not model_kwargs:
-        return problem
-    call = problem.forward_fn or batches.call
-
-    def forward(model: torch.nn.Module, x: Inputs) -> Any:
-        return call(_Partial(model, model_kwargs), x)
-
-    return replace(problem, forward_fn=forward)
-
-
-class _Partial(torch.nn.Module):
-    """A model with some arguments of its forward filled in."""
-
-    def __init__(self, model: torch.nn.Module, arguments: dict[str, Any]) -> None:
-        super().__init__()
-        self.model = model
-        self.arguments = arguments
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs, **self.arguments)
-
-
-def refuse_refined(step: Tensor | None, problem: Problem) -> None:
-    """Raises where weights of a refined posterior would be put into the network.
-
-    Args:
-        step: θ̂ − θ*, or None without a refinement.
-        problem: The network; one that is linear in its random weights, a last layer, is its own linearisation.
-
-    Raises:
-        UnsupportedError: The network is not linear in them.
-    """
-    if step is not None and problem.head is None:
-        raise UnsupportedError(
-            "pred_type='nn' after refine(): the refined posterior is that of the linearised network, not of the "
-            "network itself; use pred_type='glm', or fit anew."
-        )

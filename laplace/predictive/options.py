@@ -11,6 +11,7 @@ import torch
 
 from laplace.core.arguments import hint
 from laplace.core.hyperparameters import check_counts
+from laplace.core.output_choice import OutputChoice
 from laplace.core.random_numbers import check_generator
 from laplace.enums import PredType
 from laplace.errors import InvalidArgument, InvalidCall
@@ -63,11 +64,13 @@ class PredictionOptions:
         link: How latents become probabilities.
         n_samples: Monte-Carlo samples.
         form: `"full"`, `"diagonal"` or `"joint"`: the covariance of the latents.
+        choice: Which outputs; None for all.
     """
 
     link: str = "probit"
     n_samples: int = 100
     form: str = "full"
+    choice: OutputChoice | None = None
 
 
 def check_options(
@@ -101,7 +104,7 @@ def check_options(
     return kind
 
 
-_OPTIONS = ("pred_type", "joint", "link_approx", "n_samples", "diagonal_output", "generator")
+_OPTIONS = ("pred_type", "joint", "link_approx", "n_samples", "diagonal_output", "generator", "outputs")
 """Options of predictions, one of which an argument that is not known may be meant to be."""
 
 

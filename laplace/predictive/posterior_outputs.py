@@ -118,16 +118,21 @@ class PosteriorOutputs:
         known = next((name for name in ("latent", "marginals", "_whole", "_drawn") if name in self.__dict__), "_mean")
         return getattr(self, known).positions
 
+    @property
+    def outputs(self) -> Tensor | None:
+        """Indices of these among the network's outputs, `[B, K]`; None for all."""
+        return None if self.options.choice is None else self._mean.outputs
+
     # Latents.
 
     @lazy
     def _mean(self) -> OutputRows:
         if isinstance(self.source, SampleSource):
-            return OutputRows(self._drawn.values.mean(0), self._drawn.positions)
+            return replace(self._drawn, values=self._drawn.values.mean(0))
         known = next(
             (self.__dict__[name] for name in ("latent", "_drawable", "marginals") if name in self.__dict__), None
         )
-        return self.source.mean() if known is None else OutputRows(known.mean, known.positions)
+        return self.source.mean() if known is None else OutputRows(known.mean, known.positions, known.outputs)
 
     @property
     def latent_mean(self) -> Tensor:
@@ -185,7 +190,7 @@ class PosteriorOutputs:
         if isinstance(self.source, SampleSource):
             return self.source.samples(self.n_samples, self.draws())
         gaussian = self._drawable
-        return OutputRows(gaussian.sample(self.n_samples, self.draws()), gaussian.positions)
+        return OutputRows(gaussian.sample(self.n_samples, self.draws()), gaussian.positions, gaussian.outputs)
 
     @property
     def latent_samples(self) -> Tensor:
@@ -289,6 +294,11 @@ class MixedOutputs:
     def positions(self) -> tuple[int, ...]:
         """Dimensions of the positions, empty for outputs `[B, C]`."""
         return self.components[0].positions
+
+    @property
+    def outputs(self) -> Tensor | None:
+        """Indices of these among the networks' outputs, `[B, K]`, of all components; None for all."""
+        return self.components[0].outputs
 
     @property
     def sampled(self) -> bool:

@@ -30,6 +30,7 @@ class Prediction:
 
     Of a network with positions, what is `[B, C]` below has the shape of its outputs (`[B, T, C]`, or `[B, C, H, W]`
     with `channel_dim=1`), what is `[B]` has one number per position, and covariances, one per position, come last.
+    Of some outputs (`outputs=`) C is their number, and the prediction is that of a network which has no others.
 
     Attributes:
         rows: Outputs of every row (an input, or a position of one) under each component.
@@ -60,6 +61,12 @@ class Prediction:
         return self.rows.target
 
     # Latents.
+
+    @property
+    def outputs(self) -> Tensor | None:
+        """Indices of the outputs that were asked for, `[B, K]`, the largest first if they were; None for all."""
+        chosen = self.rows.outputs
+        return None if chosen is None else self._outputs(chosen)
 
     @property
     def latent(self) -> Gaussian:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.output_choice import Given, OutputChoice
 from laplace.enums import LinkApprox, PredType
 from laplace.predictive.options import PredictiveNames, check_options
 from laplace.predictive.posterior_outputs import PredictionOptions
@@ -27,6 +28,7 @@ class Request:
         generator: Source of randomness; None for the global one.
         joint: Covariance over all inputs.
         link_approx: Name of the link; None for samples, which need none.
+        outputs: Which outputs; None for all.
     """
 
     pred_type: PredType | str
@@ -35,6 +37,7 @@ class Request:
     generator: torch.Generator | None
     joint: bool
     link_approx: LinkApprox | str | None = None
+    outputs: Given = None
 
     def kind(self, names: PredictiveNames) -> PredType:
         """The predictive, linearised or sampled, by the names that a posterior has.
@@ -45,10 +48,16 @@ class Request:
         """
         return check_options(self.pred_type, self.link_approx, self.n_samples, self.generator, names)
 
-    def options(self) -> PredictionOptions:
-        """Link, samples and form."""
+    def options(self, channel_dim: int) -> PredictionOptions:
+        """Link, samples, form, and which outputs of a network that has its channels in `channel_dim`.
+
+        Raises:
+            InvalidType: Outputs that are no integers.
+            InvalidArgument: No outputs.
+        """
         form = form_of(joint=self.joint, diagonal_output=self.diagonal_output)
-        return PredictionOptions(str(self.link_approx or LinkApprox.PROBIT), self.n_samples, form)
+        choice = OutputChoice.of(self.outputs, channel_dim)
+        return PredictionOptions(str(self.link_approx or LinkApprox.PROBIT), self.n_samples, form, choice)
 
 
 def form_of(*, joint: bool, diagonal_output: bool) -> str:

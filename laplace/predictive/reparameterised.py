@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.output_choice import OutputChoice
 from laplace.core.positions import OutputRows
 from laplace.core.random_numbers import standard_normal
 from laplace.engines.engine import detached
@@ -28,7 +29,8 @@ from laplace.engines.native.capture import owners
 from laplace.engines.native.layers import rule_for
 from laplace.errors import UnsupportedError
 from laplace.network.model_guard import preserve_model
-from laplace.predictive.latent import SampleSource, finite, with_arguments
+from laplace.predictive.latent import SampleSource
+from laplace.predictive.sampled import finite, with_arguments
 from laplace.weights.problem import Problem
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -48,6 +50,7 @@ class ReparameterisedOutputs(SampleSource):
         create_graph: Whether results can be differentiated, with respect to hyper-parameters or x.
         check: Raises where the network is not that of the posterior any more.
         through_x: Whether they can be with respect to x.
+        choice: Which outputs; None for all.
     """
 
     problem: Problem
@@ -59,6 +62,7 @@ class ReparameterisedOutputs(SampleSource):
     create_graph: bool
     check: Callable[[], None]
     through_x: bool
+    choice: OutputChoice | None = None
 
     def samples(self, n: int, generator: torch.Generator | None) -> OutputRows:
         self.check()
@@ -78,7 +82,8 @@ class ReparameterisedOutputs(SampleSource):
                 drawn.append(problem.run(problem.substituted(theta), x))
                 self._require_once(layers, fired)
         samples = finite(torch.stack(drawn))
-        return OutputRows.of(samples.to(torch.promote_types(samples.dtype, torch.float32)), 1)
+        rows = OutputRows.of(samples.to(torch.promote_types(samples.dtype, torch.float32)), 1)
+        return rows if self.choice is None else self.choice.picked(rows)
 
     def layers(self) -> dict[nn.Module, dict[str, Tensor]]:
         """Layers that get noise, with the variances of their weight and bias in the tensors' shapes."""

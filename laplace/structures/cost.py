@@ -49,11 +49,11 @@ class Cost:
     def fit_bytes(self, profile: BatchProfile) -> int:
         """Peak of a fit above what was held before it."""
         reading = profile.product_bytes(self.vectors) if self.vectors else profile.batch_bytes
-        return max(self.running + reading + self.pieces, self.adding)
+        return max(self.running + reading + self.pieces, self.adding, 0 if self.vectors else profile.proving_bytes)
 
     def predict_bytes(self, profile: BatchProfile) -> int:
         """Peak of the first prediction of a batch above what was held after the fit."""
-        return self.posterior + profile.jacobian_bytes + self.projecting
+        return max(self.posterior + profile.jacobian_bytes + self.projecting, profile.proving_bytes)
 
     def fit_seconds(self, profile: BatchProfile) -> float:
         """One batch, in all passes."""

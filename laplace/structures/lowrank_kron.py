@@ -98,6 +98,7 @@ class LowRankKronCurvature(Curvature):
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
         diag, sides = DiagCurvature.cost(profile, None), Sides.of(profile)
         width = options.rank + options.oversampling
+        columns = 1 if profile.is_head else max(1, profile.n_columns)  # a head is summed without a root of Λ
         sketch = sides.columns(width) * (DOUBLE + profile.itemsize)  # random vectors, and their products
         gradients = profile.n_data * profile.itemsize * widest_gradient(profile)
         fitted = diag.fitted + sides.columns(options.rank) * profile.itemsize
@@ -109,9 +110,9 @@ class LowRankKronCurvature(Curvature):
             posterior=(6 * DOUBLE + 2 * profile.itemsize) * profile.n_params  # of a step; S and D beside it
             + sides.columns(options.rank) * DOUBLE
             + sum(pair_bytes(min(options.rank, shape.size), shape) for shape in profile.tensors if shape.factored),
-            projecting=2 * diag.projecting,
+            projecting=2 * diag.projecting + 2 * options.rank * profile.n_data * profile.n_outputs * profile.itemsize,
             n_passes=2,
-            work=0.5 * diag.work + float(profile.n_data * max(1, profile.n_columns) * sides.columns(width)),
+            work=0.5 * diag.work + float(profile.n_data * columns * sides.columns(width)),
             between=float(width**2 * sides.columns(1)),
         )
 

@@ -21,7 +21,7 @@ from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.predictor import sampler
-from laplace.predictive import latent
+from laplace.predictive import latent, sampled
 from laplace.predictive.mixing import mixed
 from laplace.structures.draws import drawn
 from laplace.tuning.predictive import Predictive
@@ -169,8 +169,8 @@ class Candidates:
 
     def _sampled(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
         posterior = self.posterior
-        latent.refuse_refined(posterior.refined_step, posterior.engine.problem)
-        run = latent.sampler(posterior.engine, posterior.expansion_point, x, {})
+        sampled.refuse_refined(posterior.refined_step, posterior.engine.problem)
+        run = sampled.sampler(posterior.engine, posterior.expansion_point, x, {})
 
         def predict(group: slice) -> Prediction:
             samples = run(self._weights_at(group.start)).flatten(1, -2)

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import laplace
 from laplace import Laplace, MixtureLaplace, curvature, marglik_training
+from laplace.core.available import Available
 from laplace.errors import (
     ApproximationWarning,
     CurvatureError,
@@ -41,7 +42,6 @@ from laplace.errors import (
     TuningWarning,
     UnsupportedError,
 )
-from laplace.fitting.available import Available
 from laplace.weights.masks_scored import LargestMagnitudeSubnetMask
 from tests.mistaken import (
     IMAGES,

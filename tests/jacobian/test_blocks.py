@@ -10,6 +10,7 @@ from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis, ThinBasis
 from laplace.errors import StateError
 from laplace.jacobian.blocks import Block, DenseBlock, MappedBlock, PickedBlock, SumBlock, from_state
 from laplace.jacobian.contractions import ProductBasis
+from laplace.jacobian.head_rows import HeadRows
 from laplace.jacobian.heads import HeadBlock, RotatedHeadBlock, as_head
 from laplace.jacobian.index import IndexBlock
 from laplace.jacobian.joined import JoinedBlock
@@ -20,6 +21,7 @@ from laplace.weights.problem import Selection
 from tests.reference.compare import assert_close
 
 K, B = 3, 4
+CHOSEN = torch.tensor([[5, 0, 1], [3, 4, 2], [2, 2, 0], [1, 5, 0]])  # of 6 outputs, one of them twice
 
 
 def draw(*shape: int) -> Tensor:
@@ -51,6 +53,8 @@ BLOCKS = {
     "bias": lambda: OuterBlock(None, draw(K, B, 2, 1, 6)),
     "head": lambda: HeadBlock(draw(B, 5), K),
     "head's bias": lambda: HeadBlock(torch.ones(B, 1, dtype=torch.float64), K, is_bias=True),
+    "some outputs of a head": lambda: HeadRows(draw(B, 5), CHOSEN, 6),
+    "some outputs of a head's bias": lambda: HeadRows(torch.ones(B, 1, dtype=torch.float64), CHOSEN, 6, is_bias=True),
     "head in another basis": lambda: RotatedHeadBlock(draw(B, 5), draw(K, 2)),
     "head's bias in another basis": lambda: RotatedHeadBlock(torch.ones(B, 1).double(), draw(K, 2), is_bias=True),
     "embedding": lambda: embedding(5),
@@ -70,10 +74,10 @@ def check(block: Block, truth: Tensor) -> None:
     for form in (block.cast(torch.float64), block.detached(), from_state(block.detached().state())):
         check_contractions(form, truth)
     assert block.cast(torch.float32).dense().dtype == torch.float32
-    index, outputs = torch.tensor([2, 0, 2]), torch.tensor([1, 0, 2, 2])
+    index, outputs = torch.tensor([2, 0, 2]), torch.tensor([[1, 0], [0, 2], [2, 2], [2, 1]])
     assert_close(block.at(slice(1, 3)).dense(), truth[:, 1:3], "algebra")
     assert_close(block.at(index).dense(), truth[:, index], "algebra")
-    check_contractions(block.select_outputs(outputs), truth[outputs, torch.arange(B)][None])
+    check_contractions(block.select_outputs(outputs), truth[outputs.T, torch.arange(B)])
     check_contractions(block.join([block, block.at(slice(None))]), torch.cat([truth] * 3))
     check_contractions(block.join([DenseBlock(truth)]), torch.cat([truth] * 2))
     check_contractions(block.add([block, DenseBlock(truth)]), 3 * truth)
@@ -216,9 +220,26 @@ def outer_of(head: HeadBlock) -> OuterBlock:
 
 
 def test_kernels_of_heads() -> None:
-    x, y, outputs = HeadBlock(draw(B, 5), K), HeadBlock(draw(2, 5), K), torch.tensor([2, 0])
-    for other in (y, y.select_outputs(outputs), outer_of(y), DenseBlock(y.dense())):
-        truth = torch.einsum("kbp,lmp->kblm", x.dense(), other.dense())
-        assert_close(block_kernel(x, other), truth, "algebra")
-        assert_close(block_kernel(other, x), truth.permute(2, 3, 0, 1), "algebra")
-    assert_close(y.select_outputs(outputs).dense()[0], y.dense()[outputs, torch.arange(2)], "algebra")
+    x, y, outputs = HeadBlock(draw(B, 5), K), HeadBlock(draw(2, 5), K), torch.tensor([[2, 1], [0, 1]])
+    some = y.select_outputs(outputs)
+    assert_close(some.dense(), y.dense()[outputs.T, torch.arange(2)], "algebra")
+    for first in (x, some):
+        for other in (y, some, some.at(slice(1, 2)), outer_of(y), DenseBlock(y.dense())):
+            truth = torch.einsum("kbp,lmp->kblm", first.dense(), other.dense())
+            assert_close(block_kernel(first, other), truth, "algebra")
+            assert_close(block_kernel(other, first), truth.permute(2, 3, 0, 1), "algebra")
+
+
+@pytest.mark.parametrize("is_bias", [False, True])
+def test_some_outputs_of_a_head_in_another_basis(is_bias: bool) -> None:
+    phi = torch.ones(B, 1, dtype=torch.float64) if is_bias else draw(B, 5)
+    block, u, v = HeadRows(phi, CHOSEN, 6, is_bias), orthogonal(6), orthogonal(phi.shape[1])
+    truth = block.dense().unflatten(2, (6, -1))
+    for left, right in ((u, None), (None, v), (u, v)):
+        if is_bias and right is not None:
+            continue
+        bases = [None if q is None else DenseBasis(q[None]) for q in (left, right)]
+        rotated = block.in_basis(ProductBasis(bases[0], bases[1], (1, 6, len(v))))
+        expected = truth if left is None else torch.einsum("kbcd,ce->kbed", truth, left)
+        expected = expected if right is None else torch.einsum("kbcd,de->kbce", expected, right)
+        check_contractions(rotated, expected.flatten(2))

@@ -75,7 +75,7 @@ class KeptSparseBlock(SparseBlock):
         return replace(self, a=self.a.detach(), g=self.g.detach())
 
     def select_outputs(self, outputs: Tensor) -> KeptSparseBlock:
-        return replace(self, g=self.g[outputs, torch.arange(len(outputs))].unsqueeze(0))
+        return replace(self, g=self.g[outputs.T, torch.arange(len(outputs))])
 
     def state(self) -> dict[str, Any]:
         return {"kind": "sparse", "a": self.a, "g": self.g, "source": self.source, "target": self.target}

@@ -236,3 +236,27 @@ def test_works_on_every_device(name: str, device: torch.device) -> None:
     drawn = likelihood.sample_gradients(f.to(device), here, 2, torch.Generator().manual_seed(0))
     assert drawn.device.type == device.type
     assert_close(drawn, likelihood.sample_gradients(f, y, 2, torch.Generator().manual_seed(0)), "float32")
+
+
+@pytest.mark.parametrize("n_classes", [2, 40])
+@pytest.mark.parametrize("scale", [5.0, 10.0, 14.0])
+def test_contractions_of_saturated_rows_keep_their_digits_in_float32(scale: float, n_classes: int) -> None:
+    """1 − p of the largest p is 1e-2 to 1e-6 here: of p − p² in float32 one digit would be left."""
+    f = torch.randn(20, n_classes)
+    f[torch.arange(20), torch.randint(n_classes, (20,))] += scale
+    y = torch.randint(n_classes, (20,)).index_fill(0, torch.tensor([3]), -100)
+    found, exact = (Categorical().hessian(outputs, y) for outputs in (f, f.double()))
+    basis, matrix = torch.linalg.qr(torch.randn(n_classes, n_classes))[0], torch.randn(n_classes, 3)
+    wide = exact.matrix()
+    pairs = {
+        "diagonal": (found.diagonal(), wide.diagonal(dim1=1, dim2=2)),
+        "diagonal in a basis": (found.diagonal_in(basis), ((wide @ basis.double()) * basis.double()).sum(1)),
+        "total": (found.total(), wide.sum(0)),
+        "total times": (found.total_times(matrix), wide.sum(0) @ matrix.double()),
+    }
+    for name, (values, expected) in pairs.items():
+        assert values.dtype == torch.float32
+        largest = expected.abs().amax(-1, keepdim=True)
+        assert ((values - expected).abs() <= 2e-6 * largest + 1e-12).all(), name
+    relative = (found.diagonal().double() / pairs["diagonal"][1] - 1).nan_to_num().abs()
+    assert relative.max() < 2e-6

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
+from laplace.core import available
+from laplace.core.available import Available
 from laplace.curvature import GGNInterface, NativeHessian
 from laplace.engines.profile import BatchProfile
 from laplace.errors import OutOfMemory
-from laplace.fitting import available, planning
-from laplace.fitting.available import Available
+from laplace.fitting import planning
 from laplace.fitting.planning import MemoryCheck
 from laplace.mixture import MixtureLaplace
 from laplace.structures import STRUCTURES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import overload
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.memory import DATUM, POSITION, in_slices, ran_out
+from laplace.core.output_choice import OutputChoice
 from laplace.core.positions import target_rows
 from laplace.engines.engine import BatchSummary, CurvatureEngine, EngineOptions, detached
 from laplace.engines.native.autograd import prefers_loop
@@ -36,6 +38,19 @@ _COPIES = 4
 """Activations that a vector holds on its way through a pass that is differentiated twice."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Datum:
+    """One datum whose positions are differentiated a few at a time.
+
+    Attributes:
+        batch: Its forward pass.
+        outputs: Which outputs of every position, `[T, K]`; None for all.
+    """
+
+    batch: ForwardPass
+    outputs: Tensor | None
+
+
 class NativeEngine(CurvatureEngine):
     """Base of all native curvature: Jacobians from layer inputs and output gradients, and proven plans.
 
@@ -59,10 +74,12 @@ class NativeEngine(CurvatureEngine):
 
     # Primitives of every kind.
 
-    def jacobian(self, x: Inputs, *, create_graph: bool = False) -> Generator[tuple[Jacobian, Tensor]]:
-        n_data, step, passes = self._first_pass(x, create_graph=create_graph)
+    def jacobian(
+        self, x: Inputs, *, create_graph: bool = False, choice: OutputChoice | None = None
+    ) -> Generator[tuple[Jacobian, Tensor]]:
+        n_data, step, passes = self._first_pass(x, choice, create_graph=create_graph)
 
-        def computed(part: slice) -> ForwardPass | tuple[Jacobian, Tensor]:
+        def computed(part: slice) -> _Datum | tuple[Jacobian, Tensor]:
             some = x if part == slice(0, n_data) else batches.select(x, part, n_data)
             batch = passes.pop() if passes else self.forward(some, create_graph=create_graph)
             if batch.n_data != part.stop - part.start:
@@ -70,15 +87,21 @@ class NativeEngine(CurvatureEngine):
                     f"memory ran out, and the inputs cannot be split: {part.stop - part.start} rows of their first "
                     f"tensor give the outputs of {batch.n_data} data. Give fewer data at once."
                 )
-            return batch if batch.mixes and batch.n_data == 1 else (batch.jacobian(), batch.own_rows)
+            start = part.start * batch.capture.n_positions
+            outputs = None if choice is None else choice.at(batch.f, batch.positions, start)
+            if batch.mixes and batch.n_data == 1:
+                return _Datum(batch, outputs)
+            return batch.jacobian(outputs), batch.at_outputs(outputs)
 
-        for _, part_or_batch in in_slices(n_data, step, computed, DATUM):
-            if isinstance(part_or_batch, ForwardPass):
-                yield from self._positions(part_or_batch)
+        for _, part in in_slices(n_data, step, computed, DATUM):
+            if isinstance(part, _Datum):
+                yield from self._positions(part)
             else:
-                yield part_or_batch
+                yield part
 
-    def _first_pass(self, x: Inputs, *, create_graph: bool) -> tuple[int, int, list[ForwardPass]]:
+    def _first_pass(
+        self, x: Inputs, choice: OutputChoice | None, *, create_graph: bool
+    ) -> tuple[int, int, list[ForwardPass]]:
         """Number of data, how many of them fit the memory budget at once, and the pass that serves all if they do."""
         try:
             batch = self.forward(x, create_graph=create_graph)
@@ -87,19 +110,23 @@ class NativeEngine(CurvatureEngine):
                 raise
             count = batches.size(x, "")
             return count, count, []
-        outputs = batch.f.shape[1]
+        if choice is not None:
+            choice.require_all(len(batch.f))
+        outputs = batch.f.shape[1] if choice is None else choice.count
         if batch.mixes:
             outputs *= batch.capture.n_positions
             self.check_passes(outputs, "a linearised prediction")
         parts = max(1, min(batch.n_data, -(-batch.bytes_per_cotangent() * outputs // self.memory_budget)))
         return batch.n_data, -(-batch.n_data // parts), [batch] if parts == 1 else []
 
-    def _positions(self, batch: ForwardPass) -> Generator[tuple[Jacobian, Tensor]]:
+    def _positions(self, datum: _Datum) -> Generator[tuple[Jacobian, Tensor]]:
         """The Jacobian of one datum, by as many of its positions at once as the memory budget allows."""
-        step = max(1, self.memory_budget // max(1, batch.bytes_per_cotangent() * batch.f.shape[1]))
+        batch, outputs = datum.batch, datum.outputs
+        values = batch.at_outputs(outputs)
+        step = max(1, self.memory_budget // max(1, batch.bytes_per_cotangent() * values.shape[1]))
 
         def computed(part: slice) -> tuple[Jacobian, Tensor]:
-            return batch.jacobian(part), batch.own_rows[part]
+            return batch.jacobian(outputs, part), values[part]
 
         for _, rows in in_slices(len(batch.f), step, computed, POSITION):
             yield rows
@@ -108,7 +135,7 @@ class NativeEngine(CurvatureEngine):
         batch = self.forward(x, create_graph=create_graph)
         if len(batch.heads()) < len(batch.plan):
             return None
-        return [(batch.jacobian(), batch.own_rows)]
+        return [(batch.jacobian(), batch.at_outputs())]
 
     def check_passes(self, count: int, what: str) -> None:
         """Refuses work that takes a backward pass per position and output where that is too much.

@@ -67,10 +67,10 @@ class ForwardPass:
         """The dimensions whose product is T; empty for outputs `[B, C]`."""
         return self.capture.positions
 
-    @property
-    def own_rows(self) -> Tensor:
-        """Outputs `[B·T, C]`, with their graph if one was asked for."""
-        return self.capture.rows if self.capture.create_graph else self.f
+    def at_outputs(self, outputs: Tensor | None = None) -> Tensor:
+        """Outputs `[B·T, C]`, with their graph if one was asked for; of K of every row, `[B·T, K]`."""
+        rows = self.capture.rows if self.capture.create_graph else self.f
+        return rows if outputs is None else rows.gather(1, outputs)
 
     def by_row(self, slot: int) -> bool:
         """True if the data of a tensor's block are rows: always without positions."""
@@ -200,40 +200,67 @@ class ForwardPass:
                 shapes.append(TensorShape(slot.size, n_outputs=slot.size))
         return tuple(shapes)
 
-    def jacobian(self, part: slice | None = None) -> Jacobian:
+    def jacobian(self, outputs: Tensor | None = None, part: slice | None = None) -> Jacobian:
         """The Jacobian of the network's rows: one-hot cotangents, none for a head.
 
         Args:
+            outputs: Of every row, `[B·T, K]`; None for all.
             part: Positions of the only datum; None for all rows.
         """
         heads = self.heads()
         rest = [i for i in range(len(self.plan)) if i not in heads]
         blocks: dict[int, Block] = dict(self.head_blocks(heads)) if heads else {}
+        if outputs is not None:
+            blocks = {i: block.select_outputs(outputs) for i, block in blocks.items()}
         if simple := [i for i in rest if self.by_row(i)]:
-            blocks |= self._at_rows(simple)
+            blocks |= self._at_rows(outputs, simple)
         if part is not None:
             blocks = {i: block.at(part) for i, block in blocks.items()}
         if mixed := [i for i in rest if not self.by_row(i)]:
-            blocks |= self._at_positions(torch.arange(self.capture.n_positions)[part or slice(None)], mixed)
-        return Jacobian(tuple(blocks[i] for i in range(len(self.plan))), self.positions)
+            blocks |= self._at_positions(torch.arange(self.capture.n_positions)[part or slice(None)], outputs, mixed)
+        chosen = outputs if outputs is None or part is None else outputs[part]
+        return Jacobian(tuple(blocks[i] for i in range(len(self.plan))), self.positions, outputs=chosen)
 
-    def _at_rows(self, only: list[int]) -> dict[int, Block]:
-        """Blocks `[C, B·T, p]` of one-hot cotangents of all rows, few of which are held at once where C is large."""
-        outputs = self.f.shape[1]
+    def _at_rows(self, outputs: Tensor | None, only: list[int]) -> dict[int, Block]:
+        """Blocks `[K, B·T, p]` of one-hot cotangents of all rows, few of which are held at once where there are many.
+
+        Args:
+            outputs: Of every row, `[B·T, K]`; None for all.
+            only: Slots.
+        """
+        count = self.f.shape[1] if outputs is None else outputs.shape[1]
         step = max(1, self.memory_budget // (2 * self.f.numel() * self.f.element_size()))
         parts: list[dict[int, Block]] = []
-        for start in range(0, outputs, step):
-            hot = self.f.new_zeros(min(step, outputs - start), outputs)
-            hot.diagonal(start).fill_(1)
-            parts.append(self.row_blocks(hot.unsqueeze(1).expand(-1, len(self.f), -1), only))
+        for start in range(0, count, step):
+            hot = self._one_hot(outputs, slice(start, min(start + step, count)))
+            parts.append(self.row_blocks(hot.expand(-1, len(self.f), -1), only))
         return {i: parts[0][i].join([part[i] for part in parts[1:]]) if len(parts) > 1 else parts[0][i] for i in only}
 
-    def _at_positions(self, at: Tensor, only: list[int]) -> dict[int, Block]:
-        """Blocks `[C, B·S, p]` of the rows of S positions, by S·C cotangents of the whole outputs."""
-        eye = torch.eye(self.f.shape[1], device=self.f.device, dtype=self.f.dtype)
-        whole = eye.new_zeros(len(at), self.capture.n_positions, len(eye), len(eye))
-        whole[torch.arange(len(at)), at] = eye
-        cotangents = whole.transpose(1, 2).flatten(2).flatten(0, 1).unsqueeze(1).expand(-1, self.n_data, -1)
+    def _one_hot(self, outputs: Tensor | None, some: slice) -> Tensor:
+        """One-hot rows of some of the K outputs, `[k, B·T, C]`, or `[k, 1, C]` of those of all rows."""
+        if outputs is None:
+            hot = self.f.new_zeros(some.stop - some.start, 1, self.f.shape[1])
+            hot[:, 0].diagonal(some.start).fill_(1)
+            return hot
+        at = outputs.T[some].unsqueeze(2)
+        return self.f.new_zeros(*at.shape[:2], self.f.shape[1]).scatter_(2, at, 1.0)
+
+    def _at_positions(self, at: Tensor, outputs: Tensor | None, only: list[int]) -> dict[int, Block]:
+        """Blocks `[K, B·S, p]` of the rows of S positions, by S·K cotangents of the whole outputs.
+
+        Args:
+            at: The positions, `[S]`.
+            outputs: Of every row, `[B·T, K]`; None for all.
+            only: Slots.
+        """
+        n_positions = self.capture.n_positions
+        n_data = 1 if outputs is None else self.n_data  # all outputs are those of any datum
+        count = self.f.shape[1] if outputs is None else outputs.shape[1]
+        hot = self._one_hot(outputs, slice(0, count)).expand(-1, n_data * n_positions, -1)
+        rows = hot.unflatten(1, (n_data, n_positions))[:, :, at]  # [K, B, S, C]
+        whole = hot.new_zeros(len(at), count, n_data, n_positions, hot.shape[2])
+        whole[torch.arange(len(at)), :, :, at] = rows.permute(2, 0, 1, 3)
+        cotangents = whole.flatten(3).flatten(0, 1).expand(-1, self.n_data, -1)
         return {i: block.fold_cotangents(len(at)) for i, block in self.blocks(cotangents, only).items()}
 
     def row_blocks(self, cotangents: Tensor, only: list[int]) -> dict[int, Block]:

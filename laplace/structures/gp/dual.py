@@ -200,9 +200,9 @@ class Projected:
 
 
 def one_output(jacobian: Jacobian, c: int) -> Tensor:
-    """The output c of every datum, for `Jacobian.select_outputs`."""
+    """The output c of every datum, `[B, 1]`, for `Jacobian.select_outputs`."""
     device = jacobian.blocks[0].bound().device
-    return torch.full((jacobian.n_data,), c, dtype=torch.long, device=device)
+    return torch.full((jacobian.n_data, 1), c, dtype=torch.long, device=device)
 
 
 def pulled(parts: Sequence[Jacobian], outputs: Tensor) -> Tensor:

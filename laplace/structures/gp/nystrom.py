@@ -182,7 +182,7 @@ class DirectionPass(DataPass):
         for rows in self.pool.chunks():
             for jacobian, f in jacobians(self.engine, rows.x):
                 outputs = torch.randint(f.shape[1], (len(f),), generator=generator).to(f.device)
-                yield jacobian.select_outputs(outputs).detached()
+                yield jacobian.select_outputs(outputs.unsqueeze(1)).detached()
 
 
 def _directions(parts: list[Jacobian], count: int) -> Tensor:

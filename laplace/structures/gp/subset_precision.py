@@ -204,6 +204,11 @@ class IndependentPrecision(DualPrecision):
         return self.weights[i].unsqueeze(0) if self.weights.numel() > 1 else self.weights
 
     def _outputs(self, jacobian: Jacobian) -> Iterator[tuple[Basis, Jacobian]]:
+        if jacobian.outputs is not None:
+            raise UnsupportedError(
+                "outputs= with independent_outputs=True, where every output is a Gaussian process of its own: ask for "
+                "all outputs, or use independent_outputs=False."
+            )
         for c, basis in enumerate(self.bases):
             yield basis, jacobian.select_outputs(one_output(jacobian, c))
 

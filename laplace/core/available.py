@@ -1,6 +1,7 @@
-"""Memory that is free for a fit: on the host, within the control groups of the process, or on the device.
+"""Memory that is free: on the host, within the control groups of the process, or on the device.
 
-Nothing else reads the machine, and nothing is computed from it: it decides whether a fit begins.
+Nothing else reads the machine, and nothing is computed from it: it decides whether a fit begins, and whether
+covariances between outputs are computed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ import torch
 Read = Callable[[str], "str | None"]
 """The text of a file, or None where there is none."""
 
+LEAST = 2**30
+"""Bytes below which nobody looks how much there is."""
+
 _KIB = 1024
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,14 @@ def available(device: torch.device) -> Available | None:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return Available(free + unused, "CUDA")
     return None
+
+
+def in_units(value: int) -> str:
+    """A number of bytes for people."""
+    number, unit = float(value), 0
+    while number >= 1024 and unit < len(_UNITS) - 1:
+        number, unit = number / 1024, unit + 1
+    return f"{number:.3g} {_UNITS[unit]}"
 
 
 def of_host(read: Read) -> Available | None:
