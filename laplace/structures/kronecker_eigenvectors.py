@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,10 +12,13 @@ from torch import Tensor
 
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.kron_parts import KronBlock
-from laplace.jacobian.contractions import CHUNK_BYTES, TensorShape
+from laplace.jacobian.contractions import CHUNK_BYTES, TensorShape, total
 from laplace.structures.low_rank_factors import Side
 
 _BYTES = 8
+
+_AT_ONCE = 2**15
+"""Weights that are computed at once, so that they and what they are made of stay in the cache of one core."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +81,20 @@ class Columns:
         if self._pairs is None:
             return _WeightedGram.apply(weights, self)  # pyright: ignore[reportReturnType]
         left, right, at = self._pairs
-        products = (left @ weights.unflatten(-1, (left.shape[1], -1)) * right).sum(-1)
-        return products[..., at]
+        return _products(weights.unflatten(-1, (left.shape[1], -1)), left, right)[..., at]
+
+    def gram_of(self, weights: Callable[[slice], Tensor]) -> Tensor:
+        """The same for weights that are computed a few at a time, `[..., n]` of a slice, and stay in the cache."""
+        if self._pairs is None:
+            return self.gram(weights(slice(0, self.size)))
+        left, right, at = self._pairs
+        height, width = left.shape[1], right.shape[1]
+        step = max(1, _AT_ONCE // width)
+        rows = (slice(start, min(start + step, height)) for start in range(0, height, step))
+        return total(
+            _products(weights(slice(r.start * width, r.stop * width)).unflatten(-1, (-1, width)), left[:, r], right)
+            for r in rows
+        )[..., at]
 
     def forms(self, matrix: Tensor) -> Tensor:
         """Σ_kl u_k M_kl u_l at every entry, `[p]`, for M `[K, K]`."""
@@ -109,6 +124,11 @@ class Columns:
     def combined(self, coordinates: Tensor) -> Tensor:
         """Σ_k c_k u_k of coordinates `[..., K]`, `[..., p]`."""
         return torch.cat([coordinates @ piece for _, piece in self.pieces()], -1)
+
+
+def _products(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Σ_ij w_ij left_ni right_nj, `[..., n]`, of weights `[..., M, R]` with `[n, M]` and `[n, R]`."""
+    return (weights @ right.T * left.T).sum(-2)
 
 
 def _pair_bytes(rank: int, width: int) -> int:
