@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -202,8 +203,14 @@ def _sums(tensor: Tensor) -> Tensor:
     columns = flat[:whole].view(-1, _PERIOD).sum(0, dtype=wide_dtype(flat.device))
     rest = widened(flat[whole:])
     columns[: len(rest)] += rest
-    places = torch.arange(1, _PERIOD + 1, device=flat.device, dtype=wide_dtype(flat.device))
-    return torch.stack([columns.sum(), columns @ torch.cos(places)]).cpu()
+    return torch.stack([columns.sum(), columns @ _weights(flat.device)]).cpu()
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """Weights of the second sum, `[_PERIOD]`; their cosines would take most of the time of small networks."""
+    with torch.inference_mode(False):
+        return torch.cos(torch.arange(1, _PERIOD + 1, device=device, dtype=wide_dtype(device)))
 
 
 def same_sums(a: Tensor, b: Tensor) -> bool:
