@@ -20,6 +20,38 @@ from laplace.structures.algebra import kept_for_later
 from laplace.structures.base import Precision
 
 
+class Distance:
+    """Squares of θ* − μ₀, which are the same at every prior precision: a search over these asks for them at each step.
+
+    Those of the last two vectors are kept, with the vectors, whose values are not compared: other vectors are other
+    objects. Nothing is kept of vectors that require a gradient, nor P numbers.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[Any, ...], tuple[Tensor, Tensor], Tensor] | None = None
+
+    def squares(self, prior: GaussianPrior, theta: Tensor) -> Tensor:
+        """(θ − μ₀)², summed over the entries that share a precision: in the shape of δ.
+
+        Args:
+            prior: N(μ₀, P₀⁻¹).
+            theta: θ, `[P]`.
+        """
+        mean = prior.mean
+        if theta.requires_grad or mean.requires_grad or not prior.is_constant_per_tensor:
+            return prior.squares(theta)
+        key, last = (id(theta), version(theta), id(mean), version(mean), prior.precision.shape), self._last
+        if last is None or last[0] != key:
+            with kept_for_later():
+                self._last = last = key, (theta, mean), prior.squares(theta)
+        return last[2]
+
+
+def version(tensor: Tensor) -> int:
+    """Number of times that a tensor was written to; tensors of inference mode are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 @dataclass(frozen=True, eq=False)
 class Evidence:
     """The terms of the log evidence at one setting of the hyper-parameters; each is differentiable in them.
@@ -33,6 +65,7 @@ class Evidence:
         sigma_noise: 0-dim or `[C]`.
         temperature: 0-dim.
         options: Options of the structure's precision.
+        distance: Of θ* from μ₀, as it is known from other settings.
     """
 
     fit: Fit
@@ -43,6 +76,7 @@ class Evidence:
     sigma_noise: Tensor
     temperature: Tensor
     options: dict[str, Any]
+    distance: Distance
 
     def constant(self) -> Evidence:
         """The same at hyper-parameters without a graph."""
@@ -104,10 +138,11 @@ class Evidence:
     @property
     def scatter(self) -> Tensor:
         """(θ* − μ₀)ᵀ P₀ (θ* − μ₀), 0-dim."""
-        return self.effective_prior.quad(self.mean)
+        prior = self.effective_prior
+        return prior.precision @ self.distance.squares(prior, self.mean).to(prior.precision.dtype)
 
     @property
     def log_marginal_likelihood(self) -> Tensor:
         """Log p(D), 0-dim, in the dtype of the prior; of a variational posterior its lower bound."""
-        value = self.log_likelihood - 0.5 * (self.log_det_ratio + self.scatter + self.precision.slack())
-        return value.to(self.prior.precision.dtype)
+        fitted = self.log_likelihood - 0.5 * self.precision.slack()  # most often without a graph
+        return fitted.add(self.log_det_ratio + self.scatter, alpha=-0.5).to(self.prior.precision.dtype)

@@ -113,13 +113,18 @@ class GaussianPrior:
             return logs @ logs.new_tensor(self.layout.sizes)
         return logs.sum() * (self.layout.n_params // logs.numel())
 
+    def squares(self, theta: Tensor) -> Tensor:
+        """(θ − μ0)², summed over the entries that share a precision: in the shape of δ."""
+        squares = (theta - self.mean).square()
+        if self.is_scalar:
+            return squares.sum().view(1)
+        if not self.is_constant_per_tensor:
+            return squares
+        return torch.stack([part.sum() for part in self.layout.split(squares)])
+
     def quad(self, theta: Tensor) -> Tensor:
         """(θ − μ0)ᵀ diag(δ) (θ − μ0), 0-dim."""
-        squares = (theta - self.mean).square()
-        if self.is_constant_per_tensor:
-            parts = (squares,) if self.is_scalar else self.layout.split(squares)
-            return (self.precision * torch.stack([part.sum() for part in parts])).sum()
-        return self.precision @ squares
+        return (self.precision * self.squares(theta)).sum()
 
 
 def as_tensor(name: str, value: Any, *, like: Tensor) -> Tensor:
@@ -147,6 +152,8 @@ def positive(name: str, value: Tensor) -> Tensor:
         InvalidArgument: Some entry is not.
     """
     plain = value.detach()
+    if plain.numel() == 1 and 0 < plain.item() < math.inf:
+        return value
     accepted = (plain > 0) & (plain < math.inf)
     if not bool(accepted.all()):
         bad = plain[~accepted] if plain.ndim else plain

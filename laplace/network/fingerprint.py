@@ -191,19 +191,25 @@ def _equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
 def checksums(model: nn.Module) -> Tensor:
     """Two weighted sums per tensor, `[n, 2]`, float64 on the CPU."""
     with torch.no_grad(), model_lock(model):
-        rows = [_sums(tensor) for tensor in _tensors(model)]
+        tensors = _tensors(model)
+        weights = {device: _weights(device) for device in {tensor.device for tensor in tensors}}
+        rows = [_sums(tensor, weights[tensor.device]) for tensor in tensors]
     return torch.stack(rows) if rows else torch.zeros(0, 2, dtype=wide_dtype())
 
 
-def _sums(tensor: Tensor) -> Tensor:
+def _sums(tensor: Tensor, weights: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     whole = flat.numel() // _PERIOD * _PERIOD
     columns = flat[:whole].view(-1, _PERIOD).sum(0, dtype=wide_dtype(flat.device))
     rest = widened(flat[whole:])
     columns[: len(rest)] += rest
-    places = torch.arange(1, _PERIOD + 1, device=flat.device, dtype=wide_dtype(flat.device))
-    return torch.stack([columns.sum(), columns @ torch.cos(places)]).cpu()
+    return torch.stack([columns.sum(), columns @ weights]).cpu()
+
+
+def _weights(device: torch.device) -> Tensor:
+    """Weights of the second sum, `[_PERIOD]`."""
+    return torch.cos(torch.arange(1, _PERIOD + 1, device=device, dtype=wide_dtype(device)))
 
 
 def same_sums(a: Tensor, b: Tensor) -> bool:

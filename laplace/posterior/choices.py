@@ -13,6 +13,7 @@ from laplace.core.overrides import is_ours
 from laplace.curvature import CurvatureInterface, NativeGGN
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import InvalidArgument, InvalidType
+from laplace.evidence import Distance, version
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.recovered import Loss
 from laplace.predictive.options import PredictiveNames
@@ -151,11 +152,13 @@ class Derived:
     Attributes:
         backend: The curvature backend as users call it, or None.
         engine: What computes Jacobians and curvature, or None.
+        distance: Of the mean from the prior's.
     """
 
     def __init__(self, engine: CurvatureEngine | None = None) -> None:
         self.backend: CurvatureInterface | None = None
         self.engine = engine
+        self.distance = Distance()
         self._latest: _Latest | None = None
 
     def precision(self, curvature: Curvature, values: tuple[Tensor, ...], make: Callable[[], Precision]) -> Precision:
@@ -180,17 +183,12 @@ class _Latest:
 
     def __init__(self, curvature: Curvature, values: tuple[Tensor, ...], precision: Precision) -> None:
         self.curvature = curvature
-        self.values = tuple((value, _version(value)) for value in values)
+        self.values = tuple((value, version(value)) for value in values)
         self.precision = precision
 
     def is_of(self, curvature: Curvature, values: tuple[Tensor, ...]) -> bool:
         """True if it is the precision of this curvature at these values."""
         return self.curvature is curvature and all(
-            _version(mine) == version and (mine is value or (mine.shape == value.shape and bool((mine == value).all())))
-            for (mine, version), value in zip(self.values, values, strict=True)
+            version(mine) == then and (mine is value or (mine.shape == value.shape and bool((mine == value).all())))
+            for (mine, then), value in zip(self.values, values, strict=True)
         )
-
-
-def _version(tensor: Tensor) -> int:
-    """Number of times that a tensor was written to; tensors of inference mode are not counted."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -258,6 +258,7 @@ class Posterior:
             sigma_noise=self.hypers.sigma_noise,
             temperature=self.hypers.temperature,
             options=self.choices.precision_options,
+            distance=self.derived.distance,
         )
 
     def log_evidence(self) -> Tensor:

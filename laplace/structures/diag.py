@@ -37,6 +37,10 @@ class DiagCurvature(AdditiveCurvature):
     is_diagonal = True
     is_variational = True
 
+    @property
+    def n_terms(self) -> int:
+        return len(self.values)
+
     @classmethod
     def from_batch(cls, engine: CurvatureEngine, x: Inputs, y: Tensor) -> tuple[BatchSummary, DiagCurvature]:
         summary, values = engine.diag(x, y)

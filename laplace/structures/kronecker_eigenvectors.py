@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,10 +12,13 @@ from torch import Tensor
 
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.kron_parts import KronBlock
-from laplace.jacobian.contractions import CHUNK_BYTES, TensorShape
+from laplace.jacobian.contractions import CHUNK_BYTES, TensorShape, total
 from laplace.structures.low_rank_factors import Side
 
 _BYTES = 8
+
+_AT_ONCE = 2**15
+"""Weights that are computed at once, so that they and what they are made of stay in the cache of one core."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,13 +76,27 @@ class Columns:
     def gram(self, weights: Tensor) -> Tensor:
         """Σ_p w_p u_p u_pᵀ over entries, `[..., K, K]`, for weights w `[..., p]`; differentiable in them.
 
-        Of products, u_kp u_lp = (left_k left_l)(right_k right_l): one product with the weights as a matrix.
+        Of products, u_kp u_lp = (left_k left_l)(right_k right_l): two products with the weights as a matrix.
         """
         if self._pairs is None:
             return _WeightedGram.apply(weights, self)  # pyright: ignore[reportReturnType]
-        left, right, at = self._pairs
-        products = (left @ weights.unflatten(-1, (left.shape[1], -1)) * right).sum(-1)
-        return products[..., at]
+        rows = slice(0, self.left.shape[1])
+        return self._pairs.entries(self._pairs.summed(weights.unflatten(-1, (rows.stop, -1)), rows))
+
+    def gram_of(self, weights: Callable[[slice], Tensor]) -> Tensor:
+        """The same for weights that are computed a few at a time, `[..., n]` of a slice, and stay in the cache."""
+        pairs = self._pairs
+        if pairs is None:
+            return self.gram(weights(slice(0, self.size)))
+        height, width = self.left.shape[1], self.right.shape[1]
+        step = max(1, _AT_ONCE // width)
+        rows = (slice(start, min(start + step, height)) for start in range(0, height, step))
+        return pairs.entries(
+            total(
+                pairs.summed(weights(slice(r.start * width, r.stop * width)).unflatten(-1, (-1, width)), r)
+                for r in rows
+            )
+        )
 
     def forms(self, matrix: Tensor) -> Tensor:
         """Σ_kl u_k M_kl u_l at every entry, `[p]`, for M `[K, K]`."""
@@ -87,17 +104,11 @@ class Columns:
         return torch.cat(parts) if parts else self.left.new_zeros(0)
 
     @cached_property
-    def _pairs(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Products of the factors of every two columns, `[n, M]` and `[n, R]`, and which of them is whose, `[K, K]`.
-
-        None where they are larger than a chunk, or the entries are picked.
-        """
+    def _pairs(self) -> _Pairs | None:
+        """Products of factors of two columns; None where they may be larger than a chunk, or entries are picked."""
         if self.index is not None or _pair_bytes(len(self), self.left.shape[1] + self.right.shape[1]) > CHUNK_BYTES:
             return None
-        one, other = torch.triu_indices(len(self), len(self), device=self.left.device)
-        at = one.new_empty(len(self), len(self))
-        at[one, other] = at[other, one] = torch.arange(len(one), device=one.device)
-        return self.left[one] * self.left[other], self.right[one] * self.right[other], at
+        return _Pairs(*_products(self.left), *_products(self.right))
 
     def inside(self, vectors: Tensor) -> Tensor:
         """Σ_p u_p v_p of vectors `[..., p]`, `[..., K]`."""
@@ -109,6 +120,47 @@ class Columns:
     def combined(self, coordinates: Tensor) -> Tensor:
         """Σ_k c_k u_k of coordinates `[..., K]`, `[..., p]`."""
         return torch.cat([coordinates @ piece for _, piece in self.pieces()], -1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Pairs:
+    """Products of every two different factors of one side, and of the other; columns have few different ones in common.
+
+    Attributes:
+        left: left_k left_l, `[n, M]`.
+        at_left: Which of them is that of two columns, `[K, K]`.
+        right: right_k right_l, `[m, R]`.
+        at_right: Likewise.
+    """
+
+    left: Tensor
+    at_left: Tensor
+    right: Tensor
+    at_right: Tensor
+
+    def summed(self, weights: Tensor, rows: slice) -> Tensor:
+        """The share of some rows of the weights `[..., r, R]` in what `entries` takes; shares add up."""
+        some = self.left[:, rows]
+        return some @ (weights @ self.right.T) if self._right_first else some @ weights
+
+    def entries(self, summed: Tensor) -> Tensor:
+        """Σ_ij w_ij left_ki left_li right_kj right_lj, `[..., K, K]`."""
+        products = summed if self._right_first else summed @ self.right.T
+        return products[..., self.at_left, self.at_right]
+
+    @property
+    def _right_first(self) -> bool:
+        """True if the right side has fewer products: those with all weights are the most of the work."""
+        return len(self.right) <= len(self.left)
+
+
+def _products(factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Products of every two different factors of `[K, n]`, and which of them is that of two columns, `[K, K]`."""
+    different, which = factors.unique(dim=0, return_inverse=True)
+    one, other = torch.triu_indices(len(different), len(different), device=factors.device)
+    at = one.new_empty(len(different), len(different))
+    at[one, other] = at[other, one] = torch.arange(len(one), device=one.device)
+    return different[one] * different[other], at[which][:, which]
 
 
 def _pair_bytes(rank: int, width: int) -> int:

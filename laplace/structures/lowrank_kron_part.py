@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from laplace.core.layout import repeated
 from laplace.core.precision_policy import widened
 from laplace.errors import CurvatureError
 from laplace.structures import algebra
@@ -86,9 +86,8 @@ def log_det_inside(parts: Sequence[Part], ratios: Sequence[Tensor]) -> Tensor:
     some, of = zip(*pairs, strict=True)
     if all(ratio.numel() == 1 for ratio in of) and not any(part.values.requires_grad for part in some):
         return _LogDetInside.apply(torch.cat(of), some)[0]  # pyright: ignore[reportOptionalSubscript]
-    spread = torch.cat([ratio.expand(part.size) for part, ratio in pairs])
-    weights, _ = _weights(some, spread)
-    return _log_det(_cholesky(_inside(some, (spread * weights).unsqueeze(0)).squeeze(1)))
+    grams = [part.columns.gram((ratio * _damped(part, ratio)[0]).unsqueeze(0)) for part, ratio in pairs]
+    return _log_det(_cholesky(_inside(some, grams).squeeze(1)))
 
 
 class _LogDetInside(torch.autograd.Function):
@@ -112,24 +111,27 @@ class _LogDetInside(torch.autograd.Function):
 
 def _value_and_slopes(ratios: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
     """Σ log det K, 0-dim, and d log det K / dc of every tensor, `[n]`, for c `[n]`."""
-    spread = repeated(ratios, [part.size for part in parts])
-    weights, damping = _weights(parts, spread)
-    inside, slopes = _inside(parts, torch.stack([weights, weights * damping])).unbind(1)
+    grams = [part.columns.gram_of(partial(_weights, part, c)) for part, c in zip(parts, ratios.unbind(), strict=True)]
+    inside, slopes = _inside(parts, grams).unbind(1)
     factor = _cholesky(ratios.view(-1, 1, 1) * inside)
     return _log_det(factor), (torch.cholesky_inverse(factor) * slopes).sum((1, 2))
 
 
-def _weights(parts: Sequence[Part], ratios: Tensor) -> tuple[Tensor, Tensor]:
-    """S² A of all tensors `[p]` for c `[p]`, and A."""
-    damping = (1 + ratios * torch.cat([part.rest for part in parts])).reciprocal()
-    return widened(torch.cat([part.scaling for part in parts])).square() * damping, damping
+def _weights(part: Part, ratio: Tensor, at: slice) -> Tensor:
+    """S² A and S² A² of some entries of a tensor, `[2, n]`, for one c."""
+    weights, damping = _damped(part, ratio, at)
+    return torch.stack([weights, weights * damping])
 
 
-def _inside(parts: Sequence[Part], weights: Tensor) -> Tensor:
-    """Λ^½ Uᵀ diag(w) U Λ^½ of every tensor for all weights `[m, p]`, with zeros up to the same size, `[n, m, K, K]`."""
+def _damped(part: Part, ratios: Tensor, at: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    """S² A of some entries of a tensor, `[n]`, for c in as many dimensions, or one; and A."""
+    damping = (1 + ratios * widened(part.rest[at])).reciprocal()
+    return widened(part.scaling[at]).square() * damping, damping
+
+
+def _inside(parts: Sequence[Part], grams: Sequence[Tensor]) -> Tensor:
+    """Λ^½ Uᵀ diag(w) U Λ^½ of every tensor, from its m Grams `[m, k, k]`, in one size by zeros, `[n, m, K, K]`."""
     rank = max(len(part.columns) for part in parts)
-    pieces = weights.split([part.size for part in parts], -1)
-    grams = [part.columns.gram(piece) for part, piece in zip(parts, pieces, strict=True)]
     roots = torch.stack([pad(part.values.sqrt(), (0, rank - len(part.values))) for part in parts])
     stacked = torch.stack([pad(gram, (0, rank - gram.shape[-1]) * 2) for gram in grams])
     return stacked * (roots.unsqueeze(2) * roots.unsqueeze(1)).unsqueeze(1)

@@ -45,16 +45,16 @@ class Search:
     bad: int = 0
     converged: bool = False
 
-    def saw(self, logs: Tensor, value: float, gradient: Tensor) -> bool:
-        """Takes note of an evaluation; False where it is not finite."""
+    def saw(self, logs: Tensor, value: float, gradient: Tensor) -> float | None:
+        """Takes note of an evaluation; its slope, or None where it is not finite."""
         self.values.append(value)
-        if not math.isfinite(value) or not bool(gradient.isfinite().all()):
+        slope = gradient.abs().max().item()  # NaN if an entry is
+        if not math.isfinite(value) or not math.isfinite(slope):
             self.bad += 1
-            return False
+            return None
         if value < self.best_value:
-            self.best, self.best_value = logs.detach().clone(), value
-            self.slope = gradient.abs().max().item()
-        return True
+            self.best, self.best_value, self.slope = logs.detach().clone(), value, slope
+        return slope
 
     def is_flat(self) -> bool:
         """True if all values were the same number but for rounding."""
@@ -144,17 +144,19 @@ def minimise(
     if method not in _METHODS:
         raise InvalidArgument(f"method={method!r}; accepted are {[*_METHODS, 'grid']}.")
     search = Search(start.detach().clone())
-    bound = start.abs().clamp(min=BOUND)
+    upper = start.detach().abs().clamp(min=BOUND)
+    lower = -upper
 
     with tqdm(total=n_steps + 1 if method == "adam" else None, desc=label, disable=not progress_bar) as bar:
 
         def step(logs: Tensor) -> tuple[float, Tensor] | None:
-            inside = torch.minimum(torch.maximum(logs.detach(), -bound), bound)
+            inside = logs.detach().clamp(lower, upper)
             value, gradient = evaluate(inside)
             bar.update()
-            if not search.saw(inside, value, gradient):
+            slope = search.saw(inside, value, gradient)
+            if slope is None:
                 return None
-            if gradient.abs().max().item() <= tolerance * max(1.0, abs(value)):
+            if slope <= tolerance * max(1.0, abs(value)):
                 search.converged = True
                 raise _Finished
             # Outside of the bound nothing changes.
@@ -186,7 +188,7 @@ def _adam(step: Step, logs: Tensor, n_steps: int, lr: float, search: Search) -> 
             logs = search.best.clone()
             update = _AdamUpdate(logs, lr)
             continue
-        logs = logs - update(evaluation[1])
+        logs = update(logs, evaluation[1])
     return False
 
 
@@ -205,13 +207,13 @@ class _AdamUpdate:
         self.n = 0
         self.first, self.second = torch.zeros_like(like), torch.zeros_like(like)
 
-    def __call__(self, gradient: Tensor) -> Tensor:
-        """The step against a gradient."""
+    def __call__(self, logs: Tensor, gradient: Tensor) -> Tensor:
+        """The point after a step against a gradient."""
         self.n += 1
         self.first.lerp_(gradient, 1 - _BETA_1)
         self.second.mul_(_BETA_2).addcmul_(gradient, gradient, value=1 - _BETA_2)
-        spread = self.second.sqrt() / math.sqrt(1 - _BETA_2**self.n) + _EPSILON
-        return self.lr / (1 - _BETA_1**self.n) * self.first / spread
+        spread = self.second.sqrt().div_(math.sqrt(1 - _BETA_2**self.n)).add_(_EPSILON)
+        return logs.addcdiv(self.first, spread, value=-self.lr / (1 - _BETA_1**self.n))
 
 
 def _lbfgs(step: Step, logs: Tensor, n_steps: int, lr: float, search: Search) -> bool:

@@ -37,7 +37,8 @@ class Coordinates:
     def hypers(self, logs: Tensor) -> Hyperparameters:
         """The hyper-parameters at a vector of logarithms `[n]`, with its graph."""
         shapes = [getattr(self.start, name).shape for name in self.names]
-        parts = logs.exp().to(self.start.prior_precision.dtype).split([shape.numel() for shape in shapes])
+        numbers = logs.exp().to(self.start.prior_precision.dtype)
+        parts = (numbers,) if len(shapes) == 1 else numbers.split([shape.numel() for shape in shapes])
         values = {name: part.view(shape) for name, shape, part in zip(self.names, shapes, parts, strict=True)}
         return replace(self.start, **values)
 

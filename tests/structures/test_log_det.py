@@ -184,6 +184,18 @@ def test_derivatives_of_grams_whose_pairs_are_not_kept(shape: tuple[int, ...], m
     assert torch.autograd.gradgradcheck(lambda w: columns.gram(w).square(), weights)
 
 
+@pytest.mark.parametrize("different", [(2, 4), (4, 2), (1, 4), (4, 4)], ids=str)
+def test_grams_of_columns_that_share_factors(different: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kronecker_eigenvectors, "_AT_ONCE", 21)
+    left, right = (_drawn(n, width)[torch.arange(4) % n] for n, width in zip(different, (5, 7), strict=True))
+    columns, weights = kronecker_eigenvectors.Columns(left, right, torch.ones(1, 4, dtype=F64)), _drawn(2, 35)
+    whole = (left.unsqueeze(2) * right.unsqueeze(1)).flatten(1)
+    expected = torch.einsum("kp,mp,lp->mkl", whole, weights, whole)
+    assert_close(columns.gram(weights), expected, "algebra")
+    assert_close(columns.gram_of(lambda at: weights[:, at]), expected, "algebra")
+    assert torch.autograd.gradcheck(columns.gram, weights.clone().requires_grad_())
+
+
 @pytest.mark.parametrize("form", PRIORS)
 def test_second_derivatives_where_pairs_are_not_kept(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
