@@ -13,6 +13,7 @@ from torch import Tensor
 
 from laplace.core.gram import row_gram
 from laplace.core.orthogonal_basis import OrthogonalBasis
+from laplace.jacobian.patches import Patches
 
 CHUNK_BYTES = 32 * 2**20
 """Bytes of a dense per-layer piece [K, b, p] that is contracted and dropped as it is made."""
@@ -159,8 +160,8 @@ class KroneckerFactored(Contractions):
         """Rows g of the output side, `[K, ..., G, O]`; with `reduce`, summed over the positions of a datum."""
 
     @abstractmethod
-    def input_side(self, gram: Callable[[Tensor], S], *, reduce: bool) -> S | Tensor | None:
-        """Input side Σ a aᵀ, computed by `gram` from rows `[..., G, I]`; counts `[V]` if a is one-hot.
+    def input_side(self, gram: Callable[[Tensor | Patches], S], *, reduce: bool) -> S | Tensor | None:
+        """Input side Σ a aᵀ, computed by `gram` from rows `[..., G, I]` or patches; counts `[V]` if a is one-hot.
 
         Args:
             gram: Computes Σ a aᵀ, in the caller's form, or its product with given vectors.

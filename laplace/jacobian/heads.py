@@ -63,9 +63,9 @@ class HeadBlock(Head):
         """The block of a head, by that of its layer with any output gradients, which are not read; None of another."""
         if not isinstance(block, OuterBlock) or block.input_first:
             return None
-        if block.a is None:
+        if block.inputs is None:
             return cls(block.g.new_ones(block.n_data, 1), n_outputs, is_bias=True)
-        return cls(block.a[:, 0, 0], n_outputs)
+        return cls(block.inputs[:, 0, 0], n_outputs)
 
     # Sizes.
 
@@ -135,7 +135,7 @@ class HeadBlock(Head):
             eye = torch.eye(self.n_outputs, dtype=wide_dtype(features.device), device=features.device)
             return (features @ widened(other.features).T)[None, :, None] * eye[:, None, :, None]
         if isinstance(other, OuterBlock) and other.n_positions == other.groups == 1 and not other.input_first:
-            a = features.new_ones(other.n_data, 1) if other.a is None else widened(other.a[:, 0, 0])
+            a = features.new_ones(other.n_data, 1) if other.inputs is None else widened(other.inputs[:, 0, 0])
             return torch.einsum("bm,lmk->kblm", features @ a.T, widened(other.g[:, :, 0, 0]))
         pieces = (widened(piece).unflatten(2, (self.n_outputs, -1)) for piece in other.pieces())
         return torch.cat([torch.einsum("bd,lmkd->kblm", features, piece) for piece in pieces], 3)

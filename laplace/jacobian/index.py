@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace.core.precision_policy import widened
 from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of
 from laplace.jacobian.contractions import ProductBasis, TensorShape, total
-from laplace.jacobian.outer import FactoredBlock, kernel_by_grams
+from laplace.jacobian.factored import FactoredBlock, kernel_by_grams
 from laplace.weights.problem import Selection
 
 
@@ -96,7 +96,7 @@ class IndexBlock(FactoredBlock):
         del reduce
         return self.g[:, self.counted].unsqueeze(2)
 
-    def input_side(self, gram: Callable[[Tensor], object], *, reduce: bool) -> Tensor:
+    def input_side(self, gram: Callable[[Any], object], *, reduce: bool) -> Tensor:
         del gram, reduce
         return torch.bincount(self.index[self.index >= 0], minlength=self.n_rows).to(self.g.dtype)
 
