@@ -162,9 +162,11 @@ class HeadBlock(Head):
     def pull(self, cotangents: Tensor) -> Tensor:
         return (cotangents @ self.features).flatten()
 
-    def sum_of_squares(self, *, apart: bool = False) -> Tensor:
-        squares = self.features.square().sum(0)
-        return self._on_diagonal(squares.expand(self.n_outputs, -1), apart=apart)
+    def add_squares(self, running: Tensor) -> None:
+        running.view(self.n_outputs, -1).add_(self.features.square().sum(0))
+
+    def squares_apart(self) -> Tensor:
+        return self._on_diagonal(self.features.square().sum(0).expand(self.n_outputs, -1), apart=True)
 
     def ggn_diagonal(self, hessian: OutputHessian, *, apart: bool) -> Tensor:
         squares = self.features.square()
@@ -238,9 +240,11 @@ class RotatedHeadBlock(Head):
     def pull(self, cotangents: Tensor) -> Tensor:
         return self.head.pull(self.basis.T @ cotangents)
 
-    def sum_of_squares(self, *, apart: bool = False) -> Tensor:
-        squares = self.basis.square() if apart else self.basis.square().sum(0, keepdim=True)
-        return (squares.unsqueeze(2) * self.features.square().sum(0)).flatten(1)
+    def add_squares(self, running: Tensor) -> None:
+        running += torch.outer(self.basis.square().sum(0), self.features.square().sum(0)).flatten()
+
+    def squares_apart(self) -> Tensor:
+        return (self.basis.square().unsqueeze(2) * self.features.square().sum(0)).flatten(1)
 
     def ggn_diagonal(self, hessian: OutputHessian, *, apart: bool) -> Tensor:
         squares = self.features.square()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laplace.core.precision_policy import widened
 from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of
-from laplace.jacobian.contractions import CHUNK_BYTES, ProductBasis, RankOne, S, TensorShape, squared, total
+from laplace.jacobian.contractions import CHUNK_BYTES, ProductBasis, RankOne, S, TensorShape, add_squared, total
 from laplace.jacobian.factored import FactoredBlock, flat_product, kernel_by_grams
 from laplace.jacobian.patches import Patches, as_tensor
 from laplace.weights.problem import Selection
@@ -228,26 +228,36 @@ class OuterBlock(FactoredBlock):
         weighted = replace(self, g=self.g * cotangents[:, :, None, None, None])
         return total(torch.einsum(f"kbtgo,btgi->{order}", part.g, part.inputs) for part in weighted._parts()).flatten()
 
-    def sum_of_squares(self, *, apart: bool = False) -> Tensor:
+    def add_squares(self, running: Tensor) -> None:
         if self.n_positions > 1:
-            return self._squares_of_sums(apart=apart)
-        g = self.g[:, :, 0].square() if apart else squared(self.g[:, :, 0])
+            for part in self._for_squares():
+                Block.add_squares(part, running)
+            return
+        g = self.g.new_zeros(self.g[0, :, 0].shape)
+        add_squared(g, self.g[:, :, 0])
+        if self.inputs is None:
+            running += g.sum(0).flatten()
+            return
+        squares = g.to(running), self.inputs[:, 0].square().to(running)
+        left, right = reversed(squares) if self.input_first else squares  # [B, G, O] and [B, G, I]
+        running.view(self.groups, left.shape[2], -1).baddbmm_(left.permute(1, 2, 0), right.transpose(0, 1))
+
+    def squares_apart(self) -> Tensor:
+        if self.n_positions > 1:
+            return torch.cat([Block.squares_apart(part) for part in self._for_squares()])
+        g = self.g[:, :, 0].square()
         if self.inputs is None:
             return g.sum(1).flatten(1)
         order = "kgio" if self.input_first else "kgoi"
         return torch.einsum(f"kbgo,bgi->{order}", g, self.inputs[:, 0].square()).flatten(1)
 
-    def _squares_of_sums(self, *, apart: bool) -> Tensor:
-        """The sum by dense pieces; of a large weight not even those of one datum hold all cotangents."""
+    def _for_squares(self) -> Iterator[OuterBlock]:
+        """Blocks of some cotangents: of a large weight not even the pieces of one datum hold all of them."""
         step = max(1, CHUNK_BYTES // (8 * self.size))
-        if isinstance(self.a, Patches) and self.n_cotangents * self.n_outputs < _KEPT_BELOW:
-            return self._unfolded()._squares_of_sums(apart=apart)
-        if self.n_cotangents <= step:
-            return super().sum_of_squares(apart=apart)
-        parts = [replace(self, g=g) for g in self.g.split(step)]
-        if apart:
-            return torch.cat([part.sum_of_squares(apart=True) for part in parts])
-        return total(part.sum_of_squares() for part in parts)
+        kept = isinstance(self.a, Patches) and self.n_cotangents * self.n_outputs < _KEPT_BELOW
+        block = self._unfolded() if kept else self
+        for g in self.g.split(step):
+            yield replace(block, g=g)
 
     def weighted_norms(self, weights: Tensor) -> Tensor:
         if self.n_positions > 1:

@@ -54,9 +54,11 @@ class DiagSum:
     def add(self, blocks: Mapping[int, Block], first: int) -> None:
         """Adds the squares of weighted blocks whose cotangents begin at term `first`."""
         for slot, block in blocks.items():
-            target = self.values[:, self.slices[slot]]
-            squares = self.in_basis(slot, block).sum_of_squares(apart=len(target) > 1)
-            _add_terms(target, squares, first)
+            target, own = self.values[:, self.slices[slot]], self.in_basis(slot, block)
+            if len(target) > 1:
+                _add_terms(target, own.squares_apart(), first)
+            else:
+                own.add_squares(target[0])
 
     def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
         """Adds the diagonal of Σ_b J_bᵀ Λ_b J_b of a head, without a root of Λ; the blocks are in their bases."""
@@ -270,8 +272,12 @@ class KronSum:
 
     def _put_diagonal(self, kind: str, slot: int, block: Block, first: int) -> None:
         self.blocks[slot] = KronBlock(kind, block.size, f"{kind}:{slot}")
-        if self.probe is None:
-            self._put_terms(f"{kind}:{slot}", block.sum_of_squares(apart=self.n_terms > 1), first)
+        key = f"{kind}:{slot}"
+        if self.probe is None and self.n_terms > 1:
+            self._put_terms(key, block.squares_apart(), first)
+        elif self.probe is None:
+            zeros = torch.zeros(1, block.size, dtype=self.dtype, device=self.problem.device)
+            block.add_squares(dense(self.factors.setdefault(key, zeros), self.dtype)[0])
 
     def _put_terms(self, key: str, values: Tensor, first: int) -> None:
         """Adds values `[k, ...]` of the terms from `first` on, or their sum where terms are not kept apart."""
