@@ -379,10 +379,16 @@ class PickedBlock(_Wrapper):
         """Weights `[p]` of the entries as those of the whole block, zero elsewhere."""
         return weights.new_zeros(self.whole.size).index_copy(0, self.index, weights)
 
-    def sum_of_squares(self, *, apart: bool = False) -> Tensor:
+    def add_squares(self, running: Tensor) -> None:
         if self.gathers:
-            return super().sum_of_squares(apart=apart)
-        return self.whole.sum_of_squares(apart=apart)[:, self.index]
+            super().add_squares(running)
+            return
+        whole = running.new_zeros(self.whole.size)
+        self.whole.add_squares(whole)
+        running += whole[self.index]
+
+    def squares_apart(self) -> Tensor:
+        return super().squares_apart() if self.gathers else self.whole.squares_apart()[:, self.index]
 
     def weighted_norms(self, weights: Tensor) -> Tensor:
         if self.gathers:

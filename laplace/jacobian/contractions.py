@@ -13,6 +13,7 @@ from torch import Tensor
 
 from laplace.core.gram import row_gram
 from laplace.core.orthogonal_basis import OrthogonalBasis
+from laplace.jacobian.patches import Patches
 
 CHUNK_BYTES = 32 * 2**20
 """Bytes of a dense per-layer piece [K, b, p] that is contracted and dropped as it is made."""
@@ -77,11 +78,14 @@ class Contractions(ABC):
         for start in range(0, self.n_data, step):
             yield self.at(slice(start, start + step)).dense()
 
-    def sum_of_squares(self, *, apart: bool = False) -> Tensor:
-        """Σ J² over data and cotangents, `[1, p]`, or over data with the cotangents `apart`, `[K, p]`."""
-        if apart:
-            return total(piece.square().sum(1) for piece in self.pieces())
-        return total(squared(piece.flatten(0, 1)) for piece in self.pieces())
+    def add_squares(self, running: Tensor) -> None:
+        """Adds Σ J² over data and cotangents to a running sum `[p]`, in place, so that no second one is held."""
+        for piece in self.pieces():
+            add_squared(running, piece.flatten(0, 1))
+
+    def squares_apart(self) -> Tensor:
+        """Σ J² over data, with the cotangents apart, `[K, p]`."""
+        return total(piece.square().sum(1) for piece in self.pieces())
 
     def weighted_norms(self, weights: Tensor) -> Tensor:
         """Σ_p J² w, `[B, K]`, for weights `[p]`."""
@@ -121,18 +125,14 @@ class Contractions(ABC):
         return result
 
 
-def squared(x: Tensor) -> Tensor:
-    """Σ_k x_k² of `[K, ...]`, `[1, ...]`; of a large array without a second one of its size."""
+def add_squared(running: Tensor, x: Tensor) -> None:
+    """Adds Σ_k x_k² of `[K, ...]` to `[...]`; of a large array without a second one of its size."""
     step = max(1, _SQUARED // max(1, x[0].numel()))
-    if step >= len(x):
-        return x.square().sum(0, keepdim=True)
-    squares = x.new_zeros(x.shape[1:])
     for part in x.split(step):
         if step > 1:
-            squares += part.square().sum(0)
+            running += part.square().sum(0)
         else:
-            squares.addcmul_(part[0], part[0])
-    return squares.unsqueeze(0)
+            running.addcmul_(part[0], part[0])
 
 
 def total(parts: Iterable[Tensor]) -> Tensor:
@@ -159,8 +159,8 @@ class KroneckerFactored(Contractions):
         """Rows g of the output side, `[K, ..., G, O]`; with `reduce`, summed over the positions of a datum."""
 
     @abstractmethod
-    def input_side(self, gram: Callable[[Tensor], S], *, reduce: bool) -> S | Tensor | None:
-        """Input side Σ a aᵀ, computed by `gram` from rows `[..., G, I]`; counts `[V]` if a is one-hot.
+    def input_side(self, gram: Callable[[Tensor | Patches], S], *, reduce: bool) -> S | Tensor | None:
+        """Input side Σ a aᵀ, computed by `gram` from rows `[..., G, I]` or patches; counts `[V]` if a is one-hot.
 
         Args:
             gram: Computes Σ a aᵀ, in the caller's form, or its product with given vectors.

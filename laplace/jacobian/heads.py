@@ -63,9 +63,9 @@ class HeadBlock(Head):
         """The block of a head, by that of its layer with any output gradients, which are not read; None of another."""
         if not isinstance(block, OuterBlock) or block.input_first:
             return None
-        if block.a is None:
+        if block.inputs is None:
             return cls(block.g.new_ones(block.n_data, 1), n_outputs, is_bias=True)
-        return cls(block.a[:, 0, 0], n_outputs)
+        return cls(block.inputs[:, 0, 0], n_outputs)
 
     # Sizes.
 
@@ -136,7 +136,7 @@ class HeadBlock(Head):
             rows = torch.arange(self.n_outputs, device=features.device).expand(self.n_data, -1)
             return HeadRows(self.features, rows, self.n_outputs, self.is_bias).kernel(other)
         if isinstance(other, OuterBlock) and other.n_positions == other.groups == 1 and not other.input_first:
-            a = features.new_ones(other.n_data, 1) if other.a is None else widened(other.a[:, 0, 0])
+            a = features.new_ones(other.n_data, 1) if other.inputs is None else widened(other.inputs[:, 0, 0])
             return torch.einsum("bm,lmk->kblm", features @ a.T, widened(other.g[:, :, 0, 0]))
         pieces = (widened(piece).unflatten(2, (self.n_outputs, -1)) for piece in other.pieces())
         return torch.cat([torch.einsum("bd,lmkd->kblm", features, piece) for piece in pieces], 3)
@@ -163,9 +163,11 @@ class HeadBlock(Head):
     def pull(self, cotangents: Tensor) -> Tensor:
         return (cotangents @ self.features).flatten()
 
-    def sum_of_squares(self, *, apart: bool = False) -> Tensor:
-        squares = self.features.square().sum(0)
-        return self._on_diagonal(squares.expand(self.n_outputs, -1), apart=apart)
+    def add_squares(self, running: Tensor) -> None:
+        running.view(self.n_outputs, -1).add_(self.features.square().sum(0))
+
+    def squares_apart(self) -> Tensor:
+        return self._on_diagonal(self.features.square().sum(0).expand(self.n_outputs, -1), apart=True)
 
     def ggn_diagonal(self, hessian: OutputHessian, *, apart: bool) -> Tensor:
         squares = self.features.square()
@@ -239,9 +241,11 @@ class RotatedHeadBlock(Head):
     def pull(self, cotangents: Tensor) -> Tensor:
         return self.head.pull(self.basis.T @ cotangents)
 
-    def sum_of_squares(self, *, apart: bool = False) -> Tensor:
-        squares = self.basis.square() if apart else self.basis.square().sum(0, keepdim=True)
-        return (squares.unsqueeze(2) * self.features.square().sum(0)).flatten(1)
+    def add_squares(self, running: Tensor) -> None:
+        running += torch.outer(self.basis.square().sum(0), self.features.square().sum(0)).flatten()
+
+    def squares_apart(self) -> Tensor:
+        return (self.basis.square().unsqueeze(2) * self.features.square().sum(0)).flatten(1)
 
     def ggn_diagonal(self, hessian: OutputHessian, *, apart: bool) -> Tensor:
         squares = self.features.square()

@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace.core.precision_policy import widened
 from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of
 from laplace.jacobian.contractions import ProductBasis, TensorShape, total
-from laplace.jacobian.outer import FactoredBlock, kernel_by_grams
+from laplace.jacobian.factored import FactoredBlock, kernel_by_grams
 from laplace.weights.problem import Selection
 
 
@@ -96,7 +96,7 @@ class IndexBlock(FactoredBlock):
         del reduce
         return self.g[:, self.counted].unsqueeze(2)
 
-    def input_side(self, gram: Callable[[Tensor], object], *, reduce: bool) -> Tensor:
+    def input_side(self, gram: Callable[[Any], object], *, reduce: bool) -> Tensor:
         del gram, reduce
         return torch.bincount(self.index[self.index >= 0], minlength=self.n_rows).to(self.g.dtype)
 
@@ -147,10 +147,14 @@ class IndexBlock(FactoredBlock):
         merged = g.new_zeros(g.shape[0], len(keys), g.shape[2]).index_add(1, group, g)
         return merged, keys // self.n_rows, keys % self.n_rows
 
-    def sum_of_squares(self, *, apart: bool = False) -> Tensor:
+    def add_squares(self, running: Tensor) -> None:
         merged, _, row = self._merged()
-        squares = merged.square() if apart else merged.square().sum(0, keepdim=True)
-        return squares.new_zeros(len(squares), self.n_rows, squares.shape[2]).index_add(1, row, squares).flatten(1)
+        running.view(self.n_rows, -1).index_add_(0, row, merged.square().sum(0).to(running))
+
+    def squares_apart(self) -> Tensor:
+        merged, _, row = self._merged()
+        zeros = merged.new_zeros(len(merged), self.n_rows, merged.shape[2])
+        return zeros.index_add(1, row, merged.square()).flatten(1)
 
     def weighted_norms(self, weights: Tensor) -> Tensor:
         merged, datum, row = self._merged()

@@ -15,8 +15,8 @@ from torch import Tensor
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.jacobian.blocks import Block, DenseBlock
 from laplace.jacobian.contractions import total
+from laplace.jacobian.factored import flat_product
 from laplace.jacobian.jacobian import Jacobian
-from laplace.jacobian.outer import flat_product
 
 Scales = Sequence[Tensor] | None
 """A factor per random parameter, 0-dim or `[1]` each: its prior variance; None for ones."""

@@ -99,8 +99,10 @@ def check_contractions(block: Block, truth: Tensor) -> None:
     assert_close(block.by_output(), truth.transpose(0, 1).flatten(0, 1), "algebra")
     assert_close(block.entries(index), truth[..., index], "algebra")
     assert block.bound() >= truth.norm() - 1e-12
-    assert_close(block.sum_of_squares(), truth.square().sum((0, 1))[None], "algebra")
-    assert_close(block.sum_of_squares(apart=True), truth.square().sum(1), "algebra")
+    running = torch.ones(p, dtype=torch.float64)
+    block.add_squares(running)
+    assert_close(running - 1, truth.square().sum((0, 1)), "algebra")
+    assert_close(block.squares_apart(), truth.square().sum(1), "algebra")
     assert_close(block.weighted_norms(weights[0]), grams[0].diagonal(dim1=1, dim2=2), "algebra")
     assert_close(block.weighted_gram(weights[0]), grams[0], "algebra")
     assert_close(block.weighted_norms_each(weights), grams.diagonal(dim1=2, dim2=3), "algebra")

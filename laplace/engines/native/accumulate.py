@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from laplace.core.gram import group_gram, group_product
+from laplace.core.gram import group_product
 from laplace.core.precision_policy import wide_dtype
 from laplace.engines.engine import Bases, Groups
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT, UNUSED, KronBlock, KronParts, Probe
@@ -18,6 +18,7 @@ from laplace.jacobian.blocks import Block
 from laplace.jacobian.contractions import KroneckerFactored
 from laplace.jacobian.heads import Head, unrotated
 from laplace.jacobian.matrix_sum import MatrixSum
+from laplace.jacobian.patches import Patches, as_tensor, gram_of
 from laplace.likelihoods.base import OutputHessian
 from laplace.weights.problem import Problem
 
@@ -53,9 +54,11 @@ class DiagSum:
     def add(self, blocks: Mapping[int, Block], first: int) -> None:
         """Adds the squares of weighted blocks whose cotangents begin at term `first`."""
         for slot, block in blocks.items():
-            target = self.values[:, self.slices[slot]]
-            squares = self.in_basis(slot, block).sum_of_squares(apart=len(target) > 1)
-            _add_terms(target, squares, first)
+            target, own = self.values[:, self.slices[slot]], self.in_basis(slot, block)
+            if len(target) > 1:
+                _add_terms(target, own.squares_apart(), first)
+            else:
+                own.add_squares(target[0])
 
     def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
         """Adds the diagonal of Σ_b J_bᵀ Λ_b J_b of a head, without a root of Λ; the blocks are in their bases."""
@@ -237,17 +240,18 @@ class KronSum:
         shared = product.shares_outputs and self.problem.slots[slot].entries is None
         return f"out:{self.origins[slot].use}" if shared else f"own:{slot}"
 
-    def _gram(self, key: str, rows: Tensor) -> Factor:
+    def _gram(self, key: str, rows: Tensor | Patches) -> Factor:
         """Σ x xᵀ of rows `[..., G, n]`, `[G, n, n]` or thin, or its product with this side's probe, `[G, n, w]`."""
         groups, width = rows.shape[-2:]
-        if self.probe is None and groups == 1 and ThinFactor.holds(rows.numel() // width, width):
-            return ThinFactor.of_rows(rows.reshape(1, -1, width))
+        if self.probe is None and groups == 1 and ThinFactor.holds(rows.shape.numel() // width, width):
+            return ThinFactor.of_rows(as_tensor(rows).reshape(1, -1, width))
         return self._product(key, rows)
 
-    def _product(self, key: str, rows: Tensor) -> Tensor:
+    def _product(self, key: str, rows: Tensor | Patches) -> Tensor:
         """The same, as a matrix."""
         if self.probe is None:
-            return group_gram(rows)
+            return gram_of(rows)
+        rows = as_tensor(rows)
         return group_product(rows, self.probe(key, *rows.shape[-2:]).to(rows))
 
     def _put_output(self, key: str, g: Tensor, first: int) -> None:
@@ -268,8 +272,12 @@ class KronSum:
 
     def _put_diagonal(self, kind: str, slot: int, block: Block, first: int) -> None:
         self.blocks[slot] = KronBlock(kind, block.size, f"{kind}:{slot}")
-        if self.probe is None:
-            self._put_terms(f"{kind}:{slot}", block.sum_of_squares(apart=self.n_terms > 1), first)
+        key = f"{kind}:{slot}"
+        if self.probe is None and self.n_terms > 1:
+            self._put_terms(key, block.squares_apart(), first)
+        elif self.probe is None:
+            zeros = torch.zeros(1, block.size, dtype=self.dtype, device=self.problem.device)
+            block.add_squares(dense(self.factors.setdefault(key, zeros), self.dtype)[0])
 
     def _put_terms(self, key: str, values: Tensor, first: int) -> None:
         """Adds values `[k, ...]` of the terms from `first` on, or their sum where terms are not kept apart."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +103,7 @@ class UseOfParameter:
     axis: BatchAxis
 
 
-Activations = dict[tuple[UseOfParameter, torch.dtype], Tensor | None]
+Activations = dict[tuple[UseOfParameter, torch.dtype], Any]
 """Parts of a forward pass that blocks need, as they were computed for the first cotangents."""
 
 

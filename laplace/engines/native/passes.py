@@ -25,7 +25,7 @@ from laplace.jacobian.lazy import LazyBlock
 from laplace.network.model_guard import preserve_model
 from laplace.weights.problem import Problem
 
-_CACHED = 2**21
+_CACHED = 2**24
 """Bytes of output gradients that stay in the caches of a CPU."""
 
 _LAZY_SHARE = 4

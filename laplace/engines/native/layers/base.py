@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from enum import Enum
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
@@ -37,8 +38,11 @@ class BatchAxis(Enum):
         return tensor.reshape(*lead, -1, n_data, *features).transpose(len(lead), len(lead) + 1)
 
 
-class LayerRule(ABC):
-    """The Jacobian blocks of one family of layers.
+A = TypeVar("A")
+
+
+class LayerRule(ABC, Generic[A]):
+    """The Jacobian blocks of one family of layers, from activations of type A: mostly tensors.
 
     Attributes:
         parameters: Attribute names of the parameters that this rule explains.
@@ -57,13 +61,11 @@ class LayerRule(ABC):
         """Positions per datum in the leading dimensions of the input, 0 if they cannot hold `n_data` data."""
 
     @abstractmethod
-    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: BatchAxis) -> Tensor | None:
+    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: BatchAxis) -> A | None:
         """The part of the forward pass that the parameter's block needs; computed once for all cotangents."""
 
     @abstractmethod
-    def block(
-        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, axis: BatchAxis
-    ) -> Block:
+    def block(self, module: nn.Module, attribute: str, a: A | None, g: Tensor, n_data: int, axis: BatchAxis) -> Block:
         """The block from the activation and the gradients `[K, *shape of the module's output]`."""
 
 
@@ -72,11 +74,11 @@ def evenly(total: int, n_data: int) -> int:
     return total // n_data if total % n_data == 0 else 0
 
 
-RULES: Registry[LayerRule] = Registry("layer rule")
+RULES: Registry[LayerRule[Any]] = Registry("layer rule")
 """Rules by the qualified name of the module class they are for."""
 
 
-def rule_for(module: nn.Module) -> LayerRule | None:
+def rule_for(module: nn.Module) -> LayerRule[Any] | None:
     """The rule of a module's class, or of the nearest base class that has one.
 
     A subclass may have another forward: whether the rule holds for it is for the probe to say.
@@ -84,12 +86,12 @@ def rule_for(module: nn.Module) -> LayerRule | None:
     return rule_of(type(module))
 
 
-def rule_of(kind: type[nn.Module]) -> LayerRule | None:
+def rule_of(kind: type[nn.Module]) -> LayerRule[Any] | None:
     """The rule of a module class, or of the nearest base class that has one."""
     return next((RULES[name] for name in map(_name, kind.__mro__) if name in RULES), None)
 
 
-def files(rule: LayerRule, *kinds: type[nn.Module]) -> None:
+def files(rule: LayerRule[Any], *kinds: type[nn.Module]) -> None:
     """Files one rule for several module classes, and for the classes that derive from them.
 
     Raises:

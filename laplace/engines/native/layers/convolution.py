@@ -13,33 +13,10 @@ from math import prod
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laplace.engines.native.layers.base import BatchAxis, LayerRule, evenly, files
+from laplace.engines.native.layers.base import A, BatchAxis, LayerRule, evenly, files
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.outer import OuterBlock
-
-
-def patches(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int) -> Tensor:
-    """Patches `[N, *positions, G, channels of a group · kernel size]` of an already padded `[N, channels, *space]`."""
-    dims = len(kernel)
-    if dims < 3 and prod(kernel) > 1 and not x.is_meta:  # for whose shapes PyTorch would import its compiler
-        return _columns(x, kernel, stride, dilation, groups)
-    for d in range(dims):
-        reach = (kernel[d] - 1) * dilation[d] + 1
-        x = x.unfold(2 + d, reach, stride[d])[..., :: dilation[d]]
-    x = x.unflatten(1, (groups, -1))  # [N, G, c, *positions, *kernel]
-    positions = range(3, 3 + dims)
-    return x.permute(0, *positions, 1, 2, *range(3 + dims, 3 + 2 * dims)).flatten(2 + dims)
-
-
-def _columns(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int) -> Tensor:
-    """The same in one and two dimensions, by PyTorch's `unfold`, which copies rows of an image at once."""
-    sizes = zip(x.shape[2:], kernel, stride, dilation, strict=True)
-    positions = [(size - (k - 1) * d - 1) // s + 1 for size, k, s, d in sizes]
-    flat = len(kernel) == 1
-    image = x.unsqueeze(2) if flat else x
-    window, step, apart = ((1, *values) if flat else tuple(values) for values in (kernel, stride, dilation))
-    columns = F.unfold(image, window, dilation=apart, stride=step)  # [N, channels · kernel size, T]
-    return columns.unflatten(1, (groups, -1)).movedim(-1, 1).unflatten(1, positions)
+from laplace.jacobian.patches import Patches, unfold
 
 
 def _padded(module: nn.Module, x: Tensor) -> Tensor:
@@ -50,7 +27,7 @@ def _padded(module: nn.Module, x: Tensor) -> Tensor:
     return F.pad(x, amount) if any(amount) else x
 
 
-class _Convolution(LayerRule):
+class _Convolution(LayerRule[A]):
     """Inputs `[N, channels, *space]` with the data in N."""
 
     def accepts(self, module: nn.Module, x: Tensor) -> bool:
@@ -60,24 +37,27 @@ class _Convolution(LayerRule):
         return evenly(x.shape[0], n_data)
 
 
-class ConvolutionRule(_Convolution):
+class ConvolutionRule(_Convolution[Tensor | Patches]):
     """z = W ∗ x + b."""
 
     name = "convolution"
 
-    def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: BatchAxis) -> Tensor | None:
+    def activation(
+        self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: BatchAxis
+    ) -> Tensor | Patches | None:
         if attribute == "bias":
             return None
-        a = patches(_padded(module, x), module.kernel_size, module.stride, module.dilation, module.groups)  # pyright: ignore
-        return _merge_positions(axis.positions(a, n_data, a.ndim - 1))
+        images = axis.positions(_padded(module, x), n_data, x.ndim - 1)
+        patches = Patches(images, module.kernel_size, module.stride, module.dilation, module.groups)  # pyright: ignore
+        return patches if prod(patches.kernel) > 1 else patches.rows
 
     def block(
-        self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, axis: BatchAxis
+        self, module: nn.Module, attribute: str, a: Tensor | Patches | None, g: Tensor, n_data: int, axis: BatchAxis
     ) -> Block:
         return OuterBlock(a=a, g=_output_gradients(module, g, n_data, axis))
 
 
-class TransposedConvolutionRule(_Convolution):
+class TransposedConvolutionRule(_Convolution[Tensor]):
     """z = Wᵀ ∗ x + b: entry (i, o, k) of the weight meets x_i at t and g_o at stride·t + dilation·k − padding."""
 
     name = "transposed convolution"
@@ -95,7 +75,7 @@ class TransposedConvolutionRule(_Convolution):
             return OuterBlock(a=None, g=_output_gradients(module, g, n_data, axis))
         kernel, stride, padding = module.kernel_size, module.stride, module.padding
         amount = [side for p in reversed(padding) for side in (p, p)]  # pyright: ignore
-        unfolded = patches(F.pad(g.flatten(0, 1), amount), kernel, stride, module.dilation, module.groups)  # pyright: ignore
+        unfolded = unfold(F.pad(g.flatten(0, 1), amount), kernel, stride, module.dilation, module.groups)  # pyright: ignore
         for d, positions in enumerate(_input_space(module, g.shape[3:])):
             # An output padding leaves windows that no input position writes.
             unfolded = unfolded.narrow(1 + d, 0, positions)

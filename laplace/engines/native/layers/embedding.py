@@ -12,7 +12,7 @@ from laplace.jacobian.blocks import Block
 from laplace.jacobian.index import IndexBlock
 
 
-class EmbeddingRule(LayerRule):
+class EmbeddingRule(LayerRule[Tensor]):
     """z = W[index]: rows of the weight get the gradients of the positions that read them."""
 
     name = "embedding"

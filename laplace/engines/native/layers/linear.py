@@ -9,7 +9,7 @@ from laplace.jacobian.blocks import Block
 from laplace.jacobian.outer import OuterBlock
 
 
-class LinearRule(LayerRule):
+class LinearRule(LayerRule[Tensor]):
     """z = W a + b: the weight's block is Σ_t g ⊗ a, the bias's Σ_t g."""
 
     name = "linear"

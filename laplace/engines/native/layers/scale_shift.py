@@ -15,7 +15,7 @@ from laplace.jacobian.blocks import Block, DenseBlock
 Normaliser = Callable[[nn.Module, Tensor], Tensor]
 
 
-class _ScaleRule(LayerRule):
+class _ScaleRule(LayerRule[Tensor]):
     """z = γ ⊙ n(x) + β.
 
     On the meta device, where shapes alone are asked, nothing is computed: PyTorch imports its compiler for such sums.

@@ -1,0 +1,169 @@
+"""Patches of images, the inputs of a convolution: a kernel's size more numbers than the images hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from laplace.core.gram import group_gram
+
+_PART_BYTES = 2**20
+"""Bytes of patches that are unfolded at once where they are read once: what a cache holds."""
+
+
+@dataclass(frozen=True, eq=False)
+class Patches:
+    """Patches that are unfolded where they are read, few data at a time or all of them.
+
+    Attributes:
+        images: Padded images `[B, T', channels, *space]`, T' of every datum.
+        kernel: Size of a patch.
+        stride: Steps between patches.
+        dilation: Steps within a patch.
+        groups: G.
+    """
+
+    images: Tensor
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape `[B, T, G, I]` of the patches, with I = (channels of a group) · (kernel size)."""
+        data, images, channels, *space = self.images.shape
+        positions = _positions(space, self.kernel, self.stride, self.dilation)
+        per_patch = channels // self.groups * prod(self.kernel)
+        return torch.Size((data, images * prod(positions), self.groups, per_patch))
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all patches."""
+        return self.shape.numel() * self.images.element_size()
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Patches:
+        """The patches of other images, whose patches are those of these under a function of data or numbers alone."""
+        return replace(self, images=function(self.images))
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """All patches, `[B, T, G, I]`, which are kept from then on."""
+        unfolded = unfold(self.images.flatten(0, 1), self.kernel, self.stride, self.dilation, self.groups)
+        return unfolded.unflatten(0, self.images.shape[:2]).flatten(1, -3)
+
+    def slices(self, n_bytes: int | None = None) -> Iterator[slice]:
+        """Consecutive data, few enough that what is made of their images stays in a cache.
+
+        Args:
+            n_bytes: Bytes that are made of all images; None for all patches.
+        """
+        data = len(self.images)
+        parts = max(1, min(data, -(-(self.n_bytes if n_bytes is None else n_bytes) // _PART_BYTES)))
+        for i in range(parts):
+            yield slice(data * i // parts, data * (i + 1) // parts)
+
+    def gram(self) -> Tensor:
+        """Σ a aᵀ over all patches, `[G, I, I]`."""
+        if self._repeats:
+            sums = (_by_shifts(strips, self.kernel[0]) for strips in self._strips())
+            return _ordered(reduce(torch.add, sums), self.kernel)
+        return reduce(torch.add, (group_gram(replace(self, images=self.images[part]).rows) for part in self.slices()))
+
+    @property
+    def _repeats(self) -> bool:
+        """True if sums by shifts along the first dimension are less work than half of all products.
+
+        With k of T + k − 1 rows in a patch, these are (k T + k (k − 1) / 2) / (k² T) of them.
+        """
+        k, rows = self.kernel[0], self.images.shape[3]
+        patches = rows - k + 1
+        simple = self.stride[0] == self.dilation[0] == self.groups == 1 and patches >= k
+        return simple and 2 * (patches + (k - 1) / 2) < k * patches
+
+    def _strips(self) -> Iterator[Tensor]:
+        """Some of the images at a time, unfolded along all dimensions but the first, `[channels · rest, rows, n]`."""
+        rest = len(self.kernel) - 1
+        for part in self.slices(self.n_bytes // self.kernel[0]):
+            x = self.images[part].flatten(0, 1)
+            for d in range(1, 1 + rest):
+                reach = (self.kernel[d] - 1) * self.dilation[d] + 1
+                x = x.unfold(2 + d, reach, self.stride[d])[..., :: self.dilation[d]]
+            kernel, positions = range(3 + rest, 3 + 2 * rest), range(3, 3 + rest)
+            yield x.permute(1, *kernel, 2, 0, *positions).flatten(0, rest).flatten(2)
+
+
+def as_tensor(inputs: Tensor | Patches) -> Tensor:
+    """Inputs `[B, T, G, I]`, of which patches are unfolded."""
+    return inputs.rows if isinstance(inputs, Patches) else inputs
+
+
+def gram_of(inputs: Tensor | Patches) -> Tensor:
+    """Σ a aᵀ of inputs `[..., G, I]`, or of patches, `[G, I, I]`."""
+    return inputs.gram() if isinstance(inputs, Patches) else group_gram(inputs)
+
+
+def _by_shifts(strips: Tensor, k: int) -> Tensor:
+    """Σ a aᵀ of patches of k consecutive rows, the upper triangle of `[k · w, k · w]`, from rows `[w, rows, n]`.
+
+    Rows i and j of a patch meet as rows u and u + j − i of the image, u from i to T + i − 1: that depends on i in the
+    first and last few rows alone. Only what is there is added, so that nothing cancels.
+    """
+    width, rows, _ = strips.shape
+    patches, upper = rows - k + 1, strips.new_zeros(k, width, k, width)
+    for shift in range(k):
+
+        def products(first: int, stop: int, shift: int = shift) -> Tensor:
+            return strips[:, first:stop].flatten(1) @ strips[:, first + shift : stop + shift].flatten(1).T
+
+        edge = k - 1 - shift
+        before, after = ([products(u, u + 1) for u in range(start, start + edge)] for start in (0, patches))
+        inner = products(edge, patches)
+        for i in range(edge + 1):
+            upper[i, :, i + shift] = sum([*before[i:], *after[:i]], inner)
+    return upper.flatten(2).flatten(0, 1)
+
+
+def _ordered(upper: Tensor, kernel: Sequence[int]) -> Tensor:
+    """The matrix of an upper triangle `[rows · channels · rest, same]`, with channels first, `[1, I, I]`."""
+    whole = upper.triu() + upper.triu(1).T
+    side = (kernel[0], -1, prod(kernel[1:]))
+    folded = whole.unflatten(1, side).unflatten(0, side)  # [k, c, r, k, c, r]
+    return folded.transpose(0, 1).transpose(3, 4).flatten(3).flatten(0, 2).unsqueeze(0)
+
+
+def unfold(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int) -> Tensor:
+    """Patches `[N, *positions, G, channels of a group · kernel size]` of an already padded `[N, channels, *space]`."""
+    dims = len(kernel)
+    if dims < 3 and prod(kernel) > 1 and not x.is_meta:  # for whose shapes PyTorch would import its compiler
+        return _columns(x, kernel, stride, dilation, groups)
+    for d in range(dims):
+        reach = (kernel[d] - 1) * dilation[d] + 1
+        x = x.unfold(2 + d, reach, stride[d])[..., :: dilation[d]]
+    x = x.unflatten(1, (groups, -1))  # [N, G, c, *positions, *kernel]
+    positions = range(3, 3 + dims)
+    return x.permute(0, *positions, 1, 2, *range(3 + dims, 3 + 2 * dims)).flatten(2 + dims)
+
+
+def _columns(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int) -> Tensor:
+    """The same in one and two dimensions, by PyTorch's `unfold`, which copies rows of an image at once."""
+    positions = _positions(x.shape[2:], kernel, stride, dilation)
+    flat = len(kernel) == 1
+    image = x.unsqueeze(2) if flat else x
+    window, step, apart = ((1, *values) if flat else tuple(values) for values in (kernel, stride, dilation))
+    columns = F.unfold(image, window, dilation=apart, stride=step)  # [N, channels · kernel size, T]
+    return columns.unflatten(1, (groups, -1)).movedim(-1, 1).unflatten(1, positions)
+
+
+def _positions(
+    space: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> list[int]:
+    """Number of patches along every dimension."""
+    sizes = zip(space, kernel, stride, dilation, strict=True)
+    return [(size - (k - 1) * d - 1) // s + 1 for size, k, s, d in sizes]
