@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import (
+    adapters,
     all_layers,
     backends,
     evidence,
@@ -52,7 +53,7 @@ class Line:
 
     Attributes:
         name: Workload.
-        value: What is compared with the target: a ratio, seconds or GiB.
+        value: What is compared with the target: a ratio, seconds, GiB or MiB.
         unit: Of value and target.
         target: Largest value that meets it.
         note: Printed beside the result.
@@ -97,7 +98,7 @@ def all_cases() -> list[Case]:
     """Every line of the table, in order."""
     files = (
         last_layer, full_last_layer, all_layers, fixed_costs, subnetwork, sampled, evidence, tuning, backends,
-        wide_layers, truncated, several_processes, memory, importing,
+        wide_layers, truncated, adapters, several_processes, memory, importing,
     )  # fmt: skip
     return [case for file in files for case in file.cases()]
 
@@ -116,6 +117,8 @@ def measure(case: Case, device: torch.device, *, quick: bool, shared: bool) -> L
     if case.unit == "GiB":
         return Line(case.name, memory.total_mib / 1024, case.unit, case.target, _memory_note(memory), None, memory)
     job = build(case, device)
+    if job.held is not None:
+        return Line(case.name, job.held() / 2**20, case.unit, case.target, job.note, None, memory)
     clock = time.process_time if shared else time.perf_counter
     times = timing.time_job(job, device, repeats=3 if quick else 15, max_seconds=2 if quick else 12, clock=clock)
     return Line(case.name, times.median, case.unit, case.target, job.note, times, memory)

@@ -31,6 +31,7 @@ class Job:
         prepare: Untimed, before every run.
         note: Something to print beside the result.
         planned: Predicts, before the run, the bytes that it will add; or None.
+        held: Bytes that count instead of a time, of what is kept; or None.
     """
 
     run: Callable[[Any], object]
@@ -38,6 +39,7 @@ class Job:
     prepare: Callable[[], Any] = lambda: None
     note: str = ""
     planned: Callable[[], int] | None = None
+    held: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Case:
     Attributes:
         name: Workload.
         target: The largest value that meets the target.
-        unit: `"× …"` (ratio), `"s"` (seconds) or `"GiB"` (peak memory of the whole process).
+        unit: `"× …"` (ratio), `"s"` (seconds), `"GiB"` (peak memory of the whole process) or `"MiB"` (what is kept).
         build: Makes the job on a device.
         in_other_processes: Whether other processes do the work, so that this one's processor time says nothing of it.
     """

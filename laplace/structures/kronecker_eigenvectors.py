@@ -17,6 +17,9 @@ from laplace.structures.low_rank_factors import Side
 
 _BYTES = 8
 
+_FEW_BYTES = 2**18
+"""Products of every two columns up to this size are kept, however small the tensor is."""
+
 
 @dataclass(frozen=True, eq=False)
 class Columns:
@@ -90,9 +93,9 @@ class Columns:
     def _pairs(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Products of the factors of every two columns, `[n, M]` and `[n, R]`, and which of them is whose, `[K, K]`.
 
-        None where they are larger than a chunk, or the entries are picked.
+        None where they would take more memory than is worth keeping, or the entries are picked.
         """
-        if self.index is not None or _pair_bytes(len(self), self.left.shape[1] + self.right.shape[1]) > CHUNK_BYTES:
+        if self.index is not None or not _pair_bytes(len(self), self.left.shape[1], self.right.shape[1]):
             return None
         one, other = torch.triu_indices(len(self), len(self), device=self.left.device)
         at = one.new_empty(len(self), len(self))
@@ -111,14 +114,19 @@ class Columns:
         return torch.cat([coordinates @ piece for _, piece in self.pieces()], -1)
 
 
-def _pair_bytes(rank: int, width: int) -> int:
-    return _BYTES * rank * (rank + 1) // 2 * width
+def _pair_bytes(rank: int, rows: int, columns: int) -> int:
+    """Bytes of the products of every two columns of a tensor; 0 where they are multiplied out whenever they are needed.
+
+    They are kept where they are few, or no more than the entries of the tensor: beside a narrow side, as an adapter
+    has, the products of the wide one would be many times what all else takes.
+    """
+    size = _BYTES * (rank * (rank + 1) // 2) * (rows + columns)
+    return size if size <= min(CHUNK_BYTES, max(_FEW_BYTES, _BYTES * rows * columns)) else 0
 
 
 def pair_bytes(rank: int, shape: TensorShape) -> int:
     """Bytes of the products of every two of `rank` columns of a tensor, where they are kept."""
-    size = _pair_bytes(rank, shape.groups * shape.n_outputs + shape.n_inputs)
-    return size if size <= CHUNK_BYTES else 0
+    return _pair_bytes(rank, shape.groups * shape.n_outputs, shape.n_inputs)
 
 
 class _WeightedGram(torch.autograd.Function):
