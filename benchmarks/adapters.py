@@ -6,7 +6,6 @@ Networks and data are random; what the posterior holds, and its first evidence, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,19 +55,19 @@ def _new(model: nn.Module) -> ParametricLaplace:
     return Laplace(model, "classification", "all", "lowrank_kron")
 
 
-def _fitted(make: Callable[[torch.device], nn.Module], device: torch.device) -> ParametricLaplace:
-    la = _new(make(device))
+def _fitted(model: nn.Module, device: torch.device) -> ParametricLaplace:
+    la = _new(model)
     la.fit([_batch(32, device)])
     return la
 
 
 def _first_evidence(device: torch.device) -> Job:
     """Of a posterior that was loaded, and has computed nothing yet."""
-    la = _fitted(_gpt2, device)
-    state = la.state_dict()
+    model = _gpt2(device)
+    state = _fitted(model, device).state_dict()
 
     def loaded() -> ParametricLaplace:
-        fresh = _new(la.model)
+        fresh = _new(model)
         fresh.load_state_dict(state)
         return fresh
 
@@ -76,17 +75,18 @@ def _first_evidence(device: torch.device) -> Job:
 
 
 def _gpt2_state(device: torch.device) -> Job:
-    la = _fitted(_gpt2, device)
-    return Job(lambda _: None, held=lambda: work.held_bytes(la.state_dict()))
+    model = _gpt2(device)
+    return Job(lambda _: _fitted(model, device), held=lambda la: work.held_bytes(la.state_dict()))
 
 
 def _llama_held(device: torch.device) -> Job:
     """The curvature of all layers, of which one is measured."""
-    la = _fitted(_llama, device)
-    la.log_marginal_likelihood()
-    used = _LLAMA_LAYERS * work.held_bytes((la.fitted().curvature, la.posterior())) / 2**20
-    note = f"32 × one layer; with what the evidence computes once {used:.0f} MiB"
-    return Job(lambda _: None, held=lambda: _LLAMA_LAYERS * work.held_bytes(la.fitted().curvature.state()), note=note)
+    model = _llama(device)
+
+    def held(la: ParametricLaplace) -> int:
+        return _LLAMA_LAYERS * work.held_bytes(la.fitted().curvature.state())
+
+    return Job(lambda _: _fitted(model, device), held=held, note="the curvature, 32 × one layer")
 
 
 def cases() -> list[Case]:

@@ -31,7 +31,7 @@ class Job:
         prepare: Untimed, before every run.
         note: Something to print beside the result.
         planned: Predicts, before the run, the bytes that it will add; or None.
-        held: Bytes that count instead of a time, of what is kept; or None.
+        held: Bytes that count instead of a time, of what a run returned; or None.
     """
 
     run: Callable[[Any], object]
@@ -39,7 +39,7 @@ class Job:
     prepare: Callable[[], Any] = lambda: None
     note: str = ""
     planned: Callable[[], int] | None = None
-    held: Callable[[], int] | None = None
+    held: Callable[[Any], int] | None = None
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ of two layers learns to predict its words. Then adapters of rank 8 beside its at
 400 windows of 24 words which page of the reference they are from, far beyond the point where all of them are right: the
 network is certain where it should not be. Its Laplace approximation is the default for models with adapters, all
 trainable weights with Kronecker factors of low rank on the wide sides (Yang et al., 2024). Its prior is chosen by the
-NLL of 100 further windows; beside it are `kron`, with the whole factors, and the default with the prior that maximises
-the evidence, which needs no further data. The language model is one for all seeds; the split, the head and the adapters
-are every seed's own.
+NLL of 100 further windows. Beside it are the network at a temperature that these windows choose (`cooled`), `kron` with
+the whole factors, and the default with the prior that maximises the evidence, which needs no further data. The language
+model is one for all seeds; the split, the head and the adapters are every seed's own.
 
     python examples/lora.py [--seeds N]
 """
@@ -89,7 +89,6 @@ def language_model(pages: dict[str, Tensor], n_epochs: int) -> GPT2LMHeadModel:
     config = GPT2Config(
         vocab_size=N_WORDS, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4, num_labels=len(PAGES),
         pad_token_id=PAD, bos_token_id=PAD, eos_token_id=PAD, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        loss_type="ForCausalLM",
     )  # fmt: skip
     text = torch.cat(list(pages.values()))
     rows = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
@@ -106,6 +105,14 @@ def adapted(language: GPT2LMHeadModel) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about an attribute that PEFT reads
         return get_peft_model(model, lora)
+
+
+@torch.no_grad()
+def cooled(model: nn.Module, validation: list[Batch], logits: Tensor) -> Tensor:
+    """The network's probabilities at the temperature of the least NLL of the validation data."""
+    data = stacked(validation)
+    f, candidates = model(**data).logits, torch.logspace(-0.5, 1.5, 41).tolist()
+    return (logits / min(candidates, key=lambda t: float(nll((f / t).softmax(-1), data["labels"])))).softmax(-1)
 
 
 def posteriors(model: nn.Module, train: list[Batch], validation: list[Batch]) -> Iterator[tuple[str, Any]]:
@@ -130,7 +137,8 @@ def run(seed: int, language: GPT2LMHeadModel, pages: dict[str, Tensor], *, small
         test = {key: value[:50] for key, value in test.items()}
     model = minimise(adapted(language), train, 15 if small else 150, 5e-3)
     with torch.no_grad():
-        predicted = {"network": model(**test).logits.softmax(-1)}
+        logits = model(**test).logits
+    predicted = {"network": logits.softmax(-1), "cooled": cooled(model, validation, logits)}
     for name, la in posteriors(model, train, validation):
         predicted[name] = la({"input_ids": test["input_ids"]})
     metrics = (nll, expected_calibration_error, accuracy)

@@ -17,7 +17,7 @@ from laplace.structures.low_rank_factors import Side
 
 _BYTES = 8
 
-_FEW_BYTES = 2**18
+_FEW_BYTES = 2**20
 """Products of every two columns up to this size are kept, however small the tensor is."""
 
 
