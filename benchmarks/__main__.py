@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import (
+    adapters,
     all_layers,
     backends,
     evidence,
@@ -53,7 +54,7 @@ class Line:
 
     Attributes:
         name: Workload.
-        value: What is compared with the target: a ratio, seconds or GiB.
+        value: What is compared with the target: a ratio, seconds, GiB or MiB.
         unit: Of value and target, as of `Case`.
         target: Largest value that meets it.
         note: Printed beside the result.
@@ -98,7 +99,7 @@ def all_cases() -> list[Case]:
     """Every line of the table, in order."""
     files = (
         last_layer, full_last_layer, all_layers, fixed_costs, subnetwork, sampled, evidence, tuning, backends,
-        wide_layers, truncated, several_processes, memory, importing,
+        wide_layers, truncated, adapters, several_processes, memory, importing,
     )  # fmt: skip
     return [case for file in files for case in file.cases()]
 
@@ -118,6 +119,9 @@ def measure(case: Case, device: torch.device, *, quick: bool, shared: bool) -> L
         value = _MEMORY[case.unit](memory) / 1024
         return Line(case.name, value, case.unit, case.target, _memory_note(case, memory), None, memory)
     job = build(case, device)
+    if job.held is not None:
+        kept = job.held(job.run(job.prepare()))
+        return Line(case.name, kept / 2**20, case.unit, case.target, job.note, None, memory)
     clock = time.process_time if shared else time.perf_counter
     times = timing.time_job(job, device, repeats=3 if quick else 15, max_seconds=2 if quick else 12, clock=clock)
     return Line(case.name, times.median, case.unit, case.target, job.note, times, memory)

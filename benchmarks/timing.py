@@ -31,6 +31,7 @@ class Job:
         prepare: Untimed, before every run.
         note: Something to print beside the result.
         planned: Predicts, before the run, the bytes that it will add; or None.
+        held: Bytes that count instead of a time, of what a run returned; or None.
     """
 
     run: Callable[[Any], object]
@@ -38,6 +39,7 @@ class Job:
     prepare: Callable[[], Any] = lambda: None
     note: str = ""
     planned: Callable[[], int] | None = None
+    held: Callable[[Any], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Case:
         name: Workload.
         target: The largest value that meets the target.
         unit: `"× …"` (ratio), `"s"` (seconds), or peak memory: `"GiB"` of the whole process, `"GiB added"` beyond what
-            held interpreter, model and data.
+            held interpreter, model and data; `"MiB"` of what is kept.
         build: Makes the job on a device.
         in_other_processes: Whether other processes do the work, so that this one's processor time says nothing of it.
     """

@@ -7,10 +7,9 @@ fit: both together are compared as well.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks import models, work
 from benchmarks.timing import Case, Job
@@ -27,28 +26,13 @@ def _both(device: torch.device, batches: models.Batches, model: nn.Module) -> tu
     return tuple(work.fitted(model, batches, "all", name) for name in ("lowrank_kron", "kron"))
 
 
-def _held(value: Any, seen: set[int]) -> int:
-    """Bytes of all tensors that can be reached, each storage once."""
-    if isinstance(value, Tensor):
-        pointer = value.untyped_storage().data_ptr()
-        known = pointer in seen
-        seen.add(pointer)
-        return 0 if known else value.untyped_storage().nbytes()
-    if isinstance(value, dict):
-        return sum(_held(part, seen) for part in value.values())
-    if isinstance(value, list | tuple):
-        return sum(_held(part, seen) for part in value)
-    inner = getattr(value, "__dict__", None)
-    return 0 if inner is None or isinstance(value, type) else _held(inner, seen)
-
-
 def _space(device: torch.device) -> Job:
     """Not a time: what a posterior holds after a prediction, as a note; the times are those of fit and prediction."""
     model, batches = _setup(device)
     sizes: list[float] = []
     for la in _both(device, batches, model):
         work.factorised(la, batches[0][0])
-        sizes.append(_held((la.fitted().curvature, la.posterior()), set()) / 2**20)
+        sizes.append(work.held_bytes((la.fitted().curvature, la.posterior())) / 2**20)
     x = batches[0][0]
 
     def run(structure: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,3 +56,22 @@ def factorised(la: ParametricLaplace, x: Tensor) -> str:
         la(x, link_approx="probit")
         seconds.append(time.perf_counter() - start)
     return f"factorisation {max(0.0, seconds[0] - seconds[2]):.3f} s, not counted"
+
+
+def held_bytes(value: Any) -> int:
+    """Bytes of all tensors that can be reached, each storage once."""
+    return _held(value, set())
+
+
+def _held(value: Any, seen: set[int]) -> int:
+    if isinstance(value, Tensor):
+        pointer = value.untyped_storage().data_ptr()
+        known = pointer in seen
+        seen.add(pointer)
+        return 0 if known else value.untyped_storage().nbytes()
+    if isinstance(value, dict):
+        return sum(_held(part, seen) for part in value.values())
+    if isinstance(value, list | tuple):
+        return sum(_held(part, seen) for part in value)
+    inner = getattr(value, "__dict__", None)
+    return 0 if inner is None or isinstance(value, type) else _held(inner, seen)

@@ -6,9 +6,10 @@ A cell has a class with a `_key`, the library's or a user's own; or else one tha
 from __future__ import annotations
 
 import re
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from itertools import product
-from typing import Any
+from typing import Any, ParamSpec
 
 from torch import nn
 
@@ -16,10 +17,11 @@ from laplace import function_space, named
 from laplace.core.arguments import check_call, checked
 from laplace.core.registry import Cell
 from laplace.enums import FunctionalApproximation, HessianStructure, SubsetOfWeights
-from laplace.errors import InvalidArgument
+from laplace.errors import ApproximationWarning, InvalidArgument, warn
 from laplace.function_space import FAMILIES, BaseFunctionalLaplace
 from laplace.likelihoods.base import Likelihood
 from laplace.named import LLLaplace, SubnetLaplace
+from laplace.network.adapters import has_adapters
 from laplace.parametric import CELLS, ParametricLaplace
 from laplace.structures import STRUCTURES, Curvature
 from laplace.weights import WEIGHTS, Weights
@@ -29,7 +31,33 @@ __all__ = ["Laplace", "function_space", "named"]
 _NAMES = ("subset_of_weights", "hessian_structure", "functional_approximation")
 """Arguments of `Laplace` that choose the class, which does not see them."""
 
+P = ParamSpec("P")
 
+
+def _suited_to_adapters(factory: Callable[P, ParametricLaplace]) -> Callable[P, ParametricLaplace]:
+    """Chooses weights and structure for a model with adapters, where neither was given."""
+
+    @wraps(factory)
+    def made(*args: P.args, **kwargs: P.kwargs) -> ParametricLaplace:
+        model = kwargs.get("model", next(iter(args), None))
+        given = len(args) > 2 or not kwargs.keys().isdisjoint(_NAMES)
+        if given or not isinstance(model, nn.Module) or not has_adapters(model):
+            return factory(*args, **kwargs)
+        warn(_ADAPTED, ApproximationWarning)
+        chosen = {"subset_of_weights": SubsetOfWeights.ALL, "hessian_structure": HessianStructure.LOWRANK_KRON}
+        return factory(*args, **{**kwargs, **chosen})  # pyright: ignore[reportCallIssue]
+
+    return made
+
+
+_ADAPTED = (
+    "the model has adapters of PEFT: the posterior is over all trainable weights, with hessian_structure="
+    "'lowrank_kron', whose Kronecker factors are of low rank (of other models the default is the last layer with "
+    "'kron'). Give subset_of_weights or hessian_structure to choose, and not to see this; either one is taken as it is."
+)
+
+
+@_suited_to_adapters
 @checked
 def Laplace(
     model: nn.Module,
@@ -41,6 +69,9 @@ def Laplace(
     **kwargs: Any,
 ) -> ParametricLaplace:
     """A Laplace approximation of the posterior over a network's weights.
+
+    Of a model with adapters (of PEFT) the defaults are `"all"` with `"lowrank_kron"` (Yang et al., 2024) where neither
+    `subset_of_weights` nor `hessian_structure` is given.
 
     Args:
         model: The trained network.
@@ -58,6 +89,9 @@ def Laplace(
     Raises:
         InvalidArgument: No class for these names, or a functional approximation of a weight-space structure.
         InvalidCall: An argument of the class is missing, or not known.
+
+    Warns:
+        ApproximationWarning: Weights and structure were chosen for a model with adapters.
     """
     cell = Cell(str(subset_of_weights), str(hessian_structure), str(functional_approximation))
     if cell.family not in families():

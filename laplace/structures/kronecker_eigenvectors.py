@@ -20,6 +20,9 @@ _BYTES = 8
 _AT_ONCE = 2**15
 """Weights that are computed at once, so that they and what they are made of stay in the cache of one core."""
 
+_FEW_BYTES = 2**20
+"""Products of every two columns up to this size are kept, however small the tensor is."""
+
 
 @dataclass(frozen=True, eq=False)
 class Columns:
@@ -105,8 +108,8 @@ class Columns:
 
     @cached_property
     def _pairs(self) -> _Pairs | None:
-        """Products of factors of two columns; None where they may be larger than a chunk, or entries are picked."""
-        if self.index is not None or _pair_bytes(len(self), self.left.shape[1] + self.right.shape[1]) > CHUNK_BYTES:
+        """Products of factors of two columns; None where they are not kept, or entries are picked."""
+        if self.index is not None or not _pair_bytes(len(self), self.left.shape[1], self.right.shape[1]):
             return None
         return _Pairs(*_products(self.left), *_products(self.right))
 
@@ -163,14 +166,19 @@ def _products(factors: Tensor) -> tuple[Tensor, Tensor]:
     return different[one] * different[other], at[which][:, which]
 
 
-def _pair_bytes(rank: int, width: int) -> int:
-    return _BYTES * rank * (rank + 1) // 2 * width
+def _pair_bytes(rank: int, rows: int, columns: int) -> int:
+    """Bytes at most of the products of every two columns of a tensor; 0 where they are not kept.
+
+    They are kept where they are few, or no more than the entries of the tensor: beside a narrow side, as an adapter
+    has, the products of the wide one would be many times what all else takes.
+    """
+    size = _BYTES * (rank * (rank + 1) // 2) * (rows + columns)
+    return size if size <= min(CHUNK_BYTES, max(_FEW_BYTES, _BYTES * rows * columns)) else 0
 
 
 def pair_bytes(rank: int, shape: TensorShape) -> int:
     """Bytes of the products of every two of `rank` columns of a tensor, where they are kept."""
-    size = _pair_bytes(rank, shape.groups * shape.n_outputs + shape.n_inputs)
-    return size if size <= CHUNK_BYTES else 0
+    return _pair_bytes(rank, shape.groups * shape.n_outputs, shape.n_inputs)
 
 
 class _WeightedGram(torch.autograd.Function):

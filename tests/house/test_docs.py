@@ -20,13 +20,19 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
+# Packages that the examples of a page need besides those of the tests.
+NEEDS = {"language_models": ("transformers", "peft")}
+
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
 @pytest.mark.portable
 @pytest.mark.filterwarnings("ignore::laplace.errors.SlowWarning")  # a structure may be written in its shortest form
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # transformers', which peft causes
 @each_page
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in NEEDS.get(page.stem, ()):
+        pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": f"docs_{page.stem}"}
     text = page.read_text("utf-8")

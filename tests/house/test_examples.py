@@ -12,7 +12,7 @@ import pytest
 from torch import distributed
 
 # A package that an example needs besides those of the tests.
-NEEDS = {"language_models": "transformers"}
+NEEDS = {"language_models": "transformers", "lora": "peft"}
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 
