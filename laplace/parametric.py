@@ -224,6 +224,7 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
         generator: torch.Generator | None = None,
         check_memory: bool = True,
         group: ProcessGroup | None = None,
+        sharded: bool = False,
     ) -> None:
         """Fits the Gaussian to the curvature of the data at the model's present weights.
 
@@ -231,9 +232,7 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
             train_loader: Batches `(x, y)`, tuples `(x1, …, y)` or mappings with `dict_key_y`.
             override: Start anew; False adds the data to those of the former fit.
             progress_bar: Show one.
-            decay: With `override=False`, how often every datum of the former fit counts from now on, in (0, 1]: it
-                multiplies the former curvature, loss and number of data, so that old data fade exponentially. The
-                prior does not fade.
+            decay: With `override=False`, how often former data count from now on, in (0, 1]; the prior does not fade.
             subset: M: take the curvature of M data drawn at random, times N/M, which is unbiased (Immer et al., 2021,
                 appendix A.3.1); loss and number are those of all N. The data are read once more.
             generator: Source of that choice; None for the global one, which leads to another choice each time.
@@ -241,15 +240,16 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
                 asked of fits above 1 GiB, on CPUs under Linux and on CUDA.
             group: Processes of `torch.distributed`, each of which calls `fit` with a loader of its shard of the data;
                 all have the sums of all data then. What `DistributedSampler` repeats counts once.
+            sharded: Whether afterwards each of them keeps some tensors only (of `"kron"`, `"ekfac"`, `"diag"`,
+                `"block"`, `"lowrank_kron"`): all must then ask the same, predictions or evidence, at the same time.
 
         Raises:
             OutOfMemory: Memory does not hold the fit; the message names choices that take less.
             InvalidData: A batch cannot be used; the former posterior is kept, as after every error.
-            InvalidArgument: A hyper-parameter's length does not fit the random parameters or the outputs, or a decay
-                or a subset that is not accepted.
+            InvalidArgument: A hyper-parameter's length, a decay or a subset that is not accepted, or another group.
             InvalidType: What is given for the loader cannot be iterated over, or targets are given beside it.
             ProcessError: Another process of the group failed, or has another network or settings; all of them raise.
-            UnsupportedError: The structure is no sum over data, and the former fit cannot fade, or it is of a group.
+            UnsupportedError: The structure is no sum over data, and cannot fade, or be of a group; or not over tensors.
 
         Warns:
             ApproximationWarning: Random outputs, several heads with a last layer, one of several processes without
@@ -257,7 +257,7 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
         """
         posterior = learning.fitted_to(
             self.snapshot(), train_loader, override=override, progress_bar=progress_bar, decay=decay, subset=subset,
-            generator=generator, check_memory=check_memory, group=group,
+            generator=generator, check_memory=check_memory, group=group, sharded=sharded,
         )  # fmt: skip
         self.set_posterior(posterior)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, distributed
 
 from laplace.core.gram import mirror
-from laplace.errors import InvalidType, ProcessError
+from laplace.errors import InvalidType, ProcessError, UnsupportedError
 
 T = TypeVar("T")
 
@@ -89,6 +90,19 @@ class Processes:
             raise ProcessError(f"rank {first} of the group failed{more}, so that nothing was summed. {message}")
         return [pickle.loads(value) for value, _ in outcomes]
 
+    def __deepcopy__(self, memo: object) -> Processes:
+        return self
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise UnsupportedError(
+            "a group of processes cannot be pickled; what they hold together is saved by laplace.checkpoint.save."
+        )
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Puts the sum over all processes in the place of a contiguous tensor, and returns it."""
+        distributed.all_reduce(tensor, group=self.group)
+        return tensor
+
     def add_(self, sums: Mapping[str, Tensor], symmetric: Callable[[Tensor], bool]) -> None:
         """Puts the sums over all processes in the place of this one's, in place.
 
@@ -109,6 +123,16 @@ class Processes:
                 view.copy_(part.view_as(view))
         for tensor in filter(symmetric, ordered):
             _mirror_entries(tensor)
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Of shapes, dtypes and bytes of tensors: equal where all of them are."""
+    total = hashlib.sha256()
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1).cpu().clone(memory_format=torch.contiguous_format)
+        total.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+        total.update(flat.view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
 def _rows(matrix: Tensor) -> Iterator[Tensor]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
-from laplace.core.processes import Processes
+from laplace.core.processes import Processes, digest
 from laplace.errors import ApproximationWarning, InvalidData, ProcessError, warn
 from laplace.fitting import NO_DATA
 from laplace.network.fingerprint import checksums, same_sums
@@ -129,26 +127,16 @@ def _word(started: Started, settings: Mapping[str, Any]) -> _Word:
         kinds=[(tuple(tensor.shape), str(tensor.dtype)) for _, tensor in tensors],
         sums=checksums(model),
         random=[
-            (slot.name, tuple(slot.shape), None if slot.entries is None else _digest([slot.entries])) for slot in slots
+            (slot.name, tuple(slot.shape), None if slot.entries is None else digest([slot.entries])) for slot in slots
         ],
         layer=None if problem is None else problem.head,
         channel_dim=choices.channel_dim,
-        batch=None if started.first is None else _digest([*batches.tensors(started.first[0]), started.first[1]]),
+        batch=None if started.first is None else digest([*batches.tensors(started.first[0]), started.first[1]]),
     )
 
 
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float)
-
-
-def _digest(tensors: Iterable[Tensor]) -> str:
-    """Of the bytes of tensors."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _compare(words: Sequence[_Word]) -> None:

@@ -111,11 +111,14 @@ class LinearisedOutputs(GaussianSource):
             return outputs(self.engine, self.x, create_graph=self.through_x)
 
     def latent(self, form: str, *, wide: bool = False) -> Gaussian:
-        with checks.together():
-            self.check()
-            return linearised(
-                self.engine, self.precision, self.x, form, step=self.step, create_graph=self.through_x, wide=wide
-            )
+        def of(precision: Precision) -> Gaussian:
+            with checks.together():
+                self.check()
+                return linearised(
+                    self.engine, precision, self.x, form, step=self.step, create_graph=self.through_x, wide=wide
+                )
+
+        return self.precision.summed(batches.tensors(self.x), of)
 
 
 @dataclass(frozen=True, eq=False)

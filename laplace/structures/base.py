@@ -306,6 +306,10 @@ class Curvature(ABC):
         narrower = self.is_wide and dtype != wide_dtype()
         return self.from_state(move(self.state(), device, None if narrower else dtype))
 
+    def narrowed(self: C, dtype: torch.dtype) -> C:
+        """Wide sums in the dtype of the posterior, to whose rounding their terms are known; others as they are."""
+        return self.from_state(move(self.state(), None, dtype)) if self.is_wide else self
+
     @property
     def note(self) -> str | None:
         """Words about it in the `repr` of a posterior, or None."""
@@ -318,11 +322,6 @@ class Curvature(ABC):
     def public(self) -> Any:
         """H as users see it in `la.H`."""
         return self
-
-
-def narrowed(curvature: C, dtype: torch.dtype) -> C:
-    """Wide sums in the dtype of the posterior, to whose rounding their terms are known; others as they are."""
-    return curvature.from_state(move(curvature.state(), None, dtype)) if curvature.is_wide else curvature
 
 
 @dataclass(frozen=True)

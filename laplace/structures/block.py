@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,7 @@ from laplace.structures.cost import DOUBLE, EIGH, Cost, MatrixCost
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
 from laplace.structures.indefinite import SignedOptions, nonnegative
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
+from laplace.structures.separable import Separable
 from laplace.structures.variances_over_priors import SpectralScan
 
 
@@ -48,7 +49,7 @@ class BlockOptions(SignedOptions):
 
 
 @dataclass(frozen=True)
-class BlockCurvature(AdditiveCurvature):
+class BlockCurvature(AdditiveCurvature, Separable):
     """The unit curvature of the tensors of every layer (all tensors that one module owns) as a matrix.
 
     Attributes:
@@ -129,6 +130,24 @@ class BlockCurvature(AdditiveCurvature):
             raise algebra.other_structure(self.name, removed.name)
         pairs = zip(self.values, removed.values, strict=True)
         return _of((algebra.remaining_matrix(a, b, signed=signed) for a, b in pairs), self.groups)
+
+    def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return self.groups
+
+    def part(self, tensors: Sequence[int], layout: Layout) -> BlockCurvature:
+        places = {tensor: place for place, tensor in enumerate(tensors)}
+        pairs = [pair for pair in zip(self.values, self.groups, strict=True) if pair[1][0] in places]
+        return _of((block for block, _ in pairs), tuple(tuple(places[i] for i in group) for _, group in pairs))
+
+    @classmethod
+    def joined(cls, parts: Mapping[tuple[int, ...], BlockCurvature], layout: Layout) -> BlockCurvature:
+        blocks = {
+            tuple(tensors[i] for i in group): block
+            for tensors, part in parts.items()
+            for group, block in zip(part.groups, part.values, strict=True)
+        }
+        groups = tuple(sorted(blocks))
+        return _of((blocks[group] for group in groups), groups)
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> KronPrecision:
         return KronPrecision(self._indefinite(options.get("indefinite")).spectra(weights), weights, prior)

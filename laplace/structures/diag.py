@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +20,12 @@ from laplace.structures.by_hand import DiagonalByHand
 from laplace.structures.cost import Cost, squares_of_sums
 from laplace.structures.diag_precision import ENTRY, DiagPrecision
 from laplace.structures.indefinite import SignedOptions, nonnegative, require_positive
+from laplace.structures.separable import Separable
 from laplace.structures.variances_over_priors import SpectralScan
 
 
 @dataclass(frozen=True, eq=False)
-class DiagCurvature(AdditiveCurvature):
+class DiagCurvature(AdditiveCurvature, Separable):
     """The diagonal of the unit curvature.
 
     Attributes:
@@ -72,6 +74,16 @@ class DiagCurvature(AdditiveCurvature):
         if not isinstance(removed, DiagCurvature):
             raise algebra.other_structure(self.name, removed.name)
         return DiagCurvature(algebra.remaining_entries(self.values, removed.values, signed=signed))
+
+    def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return tuple((i,) for i in range(layout.n_tensors))
+
+    def part(self, tensors: Sequence[int], layout: Layout) -> DiagCurvature:
+        return DiagCurvature(layout.gathered(self.values, tensors))
+
+    @classmethod
+    def joined(cls, parts: Mapping[tuple[int, ...], DiagCurvature], layout: Layout) -> DiagCurvature:
+        return cls(layout.scattered({tensors: part.values for tensors, part in parts.items()}))
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> DiagPrecision:
         mode = options.get("indefinite")

@@ -7,6 +7,7 @@ Descent in a Kronecker-factored Eigenbasis").
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -32,11 +33,12 @@ from laplace.structures.diag import DiagCurvature
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, diag_spectrum
 from laplace.structures.kron import KronCurvature
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
+from laplace.structures.separable import Separable, in_order
 from laplace.structures.variances_over_priors import SpectralScan
 
 
 @dataclass(frozen=True, eq=False)
-class EkfacCurvature(Curvature):
+class EkfacCurvature(Separable):
     """U diag(λ*) Uᵀ for every tensor with Kronecker factors; the exact block, or exact diagonal, of every other.
 
     Under a vector noise every term has corrected eigenvalues of its own, in the eigenbasis of the sum of the terms, so
@@ -105,6 +107,25 @@ class EkfacCurvature(Curvature):
         parts = self.corrected.split([basis.size for basis in self.bases], 1)
         pairs = zip(self.bases, bases, parts, strict=True)
         return torch.cat([_squared_products(old, new).rotate(part) for old, new, part in pairs], 1)
+
+    def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return self.kron.units(layout)
+
+    def part(self, tensors: Sequence[int], layout: Layout) -> EkfacCurvature:
+        bases = (self.bases[i] for i in tensors)
+        return EkfacCurvature(
+            self.kron.part(tensors, layout),
+            tuple(replace(basis, values=basis.values.clone()) for basis in bases),  # they may be a slice of all
+            layout.gathered(self.corrected, tensors),
+        )
+
+    @classmethod
+    def joined(cls, parts: Mapping[tuple[int, ...], EkfacCurvature], layout: Layout) -> EkfacCurvature:
+        return cls(
+            KronCurvature.joined({tensors: part.kron for tensors, part in parts.items()}, layout),
+            in_order({tensors: part.bases for tensors, part in parts.items()}),
+            layout.scattered({tensors: part.corrected for tensors, part in parts.items()}),
+        )
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> KronPrecision:
         if options.get("damping"):

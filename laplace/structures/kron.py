@@ -7,7 +7,7 @@ linear layer left = Σ g gᵀ and right / positions is the mean of a aᵀ (Marte
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ from laplace.structures.eigenblocks import (
 )
 from laplace.structures.factor_eigen import FactorEigen, input_eigen, without_rows
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
+from laplace.structures.separable import Separable, in_order, linked
 from laplace.structures.variances_over_priors import SpectralScan
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class KronCurvature(AdditiveCurvature):
+class KronCurvature(AdditiveCurvature, Separable):
     """Kronecker factors of every random parameter tensor.
 
     Attributes:
@@ -134,6 +135,20 @@ class KronCurvature(AdditiveCurvature):
             yield block.input, block.input in every and every[block.input].ndim > 1
         if block.positions is not None:
             yield block.positions, False
+
+    def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        """Weight and bias of a layer have an output side in common."""
+        return linked([block.reads for block in self.parts.blocks])
+
+    def part(self, tensors: Sequence[int], layout: Layout) -> KronCurvature:
+        return KronCurvature(self.parts.part(tensors))
+
+    @classmethod
+    def joined(cls, parts: Mapping[tuple[int, ...], KronCurvature], layout: Layout) -> KronCurvature:
+        every = [part.parts for part in parts.values()]
+        blocks = in_order({tensors: part.parts.blocks for tensors, part in parts.items()})
+        factors = {key: factor for one in every for key, factor in one.every.items()}
+        return cls(KronParts.made_of(factors, blocks))
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> KronPrecision:
         return KronPrecision(self.spectra(weights), weights, prior, damping=bool(options.get("damping", False)))

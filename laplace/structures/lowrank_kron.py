@@ -14,6 +14,7 @@ Kronecker factors are never formed: their dominant eigenvectors are found from p
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import GaussianPrior, check_counts
+from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts, KronSketch, Probe
@@ -37,6 +39,7 @@ from laplace.structures.kronecker_eigenvectors import Columns, columns_of, pair_
 from laplace.structures.low_rank_factors import Draws, Ranges, Side
 from laplace.structures.lowrank_kron_part import Part
 from laplace.structures.lowrank_kron_precision import LowRankKronPrecision
+from laplace.structures.separable import Separable, in_order, linked
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class LowRankKronOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class LowRankKronCurvature(Curvature):
+class LowRankKronCurvature(Separable):
     """S U Λ Uᵀ S + D for every tensor with Kronecker factors; the exact diagonal of every other.
 
     Under a vector noise the terms share U, the eigenvectors of their sum; Λ_e, the diagonal and S are of the weighted
@@ -128,6 +131,27 @@ class LowRankKronCurvature(Curvature):
         sides = {key: replace(side, cores=factor * side.cores) for key, side in self.sides.items()}
         factors = {key: factor * value for key, value in self.factors.items()}
         return replace(self, diagonal=factor * self.diagonal, sides=sides, factors=factors)
+
+    def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return linked([block.reads for block in self.blocks])
+
+    def part(self, tensors: Sequence[int], layout: Layout) -> LowRankKronCurvature:
+        blocks = tuple(self.blocks[i] for i in tensors)
+        keys = dict.fromkeys(key for block in blocks for key in block.reads)
+        sides = {key: self.sides[key] for key in keys if key in self.sides}
+        factors = {key: self.factors[key] for key in keys if key in self.factors}
+        return LowRankKronCurvature(layout.gathered(self.diagonal, tensors), blocks, sides, factors, self.rank)
+
+    @classmethod
+    def joined(cls, parts: Mapping[tuple[int, ...], LowRankKronCurvature], layout: Layout) -> LowRankKronCurvature:
+        every = parts.values()
+        return cls(
+            layout.scattered({tensors: part.diagonal for tensors, part in parts.items()}),
+            in_order({tensors: part.blocks for tensors, part in parts.items()}),
+            {key: side for part in every for key, side in part.sides.items()},
+            {key: factor for part in every for key, factor in part.factors.items()},
+            max(part.rank for part in every),
+        )
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> LowRankKronPrecision:
         if options.get("damping"):

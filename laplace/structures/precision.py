@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from laplace.core.gaussian import Gaussian
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.jacobian.jacobian import Jacobian
 
@@ -73,6 +75,19 @@ class Precision(ABC):
     @abstractmethod
     def sample(self, noise: Tensor) -> Tensor:
         """Zero-mean samples `[S, P]` from standard normal numbers `[S, P]`: linear in them, and differentiable."""
+
+    def summed(self, inputs: Iterable[Tensor], of: Callable[[Precision], Gaussian]) -> Gaussian:
+        """A Gaussian over outputs that `of` makes of this precision.
+
+        Where several processes have shares of it, `of` is called with the share of each, at the same inputs, and the
+        covariances are added.
+
+        Args:
+            inputs: What the outputs are those of.
+            of: Makes a Gaussian whose covariance is linear in P⁻¹.
+        """
+        del inputs
+        return of(self)
 
     # Moments.
 

@@ -1,0 +1,163 @@
+"""Curvature whose tensors are spread over processes: each of them holds, and factorises, its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.core.hyperparameters import GaussianPrior
+from laplace.core.layout import Layout
+from laplace.core.precision_policy import wide_dtype
+from laplace.core.processes import Processes
+from laplace.engines.engine import CurvatureEngine
+from laplace.errors import UnsupportedError
+from laplace.structures import fields
+from laplace.structures.algebra import kept_for_later, other_structure
+from laplace.structures.base import Curvature, DataPass
+from laplace.structures.separable import Separable
+from laplace.structures.sharded_precision import ShardedPrecision, SharePrecision, apart
+from laplace.structures.variances_over_priors import VariancesOverPriors
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedCurvature(Curvature):
+    """A block-diagonal curvature of which every process of a group holds the blocks of some tensors.
+
+    Attributes:
+        processes: The group.
+        owners: Rank of the process that holds a tensor, of every tensor.
+        layout: All tensors.
+        own: The curvature of this process's tensors; None if it has none.
+        terms: E.
+        is_wide: As of `Curvature`.
+    """
+
+    processes: Processes
+    owners: tuple[int, ...]
+    layout: Layout
+    own: Separable | None
+    terms: int
+    is_wide: bool
+    name = "sharded"
+
+    @classmethod
+    def of(cls, curvature: Separable, processes: Processes, layout: Layout) -> ShardedCurvature:
+        """This process's part of a curvature that all processes have; what is left of it can be let go.
+
+        Args:
+            curvature: That of all tensors, the same in every process.
+            processes: The group.
+            layout: All tensors.
+        """
+        owners = placed(curvature, layout, processes.size)
+        return cls(processes, owners, layout, None, curvature.n_terms, curvature.is_wide).alike(curvature)
+
+    def alike(self, curvature: Separable) -> ShardedCurvature:
+        """This process's part of another curvature of all tensors, with the same owners."""
+        own = curvature.part(self.tensors, self.layout) if self.tensors else None
+        return replace(self, own=own, terms=curvature.n_terms)
+
+    def holding(self, own: Separable) -> ShardedCurvature:
+        """The same with another curvature of this process's tensors."""
+        return replace(self, own=own)
+
+    @property
+    def n_terms(self) -> int:
+        return self.terms
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """Indices of this process's tensors."""
+        return tensors_of(self.owners, self.processes.rank)
+
+    @classmethod
+    def first_pass(cls, engine: CurvatureEngine, options: Any) -> DataPass:
+        raise UnsupportedError("a curvature is taken apart after a fit of its structure, la.fit(..., sharded=True).")
+
+    def __add__(self, other: Curvature) -> ShardedCurvature:
+        if not isinstance(other, ShardedCurvature):
+            return NotImplemented
+        if self.own is None or other.own is None:
+            return self
+        return replace(self, own=self.own + other.own)
+
+    def scaled(self, factor: float) -> ShardedCurvature:
+        return self if self.own is None else replace(self, own=self.own.scaled(factor))
+
+    def minus(self, removed: Curvature, *, signed: bool = False) -> ShardedCurvature:
+        if not isinstance(removed, ShardedCurvature):
+            raise other_structure(self.name, removed.name)
+        if self.own is None or removed.own is None:
+            return self
+        return replace(self, own=self.own.minus(removed.own, signed=signed))
+
+    def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> ShardedPrecision:
+        def share(weights: Tensor, prior: GaussianPrior) -> SharePrecision:
+            tensors = self.tensors
+            with kept_for_later():
+                own = None if self.own is None else self.own.precision(weights, prior.part(tensors), **options)
+            return SharePrecision(own, tensors, prior)
+
+        return ShardedPrecision(self.processes, share, weights, prior)
+
+    def decompose(self, **options: Any) -> None:
+        if self.own is not None:
+            self.own.decompose(**options)
+
+    def scan(self, weights: Tensor, layout: Layout, **options: Any) -> VariancesOverPriors:
+        raise apart("tuning on validation data", "tune by the evidence, method='marglik' or objective='evidence'")
+
+    def state(self) -> dict[str, Any]:
+        raise apart("a state dict", "write it by laplace.checkpoint.save(la, path)")
+
+    def narrowed(self, dtype: torch.dtype) -> ShardedCurvature:
+        return self if self.own is None else replace(self, own=self.own.narrowed(dtype))
+
+    def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> ShardedCurvature:
+        return replace(self, own=None if self.own is None else self.own.moved(device, dtype))
+
+    @property
+    def note(self) -> str:
+        """Words about it in the `repr` of a posterior."""
+        ranks, mine = self.processes.size, len(self.tensors)
+        return f"sharded over {ranks} processes, of which this one holds {mine} of {len(self.owners)} tensors"
+
+    def public(self) -> Any:
+        raise apart("la.H, or its factors", "write it by laplace.checkpoint.save, and load it in one process")
+
+
+def tensors_of(owners: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Indices of the tensors that a process holds."""
+    return tuple(i for i, owner in enumerate(owners) if owner == rank)
+
+
+_EIGENVECTORS = 2
+"""Copies of a factor's bytes that its eigenvectors take, in float64 and in the dtype of Jacobians."""
+
+_EIGENVALUES = 3
+"""Float64 numbers that are kept of every entry of a tensor: its eigenvalues, those of P and of the evidence."""
+
+
+def placed(curvature: Separable, layout: Layout, n_ranks: int) -> tuple[int, ...]:
+    """Rank of every tensor: the largest units first, each to the process that holds least (greedy placement).
+
+    By the bytes that factors, eigenvectors and eigenvalues take: of shapes alone, on which all processes agree.
+    """
+    owners, loads = [0] * layout.n_tensors, [0] * n_ranks
+    form = type(curvature).from_state(fields.form_of(curvature.state()))
+    sizes = {unit: _bytes(form.part(unit, layout), layout.part(unit).n_params) for unit in form.units(layout)}
+    for unit in sorted(sizes, key=lambda unit: (-sizes[unit], unit)):
+        rank = loads.index(min(loads))
+        loads[rank] += sizes[unit]
+        for i in unit:
+            owners[i] = rank
+    return tuple(owners)
+
+
+def _bytes(part: Separable, n_params: int) -> int:
+    held = sum(tensor.numel() * tensor.element_size() for _, tensor in fields.named_tensors(part.state()))
+    return (1 + _EIGENVECTORS) * held + _EIGENVALUES * wide_dtype().itemsize * n_params
