@@ -24,8 +24,7 @@ from laplace.posterior.posterior import Posterior
 from laplace.posterior.sharding import shards_of
 from laplace.structures import fields
 from laplace.structures.base import Curvature
-from laplace.structures.separable import Separable
-from laplace.structures.sharded import ShardedCurvature, placed
+from laplace.structures.sharded import ShardedCurvature, placed, separation_of
 from laplace.weights.problem import Problem
 
 if TYPE_CHECKING:
@@ -80,22 +79,22 @@ def load(la: ParametricLaplace, path: str | os.PathLike[str], *, group: ProcessG
         StateError: The folder holds no such posterior, or one of another class, model, likelihood or choice of weights.
         ProcessError: Another process failed, or reads another folder.
     """
-    processes, found = Processes.of(group), list[_Found]()
+    processes, read = Processes.of(group), list[_Read]()
 
     def attempt() -> str:
-        found.append(_found(la, path, processes))
-        return found[0].digest
+        read.append(_read(la, path, processes))
+        return read[0].digest
 
     digests = [attempt()] if processes is None else processes.agreed(attempt)
     for rank, other in enumerate(digests):
         if other != digests[0]:
             raise ProcessError(f"rank {rank} of the group reads another posterior than rank 0; nothing was loaded.")
-    la.set_posterior(found[0].posterior)
-    la.enable_backprop = found[0].enable_backprop
+    la.set_posterior(read[0].posterior)
+    la.enable_backprop = read[0].enable_backprop
 
 
 @dataclass(frozen=True, eq=False)
-class _Found:
+class _Read:
     """A posterior that was read.
 
     Attributes:
@@ -109,7 +108,7 @@ class _Found:
     digest: str
 
 
-def _found(la: ParametricLaplace, path: str | os.PathLike[str], processes: Processes | None) -> _Found:
+def _read(la: ParametricLaplace, path: str | os.PathLike[str], processes: Processes | None) -> _Read:
     """The posterior of a folder.
 
     Raises:
@@ -127,7 +126,7 @@ def _found(la: ParametricLaplace, path: str | os.PathLike[str], processes: Proce
     def made(problem: Problem, units: Any) -> Curvature:
         return _curvature(files, la.structure, problem.layout, units, processes, la.prior_precision.device)
 
-    return _Found(state.loaded(la, known, made), known["enable_backprop"], digest([frame]))
+    return _Read(state.loaded(la, known, made), known["enable_backprop"], digest([frame]))
 
 
 def _curvature(
@@ -149,24 +148,25 @@ def _curvature(
         device: Where it is to be.
 
     Raises:
-        StateError: The structure is not separable.
+        StateError: The structure couples all tensors.
     """
-    if not issubclass(structure, Separable):
+    separation = structure.separation
+    if separation is None:
         raise StateError(f"hessian_structure={structure.name!r} was never sharded.")
     forms = {tuple(tensors): form for tensors, form in units}
 
-    def part(tensors: Sequence[int]) -> Separable:
+    def part(tensors: Sequence[int]) -> Curvature:
         places = {i: place for place, i in enumerate(tensors)}
         mine = [unit for unit in forms if unit[0] in places]
-        read = files.states({unit: forms[unit] for unit in mine}, device)
-        parts = {tuple(places[i] for i in unit): structure.from_state(read[unit]) for unit in mine}
-        return structure.joined(parts, layout.part(tensors))
+        states = files.states({unit: forms[unit] for unit in mine}, device)
+        parts = {tuple(places[i] for i in unit): structure.from_state(states[unit]) for unit in mine}
+        return separation.joined(parts, layout.part(tensors))
 
     if processes is None:
         return part(range(layout.n_tensors))
-    form = structure.joined({unit: structure.from_state(form) for unit, form in forms.items()}, layout)
+    form = separation.joined({unit: structure.from_state(form) for unit, form in forms.items()}, layout)
     owners = placed(form, layout, processes.size)
-    spread = ShardedCurvature(processes, owners, layout, None, form.n_terms, form.is_wide)
+    spread = ShardedCurvature(processes, owners, layout, None, form.n_terms)
     return spread.holding(part(spread.tensors)) if spread.tensors else spread
 
 
@@ -185,7 +185,7 @@ class _Files:
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
 
     def frame(self) -> Tensor:
-        """What says what the other entries are, `[n]`, bytes.
+        """Bytes `[n]` that say what the other entries are.
 
         Raises:
             KeyError: There is none.
@@ -214,10 +214,11 @@ class _Files:
         self.reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
-def _unit_states(own: Separable, tensors: Sequence[int], layout: Layout) -> dict[Unit, Any]:
+def _unit_states(own: Curvature, tensors: Sequence[int], layout: Layout) -> dict[Unit, Any]:
     """The state of every unit of some tensors, by their indices among all."""
-    inner = layout.part(tensors)
-    return {tuple(tensors[i] for i in unit): own.part(unit, inner).state() for unit in own.units(inner)}
+    inner, separation = layout.part(tensors), separation_of(own)
+    units = separation.units(own, inner)
+    return {tuple(tensors[i] for i in unit): separation.part(own, unit, inner).state() for unit in units}
 
 
 def _named(unit: Unit, part: Any) -> list[tuple[str, Tensor]]:

@@ -22,7 +22,7 @@ from laplace.fitting import planning, shards
 from laplace.fitting.planning import MemoryCheck
 from laplace.network import next_token
 from laplace.network.witness import FirstBatch
-from laplace.structures.base import Curvature, DataPass, require_finite
+from laplace.structures.base import Curvature, DataPass, narrowed, require_finite
 
 _NOTHING = 1e-9
 """Share of the data below which a count, a sum of weights that faded, is zero."""
@@ -108,7 +108,7 @@ class Fit:
                 "that were fitted, once, and with the weight that they have by now."
             )
         dtype = self.loss_terms.dtype  # in which terms differ that were computed in other batches
-        curvature = self.curvature.narrowed(dtype).minus(removed.curvature.narrowed(dtype), signed=signed)
+        curvature = narrowed(self.curvature, dtype).minus(narrowed(removed.curvature, dtype), signed=signed)
         if left <= _NOTHING * self.n_data:  # the prior, and no rounding errors of two equal sums
             return replace(self, curvature=curvature.scaled(0), loss_terms=0 * self.loss_terms, n_data=0)
         loss_terms = torch.sub(*_alike(self.loss_terms, removed.loss_terms))

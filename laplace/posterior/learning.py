@@ -237,7 +237,9 @@ def fitted_to(
         require=partial(sharding.check, posterior, override=override, sharded=sharded),
     )  # fmt: skip
     with torch.inference_mode(False), torch.no_grad(), bars(progress_bar):
-        fit = new.fit if override or posterior.data is None else sharding.total(posterior, decay, new.fit)
+        fit = new.fit
+        if not override and posterior.data is not None:
+            fit = sharding.total(posterior.map_fit.scaled(decay), fit)
         if sharded and processes is not None:
             fit = sharding.spread(fit, processes, new.posterior.problem.layout)
         if progress_bar:

@@ -10,7 +10,6 @@ from laplace.core.processes import Processes
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.fitting import Fit
 from laplace.posterior.posterior import Posterior
-from laplace.structures.separable import Separable
 from laplace.structures.sharded import ShardedCurvature
 
 
@@ -27,7 +26,7 @@ def check(posterior: Posterior, *, override: bool, sharded: bool) -> None:
             is spread when this one is not.
     """
     structure = posterior.choices.structure
-    if sharded and not issubclass(structure, Separable):
+    if sharded and structure.separation is None:
         raise UnsupportedError(
             f"sharded=True with hessian_structure={structure.name!r}, whose precision couples all tensors, so that "
             "processes cannot hold them apart; use 'kron', 'ekfac', 'diag', 'block' or 'lowrank_kron', or leave it out."
@@ -85,29 +84,29 @@ def refuse_sharded(posterior: Posterior, what: str) -> None:
 
 
 def spread(fit: Fit, processes: Processes, layout: Layout) -> Fit:
-    """This process's part of a fit that all processes have, of a separable structure.
+    """This process's part of a fit that all processes have.
 
     Args:
         fit: Of all tensors, the same in every process; or a part already.
         processes: The group.
         layout: All tensors.
     """
-    curvature = fit.curvature
-    if not isinstance(curvature, Separable):
+    if isinstance(fit.curvature, ShardedCurvature):
         return fit
-    return replace(fit, curvature=ShardedCurvature.of(curvature, processes, layout))
+    return replace(fit, curvature=ShardedCurvature.of(fit.curvature, processes, layout))
 
 
-def total(posterior: Posterior, decay: float, new: Fit) -> Fit:
-    """The fit of the data of a posterior, which fade, and of new ones.
+def total(former: Fit, new: Fit) -> Fit:
+    """The fit of the data of two, of which the former may be a part.
 
     Args:
-        posterior: Fitted.
-        decay: How often its data count.
-        new: What the new data say, of all tensors.
+        former: A fit.
+        new: What new data say, of all tensors.
     """
-    former = posterior.map_fit.scaled(decay)
-    return former + _like(former, new)
+    curvature = former.curvature
+    if isinstance(curvature, ShardedCurvature):
+        new = replace(new, curvature=curvature.alike(new.curvature))
+    return former + new
 
 
 def difference(former: Fit, removed: Fit, *, signed: bool) -> Fit:
@@ -115,7 +114,7 @@ def difference(former: Fit, removed: Fit, *, signed: bool) -> Fit:
 
     Args:
         former: The fit.
-        removed: What the data say that are removed, of all tensors.
+        removed: Curvature and loss of the data that are removed, of all tensors.
         signed: Whether the curvature may be indefinite.
 
     Raises:
@@ -123,17 +122,11 @@ def difference(former: Fit, removed: Fit, *, signed: bool) -> Fit:
         CurvatureError: The curvature would be indefinite.
         ProcessError: That of another process would.
     """
-    curvature, part = former.curvature, _like(former, removed)
+    curvature, dtype = former.curvature, former.loss_terms.dtype
     if not isinstance(curvature, ShardedCurvature):
-        return former.minus(part, signed=signed)
-    found: list[Fit] = []
-    curvature.processes.agreed(lambda: found.append(former.minus(part, signed=signed)))
-    return found[0]
-
-
-def _like(fit: Fit, other: Fit) -> Fit:
-    """Another fit in the form of this one: of the same tensors where it is of some."""
-    known, curvature = fit.curvature, other.curvature
-    if not isinstance(known, ShardedCurvature) or not isinstance(curvature, Separable):
-        return other
-    return replace(other, curvature=known.alike(curvature))
+        return former.minus(removed, signed=signed)
+    mine = replace(former, curvature=curvature.narrowed(dtype))
+    part = replace(removed, curvature=curvature.alike(removed.curvature).narrowed(dtype))
+    fits: list[Fit] = []
+    curvature.processes.agreed(lambda: fits.append(mine.minus(part, signed=signed)))
+    return fits[0]

@@ -118,7 +118,7 @@ class LinearisedOutputs(GaussianSource):
                     self.engine, precision, self.x, form, step=self.step, create_graph=self.through_x, wide=wide
                 )
 
-        return self.precision.summed(batches.tensors(self.x), of)
+        return self.precision.summed(self.x, of)
 
 
 @dataclass(frozen=True, eq=False)

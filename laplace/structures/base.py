@@ -26,6 +26,7 @@ from laplace.structures.cost import Cost
 from laplace.structures.diag_precision import DiagPrecision
 from laplace.structures.fields import move
 from laplace.structures.precision import Precision
+from laplace.structures.separation import Separation
 from laplace.structures.variances_over_priors import VariancesOverPriors, one_by_one
 
 C = TypeVar("C", bound="Curvature")
@@ -135,6 +136,7 @@ class Curvature(ABC):
         is_variational: Whether a variational posterior can have this structure: its precision is any that is a sum of
             curvature and prior.
         by_hand: Form in which users assign it and sum it up themselves; None where they cannot.
+        separation: How it is taken apart by tensors; None where they are coupled.
         is_wide: Whether its sums are float64 whatever the dtype of the posterior, in which `la.H` shows them.
     """
 
@@ -149,6 +151,7 @@ class Curvature(ABC):
     is_diagonal: bool = False
     is_variational: bool = False
     by_hand: ByHand | None = None
+    separation: Separation[Any] | None = None
     is_wide: bool = False
 
     # Before data are read.
@@ -306,10 +309,6 @@ class Curvature(ABC):
         narrower = self.is_wide and dtype != wide_dtype()
         return self.from_state(move(self.state(), device, None if narrower else dtype))
 
-    def narrowed(self: C, dtype: torch.dtype) -> C:
-        """Wide sums in the dtype of the posterior, to whose rounding their terms are known; others as they are."""
-        return self.from_state(move(self.state(), None, dtype)) if self.is_wide else self
-
     @property
     def note(self) -> str | None:
         """Words about it in the `repr` of a posterior, or None."""
@@ -322,6 +321,11 @@ class Curvature(ABC):
     def public(self) -> Any:
         """H as users see it in `la.H`."""
         return self
+
+
+def narrowed(curvature: C, dtype: torch.dtype) -> C:
+    """Wide sums in the dtype of the posterior, to whose rounding their terms are known; others as they are."""
+    return curvature.from_state(move(curvature.state(), None, dtype)) if curvature.is_wide else curvature
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from laplace.structures.cost import DOUBLE, EIGH, Cost, MatrixCost
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
 from laplace.structures.indefinite import SignedOptions, nonnegative
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
-from laplace.structures.separable import Separable
+from laplace.structures.separation import Separation
 from laplace.structures.variances_over_priors import SpectralScan
 
 
@@ -48,8 +48,29 @@ class BlockOptions(SignedOptions):
             raise InvalidArgument(f"max_block={self.max_block}; it must be at least 1, in entries of a layer.")
 
 
+class BlockSeparation(Separation["BlockCurvature"]):
+    """By layers."""
+
+    def units(self, curvature: BlockCurvature, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return curvature.groups
+
+    def part(self, curvature: BlockCurvature, tensors: Sequence[int], layout: Layout) -> BlockCurvature:
+        places = {tensor: place for place, tensor in enumerate(tensors)}
+        pairs = [pair for pair in zip(curvature.values, curvature.groups, strict=True) if pair[1][0] in places]
+        return _of((block for block, _ in pairs), tuple(tuple(places[i] for i in group) for _, group in pairs))
+
+    def joined(self, parts: Mapping[tuple[int, ...], BlockCurvature], layout: Layout) -> BlockCurvature:
+        blocks = {
+            tuple(tensors[i] for i in group): block
+            for tensors, part in parts.items()
+            for group, block in zip(part.groups, part.values, strict=True)
+        }
+        groups = tuple(sorted(blocks))
+        return _of((blocks[group] for group in groups), groups)
+
+
 @dataclass(frozen=True)
-class BlockCurvature(AdditiveCurvature, Separable):
+class BlockCurvature(AdditiveCurvature):
     """The unit curvature of the tensors of every layer (all tensors that one module owns) as a matrix.
 
     Attributes:
@@ -64,6 +85,7 @@ class BlockCurvature(AdditiveCurvature, Separable):
     name = "block"
     matrix_dims = 3
     options = BlockOptions
+    separation = BlockSeparation()
     is_wide = True
 
     @cached_property
@@ -130,24 +152,6 @@ class BlockCurvature(AdditiveCurvature, Separable):
             raise algebra.other_structure(self.name, removed.name)
         pairs = zip(self.values, removed.values, strict=True)
         return _of((algebra.remaining_matrix(a, b, signed=signed) for a, b in pairs), self.groups)
-
-    def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
-        return self.groups
-
-    def part(self, tensors: Sequence[int], layout: Layout) -> BlockCurvature:
-        places = {tensor: place for place, tensor in enumerate(tensors)}
-        pairs = [pair for pair in zip(self.values, self.groups, strict=True) if pair[1][0] in places]
-        return _of((block for block, _ in pairs), tuple(tuple(places[i] for i in group) for _, group in pairs))
-
-    @classmethod
-    def joined(cls, parts: Mapping[tuple[int, ...], BlockCurvature], layout: Layout) -> BlockCurvature:
-        blocks = {
-            tuple(tensors[i] for i in group): block
-            for tensors, part in parts.items()
-            for group, block in zip(part.groups, part.values, strict=True)
-        }
-        groups = tuple(sorted(blocks))
-        return _of((blocks[group] for group in groups), groups)
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> KronPrecision:
         return KronPrecision(self._indefinite(options.get("indefinite")).spectra(weights), weights, prior)

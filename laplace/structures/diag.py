@@ -20,12 +20,25 @@ from laplace.structures.by_hand import DiagonalByHand
 from laplace.structures.cost import Cost, squares_of_sums
 from laplace.structures.diag_precision import ENTRY, DiagPrecision
 from laplace.structures.indefinite import SignedOptions, nonnegative, require_positive
-from laplace.structures.separable import Separable
+from laplace.structures.separation import Separation
 from laplace.structures.variances_over_priors import SpectralScan
 
 
+class DiagSeparation(Separation["DiagCurvature"]):
+    """By tensors."""
+
+    def units(self, curvature: DiagCurvature, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return tuple((i,) for i in range(layout.n_tensors))
+
+    def part(self, curvature: DiagCurvature, tensors: Sequence[int], layout: Layout) -> DiagCurvature:
+        return DiagCurvature(layout.gathered(curvature.values, tensors))
+
+    def joined(self, parts: Mapping[tuple[int, ...], DiagCurvature], layout: Layout) -> DiagCurvature:
+        return DiagCurvature(layout.scattered({tensors: part.values for tensors, part in parts.items()}))
+
+
 @dataclass(frozen=True, eq=False)
-class DiagCurvature(AdditiveCurvature, Separable):
+class DiagCurvature(AdditiveCurvature):
     """The diagonal of the unit curvature.
 
     Attributes:
@@ -35,6 +48,7 @@ class DiagCurvature(AdditiveCurvature, Separable):
     values: Tensor
     name = "diag"
     by_hand = DiagonalByHand()
+    separation = DiagSeparation()
     options = SignedOptions
     is_diagonal = True
     is_variational = True
@@ -74,16 +88,6 @@ class DiagCurvature(AdditiveCurvature, Separable):
         if not isinstance(removed, DiagCurvature):
             raise algebra.other_structure(self.name, removed.name)
         return DiagCurvature(algebra.remaining_entries(self.values, removed.values, signed=signed))
-
-    def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
-        return tuple((i,) for i in range(layout.n_tensors))
-
-    def part(self, tensors: Sequence[int], layout: Layout) -> DiagCurvature:
-        return DiagCurvature(layout.gathered(self.values, tensors))
-
-    @classmethod
-    def joined(cls, parts: Mapping[tuple[int, ...], DiagCurvature], layout: Layout) -> DiagCurvature:
-        return cls(layout.scattered({tensors: part.values for tensors, part in parts.items()}))
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> DiagPrecision:
         mode = options.get("indefinite")

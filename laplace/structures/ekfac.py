@@ -31,14 +31,38 @@ from laplace.structures.base import Curvature, DataPass, require_finite, those_k
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, diag_spectrum
-from laplace.structures.kron import KronCurvature
+from laplace.structures.kron import KronCurvature, KronSeparation
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
-from laplace.structures.separable import Separable, in_order
+from laplace.structures.separation import Separation, in_order
 from laplace.structures.variances_over_priors import SpectralScan
+
+_FACTORS = KronSeparation()
+
+
+class EkfacSeparation(Separation["EkfacCurvature"]):
+    """By tensors, as Kronecker factors are."""
+
+    def units(self, curvature: EkfacCurvature, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return _FACTORS.units(curvature.kron, layout)
+
+    def part(self, curvature: EkfacCurvature, tensors: Sequence[int], layout: Layout) -> EkfacCurvature:
+        bases = (curvature.bases[i] for i in tensors)
+        return EkfacCurvature(
+            _FACTORS.part(curvature.kron, tensors, layout),
+            tuple(replace(basis, values=basis.values.clone()) for basis in bases),  # they may be a slice of all
+            layout.gathered(curvature.corrected, tensors),
+        )
+
+    def joined(self, parts: Mapping[tuple[int, ...], EkfacCurvature], layout: Layout) -> EkfacCurvature:
+        return EkfacCurvature(
+            _FACTORS.joined({tensors: part.kron for tensors, part in parts.items()}, layout),
+            in_order({tensors: part.bases for tensors, part in parts.items()}),
+            layout.scattered({tensors: part.corrected for tensors, part in parts.items()}),
+        )
 
 
 @dataclass(frozen=True, eq=False)
-class EkfacCurvature(Separable):
+class EkfacCurvature(Curvature):
     """U diag(λ*) Uᵀ for every tensor with Kronecker factors; the exact block, or exact diagonal, of every other.
 
     Under a vector noise every term has corrected eigenvalues of its own, in the eigenbasis of the sum of the terms, so
@@ -61,6 +85,7 @@ class EkfacCurvature(Separable):
     needs_columns = True
     n_passes = 2
     exact_prior = False
+    separation = EkfacSeparation()
 
     @property
     def n_terms(self) -> int:
@@ -107,25 +132,6 @@ class EkfacCurvature(Separable):
         parts = self.corrected.split([basis.size for basis in self.bases], 1)
         pairs = zip(self.bases, bases, parts, strict=True)
         return torch.cat([_squared_products(old, new).rotate(part) for old, new, part in pairs], 1)
-
-    def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
-        return self.kron.units(layout)
-
-    def part(self, tensors: Sequence[int], layout: Layout) -> EkfacCurvature:
-        bases = (self.bases[i] for i in tensors)
-        return EkfacCurvature(
-            self.kron.part(tensors, layout),
-            tuple(replace(basis, values=basis.values.clone()) for basis in bases),  # they may be a slice of all
-            layout.gathered(self.corrected, tensors),
-        )
-
-    @classmethod
-    def joined(cls, parts: Mapping[tuple[int, ...], EkfacCurvature], layout: Layout) -> EkfacCurvature:
-        return cls(
-            KronCurvature.joined({tensors: part.kron for tensors, part in parts.items()}, layout),
-            in_order({tensors: part.bases for tensors, part in parts.items()}),
-            layout.scattered({tensors: part.corrected for tensors, part in parts.items()}),
-        )
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> KronPrecision:
         if options.get("damping"):

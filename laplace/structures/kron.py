@@ -42,15 +42,30 @@ from laplace.structures.eigenblocks import (
 )
 from laplace.structures.factor_eigen import FactorEigen, input_eigen, without_rows
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
-from laplace.structures.separable import Separable, in_order, linked
+from laplace.structures.separation import Separation, in_order, linked
 from laplace.structures.variances_over_priors import SpectralScan
 
 if TYPE_CHECKING:
     from laplace.structures.kron_public import DecomposedCurvature
 
 
+class KronSeparation(Separation["KronCurvature"]):
+    """By tensors; weight and bias of a layer have an output side in common."""
+
+    def units(self, curvature: KronCurvature, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return linked([block.reads for block in curvature.parts.blocks])
+
+    def part(self, curvature: KronCurvature, tensors: Sequence[int], layout: Layout) -> KronCurvature:
+        return KronCurvature(curvature.parts.part(tensors))
+
+    def joined(self, parts: Mapping[tuple[int, ...], KronCurvature], layout: Layout) -> KronCurvature:
+        blocks = in_order({tensors: part.parts.blocks for tensors, part in parts.items()})
+        factors = {key: factor for part in parts.values() for key, factor in part.parts.every.items()}
+        return KronCurvature(KronParts.made_of(factors, blocks))
+
+
 @dataclass(frozen=True)
-class KronCurvature(AdditiveCurvature, Separable):
+class KronCurvature(AdditiveCurvature):
     """Kronecker factors of every random parameter tensor.
 
     Attributes:
@@ -61,6 +76,7 @@ class KronCurvature(AdditiveCurvature, Separable):
     name = "kron"
     matrix_dims = 3
     by_hand = KronByHand()
+    separation = KronSeparation()
     needs_columns = True
     exact_prior = False
 
@@ -135,20 +151,6 @@ class KronCurvature(AdditiveCurvature, Separable):
             yield block.input, block.input in every and every[block.input].ndim > 1
         if block.positions is not None:
             yield block.positions, False
-
-    def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
-        """Weight and bias of a layer have an output side in common."""
-        return linked([block.reads for block in self.parts.blocks])
-
-    def part(self, tensors: Sequence[int], layout: Layout) -> KronCurvature:
-        return KronCurvature(self.parts.part(tensors))
-
-    @classmethod
-    def joined(cls, parts: Mapping[tuple[int, ...], KronCurvature], layout: Layout) -> KronCurvature:
-        every = [part.parts for part in parts.values()]
-        blocks = in_order({tensors: part.parts.blocks for tensors, part in parts.items()})
-        factors = {key: factor for one in every for key, factor in one.every.items()}
-        return cls(KronParts.made_of(factors, blocks))
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> KronPrecision:
         return KronPrecision(self.spectra(weights), weights, prior, damping=bool(options.get("damping", False)))

@@ -39,7 +39,7 @@ from laplace.structures.kronecker_eigenvectors import Columns, columns_of, pair_
 from laplace.structures.low_rank_factors import Draws, Ranges, Side
 from laplace.structures.lowrank_kron_part import Part
 from laplace.structures.lowrank_kron_precision import LowRankKronPrecision
-from laplace.structures.separable import Separable, in_order, linked
+from laplace.structures.separation import Separation, in_order, linked
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,33 @@ class LowRankKronOptions:
         check_counts(0, oversampling=self.oversampling)
 
 
+class LowRankKronSeparation(Separation["LowRankKronCurvature"]):
+    """By tensors; weight and bias of a layer have an output side in common."""
+
+    def units(self, curvature: LowRankKronCurvature, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return linked([block.reads for block in curvature.blocks])
+
+    def part(self, curvature: LowRankKronCurvature, tensors: Sequence[int], layout: Layout) -> LowRankKronCurvature:
+        blocks = tuple(curvature.blocks[i] for i in tensors)
+        keys = dict.fromkeys(key for block in blocks for key in block.reads)
+        sides = {key: curvature.sides[key] for key in keys if key in curvature.sides}
+        factors = {key: curvature.factors[key] for key in keys if key in curvature.factors}
+        diagonal = layout.gathered(curvature.diagonal, tensors)
+        return LowRankKronCurvature(diagonal, blocks, sides, factors, curvature.rank)
+
+    def joined(self, parts: Mapping[tuple[int, ...], LowRankKronCurvature], layout: Layout) -> LowRankKronCurvature:
+        every = parts.values()
+        return LowRankKronCurvature(
+            layout.scattered({tensors: part.diagonal for tensors, part in parts.items()}),
+            in_order({tensors: part.blocks for tensors, part in parts.items()}),
+            {key: side for part in every for key, side in part.sides.items()},
+            {key: factor for part in every for key, factor in part.factors.items()},
+            max(part.rank for part in every),
+        )
+
+
 @dataclass(frozen=True, eq=False)
-class LowRankKronCurvature(Separable):
+class LowRankKronCurvature(Curvature):
     """S U Λ Uᵀ S + D for every tensor with Kronecker factors; the exact diagonal of every other.
 
     Under a vector noise the terms share U, the eigenvectors of their sum; Λ_e, the diagonal and S are of the weighted
@@ -90,6 +115,7 @@ class LowRankKronCurvature(Separable):
     name = "lowrank_kron"
     needs_columns = True
     options = LowRankKronOptions
+    separation = LowRankKronSeparation()
     n_passes = 2
 
     @classmethod
@@ -131,27 +157,6 @@ class LowRankKronCurvature(Separable):
         sides = {key: replace(side, cores=factor * side.cores) for key, side in self.sides.items()}
         factors = {key: factor * value for key, value in self.factors.items()}
         return replace(self, diagonal=factor * self.diagonal, sides=sides, factors=factors)
-
-    def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
-        return linked([block.reads for block in self.blocks])
-
-    def part(self, tensors: Sequence[int], layout: Layout) -> LowRankKronCurvature:
-        blocks = tuple(self.blocks[i] for i in tensors)
-        keys = dict.fromkeys(key for block in blocks for key in block.reads)
-        sides = {key: self.sides[key] for key in keys if key in self.sides}
-        factors = {key: self.factors[key] for key in keys if key in self.factors}
-        return LowRankKronCurvature(layout.gathered(self.diagonal, tensors), blocks, sides, factors, self.rank)
-
-    @classmethod
-    def joined(cls, parts: Mapping[tuple[int, ...], LowRankKronCurvature], layout: Layout) -> LowRankKronCurvature:
-        every = parts.values()
-        return cls(
-            layout.scattered({tensors: part.diagonal for tensors, part in parts.items()}),
-            in_order({tensors: part.blocks for tensors, part in parts.items()}),
-            {key: side for part in every for key, side in part.sides.items()},
-            {key: factor for part in every for key, factor in part.factors.items()},
-            max(part.rank for part in every),
-        )
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> LowRankKronPrecision:
         if options.get("damping"):

@@ -17,8 +17,8 @@ from laplace.engines.engine import CurvatureEngine
 from laplace.errors import UnsupportedError
 from laplace.structures import fields
 from laplace.structures.algebra import kept_for_later, other_structure
-from laplace.structures.base import Curvature, DataPass
-from laplace.structures.separable import Separable
+from laplace.structures.base import Curvature, DataPass, narrowed
+from laplace.structures.separation import Separation
 from laplace.structures.sharded_precision import ShardedPrecision, SharePrecision, apart
 from laplace.structures.variances_over_priors import VariancesOverPriors
 
@@ -33,35 +33,33 @@ class ShardedCurvature(Curvature):
         layout: All tensors.
         own: The curvature of this process's tensors; None if it has none.
         terms: E.
-        is_wide: As of `Curvature`.
     """
 
     processes: Processes
     owners: tuple[int, ...]
     layout: Layout
-    own: Separable | None
+    own: Curvature | None
     terms: int
-    is_wide: bool
     name = "sharded"
 
     @classmethod
-    def of(cls, curvature: Separable, processes: Processes, layout: Layout) -> ShardedCurvature:
+    def of(cls, curvature: Curvature, processes: Processes, layout: Layout) -> ShardedCurvature:
         """This process's part of a curvature that all processes have; what is left of it can be let go.
 
         Args:
-            curvature: That of all tensors, the same in every process.
+            curvature: That of all tensors, the same in every process, of a structure that has a separation.
             processes: The group.
             layout: All tensors.
         """
         owners = placed(curvature, layout, processes.size)
-        return cls(processes, owners, layout, None, curvature.n_terms, curvature.is_wide).alike(curvature)
+        return cls(processes, owners, layout, None, curvature.n_terms).alike(curvature)
 
-    def alike(self, curvature: Separable) -> ShardedCurvature:
+    def alike(self, curvature: Curvature) -> ShardedCurvature:
         """This process's part of another curvature of all tensors, with the same owners."""
-        own = curvature.part(self.tensors, self.layout) if self.tensors else None
+        own = separation_of(curvature).part(curvature, self.tensors, self.layout) if self.tensors else None
         return replace(self, own=own, terms=curvature.n_terms)
 
-    def holding(self, own: Separable) -> ShardedCurvature:
+    def holding(self, own: Curvature) -> ShardedCurvature:
         """The same with another curvature of this process's tensors."""
         return replace(self, own=own)
 
@@ -115,7 +113,8 @@ class ShardedCurvature(Curvature):
         raise apart("a state dict", "write it by laplace.checkpoint.save(la, path)")
 
     def narrowed(self, dtype: torch.dtype) -> ShardedCurvature:
-        return self if self.own is None else replace(self, own=self.own.narrowed(dtype))
+        """The same with wide sums in the dtype of the posterior."""
+        return self if self.own is None else self.holding(narrowed(self.own, dtype))
 
     def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> ShardedCurvature:
         return replace(self, own=None if self.own is None else self.own.moved(device, dtype))
@@ -130,6 +129,17 @@ class ShardedCurvature(Curvature):
         raise apart("la.H, or its factors", "write it by laplace.checkpoint.save, and load it in one process")
 
 
+def separation_of(curvature: Curvature) -> Separation[Any]:
+    """The way in which a curvature is taken apart.
+
+    Raises:
+        UnsupportedError: Its tensors are coupled.
+    """
+    if curvature.separation is None:
+        raise UnsupportedError(f"curvature of structure {curvature.name!r} couples all tensors; it is not taken apart.")
+    return curvature.separation
+
+
 def tensors_of(owners: Sequence[int], rank: int) -> tuple[int, ...]:
     """Indices of the tensors that a process holds."""
     return tuple(i for i, owner in enumerate(owners) if owner == rank)
@@ -142,14 +152,21 @@ _EIGENVALUES = 3
 """Float64 numbers that are kept of every entry of a tensor: its eigenvalues, those of P and of the evidence."""
 
 
-def placed(curvature: Separable, layout: Layout, n_ranks: int) -> tuple[int, ...]:
+def placed(curvature: Curvature, layout: Layout, n_ranks: int) -> tuple[int, ...]:
     """Rank of every tensor: the largest units first, each to the process that holds least (greedy placement).
 
     By the bytes that factors, eigenvectors and eigenvalues take: of shapes alone, on which all processes agree.
     """
+    separation = separation_of(curvature)
     owners, loads = [0] * layout.n_tensors, [0] * n_ranks
     form = type(curvature).from_state(fields.form_of(curvature.state()))
-    sizes = {unit: _bytes(form.part(unit, layout), layout.part(unit).n_params) for unit in form.units(layout)}
+    parts = {unit: separation.part(form, unit, layout) for unit in separation.units(form, layout)}
+    if any(type(part) is not type(curvature) for part in parts.values()):
+        raise UnsupportedError(
+            f"class {type(curvature).__name__} has the separation of another class, whose parts would compute what "
+            "that does: give it one of its own, or set separation = None."
+        )
+    sizes = {unit: _bytes(part, layout.part(unit).n_params) for unit, part in parts.items()}
     for unit in sorted(sizes, key=lambda unit: (-sizes[unit], unit)):
         rank = loads.index(min(loads))
         loads[rank] += sizes[unit]
@@ -158,6 +175,6 @@ def placed(curvature: Separable, layout: Layout, n_ranks: int) -> tuple[int, ...
     return tuple(owners)
 
 
-def _bytes(part: Separable, n_params: int) -> int:
-    held = sum(tensor.numel() * tensor.element_size() for _, tensor in fields.named_tensors(part.state()))
-    return (1 + _EIGENVECTORS) * held + _EIGENVALUES * wide_dtype().itemsize * n_params
+def _bytes(part: Curvature, n_params: int) -> int:
+    size = sum(tensor.numel() * tensor.element_size() for _, tensor in fields.named_tensors(part.state()))
+    return (1 + _EIGENVECTORS) * size + _EIGENVALUES * wide_dtype().itemsize * n_params

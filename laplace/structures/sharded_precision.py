@@ -7,7 +7,7 @@ hyper-parameters, which a digest says before; where one fails, or asks for somet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core import batch as batches
 from laplace.core import checks
+from laplace.core.batch import Inputs
 from laplace.core.gaussian import Gaussian
 from laplace.core.hyperparameters import GaussianPrior
-from laplace.core.precision_policy import wide_dtype, widened
+from laplace.core.precision_policy import widened
 from laplace.core.processes import Processes, digest
 from laplace.errors import CurvatureError, ProcessError, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
@@ -91,7 +93,7 @@ class SharePrecision(Precision):
         return self._placed(like.new_zeros(self.prior.layout.n_params), lambda own, _: own.diagonal_of_inverse())
 
     def _placed(self, vectors: Tensor, of: Callable[[Precision, Tensor], Tensor]) -> Tensor:
-        """What `of` gives for the entries of own tensors in vectors `[..., P]`, at their places among zeros."""
+        """Vectors `[..., P]` with a function of their own entries in the place of these, and zeros elsewhere."""
         layout, total = self.prior.layout, torch.zeros_like(vectors)
         if self.own is not None:
             values = of(self.own, layout.gathered(vectors, self.tensors))
@@ -105,7 +107,7 @@ class SharePrecision(Precision):
 
 @dataclass(frozen=True)
 class _Word:
-    """What a process says of a query before its answers are added.
+    """A process's account of a query, before answers are added.
 
     Attributes:
         asked: Digest of what it asks: inputs and hyper-parameters.
@@ -165,15 +167,15 @@ class ShardedPrecision(Precision):
     def quad(self, vectors: Tensor) -> Tensor:
         return self._total("densities", (vectors,), lambda share: share.quad(vectors))
 
-    def summed(self, inputs: Iterable[Tensor], of: Callable[[Precision], Gaussian]) -> Gaussian:
-        found: list[Gaussian] = []
+    def summed(self, x: Inputs, of: Callable[[Precision], Gaussian]) -> Gaussian:
+        gaussians: list[Gaussian] = []
 
         def covariance(share: Precision) -> Tensor:
-            found.append(of(share))
-            return found[0].covariance
+            gaussians.append(of(share))
+            return gaussians[0].covariance
 
-        total = self._total("predictions", inputs, covariance)
-        return replace(found[0], covariance=total)
+        total = self._total("predictions", x, covariance)
+        return replace(gaussians[0], covariance=total)
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         return self._contracted(jacobian, lambda share: share.functional_variance(jacobian))
@@ -185,7 +187,7 @@ class ShardedPrecision(Precision):
         return self._contracted(jacobian, lambda share: share.functional_covariance(jacobian))
 
     def _contracted(self, jacobian: Jacobian, of: Callable[[Precision], Tensor]) -> Tensor:
-        return self._total("variances", (tensor for _, tensor in fields.named_tensors(jacobian)), of)
+        return self._total("variances", tuple(tensor for _, tensor in fields.named_tensors(jacobian)), of)
 
     def sample(self, noise: Tensor) -> Tensor:
         return self._total("samples", (noise,), lambda share: share.sample(noise))
@@ -200,7 +202,7 @@ class ShardedPrecision(Precision):
     def scale(self) -> Tensor:
         raise apart(_MATRIX, _INSTEAD)
 
-    def _total(self, what: str, inputs: Iterable[Tensor], of: Callable[[Precision], Tensor]) -> Tensor:
+    def _total(self, what: str, inputs: Inputs, of: Callable[[Precision], Tensor]) -> Tensor:
         """The sum of the answers of all processes: one exchange of words, then one sum.
 
         Args:
@@ -213,21 +215,22 @@ class ShardedPrecision(Precision):
             ProcessError: Another process failed, or asks for something else.
             UnsupportedError: The answer would have a graph, which the other shares have no part in.
         """
-        found: list[Tensor] = []
+        answers: list[Tensor] = []
 
         def attempt() -> _Word:
-            asked = f"{what} {digest([*inputs, self.weights, self.prior.precision])}"
+            undefined = None
             try:
                 with checks.together():  # those that fail must be known before the others are told
                     value = of(self._mine)
             except CurvatureError as error:
-                return _Word(asked, (), wide_dtype(), str(error))
-            found.append(value.detach().contiguous())
-            return _Word(asked, tuple(value.shape), value.dtype, has_graph=value.requires_grad)
+                value, undefined = self.weights.new_zeros(()), str(error)
+            answers.append(value.detach().contiguous())
+            asked = digest([*batches.tensors(inputs), self.weights, self.prior.precision])
+            return _Word(f"{what} {asked}", tuple(value.shape), value.dtype, undefined, value.requires_grad)
 
         words = self.processes.agreed(attempt)
         _compare(what, words)
-        return self.processes.sum_(found[0])
+        return self.processes.sum_(answers[0])
 
 
 def _compare(what: str, words: list[_Word]) -> None:

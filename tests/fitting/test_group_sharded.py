@@ -383,9 +383,7 @@ def _written_and_read(rank: int, folder: str, x: Tensor) -> None:
         checkpoint.save(la, path)
         one = make(weights, structure)
         checkpoint.load(one, path)
-        states = [
-            posterior.state_dict() | {"draws": None} for posterior in (one, whole)
-        ]
+        states = [posterior.state_dict() | {"draws": None} for posterior in (one, whole)]
         assert_equal_states(*states, structure)
         again = make(weights, structure)
         checkpoint.load(again, path, group=distributed.group.WORLD)

@@ -1,45 +1,45 @@
-"""Curvature without entries between tensors, which can be taken apart and put together again."""
+"""Ways to take apart a curvature without entries between tensors, and to put it together again."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 from laplace.core.layout import Layout
-from laplace.structures.base import Curvature
 
-S = TypeVar("S", bound="Separable")
+C = TypeVar("C")
 T = TypeVar("T")
 
 
-class Separable(Curvature):
-    """A curvature whose precision is block-diagonal: log determinants and variances are sums over its blocks."""
+class Separation(ABC, Generic[C]):
+    """Parts of a curvature whose precision is block-diagonal: log determinants and variances are sums over them."""
 
     @abstractmethod
-    def units(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
-        """Tensors that have a block, or sums, in common, by their indices: what is not taken apart.
+    def units(self, curvature: C, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        """Tensors that have a block, or sums, in common, by their indices: they are not taken apart.
 
         Args:
+            curvature: That of all tensors.
             layout: All tensors.
         """
 
     @abstractmethod
-    def part(self: S, tensors: Sequence[int], layout: Layout) -> S:
+    def part(self, curvature: C, tensors: Sequence[int], layout: Layout) -> C:
         """The curvature of some tensors alone, which keeps no memory of the others.
 
         Args:
-            tensors: Indices of one or more units' tensors, ascending.
+            curvature: That of all tensors.
+            tensors: Indices of the tensors of one or more units, ascending.
             layout: All tensors.
         """
 
-    @classmethod
     @abstractmethod
-    def joined(cls: type[S], parts: Mapping[tuple[int, ...], Any], layout: Layout) -> S:
+    def joined(self, parts: Mapping[tuple[int, ...], C], layout: Layout) -> C:
         """The curvature of all tensors.
 
         Args:
-            parts: Parts of this structure by their tensors.
+            parts: Parts by the indices of their tensors.
             layout: All tensors.
         """
 
@@ -60,10 +60,10 @@ def linked(keys: Sequence[Collection[str]]) -> tuple[tuple[int, ...], ...]:
 
 
 def in_order(parts: Mapping[tuple[int, ...], Sequence[T]]) -> tuple[T, ...]:
-    """What there is of every tensor, in the order of the tensors.
+    """Entries of parts, one for every tensor, in the order of the tensors.
 
     Args:
-        parts: One for every tensor, by the indices of some tensors.
+        parts: By the indices of their tensors.
     """
     placed = {i: one for tensors, some in parts.items() for i, one in zip(tensors, some, strict=True)}
     return tuple(placed[i] for i in range(len(placed)))
