@@ -27,7 +27,7 @@ from laplace.structures.cost import DOUBLE, EIGH, Cost, MatrixCost
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
 from laplace.structures.indefinite import SignedOptions, nonnegative
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
-from laplace.structures.separation import Separation
+from laplace.structures.separation import Separation, first
 from laplace.structures.variances_over_priors import SpectralScan
 
 
@@ -57,7 +57,8 @@ class BlockSeparation(Separation["BlockCurvature"]):
     def part(self, curvature: BlockCurvature, tensors: Sequence[int], layout: Layout) -> BlockCurvature:
         places = {tensor: place for place, tensor in enumerate(tensors)}
         pairs = [pair for pair in zip(curvature.values, curvature.groups, strict=True) if pair[1][0] in places]
-        return _of((block for block, _ in pairs), tuple(tuple(places[i] for i in group) for _, group in pairs))
+        groups = tuple(tuple(places[i] for i in group) for _, group in pairs)
+        return replace(curvature, sums=tuple(MatrixSum.of(block) for block, _ in pairs), groups=groups)
 
     def joined(self, parts: Mapping[tuple[int, ...], BlockCurvature], layout: Layout) -> BlockCurvature:
         blocks = {
@@ -66,7 +67,7 @@ class BlockSeparation(Separation["BlockCurvature"]):
             for group, block in zip(part.groups, part.values, strict=True)
         }
         groups = tuple(sorted(blocks))
-        return _of((blocks[group] for group in groups), groups)
+        return replace(first(parts), sums=tuple(MatrixSum.of(blocks[group]) for group in groups), groups=groups)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from laplace.structures.by_hand import DiagonalByHand
 from laplace.structures.cost import Cost, squares_of_sums
 from laplace.structures.diag_precision import ENTRY, DiagPrecision
 from laplace.structures.indefinite import SignedOptions, nonnegative, require_positive
-from laplace.structures.separation import Separation
+from laplace.structures.separation import Separation, first
 from laplace.structures.variances_over_priors import SpectralScan
 
 
@@ -31,10 +31,11 @@ class DiagSeparation(Separation["DiagCurvature"]):
         return tuple((i,) for i in range(layout.n_tensors))
 
     def part(self, curvature: DiagCurvature, tensors: Sequence[int], layout: Layout) -> DiagCurvature:
-        return DiagCurvature(layout.gathered(curvature.values, tensors))
+        return replace(curvature, values=layout.gathered(curvature.values, tensors))
 
     def joined(self, parts: Mapping[tuple[int, ...], DiagCurvature], layout: Layout) -> DiagCurvature:
-        return DiagCurvature(layout.scattered({tensors: part.values for tensors, part in parts.items()}))
+        values = layout.scattered({tensors: part.values for tensors, part in parts.items()})
+        return replace(first(parts), values=values)
 
 
 @dataclass(frozen=True, eq=False)

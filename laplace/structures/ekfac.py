@@ -33,7 +33,7 @@ from laplace.structures.diag import DiagCurvature
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, diag_spectrum
 from laplace.structures.kron import KronCurvature, KronSeparation
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
-from laplace.structures.separation import Separation, in_order
+from laplace.structures.separation import Separation, first, in_order
 from laplace.structures.variances_over_priors import SpectralScan
 
 _FACTORS = KronSeparation()
@@ -47,17 +47,19 @@ class EkfacSeparation(Separation["EkfacCurvature"]):
 
     def part(self, curvature: EkfacCurvature, tensors: Sequence[int], layout: Layout) -> EkfacCurvature:
         bases = (curvature.bases[i] for i in tensors)
-        return EkfacCurvature(
-            _FACTORS.part(curvature.kron, tensors, layout),
-            tuple(replace(basis, values=basis.values.clone()) for basis in bases),  # they may be a slice of all
-            layout.gathered(curvature.corrected, tensors),
+        return replace(
+            curvature,
+            kron=_FACTORS.part(curvature.kron, tensors, layout),
+            bases=tuple(replace(basis, values=basis.values.clone()) for basis in bases),  # they may be a slice of all
+            corrected=layout.gathered(curvature.corrected, tensors),
         )
 
     def joined(self, parts: Mapping[tuple[int, ...], EkfacCurvature], layout: Layout) -> EkfacCurvature:
-        return EkfacCurvature(
-            _FACTORS.joined({tensors: part.kron for tensors, part in parts.items()}, layout),
-            in_order({tensors: part.bases for tensors, part in parts.items()}),
-            layout.scattered({tensors: part.corrected for tensors, part in parts.items()}),
+        return replace(
+            first(parts),
+            kron=_FACTORS.joined({tensors: part.kron for tensors, part in parts.items()}, layout),
+            bases=in_order({tensors: part.bases for tensors, part in parts.items()}),
+            corrected=layout.scattered({tensors: part.corrected for tensors, part in parts.items()}),
         )
 
 

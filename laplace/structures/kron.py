@@ -8,7 +8,7 @@ linear layer left = Σ g gᵀ and right / positions is the mean of a aᵀ (Marte
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ from laplace.structures.eigenblocks import (
 )
 from laplace.structures.factor_eigen import FactorEigen, input_eigen, without_rows
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
-from laplace.structures.separation import Separation, in_order, linked
+from laplace.structures.separation import Separation, first, in_order, linked
 from laplace.structures.variances_over_priors import SpectralScan
 
 if TYPE_CHECKING:
@@ -56,12 +56,12 @@ class KronSeparation(Separation["KronCurvature"]):
         return linked([block.reads for block in curvature.parts.blocks])
 
     def part(self, curvature: KronCurvature, tensors: Sequence[int], layout: Layout) -> KronCurvature:
-        return KronCurvature(curvature.parts.part(tensors))
+        return replace(curvature, parts=curvature.parts.part(tensors))
 
     def joined(self, parts: Mapping[tuple[int, ...], KronCurvature], layout: Layout) -> KronCurvature:
         blocks = in_order({tensors: part.parts.blocks for tensors, part in parts.items()})
         factors = {key: factor for part in parts.values() for key, factor in part.parts.every.items()}
-        return KronCurvature(KronParts.made_of(factors, blocks))
+        return replace(first(parts), parts=KronParts.made_of(factors, blocks))
 
 
 @dataclass(frozen=True)

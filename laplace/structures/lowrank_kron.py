@@ -39,7 +39,7 @@ from laplace.structures.kronecker_eigenvectors import Columns, columns_of, pair_
 from laplace.structures.low_rank_factors import Draws, Ranges, Side
 from laplace.structures.lowrank_kron_part import Part
 from laplace.structures.lowrank_kron_precision import LowRankKronPrecision
-from laplace.structures.separation import Separation, in_order, linked
+from laplace.structures.separation import Separation, first, in_order, linked
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,16 @@ class LowRankKronSeparation(Separation["LowRankKronCurvature"]):
         sides = {key: curvature.sides[key] for key in keys if key in curvature.sides}
         factors = {key: curvature.factors[key] for key in keys if key in curvature.factors}
         diagonal = layout.gathered(curvature.diagonal, tensors)
-        return LowRankKronCurvature(diagonal, blocks, sides, factors, curvature.rank)
+        return replace(curvature, diagonal=diagonal, blocks=blocks, sides=sides, factors=factors)
 
     def joined(self, parts: Mapping[tuple[int, ...], LowRankKronCurvature], layout: Layout) -> LowRankKronCurvature:
         every = parts.values()
-        return LowRankKronCurvature(
-            layout.scattered({tensors: part.diagonal for tensors, part in parts.items()}),
-            in_order({tensors: part.blocks for tensors, part in parts.items()}),
-            {key: side for part in every for key, side in part.sides.items()},
-            {key: factor for part in every for key, factor in part.factors.items()},
-            max(part.rank for part in every),
+        return replace(
+            first(parts),
+            diagonal=layout.scattered({tensors: part.diagonal for tensors, part in parts.items()}),
+            blocks=in_order({tensors: part.blocks for tensors, part in parts.items()}),
+            sides={key: side for part in every for key, side in part.sides.items()},
+            factors={key: factor for part in every for key, factor in part.factors.items()},
         )
 
 

@@ -44,6 +44,11 @@ class Separation(ABC, Generic[C]):
         """
 
 
+def first(parts: Mapping[tuple[int, ...], T]) -> T:
+    """A part, of which the whole is made: also that of a user's class, with what else it has."""
+    return next(iter(parts.values()))
+
+
 def linked(keys: Sequence[Collection[str]]) -> tuple[tuple[int, ...], ...]:
     """Tensors that are linked by keys that they have in common, directly or by way of others.
 

@@ -159,14 +159,10 @@ def placed(curvature: Curvature, layout: Layout, n_ranks: int) -> tuple[int, ...
     """
     separation = separation_of(curvature)
     owners, loads = [0] * layout.n_tensors, [0] * n_ranks
-    form = type(curvature).from_state(fields.form_of(curvature.state()))
-    parts = {unit: separation.part(form, unit, layout) for unit in separation.units(form, layout)}
-    if any(type(part) is not type(curvature) for part in parts.values()):
-        raise UnsupportedError(
-            f"class {type(curvature).__name__} has the separation of another class, whose parts would compute what "
-            "that does: give it one of its own, or set separation = None."
-        )
-    sizes = {unit: _bytes(part, layout.part(unit).n_params) for unit, part in parts.items()}
+    sizes = {
+        unit: _bytes(separation.part(curvature, unit, layout), layout.part(unit).n_params)
+        for unit in separation.units(curvature, layout)
+    }
     for unit in sorted(sizes, key=lambda unit: (-sizes[unit], unit)):
         rank = loads.index(min(loads))
         loads[rank] += sizes[unit]

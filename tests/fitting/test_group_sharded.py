@@ -28,7 +28,7 @@ from laplace.errors import (
     StateError,
     UnsupportedError,
 )
-from laplace.structures import STRUCTURES
+from laplace.structures import STRUCTURES, DiagCurvature
 from tests.fitting import ranks
 from tests.fitting.test_group import batches, data, make, network, outcomes, refused
 
@@ -112,6 +112,20 @@ def answers_are_those_of_one_process(rank: int) -> None:
                 torch.testing.assert_close(slopes(la, prior), slopes(whole, prior), **CLOSE)
             assert la.n_data == whole.n_data and la.coverage() == whole.coverage()
             assert f"sharded over {SIZE} processes" in repr(la)
+
+
+class Doubled(DiagCurvature):
+    """A structure of a user's."""
+
+    def precision(self, weights: Tensor, prior: Any, **options: Any) -> Any:
+        return super().precision(2 * weights, prior, **options)
+
+
+def structures_of_users_are_taken_apart(rank: int) -> None:
+    with STRUCTURES.temporarily():
+        STRUCTURES.register("doubled")(Doubled)
+        la, whole = spread(make("all", "doubled"), batches()[rank::SIZE]), alone(make("all", "doubled"))
+        torch.testing.assert_close(la(data()[0]), whole(data()[0]), **CLOSE)
 
 
 def noise_of_every_output_and_options(rank: int) -> None:
@@ -407,9 +421,15 @@ def _written_and_read(rank: int, folder: str, x: Tensor) -> None:
 
 def networks_that_are_spread_are_refused(rank: int) -> None:
     fsdp = pytest.importorskip("torch.distributed.fsdp")
+    pytest.importorskip("torch.distributed.tensor.parallel")
     whole, x = network(), data()[0]
     la = Laplace(whole, "classification", "all", "kron")
     la.fit(mine(rank), group=distributed.group.WORLD)
+    parallel = network()
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (SIZE,))
+    distributed.tensor.parallel.parallelize_module(parallel, mesh, {"2": distributed.tensor.parallel.ColwiseParallel()})
+    with pytest.raises(UnsupportedError, match=r"'2\.weight' is spread over processes"):
+        Laplace(parallel, "classification", "all", "kron")
     model = network()
     for layer in model:
         fsdp.fully_shard(layer)
@@ -428,9 +448,10 @@ def networks_that_are_spread_are_refused(rank: int) -> None:
 
 
 CHECKS = [
-    answers_are_those_of_one_process, noise_of_every_output_and_options, every_process_holds_its_share,
-    one_sum_for_each_question, differences_are_told, what_takes_the_whole_is_refused, data_are_added_and_removed,
-    the_evidence_tunes, states_are_read_by_other_numbers_of_processes, networks_that_are_spread_are_refused,
+    answers_are_those_of_one_process, structures_of_users_are_taken_apart, noise_of_every_output_and_options,
+    every_process_holds_its_share, one_sum_for_each_question, differences_are_told, what_takes_the_whole_is_refused,
+    data_are_added_and_removed, the_evidence_tunes, states_are_read_by_other_numbers_of_processes,
+    networks_that_are_spread_are_refused,
 ]  # fmt: skip
 
 
