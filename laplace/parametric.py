@@ -216,6 +216,7 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
         generator: torch.Generator | None = None,
         check_memory: bool = True,
         group: ProcessGroup | None = None,
+        sharded: bool = False,
         resume: str | os.PathLike[str] | None = None,
         save_every: int | timedelta | None = None,
     ) -> None:
@@ -225,9 +226,7 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
             train_loader: Batches `(x, y)`, tuples `(x1, …, y)` or mappings with `dict_key_y`.
             override: Start anew; False adds the data to those of the former fit.
             progress_bar: Show one.
-            decay: With `override=False`, how often every datum of the former fit counts from now on, in (0, 1]: it
-                multiplies the former curvature, loss and number of data, so that old data fade exponentially. The
-                prior does not fade.
+            decay: With `override=False`, how often former data count from now on, in (0, 1]; the prior does not fade.
             subset: M: take the curvature of M data drawn at random, times N/M, which is unbiased (Immer et al., 2021,
                 appendix A.3.1); loss and number are those of all N. The data are read once more.
             generator: Source of that choice; None for the global one, which leads to another choice each time.
@@ -235,6 +234,8 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
                 asked of fits above 1 GiB, on CPUs under Linux and on CUDA.
             group: Processes of `torch.distributed`, each of which calls `fit` with a loader of its shard of the data;
                 all have the sums of all data then. What `DistributedSampler` repeats counts once.
+            sharded: Whether afterwards each of them keeps some tensors only (of `"kron"`, `"ekfac"`, `"diag"`,
+                `"block"`, `"lowrank_kron"`): all must then ask the same, predictions or evidence, at the same time.
             resume: File to which the sums are written now and then (of a group: one per process), and from which a fit
                 that was killed goes on, to the same bits; removed at the end.
             save_every: Batches, or time, from one writing to the next; None for ten minutes.
@@ -244,10 +245,11 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
             StateError: The file is of another fit.
             InvalidData: A batch cannot be used; the former posterior is kept, as after every error.
             InvalidArgument: A hyper-parameter's length does not fit the random parameters or the outputs, or a decay,
-                a subset or a loader (of `resume`: whose order cannot be had again) that is not accepted.
+                a subset, another group, or a loader (of `resume`: whose order cannot be had again), not accepted.
             InvalidType: What is given for the loader cannot be iterated over, or targets are given beside it.
             ProcessError: Another process of the group failed, or has another network or settings; all of them raise.
-            UnsupportedError: The structure is no sum over data, and the fit cannot fade, be of a group or resumed.
+            UnsupportedError: The structure is no sum over data, and the fit cannot fade, be of a group or resumed; or
+                it is no sum over tensors, and cannot be sharded.
 
         Warns:
             ApproximationWarning: Random outputs, several heads with a last layer, one of several processes without
@@ -255,7 +257,8 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
         """
         posterior = learning.fitted_to(
             self.snapshot(), train_loader, override=override, progress_bar=progress_bar, decay=decay, subset=subset,
-            generator=generator, check_memory=check_memory, group=group, resume=resume, save_every=save_every,
+            generator=generator, check_memory=check_memory, group=group, sharded=sharded, resume=resume,
+            save_every=save_every,
         )  # fmt: skip
         self.set_posterior(posterior)
 

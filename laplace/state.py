@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from laplace.posterior.fitted import Fitted
 from laplace.posterior.learning import with_channels
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.refined import Refinement
-from laplace.structures.base import move
+from laplace.structures.base import Curvature, move
 from laplace.weights.problem import Problem
 
 VERSION = 1
@@ -40,9 +40,13 @@ def save(la: BaseLaplace) -> dict[str, Any]:
     keeps what its layers see of that subset (of a first layer the inputs themselves), a variational posterior also the
     inputs that are its locations; `repr` says so.
     """
+    return save_with(la, la.snapshot().map_fit.curvature.state())
+
+
+def save_with(la: BaseLaplace, curvature: Any) -> dict[str, Any]:
+    """The state with some form of the curvature, or a part of it, in its place."""
     posterior = la.snapshot()
     fit, layout, refinement = posterior.map_fit, posterior.problem.layout, posterior.refinement
-    curvature = fit.curvature.state()
     return {
         "version": VERSION,
         "cls_name": type(la).__name__,
@@ -81,8 +85,17 @@ def _assigned(posterior: Posterior) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in values.items() if value is not None}
 
 
-def loaded(la: BaseLaplace, state: dict[str, Any]) -> Posterior:
+MakeCurvature = Callable[[Problem, Any], Curvature]
+"""Makes the curvature of a problem from what a state has of it."""
+
+
+def loaded(la: BaseLaplace, state: dict[str, Any], make: MakeCurvature | None = None) -> Posterior:
     """The posterior of a state, which is checked against the object; the object is not changed.
+
+    Args:
+        la: The object.
+        state: The state.
+        make: Makes the curvature; None for that of the structure's state.
 
     Raises:
         StateError: It belongs to another version, class, model, likelihood or choice of weights, or is malformed.
@@ -94,7 +107,10 @@ def loaded(la: BaseLaplace, state: dict[str, Any]) -> Posterior:
         for key in ("temperature", "enable_backprop", "precision_options"):
             if state[key] != getattr(la, key):
                 warn(f"{key} changes from {getattr(la, key)} to {state[key]}.", StateWarning)
-        return _of_state(la.snapshot().with_problem(problem), state)
+        posterior = la.snapshot().with_problem(problem)
+        structure, to = posterior.choices.structure, posterior.hypers.device
+        H = structure.from_state(move(state["H"], to, None)) if make is None else make(problem, state["H"])
+        return _of_state(posterior, state, H)
     except BaseException as error:
         if isinstance(error, LaplaceError | Warning) or not isinstance(error, Exception) or ran_out(error):
             raise
@@ -132,17 +148,17 @@ def _checked(la: BaseLaplace, state: dict[str, Any]) -> Problem:
     return problem
 
 
-def _of_state(posterior: Posterior, state: dict[str, Any]) -> Posterior:
+def _of_state(posterior: Posterior, state: dict[str, Any], curvature: Curvature) -> Posterior:
     """The posterior of a checked state.
 
     Args:
         posterior: The former one, of the state's random weights.
         state: The state.
+        curvature: Its curvature.
     """
     if posterior.choices.channel_dim is None and state.get("channel_dim", -1) != -1:
         posterior = with_channels(posterior, state["channel_dim"])
     to, structure = posterior.hypers.device, posterior.choices.structure
-    curvature = structure.from_state(move(state["H"], to, None))
     loss, draws = state["loss"].to(to), state.get("draws")
     fit = Fit(curvature, loss, state["n_data"], state["n_outputs"], dict(state["coverage"]), draws)
     keys = {key: state[key] for key in ("dict_key_x", "dict_key_y")}

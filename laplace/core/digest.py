@@ -22,5 +22,6 @@ def digest(tensors: Iterable[Tensor], *, before: str = "", most: int | None = No
         flat = tensor.detach().reshape(-1)
         flat = flat if most is None else flat[:: max(1, -(-len(flat) // most))]
         total.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
-        total.update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        plain = flat.cpu().clone(memory_format=torch.contiguous_format)  # of one entry any stride counts as contiguous
+        total.update(plain.view(torch.uint8).numpy().tobytes())
     return total.hexdigest()

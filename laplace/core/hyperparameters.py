@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
@@ -105,6 +106,16 @@ class GaussianPrior:
         if self.is_constant_per_tensor:
             return tuple(self.precision.split(1))
         return self.layout.split(self.precision)
+
+    def part(self, tensors: Sequence[int]) -> GaussianPrior:
+        """The prior of some of the tensors, by their indices, with the graph of the precision."""
+        precision, mean, layout = self.precision, self.mean, self.layout
+        if self.is_constant_per_tensor and not self.is_scalar:
+            precision = precision[list(tensors)]
+        elif not self.is_scalar:
+            precision = layout.gathered(precision, tensors)
+        mean = mean if mean.numel() == 1 else layout.gathered(mean, tensors)
+        return GaussianPrior(precision, mean, layout.part(tensors))
 
     def logdet(self) -> Tensor:
         """Σ log δ over all parameters, 0-dim, float64: log det P − log det P₀ is a small difference of large sums."""

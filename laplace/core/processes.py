@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed
 
 from laplace.core.gram import mirror
-from laplace.errors import InvalidType, ProcessError
+from laplace.errors import InvalidType, ProcessError, UnsupportedError
 
 T = TypeVar("T")
 
@@ -88,6 +88,19 @@ class Processes:
             more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
             raise ProcessError(f"rank {first} of the group failed{more}, so that nothing was summed. {message}")
         return [pickle.loads(value) for value, _ in outcomes]
+
+    def __deepcopy__(self, memo: object) -> Processes:
+        return self
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise UnsupportedError(
+            "a group of processes cannot be pickled; what they hold together is saved by laplace.checkpoint.save."
+        )
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Puts the sum over all processes in the place of a contiguous tensor, and returns it."""
+        distributed.all_reduce(tensor, group=self.group)
+        return tensor
 
     def add_(self, sums: Mapping[str, Tensor], symmetric: Callable[[Tensor], bool]) -> None:
         """Puts the sums over all processes in the place of this one's, in place.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from laplace.core import checks
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import ModelChangedError, ModelChangedWarning, warn
-from laplace.network.model_guard import model_lock, modules_of
+from laplace.network.model_guard import model_lock, modules_of, require_whole
 from laplace.network.witness import Attributes, Witness, attributes_of, changed_names, digests
 
 _PERIOD = 4096
@@ -110,7 +110,10 @@ class Fingerprint:
 
     def _same_tensors(self, model: nn.Module) -> Fingerprint:
         tensors = _tensors(model)
-        versions, norms = _versions(tensors), _norms(tensors)
+        versions = _versions(tensors)
+        if versions != self.versions:
+            require_whole(model)  # before a collective call of tensors that are spread over processes
+        norms = _norms(tensors)
         if versions == self.versions and _comparable(norms, self.norms):
             checks.require(_equal(norms, self.norms), lambda: self._change(model))
             return self

@@ -28,8 +28,9 @@ from laplace.fitting.planning import FitPlan
 from laplace.fitting.subsampling import Subset
 from laplace.likelihoods.logits import require_logits
 from laplace.network.misfits import called
-from laplace.network.model_guard import autograd_mode, hooks_fire, preserve_model, same_random_state
+from laplace.network.model_guard import autograd_mode, hooks_fire, preserve_model, require_whole, same_random_state
 from laplace.network.witness import FirstBatch, Witness
+from laplace.posterior import sharding
 from laplace.posterior.assembled import with_backend_loss
 from laplace.posterior.assigned import restricted
 from laplace.posterior.hooked import HookedPass, number_of_data
@@ -72,7 +73,7 @@ def measured(
     first_pass: FirstPass | None = None,
     processes: Processes | None = None,
     settings: Mapping[str, Any] = MappingProxyType({}),
-    unchanged: bool = False,
+    require: Callable[[], None] | None = None,
     resume: Resumable | None = None,
 ) -> Measured:
     """Curvature and loss of data at the network's present weights.
@@ -88,13 +89,12 @@ def measured(
         first_pass: Makes the first pass over the data; None for that of the structure.
         processes: Those that read the other shards of the data; None where all data are read here.
         settings: What else all processes must have in common, by name.
-        unchanged: Whether the weights must be those of the former fit.
+        require: Raises what is to be refused before data are read, in all processes where one does.
         resume: The file from which the fit goes on, and to which it is written; None without one.
 
     Raises:
         OutOfMemory: Memory does not hold the fit.
         StateError: The file is of another fit.
-        ModelChangedError: They are not.
         InvalidData: A batch cannot be used.
         InvalidArgument: A hyper-parameter's length does not fit the random parameters or the outputs, or the
             structure reads the data several times and the loader can be read only once.
@@ -114,7 +114,7 @@ def measured(
         if hooked:
             n_data = number_of_data(train_loader, choices.dict_key_y) if subset is None else subset.size
             reading = replace(reading, first_pass=lambda engine: HookedPass(posterior, engine, n_data))
-        start = partial(_started, posterior, train_loader, subset, shard=processes is not None, unchanged=unchanged)
+        start = partial(_started, posterior, train_loader, subset, shard=processes is not None, require=require)
         if resume is not None:
             start = partial(started_again, resume, train_loader, posterior.hypers.device, start, settings)
         started = start() if processes is None else started_together(processes, start, settings, informed)
@@ -134,7 +134,12 @@ def measured(
 
 
 def _started(
-    posterior: Posterior, train_loader: Iterable[Any], subset: Subset | None, *, shard: bool, unchanged: bool
+    posterior: Posterior,
+    train_loader: Iterable[Any],
+    subset: Subset | None,
+    *,
+    shard: bool,
+    require: Callable[[], None] | None,
 ) -> Started:
     """A reading of the data that has begun, with what the first batch tells; all that can be refused before it is.
 
@@ -143,11 +148,12 @@ def _started(
         train_loader: Batches.
         subset: Of how many data the curvature is; None for all.
         shard: Whether other processes read other data.
-        unchanged: Whether the weights must be those of the former fit.
+        require: Raises what else is to be refused.
     """
     choices, hypers = posterior.choices, posterior.hypers
-    if unchanged:
-        posterior.check_unchanged()
+    require_whole(posterior.model)
+    if require is not None:
+        require()
     batches.require_loader(train_loader, "train_loader")
     # A noise that this kind of curvature cannot take is refused before the data are read, not after.
     posterior.likelihood.curvature_scale(choices.backend_cls.kind, hypers.sigma_noise, hypers.temperature)
@@ -211,6 +217,7 @@ def fitted_to(
     group: Any = None,
     resume: Any = None,
     save_every: Any = None,
+    sharded: bool = False,
 ) -> Posterior:
     """The posterior of data, or of data in addition to those of the former fit.
 
@@ -223,23 +230,30 @@ def fitted_to(
         InvalidType: What is given for the loader cannot be iterated over, or targets are given beside it.
         StateError: The file of `resume` is of another fit.
         ProcessError: Another process failed, or its network, data or settings do not fit to this one's.
-        UnsupportedError: The structure is no sum over data, and the former fit cannot fade, or be resumed.
+        UnsupportedError: The structure is no sum over data, and the former fit cannot fade, or be resumed, or no sum
+            over tensors, and cannot be sharded.
     """
     fitting.check_override(override)
     fitting.check_decay(decay, override=override)
     processes = Processes.of(group)
+    sharding.check_group(processes, sharded=sharded, former=None if override else posterior)
     resumable = Resumable.of(resume, save_every, processes)
     if resumable is not None and subset is not None:
         raise UnsupportedError(f"resume= with subset={subset}, a choice that another process would draw anew.")
     former = 0 if override or posterior.data is None else posterior.data.fit.n_data
-    settings = {"override": override, "decay": decay, "data of the former fit": former}
+    settings = {"override": override, "decay": decay, "data of the former fit": former, "sharded": sharded}
     part = None if subset is None else Subset.drawn(subset, generator)
     new = measured(
         posterior, train_loader, progress_bar=progress_bar, check_memory=check_memory, go_on=not override, subset=part,
         first_pass=first_pass, processes=processes, settings=settings, resume=resumable,
+        require=partial(sharding.check, posterior, override=override, sharded=sharded),
     )  # fmt: skip
     with torch.inference_mode(False), torch.no_grad(), bars(progress_bar):
-        fit = new.fit if override or posterior.data is None else posterior.data.fit.scaled(decay) + new.fit
+        fit = new.fit
+        if not override and posterior.data is not None:
+            fit = sharding.total(posterior.map_fit.scaled(decay), fit)
+        if sharded and processes is not None:
+            fit = sharding.spread(fit, processes, new.posterior.problem.layout)
         if progress_bar:
             fit.curvature.decompose(**posterior.choices.precision_options)
         after = new.after(fit)
@@ -274,12 +288,14 @@ def without(
             "difference would be no curvature of the data that are left. Use the exact GGN, or fit them anew."
         )
     processes, settings = Processes.of(group), {"weight": weight, "data of the former fit": former.n_data}
+    sharding.check_group(processes, sharded=False, former=posterior)
     removed = measured(
-        posterior, loader, progress_bar=progress_bar, look=False, processes=processes, settings=settings, unchanged=True
-    ).fit
+        posterior, loader, progress_bar=progress_bar, look=False, processes=processes, settings=settings,
+        require=posterior.check_unchanged,
+    ).fit  # fmt: skip
     with autograd_mode(), torch.no_grad():
         signed = posterior.choices.backend_cls.kind == "hessian"
-        return posterior.with_fit(former.minus(removed.scaled(weight), signed=signed))
+        return posterior.with_fit(sharding.difference(former, removed.scaled(weight), signed=signed))
 
 
 def planned(posterior: Posterior, train_loader: Iterable[Any]) -> tuple[Posterior, FitPlan]:

@@ -119,12 +119,15 @@ class LinearisedOutputs(GaussianSource):
             return rows if self.choice is None else self.choice.picked(rows)
 
     def latent(self, form: str, *, wide: bool = False) -> Gaussian:
-        with checks.together():
-            self.check()
-            return linearised(
-                self.engine, self.precision, self.x, form, step=self.step, create_graph=self.through_x, wide=wide,
-                choice=self.choice,
-            )  # fmt: skip
+        def of(precision: Precision) -> Gaussian:
+            with checks.together():
+                self.check()
+                return linearised(
+                    self.engine, precision, self.x, form, step=self.step, create_graph=self.through_x, wide=wide,
+                    choice=self.choice,
+                )  # fmt: skip
+
+        return self.precision.summed(self.x, of)
 
 
 def jacobians(

@@ -11,6 +11,7 @@ from laplace.errors import ApproximationWarning, InvalidArgument, UnsupportedErr
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.refined import Refinement
+from laplace.posterior.sharding import refuse_sharded
 from laplace.refinement.refiner import RefineOptions, Refiner
 from laplace.refinement.variational import variational
 
@@ -28,6 +29,7 @@ def refine(posterior: Posterior, loader: Iterable[Any], method: str, options: Re
     """
     if method not in _METHODS:
         raise InvalidArgument(f"method={method!r}; accepted are {list(_METHODS)}.")
+    refuse_sharded(posterior, "the mode of the linearised network")
     structure = posterior.choices.structure
     if method == "variational" and not structure.is_variational:
         raise UnsupportedError(

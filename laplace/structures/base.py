@@ -26,6 +26,7 @@ from laplace.structures.cost import Cost
 from laplace.structures.diag_precision import DiagPrecision
 from laplace.structures.fields import move
 from laplace.structures.precision import Precision
+from laplace.structures.separation import Separation
 from laplace.structures.variances_over_priors import VariancesOverPriors, one_by_one
 
 C = TypeVar("C", bound="Curvature")
@@ -164,6 +165,7 @@ class Curvature(ABC):
         is_variational: Whether a variational posterior can have this structure: its precision is any that is a sum of
             curvature and prior.
         by_hand: Form in which users assign it and sum it up themselves; None where they cannot.
+        separation: How it is taken apart by tensors; None where they are coupled.
         is_wide: Whether its sums are float64 whatever the dtype of the posterior, in which `la.H` shows them.
     """
 
@@ -178,6 +180,7 @@ class Curvature(ABC):
     is_diagonal: bool = False
     is_variational: bool = False
     by_hand: ByHand | None = None
+    separation: Separation[Any] | None = None
     is_wide: bool = False
 
     # Before data are read.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,7 @@ from laplace.structures.cost import DOUBLE, EIGH, Cost, MatrixCost
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
 from laplace.structures.indefinite import SignedOptions, nonnegative
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
+from laplace.structures.separation import Separation, first
 from laplace.structures.variances_over_priors import SpectralScan
 
 
@@ -47,6 +48,28 @@ class BlockOptions(SignedOptions):
             raise InvalidArgument(f"max_block={self.max_block}; it must be at least 1, in entries of a layer.")
 
 
+class BlockSeparation(Separation["BlockCurvature"]):
+    """By layers."""
+
+    def units(self, curvature: BlockCurvature, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return curvature.groups
+
+    def part(self, curvature: BlockCurvature, tensors: Sequence[int], layout: Layout) -> BlockCurvature:
+        places = {tensor: place for place, tensor in enumerate(tensors)}
+        pairs = [pair for pair in zip(curvature.values, curvature.groups, strict=True) if pair[1][0] in places]
+        groups = tuple(tuple(places[i] for i in group) for _, group in pairs)
+        return replace(curvature, sums=tuple(MatrixSum.of(block) for block, _ in pairs), groups=groups)
+
+    def joined(self, parts: Mapping[tuple[int, ...], BlockCurvature], layout: Layout) -> BlockCurvature:
+        blocks = {
+            tuple(tensors[i] for i in group): block
+            for tensors, part in parts.items()
+            for group, block in zip(part.groups, part.values, strict=True)
+        }
+        groups = tuple(sorted(blocks))
+        return replace(first(parts), sums=tuple(MatrixSum.of(blocks[group]) for group in groups), groups=groups)
+
+
 @dataclass(frozen=True)
 class BlockCurvature(AdditiveCurvature):
     """The unit curvature of the tensors of every layer (all tensors that one module owns) as a matrix.
@@ -63,6 +86,7 @@ class BlockCurvature(AdditiveCurvature):
     name = "block"
     matrix_dims = 3
     options = BlockOptions
+    separation = BlockSeparation()
     is_wide = True
 
     @cached_property

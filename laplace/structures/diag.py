@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,22 @@ from laplace.structures.by_hand import DiagonalByHand
 from laplace.structures.cost import Cost, squares_of_sums
 from laplace.structures.diag_precision import ENTRY, DiagPrecision
 from laplace.structures.indefinite import SignedOptions, nonnegative, require_positive
+from laplace.structures.separation import Separation, first
 from laplace.structures.variances_over_priors import SpectralScan
+
+
+class DiagSeparation(Separation["DiagCurvature"]):
+    """By tensors."""
+
+    def units(self, curvature: DiagCurvature, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return tuple((i,) for i in range(layout.n_tensors))
+
+    def part(self, curvature: DiagCurvature, tensors: Sequence[int], layout: Layout) -> DiagCurvature:
+        return replace(curvature, values=layout.gathered(curvature.values, tensors))
+
+    def joined(self, parts: Mapping[tuple[int, ...], DiagCurvature], layout: Layout) -> DiagCurvature:
+        values = layout.scattered({tensors: part.values for tensors, part in parts.items()})
+        return replace(first(parts), values=values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +49,7 @@ class DiagCurvature(AdditiveCurvature):
     values: Tensor
     name = "diag"
     by_hand = DiagonalByHand()
+    separation = DiagSeparation()
     options = SignedOptions
     is_diagonal = True
     is_variational = True

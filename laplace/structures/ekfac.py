@@ -7,7 +7,7 @@ Descent in a Kronecker-factored Eigenbasis").
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -31,9 +31,36 @@ from laplace.structures.base import Curvature, DataPass, require_finite, those_k
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, diag_spectrum
-from laplace.structures.kron import KronCurvature
+from laplace.structures.kron import KronCurvature, KronSeparation
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
+from laplace.structures.separation import Separation, first, in_order
 from laplace.structures.variances_over_priors import SpectralScan
+
+_FACTORS = KronSeparation()
+
+
+class EkfacSeparation(Separation["EkfacCurvature"]):
+    """By tensors, as Kronecker factors are."""
+
+    def units(self, curvature: EkfacCurvature, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return _FACTORS.units(curvature.kron, layout)
+
+    def part(self, curvature: EkfacCurvature, tensors: Sequence[int], layout: Layout) -> EkfacCurvature:
+        bases = (curvature.bases[i] for i in tensors)
+        return replace(
+            curvature,
+            kron=_FACTORS.part(curvature.kron, tensors, layout),
+            bases=tuple(replace(basis, values=basis.values.clone()) for basis in bases),  # they may be a slice of all
+            corrected=layout.gathered(curvature.corrected, tensors),
+        )
+
+    def joined(self, parts: Mapping[tuple[int, ...], EkfacCurvature], layout: Layout) -> EkfacCurvature:
+        return replace(
+            first(parts),
+            kron=_FACTORS.joined({tensors: part.kron for tensors, part in parts.items()}, layout),
+            bases=in_order({tensors: part.bases for tensors, part in parts.items()}),
+            corrected=layout.scattered({tensors: part.corrected for tensors, part in parts.items()}),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +87,7 @@ class EkfacCurvature(Curvature):
     needs_columns = True
     n_passes = 2
     exact_prior = False
+    separation = EkfacSeparation()
 
     @property
     def n_terms(self) -> int:

@@ -7,8 +7,8 @@ linear layer left = Σ g gᵀ and right / positions is the mean of a aᵀ (Marte
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +42,26 @@ from laplace.structures.eigenblocks import (
 )
 from laplace.structures.factor_eigen import FactorEigen, input_eigen, without_rows
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
+from laplace.structures.separation import Separation, first, in_order, linked
 from laplace.structures.variances_over_priors import SpectralScan
 
 if TYPE_CHECKING:
     from laplace.structures.kron_public import DecomposedCurvature
+
+
+class KronSeparation(Separation["KronCurvature"]):
+    """By tensors; weight and bias of a layer have an output side in common."""
+
+    def units(self, curvature: KronCurvature, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return linked([block.reads for block in curvature.parts.blocks])
+
+    def part(self, curvature: KronCurvature, tensors: Sequence[int], layout: Layout) -> KronCurvature:
+        return replace(curvature, parts=curvature.parts.part(tensors))
+
+    def joined(self, parts: Mapping[tuple[int, ...], KronCurvature], layout: Layout) -> KronCurvature:
+        blocks = in_order({tensors: part.parts.blocks for tensors, part in parts.items()})
+        factors = {key: factor for part in parts.values() for key, factor in part.parts.every.items()}
+        return replace(first(parts), parts=KronParts.made_of(factors, blocks))
 
 
 @dataclass(frozen=True)
@@ -60,6 +76,7 @@ class KronCurvature(AdditiveCurvature):
     name = "kron"
     matrix_dims = 3
     by_hand = KronByHand()
+    separation = KronSeparation()
     needs_columns = True
     exact_prior = False
 

@@ -14,7 +14,7 @@ Kronecker factors are never formed: their dominant eigenvectors are found from p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import GaussianPrior, check_counts
+from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts, KronSketch, Probe
@@ -38,6 +39,7 @@ from laplace.structures.kronecker_eigenvectors import Columns, columns_of, pair_
 from laplace.structures.low_rank_factors import Draws, Ranges, Side
 from laplace.structures.lowrank_kron_part import Part
 from laplace.structures.lowrank_kron_precision import LowRankKronPrecision
+from laplace.structures.separation import Separation, first, in_order, linked
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,31 @@ class LowRankKronOptions:
     def __post_init__(self) -> None:
         check_counts(rank=self.rank)
         check_counts(0, oversampling=self.oversampling)
+
+
+class LowRankKronSeparation(Separation["LowRankKronCurvature"]):
+    """By tensors; weight and bias of a layer have an output side in common."""
+
+    def units(self, curvature: LowRankKronCurvature, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return linked([block.reads for block in curvature.blocks])
+
+    def part(self, curvature: LowRankKronCurvature, tensors: Sequence[int], layout: Layout) -> LowRankKronCurvature:
+        blocks = tuple(curvature.blocks[i] for i in tensors)
+        keys = dict.fromkeys(key for block in blocks for key in block.reads)
+        sides = {key: curvature.sides[key] for key in keys if key in curvature.sides}
+        factors = {key: curvature.factors[key] for key in keys if key in curvature.factors}
+        diagonal = layout.gathered(curvature.diagonal, tensors)
+        return replace(curvature, diagonal=diagonal, blocks=blocks, sides=sides, factors=factors)
+
+    def joined(self, parts: Mapping[tuple[int, ...], LowRankKronCurvature], layout: Layout) -> LowRankKronCurvature:
+        every = parts.values()
+        return replace(
+            first(parts),
+            diagonal=layout.scattered({tensors: part.diagonal for tensors, part in parts.items()}),
+            blocks=in_order({tensors: part.blocks for tensors, part in parts.items()}),
+            sides={key: side for part in every for key, side in part.sides.items()},
+            factors={key: factor for part in every for key, factor in part.factors.items()},
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +115,7 @@ class LowRankKronCurvature(Curvature):
     name = "lowrank_kron"
     needs_columns = True
     options = LowRankKronOptions
+    separation = LowRankKronSeparation()
     n_passes = 2
 
     @classmethod

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from laplace.core.batch import Inputs
+from laplace.core.gaussian import Gaussian
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.jacobian.jacobian import Jacobian
 
@@ -73,6 +76,18 @@ class Precision(ABC):
     @abstractmethod
     def sample(self, noise: Tensor) -> Tensor:
         """Zero-mean samples `[S, P]` from standard normal numbers `[S, P]`: linear in them, and differentiable."""
+
+    def summed(self, x: Inputs, of: Callable[[Precision], Gaussian]) -> Gaussian:
+        """A Gaussian over outputs that `of` makes of this precision.
+
+        Where several processes have shares of it, `of` is called with the share of each, and the covariances are added.
+
+        Args:
+            x: Inputs, the same in all processes.
+            of: Makes a Gaussian whose covariance is linear in P⁻¹.
+        """
+        del x
+        return of(self)
 
     # Moments.
 

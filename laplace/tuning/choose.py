@@ -13,6 +13,7 @@ from laplace.core.hyperparameters import check_counts, positive
 from laplace.core.precision_policy import wide_dtype
 from laplace.enums import PredType
 from laplace.errors import InvalidArgument, TuningWarning, UnsupportedError, warn
+from laplace.posterior.sharding import refuse_sharded
 from laplace.tuning.gradient_loss import SmoothLoss
 from laplace.tuning.grid import Grid, search_grid
 from laplace.tuning.group import PosteriorGroup, negative_evidence
@@ -144,8 +145,10 @@ def by_gradient(group: PosteriorGroup, coordinates: Coordinates, loss: Validatio
     """The hyper-parameters of the smallest validation loss, by its gradient.
 
     Raises:
-        UnsupportedError: Several processes have the validation data.
+        UnsupportedError: Several processes have the validation data, or the curvature.
     """
+    for posterior in group.posteriors:
+        refuse_sharded(posterior, "tuning on validation data")
     if loss.data.processes is not None:
         raise UnsupportedError(
             f"group= with method={climb.method!r} on validation data, whose gradients are of those of one process; use "

@@ -140,11 +140,11 @@ DEFAULTS = {
     ),
     "structures/base.py:Curvature": Defaults(
         "states are those of the fields; priors are tried one by one unless a basis is known in which they rescale",
-        {"before_data", "from_state", "n_terms", "scan", "state"},
+        {"before_data", "from_state", "moved", "n_terms", "scan", "state"},
     ),
     "structures/precision.py:Precision": Defaults(
-        "moments and determinants follow from each other, and some know them more directly",
-        {"covariance", "logdet", "product", "public", "scale"},
+        "moments and determinants follow from each other, and some know them more directly; processes have shares",
+        {"covariance", "logdet", "product", "public", "scale", "summed"},
     ),
     "tuning/tunable.py:Tunable": Defaults(
         "posteriors over functions have another default predictive, and its name",

@@ -1,0 +1,234 @@
+"""States of sharded posteriors, written and read by `torch.distributed.checkpoint`.
+
+Every process writes what it holds, one entry for each tensor, so that any number of processes can read them: each its
+own part, or one process all of it. What is read is bit for bit what was written.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from laplace import state
+from laplace.core.digest import digest
+from laplace.core.layout import Layout
+from laplace.core.processes import Processes
+from laplace.errors import ProcessError, StateError, UnsupportedError
+from laplace.parametric import ParametricLaplace
+from laplace.posterior.posterior import Posterior
+from laplace.posterior.sharding import shards_of
+from laplace.structures import fields
+from laplace.structures.base import Curvature
+from laplace.structures.sharded import ShardedCurvature, placed, separation_of
+from laplace.weights.problem import Problem
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint import FileSystemReader
+
+_FRAME = "frame"
+"""Name of the entry that says what the others are."""
+
+Unit = tuple[int, ...]
+"""Indices of tensors that are written together."""
+
+
+def save(la: ParametricLaplace, path: str | os.PathLike[str]) -> None:
+    """Writes a sharded posterior, every process its own part; all of them call it.
+
+    Args:
+        la: Fitted with `sharded=True`.
+        path: A folder that all processes see, which is made.
+
+    Raises:
+        UnsupportedError: The posterior is not sharded: `torch.save(la.state_dict(), path)` writes it.
+        ProcessError: Another process failed.
+    """
+    from torch.distributed import checkpoint
+
+    curvature = shards_of(la.snapshot())
+    if curvature is None:
+        raise UnsupportedError(
+            "checkpoint.save of a posterior that is not sharded; it is written by torch.save(la.state_dict(), path)."
+        )
+    states = {} if curvature.own is None else _unit_states(curvature.own, curvature.tensors, curvature.layout)
+    processes = curvature.processes
+    forms = processes.agreed(lambda: {unit: fields.form_of(part) for unit, part in states.items()})
+    entries = {name: tensor for unit, part in states.items() for name, tensor in _named(unit, part)}
+    if processes.rank == 0:
+        units = [[list(unit), form] for some in forms for unit, form in some.items()]
+        entries[_FRAME] = _packed(state.save_with(la, units))
+    checkpoint.save(entries, checkpoint_id=path, process_group=processes.group)
+
+
+def load(la: ParametricLaplace, path: str | os.PathLike[str], *, group: ProcessGroup | None = None) -> None:
+    """Takes over a posterior that `save` wrote, for the same model.
+
+    Args:
+        la: Made as the one that was saved; its posterior is replaced.
+        path: The folder.
+        group: Processes that all call it, and hold a part each, of whatever number of them wrote it; None for this
+            process alone, which then holds all of it.
+
+    Raises:
+        StateError: The folder holds no such posterior, or one of another class, model, likelihood or choice of weights.
+        ProcessError: Another process failed, or reads another folder.
+    """
+    processes, read = Processes.of(group), list[_Read]()
+
+    def attempt() -> str:
+        read.append(_read(la, path, processes))
+        return read[0].digest
+
+    digests = [attempt()] if processes is None else processes.agreed(attempt)
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
+            raise ProcessError(f"rank {rank} of the group reads another posterior than rank 0; nothing was loaded.")
+    la.set_posterior(read[0].posterior)
+    la.enable_backprop = read[0].enable_backprop
+
+
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """A posterior that was read.
+
+    Attributes:
+        posterior: The posterior.
+        enable_backprop: Whether its predictions can be differentiated with respect to the inputs.
+        digest: Of what was written about it.
+    """
+
+    posterior: Posterior
+    enable_backprop: bool
+    digest: str
+
+
+def _read(la: ParametricLaplace, path: str | os.PathLike[str], processes: Processes | None) -> _Read:
+    """The posterior of a folder.
+
+    Raises:
+        StateError: There is none, or it does not fit.
+    """
+    try:
+        files = _Files(path)
+        frame = files.frame()
+        known = torch.load(io.BytesIO(frame.numpy().tobytes()), weights_only=True)
+    except (OSError, KeyError, RuntimeError, ValueError) as error:
+        raise StateError(
+            f"{os.fspath(path)!r} holds no posterior that laplace.checkpoint.save wrote: {error}"
+        ) from error
+
+    def made(problem: Problem, units: Any) -> Curvature:
+        return _curvature(files, la.structure, problem.layout, units, processes, la.prior_precision.device)
+
+    return _Read(state.loaded(la, known, made), known["enable_backprop"], digest([frame]))
+
+
+def _curvature(
+    files: _Files,
+    structure: type[Curvature],
+    layout: Layout,
+    units: Sequence[Any],
+    processes: Processes | None,
+    device: torch.device,
+) -> Curvature:
+    """The curvature of all tensors, or this process's part of it.
+
+    Args:
+        files: Where it is written.
+        structure: Its structure.
+        layout: All tensors.
+        units: Tensors that were written together, and the form of their curvature.
+        processes: Those that hold it; None for this one alone.
+        device: Where it is to be.
+
+    Raises:
+        StateError: The structure couples all tensors.
+    """
+    separation = structure.separation
+    if separation is None:
+        raise StateError(f"hessian_structure={structure.name!r} was never sharded.")
+    forms = {tuple(tensors): form for tensors, form in units}
+
+    def part(tensors: Sequence[int]) -> Curvature:
+        places = {i: place for place, i in enumerate(tensors)}
+        mine = [unit for unit in forms if unit[0] in places]
+        states = files.states({unit: forms[unit] for unit in mine}, device)
+        parts = {tuple(places[i] for i in unit): structure.from_state(states[unit]) for unit in mine}
+        return separation.joined(parts, layout.part(tensors))
+
+    if processes is None:
+        return part(range(layout.n_tensors))
+    form = separation.joined({unit: structure.from_state(form) for unit, form in forms.items()}, layout)
+    owners = placed(form, layout, processes.size)
+    spread = ShardedCurvature(processes, owners, layout, None, form.n_terms)
+    return spread.holding(part(spread.tensors)) if spread.tensors else spread
+
+
+class _Files:
+    """The entries of a folder, each process reads by itself.
+
+    Args:
+        path: The folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        from torch.distributed.checkpoint import FileSystemReader
+
+        self.reader: FileSystemReader = FileSystemReader(path)
+        self.metadata = self.reader.read_metadata()
+        self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+
+    def frame(self) -> Tensor:
+        """Bytes `[n]` that say what the other entries are.
+
+        Raises:
+            KeyError: There is none.
+        """
+        entry = self.metadata.state_dict_metadata[_FRAME]
+        frame = torch.empty(entry.size, dtype=torch.uint8)  # pyright: ignore[reportAttributeAccessIssue]
+        self._read({_FRAME: frame})
+        return frame
+
+    def states(self, forms: Mapping[Unit, Any], device: torch.device) -> dict[Unit, Any]:
+        """The states of units of these forms."""
+        states = {unit: fields.zeros_of(form, device) for unit, form in forms.items()}
+        entries = {name: tensor for unit, part in states.items() for name, tensor in _named(unit, part)}
+        if entries:
+            self._read(entries)
+        return states
+
+    def _read(self, entries: dict[str, Any]) -> None:
+        """Reads into tensors; by the steps of `checkpoint.load`, which in a group are collective calls."""
+        from torch.distributed.checkpoint import DefaultLoadPlanner
+
+        planner = DefaultLoadPlanner()
+        planner.set_up_planner(entries, self.metadata, is_coordinator=True)
+        plan = self.reader.prepare_local_plan(planner.create_local_plan())
+        (plan,) = self.reader.prepare_global_plan(planner.create_global_plan([plan]))
+        self.reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def _unit_states(own: Curvature, tensors: Sequence[int], layout: Layout) -> dict[Unit, Any]:
+    """The state of every unit of some tensors, by their indices among all."""
+    inner, separation = layout.part(tensors), separation_of(own)
+    units = separation.units(own, inner)
+    return {tuple(tensors[i] for i in unit): separation.part(own, unit, inner).state() for unit in units}
+
+
+def _named(unit: Unit, part: Any) -> list[tuple[str, Tensor]]:
+    """Floating point tensors of a unit's state, by the names of their entries."""
+    return [(f"H.{unit[0]}.{name}", tensor) for name, tensor in fields.named_tensors(part)]
+
+
+def _packed(value: Any) -> Tensor:
+    """Bytes `[n]` of tensors, numbers, strings, lists and dicts of them."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
