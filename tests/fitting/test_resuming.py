@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from laplace import KronLaplace, Laplace, ParametricLaplace
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, StateError, UnsupportedError
 from laplace.fitting import checkpoint
+from laplace.network.witness import ROWS
 from laplace.structures import STRUCTURES, fields
 from tests.fitting.interrupted import CASES, Interrupted, left_behind
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace import DiagLaplace, Laplace, LowRankKronLaplace
-from laplace.errors import InvalidArgument, MissingDependency
-from laplace.integrations.transformers import LaplaceCallback, _callback_class
+from laplace.errors import InvalidArgument, InvalidData, MissingDependency
+from laplace.integrations.transformers import LaplaceCallback, _callback_class, _shard
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the packages' own, on import
@@ -119,6 +119,11 @@ def test_a_wrong_argument_stops_training_before_it_begins(tmp_path: Path) -> Non
     with pytest.raises(InvalidArgument, match="hessian_structure='diagonal'"):
         train(model, [LaplaceCallback("classification", hessian_structure="diagonal")], tmp_path)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_a_stream_in_several_processes_is_refused() -> None:
+    with pytest.raises(InvalidData, match="needs training data with a length"):
+        _shard(iter([]), 4)
 
 
 def test_a_causal_language_model_in_half_precision(tmp_path: Path) -> None:
