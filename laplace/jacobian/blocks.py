@@ -382,10 +382,9 @@ class PickedBlock(_Wrapper):
     def add_squares(self, running: Tensor) -> None:
         if self.gathers:
             super().add_squares(running)
-            return
-        whole = running.new_zeros(self.whole.size)
-        self.whole.add_squares(whole)
-        running += whole[self.index]
+        else:
+            self.whole.add_squares(whole := running.new_zeros(self.whole.size))
+            running += whole[self.index]
 
     def squares_apart(self) -> Tensor:
         return super().squares_apart() if self.gathers else self.whole.squares_apart()[:, self.index]

@@ -254,8 +254,8 @@ class OuterBlock(FactoredBlock):
     def _for_squares(self) -> Iterator[OuterBlock]:
         """Blocks of some cotangents: of a large weight not even the pieces of one datum hold all of them."""
         step = max(1, CHUNK_BYTES // (8 * self.size))
-        kept = isinstance(self.a, Patches) and self.n_cotangents * self.n_outputs < _KEPT_BELOW
-        block = self._unfolded() if kept else self
+        few = isinstance(self.a, Patches) and self.n_cotangents * self.n_outputs < _KEPT_BELOW
+        block = self._unfolded() if few else self
         for g in self.g.split(step):
             yield replace(block, g=g)
 

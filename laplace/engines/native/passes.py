@@ -26,7 +26,7 @@ from laplace.network.model_guard import preserve_model
 from laplace.weights.problem import Problem
 
 _CACHED = 2**24
-"""Bytes of output gradients that stay in the caches of a CPU."""
+"""Bytes of output gradients, as they arrive and stacked, up to which stacking takes less than more rounds of sums."""
 
 _LAZY_SHARE = 4
 """Dense fallback blocks above a quarter of the budget are computed piece by piece instead of held."""
@@ -96,7 +96,7 @@ class ForwardPass:
     def columns_at_once(self, *, together: bool) -> int:
         """Cotangents whose output gradients are held at once, within the memory budget.
 
-        Of passes that run one by one on a CPU as many as caches hold, since more of them only have to be stacked.
+        Of passes that run one by one on a CPU few, since many large ones take longer to stack than they save.
 
         Args:
             together: Whether a sum needs few cotangents no less than many: it adds a product per call, however many.
