@@ -136,6 +136,7 @@ class Curvature(ABC):
             curvature and prior.
         by_hand: Form in which users assign it and sum it up themselves; None where they cannot.
         is_wide: Whether its sums are float64 whatever the dtype of the posterior, in which `la.H` shows them.
+        asks_network: Whether its precisions ask the network of the fit for products: they take an `engine` then.
     """
 
     name: str
@@ -150,6 +151,7 @@ class Curvature(ABC):
     is_variational: bool = False
     by_hand: ByHand | None = None
     is_wide: bool = False
+    asks_network: bool = False
 
     # Before data are read.
 

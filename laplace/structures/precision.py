@@ -74,6 +74,10 @@ class Precision(ABC):
     def sample(self, noise: Tensor) -> Tensor:
         """Zero-mean samples `[S, P]` from standard normal numbers `[S, P]`: linear in them, and differentiable."""
 
+    def n_noise(self, n_params: int) -> int:
+        """Standard normal numbers that a sample of so many weights takes: as many, unless a structure needs more."""
+        return n_params
+
     # Moments.
 
     @abstractmethod

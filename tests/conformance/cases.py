@@ -298,23 +298,6 @@ def own_dense(la: ParametricLaplace, scale: Tensor | None = None) -> Tensor:
     one = torch.ones(1, dtype=torch.float64)
     prior = GaussianPrior(one, torch.zeros((), dtype=torch.float64), la.problem.layout)
     weights = one.expand(fitted.n_terms) if scale is None else scale
-    return fitted.precision(weights, prior).to_dense() - torch.eye(la.problem.layout.n_params, dtype=torch.float64)
-
-
-def drawn(case: Case | Problem, what: str, *shape: int) -> Tensor:
-    """Standard normal numbers that belong to a case, float64."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{case} {what}".encode()))
-    return torch.randn(*shape, dtype=torch.float64, generator=generator)
-
-
-def priors(case: Case) -> dict[str, tuple[Tensor, Tensor]]:
-    """Priors of every form: as users give them, and as a diagonal `[P]`."""
-    sizes = case.tensor_of.unique(return_counts=True)[1]
-    scalar = torch.tensor([0.7], dtype=torch.float64)
-    per_tensor = drawn(case, "layerwise", len(sizes)).exp()
-    diagonal = drawn(case, "diagonal", len(case.columns)).exp()
-    return {
-        "scalar": (scalar, scalar.expand(len(case.columns))),
-        "layerwise": (per_tensor, per_tensor.repeat_interleave(sizes)),
-        "diag": (diagonal, diagonal),
-    }
+    engine = la.snapshot().engine  # of curvature that is known by products
+    precision = fitted.precision(weights, prior, engine=engine)
+    return precision.to_dense() - torch.eye(la.problem.layout.n_params, dtype=torch.float64)

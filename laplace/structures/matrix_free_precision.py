@@ -1,0 +1,316 @@
+"""P = Σ_e w_e H_e + diag(δ) by products alone: what is asked of it is solved for, or estimated with its error.
+
+Conjugate gradients preconditioned by the Kronecker-factored posterior give P⁻¹ b, to a residual that is an option. Of a
+form x P⁻¹ yᵀ the error is of second order in it, for with X = P⁻¹ Y approximately X Yᵀ + Y Xᵀ − X P Xᵀ is stationary.
+Samples are exact but for the residual (sample-then-optimise, Antorán et al., 2023, section 3.2): with θ₀ ~ N(0, D) and
+ε ~ N(0, I),
+
+    θ_s − θ* = P⁻¹ (Jᵀ √w L ε + θ₀),    L Lᵀ = Λ,
+
+has covariance P⁻¹ (Jᵀ w Λ J + D) P⁻¹ = P⁻¹.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.core import conjugate_gradients as cg
+from laplace.core.hyperparameters import GaussianPrior
+from laplace.core.precision_policy import widened
+from laplace.engines.engine import MEMORY_BUDGET
+from laplace.errors import UnsupportedError
+from laplace.jacobian.jacobian import Jacobian
+from laplace.structures.full import FullCurvature, FullPrecision
+from laplace.structures.held_data import DataProducts, Pulled
+from laplace.structures.kron import KronCurvature
+from laplace.structures.kron_precision import KronPrecision
+from laplace.structures.log_det_quadrature import TraceLog, signs
+from laplace.structures.precision import Precision
+from laplace.structures.solve_report import SolveReports, Tally
+
+_HELD = 8
+"""Numbers per parameter and right-hand side: six of the solver, the right-hand side's own and those of its form."""
+
+_MATRICES = 6
+"""Matrices `[P, P]` in float64 that a factorisation passes through."""
+
+_ROWS_BYTES = 2**26
+"""Bytes of vectors that a preconditioner passes through at once."""
+
+
+@dataclass(frozen=True)
+class SolveOptions:
+    """Tolerances of iterative answers.
+
+    Attributes:
+        tolerance: Largest residual, relative to the right-hand side, in the norm of the preconditioner.
+        max_iterations: Products of the curvature with blocks of vectors, for every block.
+        n_probes: Probes of the log determinant.
+        seed: Of the probes.
+    """
+
+    tolerance: float
+    max_iterations: int
+    n_probes: int
+    seed: int
+
+
+@dataclass(frozen=True, eq=False)
+class System:
+    """Products with the data of a fit, its Kronecker factors, and the matrix where it is made: of all its precisions.
+
+    Attributes:
+        products: Products with J of all data.
+        factors: Curvature of the preconditioner.
+        options: Tolerances.
+        n_terms: E.
+        reports: What the last answers say of themselves.
+    """
+
+    products: DataProducts
+    factors: KronCurvature
+    options: SolveOptions
+    n_terms: int
+    reports: SolveReports = field(default_factory=SolveReports)
+
+    @cached_property
+    def full(self) -> FullCurvature:
+        """H itself, `[E, P, P]`, by its products with unit vectors.
+
+        Raises:
+            UnsupportedError: It would be too large.
+        """
+        n, like = self.products.n_params, self.factors.parts.like
+        if _MATRICES * 8 * n**2 > MEMORY_BUDGET:
+            raise UnsupportedError(
+                f"hessian_structure='matrix_free' forms the matrix of {n:,} parameters for this, which would take "
+                f"{_MATRICES * 8 * n**2 / 2**30:.3g} GiB, more than the memory budget of {MEMORY_BUDGET / 2**30:.3g} "
+                "GiB. Ask for predictions, samples (la.sample), functional variances (la.functional_variance) or the "
+                "evidence, which take products alone; or use hessian_structure='kron' or 'diag'."
+            )
+        terms = torch.eye(self.n_terms, dtype=like.dtype, device=like.device)
+        eye = torch.eye(n, dtype=like.dtype, device=like.device)
+        with torch.inference_mode(False), torch.no_grad():
+            matrices = torch.stack([self.products.curved(eye, term) for term in terms])
+            return FullCurvature.of(widened(0.5 * (matrices + matrices.mT)))
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixFreePrecision(Precision):
+    """P known by its products, and by a preconditioner close to it.
+
+    Attributes:
+        system: What does not depend on hyper-parameters.
+        weights: w, `[E]`.
+        prior: δ.
+    """
+
+    system: System
+    weights: Tensor
+    prior: GaussianPrior
+
+    # Products and solutions, without a graph.
+
+    @cached_property
+    def _constant(self) -> tuple[Tensor, Tensor]:
+        """Factor w of the outputs, `[E]`, and δ, `[P]`, without a graph."""
+        return self.weights.detach(), self.prior.diagonal().detach()
+
+    @cached_property
+    def _preconditioner(self) -> KronPrecision:
+        prior = GaussianPrior(self.prior.precision.detach(), self.prior.mean.detach(), self.prior.layout)
+        with torch.no_grad():
+            return self.system.factors.precision(self.weights.detach(), prior)
+
+    def _preconditioned(self, vectors: Tensor, exponent: float = -1) -> Tensor:
+        """Powers of the preconditioner's matrix times vectors, a few of them at a time."""
+        step = max(1, _ROWS_BYTES // (vectors.shape[1] * vectors.element_size()))
+        images = torch.empty_like(vectors)
+        with torch.no_grad():
+            for start in range(0, len(vectors), step):
+                images[start : start + step] = self._preconditioner.bmm(vectors[start : start + step], exponent)
+        return images
+
+    def _times(self, vectors: Tensor) -> Tensor:
+        weights, delta = self._constant
+        return self.system.products.curved(vectors, weights).addcmul_(vectors, delta.to(vectors))
+
+    def _solved(self, right: Tensor, tally: Tally) -> list[cg.Solution]:
+        """Solutions of right-hand sides `[R, P]`, by blocks within the memory budget."""
+        options = self.system.options
+        limits: dict[str, Any] = {"relative": options.tolerance, "max_iterations": options.max_iterations}
+        found: list[cg.Solution] = []
+        with torch.inference_mode(False), torch.no_grad():
+            for part in right.detach().split(self._at_once()):
+                found.append(cg.solve(self._times, part, self._preconditioned, **limits))
+                tally.add(len(part), found[-1].n_products, found[-1].relative)
+        return found
+
+    def _told(self, tally: Tally, error: float | None = None) -> None:
+        """Takes note of how an answer was found."""
+        self.system.reports.add(tally.report(self.system.options.tolerance, error))
+
+    def _at_once(self, vectors_each: int = 1) -> int:
+        """Right-hand sides, in groups of so many, that are solved together within the memory budget."""
+        row = self.prior.layout.n_params * self.prior.precision.element_size()
+        return max(1, MEMORY_BUDGET // (_HELD * row * vectors_each))
+
+    def product(self, vectors: Tensor) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            return self._times(vectors.detach().reshape(-1, vectors.shape[-1])).view_as(vectors)
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        return self._all_solved(vectors, "solutions")
+
+    def _all_solved(self, right: Tensor, question: str) -> Tensor:
+        if not len(right):
+            return right.detach().clone()
+        tally = Tally(question)
+        found = self._solved(right, tally)
+        self._told(tally)
+        return torch.cat([solution.x for solution in found]) if len(found) > 1 else found[0].x
+
+    # The graph that leads to weights and prior.
+
+    @property
+    def _follows(self) -> bool:
+        """True if a hyper-parameter requires a gradient."""
+        return torch.is_grad_enabled() and (self.weights.requires_grad or self.prior.precision.requires_grad)
+
+    def _form(self, left: Tensor, right: Tensor) -> Tensor:
+        """X P Yᵀ of constants `[n, K, P]`, `[n, K, K]`, float64, with the graph of weights and prior."""
+        shape, products = left.shape[:2], self.system.products
+        pushed = [products.outputs(side.flatten(0, 1)) for side in (left, right)]
+        total: Tensor | float = 0.0
+        for batch, x, y in zip(products.data, *pushed, strict=True):
+            x, y = (widened(part).unflatten(0, shape) for part in (x, batch.weighted(y, y.new_ones(1))))
+            if len(self.weights) == 1:
+                term = widened(self.weights) * torch.einsum("nkbc,nlbc->nkl", x, y)
+            else:
+                term = torch.einsum("nkbc,nlbc,c->nkl", x, y, widened(self.weights))
+            total = total + term
+        return total + torch.einsum("nkp,nlp,p->nkl", widened(left), widened(right), widened(self.prior.diagonal()))
+
+    # Evidence and density.
+
+    @cached_property
+    def _trace_log(self) -> tuple[TraceLog, Tensor, Tensor]:
+        """The estimate, with u and y of every probe, `[n, P]`."""
+        options, tally = self.system.options, Tally("log determinant")
+        like = self.system.factors.parts.like
+        with torch.inference_mode(False), torch.no_grad():
+            probes = signs(options.n_probes, self.prior.layout.n_params, like, options.seed)
+            found = self._solved(self._preconditioned(probes, 0.5), tally)
+            estimate = TraceLog.of(found)
+            self._told(tally, float(estimate.standard_error))
+            return estimate, torch.cat([solution.x for solution in found]), self._preconditioned(probes, -0.5)
+
+    def logdet_ratio(self) -> Tensor:
+        estimate, solutions, images = self._trace_log
+        kron = self.system.factors.precision(self.weights, self.prior)
+        total = kron.logdet_ratio() + estimate.value.to(self.weights.device)
+        if not self._follows:
+            return total
+        slope = self._form(solutions.unsqueeze(1), images.unsqueeze(1)).mean() - kron.quad(images).mean()
+        return total + (slope - slope.detach())
+
+    def quad(self, vectors: Tensor) -> Tensor:
+        constant = vectors.detach().reshape(-1, vectors.shape[-1])
+        product = self.product(constant).view_as(vectors)
+        value = (product * (2 * vectors - vectors.detach())).sum(-1)  # its gradient in v is 2 P v
+        if self._follows:
+            own = self._form(constant.unsqueeze(1), constant.unsqueeze(1)).view(vectors.shape[:-1])
+            value = value + (own - own.detach()).to(value)
+        return value
+
+    # Predictions.
+
+    def functional_variance(self, jacobian: Jacobian) -> Tensor:
+        return torch.cat(list(self._forms(jacobian))).to(jacobian.summed_in(self.prior.precision.dtype))
+
+    def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
+        variance = self.functional_variance(jacobian)
+        return variance.diagonal(dim1=1, dim2=2).to(self.prior.precision.dtype)
+
+    def functional_covariance(self, jacobian: Jacobian) -> Tensor:
+        rows = jacobian.dense().flatten(0, 1).unsqueeze(0)
+        tally = Tally("variances")
+        total = self._inverse_form(rows, tally)
+        self._told(tally)
+        return total[0].to(jacobian.summed_in(self.prior.precision.dtype))
+
+    def _forms(self, jacobian: Jacobian) -> Iterator[Tensor]:
+        """J_b P⁻¹ J_bᵀ, `[b, C, C]` of consecutive data, float64."""
+        tally, step = Tally("variances"), self._at_once(jacobian.n_cotangents)
+        for start in range(0, jacobian.n_data, step):
+            yield self._inverse_form(jacobian.at(slice(start, start + step)).dense(), tally)
+        self._told(tally)
+
+    def _inverse_form(self, rows: Tensor, tally: Tally) -> Tensor:
+        """Y P⁻¹ Yᵀ of rows `[n, K, P]`, `[n, K, K]`, float64, with the graph of rows, weights and prior."""
+        like = self.system.factors.parts.like
+        found = self._solved(rows.detach().flatten(0, 1).to(like), tally)
+        x = torch.cat([solution.x for solution in found]).view(rows.shape)
+        residual = torch.cat([solution.residual for solution in found]).view(rows.shape)
+        wide, y = widened(x), widened(rows)
+        half = y.detach() @ wide.mT + wide @ widened(residual).mT  # Y Xᵀ + X (Y − P X)ᵀ
+        total = 0.5 * (half + half.mT)
+        if y.requires_grad:
+            moved = (y - y.detach()) @ wide.mT
+            total = total + moved + moved.mT
+        if self._follows:
+            own = self._form(x, x)
+            total = total - (own - own.detach())
+        return total
+
+    # Samples and moments.
+
+    def n_noise(self, n_params: int) -> int:
+        return n_params + self.system.products.n_noise
+
+    def sample(self, noise: Tensor) -> Tensor:
+        n, like = self.prior.layout.n_params, self.system.factors.parts.like
+        white, colours = noise[:, :n].to(like), noise[:, n:].to(like)
+        products = self.system.products
+        right = Pulled.apply(products, *products.coloured(colours, self.weights)) + white * self.prior.diagonal().sqrt()
+        constant = self._all_solved(right, "samples")
+        if not self._follows:
+            return constant.to(noise.dtype)
+        pushed = products.outputs(constant)
+        drift = [batch.weighted(f, self.weights) for batch, f in zip(products.data, pushed, strict=True)]
+        moved = right - Pulled.apply(products, *drift) - self.prior.diagonal() * constant
+        return _Moved.apply(constant, moved, self.solve).to(noise.dtype)
+
+    @property
+    def _dense(self) -> FullPrecision:
+        return self.system.full.precision(self.weights, self.prior)
+
+    def diagonal_of_inverse(self) -> Tensor:
+        return self._dense.diagonal_of_inverse().to(self.prior.precision.dtype)
+
+    def to_dense(self) -> Tensor:
+        return self._dense.to_dense()
+
+    @property
+    def scale(self) -> Tensor:
+        return self._dense.scale
+
+
+class _Moved(torch.autograd.Function):
+    """A constant s, with the gradient of s + P⁻¹ v at v = 0 in value."""
+
+    @staticmethod
+    def forward(ctx: Any, constant: Tensor, moved: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
+        del moved
+        ctx.solve = solve
+        return constant.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None]:
+        return None, ctx.solve(gradients[0]), None
