@@ -2,8 +2,8 @@
 
 With A = M^½ P M^½ close to the identity, log det P = −log det M + tr log A, and the trace is the mean of zᵀ log(A) z
 over probes z with independent signs. The steps of conjugate gradients for P u = M^−½ z are those of Lanczos from z, so
-that every quadratic form is ‖z‖² Σ_i τ_i² log θ_i, θ the eigenvalues of its tridiagonal matrix T and τ the first entries
-of their eigenvectors. The same u gives the gradient (Hutchinson, 1990; Gardner et al., 2018): with y = M^½ z
+that every quadratic form is ‖z‖² Σ_i τ_i² log θ_i, θ the eigenvalues of its tridiagonal matrix T and τ the first
+entries of their eigenvectors. The same u gives the gradient (Hutchinson, 1990; Gardner et al., 2018): with y = M^½ z
 
     d log det P = E[uᵀ (dP) y],
 

@@ -13,7 +13,7 @@ has covariance P⁻¹ (Jᵀ w Λ J + D) P⁻¹ = P⁻¹.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -183,10 +183,11 @@ class MatrixFreePrecision(Precision):
         """True if a hyper-parameter requires a gradient."""
         return torch.is_grad_enabled() and (self.weights.requires_grad or self.prior.precision.requires_grad)
 
-    def _form(self, left: Tensor, right: Tensor) -> Tensor:
+    def _form(self, left: Tensor, right: Tensor, prior: GaussianPrior | None = None) -> Tensor:
         """X P Yᵀ of constants `[n, K, P]`, `[n, K, K]`, float64, with the graph of weights and prior."""
         shape, products = left.shape[:2], self.system.products
         pushed = [products.outputs(side.flatten(0, 1)) for side in (left, right)]
+        delta = widened((self.prior if prior is None else prior).diagonal())
         total: Tensor | float = 0.0
         for batch, x, y in zip(products.data, *pushed, strict=True):
             x, y = (widened(part).unflatten(0, shape) for part in (x, batch.weighted(y, y.new_ones(1))))
@@ -195,7 +196,7 @@ class MatrixFreePrecision(Precision):
             else:
                 term = torch.einsum("nkbc,nlbc,c->nkl", x, y, widened(self.weights))
             total = total + term
-        return total + torch.einsum("nkp,nlp,p->nkl", widened(left), widened(right), widened(self.prior.diagonal()))
+        return total + torch.einsum("nkp,nlp,p->nkl", widened(left), widened(right), delta)
 
     # Evidence and density.
 
@@ -213,12 +214,53 @@ class MatrixFreePrecision(Precision):
 
     def logdet_ratio(self) -> Tensor:
         estimate, solutions, images = self._trace_log
-        kron = self.system.factors.precision(self.weights, self.prior)
-        total = kron.logdet_ratio() + estimate.value.to(self.weights.device)
         if not self._follows:
-            return total
-        slope = self._form(solutions.unsqueeze(1), images.unsqueeze(1)).mean() - kron.quad(images).mean()
-        return total + (slope - slope.detach())
+            return self._preconditioner.logdet_ratio() + estimate.value.to(self.weights.device)
+        prior = self._estimated_prior
+        kron = self.system.factors.precision(self.weights, prior)
+        slope = self._form(solutions.unsqueeze(1), images.unsqueeze(1), prior).mean() - kron.quad(images).mean()
+        if len(self._few):
+            delta = widened(self.prior.diagonal())[self._few]
+            slope = slope + (self._few_variances * delta - delta.log()).sum()
+        return kron.logdet_ratio() + estimate.value.to(self.weights.device) + (slope - slope.detach())
+
+    @cached_property
+    def _small(self) -> Tensor:
+        """True of tensors with no more entries than there are probes, `[n_tensors]`: of those traces are exact.
+
+        The estimate of the trace of one tensor's block has the noise of all others, in which that of a small one drowns.
+        With one prior precision for all, only the whole trace is asked for.
+        """
+        prior, most = self.prior, self.system.options.n_probes
+        each = prior.is_constant_per_tensor and not prior.is_scalar
+        flags = [each and size <= most for size in prior.layout.sizes]
+        return torch.tensor(flags, device=prior.precision.device)
+
+    @cached_property
+    def _few(self) -> Tensor:
+        """Their entries, `[n]`."""
+        return self.prior.layout.repeat_per_tensor(self._small).nonzero().flatten()
+
+    @cached_property
+    def _few_variances(self) -> Tensor:
+        """Their variances, `[n]`, float64."""
+        tally, like = Tally("variances"), self.system.factors.parts.like
+        parts: list[Tensor] = []
+        with torch.no_grad():
+            for entries in self._few.split(self._at_once()):
+                rows = like.new_zeros(len(entries), 1, self.prior.layout.n_params)
+                rows[torch.arange(len(entries)), 0, entries] = 1
+                parts.append(self._inverse_form(rows, tally).flatten())
+        self._told(tally)
+        return torch.cat(parts)
+
+    @property
+    def _estimated_prior(self) -> GaussianPrior:
+        """The prior, of which the tensors whose traces are exact are constants."""
+        precision = self.prior.precision
+        if not len(self._few):
+            return self.prior
+        return replace(self.prior, precision=torch.where(self._small, precision.detach(), precision))
 
     def quad(self, vectors: Tensor) -> Tensor:
         constant = vectors.detach().reshape(-1, vectors.shape[-1])

@@ -82,7 +82,7 @@ class SolveReports:
         if not report.converged:
             warn(
                 f"{report!r}: the tolerance is {report.tolerance:.2g}. Raise max_iterations, or the tolerance, in "
-                "structure_kwargs, or give a larger prior precision; float32 models reach about 1e-5.",
+                "structure_kwargs, give a larger prior precision, or a float64 model where rounding is in the way.",
                 ApproximationWarning,
             )
 
