@@ -52,7 +52,7 @@ class LinearBatch:
         linear = self.engine.linear(self.x)
         require_none(tuple(linear.f.shape[1:-1]), "a refinement")
         self._outputs = linear.f
-        return GraphMap(linear)
+        return GraphMap(linear, linear.f.shape[-1])
 
     @property
     def linear(self) -> HeadMap | GraphMap:

@@ -31,7 +31,7 @@ from laplace.structures.precision import Precision
 from laplace.structures.solve_report import SolveReport
 from laplace.structures.variances_over_priors import VariancesOverPriors
 
-_DENSE = 512
+_DENSE = 1024
 """Weights up to which the matrix is less work than its products."""
 
 

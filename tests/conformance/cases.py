@@ -129,6 +129,7 @@ class Case:
 KEPT: dict[str, Callable[[Case, Tensor], Tensor]] = {
     "full": lambda case, dense: dense,
     "lowrank": lambda case, dense: dense,
+    "matrix_free": lambda case, dense: dense,
     "diag": lambda case, dense: torch.diag(dense.diagonal()),
     "block": lambda case, dense: dense * (case.layer_of[:, None] == case.layer_of),
 }
@@ -301,3 +302,22 @@ def own_dense(la: ParametricLaplace, scale: Tensor | None = None) -> Tensor:
     engine = la.snapshot().engine  # of curvature that is known by products
     precision = fitted.precision(weights, prior, engine=engine)
     return precision.to_dense() - torch.eye(la.problem.layout.n_params, dtype=torch.float64)
+
+
+def drawn(case: Case | Problem, what: str, *shape: int) -> Tensor:
+    """Standard normal numbers that belong to a case, float64."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{case} {what}".encode()))
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def priors(case: Case) -> dict[str, tuple[Tensor, Tensor]]:
+    """Priors of every form: as users give them, and as a diagonal `[P]`."""
+    sizes = case.tensor_of.unique(return_counts=True)[1]
+    scalar = torch.tensor([0.7], dtype=torch.float64)
+    per_tensor = drawn(case, "layerwise", len(sizes)).exp()
+    diagonal = drawn(case, "diagonal", len(case.columns)).exp()
+    return {
+        "scalar": (scalar, scalar.expand(len(case.columns))),
+        "layerwise": (per_tensor, per_tensor.repeat_interleave(sizes)),
+        "diag": (diagonal, diagonal),
+    }

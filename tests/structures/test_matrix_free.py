@@ -381,7 +381,7 @@ def test_maps_agree() -> None:
     maps: list[LinearMap] = [
         engine.linear_map(x),
         engine._multiplied_out(x),
-        linear_maps.GraphMap(linear, at_once=2),
+        linear_maps.GraphMap(linear, 3, at_once=2),
     ]
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(5, la.n_params, dtype=torch.float64, generator=generator)

@@ -303,7 +303,8 @@ class NativeEngine(CurvatureEngine):
             return self._multiplied_out(x)
         with torch.inference_mode(False), preserve_model(self.problem.module):
             capture = self._differentiable(x)
-            return GraphMap(Linearised(self.problem, capture), self.per_call(capture, _MOST_AT_ONCE))
+            linear, n_outputs = Linearised(self.problem, capture), capture.rows.shape[1]
+            return GraphMap(linear, n_outputs, self.per_call(capture, _MOST_AT_ONCE))
 
     def _multiplied_out(self, x: Inputs) -> DenseMap:
         rows: list[Tensor] = []

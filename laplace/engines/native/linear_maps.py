@@ -79,10 +79,12 @@ class GraphMap:
 
     Attributes:
         linear: The graph.
+        n_outputs: C.
         at_once: Vectors that go through it together.
     """
 
     linear: Linearised
+    n_outputs: int
     at_once: int = 1
 
     @property
@@ -97,9 +99,8 @@ class GraphMap:
 
     def push(self, vectors: Tensor) -> Tensor:
         """J v, `[R, B, C]`, of v `[R, P]`; rows of outputs with positions are data."""
-        f = self.linear.f
         parts = in_slices(len(vectors), self.at_once, lambda part: self.linear.push(vectors[part]), VECTOR)
-        return torch.cat([pushed for _, pushed in parts]).reshape(len(vectors), -1, f.shape[-1]).to(vectors)
+        return torch.cat([pushed for _, pushed in parts]).reshape(len(vectors), -1, self.n_outputs).to(vectors)
 
     def add_pull(self, cotangents: Tensor, total: Tensor) -> None:
         """Adds Jᵀ u of u `[R, B, C]` to `[R, P]`."""
