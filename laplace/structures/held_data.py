@@ -11,6 +11,7 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.precision_policy import widened
 from laplace.engines.engine import CurvatureEngine, LinearMap, OutputCurvature, detached
 from laplace.likelihoods.output_hessian import OutputHessian
 
@@ -89,6 +90,9 @@ class HeldBatch:
         return cls(batches.from_plain(state["x"]), OutputCurvature(hessian, state["n_positions"]), state["count"])
 
 
+_UNIT_VECTORS = 128
+"""Unit vectors that are multiplied at once."""
+
 _ROOT_NUMBERS = 2**22
 """Numbers of a root of Λ that are made at once."""
 
@@ -139,6 +143,22 @@ class DataProducts:
     def curved(self, vectors: Tensor, weights: Tensor) -> Tensor:
         """Σ Jᵀ W Λ J v, `[R, P]`, of vectors `[R, P]` and w `[C]` or `[1]`."""
         return self._summed(vectors, lambda number, batch, linear: batch.weighted(linear.push(vectors), weights))
+
+    def matrices(self, n_terms: int) -> Tensor:
+        """H of every term, `[E, P, P]`, float64: the Jacobian of a batch by its products with unit vectors, squared."""
+        with torch.no_grad():
+            like = self.data[0].hessian.diag
+            eye = torch.eye(self.n_params, dtype=like.dtype, device=like.device)
+            total = widened(eye.new_zeros(n_terms, self.n_params, self.n_params))
+            for batch, linear in self.maps():
+                rows = widened(torch.cat([linear.push(part) for part in eye.split(_UNIT_VECTORS)]))  # [P, B, C]
+                inner = batch.count * batch.hessian.to(rows.dtype).times(rows)
+                total += (
+                    torch.einsum("pbc,qbc->pq", inner, rows)
+                    if n_terms == 1
+                    else torch.einsum("pbc,qbc->cpq", inner, rows)
+                )
+            return 0.5 * (total + total.mT)
 
     def coloured(self, noise: Tensor, weights: Tensor) -> list[Tensor]:
         """√W L ε of standard normal numbers `[S, n_noise]`, `[S, B, C]` of every batch."""

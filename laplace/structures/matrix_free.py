@@ -119,7 +119,7 @@ class MatrixFreeCurvature(Curvature):
         kron = KronCurvature.cost(profile, None)
         row = profile.n_params * profile.itemsize
         outputs = profile.n_data * profile.n_outputs
-        held = (profile.n_batches or 1) * profile.itemsize * (2 * outputs + profile.n_data * _inputs_of(profile))
+        held = (profile.n_batches or 1) * (profile.inputs + outputs * profile.itemsize)
         kept = min(options.kept_bytes, (profile.n_batches or 1) * outputs * row)
         solving = min(MEMORY_BUDGET, 8 * outputs * row)
         products = 4.0 * _ITERATIONS * outputs * profile.n_params
@@ -226,12 +226,6 @@ class MatrixFreeCurvature(Curvature):
 
 _ITERATIONS = 50
 """Iterations of conjugate gradients that a plan expects."""
-
-
-def _inputs_of(profile: BatchProfile) -> int:
-    """Numbers of one datum's inputs, about: those of the first tensor that takes some."""
-    sizes = [tensor.positions * tensor.n_inputs for tensor in profile.tensors if not tensor.is_bias]
-    return sizes[0] if sizes else 1
 
 
 class _Holding(DataPass):

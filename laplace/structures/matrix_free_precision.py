@@ -86,7 +86,7 @@ class System:
         Raises:
             UnsupportedError: It would be too large.
         """
-        n, like = self.products.n_params, self.factors.parts.like
+        n = self.products.n_params
         if _MATRICES * 8 * n**2 > MEMORY_BUDGET:
             raise UnsupportedError(
                 f"hessian_structure='matrix_free' forms the matrix of {n:,} parameters for this, which would take "
@@ -94,11 +94,8 @@ class System:
                 "GiB. Ask for predictions, samples (la.sample), functional variances (la.functional_variance) or the "
                 "evidence, which take products alone; or use hessian_structure='kron' or 'diag'."
             )
-        terms = torch.eye(self.n_terms, dtype=like.dtype, device=like.device)
-        eye = torch.eye(n, dtype=like.dtype, device=like.device)
-        with torch.inference_mode(False), torch.no_grad():
-            matrices = torch.stack([self.products.curved(eye, term) for term in terms])
-            return FullCurvature.of(widened(0.5 * (matrices + matrices.mT)))
+        with torch.inference_mode(False):
+            return FullCurvature.of(self.products.matrices(self.n_terms))
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,7 +225,7 @@ class MatrixFreePrecision(Precision):
     def _small(self) -> Tensor:
         """True of tensors with no more entries than there are probes, `[n_tensors]`: of those traces are exact.
 
-        The estimate of the trace of one tensor's block has the noise of all others, in which that of a small one drowns.
+        The estimate of the trace of one tensor's block has the noise of all others, in which a small one's drowns.
         With one prior precision for all, only the whole trace is asked for.
         """
         prior, most = self.prior, self.system.options.n_probes
