@@ -379,9 +379,9 @@ def products_are_of_one_process(rank: int) -> None:
 
 
 CHECKS = [
-    products_are_of_one_process, adds_and_forgets, padded_data_count_once, wrapped_models_are_unwrapped, sampled_targets_differ,
-    errors_reach_all_processes, collectives_are_few, grids_are_of_all_validation_data,
-    training_follows_the_evidence_of_all_data,
+    products_are_of_one_process, adds_and_forgets, padded_data_count_once, wrapped_models_are_unwrapped,
+    sampled_targets_differ, errors_reach_all_processes, collectives_are_few,
+    grids_are_of_all_validation_data, training_follows_the_evidence_of_all_data,
     lightning_trains_with_two_devices,
 ]  # fmt: skip
 
