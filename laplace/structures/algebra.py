@@ -349,7 +349,7 @@ class Recent(Generic[T]):
 
     @property
     def value(self) -> T | None:
-        """What was computed last; None before."""
+        """The value that was computed last; None before."""
         return None if self._last is None else self._last[1]
 
     def __call__(self, key: Any, compute: Callable[[], T]) -> T:

@@ -177,16 +177,3 @@ class DataProducts:
             for number, (batch, linear) in enumerate(self.maps()):
                 linear.add_pull(cotangents(number, batch, linear), total)
             return total
-
-
-class Pulled(torch.autograd.Function):
-    """Σ Jᵀ u over batches, with its graph: the way back is J g."""
-
-    @staticmethod
-    def forward(ctx: Any, products: DataProducts, *cotangents: Tensor) -> Tensor:
-        ctx.products = products
-        return products.pulled(cotangents)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.products.outputs(gradients[0]))

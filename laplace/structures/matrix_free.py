@@ -119,16 +119,16 @@ class MatrixFreeCurvature(Curvature):
         kron = KronCurvature.cost(profile, None)
         row = profile.n_params * profile.itemsize
         outputs = profile.n_data * profile.n_outputs
-        held = (profile.n_batches or 1) * (profile.inputs + outputs * profile.itemsize)
-        kept = min(options.kept_bytes, (profile.n_batches or 1) * outputs * row)
+        data = (profile.n_batches or 1) * (profile.inputs + outputs * profile.itemsize)
+        maps = min(options.kept_bytes, (profile.n_batches or 1) * outputs * row)
         solving = min(MEMORY_BUDGET, 8 * outputs * row)
         products = 4.0 * _ITERATIONS * outputs * profile.n_params
         return replace(
             kron,
-            fitted=kron.fitted + held + row,
-            running=kron.running + held,
-            adding=kron.adding + held + row,
-            posterior=kron.posterior + kept + solving,
+            fitted=kron.fitted + data + row,
+            running=kron.running + data,
+            adding=kron.adding + data + row,
+            posterior=kron.posterior + maps + solving,
             projecting=kron.projecting + 3 * profile.piece_bytes([profile.n_params], profile.n_outputs),
             solve=kron.solve + products,
         )
@@ -259,9 +259,3 @@ class _Holding(DataPass):
         mean = self.engine.problem.mean()
         dtype = torch.promote_types(mean.dtype, torch.float32)
         return MatrixFreeCurvature(self.factors.kept(), tuple(self.data), mean.to(dtype), self.options)
-
-    def _no_sum(self) -> UnsupportedError:
-        return UnsupportedError(
-            "hessian_structure='matrix_free' asks the network for products with all of the data, which it holds: those "
-            "of other processes are not there. Give one process all the data, or use hessian_structure='kron'."
-        )

@@ -27,7 +27,7 @@ from laplace.engines.engine import MEMORY_BUDGET
 from laplace.errors import UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures.full import FullCurvature, FullPrecision
-from laplace.structures.held_data import DataProducts, Pulled
+from laplace.structures.held_data import DataProducts
 from laplace.structures.kron import KronCurvature
 from laplace.structures.kron_precision import KronPrecision
 from laplace.structures.log_det_quadrature import TraceLog, signs
@@ -142,12 +142,12 @@ class MatrixFreePrecision(Precision):
         """Solutions of right-hand sides `[R, P]`, by blocks within the memory budget."""
         options = self.system.options
         limits: dict[str, Any] = {"relative": options.tolerance, "max_iterations": options.max_iterations}
-        found: list[cg.Solution] = []
+        solutions: list[cg.Solution] = []
         with torch.inference_mode(False), torch.no_grad():
             for part in right.detach().split(self._at_once()):
-                found.append(cg.solve(self._times, part, self._preconditioned, **limits))
-                tally.add(len(part), found[-1].n_products, found[-1].relative)
-        return found
+                solutions.append(cg.solve(self._times, part, self._preconditioned, **limits))
+                tally.add(len(part), solutions[-1].n_products, solutions[-1].relative)
+        return solutions
 
     def _told(self, tally: Tally, error: float | None = None) -> None:
         """Takes note of how an answer was found."""
@@ -169,9 +169,9 @@ class MatrixFreePrecision(Precision):
         if not len(right):
             return right.detach().clone()
         tally = Tally(question)
-        found = self._solved(right, tally)
+        solutions = self._solved(right, tally)
         self._told(tally)
-        return torch.cat([solution.x for solution in found]) if len(found) > 1 else found[0].x
+        return torch.cat([solution.x for solution in solutions]) if len(solutions) > 1 else solutions[0].x
 
     # The graph that leads to weights and prior.
 
@@ -204,10 +204,10 @@ class MatrixFreePrecision(Precision):
         like = self.system.factors.parts.like
         with torch.inference_mode(False), torch.no_grad():
             probes = signs(options.n_probes, self.prior.layout.n_params, like, options.seed)
-            found = self._solved(self._preconditioned(probes, 0.5), tally)
-            estimate = TraceLog.of(found)
+            solutions = self._solved(self._preconditioned(probes, 0.5), tally)
+            estimate = TraceLog.of(solutions)
             self._told(tally, float(estimate.standard_error))
-            return estimate, torch.cat([solution.x for solution in found]), self._preconditioned(probes, -0.5)
+            return estimate, torch.cat([solution.x for solution in solutions]), self._preconditioned(probes, -0.5)
 
     def logdet_ratio(self) -> Tensor:
         estimate, solutions, images = self._trace_log
@@ -294,9 +294,9 @@ class MatrixFreePrecision(Precision):
     def _inverse_form(self, rows: Tensor, tally: Tally) -> Tensor:
         """Y P⁻¹ Yᵀ of rows `[n, K, P]`, `[n, K, K]`, float64, with the graph of rows, weights and prior."""
         like = self.system.factors.parts.like
-        found = self._solved(rows.detach().flatten(0, 1).to(like), tally)
-        x = torch.cat([solution.x for solution in found]).view(rows.shape)
-        residual = torch.cat([solution.residual for solution in found]).view(rows.shape)
+        solutions = self._solved(rows.detach().flatten(0, 1).to(like), tally)
+        x = torch.cat([solution.x for solution in solutions]).view(rows.shape)
+        residual = torch.cat([solution.residual for solution in solutions]).view(rows.shape)
         wide, y = widened(x), widened(rows)
         half = y.detach() @ wide.mT + wide @ widened(residual).mT  # Y Xᵀ + X (Y − P X)ᵀ
         total = 0.5 * (half + half.mT)
@@ -317,13 +317,15 @@ class MatrixFreePrecision(Precision):
         n, like = self.prior.layout.n_params, self.system.factors.parts.like
         white, colours = noise[:, :n].to(like), noise[:, n:].to(like)
         products = self.system.products
-        right = Pulled.apply(products, *products.coloured(colours, self.weights)) + white * self.prior.diagonal().sqrt()
+        right = (
+            _Pulled.apply(products, *products.coloured(colours, self.weights)) + white * self.prior.diagonal().sqrt()
+        )
         constant = self._all_solved(right, "samples")
         if not self._follows:
             return constant.to(noise.dtype)
         pushed = products.outputs(constant)
         drift = [batch.weighted(f, self.weights) for batch, f in zip(products.data, pushed, strict=True)]
-        moved = right - Pulled.apply(products, *drift) - self.prior.diagonal() * constant
+        moved = right - _Pulled.apply(products, *drift) - self.prior.diagonal() * constant
         return _Moved.apply(constant, moved, self.solve).to(noise.dtype)
 
     @property
@@ -353,3 +355,16 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None]:
         return None, ctx.solve(gradients[0]), None
+
+
+class _Pulled(torch.autograd.Function):
+    """Σ Jᵀ u over batches, with its graph: the way back is J g."""
+
+    @staticmethod
+    def forward(ctx: Any, products: DataProducts, *cotangents: Tensor) -> Tensor:
+        ctx.products = products
+        return products.pulled(cotangents)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.products.outputs(gradients[0]))

@@ -1,4 +1,4 @@
-"""What iterative answers say of themselves: residuals, products, standard errors."""
+"""Reports of iterative answers: residuals, products, standard errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from laplace.errors import ApproximationWarning, warn
 
 @dataclass(frozen=True)
 class SolveReport:
-    """How an answer was found.
+    """The way to an answer, and how far it is from it.
 
     Attributes:
         question: `"variances"`, `"samples"`, `"log determinant"` or `"solutions"`.

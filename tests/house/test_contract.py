@@ -477,7 +477,7 @@ def test_one_object_behind_every_path() -> None:
 
 ENUM_VALUES = {
     SubsetOfWeights: "all last_layer subnetwork",
-    HessianStructure: "full kron diag lowrank block ekfac lowrank_kron gp",
+    HessianStructure: "full kron diag lowrank block ekfac lowrank_kron matrix_free gp",
     laplace.FunctionalApproximation: "sod nystrom variational",
     Likelihood: "regression classification reward_modeling bernoulli poisson heteroscedastic",
     PredType: "glm nn gp",
