@@ -240,7 +240,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         """
         raise self._refusal("matmul")
 
-    def output_curvature(self, x: Inputs, y: Tensor) -> OutputCurvature:
+    def output_curvature(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, OutputCurvature]:
         """Λ of a batch, with unit curvature Σ Jᵀ Λ J."""
         raise self._refusal("output_curvature")
 

@@ -107,12 +107,17 @@ class DataProducts:
         engine: Gives linear maps of batches at θ*.
         data: Batches.
         kept_bytes: Bytes of the maps that are kept.
+
+    Attributes:
+        n_params: P.
+        like: A tensor of the dtype and on the device of products.
     """
 
     def __init__(self, engine: CurvatureEngine, data: Sequence[HeldBatch], kept_bytes: int) -> None:
         self.engine = engine
         self.data = tuple(data)
         self.n_params = engine.problem.layout.n_params
+        self.like = self.data[0].hessian.diag
         self._left = kept_bytes
         self._kept: dict[int, LinearMap] = {}
 
@@ -147,8 +152,7 @@ class DataProducts:
     def matrices(self, n_terms: int) -> Tensor:
         """H of every term, `[E, P, P]`, float64: the Jacobian of a batch by its products with unit vectors, squared."""
         with torch.no_grad():
-            like = self.data[0].hessian.diag
-            eye = torch.eye(self.n_params, dtype=like.dtype, device=like.device)
+            eye = torch.eye(self.n_params, dtype=self.like.dtype, device=self.like.device)
             total = widened(eye.new_zeros(n_terms, self.n_params, self.n_params))
             for batch, linear in self.maps():
                 rows = widened(torch.cat([linear.push(part) for part in eye.split(_UNIT_VECTORS)]))  # [P, B, C]

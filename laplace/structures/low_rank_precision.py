@@ -226,6 +226,13 @@ class LowRankPrecision(Precision):
         inside = (noise * deviations) @ basis.T
         return (noise + (inside @ shrunk.to(inside)) @ basis * deviations) * deviations
 
+    def solve(self, vectors: Tensor) -> Tensor:
+        thetas, rotation = self._solved.thetas, self._solved.rotation
+        shrunk = -(rotation.T * (thetas / (1 + thetas))) @ rotation
+        basis, variances = self.subspace.basis, self._deviations.square()
+        scaled = vectors * variances
+        return (scaled + (scaled @ basis.T @ shrunk.to(scaled)) @ basis * variances).detach()
+
     def diagonal_of_inverse(self) -> Tensor:
         thetas, rotation = self._solved.thetas, self._solved.rotation
         inverse = widened(self._deviations).square()

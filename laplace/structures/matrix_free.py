@@ -1,8 +1,8 @@
 """The full curvature without its matrix: the data are held, and the network is asked for products H v = Σ Jᵀ Λ J v.
 
-One reading of the data sums Kronecker factors, which precondition (`matrix_free_precision.py`), and keeps every batch's
-inputs with the output Hessian Λ at the fit. No other part of the training set, and no matrix of P rows and columns, is
-held. Where P is small the matrix is less work than its products, and is formed from them.
+One reading of the data keeps every batch's inputs with the output Hessian Λ at the fit; where Kronecker factors are to
+precondition (`preconditioners.py`), it sums those. No other part of the training set, and no matrix of P rows and
+columns, is held. Where P is small the matrix is less work than its products, and is formed from them.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ class MatrixFreeOptions:
     Attributes:
         tolerance: Largest residual of a solution, relative to its right-hand side, in the norm of the preconditioner;
             a variance is then wrong by about its square, relatively.
+        preconditioner: `"lowrank"`, a sketch of the dominant eigenpairs, or `"kron"`, Kronecker factors.
+        rank: Eigenpairs of the sketch; 0 for the prior alone.
         max_iterations: Products of the curvature with a block of vectors; a solution that takes more is given with a
             warning.
         n_probes: Probes of the log determinant; its standard error falls with their root.
-        seed: Of the probes, which are the same for all hyper-parameters.
+        seed: Of the probes and the sketch, which are the same for all hyper-parameters.
         dense_below: Weights up to which the matrix is formed, and everything is exact.
         kept_bytes: Bytes of features and Jacobians that are kept from one product to the next.
 
@@ -54,6 +56,8 @@ class MatrixFreeOptions:
     """
 
     tolerance: float = 1e-3
+    preconditioner: str = "lowrank"
+    rank: int = 50
     max_iterations: int = 500
     n_probes: int = 16
     seed: int = 0
@@ -62,15 +66,17 @@ class MatrixFreeOptions:
 
     def __post_init__(self) -> None:
         check_counts(max_iterations=self.max_iterations)
-        check_counts(0, dense_below=self.dense_below, kept_bytes=self.kept_bytes)
+        check_counts(0, dense_below=self.dense_below, kept_bytes=self.kept_bytes, rank=self.rank)
         check_counts(2, n_probes=self.n_probes)
         if not 0 < self.tolerance < 1:
             raise InvalidArgument(f"tolerance={self.tolerance}; it must lie in (0, 1).")
+        if self.preconditioner not in ("lowrank", "kron"):
+            raise InvalidArgument(f"preconditioner={self.preconditioner!r}; accepted are 'lowrank' and 'kron'.")
 
     @property
     def solving(self) -> SolveOptions:
         """Those of the answers."""
-        return SolveOptions(self.tolerance, self.max_iterations, self.n_probes, self.seed)
+        return SolveOptions(self.tolerance, self.max_iterations, self.n_probes, self.seed, self.rank)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,24 +84,25 @@ class MatrixFreeCurvature(Curvature):
     """The full curvature by its products.
 
     Attributes:
-        factors: Kronecker factors of the same data, of the preconditioner.
+        terms: E.
+        factors: Kronecker factors of the same data, for a preconditioner; None for a sketch.
         data: What products are formed from.
         mean: θ*, at which, `[P]`.
         chosen: Options.
     """
 
-    factors: KronCurvature
+    terms: int
+    factors: KronCurvature | None
     data: tuple[HeldBatch, ...]
     mean: Tensor
     chosen: MatrixFreeOptions
     name = "matrix_free"
     options = MatrixFreeOptions
     asks_network = True
-    needs_columns = True
 
     @property
     def n_terms(self) -> int:
-        return self.factors.n_terms
+        return self.terms
 
     @property
     def note(self) -> str:
@@ -116,13 +123,15 @@ class MatrixFreeCurvature(Curvature):
 
     @classmethod
     def cost(cls, profile: BatchProfile, options: MatrixFreeOptions) -> Cost:
-        kron = KronCurvature.cost(profile, None)
         row = profile.n_params * profile.itemsize
         outputs = profile.n_data * profile.n_outputs
         data = (profile.n_batches or 1) * (profile.inputs + outputs * profile.itemsize)
         maps = min(options.kept_bytes, (profile.n_batches or 1) * outputs * row)
-        solving = min(MEMORY_BUDGET, 8 * outputs * row)
+        solving = min(MEMORY_BUDGET, 8 * outputs * row) + 3 * min(options.rank + 10, profile.n_params) * row
         products = 4.0 * _ITERATIONS * outputs * profile.n_params
+        kron = Cost(fitted=0, running=0, adding=0)
+        if options.preconditioner == "kron":
+            kron = KronCurvature.cost(profile, None)
         return replace(
             kron,
             fitted=kron.fitted + data + row,
@@ -147,11 +156,12 @@ class MatrixFreeCurvature(Curvature):
                 "former fit any more, at which that curvature was. Fit all data together with override=True, or use "
                 "hessian_structure='kron', 'diag' or 'full', whose curvature is held."
             )
-        return replace(self, factors=self.factors + other.factors, data=(*self.data, *other.data))
+        factors = None if self.factors is None or other.factors is None else self.factors + other.factors
+        return replace(self, factors=factors, data=(*self.data, *other.data))
 
     def scaled(self, factor: float) -> MatrixFreeCurvature:
         data = tuple(batch.scaled(factor) for batch in self.data)
-        return replace(self, factors=self.factors.scaled(factor), data=data)
+        return replace(self, factors=None if self.factors is None else self.factors.scaled(factor), data=data)
 
     # The posterior.
 
@@ -201,13 +211,15 @@ class MatrixFreeCurvature(Curvature):
         return self._recent.value
 
     def decompose(self, **options: Any) -> None:
-        self.factors.decompose()
+        if self.factors is not None:
+            self.factors.decompose()
 
     # What is saved and shown.
 
     def state(self) -> dict[str, Any]:
         return {
-            "factors": self.factors.state(),
+            "terms": self.terms,
+            "factors": None if self.factors is None else self.factors.state(),
             "data": [batch.state() for batch in self.data],
             "mean": self.mean,
             "chosen": entries(self.chosen),
@@ -217,7 +229,8 @@ class MatrixFreeCurvature(Curvature):
     def from_state(cls, state: dict[str, Any]) -> MatrixFreeCurvature:
         data = tuple(HeldBatch.from_state(batch) for batch in state["data"])
         chosen = MatrixFreeOptions(**state["chosen"])
-        return cls(KronCurvature.from_state(state["factors"]), data, state["mean"], chosen)
+        factors = None if state["factors"] is None else KronCurvature.from_state(state["factors"])
+        return cls(state["terms"], factors, data, state["mean"], chosen)
 
     def __getstate__(self) -> dict[str, Any]:
         """State that is copied and pickled: no network, and nothing that can be asked of it again."""
@@ -229,7 +242,7 @@ _ITERATIONS = 50
 
 
 class _Holding(DataPass):
-    """Sums Kronecker factors, and holds what products take.
+    """Holds what products take, and sums Kronecker factors where they are to precondition.
 
     Args:
         engine: Computes both.
@@ -243,19 +256,25 @@ class _Holding(DataPass):
         self.data: list[HeldBatch] = []
 
     def add(self, x: Inputs, y: Tensor) -> BatchSummary:
-        output = self.engine.output_curvature(x, y)
-        if self.factors is None:
-            summary, self.factors = KronCurvature.from_batch(self.engine, x, y)
-        else:
-            summary, self.factors = self.factors.with_batch(self.engine, x, y)
-        require_finite(self.factors.is_finite())
+        summary, output = self.engine.output_curvature(x, y)
         require_finite(is_finite(output.hessian))
+        if self.options.preconditioner == "kron":
+            self._add_factors(x, y)
         self.data.append(HeldBatch.of(x, output))
         return summary
 
-    def finish(self) -> MatrixFreeCurvature:
+    def _add_factors(self, x: Inputs, y: Tensor) -> None:
         if self.factors is None:
+            _, self.factors = KronCurvature.from_batch(self.engine, x, y)
+        else:
+            _, self.factors = self.factors.with_batch(self.engine, x, y)
+        require_finite(self.factors.is_finite())
+
+    def finish(self) -> MatrixFreeCurvature:
+        if not self.data:
             raise InvalidData("no batch was read.")
         mean = self.engine.problem.mean()
         dtype = torch.promote_types(mean.dtype, torch.float32)
-        return MatrixFreeCurvature(self.factors.kept(), tuple(self.data), mean.to(dtype), self.options)
+        n_terms = self.data[0].shape[1] if self.engine.split_outputs else 1
+        factors = None if self.factors is None else self.factors.kept()
+        return MatrixFreeCurvature(n_terms, factors, tuple(self.data), mean.to(dtype), self.options)

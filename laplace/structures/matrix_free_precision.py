@@ -1,6 +1,6 @@
 """P = Σ_e w_e H_e + diag(δ) by products alone: what is asked of it is solved for, or estimated with its error.
 
-Conjugate gradients preconditioned by the Kronecker-factored posterior give P⁻¹ b, to a residual that is an option. Of a
+Conjugate gradients with a preconditioner (`preconditioners.py`) give P⁻¹ b, to a residual that is an option. Of a
 form x P⁻¹ yᵀ the error is of second order in it, for with X = P⁻¹ Y approximately X Yᵀ + Y Xᵀ − X P Xᵀ is stationary.
 Samples are exact but for the residual (sample-then-optimise, Antorán et al., 2023, section 3.2): with θ₀ ~ N(0, D) and
 ε ~ N(0, I),
@@ -26,11 +26,12 @@ from laplace.core.precision_policy import widened
 from laplace.engines.engine import MEMORY_BUDGET
 from laplace.errors import UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
+from laplace.structures import preconditioners
 from laplace.structures.full import FullCurvature, FullPrecision
 from laplace.structures.held_data import DataProducts
 from laplace.structures.kron import KronCurvature
-from laplace.structures.kron_precision import KronPrecision
 from laplace.structures.log_det_quadrature import TraceLog, signs
+from laplace.structures.low_rank_precision import Subspace
 from laplace.structures.precision import Precision
 from laplace.structures.solve_report import SolveReports, Tally
 
@@ -52,32 +53,44 @@ class SolveOptions:
         tolerance: Largest residual, relative to the right-hand side, in the norm of the preconditioner.
         max_iterations: Products of the curvature with blocks of vectors, for every block.
         n_probes: Probes of the log determinant.
-        seed: Of the probes.
+        seed: Of the probes, and of the sketch.
+        rank: Eigenpairs of the preconditioner's sketch.
     """
 
     tolerance: float
     max_iterations: int
     n_probes: int
     seed: int
+    rank: int
 
 
 @dataclass(frozen=True, eq=False)
 class System:
-    """Products with the data of a fit, its Kronecker factors, and the matrix where it is made: of all its precisions.
+    """Products with the data of a fit, its preconditioners, and the matrix where it is made: of all its precisions.
 
     Attributes:
         products: Products with J of all data.
-        factors: Curvature of the preconditioner.
+        factors: Kronecker factors for a preconditioner; None for a sketch.
         options: Tolerances.
         n_terms: E.
         reports: What the last answers say of themselves.
     """
 
     products: DataProducts
-    factors: KronCurvature
+    factors: KronCurvature | None
     options: SolveOptions
     n_terms: int
     reports: SolveReports = field(default_factory=SolveReports)
+
+    def preconditioner(self, weights: Tensor, prior: GaussianPrior) -> Precision:
+        """A precision close to that of all data."""
+        if self.factors is not None:
+            return self.factors.precision(weights, prior)
+        return preconditioners.low_rank(self._sketch, weights, prior)
+
+    @cached_property
+    def _sketch(self) -> Subspace:
+        return preconditioners.sketch(self.products, self.options.rank, self.options.seed)
 
     @cached_property
     def full(self) -> FullCurvature:
@@ -120,18 +133,21 @@ class MatrixFreePrecision(Precision):
         return self.weights.detach(), self.prior.diagonal().detach()
 
     @cached_property
-    def _preconditioner(self) -> KronPrecision:
+    def _preconditioner(self) -> Precision:
         prior = GaussianPrior(self.prior.precision.detach(), self.prior.mean.detach(), self.prior.layout)
-        with torch.no_grad():
-            return self.system.factors.precision(self.weights.detach(), prior)
+        with torch.inference_mode(False), torch.no_grad():
+            return self.system.preconditioner(self.weights.detach(), prior)
 
-    def _preconditioned(self, vectors: Tensor, exponent: float = -1) -> Tensor:
-        """Powers of the preconditioner's matrix times vectors, a few of them at a time."""
+    def _preconditioned(self, vectors: Tensor) -> Tensor:
+        """M v, a few vectors at a time."""
+        return self._in_parts(vectors, self._preconditioner.solve)
+
+    def _in_parts(self, vectors: Tensor, function: cg.Linear) -> Tensor:
         step = max(1, _ROWS_BYTES // (vectors.shape[1] * vectors.element_size()))
         images = torch.empty_like(vectors)
         with torch.no_grad():
             for start in range(0, len(vectors), step):
-                images[start : start + step] = self._preconditioner.bmm(vectors[start : start + step], exponent)
+                images[start : start + step] = function(vectors[start : start + step])
         return images
 
     def _times(self, vectors: Tensor) -> Tensor:
@@ -201,25 +217,26 @@ class MatrixFreePrecision(Precision):
     def _trace_log(self) -> tuple[TraceLog, Tensor, Tensor]:
         """The estimate, with u and y of every probe, `[n, P]`."""
         options, tally = self.system.options, Tally("log determinant")
-        like = self.system.factors.parts.like
+        like = self.system.products.like
         with torch.inference_mode(False), torch.no_grad():
             probes = signs(options.n_probes, self.prior.layout.n_params, like, options.seed)
-            solutions = self._solved(self._preconditioned(probes, 0.5), tally)
+            images = self._in_parts(probes, self._preconditioner.sample)
+            solutions = self._solved(self._in_parts(images, self._preconditioner.product), tally)
             estimate = TraceLog.of(solutions)
             self._told(tally, float(estimate.standard_error))
-            return estimate, torch.cat([solution.x for solution in solutions]), self._preconditioned(probes, -0.5)
+            return estimate, torch.cat([solution.x for solution in solutions]), images
 
     def logdet_ratio(self) -> Tensor:
         estimate, solutions, images = self._trace_log
         if not self._follows:
             return self._preconditioner.logdet_ratio() + estimate.value.to(self.weights.device)
         prior = self._estimated_prior
-        kron = self.system.factors.precision(self.weights, prior)
-        slope = self._form(solutions.unsqueeze(1), images.unsqueeze(1), prior).mean() - kron.quad(images).mean()
+        close = self.system.preconditioner(self.weights, prior)
+        slope = self._form(solutions.unsqueeze(1), images.unsqueeze(1), prior).mean() - close.quad(images).mean()
         if len(self._few):
             delta = widened(self.prior.diagonal())[self._few]
             slope = slope + (self._few_variances * delta - delta.log()).sum()
-        return kron.logdet_ratio() + estimate.value.to(self.weights.device) + (slope - slope.detach())
+        return close.logdet_ratio() + estimate.value.to(self.weights.device) + (slope - slope.detach())
 
     @cached_property
     def _small(self) -> Tensor:
@@ -241,7 +258,7 @@ class MatrixFreePrecision(Precision):
     @cached_property
     def _few_variances(self) -> Tensor:
         """Their variances, `[n]`, float64."""
-        tally, like = Tally("variances"), self.system.factors.parts.like
+        tally, like = Tally("variances"), self.system.products.like
         parts: list[Tensor] = []
         with torch.no_grad():
             for entries in self._few.split(self._at_once()):
@@ -293,7 +310,7 @@ class MatrixFreePrecision(Precision):
 
     def _inverse_form(self, rows: Tensor, tally: Tally) -> Tensor:
         """Y P⁻¹ Yᵀ of rows `[n, K, P]`, `[n, K, K]`, float64, with the graph of rows, weights and prior."""
-        like = self.system.factors.parts.like
+        like = self.system.products.like
         solutions = self._solved(rows.detach().flatten(0, 1).to(like), tally)
         x = torch.cat([solution.x for solution in solutions]).view(rows.shape)
         residual = torch.cat([solution.residual for solution in solutions]).view(rows.shape)
@@ -314,7 +331,7 @@ class MatrixFreePrecision(Precision):
         return n_params + self.system.products.n_noise
 
     def sample(self, noise: Tensor) -> Tensor:
-        n, like = self.prior.layout.n_params, self.system.factors.parts.like
+        n, like = self.prior.layout.n_params, self.system.products.like
         white, colours = noise[:, :n].to(like), noise[:, n:].to(like)
         products = self.system.products
         right = (

@@ -24,7 +24,7 @@ from tests.reference.compare import assert_close
 
 N_DATA, WIDTH = 24, 3
 LIKELIHOODS = {"classification": 3, "regression": 2, "bernoulli": 1, "poisson": 2}
-TIGHT = {"dense_below": 0, "tolerance": 1e-10}
+TIGHT = {"dense_below": 0, "tolerance": 1e-10, "rank": 6}  # of a curvature of rank 48
 
 
 def network(n_outputs: int = 3) -> nn.Module:
@@ -104,13 +104,14 @@ def test_one_noise_per_output() -> None:
 
 
 @pytest.mark.parametrize("weights", ["all", "last_layer", "subnetwork"])
-@pytest.mark.parametrize("kept", [0, 2**30])
-def test_predictions_are_those_of_the_full_structure(weights: str, kept: int) -> None:
+@pytest.mark.parametrize(("kept", "preconditioner"), [(0, "lowrank"), (2**30, "lowrank"), (2**30, "kron")])
+def test_predictions_are_those_of_the_full_structure(weights: str, kept: int, preconditioner: str) -> None:
     """By features, by Jacobians that are kept, and by graphs."""
-    la, full = fitted(weights=weights, structure_kwargs={"kept_bytes": kept}), fitted("full", weights=weights)
+    options = {"kept_bytes": kept, "preconditioner": preconditioner}
+    la, full = fitted(weights=weights, structure_kwargs=options), fitted("full", weights=weights)
     x = batches()[0][0]
-    for options in ({}, {"link_approx": "bridge"}):
-        assert_close(la(x, **options), full(x, **options), "backend", label="predictions")
+    for link in ("probit", "bridge"):
+        assert_close(la(x, link_approx=link), full(x, link_approx=link), "backend", label="predictions")
     joint = la(x, joint=True), full(x, joint=True)
     assert_close(*(one[1] if isinstance(one, tuple) else one for one in joint), "backend", label="joint")
 
@@ -180,8 +181,9 @@ def test_gradients_of_samples() -> None:
 # Evidence.
 
 
-def test_the_evidence_within_its_standard_error() -> None:
-    la, full = fitted(structure_kwargs={"n_probes": 64}), fitted("full")
+@pytest.mark.parametrize("preconditioner", ["lowrank", "kron"])
+def test_the_evidence_within_its_standard_error(preconditioner: str) -> None:
+    la, full = fitted(structure_kwargs={"n_probes": 64, "preconditioner": preconditioner}), fitted("full")
     for delta in (0.1, 1.0, 10.0):
         mine = float(la.log_marginal_likelihood(torch.tensor([delta], dtype=torch.float64)))
         theirs = float(full.log_marginal_likelihood(torch.tensor([delta], dtype=torch.float64)))
@@ -199,11 +201,13 @@ def test_the_evidence_is_smooth_in_the_prior() -> None:
     assert float(second.max() - second.min()) < 0.1 * float(second.abs().max())  # other probes would make jumps
 
 
-@pytest.mark.parametrize("form", [1, 4, 59])
-def test_gradients_of_the_evidence(form: int) -> None:
+@pytest.mark.parametrize(
+    ("form", "preconditioner"), [(1, "lowrank"), (1, "kron"), (4, "kron"), (4, "lowrank"), (59, "lowrank")]
+)
+def test_gradients_of_the_evidence(form: int, preconditioner: str) -> None:
     """By many probes; those of tensors with few entries are exact."""
     gradients = []
-    for la in (fitted(structure_kwargs={"n_probes": 2048}), fitted("full")):
+    for la in (fitted(structure_kwargs={"n_probes": 2048, "preconditioner": preconditioner}), fitted("full")):
         delta = torch.full((form,), 0.6, dtype=torch.float64, requires_grad=True)
         (gradient,) = torch.autograd.grad(la.log_marginal_likelihood(delta), delta)
         gradients.append(gradient)
@@ -242,6 +246,15 @@ def test_one_precision_per_tensor_by_its_fixed_point() -> None:
     la.optimize_prior_precision(method="em", prior_structure="layerwise", n_steps=60)
     ratios = la.prior_precision / full.prior_precision
     assert float((ratios - 1).abs().max()) < 0.05
+
+
+def test_a_sketch_of_larger_rank_takes_fewer_products_and_none_is_the_prior() -> None:
+    x, products = batches()[0][0], []
+    for rank in (0, 6, 20, 48):
+        la = fitted(structure_kwargs={"rank": rank, "tolerance": 1e-6}, prior_precision=0.1)
+        la(x)
+        products.append(la.solve_reports["variances"].n_products)
+    assert products == sorted(products, reverse=True) and products[-1] < products[0] / 4
 
 
 # What is said of answers.
@@ -356,7 +369,16 @@ def test_matrices_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"tolerance": 0.0}, {"tolerance": 1.0}, {"n_probes": 1}, {"max_iterations": 0}, {"kept_bytes": -1}]
+    "options",
+    [
+        {"tolerance": 0.0},
+        {"tolerance": 1.0},
+        {"n_probes": 1},
+        {"max_iterations": 0},
+        {"kept_bytes": -1},
+        {"rank": -1},
+        {"preconditioner": "full"},
+    ],
 )
 def test_options_out_of_range(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match=next(iter(options))):

@@ -134,14 +134,15 @@ class OuterEngine(NativeEngine):
                     add_rows(self.problem, pulled, sums[part])
         return self.summary(f, y), total
 
-    def output_curvature(self, x: Inputs, y: Tensor) -> OutputCurvature:
+    def output_curvature(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, OutputCurvature]:
         batch, y = self.observe(x, y)
         hessian = self.output_hessian(batch.f, y)
         if hessian is None:
             columns = self.cotangents(batch.f, y)[:]
             dense = torch.einsum("kbc,kbd->bcd", columns, columns)
             hessian = OutputHessian(dense.diagonal(dim1=1, dim2=2), dense=dense)
-        return OutputCurvature(hessian, batch.capture.n_positions if batch.positions else 1)
+        n_positions = batch.capture.n_positions if batch.positions else 1
+        return self.summary(batch.f, y), OutputCurvature(hessian, n_positions)
 
     def _accumulate(
         self, batch: ForwardPass, y: Tensor, total: _Sum, heads: Mapping[int, Head], groups: Groups = ()
