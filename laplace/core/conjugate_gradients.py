@@ -53,7 +53,7 @@ class Solution:
 
     Attributes:
         x: `[R, P]`.
-        residual: b − P x, `[R, P]`.
+        residual: b − P x, `[R, P]`; None where it was not verified.
         relative: √(rᵀ M r / bᵀ M b) of the residuals, `[R]`, float64; 0 where b is zero.
         sizes: bᵀ M b, `[R]`, float64.
         n_iterations: Products with blocks of vectors.
@@ -62,7 +62,7 @@ class Solution:
     """
 
     x: Tensor
-    residual: Tensor
+    residual: Tensor | None
     relative: Tensor
     sizes: Tensor
     n_iterations: int
@@ -95,7 +95,9 @@ def solve(
         if not bool((run.relative > relative).any()) or (attempt and not bool((run.relative < 0.5 * former).any())):
             break
         run.descend(relative, max_iterations)
-    return Solution(run.x, run.r, run.relative, run.sizes, run.n_iterations, run.n_products, steps)
+    return Solution(
+        run.x, run.r if verified else None, run.relative, run.sizes, run.n_iterations, run.n_products, steps
+    )
 
 
 class _Run:
@@ -108,7 +110,7 @@ class _Run:
 
     Attributes:
         x: Solutions, `[R, P]`.
-        r: Residuals, `[R, P]`.
+        r: Residuals of those that are not solved, or of all after they were verified, `[…, P]`.
         sizes: bᵀ M b, `[R]`, float64.
         squares: rᵀ M r, `[R]`, float64.
     """
@@ -119,6 +121,7 @@ class _Run:
         self.right = right
         self.x = torch.zeros_like(right)
         self.r = right.clone()
+        self.directions = right[:0]
         self.sizes = self.squares = dots(self.r, precondition(self.r))
         self.n_iterations = self.n_products = 0
         self._steps: list[tuple[list[int], Tensor, Tensor]] = []
@@ -129,51 +132,55 @@ class _Run:
         return torch.where(self.sizes > 0, self.squares / self.sizes, torch.zeros_like(self.sizes)).sqrt()
 
     def descend(self, relative: float, max_iterations: int) -> None:
-        """Steps from where the solutions are, until every residual is small enough."""
+        """Steps from where the solutions are, until every residual is small enough.
+
+        Of those that are solved, residual and direction are let go.
+        """
         goals = relative**2 * self.sizes
         self.squares = self.squares.clone()
-        directions = self.precondition(self.r).clone()  # what a preconditioner gives may be the residual itself
-        rows = self._unsolved(range(len(self.x)), goals)
-        while rows and self.n_iterations < max_iterations:
-            alphas = self._step(rows, directions)
-            self._turn(rows, alphas, directions)
+        rows = list(range(len(self.x)))
+        left = self._unsolved(rows, goals)
+        self.directions = self.precondition(self.r).clone()  # what a preconditioner gives may be the residual itself
+        self._keep(rows, left)
+        while left and self.n_iterations < max_iterations:
+            rows = left
+            alphas = self._step(rows)
+            self._turn(rows, alphas)
             made = [row for row, alpha in zip(rows, alphas.tolist(), strict=True) if alpha > 0]
-            rows = self._unsolved(made, goals)
+            left = self._unsolved(made, goals)
+            self._keep(rows, left)
 
-    def _step(self, rows: list[int], directions: Tensor) -> Tensor:
+    def _keep(self, rows: list[int], left: list[int]) -> None:
+        """Residuals and directions of some of the rows that they are of, one after the other: two blocks at most."""
+        if len(left) < len(rows):
+            places = [rows.index(row) for row in left]
+            self.r = self.r[places]
+            self.directions = self.directions[places]
+
+    def _step(self, rows: list[int]) -> Tensor:
         """Moves the solutions of some rows along their directions; returns α, `[len(rows)]`."""
-        chosen = directions if len(rows) == len(directions) else directions[rows]
-        products = self.product(chosen)
+        products = self.product(self.directions)
         self.n_iterations, self.n_products = self.n_iterations + 1, self.n_products + len(rows)
-        curved = dots(chosen, products)
-        del chosen
+        curved = dots(self.directions, products)
         alphas = self.squares[rows] / curved
         alphas = torch.where(curved > 0, alphas, torch.zeros_like(alphas))  # rounding is all that is left
-        steps = torch.zeros_like(self.squares)
-        steps[rows] = alphas
-        self.x.addcmul_(directions, steps.to(self.x).unsqueeze(1))
-        self._add(self.r, rows, products.mul_(-alphas.to(products).unsqueeze(1)))
+        factors = alphas.to(self.x).unsqueeze(1)
+        self.r.sub_(products.mul_(factors))
+        del products
+        if len(rows) == len(self.x):
+            self.x.addcmul_(self.directions, factors)
+        else:
+            self.x.index_add_(0, torch.tensor(rows, device=self.x.device), self.directions * factors)
         return alphas
 
-    def _turn(self, rows: list[int], alphas: Tensor, directions: Tensor) -> None:
+    def _turn(self, rows: list[int], alphas: Tensor) -> None:
         """The next directions, conjugate to those before."""
-        images = self.precondition(self.r if len(rows) == len(self.r) else self.r[rows])
-        squares = dots(self.r if len(rows) == len(self.r) else self.r[rows], images)
+        images = self.precondition(self.r)
+        squares = dots(self.r, images)
         betas = squares / self.squares[rows]
-        factors = torch.ones_like(self.squares)
-        factors[rows] = betas
-        directions.mul_(factors.to(directions).unsqueeze(1))
-        self._add(directions, rows, images)
+        self.directions.mul_(betas.to(self.directions).unsqueeze(1)).add_(images)
         self.squares[rows] = squares
         self._steps.append((rows, alphas, betas))
-
-    @staticmethod
-    def _add(total: Tensor, rows: list[int], some: Tensor) -> None:
-        """Adds to some rows, in place."""
-        if len(rows) == len(total):
-            total.add_(some)
-        else:
-            total.index_add_(0, torch.tensor(rows, device=total.device), some)
 
     def _unsolved(self, rows: list[int] | range, goals: Tensor) -> list[int]:
         """Those rows whose residual is larger than its goal; one transfer."""
@@ -184,9 +191,10 @@ class _Run:
         """Computes the residuals anew; False if all right-hand sides are zero, of which there is nothing to compute."""
         if not self.n_iterations:
             return False
+        self.r = self.directions = self.x[:0]
         products = self.product(self.x)
         self.n_iterations, self.n_products = self.n_iterations + 1, self.n_products + len(self.x)
-        torch.sub(self.right, products, out=self.r)
+        self.r = torch.sub(self.right, products, out=products)
         del products
         self.squares = dots(self.r, self.precondition(self.r))
         return True

@@ -214,7 +214,8 @@ class KronPrecision(Precision):
         )
 
     def solve(self, vectors: Tensor) -> Tensor:
-        return self.bmm(vectors, exponent=-1).detach()
+        with torch.no_grad():
+            return self.bmm(vectors, exponent=-1)
 
     def sample(self, noise: Tensor) -> Tensor:
         """P^(−1/2) ε with the symmetric root."""

@@ -44,6 +44,9 @@ _MATRICES = 6
 _ROWS_BYTES = 2**26
 """Bytes of vectors that a preconditioner passes through at once."""
 
+_PARTS = 4
+"""Parts of a block that it passes through one after the other, so that what it makes on the way is a part, too."""
+
 
 @dataclass(frozen=True)
 class SolveOptions:
@@ -143,7 +146,8 @@ class MatrixFreePrecision(Precision):
         return self._in_parts(vectors, self._preconditioner.solve)
 
     def _in_parts(self, vectors: Tensor, function: cg.Linear) -> Tensor:
-        step = max(1, _ROWS_BYTES // (vectors.shape[1] * vectors.element_size()))
+        row = vectors.shape[1] * vectors.element_size()
+        step = max(1, min(_ROWS_BYTES // row, -(-len(vectors) // _PARTS)))
         images = torch.empty_like(vectors)
         with torch.no_grad():
             for start in range(0, len(vectors), step):
@@ -313,9 +317,9 @@ class MatrixFreePrecision(Precision):
         like = self.system.products.like
         solutions = self._solved(rows.detach().flatten(0, 1).to(like), tally)
         x = torch.cat([solution.x for solution in solutions]).view(rows.shape)
-        residual = torch.cat([solution.residual for solution in solutions]).view(rows.shape)
+        residual = torch.cat([solution.residual for solution in solutions if solution.residual is not None])
         wide, y = widened(x), widened(rows)
-        half = y.detach() @ wide.mT + wide @ widened(residual).mT  # Y Xᵀ + X (Y − P X)ᵀ
+        half = y.detach() @ wide.mT + wide @ widened(residual.view(rows.shape)).mT  # Y Xᵀ + X (Y − P X)ᵀ
         total = 0.5 * (half + half.mT)
         if y.requires_grad:
             moved = (y - y.detach()) @ wide.mT

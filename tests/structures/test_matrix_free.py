@@ -18,6 +18,7 @@ from laplace.errors import ApproximationWarning, InvalidArgument, ModelChangedEr
 from laplace.structures import matrix_free_precision
 from laplace.structures.matrix_free import MatrixFreeOptions
 from tests import grid
+from tests.core.test_conjugate_gradients import Held
 from tests.reference import curvature as reference
 from tests.reference import evidence as truth
 from tests.reference.compare import assert_close
@@ -338,6 +339,25 @@ def test_data_are_added_and_fade() -> None:
         la.fit(data[:1], override=False)
     with pytest.raises(ModelChangedError):
         la.log_marginal_likelihood()
+
+
+@pytest.mark.parametrize(("preconditioner", "most"), [("lowrank", 6.2), ("kron", 6.7)])
+def test_six_numbers_are_held_per_weight_and_right_hand_side(preconditioner: str, most: float) -> None:
+    """Besides the features and the preconditioner, which all right-hand sides share."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(30, 600, generator=generator)
+    options = {"dense_below": 0, "tolerance": 1e-4, "preconditioner": preconditioner}
+    la = Laplace(
+        nn.Sequential(nn.Linear(600, 10)), "classification", "last_layer", "matrix_free", structure_kwargs=options
+    )
+    la.fit([(x, torch.arange(30) % 10)])
+    precision = la.posterior()
+    precision.solve(torch.ones(1, 6010))
+    with Held() as numbers:
+        right = torch.randn(8, 6010, generator=generator)
+        precision.solve(right)
+    shared = 50 * 6010 if preconditioner == "lowrank" else 0  # directions, of which views are made
+    assert numbers.peak - shared <= most * 8 * 6010  # with small matrices
 
 
 # What cannot be.
