@@ -99,6 +99,7 @@ class MatrixFreeCurvature(Curvature):
     name = "matrix_free"
     options = MatrixFreeOptions
     asks_network = True
+    needs_columns = True
 
     @property
     def n_terms(self) -> int:
