@@ -33,6 +33,7 @@ from benchmarks import (
     full_last_layer,
     importing,
     last_layer,
+    matrix_free,
     memory,
     sampled,
     several_processes,
@@ -99,7 +100,7 @@ def all_cases() -> list[Case]:
     """Every line of the table, in order."""
     files = (
         last_layer, full_last_layer, all_layers, fixed_costs, subnetwork, sampled, evidence, tuning, backends,
-        wide_layers, truncated, adapters, several_processes, memory, importing,
+        wide_layers, truncated, adapters, matrix_free, several_processes, memory, importing,
     )  # fmt: skip
     return [case for file in files for case in file.cases()]
 

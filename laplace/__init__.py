@@ -27,6 +27,11 @@ from laplace.function_space import (  # noqa: E402
     LLVaLLA,
     VaLLA,
 )
+from laplace.matrix_free import (  # noqa: E402
+    MatrixFreeLaplace,
+    MatrixFreeLLLaplace,
+    MatrixFreeSubnetLaplace,
+)
 from laplace.mixture import MixtureLaplace  # noqa: E402
 from laplace.named import (  # noqa: E402
     BlockLaplace,
@@ -95,6 +100,9 @@ __all__ = [
     "LowRankLLLaplace",
     "LowRankLaplace",
     "LowRankSubnetLaplace",
+    "MatrixFreeLLLaplace",
+    "MatrixFreeLaplace",
+    "MatrixFreeSubnetLaplace",
     "MixtureLaplace",
     "ParametricLaplace",
     "PredType",

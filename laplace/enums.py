@@ -29,6 +29,7 @@ class HessianStructure(_Name):
     BLOCK = "block"
     EKFAC = "ekfac"
     LOWRANK_KRON = "lowrank_kron"
+    MATRIX_FREE = "matrix_free"
     GP = "gp"
 
 
@@ -75,6 +76,7 @@ class TuningMethod(_Name):
     MARGLIK = "marglik"
     GRIDSEARCH = "gridsearch"
     CV = "CV"
+    EM = "em"
 
 
 class PriorStructure(_Name):

@@ -77,8 +77,8 @@ def Laplace(
         model: The trained network.
         likelihood: A name in `laplace.likelihoods.LIKELIHOODS`, e.g. `"classification"`, or a likelihood object.
         subset_of_weights: `"all"`, `"last_layer"` or `"subnetwork"`; or a name in `laplace.weights.WEIGHTS`.
-        hessian_structure: `"full"`, `"block"`, `"kron"`, `"ekfac"`, `"diag"`, `"lowrank"`, `"lowrank_kron"` or `"gp"`;
-            or a name in `laplace.structures.STRUCTURES`.
+        hessian_structure: `"full"`, `"block"`, `"kron"`, `"ekfac"`, `"diag"`, `"lowrank"`, `"lowrank_kron"`,
+            `"matrix_free"` or `"gp"`; or a name in `laplace.structures.STRUCTURES`.
         *args: Positional arguments of the class.
         functional_approximation: Which function-space posterior `hessian_structure="gp"` stands for.
         **kwargs: Keyword arguments of the class.

@@ -14,7 +14,7 @@ from laplace.core.batch import Inputs
 from laplace.core.gaussian import Gaussian
 from laplace.core.hyperparameters import check_counts
 from laplace.core.output_choice import Given, OutputChoice
-from laplace.core.random_numbers import check_generator, standard_normal
+from laplace.core.random_numbers import check_generator
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.jacobian.jacobian import Jacobian
@@ -200,7 +200,7 @@ class Predicting(OutputSampling):
         posterior = self._predictor.posterior
         with torch.set_grad_enabled(posterior.keeps_graph), own_precision():
             precision, mean = precision_before(posterior, "sample"), posterior.mean
-            samples = drawn(mean, precision, standard_normal((n_samples, len(mean)), mean, generator))
+            samples = drawn(mean, precision, n_samples, generator)
             embedded = posterior.weights.embed(samples)
             if embedded is not samples:
                 posterior.check_unchanged()

@@ -362,7 +362,7 @@ def test_a_link_without_meaning() -> None:
 
 
 BAD_TUNING: list[tuple[dict[str, Any], str]] = [
-    ({"method": "magic"}, "'marglik', 'gridsearch' and 'CV'"),
+    ({"method": "magic"}, "'marglik', 'gridsearch', 'CV' and 'em'"),
     ({"method": "gridsearch"}, "val_loader"),
     ({"method": "CV"}, "val_loader"),
     ({"method": "gridsearch", "val_loader": grid.batches(), "prior_structure": "blocks"}, "layerwise"),

@@ -20,6 +20,7 @@ from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.logits import require_logits
+from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.likelihoods.recovered import Loss, recovered_targets
 from laplace.network.next_token import TargetRules, TargetsAsGiven
 from laplace.weights.problem import Problem
@@ -101,6 +102,41 @@ class Basis(Protocol):
 
     def project(self, block: Block) -> Block:
         """A Jacobian block in this basis."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class OutputCurvature:
+    """Curvature of the loss with respect to the outputs of a batch.
+
+    Attributes:
+        hessian: Λ of every row.
+        n_positions: Rows of a datum; 1 of outputs without positions.
+    """
+
+    hessian: OutputHessian
+    n_positions: int
+
+
+class LinearMap(Protocol):
+    """The outputs of a batch as a linear function of the random entries, J, and its transpose."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that it holds, about."""
+        ...
+
+    @property
+    def is_lasting(self) -> bool:
+        """True of numbers, which are worth their memory; False of a graph, which holds activations several times."""
+        ...
+
+    def push(self, vectors: Tensor) -> Tensor:
+        """J v, `[R, B, C]`, of v `[R, P]`."""
+        ...
+
+    def add_pull(self, cotangents: Tensor, total: Tensor) -> None:
+        """Adds Jᵀ u of u `[R, B, C]` to `[R, P]`, in place."""
         ...
 
 
@@ -205,6 +241,19 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         """
         raise self._refusal("matmul")
 
+    def output_curvature(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, OutputCurvature]:
+        """Λ of a batch, with unit curvature Σ Jᵀ Λ J."""
+        raise self._refusal("output_curvature")
+
+    def linear_map(self, x: Inputs, *, multiplied_out: bool = False) -> LinearMap:
+        """The outputs of a batch as a linear function of the random entries; it outlives the call.
+
+        Args:
+            x: Inputs.
+            multiplied_out: Whether J may be held, where it takes no factors.
+        """
+        raise self._refusal("linear_map")
+
     def jacobian(
         self, x: Inputs, *, create_graph: bool = False, choice: OutputChoice | None = None
     ) -> Generator[tuple[Jacobian, Tensor]]:
@@ -252,7 +301,8 @@ Groups = tuple[tuple[int, ...], ...]
 """Indices of the random parameters whose entries share a dense block."""
 
 _NEEDED_BY = {"blocks": "block", "matmul": "lowrank", "diag in a basis": "ekfac", "jacobian": "any"} | {
-    name: name for name in ("diag", "kron", "full")
+    **{name: name for name in ("diag", "kron", "full")},
+    **dict.fromkeys(("output_curvature", "linear_map"), "matrix_free"),
 }
 
 

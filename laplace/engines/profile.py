@@ -34,6 +34,7 @@ class BatchProfile:
         backward: Seconds of one cotangent's backward pass, or NaN.
         rate: Multiplications with an addition per second, in matrix products, or NaN.
         n_batches: Batches that a fit reads, or None if their number is unknown.
+        inputs: Bytes of the inputs.
     """
 
     layout: Layout
@@ -54,6 +55,7 @@ class BatchProfile:
     backward: float = nan
     rate: float = nan
     n_batches: int | None = None
+    inputs: int = 0
 
     @classmethod
     def least(cls, layout: Layout, *, n_columns: int, itemsize: int, product_budget: int, loop: bool) -> BatchProfile:

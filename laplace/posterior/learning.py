@@ -99,7 +99,7 @@ def measured(
         InvalidArgument: A hyper-parameter's length does not fit the random parameters or the outputs, or the
             structure reads the data several times and the loader can be read only once.
         ProcessError: Another process failed, or its network, data or settings do not fit to this one's.
-        UnsupportedError: Several processes, of a subset of the data or with a user's own hooks.
+        UnsupportedError: Several processes, of a subset of the data, with a user's own hooks or products.
     """
     posterior = with_backend_loss(posterior)
     choices, model = posterior.choices, posterior.model
@@ -108,8 +108,10 @@ def measured(
     hooked = posterior.overrides(*FITTING)
     if processes is None:
         fitting.warn_of_shards()
-    elif hooked or subset is not None:
-        raise _of_one_process(subset)
+    else:
+        require_held(posterior, "group=, of which each process has a shard,")
+        if hooked or subset is not None:
+            raise _of_one_process(subset)
     with autograd_mode(), torch.no_grad(), same_random_state(model), bars(progress_bar):
         if hooked:
             n_data = number_of_data(train_loader, choices.dict_key_y) if subset is None else subset.size
@@ -170,6 +172,23 @@ def _started(
     x, y, train_loader = begun
     with named("batch 0"):
         return Started(discovered(posterior, x, y), train_loader, (x, y))
+
+
+def require_held(posterior: Posterior, what: str) -> None:
+    """Refuses a structure whose curvature is not held, but asked of the network at the fit.
+
+    Args:
+        posterior: Of the structure.
+        what: What takes curvature that is held, for the message.
+
+    Raises:
+        UnsupportedError: It is.
+    """
+    if posterior.choices.structure.asks_network:
+        raise UnsupportedError(
+            f"{what} with hessian_structure={posterior.choices.structure.name!r}, which asks the network of the fit, "
+            "as it was, for products with all of the data; use 'kron', 'diag' or 'full', whose curvature is held."
+        )
 
 
 def _of_one_process(subset: Subset | None) -> UnsupportedError:

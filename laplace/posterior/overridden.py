@@ -188,6 +188,9 @@ class UsersPrecision(Precision):
     def sample(self, noise: Tensor) -> Tensor:
         return self.precision.sample(noise)
 
+    def n_noise(self, n_params: int) -> int:
+        return self.precision.n_noise(n_params)
+
     def diagonal_of_inverse(self) -> Tensor:
         return self.precision.diagonal_of_inverse()
 

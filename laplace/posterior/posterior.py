@@ -257,9 +257,22 @@ class Posterior:
             kind=self.choices.backend_cls.kind,
             sigma_noise=self.hypers.sigma_noise,
             temperature=self.hypers.temperature,
-            options=self.choices.precision_options,
+            options=self._precision_options,
             distance=self.derived.distance,
         )
+
+    @property
+    def _precision_options(self) -> dict[str, Any]:
+        """Options of the structure's precisions; of one that asks the network, which must be as it was, its engine.
+
+        Raises:
+            ModelChangedError: It is not.
+        """
+        options = self.choices.precision_options
+        if not self.choices.structure.asks_network:
+            return options
+        self.check_unchanged()
+        return options | {"engine": self.engine}
 
     def log_evidence(self) -> Tensor:
         """Log p(D), 0-dim, with its graph, by a user's own terms where there are any."""

@@ -14,7 +14,7 @@ from laplace.core.batch import Inputs
 from laplace.core.output_choice import OutputChoice
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
 from laplace.core.positions import in_users_layout, unrolled
-from laplace.core.random_numbers import drawn_seed, standard_normal
+from laplace.core.random_numbers import drawn_seed
 from laplace.enums import PredType
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.posterior import own_outputs
@@ -219,7 +219,7 @@ def sampler(posterior: Posterior) -> Callable[[int, torch.Generator | None], Ten
     if posterior.overrides("sample"):
         return partial(own_outputs.users_samples, posterior)
     precision, mean = precision_before(posterior, "sample"), posterior.mean
-    return lambda n, generator: drawn(mean, precision, standard_normal((n, len(mean)), mean, generator))
+    return lambda n, generator: drawn(mean, precision, n, generator)
 
 
 def precision_before(posterior: Posterior, name: str) -> Precision:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,65 +13,12 @@ from laplace.core.checks import named
 from laplace.core.positions import require_none
 from laplace.core.precision_policy import widened
 from laplace.engines.native.engine import NativeEngine
-from laplace.engines.native.products import Linearised, add_rows
+from laplace.engines.native.linear_maps import GraphMap, HeadMap
 from laplace.errors import InvalidData
 from laplace.network import next_token
 
 KEPT_BYTES = 2**28
 """Bytes of graphs or features that are kept from one product to the next: fixed, as results must not depend on it."""
-
-
-@dataclass(frozen=True, eq=False)
-class HeadMap:
-    """J = I ⊗ [φ, 1] of a last layer, held as its features.
-
-    Attributes:
-        features: φ, `[B, D]`.
-        places: Place of every (output, feature) in the vector of weights, `[C, D]`.
-    """
-
-    features: Tensor
-    places: Tensor
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the features."""
-        return self.features.numel() * self.features.element_size()
-
-    def push(self, vector: Tensor) -> Tensor:
-        """J v, `[B, C]`, of v `[P]`."""
-        return self.features @ vector[self.places].T
-
-    def pull(self, cotangents: Tensor) -> Tensor:
-        """Jᵀ u, `[P]`, of u `[B, C]`."""
-        pulled = cotangents.new_zeros(self.places.numel())
-        return pulled.index_copy(0, self.places.flatten(), (cotangents.T @ self.features).flatten())
-
-
-@dataclass(frozen=True)
-class GraphMap:
-    """J of any network, as a graph that is differentiated in both directions.
-
-    Attributes:
-        linear: The graph.
-    """
-
-    linear: Linearised
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the graph, about."""
-        return self.linear.n_bytes
-
-    def push(self, vector: Tensor) -> Tensor:
-        """J v, `[B, C]`, of v `[P]`."""
-        return self.linear.push(vector.unsqueeze(0))[0].to(vector)
-
-    def pull(self, cotangents: Tensor) -> Tensor:
-        """Jᵀ u, `[P]`, of u `[B, C]`."""
-        rows = self.linear.f.new_zeros(1, self.linear.problem.layout.n_params)
-        add_rows(self.linear.problem, self.linear.pull(cotangents.unsqueeze(0)), rows)
-        return rows[0].to(cotangents)
 
 
 class LinearBatch:
@@ -106,7 +52,7 @@ class LinearBatch:
         linear = self.engine.linear(self.x)
         require_none(tuple(linear.f.shape[1:-1]), "a refinement")
         self._outputs = linear.f
-        return GraphMap(linear)
+        return GraphMap(linear, linear.f.shape[-1])
 
     @property
     def linear(self) -> HeadMap | GraphMap:
@@ -150,17 +96,19 @@ class LinearData:
 
     def push(self, vector: Tensor) -> list[Tensor]:
         """J v of every batch, `[B, C]` each."""
-        return [batch.linear.push(vector) for batch in self.batches]
+        return [batch.linear.push(vector.unsqueeze(0))[0] for batch in self.batches]
 
     def pull(self, cotangents: Sequence[Tensor]) -> Tensor:
         """Σ Jᵀ u over batches, `[P]`."""
-        parts = [batch.linear.pull(u) for batch, u in zip(self.batches, cotangents, strict=True)]
-        return torch.stack(parts).sum(0)
+        total = cotangents[0].new_zeros(1, self.engine.problem.layout.n_params)
+        for batch, u in zip(self.batches, cotangents, strict=True):
+            batch.linear.add_pull(u.unsqueeze(0), total)
+        return total[0]
 
     def curvature_product(self, inner: Sequence[Any], scale: Tensor, vector: Tensor) -> Tensor:
         """Σ Jᵀ (scale · Λ) J v, `[P]`, with an output Hessian per batch; one map per batch serves both directions."""
-        total = torch.zeros_like(vector)
+        total = torch.zeros_like(vector).unsqueeze(0)
         for batch, hessian in zip(self.batches, inner, strict=True):
             linear = batch.linear
-            total = total + linear.pull(scale * hessian.times(linear.push(vector)))
-        return total
+            linear.add_pull(scale * hessian.times(linear.push(vector.unsqueeze(0))), total)
+        return total[0]

@@ -11,6 +11,8 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from laplace.core.conjugate_gradients import solve
+
 _T = TypeVar("_T")
 
 _MAX_PRODUCTS = 500
@@ -78,9 +80,8 @@ def minimise(
         for _ in range(max_steps):
             if distance <= tolerance:
                 break
-            direction = conjugate_gradients(
-                function.hessian_at(at), -gradient, precondition, relative=min(1e-2, max(0.1 * tolerance, distance))
-            )
+            relative = min(1e-2, max(0.1 * tolerance, distance))
+            direction = _solved(function.hessian_at(at), -gradient, precondition, relative)
             slope = float(gradient @ direction)
             step = backtracked(partial(_stepped, function, at, direction), values[-1], slope)
             bar.update()
@@ -91,6 +92,17 @@ def minimise(
             gradient = function.gradient(at)
             distance = _norm(gradient, precondition(gradient))
     return Minimum(at, tuple(values), distance, distance <= tolerance)
+
+
+def _solved(
+    product: Callable[[Tensor], Tensor], right: Tensor, precondition: Callable[[Tensor], Tensor], relative: float
+) -> Tensor:
+    """H⁻¹ r of r `[P]`, to a residual relative to r in the norm of the preconditioner."""
+    most = min(_MAX_PRODUCTS, 2 * len(right) + 10)
+    return solve(
+        lambda rows: product(rows[0]).unsqueeze(0), right.unsqueeze(0), lambda rows: precondition(rows[0]).unsqueeze(0),
+        relative=relative, max_iterations=most, verified=False,
+    ).x[0]  # fmt: skip
 
 
 def _stepped(function: Convex, at: Tensor, direction: Tensor, step: float) -> tuple[Tensor, float]:
@@ -118,37 +130,3 @@ def backtracked(attempt: Callable[[float], tuple[_T, float]], value: float, slop
             return reached
         step /= 2
     return None
-
-
-def conjugate_gradients(
-    product: Callable[[Tensor], Tensor],
-    right: Tensor,
-    precondition: Callable[[Tensor], Tensor],
-    *,
-    relative: float,
-    max_products: int = _MAX_PRODUCTS,
-) -> Tensor:
-    """Solves H d = r for positive definite H, `[P]` (Hestenes and Stiefel, 1952).
-
-    Args:
-        product: H v.
-        right: r.
-        precondition: M v, M close to H⁻¹.
-        relative: It ends where √(rᵀ M r) of the residual is this share of that of r.
-        max_products: Products with H.
-    """
-    solution, residual = right.new_zeros(right.shape), right
-    image = precondition(residual)
-    direction, size = image, float(residual @ image)
-    goal = relative**2 * size
-    for _ in range(min(max_products, 2 * len(right) + 10)):
-        if size <= goal or size == 0:
-            break
-        curved = product(direction)
-        step = size / float(direction @ curved)
-        solution = solution + step * direction
-        residual = residual - step * curved
-        image = precondition(residual)
-        former, size = size, float(residual @ image)
-        direction = image + size / former * direction
-    return solution

@@ -11,6 +11,7 @@ from laplace.structures.full import FullCurvature
 from laplace.structures.kron import KronCurvature
 from laplace.structures.low_rank import LowRankCurvature
 from laplace.structures.lowrank_kron import LowRankKronCurvature
+from laplace.structures.matrix_free import MatrixFreeCurvature
 from laplace.structures.precision import Precision
 
 STRUCTURES: Registry[type[Curvature]] = Registry("hessian_structure")
@@ -21,6 +22,7 @@ STRUCTURES.register("block")(BlockCurvature)
 STRUCTURES.register("lowrank")(LowRankCurvature)
 STRUCTURES.register("ekfac")(EkfacCurvature)
 STRUCTURES.register("lowrank_kron")(LowRankKronCurvature)
+STRUCTURES.register("matrix_free")(MatrixFreeCurvature)
 
 __all__ = [
     "STRUCTURES",
@@ -35,6 +37,7 @@ __all__ = [
     "KronCurvature",
     "LowRankCurvature",
     "LowRankKronCurvature",
+    "MatrixFreeCurvature",
     "Precision",
     "PrecisionFromDense",
 ]

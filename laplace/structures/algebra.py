@@ -347,6 +347,11 @@ class Recent(Generic[T]):
     def __init__(self) -> None:
         self._last: tuple[Any, T] | None = None
 
+    @property
+    def value(self) -> T | None:
+        """The value that was computed last; None before."""
+        return None if self._last is None else self._last[1]
+
     def __call__(self, key: Any, compute: Callable[[], T]) -> T:
         """The value of a key, computed unless it is the last one's.
 

@@ -167,6 +167,7 @@ class Curvature(ABC):
         by_hand: Form in which users assign it and sum it up themselves; None where they cannot.
         separation: How it is taken apart by tensors; None where they are coupled.
         is_wide: Whether its sums are float64 whatever the dtype of the posterior, in which `la.H` shows them.
+        asks_network: Whether its precisions ask the network of the fit for products: they take an `engine` then.
     """
 
     name: str
@@ -182,6 +183,7 @@ class Curvature(ABC):
     by_hand: ByHand | None = None
     separation: Separation[Any] | None = None
     is_wide: bool = False
+    asks_network: bool = False
 
     # Before data are read.
 

@@ -213,6 +213,10 @@ class KronPrecision(Precision):
             lambda i, block: self._posterior[i].covariance(block, wide=jacobian.wide)
         )
 
+    def solve(self, vectors: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.bmm(vectors, exponent=-1)
+
     def sample(self, noise: Tensor) -> Tensor:
         """P^(−1/2) ε with the symmetric root."""
         return self.bmm(noise, exponent=-0.5)

@@ -226,6 +226,14 @@ class LowRankPrecision(Precision):
         inside = (noise * deviations) @ basis.T
         return (noise + (inside @ shrunk.to(inside)) @ basis * deviations) * deviations
 
+    def solve(self, vectors: Tensor) -> Tensor:
+        with torch.no_grad():
+            thetas, rotation = self._solved.thetas, self._solved.rotation
+            shrunk = -(rotation.T * (thetas / (1 + thetas))) @ rotation
+            basis, variances = self.subspace.basis, self._deviations.square()
+            scaled = vectors * variances
+            return ((scaled @ basis.T @ shrunk.to(scaled)) @ basis).mul_(variances).add_(scaled)
+
     def diagonal_of_inverse(self) -> Tensor:
         thetas, rotation = self._solved.thetas, self._solved.rotation
         inverse = widened(self._deviations).square()

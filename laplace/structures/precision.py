@@ -89,6 +89,10 @@ class Precision(ABC):
         del x
         return of(self)
 
+    def n_noise(self, n_params: int) -> int:
+        """Standard normal numbers that a sample of so many weights takes: as many, unless a structure needs more."""
+        return n_params
+
     # Moments.
 
     @abstractmethod

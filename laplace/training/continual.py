@@ -34,7 +34,7 @@ from laplace.network import next_token
 from laplace.network.misfits import called
 from laplace.network.model_guard import autograd_mode, flags_put_back
 from laplace.parametric import ParametricLaplace
-from laplace.posterior.learning import call_of, measured
+from laplace.posterior.learning import call_of, measured, require_held
 from laplace.structures.base import Precision
 from laplace.training.online import check_step_size
 from laplace.tuning.optimise import minimise
@@ -57,7 +57,9 @@ def quadratic_penalty(la: ParametricLaplace, theta: Tensor | None = None) -> Ten
 
     Raises:
         NotFittedError: The last layer is not known yet.
+        UnsupportedError: Curvature that is known by products at the former weights alone.
     """
+    require_held(la.snapshot(), "a penalty on weights that train on")
     theta = _random_weights(la) if theta is None else theta
     if not la.is_fitted:
         return 0.5 * la.prior.quad(theta)

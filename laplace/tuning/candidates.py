@@ -13,7 +13,6 @@ from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
 from laplace.core.positions import rows_of
-from laplace.core.random_numbers import standard_normal
 from laplace.engines.outputs import outputs
 from laplace.enums import PredType
 from laplace.errors import CurvatureError
@@ -188,7 +187,7 @@ class Candidates:
         if posterior.overrides("sample", *POSTERIOR):
             weights = sampler(posterior)(n_samples, draws)
         else:
-            weights = drawn(mean, posterior.evidence.precision, standard_normal((n_samples, len(mean)), mean, draws))
+            weights = drawn(mean, posterior.evidence.precision, n_samples, draws)
         if len(self.settings) * weights.numel() * weights.element_size() <= 8 * CHUNK_BYTES:
             self._weights[i] = weights
         return weights

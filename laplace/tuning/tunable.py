@@ -27,6 +27,7 @@ from laplace.tuning.choose import (
     prior_on_grid,
     report,
 )
+from laplace.tuning.fixed_point import prior_by_fixed_point
 from laplace.tuning.grid import make_axes
 from laplace.tuning.group import PosteriorGroup
 from laplace.tuning.objectives import make_objective
@@ -83,12 +84,13 @@ class Tunable(ABC):
 
         `method="marglik"` maximises the log evidence by Adam on log δ and keeps the best value seen.
         `method="gridsearch"` (the paper's `"CV"`) minimises a validation loss over scalar candidates
-        `base^min … base^max`; the network runs once over the validation data.
+        `base^min … base^max`; the network runs once over the validation data. `method="em"` looks for the δ at which
+        the gradient of the evidence vanishes, by its fixed point δ ← γ / ‖θ* − μ₀‖²: in few steps, without step sizes.
 
         Args:
             pred_type: Predictive of the grid search.
-            method: `"marglik"`, `"gridsearch"` or `"CV"`.
-            n_steps: Steps of Adam.
+            method: `"marglik"`, `"gridsearch"`, `"CV"` or `"em"`.
+            n_steps: Steps of Adam, or of the fixed point at most.
             lr: Its step size on log δ.
             init_prior_prec: Where Adam starts; a vector keeps its structure.
             prior_structure: `"scalar"`, `"layerwise"` or `"diag"`.
@@ -130,8 +132,12 @@ class Tunable(ABC):
                 predictive = Predictive(str(pred_type), str(link_approx), n_samples, generator)
                 scored = ValidationLoss(make_objective(loss, posteriors.likelihood), data, predictive)
                 result = prior_on_grid(posteriors, values, structure, scored)
+            elif method == TuningMethod.EM:
+                result = prior_by_fixed_point(
+                    posteriors, init_prior_prec, structure, n_steps, progress_bar=progress_bar
+                )
             else:
-                raise InvalidArgument(f"method={str(method)!r}; accepted are 'marglik', 'gridsearch' and 'CV'.")
+                raise InvalidArgument(f"method={str(method)!r}; accepted are 'marglik', 'gridsearch', 'CV' and 'em'.")
         report(result)
         self._take_over(posteriors.assigned(prior_precision=result.prior_precision))
         if verbose:

@@ -129,6 +129,7 @@ class Case:
 KEPT: dict[str, Callable[[Case, Tensor], Tensor]] = {
     "full": lambda case, dense: dense,
     "lowrank": lambda case, dense: dense,
+    "matrix_free": lambda case, dense: dense,
     "diag": lambda case, dense: torch.diag(dense.diagonal()),
     "block": lambda case, dense: dense * (case.layer_of[:, None] == case.layer_of),
 }
@@ -298,7 +299,9 @@ def own_dense(la: ParametricLaplace, scale: Tensor | None = None) -> Tensor:
     one = torch.ones(1, dtype=torch.float64)
     prior = GaussianPrior(one, torch.zeros((), dtype=torch.float64), la.problem.layout)
     weights = one.expand(fitted.n_terms) if scale is None else scale
-    return fitted.precision(weights, prior).to_dense() - torch.eye(la.problem.layout.n_params, dtype=torch.float64)
+    engine = la.snapshot().engine  # of curvature that is known by products
+    precision = fitted.precision(weights, prior, engine=engine)
+    return precision.to_dense() - torch.eye(la.problem.layout.n_params, dtype=torch.float64)
 
 
 def drawn(case: Case | Problem, what: str, *shape: int) -> Tensor:

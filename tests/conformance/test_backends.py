@@ -62,7 +62,14 @@ def test_primitives_equal_the_dense_truth(backend: Backend, case: Case) -> None:
         assert_close(actual, expected(backend.kind, primitive, case), "backend", label=primitive)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_products_with_held_data_are_native(name: str) -> None:
+    case = Case(catalogue.get("mlp_classification"), "matrix_free", "all")
+    with pytest.raises(UnsupportedError, match=rf"{name}.*output_curvature.*matrix_free.*NativeGGN"):
+        case.build(backend=BACKENDS[name].cls).fit(case.problem.batches(4))
+
+
+@pytest.mark.parametrize("structure", [name for name in STRUCTURES if name != "matrix_free"])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_structures_equal_the_native_ones(name: str, structure: str) -> None:
     backend = BACKENDS[name]

@@ -38,6 +38,7 @@ SHARDS = {"uneven": [(0, 12), (12, 23)], "one without data": [(0, 4), (4, 4), (4
 BACKENDS: dict[str, Any] = {"ggn": NativeGGN, "ef": NativeEF, "hessian": NativeHessian}
 CELLS = [
     (weights, structure, "ggn") for weights in ("all", "last_layer", "subnetwork") for structure in STRUCTURES
+    if not STRUCTURES[structure].asks_network
 ] + [("all", structure, kind) for structure in ("full", "kron", "diag") for kind in ("ef", "hessian")
      if (structure, kind) != ("kron", "hessian")]  # fmt: skip
 
@@ -445,6 +446,13 @@ def lightning_trains_with_two_devices(rank: int) -> None:
     assert torch.equal(*both)
 
 
+def products_are_of_one_process(rank: int) -> None:
+    """Before any data are read."""
+    la = make("all", "matrix_free")
+    with pytest.raises(UnsupportedError, match=r"group=.*matrix_free.*'kron'"):
+        la.fit(batches(12 * rank, 12), group=distributed.group.WORLD)
+
+
 def the_trainer_ends_with_the_posterior_of_all_data(rank: int) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -484,7 +492,7 @@ def the_trainer_ends_with_the_posterior_of_all_data(rank: int) -> None:
 
 
 CHECKS = [
-    adds_and_forgets, padded_data_count_once, wrapped_models_are_unwrapped, sampled_targets_differ,
+    products_are_of_one_process, adds_and_forgets, padded_data_count_once, wrapped_models_are_unwrapped, sampled_targets_differ,
     errors_reach_all_processes, interrupted_fits_go_on, mixtures_pass_the_group_on,
     collectives_are_few, grids_are_of_all_validation_data,
     training_follows_the_evidence_of_all_data,

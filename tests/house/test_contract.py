@@ -42,6 +42,9 @@ from laplace import (
     LowRankLaplace,
     LowRankLLLaplace,
     LowRankSubnetLaplace,
+    MatrixFreeLaplace,
+    MatrixFreeLLLaplace,
+    MatrixFreeSubnetLaplace,
     ParametricLaplace,
     SubnetLaplace,
     SubsetOfWeights,
@@ -70,6 +73,7 @@ CONSTRUCTORS = {
     BlockLaplace: (f"{COMMON} {TAIL}", None),
     EkfacLaplace: (f"{COMMON} {TAIL}", None),
     LowRankKronLaplace: (f"{COMMON} {TAIL}", None),
+    MatrixFreeLaplace: (f"{COMMON} {TAIL}", None),
     FullLaplace: (f"{COMMON} backend_kwargs", "forward_fn structure_kwargs channel_dim"),
     KronLaplace: (f"{COMMON} damping {TAIL}", "forward_fn channel_dim"),
     LowRankLaplace: (
@@ -82,6 +86,7 @@ CONSTRUCTORS = {
     BlockLLLaplace: (f"{LAST} {TAIL}", "forward_fn structure_kwargs channel_dim"),
     EkfacLLLaplace: (f"{LAST} {TAIL}", "forward_fn structure_kwargs channel_dim"),
     LowRankKronLLLaplace: (f"{LAST} {TAIL}", "forward_fn structure_kwargs channel_dim"),
+    MatrixFreeLLLaplace: (f"{LAST} {TAIL}", "forward_fn structure_kwargs channel_dim"),
     KronLLLaplace: (f"{LAST} damping {TAIL}", "forward_fn channel_dim"),
     LowRankLLLaplace: (f"{LAST} {TAIL}", "forward_fn structure_kwargs channel_dim"),
     FunctionalLaplace: (
@@ -118,6 +123,10 @@ CONSTRUCTORS = {
         "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs channel_dim",
     ),
     EkfacSubnetLaplace: (
+        SUBNET,
+        "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs channel_dim",
+    ),
+    MatrixFreeSubnetLaplace: (
         SUBNET,
         "enable_backprop dict_key_x dict_key_y damping forward_fn structure_kwargs channel_dim",
     ),
@@ -166,6 +175,9 @@ CONCRETE = {
     ("all", "lowrank_kron"): LowRankKronLaplace,
     ("last_layer", "lowrank_kron"): LowRankKronLLLaplace,
     ("subnetwork", "lowrank_kron"): LowRankKronSubnetLaplace,
+    ("all", "matrix_free"): MatrixFreeLaplace,
+    ("last_layer", "matrix_free"): MatrixFreeLLLaplace,
+    ("subnetwork", "matrix_free"): MatrixFreeSubnetLaplace,
 }
 
 
@@ -465,12 +477,12 @@ def test_one_object_behind_every_path() -> None:
 
 ENUM_VALUES = {
     SubsetOfWeights: "all last_layer subnetwork",
-    HessianStructure: "full kron diag lowrank block ekfac lowrank_kron gp",
+    HessianStructure: "full kron diag lowrank block ekfac lowrank_kron matrix_free gp",
     laplace.FunctionalApproximation: "sod nystrom variational",
     Likelihood: "regression classification reward_modeling bernoulli poisson heteroscedastic",
     PredType: "glm nn gp",
     LinkApprox: "mc probit bridge bridge_norm delta",
-    TuningMethod: "marglik gridsearch CV",
+    TuningMethod: "marglik gridsearch CV em",
     PriorStructure: "scalar diag layerwise",
     FeatureReduction: "pick_first pick_last average",
 }

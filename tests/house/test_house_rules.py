@@ -56,6 +56,7 @@ LONG_FUNCTIONS = {
 
 # Classes that have more public methods, and why.
 LONG_CLASSES = {
+    "engines/engine.py:CurvatureEngine": "a primitive for every structure, and its sum in place",
     "jacobian/heads.py:HeadBlock": "a block that knows all of its operations by factors",
     "jacobian/index.py:IndexBlock": "a block that knows all of its operations by factors",
     "jacobian/outer.py:OuterBlock": "a block that knows all of its operations by factors",
@@ -144,7 +145,7 @@ DEFAULTS = {
     ),
     "structures/precision.py:Precision": Defaults(
         "moments and determinants follow from each other, and some know them more directly; processes have shares",
-        {"covariance", "logdet", "product", "public", "scale", "summed"},
+        {"covariance", "logdet", "product", "public", "scale", "solve", "summed"},
     ),
     "tuning/tunable.py:Tunable": Defaults(
         "posteriors over functions have another default predictive, and its name",

@@ -13,7 +13,9 @@ from laplace.structures.draws import drawn
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("structure", ["full", "block", "kron", "ekfac", "diag", "lowrank", "lowrank_kron"])
+@pytest.mark.parametrize(
+    "structure", ["full", "block", "kron", "ekfac", "diag", "lowrank", "lowrank_kron", "matrix_free"]
+)
 def test_parts_make_no_difference(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
@@ -39,4 +41,4 @@ def test_no_sample() -> None:
     la = Laplace(nn.Sequential(nn.Linear(3, 3)), "classification", "all", "diag")
     la.fit([(X.float(), torch.arange(12) % 3)])
     precision = la.snapshot().precision()
-    assert drawn(la.mean, precision, torch.empty(0, len(la.mean))).shape == (0, len(la.mean))
+    assert drawn(la.mean, precision, 0, None).shape == (0, len(la.mean))

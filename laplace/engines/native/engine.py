@@ -14,9 +14,10 @@ from laplace.core.batch import Inputs
 from laplace.core.memory import DATUM, POSITION, in_slices, ran_out
 from laplace.core.output_choice import OutputChoice
 from laplace.core.positions import target_rows
-from laplace.engines.engine import BatchSummary, CurvatureEngine, EngineOptions, detached
+from laplace.engines.engine import BatchSummary, CurvatureEngine, EngineOptions, LinearMap, detached
 from laplace.engines.native.autograd import prefers_loop
 from laplace.engines.native.capture import Capture, record
+from laplace.engines.native.linear_maps import DenseMap, GraphMap, HeadMap
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.native.plan import Plan, make_plan, unused_still
 from laplace.engines.native.products import Linearised
@@ -33,6 +34,9 @@ _MAX_PLANS = 64
 
 _CACHED = 2**26
 """Bytes that vectors hold at once on a CPU, where larger passes are slower than several small ones."""
+
+_MOST_AT_ONCE = 1024
+"""Vectors that go through one pass at most, whatever the memory budget."""
 
 _COPIES = 4
 """Activations that a vector holds on its way through a pass that is differentiated twice."""
@@ -315,6 +319,27 @@ class NativeEngine(CurvatureEngine):
         """The outputs of a batch as a linear function of the random entries, which outlives the call."""
         with torch.inference_mode(False), preserve_model(self.problem.module):
             return Linearised(self.problem, self._differentiable(x))
+
+    def linear_map(self, x: Inputs, *, multiplied_out: bool = False) -> LinearMap:
+        if self.problem.head is not None:
+            parts = list(self.jacobian(x))
+            if parts and all(jacobian.is_head for jacobian, _ in parts):
+                heads = [jacobian.head_features() for jacobian, _ in parts]
+                return HeadMap(torch.cat([phi for phi, _ in heads]).to(self.dtype), heads[0][1])
+        if multiplied_out:
+            return self._multiplied_out(x)
+        with torch.inference_mode(False), preserve_model(self.problem.module):
+            capture = self._differentiable(x)
+            linear, n_outputs = Linearised(self.problem, capture), capture.rows.shape[1]
+            return GraphMap(linear, n_outputs, self.per_call(capture, _MOST_AT_ONCE))
+
+    def _multiplied_out(self, x: Inputs) -> DenseMap:
+        rows: list[Tensor] = []
+        n_outputs = 1
+        for jacobian, f in self.jacobian(x):
+            n_outputs = f.shape[1]
+            rows += [piece.flatten(0, 1).to(self.dtype) for piece in jacobian.pieces()]
+        return DenseMap(torch.cat(rows), n_outputs)
 
     def per_call(self, capture: Capture, count: int) -> int:
         """Number of vectors, of `count`, that go through one vectorised pass within the memory budget."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from laplace.core.batch import Inputs
 from laplace.core.memory import COTANGENT, VECTOR, in_slices
 from laplace.core.positions import rows_that_count
-from laplace.engines.engine import Bases, BatchSummary, Groups
+from laplace.engines.engine import Bases, BatchSummary, Groups, OutputCurvature
 from laplace.engines.kron_parts import KronParts, KronSketch, Probe
 from laplace.engines.native.accumulate import BlockSum, DiagSum, FullSum, KronSum, Origin
 from laplace.engines.native.columns import Columns, RowColumns
@@ -133,6 +133,16 @@ class OuterEngine(NativeEngine):
                 for part, pulled in in_slices(len(rows), step, product, VECTOR):
                     add_rows(self.problem, pulled, sums[part])
         return self.summary(f, y), total
+
+    def output_curvature(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, OutputCurvature]:
+        batch, y = self.observe(x, y)
+        hessian = self.output_hessian(batch.f, y)
+        if hessian is None:
+            columns = self.cotangents(batch.f, y)[:]
+            dense = torch.einsum("kbc,kbd->bcd", columns, columns)
+            hessian = OutputHessian(dense.diagonal(dim1=1, dim2=2), dense=dense)
+        n_positions = batch.capture.n_positions if batch.positions else 1
+        return self.summary(batch.f, y), OutputCurvature(hessian, n_positions)
 
     def _accumulate(
         self, batch: ForwardPass, y: Tensor, total: _Sum, heads: Mapping[int, Head], groups: Groups = ()

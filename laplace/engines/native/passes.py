@@ -185,6 +185,7 @@ class ForwardPass:
             n_outputs=self.f.shape[1], n_columns=n_columns, n_terms=n_terms, itemsize=self.dtype.itemsize,
             graph=0, widest=0, gradients=self.bytes_per_cotangent() // 2, budget=self.memory_budget,
             product_budget=product_budget, loop=self.capture.loop, refused=refused,
+            inputs=sum(tensor.nbytes for tensor in batches.tensors(self.x)),
         )  # fmt: skip
 
     def _shapes(self) -> tuple[TensorShape, ...]:

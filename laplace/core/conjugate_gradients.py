@@ -1,0 +1,221 @@
+"""Preconditioned conjugate gradients for many right-hand sides at once (Hestenes and Stiefel, 1952).
+
+Every right-hand side has steps of its own and leaves the product as soon as it is solved, so that its solution does not
+depend on its neighbours. The steps of one that starts at zero are also those of Lanczos (Golub and Van Loan, 2013,
+section 11.3): with A = M^½ P M^½ they give the matrix T that A is in the Krylov space of M^½ b,
+
+    T_jj = 1/α_j + β_{j−1}/α_{j−1},    T_{j,j+1} = √β_j / α_j.
+
+Five vectors are held per right-hand side (b, x, r, and the direction with its product or its image), beside what
+product and preconditioner pass through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace.core.precision_policy import widened
+
+Linear = Callable[[Tensor], Tensor]
+"""A linear function of vectors `[R, P]`, which gives new tensors of the same shape."""
+
+_RESTARTS = 3
+"""Times that a solution is corrected whose residual is not what the steps said."""
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """Step sizes of R right-hand sides, float64.
+
+    Attributes:
+        alphas: α, `[R, m]`; 1 where a right-hand side had been solved before.
+        betas: β, `[R, m]`; 0 there, and after the last step.
+    """
+
+    alphas: Tensor
+    betas: Tensor
+
+    def tridiagonal(self) -> Tensor:
+        """T, `[R, m, m]`, with the identity in the place of steps that were not made."""
+        diagonal = 1 / self.alphas
+        diagonal[:, 1:] += self.betas[:, :-1] / self.alphas[:, :-1]
+        beside = (self.betas[:, :-1].sqrt() / self.alphas[:, :-1]).diag_embed(1)
+        return diagonal.diag_embed() + beside + beside.mT
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """Solution of P x = b for R right-hand sides.
+
+    Attributes:
+        x: `[R, P]`.
+        residual: b − P x, `[R, P]`; None where it was not verified.
+        relative: √(rᵀ M r / bᵀ M b) of the residuals, `[R]`, float64; 0 where b is zero.
+        sizes: bᵀ M b, `[R]`, float64.
+        n_iterations: Products with blocks of vectors.
+        n_products: Products with single vectors.
+        steps: The steps from zero on.
+    """
+
+    x: Tensor
+    residual: Tensor | None
+    relative: Tensor
+    sizes: Tensor
+    n_iterations: int
+    n_products: int
+    steps: Steps
+
+
+def solve(
+    product: Linear, right: Tensor, precondition: Linear, *, relative: float, max_iterations: int, verified: bool = True
+) -> Solution:
+    """Solves P x = b for positive definite P and b `[R, P]`.
+
+    Args:
+        product: P v.
+        right: b, which is left as it is.
+        precondition: M v, M close to P⁻¹, positive definite.
+        relative: It ends where √(rᵀ M r) of every residual is this share of that of b: by about so much the solution is
+            wrong, in units of its own length √(xᵀ P x).
+        max_iterations: Products with blocks.
+        verified: Whether residuals are computed anew at the end, by one more product, and solutions corrected whose
+            residuals had drifted away by rounding; else those that the steps led to are given.
+    """
+    run = _Run(product, precondition, right)
+    run.descend(relative, max_iterations)
+    steps = run.steps()
+    for attempt in range(_RESTARTS + 1 if verified else 0):
+        former = run.relative
+        if not run.verify() or attempt == _RESTARTS or run.n_iterations >= max_iterations:
+            break
+        if not bool((run.relative > relative).any()) or (attempt and not bool((run.relative < 0.5 * former).any())):
+            break
+        run.descend(relative, max_iterations)
+    return Solution(
+        run.x, run.r if verified else None, run.relative, run.sizes, run.n_iterations, run.n_products, steps
+    )
+
+
+class _Run:
+    """Solutions with their residuals, as they change.
+
+    Args:
+        product: P v.
+        precondition: M v.
+        right: b, `[R, P]`.
+
+    Attributes:
+        x: Solutions, `[R, P]`.
+        r: Residuals of those that are not solved, or of all after they were verified, `[…, P]`.
+        sizes: bᵀ M b, `[R]`, float64.
+        squares: rᵀ M r, `[R]`, float64.
+    """
+
+    def __init__(self, product: Linear, precondition: Linear, right: Tensor) -> None:
+        self.product = product
+        self.precondition = precondition
+        self.right = right
+        self.x = torch.zeros_like(right)
+        self.r = right.clone()
+        self.directions = right[:0]
+        self.sizes = self.squares = dots(self.r, precondition(self.r))
+        self.n_iterations = self.n_products = 0
+        self._steps: list[tuple[list[int], Tensor, Tensor]] = []
+
+    @property
+    def relative(self) -> Tensor:
+        """√(rᵀ M r / bᵀ M b), `[R]`."""
+        return torch.where(self.sizes > 0, self.squares / self.sizes, torch.zeros_like(self.sizes)).sqrt()
+
+    def descend(self, relative: float, max_iterations: int) -> None:
+        """Steps from where the solutions are, until every residual is small enough.
+
+        Of those that are solved, residual and direction are let go.
+        """
+        goals = relative**2 * self.sizes
+        self.squares = self.squares.clone()
+        rows = list(range(len(self.x)))
+        left = self._unsolved(rows, goals)
+        self.directions = self.precondition(self.r).clone()  # what a preconditioner gives may be the residual itself
+        self._keep(rows, left)
+        while left and self.n_iterations < max_iterations:
+            rows = left
+            alphas = self._step(rows)
+            self._turn(rows, alphas)
+            made = [row for row, alpha in zip(rows, alphas.tolist(), strict=True) if alpha > 0]
+            left = self._unsolved(made, goals)
+            self._keep(rows, left)
+
+    def _keep(self, rows: list[int], left: list[int]) -> None:
+        """Residuals and directions of some of the rows that they are of, one after the other: two blocks at most."""
+        if len(left) < len(rows):
+            places = [rows.index(row) for row in left]
+            self.r = self.r[places]
+            self.directions = self.directions[places]
+
+    def _step(self, rows: list[int]) -> Tensor:
+        """Moves the solutions of some rows along their directions; returns α, `[len(rows)]`."""
+        products = self.product(self.directions)
+        self.n_iterations, self.n_products = self.n_iterations + 1, self.n_products + len(rows)
+        curved = dots(self.directions, products)
+        alphas = self.squares[rows] / curved
+        alphas = torch.where(curved > 0, alphas, torch.zeros_like(alphas))  # rounding is all that is left
+        factors = alphas.to(self.x).unsqueeze(1)
+        self.r.sub_(products.mul_(factors))
+        del products
+        if len(rows) == len(self.x):
+            self.x.addcmul_(self.directions, factors)
+        else:
+            self.x.index_add_(0, torch.tensor(rows, device=self.x.device), self.directions * factors)
+        return alphas
+
+    def _turn(self, rows: list[int], alphas: Tensor) -> None:
+        """The next directions, conjugate to those before."""
+        images = self.precondition(self.r)
+        squares = dots(self.r, images)
+        betas = squares / self.squares[rows]
+        self.directions.mul_(betas.to(self.directions).unsqueeze(1)).add_(images)
+        self.squares[rows] = squares
+        self._steps.append((rows, alphas, betas))
+
+    def _unsolved(self, rows: list[int] | range, goals: Tensor) -> list[int]:
+        """Those rows whose residual is larger than its goal; one transfer."""
+        above = ((self.squares > goals) & self.squares.isfinite()).tolist()
+        return [row for row in rows if above[row]]
+
+    def verify(self) -> bool:
+        """Computes the residuals anew; False if all right-hand sides are zero, of which there is nothing to compute."""
+        if not self.n_iterations:
+            return False
+        self.r = self.directions = self.x[:0]
+        products = self.product(self.x)
+        self.n_iterations, self.n_products = self.n_iterations + 1, self.n_products + len(self.x)
+        self.r = torch.sub(self.right, products, out=products)
+        del products
+        self.squares = dots(self.r, self.precondition(self.r))
+        return True
+
+    def steps(self) -> Steps:
+        """The steps that were made."""
+        shape = (len(self.x), len(self._steps))
+        alphas, betas = torch.ones(shape, dtype=self.sizes.dtype), torch.zeros(shape, dtype=self.sizes.dtype)
+        for j, (rows, alpha, beta) in enumerate(self._steps):
+            made = [(row, i) for i, (row, value) in enumerate(zip(rows, alpha.tolist(), strict=True)) if value > 0]
+            at, chosen = [row for row, _ in made], [i for _, i in made]
+            alphas[at, j], betas[at, j] = alpha[chosen].cpu(), beta[chosen].cpu()
+            if j:  # no step led to the next one of those that are solved, or were stopped by rounding
+                stopped = torch.ones(len(self.x), dtype=torch.bool)
+                stopped[at] = False
+                betas[stopped, j - 1] = 0
+        if self._steps:
+            betas[:, -1] = 0
+        return Steps(alphas, betas)
+
+
+def dots(a: Tensor, b: Tensor) -> Tensor:
+    """Inner products of rows `[R, P]`, `[R]`, in float64 where the device has it, without a copy of the rows."""
+    return widened(torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).flatten())

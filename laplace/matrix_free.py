@@ -1,0 +1,40 @@
+"""Classes of the full curvature without its matrix: declarations, as those of `named.py`."""
+
+from __future__ import annotations
+
+from laplace.named import LLLaplace, SubnetLaplace
+from laplace.parametric import ParametricLaplace
+from laplace.structures import MatrixFreeCurvature
+from laplace.structures.solve_report import SolveReport
+
+
+class MatrixFreeLaplace(ParametricLaplace):
+    """All weights, the full curvature by its products; options as `structure_kwargs={"tolerance": 1e-3, …}`."""
+
+    _key = ("all", "matrix_free")
+    structure = MatrixFreeCurvature
+
+    @property
+    def solve_reports(self) -> dict[str, SolveReport]:
+        """The residual of the last answer to every kind of question, and the standard error of the log determinant.
+
+        Questions are `"variances"`, `"samples"`, `"log determinant"` and `"solutions"`; those that were not asked since
+        the fit are missing, all of them where the matrix was formed (`dense_below`), whose answers are exact.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        curvature = self.fitted().curvature
+        return curvature.reports if isinstance(curvature, MatrixFreeCurvature) else {}
+
+
+class MatrixFreeLLLaplace(LLLaplace, MatrixFreeLaplace):
+    """The last layer, the full curvature by its products."""
+
+    _key = ("last_layer", "matrix_free")
+
+
+class MatrixFreeSubnetLaplace(SubnetLaplace, MatrixFreeLaplace):
+    """A subnetwork, the full curvature by its products."""
+
+    _key = ("subnetwork", "matrix_free")
