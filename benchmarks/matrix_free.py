@@ -99,7 +99,7 @@ def _lenet_products(delta: float, device: torch.device) -> Job:
     x, y = _learnable((1, 8, 8), 100, device)
     la = _fitted(_trained(models.digits_lenet().to(device), x, y, 100), x, y, 50)
     la.prior_precision = delta
-    precision = la.posterior()
+    precision: Any = la.posterior()
     ((jacobian, _),) = la.snapshot().engine.jacobian(x[:1])
     rows = jacobian.dense().flatten(0, 1)[:2].contiguous()
     sketched = partial(products_to, precision.product, rows, precision._preconditioned, _RESIDUAL)

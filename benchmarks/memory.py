@@ -48,7 +48,8 @@ def vocabulary_job(structure: str, device: torch.device) -> Job:
     """Fits the head of a GPT-2, and predicts: probabilities of all tokens, and of ten with their covariances."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(GPT2Config()).to(device).eval()
+    model: Any = GPT2LMHeadModel(GPT2Config())
+    model.to(device).eval()
     ids = torch.randint(model.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0)).to(device)
     batch = {"input_ids": ids, "labels": ids}
     made = partial(Laplace, model, "classification", "last_layer", structure)

@@ -12,7 +12,7 @@ from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import check_counts
 from laplace.posterior.assembled import batch_of, restarted, with_backend_loss, without_data
 from laplace.posterior.attributes import Part
-from laplace.posterior.learning import with_channels_of
+from laplace.posterior.first_outputs import with_channels_of
 from laplace.posterior.posterior import Posterior
 
 

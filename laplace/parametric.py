@@ -230,14 +230,13 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
             subset: M: take the curvature of M data drawn at random, times N/M, which is unbiased (Immer et al., 2021,
                 appendix A.3.1); loss and number are those of all N. The data are read once more.
             generator: Source of that choice; None for the global one, which leads to another choice each time.
-            check_memory: Whether to refuse a fit that by the shapes of its first batch takes more memory than there is;
-                asked of fits above 1 GiB, on CPUs under Linux and on CUDA.
+            check_memory: Refuse a fit that takes more memory than there is: above 1 GiB, under Linux and on CUDA.
             group: Processes of `torch.distributed`, each of which calls `fit` with a loader of its shard of the data;
                 all have the sums of all data then. What `DistributedSampler` repeats counts once.
             sharded: Whether afterwards each of them keeps some tensors only (of `"kron"`, `"ekfac"`, `"diag"`,
                 `"block"`, `"lowrank_kron"`): all must then ask the same, predictions or evidence, at the same time.
-            resume: File to which the sums are written now and then (of a group: one per process), and from which a fit
-                that was killed goes on, to the same bits; removed at the end.
+            resume: File to which the sums are written now and then (of a group: one each), from which a fit that was
+                killed goes on, to the same bits; removed at the end.
             save_every: Batches, or time, from one writing to the next; None for ten minutes.
 
         Raises:

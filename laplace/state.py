@@ -16,8 +16,8 @@ from laplace.errors import InvalidArgument, LaplaceError, StateError, StateWarni
 from laplace.fitting import Fit
 from laplace.network.fingerprint import Fingerprint, ModelWatch, checksums, same_sums
 from laplace.network.model_guard import model_lock
+from laplace.posterior.first_outputs import with_channels
 from laplace.posterior.fitted import Fitted
-from laplace.posterior.learning import with_channels
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.refined import Refinement
 from laplace.structures.base import Curvature, move

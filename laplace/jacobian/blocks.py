@@ -47,12 +47,7 @@ class Block(Contractions):
         return DenseBlock(of_each(self.dense(), outputs))
 
     def select_entries(self, selection: Selection, entries: Tensor) -> Block:
-        """Some entries of the tensor.
-
-        Args:
-            selection: The entries as rows × columns and an index.
-            entries: The same as flat indices `[q]`.
-        """
+        """Some entries of the tensor: as rows × columns and an index, and the same as flat indices `[q]`."""
         return PickedBlock(self, entries)
 
     def join(self, others: Sequence[Block]) -> Block:

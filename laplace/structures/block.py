@@ -49,7 +49,7 @@ class BlockOptions(SignedOptions):
 
 
 class BlockSeparation(Separation["BlockCurvature"]):
-    """By layers."""
+    """Units are layers."""
 
     def units(self, curvature: BlockCurvature, layout: Layout) -> tuple[tuple[int, ...], ...]:
         return curvature.groups

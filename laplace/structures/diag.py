@@ -25,7 +25,7 @@ from laplace.structures.variances_over_priors import SpectralScan
 
 
 class DiagSeparation(Separation["DiagCurvature"]):
-    """By tensors."""
+    """Units are tensors."""
 
     def units(self, curvature: DiagCurvature, layout: Layout) -> tuple[tuple[int, ...], ...]:
         return tuple((i,) for i in range(layout.n_tensors))

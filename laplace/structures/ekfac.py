@@ -40,7 +40,7 @@ _FACTORS = KronSeparation()
 
 
 class EkfacSeparation(Separation["EkfacCurvature"]):
-    """By tensors, as Kronecker factors are."""
+    """Units are tensors, as of Kronecker factors."""
 
     def units(self, curvature: EkfacCurvature, layout: Layout) -> tuple[tuple[int, ...], ...]:
         return _FACTORS.units(curvature.kron, layout)

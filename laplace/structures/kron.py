@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class KronSeparation(Separation["KronCurvature"]):
-    """By tensors; weight and bias of a layer have an output side in common."""
+    """Units are tensors; weight and bias of a layer have an output side in common."""
 
     def units(self, curvature: KronCurvature, layout: Layout) -> tuple[tuple[int, ...], ...]:
         return linked([block.reads for block in curvature.parts.blocks])

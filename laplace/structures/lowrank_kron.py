@@ -66,7 +66,7 @@ class LowRankKronOptions:
 
 
 class LowRankKronSeparation(Separation["LowRankKronCurvature"]):
-    """By tensors; weight and bias of a layer have an output side in common."""
+    """Units are tensors; weight and bias of a layer have an output side in common."""
 
     def units(self, curvature: LowRankKronCurvature, layout: Layout) -> tuple[tuple[int, ...], ...]:
         return linked([block.reads for block in curvature.blocks])

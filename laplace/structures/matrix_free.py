@@ -7,6 +7,7 @@ columns, is held. Where P is small the matrix is less work than its products, an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +24,7 @@ from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.structures.algebra import Recent
 from laplace.structures.base import Curvature, DataPass, require_finite
 from laplace.structures.cost import Cost
-from laplace.structures.fields import entries, is_finite
+from laplace.structures.fields import entries, from_state, is_finite, state_of
 from laplace.structures.held_data import DataProducts, HeldBatch
 from laplace.structures.kron import KronCurvature
 from laplace.structures.matrix_free_precision import MatrixFreePrecision, SolveOptions, System
@@ -270,6 +271,15 @@ class _Holding(DataPass):
         else:
             _, self.factors = self.factors.with_batch(self.engine, x, y)
         require_finite(self.factors.is_finite())
+
+    def state(self) -> dict[str, Any]:
+        return {"factors": state_of(self.factors), "data": [batch.state() for batch in self.data]}
+
+    def resumed(self, state: Mapping[str, Any]) -> DataPass:
+        factors = state["factors"]
+        self.factors = None if factors is None else from_state(KronCurvature, factors)
+        self.data = [HeldBatch.from_state(batch) for batch in state["data"]]
+        return self
 
     def finish(self) -> MatrixFreeCurvature:
         if not self.data:

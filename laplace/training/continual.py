@@ -34,7 +34,8 @@ from laplace.network import next_token
 from laplace.network.misfits import called
 from laplace.network.model_guard import autograd_mode, flags_put_back
 from laplace.parametric import ParametricLaplace
-from laplace.posterior.learning import call_of, measured, require_held
+from laplace.posterior.first_outputs import call_of
+from laplace.posterior.learning import measured, require_held
 from laplace.structures.base import Precision
 from laplace.training.online import check_step_size
 from laplace.tuning.optimise import minimise

@@ -34,7 +34,7 @@ from laplace.network import next_token
 from laplace.network.misfits import called
 from laplace.network.model_guard import autograd_mode, preserve_model, same_random_state
 from laplace.parametric import ParametricLaplace
-from laplace.posterior.learning import call_of
+from laplace.posterior.first_outputs import call_of
 from laplace.tuning.settings import spread
 from laplace.weights.feature_extractor import network_of
 

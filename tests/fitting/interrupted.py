@@ -100,7 +100,11 @@ class Interrupted:
 _SAMPLED = {"backend_kwargs": {"stochastic": True}}
 
 CASES = [
-    *(Interrupted(name, 5) for name in ("full", "block", "kron", "diag", "ekfac", "lowrank", "lowrank_kron")),
+    *(
+        Interrupted(name, 5)
+        for name in ("full", "block", "kron", "diag", "ekfac", "lowrank", "lowrank_kron", "matrix_free")
+    ),
+    Interrupted("matrix_free", 5, options={"structure_kwargs": {"preconditioner": "kron", "dense_below": 0}}),
     *(Interrupted(name, 5, wide=True) for name in ("full", "block", "kron", "ekfac")),
     Interrupted("kron", 3, wide=True),  # while factors are held by rows
     *(Interrupted(name, N_BATCHES + 3) for name in ("ekfac", "lowrank", "lowrank_kron")),

@@ -492,7 +492,8 @@ def the_trainer_ends_with_the_posterior_of_all_data(rank: int) -> None:
 
 
 CHECKS = [
-    products_are_of_one_process, adds_and_forgets, padded_data_count_once, wrapped_models_are_unwrapped, sampled_targets_differ,
+    products_are_of_one_process, adds_and_forgets, padded_data_count_once, wrapped_models_are_unwrapped,
+    sampled_targets_differ,
     errors_reach_all_processes, interrupted_fits_go_on, mixtures_pass_the_group_on,
     collectives_are_few, grids_are_of_all_validation_data,
     training_follows_the_evidence_of_all_data,

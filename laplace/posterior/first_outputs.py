@@ -1,0 +1,100 @@
+"""What first outputs tell of a posterior: which layer runs last, and in which dimension the classes are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from laplace.core import batch as batches
+from laplace.core.batch import ForwardFn, Inputs
+from laplace.core.memory import ran_out
+from laplace.core.positions import channel_of, channels_last
+from laplace.engines.engine import detached
+from laplace.likelihoods.logits import require_logits
+from laplace.network.misfits import called
+from laplace.network.model_guard import hooks_fire, preserve_model
+from laplace.posterior.posterior import Posterior
+
+
+def discovered(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
+    """The posterior with what only data tell: which layer runs last, and in which dimension the classes are.
+
+    Args:
+        posterior: Fitted or not.
+        x: Inputs of the first batch.
+        y: Its targets.
+
+    Raises:
+        InvalidData: Labels that fit two readings of the outputs, or a network that ends in a sigmoid under a
+            likelihood that takes one of the outputs.
+    """
+    posterior = with_channels_of(posterior, x, y)
+    problem = posterior.weights.discover(x)
+    if posterior.likelihood.activation == "sigmoid":
+        with preserve_model(problem.module), hooks_fire(problem.module), torch.enable_grad():
+            f = _of_one(lambda some: problem.run(problem.stand_ins(), some), detached(x))
+        require_logits(posterior.likelihood, f, problem.dtype)
+    return posterior.with_problem(problem)
+
+
+def with_channels_of(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
+    """The posterior with the dimension of the channels, if it is unknown and labels of positions tell it.
+
+    Args:
+        posterior: Fitted or not.
+        x: Inputs of a batch.
+        y: Its targets.
+
+    Raises:
+        InvalidData: Labels that fit two readings of the outputs.
+    """
+    if posterior.choices.channel_dim is not None or y.ndim < 2 or y.is_floating_point():
+        return posterior
+    call = call_of(posterior)
+    with preserve_model(posterior.model), torch.no_grad():
+        f = _of_one(lambda some: batches.latent(called(posterior.model, call, some)), detached(x))
+    channel_dim = channel_of(f, y[: len(f)])
+    return posterior if channel_dim is None else with_channels(posterior, channel_dim)
+
+
+def informed(posterior: Posterior, channel_dim: int | None, layer: str | None) -> Posterior:
+    """The posterior with what first outputs tell, as they were seen elsewhere.
+
+    Args:
+        posterior: Fitted or not.
+        channel_dim: Dimension of the channels, if it is known.
+        layer: Name of the last layer, where one is random.
+    """
+    if posterior.choices.channel_dim is None and channel_dim is not None:
+        posterior = with_channels(posterior, channel_dim)
+    problem = posterior.weights.problem if layer is None else posterior.weights.named(layer)
+    return posterior if problem is None else posterior.with_problem(problem)
+
+
+def with_channels(posterior: Posterior, channel_dim: int) -> Posterior:
+    """The posterior of a network whose outputs have their channels in this dimension."""
+    choices = posterior.choices
+    call = batches.caller(posterior.model, choices.forward_fn, choices.dict_key_y)
+    weights = posterior.weights.called_by(channels_last(call, channel_dim))
+    return replace(posterior.with_choices(channel_dim=channel_dim), weights=weights)
+
+
+def call_of(posterior: Posterior) -> ForwardFn:
+    """The call of a posterior's network on inputs; its outputs are as it returns them."""
+    choices = posterior.choices
+    return batches.caller(posterior.model, choices.forward_fn, choices.dict_key_y) or batches.call
+
+
+def _of_one(outputs: Callable[[Inputs], Tensor], x: Inputs) -> Tensor:
+    """Outputs of the first datum, or of all data of a batch for a network that takes no single one."""
+    rows = batches.tensors(x)
+    n_data = rows[0].shape[0] if rows and rows[0].ndim else 1
+    try:
+        return outputs(batches.select(x, slice(0, 1), n_data))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        if ran_out(error):
+            raise
+        return outputs(x)
