@@ -92,6 +92,8 @@ def test_nothing_of_the_training_data_is_saved() -> None:
     n_data = 29
     x, y = torch.randn(n_data, 3), torch.randint(3, (n_data,))
     for weights, structure in grid.CELLS:
+        if structure == "matrix_free":  # it says so: its answers are products with the data
+            continue
         la = grid.make(weights, structure)
         la.fit([(x[:17], y[:17]), (x[17:], y[17:])])
         for value in leaves(la.state_dict()):

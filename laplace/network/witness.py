@@ -75,13 +75,16 @@ def changed_names(before: Mapping[str, str], now: Mapping[str, str], *, common: 
     return sorted(name for name in names if before.get(name) != now.get(name))
 
 
-ROWS = 2
-"""Data that are kept at most."""
+ROWS, _WHOLE = 2, 64
+"""Data that are kept at most: of a network that takes parts of a batch, and of one that takes whole ones alone."""
 
 _INPUT_BYTES = 64 * 2**20
 _KEPT_OUTPUTS = 2**20
 _ROUNDING, _LARGEST_SHARE = 1000, 0.1
 _OTHER_KERNELS = 0.01
+
+_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+"""What networks raise of data that they do not take; PyTorch's attention asserts the length of a mask."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +118,7 @@ class Witness:
         """
         try:
             outputs = _spaced(outputs_at(model, self.x, self.call))
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        except _FAILURES as error:
             if ran_out(error):
                 raise
             return False
@@ -131,10 +134,10 @@ class Witness:
         return replace(self, x=x, outputs=_spaced(outputs_at(model, x, self.call)))
 
 
-def first_rows(x: Inputs, n_data: int) -> tuple[Inputs, int]:
+def first_rows(x: Inputs, n_data: int, most: int = ROWS) -> tuple[Inputs, int]:
     """Copies of the first data of a batch, and how many: at most two of them and 64 MiB, but one at least."""
     bytes_of_one = sum(tensor.nbytes for tensor in batches.tensors(x)) // max(1, n_data)
-    n_rows = min(n_data, ROWS, max(1, _INPUT_BYTES // max(1, bytes_of_one)))
+    n_rows = min(n_data, most, max(1, _INPUT_BYTES // max(1, bytes_of_one)))
     return _copied(batches.select(x, slice(0, n_rows), n_data)), n_rows
 
 
@@ -181,7 +184,7 @@ def _spaced(outputs: Tensor) -> Tensor:
 
 
 class FirstBatch:
-    """Runs the network twice on at most two data of the first batch, with other random numbers.
+    """Runs the network twice on two data of the first batch, with other random numbers.
 
     Args:
         model: The network.
@@ -204,18 +207,27 @@ class FirstBatch:
         Warns:
             ApproximationWarning: The outputs are random.
         """
-        rows, n_rows = first_rows(x, len(y))
-        try:
-            with model_lock(self.model):
-                once, again = self._twice(rows)
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
-            if n_rows == len(y):
-                raise
-            return  # the network takes whole batches only
+        seen = self._at(x, y, ROWS)
+        if seen is None and ROWS < len(y) <= _WHOLE:  # the network takes whole batches only
+            seen = self._at(x, y, _WHOLE)
+        if seen is None:
+            return
+        rows, once, again = seen
         if differ(once, again, self.model):
             warn(_RANDOM, ApproximationWarning)
         else:
             self.witness = Witness.of(rows, once, self.call, self._written)
+
+    def _at(self, x: Inputs, y: Tensor, most: int) -> tuple[Inputs, Tensor, Tensor] | None:
+        """The first data and two outputs there; None of a network that does not take a part of the batch."""
+        rows, n_rows = first_rows(x, len(y), most)
+        try:
+            with model_lock(self.model):
+                return rows, *self._twice(rows)
+        except _FAILURES:
+            if n_rows == len(y):
+                raise
+            return None
 
     def _twice(self, rows: Inputs) -> tuple[Tensor, Tensor]:
         with same_random_state(self.model):

@@ -1,4 +1,4 @@
-"""What first outputs tell of a posterior: which layer runs last, and in which dimension the classes are."""
+"""Knowledge that comes with the first outputs: which layer runs last, and in which dimension the classes are."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from laplace.core.hyperparameters import check_counts
-from laplace.core.precision_policy import widened
+from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import UnsupportedError
 from laplace.network.model_guard import autograd_mode
 from laplace.posterior.posterior import Posterior
@@ -67,7 +67,7 @@ def prior_by_fixed_point(
             if converged:
                 break
     notes = () if converged else (f"the prior precision still moved after {n_steps} steps; raise n_steps",)
-    seen = torch.tensor(values, dtype=torch.float64)
+    seen = torch.tensor(values, dtype=wide_dtype())
     return TuningResult(delta, now.sigma_noise, now.temperature, values[-1], seen, {}, converged, notes)
 
 

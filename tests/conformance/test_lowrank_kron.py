@@ -154,7 +154,7 @@ def test_seeds_decide_and_the_global_generator_is_left_alone() -> None:
 
 def test_no_factor_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor of a whole side leaves the fit: k (I + O) numbers and the diagonal are kept."""
-    monkeypatch.setattr("laplace.engines.native.accumulate.group_gram", None)
+    monkeypatch.setattr("laplace.jacobian.patches.group_gram", None)
     model, x, y = decaying()
     la = Laplace(model, "classification", "all", "lowrank_kron", structure_kwargs={"rank": 4, "oversampling": 2})
     la.fit([(x, y)])

@@ -87,7 +87,7 @@ def test_series() -> None:
     lines = [line(size, run.Half((size / 4,), 1.0, 8.0)) for size in (10, 20, 40)]
     (found,) = growth.series([*lines, line(80, run.Half(failure="out of memory"))])
     assert found.seconds == (((10, 2.5), (20, 5.0), (40, 10.0)), tuple((size, 2.0) for size in (10, 20, 40, 80)))
-    assert "time  1.00 there,  0.00 here; memory  0.00,  0.00  there: out of memory at 80" in str(found)
+    assert "time  1.00 and  0.00, memory  0.00 and  0.00  laplace-torch: out of memory at 80" in str(found)
 
 
 def test_names_are_unique() -> None:

@@ -171,6 +171,27 @@ def test_two_data_are_kept_and_they_are_copies() -> None:
     la(X)
 
 
+class Masked(nn.Module):
+    """A network with a mask of five data, which takes no other number of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert len(x) == 5, "the mask has another length"
+        return self.layer(x)
+
+
+def test_a_network_that_takes_whole_batches_has_a_witness() -> None:
+    la = grid.make("all", "diag", model=Masked())
+    la.fit([(X[:5], torch.arange(5) % 3)])
+    assert len(la.fingerprint.witness.x) == 5
+    la.model.layer.register_forward_hook(lambda module, args, output: output + 1)
+    with pytest.raises(ModelChangedError):
+        la(X[:5])
+
+
 def test_large_inputs_and_outputs_are_kept_in_part() -> None:
     volumes = torch.zeros(1, 1).expand(6, 2**24)  # 64 MiB each
     rows, n_rows = first_rows({"x": volumes, "scale": torch.ones(3)}, 6)
@@ -469,10 +490,10 @@ class Writing(nn.Module):
         return self.net(x.add_(1))
 
 
-def test_a_network_of_whole_batches_has_no_witness() -> None:
+def test_the_witness_of_a_network_of_whole_batches_is_one() -> None:
     la = Laplace(WholeBatches(), "classification", "all", "kron")
     la.fit([grid.data()])
-    assert la.fingerprint.witness is None
+    assert len(la.fingerprint.witness.x) == len(X)
     la(X)
 
 
