@@ -65,6 +65,9 @@ class LaplaceEstimator(BaseEstimator, ABC):
 
     _likelihood: str
 
+    _log_scale = 0.0
+    """Sum of the logarithms of what the targets were divided by."""
+
     def __init__(
         self,
         module: Module = None,
@@ -95,9 +98,9 @@ class LaplaceEstimator(BaseEstimator, ABC):
         self.random_state = random_state
 
     def log_marginal_likelihood(self) -> float:
-        """The log evidence log p(D), at the hyper-parameters of the fit, in nats."""
+        """The log evidence log p(D) of y in its own units, at the hyper-parameters of the fit, in nats."""
         check_is_fitted(self)
-        return float(self.la_.log_marginal_likelihood())
+        return float(self.la_.log_marginal_likelihood()) - self._log_scale
 
     # Training and fit.
 
@@ -315,12 +318,9 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
         self.y_mean_, self.y_scale_ = np.zeros(values.shape[1]), np.ones(values.shape[1])
         if not self.trained:
             self.y_mean_, self.y_scale_ = values.mean(0), scale_of(values)
+        self._log_scale = len(values) * float(np.log(self.y_scale_).sum())
         self._fit(inputs, (values - self.y_mean_) / self.y_scale_, values.shape[1])
         return self
-
-    def log_marginal_likelihood(self) -> float:
-        """The log evidence log p(D) of y in its own units, at the hyper-parameters of the fit, in nats."""
-        return super().log_marginal_likelihood() - self.la_.n_data * float(np.log(self.y_scale_).sum())
 
     def predict(
         self, X: ArrayLike, return_std: bool = False, return_cov: bool = False

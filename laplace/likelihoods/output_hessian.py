@@ -84,7 +84,7 @@ class OutputHessian:
 
     @cached_property
     def _largest(self) -> Tensor:
-        """Where every row has its largest entry, `[B, 1]`."""
+        """Index of the largest entry of every row, `[B, 1]`."""
         return self.diag.argmax(1, keepdim=True)
 
     def diagonal(self) -> Tensor:
