@@ -21,7 +21,7 @@ from laplace.errors import ApproximationWarning, InvalidArgument, warn
 from laplace.function_space import FAMILIES, BaseFunctionalLaplace
 from laplace.likelihoods.base import Likelihood
 from laplace.named import LLLaplace, SubnetLaplace
-from laplace.network.adapters import has_adapters
+from laplace.network.adapters import are_idle, has_adapters
 from laplace.parametric import CELLS, ParametricLaplace
 from laplace.structures import STRUCTURES, Curvature
 from laplace.weights import WEIGHTS, Weights
@@ -43,6 +43,8 @@ def _suited_to_adapters(factory: Callable[P, ParametricLaplace]) -> Callable[P, 
         given = len(args) > 2 or not kwargs.keys().isdisjoint(_NAMES)
         if given or not isinstance(model, nn.Module) or not has_adapters(model):
             return factory(*args, **kwargs)
+        if are_idle(model):
+            raise InvalidArgument(_IDLE)
         warn(_ADAPTED, ApproximationWarning)
         chosen = {"subset_of_weights": SubsetOfWeights.ALL, "hessian_structure": HessianStructure.LOWRANK_KRON}
         return factory(*args, **{**kwargs, **chosen})  # pyright: ignore[reportCallIssue]
@@ -54,6 +56,12 @@ _ADAPTED = (
     "the model has adapters of PEFT: the posterior is over all trainable weights, with hessian_structure="
     "'lowrank_kron', whose Kronecker factors are of low rank (of other models the default is the last layer with "
     "'kron'). Give subset_of_weights or hessian_structure to choose, and not to see this; either one is taken as it is."
+)
+
+_IDLE = (
+    "all adapters of the model are merged into their layers, or switched off, so that no output depends on their "
+    "weights: call model.unmerge_adapter() or model.enable_adapter_layers(), or take a merged model as it is by "
+    "model.merge_and_unload(). subset_of_weights or hessian_structure, where given, is taken literally."
 )
 
 
@@ -87,7 +95,8 @@ def Laplace(
         An object of the class for these names, e.g. `KronLLLaplace` for the default.
 
     Raises:
-        InvalidArgument: No class for these names, or a functional approximation of a weight-space structure.
+        InvalidArgument: No class for these names, or a functional approximation of a weight-space structure; adapters
+            that are all merged or switched off, where neither weights nor structure were given.
         InvalidCall: An argument of the class is missing, or not known.
 
     Warns:

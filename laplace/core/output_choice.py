@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class OutputChoice:
         """
         if given is None:
             return None
-        if isinstance(given, int):
+        if isinstance(given, int | Integral):  # NumPy's, too
             return cls(_count(given))
         indices = _integers(given)
         if indices.ndim == 1:
@@ -150,12 +151,12 @@ class OutputChoice:
         )
 
 
-def _count(given: int) -> int:
+def _count(given: int | Integral) -> int:
     if isinstance(given, bool):
         raise _no_integers(f"type bool ({given})")
-    if given < 1:
+    if int(given) < 1:
         raise InvalidArgument(f"outputs={given} of the largest outputs; give at least 1, or indices.")
-    return given
+    return int(given)
 
 
 def _integers(given: Tensor | Sequence[int]) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ class Standardise(nn.Module):
 
     Args:
         mean: `[D]`.
-        std: `[D]`; 1 stands for zeros.
+        std: `[D]`.
     """
 
     mean: Tensor
@@ -31,22 +32,26 @@ class Standardise(nn.Module):
     def __init__(self, mean: NDArray[Any], std: NDArray[Any]) -> None:
         super().__init__()
         self.register_buffer("mean", torch.tensor(mean, dtype=wide_dtype()))
-        self.register_buffer("std", torch.tensor(positive(std), dtype=wide_dtype()))
+        self.register_buffer("std", torch.tensor(std, dtype=wide_dtype()))
 
     def forward(self, x: Tensor) -> Tensor:
         """Standardised features, `[B, D]`."""
         return (x - self.mean) / self.std
 
 
-def positive(std: NDArray[Any]) -> NDArray[Any]:
-    """Standard deviations, with 1 in the place of 0."""
-    return np.where(std > 0, std, 1.0)
+def scale_of(values: NDArray[Any]) -> NDArray[Any]:
+    """Standard deviations `[D]` of values `[N, D]`, with 1 in the place of 0.
+
+    Zero is what rounding of equal values leaves: divided by that, a feature that is new by a last digit would be huge.
+    """
+    std, largest = values.std(0), np.abs(values).max(0)
+    return np.where(std > len(values) * np.finfo(float).eps * largest, std, 1.0)
 
 
 def perceptron(X: NDArray[Any], widths: Sequence[int], n_outputs: int) -> nn.Sequential:
     """A perceptron with tanh, in float64, for inputs like X `[N, D]`."""
     sizes = [X.shape[1], *widths]
-    layers: list[nn.Module] = [Standardise(X.mean(0), X.std(0))]
+    layers: list[nn.Module] = [Standardise(X.mean(0), scale_of(X))]
     for n_in, n_out in pairwise(sizes):
         layers += [nn.Linear(n_in, n_out, dtype=wide_dtype()), nn.Tanh()]
     return nn.Sequential(*layers, nn.Linear(sizes[-1], n_outputs, dtype=wide_dtype()))
@@ -100,3 +105,11 @@ def train(
             (loss(module(x), y) + decay * squares).backward()
             optimiser.step()
         schedule.step()
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """PyTorch's random numbers of a seed, and afterwards those that would have come."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield

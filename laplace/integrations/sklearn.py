@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace.errors import InvalidArgument, MissingDependency
 from laplace.factory import Laplace
-from laplace.integrations.perceptron import check_outputs, perceptron, positive, train
+from laplace.integrations.perceptron import check_outputs, perceptron, scale_of, seeded, train
 from laplace.parametric import ParametricLaplace
 
 try:
@@ -66,6 +65,9 @@ class LaplaceEstimator(BaseEstimator, ABC):
 
     _likelihood: str
 
+    _log_scale = 0.0
+    """Sum of the logarithms of what the targets were divided by."""
+
     def __init__(
         self,
         module: Module = None,
@@ -96,9 +98,9 @@ class LaplaceEstimator(BaseEstimator, ABC):
         self.random_state = random_state
 
     def log_marginal_likelihood(self) -> float:
-        """The log evidence log p(D), at the hyper-parameters of the fit, in nats."""
+        """The log evidence log p(D) of y in its own units, at the hyper-parameters of the fit, in nats."""
         check_is_fitted(self)
-        return float(self.la_.log_marginal_likelihood())
+        return float(self.la_.log_marginal_likelihood()) - self._log_scale
 
     # Training and fit.
 
@@ -115,7 +117,7 @@ class LaplaceEstimator(BaseEstimator, ABC):
         """
         self._check_arguments()
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        with _seeded(seed):
+        with seeded(seed):
             module = self._new_module(X, n_outputs)
             x = _tensor(X, module)
             y = torch.tensor(targets) if targets.dtype.kind in "iu" else _tensor(targets, module)
@@ -149,6 +151,8 @@ class LaplaceEstimator(BaseEstimator, ABC):
             raise InvalidArgument(f"tune={self.tune!r}; accepted are {_TUNING}.")
         if self.trained and not isinstance(self.module, nn.Module):
             raise InvalidArgument("trained=True needs module=, the trained network.")
+        if self.max_epochs < 0:
+            raise InvalidArgument(f"max_epochs={self.max_epochs}; give 0 or more.")
 
     def _new_module(self, X: NDArray[Any], n_outputs: int) -> nn.Module:
         """The network to be trained, or the trained one."""
@@ -313,7 +317,8 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
         values = values.reshape(len(values), -1).astype(float)
         self.y_mean_, self.y_scale_ = np.zeros(values.shape[1]), np.ones(values.shape[1])
         if not self.trained:
-            self.y_mean_, self.y_scale_ = values.mean(0), positive(values.std(0))
+            self.y_mean_, self.y_scale_ = values.mean(0), scale_of(values)
+        self._log_scale = len(values) * float(np.log(self.y_scale_).sum())
         self._fit(inputs, (values - self.y_mean_) / self.y_scale_, values.shape[1])
         return self
 
@@ -389,11 +394,3 @@ def _tensor(values: NDArray[Any], module: nn.Module) -> Tensor:
 
 def _array(values: Tensor) -> NDArray[Any]:
     return values.detach().cpu().numpy().astype(float)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """PyTorch's random numbers of a seed, and afterwards those that would have come."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield

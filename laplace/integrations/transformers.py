@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 from torch.utils.data import DataLoader, DistributedSampler
 
+from laplace.core.arguments import check_call
 from laplace.enums import Likelihood
 from laplace.errors import InvalidData, MissingDependency
 from laplace.factory import Laplace
@@ -28,7 +29,8 @@ def LaplaceCallback(
 
     The posterior is made when training begins, so that a wrong argument stops it there and not after it. At the end it
     is fitted to the trainer's training data at the network's weights, the best ones with `load_best_model_at_end=True`,
-    and `la.state_dict()` is saved in the output directory. The network stays in the mode that it is in.
+    and `la.state_dict()` is saved in the output directory. The network stays in the mode that it is in. In one process
+    the data are a pass of the trainer's loader: `dataloader_drop_last=True` leaves the last ones out.
 
     Example:
         posterior = LaplaceCallback(hessian_structure="lowrank_kron", subset_of_weights="all")
@@ -72,14 +74,16 @@ def _callback_class() -> type:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             self.la, self._made = None, Laplace(given["model"], self._likelihood, **self._options)
+            tune = self._made.optimize_prior_precision
+            check_call(tune, tune.__name__, (), self._tuning or {})
 
         def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             several = args.world_size > 1
             loader, group = given["train_dataloader"], distributed.group.WORLD if several else None
             self._made.fit(_shard(loader, args.train_batch_size) if several else loader, group=group)
+            self.la = self._made  # also where tuning raises
             if self._tuning is not None:
-                self._made.optimize_prior_precision(**self._tuning)
-            self.la = self._made
+                self.la.optimize_prior_precision(**self._tuning)
             if args.should_save:
                 path = Path(args.output_dir) / self._filename
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -72,16 +72,20 @@ class OutputHessian:
     def _parts(self) -> tuple[Tensor, Tensor | None]:
         """The diagonal and the rank-one part in float64, whose difference is known to as many digits as they are.
 
-        Of a saturated row p − p² is 1 − p of its largest p, of which rounding p has left few digits: it is the sum of
-        the others.
+        Of a saturated row p − p² is 1 − p of its largest p, of which rounding p has left few digits: those of the
+        others. Divided by their sum, a row adds up to 1 in float64, whichever its p were rounded.
         """
         diag = widened(self.diag)
         if not self.sums_to_zero:
             return diag, None if self.vec is None else widened(self.vec)
-        largest, at = diag.max(1, keepdim=True)
-        others = diag.scatter(1, at, 0.0).sum(1, keepdim=True)
-        diag = diag.scatter(1, at, largest.sign() - others)  # a row of zeros stays one
+        total = diag.sum(1, keepdim=True)
+        diag = diag / torch.where(total > 0, total, 1.0)  # a row of zeros stays one
         return diag, diag
+
+    @cached_property
+    def _largest(self) -> Tensor:
+        """Index of the largest entry of every row, `[B, 1]`."""
+        return self.diag.argmax(1, keepdim=True)
 
     def diagonal(self) -> Tensor:
         """Diagonals of Λ, `[B, C]`."""
@@ -103,6 +107,10 @@ class OutputHessian:
         """Λ v of vectors `[..., B, C]`, in the same shape."""
         if self.dense is not None:
             return (self.dense @ vectors.unsqueeze(-1)).squeeze(-1)
+        if self.sums_to_zero:  # Λ 1 = 0: of v less its entry at the largest p no term is left that would cancel
+            at = self._largest.expand(*vectors.shape[:-1], 1)
+            vectors = vectors - vectors.gather(-1, at)
+            return self.diag * (vectors - (self.diag * vectors).sum(-1, keepdim=True))
         product = self.diag * vectors
         if self.vec is None:
             return product
@@ -129,8 +137,10 @@ class OutputHessian:
         """Λ, `[B, C, C]`."""
         if self.dense is not None:
             return self.dense
-        full = torch.diag_embed(self.diag)
-        return full if self.vec is None else full - self.vec.unsqueeze(2) * self.vec.unsqueeze(1)
+        if self.vec is None:
+            return torch.diag_embed(self.diag)
+        beside = -self.vec.unsqueeze(2) * self.vec.unsqueeze(1)
+        return beside.diagonal_scatter(self.diagonal(), dim1=1, dim2=2)
 
     def root(self, part: slice | None = None) -> Tensor:
         """Columns S_k with Σ_k S_k S_kᵀ = Λ, `[K, B, C]`: cotangents for K backward passes.

@@ -16,3 +16,11 @@ def has_adapters(model: Any) -> bool:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return any(isinstance(module, PeftModel | BaseTunerLayer) for module in modules_of(model))
+
+
+def are_idle(model: Any) -> bool:
+    """True if no adapter of a model that has some takes part: all are merged into their layers, or switched off."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in modules_of(model) if isinstance(module, BaseTunerLayer)]
+    return bool(layers) and all(layer.merged or layer.disable_adapters for layer in layers)

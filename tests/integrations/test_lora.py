@@ -93,6 +93,20 @@ def test_adapters_that_were_loaded_for_inference_say_how_to_train_them() -> None
         Laplace(model, "classification")
 
 
+def test_idle_adapters_are_refused_by_the_default() -> None:
+    """Merged into their layers or switched off they have no gradients: variances would lack them in silence."""
+    model = adapted()
+    model.merge_adapter()
+    with pytest.raises(InvalidArgument, match="merged into their layers"):
+        Laplace(model, "classification")
+    assert type(Laplace(model, "classification", "all")) is KronLaplace
+    model.unmerge_adapter()
+    with model.disable_adapter(), pytest.raises(InvalidArgument, match="switched off"):
+        Laplace(model, "classification")
+    with pytest.warns(ApproximationWarning):
+        Laplace(model, "classification")
+
+
 # Against exact Kronecker factors.
 
 

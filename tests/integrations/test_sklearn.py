@@ -153,6 +153,7 @@ def test_images_reach_a_network_as_they_are() -> None:
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: LaplaceClassifier().fit(FLOWERS, 0 * SPECIES), "one class alone"),
     (lambda: LaplaceClassifier(tune="evidence").fit(FLOWERS, SPECIES), "tune='evidence'"),
+    (lambda: LaplaceClassifier(max_epochs=-1).fit(FLOWERS, SPECIES), "max_epochs=-1"),
     (lambda: LaplaceClassifier(trained=True).fit(FLOWERS, SPECIES), "needs module="),
     (lambda: LaplaceClassifier(network(4, 5)).fit(FLOWERS, SPECIES), "y asks for 3 outputs"),
     (lambda: LaplaceClassifier(network(4, 5), trained=True).fit(FLOWERS, SPECIES), "y asks for 3 outputs"),
@@ -166,3 +167,21 @@ def test_mistakes_are_named(make: Any, message: str) -> None:
 def test_one_of_deviation_and_covariance(regressor: LaplaceRegressor) -> None:
     with pytest.raises(InvalidArgument, match="ask for one"):
         regressor.predict(PATIENTS, return_std=True, return_cov=True)
+
+
+def test_a_constant_feature_stays_small_where_it_is_new_by_a_digit() -> None:
+    constant = np.column_stack([PATIENTS[:60], np.full(60, 0.1)])
+    assert 0 < constant.std(0)[-1] < 1e-15  # not zero, by rounding
+    fitted = LaplaceRegressor(hidden_layer_sizes=(8,), max_epochs=3, random_state=0).fit(constant, PROGRESS[:60])
+    moved = constant + 1e-7 * np.eye(11)[10]
+    np.testing.assert_allclose(fitted.predict(moved), fitted.predict(constant), atol=1e-3)
+    same = LaplaceRegressor(hidden_layer_sizes=(8,), max_epochs=3, tune=None).fit(PATIENTS[:60], np.full(60, 0.1))
+    assert same.y_scale_ == 1
+
+
+def test_the_evidence_is_of_targets_in_their_own_units() -> None:
+    make = LaplaceRegressor(hidden_layer_sizes=(8,), max_epochs=3, random_state=0)
+    once, tenfold = (
+        clone(make).fit(PATIENTS[:60], scale * PROGRESS[:60]).log_marginal_likelihood() for scale in (1, 10)
+    )
+    np.testing.assert_allclose(tenfold, once - 60 * np.log(10), rtol=1e-6)

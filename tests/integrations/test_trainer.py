@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import DiagLaplace, Laplace, LowRankKronLaplace
-from laplace.errors import InvalidArgument, InvalidData, MissingDependency
+from laplace.errors import InvalidArgument, InvalidCall, InvalidData, MissingDependency
 from laplace.integrations.transformers import LaplaceCallback, _callback_class, _shard
 
 with warnings.catch_warnings():
@@ -118,7 +118,16 @@ def test_a_wrong_argument_stops_training_before_it_begins(tmp_path: Path) -> Non
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(InvalidArgument, match="hessian_structure='diagonal'"):
         train(model, [LaplaceCallback("classification", hessian_structure="diagonal")], tmp_path)
+    with pytest.raises(InvalidCall, match="did you mean 'method'"):
+        train(model, [LaplaceCallback("classification", tuning={"mehtod": "marglik"}, **DIAG)], tmp_path)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_a_tuning_that_fails_leaves_the_posterior_of_the_fit(tmp_path: Path) -> None:
+    callback = LaplaceCallback("classification", tuning={"method": "cross"}, **DIAG)
+    with pytest.raises(InvalidArgument, match="cross"):
+        train(classifier(), [callback], tmp_path)
+    assert callback.la.n_data == 10
 
 
 def test_a_stream_in_several_processes_is_refused() -> None:

@@ -253,6 +253,8 @@ def test_contractions_of_saturated_rows_keep_their_digits_in_float32(scale: floa
         "diagonal in a basis": (found.diagonal_in(basis), ((wide @ basis.double()) * basis.double()).sum(1)),
         "total": (found.total(), wide.sum(0)),
         "total times": (found.total_times(matrix), wide.sum(0) @ matrix.double()),
+        "times": (found.times(matrix.T.unsqueeze(1).expand(-1, 20, -1)), (wide @ matrix.double()).permute(2, 0, 1)),
+        "matrix": (found.matrix(), wide),
     }
     for name, (values, expected) in pairs.items():
         assert values.dtype == torch.float32
@@ -260,3 +262,10 @@ def test_contractions_of_saturated_rows_keep_their_digits_in_float32(scale: floa
         assert ((values - expected).abs() <= 2e-6 * largest + 1e-12).all(), name
     relative = (found.diagonal().double() / pairs["diagonal"][1] - 1).nan_to_num().abs()
     assert relative.max() < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_contractions_of_even_rows_of_many_classes(dtype: torch.dtype) -> None:
+    """Rounded probabilities do not add up to 1, by more than a single one of them."""
+    p = Categorical().hessian(torch.zeros(1, 2003, dtype=dtype)).diagonal().double()
+    assert (p * 2003 - 1).abs().max() < 2 * torch.finfo(dtype).eps + 1e-3

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -146,6 +147,12 @@ def test_positions(name: str, weights: str, structure: str, monkeypatch: pytest.
         la(chosen.x, outputs=own[:, 0])
     with pytest.raises(InvalidArgument, match="rows"):
         la(chosen.x, outputs=own[:-1].movedim(-1, chosen.channel_dim))
+
+
+def test_numbers_of_numpy() -> None:
+    la = fitted("all", "diag")
+    assert torch.equal(la(X, outputs=np.int64(2)), la(X, outputs=2))
+    assert torch.equal(la(X, outputs=np.array([2, 0])), la(X, outputs=SHARED))
 
 
 def test_as_many_backward_passes_as_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
