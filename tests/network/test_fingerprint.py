@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from laplace import FunctionalLaplace, Laplace, VaLLA, marglik_training
 from laplace.errors import ApproximationWarning, ModelChangedError, ModelChangedWarning, StateError
+from laplace.network.fingerprint import checksums, same_sums
 from laplace.network.witness import ROWS, FirstBatch, attributes_of, changed_names, differ, digests, first_rows
 from laplace.parametric import ParametricLaplace
 from laplace.training.continual import TaskFit
@@ -312,6 +313,41 @@ def test_what_a_forward_pass_writes_and_where_a_network_is_from_are_no_settings(
     model(X)
     la(X)
     assert torch.equal(la(X), other(X))
+
+
+@pytest.mark.parametrize("shift", [1, 4, 8])
+def test_rows_that_changed_places_are_noticed(shift: int) -> None:
+    """Four rows of 1,024 entries are as many entries as the first sums of a checksum repeat their weights after."""
+    hidden = nn.Linear(1024, 16, bias=False)
+    model = nn.Sequential(nn.Linear(3, 1024), nn.Tanh(), hidden, nn.Tanh(), nn.Linear(16, 3))
+    la = grid.make("last_layer", "kron", model=model)
+    la.fit(grid.batches())
+    la(X)
+    with torch.no_grad():
+        hidden.weight.copy_(hidden.weight.roll(shift, 0))
+    with pytest.raises(ModelChangedError, match="weights"):
+        la(X)
+
+
+def test_checksums_of_older_states_have_no_sums_by_row() -> None:
+    now, other = checksums(nn.Linear(4, 2000)), checksums(nn.Linear(4, 2000))
+    assert same_sums(now[:, :2], now)
+    assert not same_sums(now[:, :2], other)
+    assert not same_sums(now[:1], now)
+
+
+@pytest.mark.parametrize("shape", [(0,), (), (7,), (4096,), (33 * 4096 + 5,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int64, torch.bool])
+def test_checksums_weigh_entries_by_column_and_row(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    model = nn.Module()
+    values = torch.randn(shape, dtype=torch.complex64) * 3
+    model.register_buffer("values", values if dtype.is_complex else values.real.to(dtype))
+    kept = torch.view_as_real(model.values) if dtype.is_complex else model.values
+    flat = kept.flatten().double()
+    place = torch.arange(len(flat))
+    by_column, by_row = torch.cos(1.0 + place.double() % 4096), torch.cos(1.0 + (place // 4096).double())
+    expected = torch.stack([flat.sum(), flat @ by_column, flat @ by_row])
+    torch.testing.assert_close(checksums(model)[0], expected, rtol=1e-10, atol=1e-8)
 
 
 def test_further_tensors_are_not_said_to_have_been_moved() -> None:
