@@ -29,7 +29,8 @@ class Fingerprint:
     Versions and norms are compared first, at the cost of reading the weights once; only if one of them differs are
     the checksums. The norms notice what autograd does not count: writes through `.data`, unless the same numbers only
     change places in a tensor. The witness notices what is no tensor, an adapter that was switched, say: its outputs are
-    compared once, and again whenever plain attributes of modules have changed. Without a witness, of which copies and states hold none, the attributes alone are compared.
+    compared once, and again whenever plain attributes of modules have changed. Without a witness, of which copies and
+    states hold none, the attributes alone are compared.
 
     Attributes:
         places: Device and dtype of every tensor.

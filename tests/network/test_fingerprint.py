@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -422,6 +423,30 @@ def test_random_outputs_are_warned_of_once_per_fit(name: str) -> None:
     la(X)
 
 
+class Skipping(nn.Module):
+    """Leaves a layer out, now and then, for the whole batch: most often two passes are the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(x if torch.rand(()) < 0.2 else torch.tanh(self.first(x)))
+
+
+def test_rarely_random_outputs_are_warned_of() -> None:
+    model, warned = Skipping(), 0
+    for seed in range(20):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            FirstBatch(model, None).look(X[:4], torch.zeros(4))
+        warned += any(w.category is ApproximationWarning for w in caught)
+        assert torch.equal(before, torch.get_rng_state())
+    assert warned >= 19
+
+
 def test_random_outputs_have_no_witness_and_compare_attributes() -> None:
     model = Dropping()
     la = Laplace(model, "classification", "all", "diag")
@@ -493,6 +518,18 @@ class WholeBatches(nn.Module):
         return self.net(x.view(12, 3))
 
 
+class Asserting(nn.Module):
+    """Says so itself if a batch is not whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = grid.network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert len(x) > ROWS
+        return self.net(x)
+
+
 class Writing(nn.Module):
     """Writes to its inputs, and counts."""
 
@@ -505,8 +542,9 @@ class Writing(nn.Module):
         return self.net(x.add_(1))
 
 
-def test_a_network_of_whole_batches_has_no_witness() -> None:
-    la = Laplace(WholeBatches(), "classification", "all", "kron")
+@pytest.mark.parametrize("network", [WholeBatches, Asserting])
+def test_a_network_of_whole_batches_has_no_witness(network: type[nn.Module]) -> None:
+    la = Laplace(network(), "classification", "all", "kron")
     la.fit([grid.data()])
     assert la.fingerprint.witness is None
     la(X)
