@@ -48,7 +48,7 @@ class Distance:
 
 
 def version(tensor: Tensor) -> int:
-    """Number of times that a tensor was written to; tensors of inference mode are not counted."""
+    """Number of times that a tensor was written to; of inference mode, or through `.data`, no write is counted."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -16,7 +16,13 @@ from laplace.network.model_guard import model_lock, modules_of, require_whole
 from laplace.network.witness import Attributes, Witness, attributes_of, changed_names, digests
 
 _PERIOD = 4096
-"""Entries are weighed by their place modulo this number, so that no tensor is copied."""
+"""Tensors are seen as rows of this length; their entries are weighed by column and by row."""
+
+_ROWS = 32
+"""Rows that are widened at once, so that no tensor is copied."""
+
+_LEAST_SUMS = 2
+"""Sums of a tensor in older states, which have none by row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,15 +30,16 @@ class Fingerprint:
     """Versions and checksums of a model's tensors, and what else decides its outputs.
 
     Versions and norms are compared first, at the cost of reading the weights once; only if one of them differs are
-    the checksums. The norms notice what autograd does not count: writes through `.data`. The witness notices what is no
-    tensor, an adapter that was switched, say: its outputs are compared once, and again whenever plain attributes of
-    modules have changed. Without a witness, of which copies and states hold none, the attributes alone are compared.
+    the checksums. The norms notice what autograd does not count: writes through `.data`, unless the same numbers only
+    change places in a tensor. The witness notices what is no tensor, an adapter that was switched, say: its outputs are
+    compared once, and again whenever plain attributes of modules have changed. Without a witness, of which copies and
+    states hold none, the attributes alone are compared.
 
     Attributes:
         places: Device and dtype of every tensor.
         versions: Identity and version of every tensor; only good within one process.
         norms: Norms of the floating-point tensors, per device.
-        sums: Two weighted sums of every tensor, float64, `[n, 2]`.
+        sums: Weighted sums of every tensor, float64, `[n, 3]`.
         attributes: Digests of the plain attributes at the fit, by name; without those that a forward pass writes, as a
             counter of calls, where a witness told them.
         witness: Some data of the fit with the outputs there, or None.
@@ -192,29 +199,39 @@ def _equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
 
 
 def checksums(model: nn.Module) -> Tensor:
-    """Two weighted sums per tensor, `[n, 2]`, float64 on the CPU."""
+    """Three weighted sums per tensor, `[n, 3]`, float64 on the CPU: of all entries, by column and by row."""
     with torch.no_grad(), model_lock(model):
         tensors = _tensors(model)
-        weights = {device: _weights(device) for device in {tensor.device for tensor in tensors}}
+        weights = {device: _weights(_PERIOD, device) for device in {tensor.device for tensor in tensors}}
         rows = [_sums(tensor, weights[tensor.device]) for tensor in tensors]
-    return torch.stack(rows) if rows else torch.zeros(0, 2, dtype=wide_dtype())
+    return torch.stack(rows) if rows else torch.zeros(0, 3, dtype=wide_dtype())
 
 
 def _sums(tensor: Tensor, weights: Tensor) -> Tensor:
+    """Sums of a tensor that is seen as rows of `_PERIOD` entries, the last of them shorter."""
     flat = tensor.detach().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     whole = flat.numel() // _PERIOD * _PERIOD
-    columns = flat[:whole].view(-1, _PERIOD).sum(0, dtype=wide_dtype(flat.device))
     rest = widened(flat[whole:])
-    columns[: len(rest)] += rest
-    return torch.stack([columns.sum(), columns @ weights]).cpu()
+    columns = torch.cat([rest, rest.new_zeros(_PERIOD - len(rest))])
+    by_row: list[Tensor] = []
+    for part in flat[:whole].view(-1, _PERIOD).split(_ROWS):
+        wide = widened(part)
+        columns += wide.sum(0)
+        by_row.append(wide.sum(1))
+    rows = torch.cat([*by_row, rest.sum(0, keepdim=True)])
+    return torch.stack([columns.sum(), columns @ weights, rows @ _weights(len(rows), flat.device)]).cpu()
 
 
-def _weights(device: torch.device) -> Tensor:
-    """Weights of the second sum, `[_PERIOD]`."""
-    return torch.cos(torch.arange(1, _PERIOD + 1, device=device, dtype=wide_dtype(device)))
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Weights that differ from place to place, `[count]`."""
+    return torch.cos(torch.arange(1, count + 1, device=device, dtype=wide_dtype(device)))
 
 
 def same_sums(a: Tensor, b: Tensor) -> bool:
-    """True if two checksums agree up to the order of float64 sums."""
-    return a.shape == b.shape and bool(torch.allclose(a, b, rtol=1e-9, atol=1e-9, equal_nan=True))
+    """True if two checksums agree up to the order of float64 sums: in those that both have."""
+    if a.ndim != 2 or b.ndim != 2 or len(a) != len(b):
+        return False
+    common = min(a.shape[1], b.shape[1])
+    a, b = a[:, :common], b[:, :common]
+    return common >= _LEAST_SUMS and bool(torch.allclose(a, b, rtol=1e-9, atol=1e-9, equal_nan=True))

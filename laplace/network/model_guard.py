@@ -222,12 +222,17 @@ def autograd_mode() -> Iterator[None]:
         yield
 
 
+def generators_of(model: nn.Module) -> list[torch.Generator]:
+    """The global generators of the CPU and of the model's devices."""
+    tensors = (p for module in modules_of(model) for p in module._parameters.values() if p is not None)
+    devices = sorted({p.device.index for p in tensors if p.is_cuda})
+    return [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
+
+
 @contextmanager
 def same_random_state(model: nn.Module) -> Iterator[None]:
     """Puts the global random state of the CPU and of the model's devices back, whatever is drawn in between."""
-    tensors = (p for module in modules_of(model) for p in module._parameters.values() if p is not None)
-    devices = sorted({p.device.index for p in tensors if p.is_cuda})
-    generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
+    generators = generators_of(model)
     states = [generator.get_state() for generator in generators]
     try:
         yield

@@ -14,7 +14,14 @@ from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, warn
-from laplace.network.model_guard import autograd_mode, hooks_fire, model_lock, preserve_model, same_random_state
+from laplace.network.model_guard import (
+    autograd_mode,
+    generators_of,
+    hooks_fire,
+    model_lock,
+    preserve_model,
+    same_random_state,
+)
 
 Attributes = dict[str, tuple[tuple[str, Any], ...]]
 """Every module that has an attribute, with its value, by the attribute's name."""
@@ -83,8 +90,8 @@ _KEPT_OUTPUTS = 2**20
 _ROUNDING, _LARGEST_SHARE = 1000, 0.1
 _OTHER_KERNELS = 0.01
 
-_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
-"""What networks raise of data that they do not take; PyTorch's attention asserts the length of a mask."""
+_PASSES = 32
+"""Passes at most until one differs of a network that draws random numbers: those of two data are often the same."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +125,7 @@ class Witness:
         """
         try:
             outputs = _spaced(outputs_at(model, self.x, self.call))
-        except _FAILURES as error:
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
             if ran_out(error):
                 raise
             return False
@@ -200,6 +207,7 @@ class FirstBatch:
         self.call = _Eagerly(forward_fn or batches.call)
         self.witness: Witness | None = None
         self._written: list[str] = []
+        self._draws = False
 
     def look(self, x: Inputs, y: Tensor) -> None:
         """Looks at a batch that the fit has accepted.
@@ -224,23 +232,33 @@ class FirstBatch:
         try:
             with model_lock(self.model):
                 return rows, *self._twice(rows)
-        except _FAILURES:
+        except Exception:  # a network's own assertion, say
             if n_rows == len(y):
                 raise
             return None
 
     def _twice(self, rows: Inputs) -> tuple[Tensor, Tensor]:
+        """Outputs of two passes with other random numbers: of the first two that differ, where some are drawn."""
         with same_random_state(self.model):
-            once = outputs_at(self.model, rows, self.call)  # leaves the random state as it was
+            once = again = outputs_at(self.model, rows, self.call)  # leaves the random state as it was
             devices = {parameter.device for parameter in self.model.parameters() if parameter.is_cuda}
-            for device in (torch.device("cpu"), *devices):
-                torch.rand(1, device=device)  # so that the next pass draws others
-            return once, outputs_at(self.model, rows, self._noting)
+            for _ in range(_PASSES):
+                for device in (torch.device("cpu"), *devices):
+                    torch.rand(1, device=device)  # so that the next pass draws others
+                again = outputs_at(self.model, rows, self._noting)
+                if not self._draws or differ(once, again, self.model):
+                    break
+            return once, again
 
     def _noting(self, model: nn.Module, x: Inputs) -> object:
-        """Calls the network, and notes which plain attributes that writes; they are put back afterwards."""
-        before = digests(attributes_of(model))
+        """Calls the network, and notes whether that draws random numbers, and which plain attributes it writes.
+
+        These are put back afterwards.
+        """
+        generators, before = generators_of(model), digests(attributes_of(model))
+        states = [generator.get_state() for generator in generators]
         output = self.call(model, x)
+        self._draws = not all(map(torch.equal, states, [generator.get_state() for generator in generators]))
         self._written = changed_names(before, digests(attributes_of(model)))
         return output
 

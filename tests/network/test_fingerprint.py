@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 from laplace import FunctionalLaplace, Laplace, VaLLA, marglik_training
 from laplace.errors import ApproximationWarning, ModelChangedError, ModelChangedWarning, StateError
+from laplace.network.fingerprint import checksums, same_sums
 from laplace.network.witness import ROWS, FirstBatch, attributes_of, changed_names, differ, digests, first_rows
 from laplace.parametric import ParametricLaplace
 from laplace.training.continual import TaskFit
@@ -171,27 +173,6 @@ def test_two_data_are_kept_and_they_are_copies() -> None:
     la(X)
 
 
-class Masked(nn.Module):
-    """A network with a mask of five data, which takes no other number of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert len(x) == 5, "the mask has another length"
-        return self.layer(x)
-
-
-def test_a_network_that_takes_whole_batches_has_a_witness() -> None:
-    la = grid.make("all", "diag", model=Masked())
-    la.fit([(X[:5], torch.arange(5) % 3)])
-    assert len(la.fingerprint.witness.x) == 5
-    la.model.layer.register_forward_hook(lambda module, args, output: output + 1)
-    with pytest.raises(ModelChangedError):
-        la(X[:5])
-
-
 def test_large_inputs_and_outputs_are_kept_in_part() -> None:
     volumes = torch.zeros(1, 1).expand(6, 2**24)  # 64 MiB each
     rows, n_rows = first_rows({"x": volumes, "scale": torch.ones(3)}, 6)
@@ -335,6 +316,41 @@ def test_what_a_forward_pass_writes_and_where_a_network_is_from_are_no_settings(
     assert torch.equal(la(X), other(X))
 
 
+@pytest.mark.parametrize("shift", [1, 4, 8])
+def test_rows_that_changed_places_are_noticed(shift: int) -> None:
+    """Four rows of 1,024 entries are as many entries as the first sums of a checksum repeat their weights after."""
+    hidden = nn.Linear(1024, 16, bias=False)
+    model = nn.Sequential(nn.Linear(3, 1024), nn.Tanh(), hidden, nn.Tanh(), nn.Linear(16, 3))
+    la = grid.make("last_layer", "kron", model=model)
+    la.fit(grid.batches())
+    la(X)
+    with torch.no_grad():
+        hidden.weight.copy_(hidden.weight.roll(shift, 0))
+    with pytest.raises(ModelChangedError, match="weights"):
+        la(X)
+
+
+def test_checksums_of_older_states_have_no_sums_by_row() -> None:
+    now, other = checksums(nn.Linear(4, 2000)), checksums(nn.Linear(4, 2000))
+    assert same_sums(now[:, :2], now)
+    assert not same_sums(now[:, :2], other)
+    assert not any(same_sums(other, now) for other in (now[:1], now[:, :1], now[0], now.sum()))
+
+
+@pytest.mark.parametrize("shape", [(0,), (), (7,), (4096,), (33 * 4096 + 5,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int64, torch.bool])
+def test_checksums_weigh_entries_by_column_and_row(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    model = nn.Module()
+    values = torch.randn(shape, dtype=torch.complex64) * 3
+    model.register_buffer("values", values if dtype.is_complex else values.real.to(dtype))
+    kept = torch.view_as_real(model.values) if dtype.is_complex else model.values
+    flat = kept.flatten().double()
+    place = torch.arange(len(flat))
+    by_column, by_row = torch.cos(1.0 + place.double() % 4096), torch.cos(1.0 + (place // 4096).double())
+    expected = torch.stack([flat.sum(), flat @ by_column, flat @ by_row])
+    torch.testing.assert_close(checksums(model)[0], expected, rtol=1e-10, atol=1e-8)
+
+
 def test_further_tensors_are_not_said_to_have_been_moved() -> None:
     model, la = fitted()
     model.register_buffer("extra", torch.zeros(1))
@@ -405,6 +421,30 @@ def test_random_outputs_are_warned_of_once_per_fit(name: str) -> None:
         assert [w.filename for w in caught] == [__file__]
     assert la.fingerprint.witness is None
     la(X)
+
+
+class Skipping(nn.Module):
+    """Leaves a layer out, now and then, for the whole batch: most often two passes are the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(x if torch.rand(()) < 0.2 else torch.tanh(self.first(x)))
+
+
+def test_rarely_random_outputs_are_warned_of() -> None:
+    model, warned = Skipping(), 0
+    for seed in range(20):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            FirstBatch(model, None).look(X[:4], torch.zeros(4))
+        warned += any(w.category is ApproximationWarning for w in caught)
+        assert torch.equal(before, torch.get_rng_state())
+    assert warned >= 19
 
 
 def test_random_outputs_have_no_witness_and_compare_attributes() -> None:
@@ -478,6 +518,18 @@ class WholeBatches(nn.Module):
         return self.net(x.view(12, 3))
 
 
+class Asserting(nn.Module):
+    """Says so itself if a batch is not whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = grid.network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert len(x) > ROWS
+        return self.net(x)
+
+
 class Writing(nn.Module):
     """Writes to its inputs, and counts."""
 
@@ -490,8 +542,9 @@ class Writing(nn.Module):
         return self.net(x.add_(1))
 
 
-def test_the_witness_of_a_network_of_whole_batches_is_one() -> None:
-    la = Laplace(WholeBatches(), "classification", "all", "kron")
+@pytest.mark.parametrize("network", [WholeBatches, Asserting])
+def test_the_witness_of_a_network_of_whole_batches_is_one(network: type[nn.Module]) -> None:
+    la = Laplace(network(), "classification", "all", "kron")
     la.fit([grid.data()])
     assert len(la.fingerprint.witness.x) == len(X)
     la(X)
