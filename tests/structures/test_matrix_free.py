@@ -15,7 +15,7 @@ from laplace.curvature import NativeEF, NativeHessian
 from laplace.engines.engine import LinearMap
 from laplace.engines.native import linear_maps
 from laplace.errors import ApproximationWarning, InvalidArgument, ModelChangedError, UnsupportedError
-from laplace.structures import matrix_free_precision
+from laplace.structures import matrix_free_precision, solve_report
 from laplace.structures.matrix_free import MatrixFreeOptions
 from tests import grid
 from tests.core.test_conjugate_gradients import Held
@@ -268,6 +268,29 @@ def test_a_solution_that_does_not_converge_is_a_warning_with_its_residual() -> N
     report = la.solve_reports["variances"]
     assert not report.converged and report.residual > 1e-10
     assert report.n_right == 30 and report.n_products >= 60
+
+
+@pytest.mark.parametrize(("delta", "sigma"), [(1e-4, 1e-2), (1e-8, 1e-3)])
+def test_rounding_is_no_convergence(delta: float, sigma: float) -> None:
+    """In float32 rounding can leave rᵀ M r, or bᵀ M b, below zero."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 5, generator=generator)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 20), nn.Tanh(), nn.Linear(20, 1))
+    options = {"dense_below": 0, "rank": 100, "max_iterations": 50}
+    la = Laplace(
+        model, "regression", "all", "matrix_free", prior_precision=delta, sigma_noise=sigma, structure_kwargs=options
+    )
+    la.fit([(x, x[:, :1].sin())])
+    with pytest.warns(ApproximationWarning, match="NOT converged"):
+        la(x[:20])
+
+
+def test_residuals_that_are_not_numbers() -> None:
+    tally = solve_report.Tally("variances")
+    tally.add(2, 2, torch.tensor([0.0, torch.nan]))
+    assert not tally.report(1e-3).converged
 
 
 def test_reports_by_question() -> None:
