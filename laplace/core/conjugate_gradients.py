@@ -192,8 +192,9 @@ class _Run:
         return [row for row in rows if above[row]]
 
     def verify(self) -> bool:
-        """Computes the residuals anew; False if all right-hand sides are zero, of which there is nothing to compute."""
+        """Computes the residuals anew; False if no step was made, as where all right-hand sides are zero."""
         if not self.n_iterations:
+            self.r = self.right
             return False
         self.r = self.directions = self.x[:0]
         products = self.product(self.x)

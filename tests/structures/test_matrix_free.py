@@ -14,7 +14,7 @@ from laplace import Laplace, MatrixFreeLaplace, MixtureLaplace
 from laplace.curvature import NativeEF, NativeHessian
 from laplace.engines.engine import LinearMap
 from laplace.engines.native import linear_maps
-from laplace.errors import ApproximationWarning, InvalidArgument, ModelChangedError, UnsupportedError
+from laplace.errors import ApproximationWarning, InvalidArgument, ModelChangedError, TuningWarning, UnsupportedError
 from laplace.structures import matrix_free_precision, solve_report
 from laplace.structures.matrix_free import MatrixFreeOptions
 from tests import grid
@@ -90,6 +90,13 @@ def test_variances_are_those_of_the_dense_matrix(likelihood: str) -> None:
     precision = truth.posterior_precision(ggn, delta)
     assert_close(la.square_norm(la.mean + rows), ((rows @ precision) * rows).sum(1), "backend", label="square norms")
     assert la.solve_reports["variances"].converged and la.solve_reports["variances"].residual <= 1e-10
+
+
+def test_outputs_that_no_weight_moves_have_no_variance() -> None:
+    la = fitted()
+    nothing = torch.zeros(2, 3, la.n_params, dtype=torch.float64)
+    assert not la.functional_variance(nothing).any() and not la.functional_covariance(nothing).any()
+    assert la.solve_reports["variances"].converged
 
 
 def test_one_noise_per_output() -> None:
@@ -247,6 +254,26 @@ def test_one_precision_per_tensor_by_its_fixed_point() -> None:
     la.optimize_prior_precision(method="em", prior_structure="layerwise", n_steps=60)
     ratios = la.prior_precision / full.prior_precision
     assert float((ratios - 1).abs().max()) < 0.05
+
+
+@pytest.mark.parametrize("structure", ["matrix_free", "full", "kron", "diag"])
+def test_the_fixed_point_of_tensors_that_are_zero(structure: str) -> None:
+    """Those that nothing is known of keep their precision; those that stay at zero go to the bound, with a note."""
+    model = network()
+    with torch.no_grad():
+        for tensor in (model[0].weight, model[0].bias, model[2].weight):  # of which the first two move no output
+            tensor.zero_()
+    options = {"structure_kwargs": TIGHT} if structure == "matrix_free" else {}
+    la = Laplace(model, "classification", "all", structure, prior_precision=0.7, **options)
+    la.fit(batches())
+    la.optimize_prior_precision(method="em", prior_structure="layerwise", init_prior_prec=0.7, n_steps=30)
+    assert la.prior_precision[:2] == pytest.approx([0.7, 0.7])
+    with torch.no_grad():
+        model[2].bias.zero_()
+    la.fit(batches())
+    with pytest.warns(TuningWarning, match="bound"):
+        la.optimize_prior_precision(method="em", prior_structure="layerwise", n_steps=30)
+    assert la.prior_precision[3] > 1e9
 
 
 def test_a_sketch_of_larger_rank_takes_fewer_products_and_none_is_the_prior() -> None:
