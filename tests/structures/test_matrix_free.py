@@ -144,6 +144,23 @@ def test_gradients_of_predictions() -> None:
         assert_close(mine, theirs, "backend", label="gradients")
 
 
+@pytest.mark.parametrize("question", ["evidence", "variance", "sample"])
+def test_second_derivatives_are_refused(question: str) -> None:
+    """They would lack the derivatives of solutions."""
+    la = fitted(enable_backprop=True)
+    delta = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    la.prior_precision = delta
+    jacobian, _ = exact()
+    ask = {
+        "evidence": la.log_marginal_likelihood,
+        "variance": lambda: la.functional_variance(jacobian).sum(),
+        "sample": lambda: la.sample(2).sum(),
+    }[question]
+    with pytest.raises(UnsupportedError, match="differentiated once"):
+        torch.autograd.grad(ask(), delta, create_graph=True)
+    assert torch.autograd.grad(ask(), delta)[0].isfinite().all()
+
+
 # Samples.
 
 
