@@ -12,6 +12,7 @@ product and preconditioner pass through.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,7 +55,8 @@ class Solution:
     Attributes:
         x: `[R, P]`.
         residual: b − P x, `[R, P]`; None where it was not verified.
-        relative: √(rᵀ M r / bᵀ M b) of the residuals, `[R]`, float64; 0 where b is zero.
+        relative: √(rᵀ M r / bᵀ M b) of the residuals, `[R]`, float64; 0 where b is zero, and
+            infinite where rounding left bᵀ M b no size.
         sizes: bᵀ M b, `[R]`, float64.
         n_iterations: Products with blocks of vectors.
         n_products: Products with single vectors.
@@ -128,8 +130,9 @@ class _Run:
 
     @property
     def relative(self) -> Tensor:
-        """√(rᵀ M r / bᵀ M b), `[R]`."""
-        return torch.where(self.sizes > 0, self.squares / self.sizes, torch.zeros_like(self.sizes)).sqrt()
+        """√(rᵀ M r / bᵀ M b), `[R]`; infinite where rounding left bᵀ M b no size."""
+        ratios = torch.where(self.sizes > 0, self.squares.abs() / self.sizes, math.inf)  # rounding has either sign
+        return torch.where(self.sizes == 0, 0.0, ratios).sqrt()
 
     def descend(self, relative: float, max_iterations: int) -> None:
         """Steps from where the solutions are, until every residual is small enough.
@@ -163,7 +166,8 @@ class _Run:
         self.n_iterations, self.n_products = self.n_iterations + 1, self.n_products + len(rows)
         curved = dots(self.directions, products)
         alphas = self.squares[rows] / curved
-        alphas = torch.where(curved > 0, alphas, torch.zeros_like(alphas))  # rounding is all that is left
+        # Where one is not positive, rounding is all that is left.
+        alphas = torch.where((curved > 0) & (alphas > 0), alphas, torch.zeros_like(alphas))
         factors = alphas.to(self.x).unsqueeze(1)
         self.r.sub_(products.mul_(factors))
         del products
@@ -188,8 +192,9 @@ class _Run:
         return [row for row in rows if above[row]]
 
     def verify(self) -> bool:
-        """Computes the residuals anew; False if all right-hand sides are zero, of which there is nothing to compute."""
+        """Computes the residuals anew; False if no step was made, as where all right-hand sides are zero."""
         if not self.n_iterations:
+            self.r = self.right
             return False
         self.r = self.directions = self.x[:0]
         products = self.product(self.x)

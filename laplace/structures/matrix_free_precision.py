@@ -27,6 +27,7 @@ from laplace.engines.engine import MEMORY_BUDGET
 from laplace.errors import UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import preconditioners
+from laplace.structures.first_order import first_order
 from laplace.structures.full import FullCurvature, FullPrecision
 from laplace.structures.held_data import DataProducts
 from laplace.structures.kron import KronCurvature
@@ -240,7 +241,8 @@ class MatrixFreePrecision(Precision):
         if len(self._few):
             delta = widened(self.prior.diagonal())[self._few]
             slope = slope + (self._few_variances * delta - delta.log()).sum()
-        return close.logdet_ratio() + estimate.value.to(self.weights.device) + (slope - slope.detach())
+        slope = first_order(slope - slope.detach())
+        return close.logdet_ratio() + estimate.value.to(self.weights.device) + slope
 
     @cached_property
     def _small(self) -> Tensor:
@@ -287,7 +289,7 @@ class MatrixFreePrecision(Precision):
         if self._follows:
             own = self._form(constant.unsqueeze(1), constant.unsqueeze(1)).view(vectors.shape[:-1])
             value = value + (own - own.detach()).to(value)
-        return value
+        return first_order(value)
 
     # Predictions.
 
@@ -327,7 +329,7 @@ class MatrixFreePrecision(Precision):
         if self._follows:
             own = self._form(x, x)
             total = total - (own - own.detach())
-        return total
+        return first_order(total)
 
     # Samples and moments.
 
@@ -347,7 +349,7 @@ class MatrixFreePrecision(Precision):
         pushed = products.outputs(constant)
         drift = [batch.weighted(f, self.weights) for batch, f in zip(products.data, pushed, strict=True)]
         moved = right - _Pulled.apply(products, *drift) - self.prior.diagonal() * constant
-        return _Moved.apply(constant, moved, self.solve).to(noise.dtype)
+        return first_order(_Moved.apply(constant, moved, self.solve)).to(noise.dtype)
 
     @property
     def _dense(self) -> FullPrecision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -57,9 +58,9 @@ class Tally:
         self.residual = 0.0
 
     def add(self, n_right: int, n_products: int, relative: Tensor) -> None:
-        """Counts a block, of residuals `[R]`."""
+        """Counts a block, of residuals `[R]`; one that is NaN counts as infinite."""
         self.n_right, self.n_products = self.n_right + n_right, self.n_products + n_products
-        self.residual = max(self.residual, float(relative.max()))
+        self.residual = max(self.residual, float(relative.nan_to_num(math.inf, math.inf).max()))
 
     def report(self, tolerance: float, standard_error: float | None = None) -> SolveReport:
         """The report of the whole answer."""

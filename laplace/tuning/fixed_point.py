@@ -29,6 +29,9 @@ from laplace.tuning.settings import spread
 _TOLERANCE = 1e-3
 """Change of log δ at which it has converged."""
 
+_NEAR_BOUND = BOUND - 1e-3
+"""Largest |log δ| that is within the bound of a search, and not at it."""
+
 _SMALLEST_FACTOR = 0.1
 """Factor of δ in one step at least: an estimate of γ may be negative, its expectation is not."""
 
@@ -67,6 +70,11 @@ def prior_by_fixed_point(
             if converged:
                 break
     notes = () if converged else (f"the prior precision still moved after {n_steps} steps; raise n_steps",)
+    if bool((widened(delta).log().abs() >= _NEAR_BOUND).any()):
+        notes = (
+            *notes,
+            "a prior precision is at the bound of the search, 1e-10 or 1e10: it may have no finite optimum",
+        )
     seen = torch.tensor(values, dtype=wide_dtype())
     return TuningResult(delta, now.sigma_noise, now.temperature, values[-1], seen, {}, converged, notes)
 
@@ -78,4 +86,8 @@ def _step(posterior: Posterior, delta: Tensor) -> tuple[float, Tensor]:
     value = at.log_evidence()
     (slope,) = torch.autograd.grad(value, leaf)
     (square,) = torch.autograd.grad(at.prior.quad(at.mean), leaf)
-    return value.item(), (1 + 2 * widened(slope) / widened(square)).clamp(min=_SMALLEST_FACTOR)
+    slope, square = widened(slope), widened(square)
+    # Of a tensor that is zero and that nothing is known of there is no fixed point: its precision stays.
+    known = 2 * widened(leaf.detach()) * slope > torch.finfo(leaf.dtype).eps * len(at.mean)
+    factor = torch.where((square > 0) | known, 1 + 2 * slope / square, 1.0)
+    return value.item(), factor.clamp(min=_SMALLEST_FACTOR)

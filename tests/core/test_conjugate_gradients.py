@@ -145,3 +145,10 @@ def test_six_vectors_are_held_per_right_hand_side(verified: bool) -> None:
             verified=verified,
         )  # fmt: skip
     assert held.peak <= 6 * 3 * n
+
+
+def test_a_right_hand_side_without_length_is_not_solved() -> None:
+    """A preconditioner that rounding made indefinite."""
+    right = torch.ones(1, 2, dtype=torch.float64)
+    solution = cg.solve(lambda v: 2 * v, right, lambda v: -v, relative=1e-3, max_iterations=5)
+    assert solution.relative.isinf().all()

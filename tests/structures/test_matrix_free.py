@@ -14,8 +14,8 @@ from laplace import Laplace, MatrixFreeLaplace, MixtureLaplace
 from laplace.curvature import NativeEF, NativeHessian
 from laplace.engines.engine import LinearMap
 from laplace.engines.native import linear_maps
-from laplace.errors import ApproximationWarning, InvalidArgument, ModelChangedError, UnsupportedError
-from laplace.structures import matrix_free_precision
+from laplace.errors import ApproximationWarning, InvalidArgument, ModelChangedError, TuningWarning, UnsupportedError
+from laplace.structures import matrix_free_precision, solve_report
 from laplace.structures.matrix_free import MatrixFreeOptions
 from tests import grid
 from tests.core.test_conjugate_gradients import Held
@@ -92,6 +92,13 @@ def test_variances_are_those_of_the_dense_matrix(likelihood: str) -> None:
     assert la.solve_reports["variances"].converged and la.solve_reports["variances"].residual <= 1e-10
 
 
+def test_outputs_that_no_weight_moves_have_no_variance() -> None:
+    la = fitted()
+    nothing = torch.zeros(2, 3, la.n_params, dtype=torch.float64)
+    assert not la.functional_variance(nothing).any() and not la.functional_covariance(nothing).any()
+    assert la.solve_reports["variances"].converged
+
+
 def test_one_noise_per_output() -> None:
     sigma = torch.tensor([0.5, 1.5], dtype=torch.float64)
     jacobian, ggn = exact("regression", sigma**-2)
@@ -135,6 +142,23 @@ def test_gradients_of_predictions() -> None:
         gradients.append(list(torch.autograd.grad(variance.square().sum(), [x, la.prior_precision, la.sigma_noise])))
     for mine, theirs in zip(*gradients, strict=True):
         assert_close(mine, theirs, "backend", label="gradients")
+
+
+@pytest.mark.parametrize("question", ["evidence", "variance", "sample"])
+def test_second_derivatives_are_refused(question: str) -> None:
+    """They would lack the derivatives of solutions."""
+    la = fitted(enable_backprop=True)
+    delta = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    la.prior_precision = delta
+    jacobian, _ = exact()
+    ask = {
+        "evidence": la.log_marginal_likelihood,
+        "variance": lambda: la.functional_variance(jacobian).sum(),
+        "sample": lambda: la.sample(2).sum(),
+    }[question]
+    with pytest.raises(UnsupportedError, match="differentiated once"):
+        torch.autograd.grad(ask(), delta, create_graph=True)
+    assert torch.autograd.grad(ask(), delta)[0].isfinite().all()
 
 
 # Samples.
@@ -249,6 +273,26 @@ def test_one_precision_per_tensor_by_its_fixed_point() -> None:
     assert float((ratios - 1).abs().max()) < 0.05
 
 
+@pytest.mark.parametrize("structure", ["matrix_free", "full", "kron", "diag"])
+def test_the_fixed_point_of_tensors_that_are_zero(structure: str) -> None:
+    """Those that nothing is known of keep their precision; those that stay at zero go to the bound, with a note."""
+    model = network()
+    with torch.no_grad():
+        for tensor in (model[0].weight, model[0].bias, model[2].weight):  # of which the first two move no output
+            tensor.zero_()
+    options = {"structure_kwargs": TIGHT} if structure == "matrix_free" else {}
+    la = Laplace(model, "classification", "all", structure, prior_precision=0.7, **options)
+    la.fit(batches())
+    la.optimize_prior_precision(method="em", prior_structure="layerwise", init_prior_prec=0.7, n_steps=30)
+    assert la.prior_precision[:2] == pytest.approx([0.7, 0.7])
+    with torch.no_grad():
+        model[2].bias.zero_()
+    la.fit(batches())
+    with pytest.warns(TuningWarning, match="bound"):
+        la.optimize_prior_precision(method="em", prior_structure="layerwise", n_steps=30)
+    assert la.prior_precision[3] > 1e9
+
+
 def test_a_sketch_of_larger_rank_takes_fewer_products_and_none_is_the_prior() -> None:
     x, products = batches()[0][0], []
     for rank in (0, 6, 20, 48):
@@ -268,6 +312,29 @@ def test_a_solution_that_does_not_converge_is_a_warning_with_its_residual() -> N
     report = la.solve_reports["variances"]
     assert not report.converged and report.residual > 1e-10
     assert report.n_right == 30 and report.n_products >= 60
+
+
+@pytest.mark.parametrize(("delta", "sigma"), [(1e-4, 1e-2), (1e-8, 1e-3)])
+def test_rounding_is_no_convergence(delta: float, sigma: float) -> None:
+    """In float32 rounding can leave rᵀ M r, or bᵀ M b, below zero."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 5, generator=generator)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 20), nn.Tanh(), nn.Linear(20, 1))
+    options = {"dense_below": 0, "rank": 100, "max_iterations": 50}
+    la = Laplace(
+        model, "regression", "all", "matrix_free", prior_precision=delta, sigma_noise=sigma, structure_kwargs=options
+    )
+    la.fit([(x, x[:, :1].sin())])
+    with pytest.warns(ApproximationWarning, match="NOT converged"):
+        la(x[:20])
+
+
+def test_residuals_that_are_not_numbers() -> None:
+    tally = solve_report.Tally("variances")
+    tally.add(2, 2, torch.tensor([0.0, torch.nan]))
+    assert not tally.report(1e-3).converged
 
 
 def test_reports_by_question() -> None:
