@@ -19,6 +19,7 @@ from laplace.errors import InvalidArgument, InvalidData, InvalidType, StateError
 from laplace.fitting import checkpoint
 from laplace.network.witness import ROWS
 from laplace.structures import STRUCTURES, fields
+from tests.conftest import THREADS
 from tests.fitting.interrupted import CASES, Interrupted, left_behind
 
 
@@ -39,7 +40,7 @@ def assert_same_bits(a: ParametricLaplace, b: ParametricLaplace) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("left behind")
-    left_behind(path)
+    left_behind(path, THREADS)
     return path
 
 
