@@ -463,6 +463,8 @@ def products_are_of_one_process(rank: int) -> None:
     la = make("all", "matrix_free")
     with pytest.raises(UnsupportedError, match=r"group=.*matrix_free.*'kron'"):
         la.fit(batches(12 * rank, 12), group=distributed.group.WORLD)
+    la = make("all", "kron" if rank else "matrix_free")  # no process waits for one that refuses
+    refused("matrix_free", la, batches(), ProcessError if rank else UnsupportedError)
 
 
 def the_trainer_ends_with_the_posterior_of_all_data(rank: int) -> None:
