@@ -1,4 +1,4 @@
-"""What first outputs tell of a posterior: which layer runs last, and in which dimension the classes are."""
+"""What first outputs tell of a posterior: the layer that runs last, and the dimension that holds the classes."""
 
 from __future__ import annotations
 
