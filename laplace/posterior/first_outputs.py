@@ -1,4 +1,4 @@
-"""What first outputs tell of a posterior: the layer that runs last, and the dimension that holds the classes."""
+"""Last layer and dimension of the classes, as the first outputs of a network tell them."""
 
 from __future__ import annotations
 
