@@ -18,6 +18,7 @@ from torch import Tensor
 from laplace import state
 from laplace.core.digest import digest
 from laplace.core.layout import Layout
+from laplace.core.memory import ran_out
 from laplace.core.processes import Processes
 from laplace.errors import ProcessError, StateError, UnsupportedError
 from laplace.parametric import ParametricLaplace
@@ -119,7 +120,9 @@ def _read(la: ParametricLaplace, path: str | os.PathLike[str], processes: Proces
         files = _Files(path)
         frame = files.frame()
         known = torch.load(io.BytesIO(frame.numpy().tobytes()), weights_only=True)
-    except (OSError, KeyError, RuntimeError, ValueError) as error:
+    except Exception as error:  # of files that are cut off, whatever pickle and zip raise
+        if ran_out(error):
+            raise
         raise StateError(
             f"{os.fspath(path)!r} holds no posterior that laplace.checkpoint.save wrote: {error}"
         ) from error

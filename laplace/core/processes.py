@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from laplace.core.gram import mirror
 from laplace.errors import InvalidType, ProcessError, UnsupportedError
 
 T = TypeVar("T")
@@ -155,9 +154,10 @@ def _buckets(views: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _mirror_entries(matrix: Tensor) -> None:
-    """Copies the upper triangle to the lower one: within the blocks that `mirror` takes to be complete, too."""
+    """Copies the upper triangle of `[..., n, n]` to the lower one, in place."""
     step = 256
     for start in range(0, matrix.shape[-1], step):
-        block = matrix[..., start : start + step, start : start + step]
+        stop = start + step
+        block = matrix[..., start:stop, start:stop]
         block.copy_(block.triu() + block.triu(1).mT)
-    mirror(matrix)
+        matrix[..., stop:, start:stop] = matrix[..., start:stop, stop:].mT

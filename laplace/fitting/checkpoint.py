@@ -56,7 +56,7 @@ def write(path: Path, account: Any, checkpoint: Checkpoint) -> None:
         account: What is fitted how: tensors, numbers, strings, and lists and dicts of them.
         checkpoint: What to write.
     """
-    new = path.with_name(f"{path.name}.new")
+    new = _new(path)
     with new.open("wb") as file:
         state = {"version": _VERSION, "account": account, "checkpoint": fields.state_of(checkpoint)}
         torch.save(state, file)
@@ -98,5 +98,11 @@ def read(path: Path, device: torch.device) -> tuple[Any, Checkpoint] | None:
 
 
 def remove(path: Path) -> None:
-    """Removes the file of a fit that has ended."""
-    path.unlink(missing_ok=True)
+    """Removes the file of a fit that has ended, and what a process left that was killed while it wrote."""
+    for file in (path, _new(path)):
+        file.unlink(missing_ok=True)
+
+
+def _new(path: Path) -> Path:
+    """The file that is being written."""
+    return path.with_name(f"{path.name}.new")

@@ -47,12 +47,11 @@ class Account:
         problem, model = posterior.weights.problem, posterior.weights.model
         said = {
             "likelihood": choices.likelihood_object.name,
+            "attributes of the likelihood": _plain(vars(choices.likelihood_object)),
             "hessian_structure": choices.structure.name,
             "structure_kwargs": choices.structure_options,
             "backend": choices.backend_cls.__name__,
-            "backend_kwargs": {
-                name: value for name, value in sorted(choices.backend_kwargs.items()) if _is_plain(value)
-            },
+            "backend_kwargs": _plain(choices.backend_kwargs),
             "lengths of prior_precision and sigma_noise": (hypers.prior_precision.numel(), hypers.sigma_noise.numel()),
             **settings,
         }
@@ -87,5 +86,7 @@ class Account:
         return "", None
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, str | int | float)
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers and words by name, and digests of tensors; what cannot be compared is left out."""
+    told = {name: digest([value]) if isinstance(value, Tensor) else value for name, value in sorted(values.items())}
+    return {name: value for name, value in told.items() if value is None or isinstance(value, str | int | float)}

@@ -1,4 +1,4 @@
-"""Knowledge that comes with the first outputs: which layer runs last, and in which dimension the classes are."""
+"""Last layer and dimension of the classes, as the first outputs of a network tell them."""
 
 from __future__ import annotations
 

@@ -103,10 +103,6 @@ def measured(
     hooked = posterior.overrides(*FITTING)
     if processes is None:
         fitting.warn_of_shards()
-    else:
-        require_held(posterior, "group=, of which each process has a shard,")
-        if hooked or subset is not None:
-            raise _of_one_process(subset)
     with autograd_mode(), torch.no_grad(), same_random_state(model), bars(progress_bar):
         if hooked:
             n_data = number_of_data(train_loader, choices.dict_key_y) if subset is None else subset.size
@@ -149,6 +145,10 @@ def _started(
     """
     choices, hypers = posterior.choices, posterior.hypers
     require_whole(posterior.model)
+    if shard:  # here, where all processes learn of it
+        require_held(posterior, "group=, of which each process has a shard,")
+        if posterior.overrides(*FITTING) or subset is not None:
+            raise _of_one_process(subset)
     if require is not None:
         require()
     batches.require_loader(train_loader, "train_loader")

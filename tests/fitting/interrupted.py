@@ -118,18 +118,25 @@ CASES = [
 ]
 
 
-def left_behind(folder: Path) -> None:
-    """Files of all cases, each written by a process that died."""
-    program = f"import sys; from tests.fitting.interrupted import _die; _die({str(folder)!r})"
+def left_behind(folder: Path, n_threads: int) -> None:
+    """Files of all cases, each written by a process that died.
+
+    Args:
+        folder: Where they are to be.
+        n_threads: Of PyTorch, as in the tests: with others sums have other bits.
+    """
+    program = f"from tests.fitting.interrupted import _die; _die({str(folder)!r}, {n_threads})"
     subprocess.run([sys.executable, "-c", program], cwd=_ROOT, check=True, timeout=240)
 
 
-def _die(folder: str) -> None:
+def _die(folder: str, n_threads: int) -> None:
+    torch.set_num_threads(1)  # threads that have run do not outlive a fork, and are waited for
     if not torch.cuda.is_available():  # with threads of a device, autograd does not outlive a fork
         CASES[0].build().fit(CASES[0].loader())  # what a first fit imports is imported once
     for case in CASES:
         child = os.fork()
         if child == 0:
+            torch.set_num_threads(n_threads)
             case.die(Path(folder) / case.name)
             os._exit(0)  # it should have died before
         _, status = os.waitpid(child, 0)

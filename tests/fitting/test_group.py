@@ -17,6 +17,7 @@ from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from laplace import Laplace, MixtureLaplace, OnlineLaplace, ParametricLaplace, marglik_training
+from laplace.core.processes import Processes
 from laplace.curvature import NativeEF, NativeGGN, NativeHessian
 from laplace.errors import (
     ApproximationWarning,
@@ -145,6 +146,17 @@ def adds_and_forgets(rank: int) -> None:
         warnings.simplefilter("ignore", ApproximationWarning)
         other.forget([(x[:9], y[:9])])
     assert_same(found(other), found(la))
+
+
+def wide_matrices_arrive_whole(rank: int) -> None:
+    """Of any width: both triangles are the sum's."""
+    processes = Processes.of(distributed.group.WORLD)
+    assert processes is not None
+    for n in (3, 64, 256, 257, 300, 1000, 2049):
+        parts = [torch.randn(n, n, generator=torch.Generator().manual_seed(k)) for k in range(2)]
+        mine = parts[rank] + parts[rank].T
+        processes.add_({"": mine}, lambda _: True)
+        assert torch.equal(mine, (parts[0] + parts[0].T) + (parts[1] + parts[1].T))
 
 
 def padded_data_count_once(rank: int) -> None:
@@ -451,6 +463,8 @@ def products_are_of_one_process(rank: int) -> None:
     la = make("all", "matrix_free")
     with pytest.raises(UnsupportedError, match=r"group=.*matrix_free.*'kron'"):
         la.fit(batches(12 * rank, 12), group=distributed.group.WORLD)
+    la = make("all", "kron" if rank else "matrix_free")  # no process waits for one that refuses
+    refused("matrix_free", la, batches(), ProcessError if rank else UnsupportedError)
 
 
 def the_trainer_ends_with_the_posterior_of_all_data(rank: int) -> None:
@@ -493,7 +507,7 @@ def the_trainer_ends_with_the_posterior_of_all_data(rank: int) -> None:
 
 CHECKS = [
     products_are_of_one_process, adds_and_forgets, padded_data_count_once, wrapped_models_are_unwrapped,
-    sampled_targets_differ,
+    sampled_targets_differ, wide_matrices_arrive_whole,
     errors_reach_all_processes, interrupted_fits_go_on, mixtures_pass_the_group_on,
     collectives_are_few, grids_are_of_all_validation_data,
     training_follows_the_evidence_of_all_data,

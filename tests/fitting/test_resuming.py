@@ -17,8 +17,10 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from laplace import KronLaplace, Laplace, ParametricLaplace
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, StateError, UnsupportedError
 from laplace.fitting import checkpoint
+from laplace.likelihoods import LikelihoodFromLoss
 from laplace.network.witness import ROWS
 from laplace.structures import STRUCTURES, fields
+from tests.conftest import THREADS
 from tests.fitting.interrupted import CASES, Interrupted, left_behind
 
 
@@ -39,7 +41,7 @@ def assert_same_bits(a: ParametricLaplace, b: ParametricLaplace) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("left behind")
-    left_behind(path)
+    left_behind(path, THREADS)
     return path
 
 
@@ -211,6 +213,32 @@ def test_another_fit_is_refused(match: str, change: dict[str, Any], tmp_path: Pa
     assert (tmp_path / "fit").exists()
 
 
+class Scaled(LikelihoodFromLoss):
+    """A likelihood with a number of its own."""
+
+    name = "scaled"
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def negative_log_likelihood(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.scale * (f - y).square().sum()
+
+    def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
+        return f.expand(n, *f.shape)
+
+    def inverse_link(self, f: Tensor) -> Tensor:
+        return f
+
+
+def test_numbers_of_a_likelihood_are_compared(tmp_path: Path) -> None:
+    data = [(x, torch.zeros(len(x), 3)) for x, _ in batches()]
+    with pytest.raises(OSError, match="disk"):
+        Laplace(network(), Scaled(1), "all", "kron").fit(Failing(data, 5), resume=tmp_path / "fit", save_every=2)
+    with pytest.raises(StateError, match=r"attributes of the likelihood = \{'scale': 2\}"):
+        Laplace(network(), Scaled(2), "all", "kron").fit(data, resume=tmp_path / "fit")
+
+
 def test_options_of_the_structure_are_compared(tmp_path: Path) -> None:
     data = interrupted(tmp_path / "fit", structure="lowrank")
     la = Laplace(network(), "classification", "all", "lowrank", structure_kwargs={"rank": 4})
@@ -278,6 +306,23 @@ def test_an_order_that_cannot_be_had_again_is_refused(tmp_path: Path) -> None:
     ]
     for loader in accepted:
         la.fit(loader, resume=tmp_path / "fit", save_every=1)
+
+
+def test_entries_that_are_compared_are_not_those_of_a_border(tmp_path: Path) -> None:
+    x, y = torch.zeros(2, 1024, 28, 28), torch.zeros(2, 1024, dtype=torch.long)
+    x[:, :, 4:24, 4:24] = torch.randn(2, 1024, 20, 20)
+    torch.manual_seed(0)
+    la = Laplace(nn.Sequential(nn.Flatten(), nn.Linear(784, 3)), "classification", "all", "diag")
+    with pytest.raises(OSError, match="disk"):
+        la.fit(Failing(list(zip(x, y, strict=True)), 2), resume=tmp_path / "fit", save_every=1)
+    with pytest.raises(InvalidData, match="other data"):
+        la.fit(list(zip(x.flip(-1), y, strict=True)), resume=tmp_path / "fit")
+
+
+def test_a_file_that_was_being_written_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "fit.new").write_bytes(b"half")
+    Laplace(network(), "classification", "all", "diag").fit(batches(), resume=tmp_path / "fit")
+    assert not list(tmp_path.iterdir())
 
 
 class _Stream(IterableDataset[tuple[Tensor, Tensor]]):

@@ -104,6 +104,7 @@ NAMESPACES = {
     "likelihoods/base.py": "what a user's class defines itself",
     "parametric.py": "the cell of the grid that a class itself declares",
     "base.py": "the state that is copied and pickled",
+    "posterior/account.py": "numbers of a likelihood of a user, whose names nobody knows",
 }
 
 
