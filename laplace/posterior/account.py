@@ -21,7 +21,7 @@ class Account:
         settings: Settings by name, as words.
         names: Names of the network's parameters and buffers.
         kinds: Their shapes and dtypes.
-        sums: Checksums of them, `[n, 2]`.
+        sums: Checksums of them, `[n, 3]`.
         random: Name, shape and a digest of the random entries of every random tensor; none where they are unknown.
         layer: Name of the last layer, where one is random.
         channel_dim: Dimension of the channels, if it is known.
@@ -80,8 +80,8 @@ class Account:
                 return f"has {name} = {value}, {whose} {other.settings.get(name)}", None
         if (self.names, self.kinds) != (other.names, other.kinds):
             return f"has a network of other tensors than {whose} (names, shapes or dtypes)", None
-        for name, mine, theirs in zip(self.names, self.sums, other.sums, strict=True):
-            if not same_sums(mine, theirs):
+        for i, name in enumerate(self.names):
+            if not same_sums(self.sums[i : i + 1], other.sums[i : i + 1]):
                 return f"has other numbers in {name!r} than {whose}", name
         return "", None
 
