@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from laplace.core.checks import is_true, require, together
-from laplace.core.random_numbers import standard_normal
+from laplace.core.random_numbers import standard_normal_parts
 from laplace.core.symmetric_root import scaled_root
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 
@@ -94,6 +96,25 @@ class Gaussian:
             InvalidData: The mean is not finite.
             CurvatureError: The covariance is not finite.
         """
+        parts = list(self._draws(n, generator))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def average(self, function: Callable[[Tensor], Tensor], n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Mean of a function over the draws of `sample`, which are held in parts: memory does not grow with n.
+
+        Args:
+            function: Maps draws `[m, B, C]` to values `[m, ...]`.
+            n: Number of draws, at least 1.
+            generator: As of `sample`.
+
+        Raises:
+            InvalidArgument, InvalidData, CurvatureError: As of `sample`.
+        """
+        sums = (function(part).sum(0) for part in self._draws(n, generator))
+        return reduce(torch.add, sums) / n
+
+    def _draws(self, n: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        """Draws in consecutive parts, `[m, B, C]`."""
         if n < 1:
             raise InvalidArgument(f"n={n} samples were asked for; give an integer of at least 1.")
         with together():
@@ -103,18 +124,20 @@ class Gaussian:
                     "The mean of the Gaussian has NaN or infinite entries: look at the network's outputs."
                 ),
             )
-            noise = standard_normal((n, *self.mean.shape), self.mean, generator)
-            return self.mean + self._colour(noise)
+            coloured = self._colouring()
+        for noise in standard_normal_parts(n, tuple(self.mean.shape), self.mean, generator):
+            yield self.mean + coloured(noise)
 
-    def _colour(self, noise: Tensor) -> Tensor:
-        """Standard normal noise `[n, B, C]` to noise with this covariance."""
+    def _colouring(self) -> Callable[[Tensor], Tensor]:
+        """A map of standard normal noise `[m, B, C]` to noise with this covariance."""
         if self.is_diagonal:
             _check_finite(self.covariance)
-            return noise * _safe_sqrt(self.covariance).to(noise)
-        root = covariance_root(self.covariance).to(noise)
+            deviations = _safe_sqrt(self.covariance).to(self.mean)
+            return lambda noise: noise * deviations
+        root = covariance_root(self.covariance).to(self.mean)
         if self.is_joint:
-            return (noise.flatten(1) @ root.T).view_as(noise)
-        return (root @ noise.permute(1, 2, 0)).permute(2, 0, 1)
+            return lambda noise: (noise.flatten(1) @ root.T).view_as(noise)
+        return lambda noise: (root @ noise.permute(1, 2, 0)).permute(2, 0, 1)
 
 
 def sample_moments(samples: Tensor) -> tuple[Tensor, Tensor]:

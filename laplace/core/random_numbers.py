@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,13 @@ from torch import Tensor
 
 from laplace.core.precision_policy import wide_dtype
 from laplace.errors import InvalidType
+
+_AT_ONCE = 2**24
+"""Numbers that are drawn at once where draws are read one after another."""
+
+_ALIGNED = 16
+"""Draws in all parts but the last are a multiple of this, and no fewer are left for the last: a processor's generator then
+gives the numbers of a single call."""
 
 _LARGEST_RATE = 1e30
 """Rate of counts above which they are drawn as with this one: infinite ones have no counts."""
@@ -33,6 +41,27 @@ def standard_normal(shape: tuple[int, ...], like: Tensor, generator: torch.Gener
     """
     device = like.device if generator is None else generator.device
     return torch.randn(shape, generator=generator, device=device, dtype=like.dtype).to(like.device)
+
+
+def standard_normal_parts(
+    n: int, shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None = None
+) -> Iterator[Tensor]:
+    """Independent N(0, 1) numbers `[n, *shape]` in consecutive parts of n, whose sizes follow from the shape alone.
+
+    Args:
+        n: Number of draws.
+        shape: Of each draw.
+        like: Device and dtype.
+        generator: Source of randomness; the global one if None.
+    """
+    most = _AT_ONCE // max(1, math.prod(shape))
+    at_once = most // _ALIGNED * _ALIGNED or max(1, most)
+    start = 0
+    while start < n:
+        rest = n - start
+        size = at_once if rest >= at_once + _ALIGNED else rest
+        yield standard_normal((size, *shape), like, generator)
+        start += size
 
 
 def drawn_seed(generator: torch.Generator | None = None) -> int:

@@ -102,9 +102,9 @@ def monte_carlo(
     Raises:
         InvalidArgument: n_samples is not positive.
     """
-    samples = Gaussian(mean, covariance).sample(n_samples, generator)
-    largest = torch.finfo(samples.dtype).max
-    return inverse_link(samples.clamp(-largest, largest)).mean(0)
+    largest = torch.finfo(mean.dtype).max
+    gaussian = Gaussian(mean, covariance)
+    return gaussian.average(lambda f: inverse_link(f.clamp(-largest, largest)), n_samples, generator)
 
 
 def delta(mean: Tensor, covariance: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from laplace.core import random_numbers
 from laplace.core.gaussian import Gaussian, covariance_root
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
 from tests.reference.compare import assert_close
@@ -220,3 +221,24 @@ def test_follows_the_device(device) -> None:
     here = Gaussian(mean, covariance).sample(2, torch.Generator().manual_seed(0))
     assert there.device.type == device.type
     assert_close(there, here, "float32")
+
+
+@pytest.mark.parametrize("kind", covariances())
+@pytest.mark.parametrize("n", [1, 7, 50, 96])
+def test_averages_in_parts_are_those_of_all_draws(kind, n, monkeypatch) -> None:
+    """Parts are of 16 to 31 draws here: the numbers are those of one call, and none is drawn twice."""
+    covariance, _ = covariances()[kind]
+    gaussian = Gaussian(torch.randn(B, C, dtype=torch.float64), covariance)
+    whole = gaussian.sample(n, torch.Generator().manual_seed(2))
+    monkeypatch.setattr(random_numbers, "_AT_ONCE", 16 * B * C)
+    in_parts = gaussian.sample(n, torch.Generator().manual_seed(2))
+    assert torch.equal(whole, in_parts)
+    sizes: list[int] = []
+
+    def function(draws: Tensor) -> Tensor:
+        sizes.append(len(draws))
+        return torch.softmax(draws, -1)
+
+    average = gaussian.average(function, n, torch.Generator().manual_seed(2))
+    assert max(sizes) < 32 and sum(sizes) == n
+    torch.testing.assert_close(average, torch.softmax(whole, -1).mean(0), rtol=1e-12, atol=1e-14)
