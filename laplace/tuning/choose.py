@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,12 +16,15 @@ from laplace.errors import InvalidArgument, TuningWarning, UnsupportedError, war
 from laplace.posterior.sharding import refuse_sharded
 from laplace.tuning.gradient_loss import SmoothLoss
 from laplace.tuning.grid import Grid, search_grid
-from laplace.tuning.group import PosteriorGroup, negative_evidence
+from laplace.tuning.group import PosteriorGroup, log_mean_exp, negative_evidence
 from laplace.tuning.optimise import Climb, Evaluate, Search
 from laplace.tuning.settings import NAMES, Coordinates, checked_names, restructured, spread
 from laplace.tuning.validation import ValidationLoss
 
 EVIDENCE = "evidence"
+
+EVIDENCES: dict[str, Callable[[Tensor], Tensor]] = {EVIDENCE: log_mean_exp, "joint_evidence": torch.sum}
+"""Evidence of a mixture from the logarithms of its components' `[K]`, by the name of the objective."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,6 +24,11 @@ from laplace.tuning.predictive import Predictive
 from laplace.tuning.settings import NAMES, Coordinates
 
 
+def log_mean_exp(values: Tensor) -> Tensor:
+    """log((1/K) Σ_k exp v_k) of `[K]`, 0-dim."""
+    return values.logsumexp(0) - torch.tensor(float(len(values)), dtype=values.dtype, device=values.device).log()
+
+
 @dataclass(frozen=True)
 class PosteriorGroup:
     """Posteriors that share their hyper-parameters; one posterior is a mixture of one.
@@ -31,10 +36,13 @@ class PosteriorGroup:
     Attributes:
         posteriors: K fitted posteriors.
         weigh: The mixture weights π `[K]` of such a group, with their graph; None for one posterior.
+        combined: The evidence of the group from the logarithms of its components' `[K]`: of their mean, or of their
+            product.
     """
 
     posteriors: tuple[Posterior, ...]
     weigh: Callable[[PosteriorGroup], Tensor] | None = None
+    combined: Callable[[Tensor], Tensor] = log_mean_exp
 
     def at(self, hypers: Hyperparameters) -> PosteriorGroup:
         """The posteriors at shared hyper-parameters, with their graph; each keeps its own prior mean."""
@@ -114,10 +122,10 @@ class PosteriorGroup:
         return torch.stack([value.to(values[0].device) for value in values])
 
     def log_evidence(self) -> Tensor:
-        """Log p(D) under a uniform prior over the components, 0-dim."""
+        """Log p(D) under a uniform prior over the components, or as `combined` has it, 0-dim."""
         if len(self.posteriors) == 1:  # a tuning asks a hundred times, for the price of few small operations
             return self.first.log_evidence()
-        return log_mean_exp(self.log_evidences())
+        return self.combined(self.log_evidences())
 
     def candidates(
         self, settings: list[Hyperparameters], predictive: Predictive, *, whole_covariance: bool
@@ -143,11 +151,6 @@ def negative_evidence(group: PosteriorGroup, coordinates: Coordinates) -> Evalua
             return -value.item(), -gradient
 
     return evaluate
-
-
-def log_mean_exp(values: Tensor) -> Tensor:
-    """log((1/K) Σ_k exp v_k) of `[K]`, 0-dim."""
-    return values.logsumexp(0) - torch.tensor(float(len(values)), dtype=values.dtype, device=values.device).log()
 
 
 def _shared(hypers: Hyperparameters, posterior: Posterior) -> Hyperparameters:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from laplace.errors import InvalidArgument
 from laplace.posterior.posterior import Posterior
 from laplace.tuning.choose import (
     EVIDENCE,
+    EVIDENCES,
     TuningResult,
     by_evidence,
     by_gradient,
@@ -169,7 +171,9 @@ class Tunable(ABC):
 
         Args:
             tune: One or more of `"prior_precision"`, `"sigma_noise"` (in the shape that it has) and `"temperature"`.
-            objective: `"evidence"`; or a loss on validation data: `"nll"`, `"brier"`, `"crps"` (regression), `"ece"`
+            objective: `"evidence"`, which of a mixture is the log of the mean, (1/K) Σ_k p(D | M_k): the best network
+                alone decides; `"joint_evidence"`, Σ_k log p(D | M_k), in which all count alike (Eschenhagen et al.,
+                2021, appendix B.2, "the components' marginal likelihoods"); or a loss on validation data: `"nll"`, `"brier"`, `"crps"` (regression), `"ece"`
                 (classification), a `laplace.tuning.Thresholds`, a running metric or a callable, as `loss` of
                 `optimize_prior_precision`.
             method: `"lbfgs"` or `"adam"` on logarithms, which keep the best value seen and need a differentiable
@@ -203,7 +207,7 @@ class Tunable(ABC):
                 search did not converge.
         """
         structure = None if prior_structure is None else str(prior_structure)
-        posteriors, evidence = self._group, isinstance(objective, str) and objective == EVIDENCE
+        posteriors, evidence = self._group, isinstance(objective, str) and objective in EVIDENCES
         posteriors.check_structure(structure)
         method = method or ("lbfgs" if evidence else "grid")
         with posteriors.same_random_states():
@@ -213,7 +217,7 @@ class Tunable(ABC):
             climb = Climb(method, n_steps, lr, tolerance, progress_bar=progress_bar)
             if evidence:
                 _refuse_data(val_loader, ood_loader, method)
-                result = by_evidence(posteriors, coordinates, climb)
+                result = by_evidence(replace(posteriors, combined=EVIDENCES[objective]), coordinates, climb)
             elif val_loader is None:
                 raise InvalidArgument(f"objective={objective!r} needs val_loader=, the validation data.")
             else:
