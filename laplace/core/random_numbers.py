@@ -16,8 +16,8 @@ _AT_ONCE = 2**24
 """Numbers that are drawn at once where draws are read one after another."""
 
 _ALIGNED = 16
-"""Draws in all parts but the last are a multiple of this, and no fewer are left for the last: a processor's generator then
-gives the numbers of a single call."""
+"""Draws in all parts but the last are a multiple of this, and no fewer are left for the last: a processor's generator
+then gives the numbers of a single call."""
 
 _LARGEST_RATE = 1e30
 """Rate of counts above which they are drawn as with this one: infinite ones have no counts."""

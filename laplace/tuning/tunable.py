@@ -173,9 +173,9 @@ class Tunable(ABC):
             tune: One or more of `"prior_precision"`, `"sigma_noise"` (in the shape that it has) and `"temperature"`.
             objective: `"evidence"`, which of a mixture is the log of the mean, (1/K) Σ_k p(D | M_k): the best network
                 alone decides; `"joint_evidence"`, Σ_k log p(D | M_k), in which all count alike (Eschenhagen et al.,
-                2021, appendix B.2, "the components' marginal likelihoods"); or a loss on validation data: `"nll"`, `"brier"`, `"crps"` (regression), `"ece"`
-                (classification), a `laplace.tuning.Thresholds`, a running metric or a callable, as `loss` of
-                `optimize_prior_precision`.
+                2021, appendix B.2, "the components' marginal likelihoods"); or a loss on validation data: `"nll"`,
+                `"brier"`, `"crps"` (regression), `"ece"` (classification), a `laplace.tuning.Thresholds`, a running
+                metric or a callable, as `loss` of `optimize_prior_precision`.
             method: `"lbfgs"` or `"adam"` on logarithms, which keep the best value seen and need a differentiable
                 objective; `"grid"`, for validation losses, whose prior is a scalar. None is `"lbfgs"` for the evidence,
                 else `"grid"`.
