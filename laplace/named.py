@@ -30,6 +30,7 @@ from laplace.structures import (
     LowRankCurvature,
     LowRankKronCurvature,
 )
+from laplace.structures.damping import checked_damping
 from laplace.weights.last_layer import LastLayer
 from laplace.weights.subnetwork import Subnetwork
 
@@ -55,16 +56,12 @@ def bind(la: BaseLaplace, given: Mapping[str, Any]) -> None:
     renamed = la.weights_type.arguments
     options = {
         "weights_options": {renamed[name]: own.pop(name) for name in renamed if name in own},
-        "precision_options": {name: own.pop(name) for name in PRECISION_OPTIONS if name in own},
+        "precision_options": {name: checked_damping(own.pop(name)) for name in PRECISION_OPTIONS if name in own},
         "structure_kwargs": own,
     }
     for name, values in options.items():
         common[name] = values | (common.get(name) or {})
     BaseLaplace.__init__(**common)
-
-
-def _damping(la: ParametricLaplace) -> bool:
-    return bool(la.precision_options["damping"])
 
 
 def _factors(now: Posterior) -> Any:
@@ -113,7 +110,7 @@ class KronLaplace(ParametricLaplace):
 
     _key = ("all", "kron")
     structure = KronCurvature
-    damping = property(_damping, doc="Whether the precision is (√s A + √δ) ⊗ (√s B + √δ).")
+    damping = property(lambda la: la.precision_options["damping"], doc="Form of (√s B + √δ) ⊗ (√s A + √δ), or False.")
     H_facs = Part[Any](_factors, "Kronecker factors, a `Kron`, or None; assigned ones are H, if not set apart from it.")
 
     def __init__(
@@ -128,7 +125,7 @@ class KronLaplace(ParametricLaplace):
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
         backend: Backend = None,
-        damping: bool = False,
+        damping: bool | str = False,
         backend_kwargs: Options = None,
         asdl_fisher_kwargs: Options = None,
         *,
@@ -259,7 +256,7 @@ class KronLLLaplace(LLLaplace, KronLaplace):
         dict_key_y: str = "labels",
         backend: Backend = None,
         last_layer_name: str | None = None,
-        damping: bool = False,
+        damping: bool | str = False,
         backend_kwargs: Options = None,
         asdl_fisher_kwargs: Options = None,
         *,
@@ -312,7 +309,9 @@ class SubnetLaplace(ParametricLaplace):
     assemble_full_samples = property(
         attrgetter("weights.embed"), doc="Function from samples `[S, p]` to samples of all trainable parameters."
     )
-    damping = property(_damping, doc="Whether a Kronecker-factored subnetwork is dampened.")
+    damping = property(
+        lambda la: la.precision_options["damping"], doc="Form of damping of a Kronecker-factored subnetwork, or False."
+    )
 
     def __init__(
         self,
@@ -330,7 +329,7 @@ class SubnetLaplace(ParametricLaplace):
         enable_backprop: bool = False,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
-        damping: bool = False,
+        damping: bool | str = False,
         forward_fn: ForwardFn | None = None,
         structure_kwargs: Options = None,
         channel_dim: int | None = None,

@@ -248,8 +248,10 @@ def describe(la: BaseLaplace) -> str:
 
 def prior_note(posterior: Posterior) -> str | None:
     """Says so where a prior is approximated by its diagonal in a Kronecker eigenbasis, or dampens."""
-    if posterior.choices.precision_options.get("damping"):
-        return "damping: (√s A + √δ) ⊗ (√s B + √δ) instead of s A ⊗ B + δ"
+    damping = posterior.choices.precision_options.get("damping")
+    if damping:
+        factors = "" if damping is True else f", factors as {damping!r}"
+        return f"damping: (√s A + √δ) ⊗ (√s B + √δ) instead of s A ⊗ B + δ{factors}"
     if not posterior.choices.structure.exact_prior and not posterior.evidence.prior.is_constant_per_tensor:
         return "the prior varies within Kronecker blocks: its diagonal in their eigenbasis is used"
     return None

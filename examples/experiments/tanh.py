@@ -5,8 +5,8 @@ network f = 5 tanh(wx + b), the prior N(0, 1) of w and b. Gaussian posteriors pu
 rule out. Networks with such weights predict the other class, and a mean over sampled weights underfits ("nn"); the
 linearised network of the same posterior does not ("glm"). The truth is had by quadrature over (w, b) on a grid. The
 damping of Ritter et al. (2018), (Q + √δ) ⊗ (W + √δ), is taken twice: of the exact GGN, which with one row of weights is
-Q ⊗ W with Q = 1, so that with δ = 1 the precision is 2 GGN + 2; and of the Kronecker factors that
-`hessian_structure="kron"` sums over the data, whose product is larger than the GGN.
+Q ⊗ W with Q = 1, so that with δ = 1 the precision is 2 GGN + 2; and of the Kronecker factors of
+`hessian_structure="kron"`, which take inputs and gradients for independent, so that their product exceeds the GGN here.
 
     python examples/experiments/tanh.py            # 3 seeds
     python examples/experiments/tanh.py --small    # a coarse grid and few samples, to try it out

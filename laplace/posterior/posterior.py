@@ -269,6 +269,8 @@ class Posterior:
             ModelChangedError: It is not.
         """
         options = self.choices.precision_options
+        if options.get("damping"):
+            options = options | {"n_data": self.fit.n_data}
         if not self.choices.structure.asks_network:
             return options
         self.check_unchanged()

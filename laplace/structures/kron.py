@@ -30,6 +30,7 @@ from laplace.structures.algebra import Decompositions, Recent, Size
 from laplace.structures.base import Curvature
 from laplace.structures.by_hand import KronByHand
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
+from laplace.structures.damping import Damping
 from laplace.structures.eigenblocks import (
     BlockSpectrum,
     Spectra,
@@ -153,11 +154,11 @@ class KronCurvature(AdditiveCurvature):
             yield block.positions, False
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> KronPrecision:
-        return KronPrecision(self.spectra(weights), weights, prior, damping=bool(options.get("damping", False)))
+        return KronPrecision(self.spectra(weights), weights, prior, damping=Damping.of(options))
 
     def scan(self, weights: Tensor, layout: Layout, **options: Any) -> SpectralScan:
         weights = weights.detach()
-        return spectral_scan(self.spectra(weights), weights, layout, damping=bool(options.get("damping", False)))
+        return spectral_scan(self.spectra(weights), weights, layout, damping=Damping.of(options))
 
     def spectra(self, weights: Tensor) -> Spectra:
         """Eigendecomposition of every block at these weights: once per fit, unless ratios of several terms change."""

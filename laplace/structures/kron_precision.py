@@ -18,6 +18,7 @@ from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block, MappedBlock
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
+from laplace.structures.damping import Damping
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
 from laplace.structures.indefinite import require_positive
 from laplace.structures.log_det import log_det_ratio
@@ -40,14 +41,13 @@ class KronPrecision(Precision):
         spectra: The eigendecomposition of every block.
         weights: Scale of every curvature term, `[E]`.
         prior: δ.
-        damping: Whether (√s A + √δ) ⊗ (√s B + √δ) replaces s A ⊗ B + δ (Ritter et al., 2018, whose factors are both √N
-            times a mean; here, as in laplace-torch, the output side is a sum and the input side a mean).
+        damping: Replaces s B ⊗ A + δ by (b √s B + √δ) ⊗ (a √s A + √δ) (Ritter et al., 2018); None adds δ exactly.
     """
 
     spectra: Spectra
     weights: Tensor
     prior: GaussianPrior
-    damping: bool = False
+    damping: Damping | None = None
 
     @property
     def _scale(self) -> Tensor:
@@ -67,7 +67,7 @@ class KronPrecision(Precision):
 
     def logdet_ratio(self) -> Tensor:
         """One pass over all eigenvalues, O(P), where the prior is constant in every block and nothing dampens."""
-        if self.damping or any(delta.numel() > 1 for delta in self._priors):
+        if self.damping is not None or any(delta.numel() > 1 for delta in self._priors):
             blocks = torch.stack([self._block_logdet(i) for i in range(len(self.spectra))])
             return blocks.sum() - self.prior.logdet()
         if self.spectra.signed:
@@ -89,10 +89,11 @@ class KronPrecision(Precision):
         spectrum = self.spectra[i]
         prior = spectrum.prior(self._priors[i])
         left, right = spectrum.left_values, spectrum.right_values
-        if not self.damping or left is None or right is None or spectrum.matrix is not None:
+        if self.damping is None or left is None or right is None or spectrum.matrix is not None:
             return self._scale * spectrum.values + prior
         root, scale = widened(prior).sqrt().view(-1, *_folded(spectrum, prior)), widened(self._scale).sqrt()
-        damped = (scale * left.unsqueeze(2) + root) * (scale * right.unsqueeze(1) + root)
+        of_left, of_right = self.damping.sides(output_first=spectrum.output_first)
+        damped = (of_left * scale * left.unsqueeze(2) + root) * (of_right * scale * right.unsqueeze(1) + root)
         return damped.flatten()
 
     def eigenvalues(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -268,7 +269,7 @@ def _folded(spectrum: BlockSpectrum, prior: Tensor) -> tuple[int, int]:
     return (1, 1) if prior.numel() == 1 or spectrum.shape is None else spectrum.shape[1:]
 
 
-def spectral_scan(spectra: Spectra, weights: Tensor, layout: Layout, *, damping: bool = False) -> SpectralScan:
+def spectral_scan(spectra: Spectra, weights: Tensor, layout: Layout, *, damping: Damping | None = None) -> SpectralScan:
     """Functional variances at many scalar priors from spectra that are known.
 
     Args:

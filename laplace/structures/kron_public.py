@@ -18,7 +18,8 @@ from laplace.core.precision_policy import widened
 from laplace.engines.kron_parts import KronParts
 from laplace.errors import InvalidArgument
 from laplace.structures import algebra
-from laplace.structures.eigenblocks import Spectra, picked_matrix
+from laplace.structures.damping import Damping
+from laplace.structures.eigenblocks import BlockSpectrum, Spectra, picked_matrix
 
 
 class DecomposedCurvature(KronDecomposed):
@@ -32,7 +33,7 @@ class DecomposedCurvature(KronDecomposed):
     def __init__(self, parts: KronParts, spectra: Callable[[], Spectra]) -> None:
         self._parts = parts
         one, deltas = parts.like.new_ones(()), parts.like.new_zeros(len(parts.blocks))
-        super().__init__(lambda: spectra().factor_vectors, lambda: _scaled_values(spectra(), one), deltas)
+        super().__init__(lambda: spectra().factor_vectors, lambda: _scaled_values(spectra(), one, None), deltas)
 
     def __add__(self, deltas: Scalar) -> KronDecomposed:
         """As of `KronDecomposed`; the factors of other data are refused by name.
@@ -62,7 +63,7 @@ class DecomposedCurvature(KronDecomposed):
         return Kron(self.kfacs)
 
 
-def decomposed_precision(spectra: Spectra, scale: Tensor, deltas: Tensor, *, damping: bool) -> KronDecomposed:
+def decomposed_precision(spectra: Spectra, scale: Tensor, deltas: Tensor, *, damping: Damping | None) -> KronDecomposed:
     """The precision s·H + δ, with the graph that leads to both.
 
     Args:
@@ -71,16 +72,27 @@ def decomposed_precision(spectra: Spectra, scale: Tensor, deltas: Tensor, *, dam
         deltas: Prior precision of every tensor, `[L]`.
         damping: As of `KronPrecision`.
     """
-    return KronDecomposed(lambda: spectra.factor_vectors, lambda: _scaled_values(spectra, scale), deltas, damping)
+    return KronDecomposed(
+        lambda: spectra.factor_vectors, lambda: _scaled_values(spectra, scale, damping), deltas, damping is not None
+    )
 
 
-def _scaled_values(spectra: Spectra, scale: Tensor) -> list[list[Tensor]]:
-    """Eigenvalues of s·H, the scale spread evenly over the factors of a block."""
+def _scaled_values(spectra: Spectra, scale: Tensor, damping: Damping | None) -> list[list[Tensor]]:
+    """Eigenvalues of s·H, the scale spread evenly over the factors of a block, times those of a damping."""
     with algebra.kept_for_later(), torch.enable_grad():
         return [
-            [(widened(scale) ** (1 / len(factors)) * values).to(spectra.dtype) for values in factors]
-            for factors in (block.factor_values for block in spectra)
+            [
+                (own * widened(scale) ** (1 / len(sides)) * values).to(spectra.dtype)
+                for own, values in zip(_of_sides(block, len(sides), damping), sides, strict=True)
+            ]
+            for block, sides in ((block, block.factor_values) for block in spectra)
         ]
+
+
+def _of_sides(block: BlockSpectrum, n_sides: int, damping: Damping | None) -> tuple[float, ...]:
+    if damping is None or n_sides == 1:
+        return (1.0,) * n_sides
+    return damping.sides(output_first=block.output_first)
 
 
 def _factors(parts: KronParts) -> list[list[Tensor]]:

@@ -78,8 +78,17 @@ class Dense:
         return cls(precision, prior, loglik, (prior * (case.mean - mean).square()).sum(), value)
 
     @staticmethod
-    def damped(la: ParametricLaplace, scale: float) -> Tensor:
-        """P of a Kron posterior with Ritter's damping, `[P, P]`, for scalar and layerwise priors."""
+    def damped(la: ParametricLaplace, scale: float, form: bool | str = True) -> Tensor:
+        """P of a Kron posterior with damping, `[P, P]`, for scalar and layerwise priors.
+
+        Args:
+            la: The posterior.
+            scale: Of the curvature.
+            form: True for factors as they are, a sum on the output side and a mean on the input side; "mean" for √N
+                times a mean both, "sum" for sums.
+        """
+        n = la.n_data
+        sides = {True: (1.0, 1.0), "mean": (n**-0.5, n**0.5), "sum": (1.0, float(n))}[form]
         held = la.fitted().curvature
         assert isinstance(held, KronCurvature)
         per_block = la.prior.per_block()
@@ -88,16 +97,20 @@ class Dense:
         for i, (factors, place) in enumerate(zip(held.kfacs, la.problem.layout.slices, strict=True)):
             delta = per_block[i].double()
             if held.parts.blocks[i].kind == "kron" and len(factors) == 2:
-                blocks.append(_ritter(factors, delta.sqrt(), scale**0.5))
+                of_sides = sides[::-1] if held.parts.blocks[i].input_first else sides
+                blocks.append(_ritter(factors, delta.sqrt(), [side * scale**0.5 for side in of_sides]))
             else:
                 matrix = whole[place, place]
                 blocks.append(scale * matrix + delta * torch.eye(len(matrix), dtype=matrix.dtype))
         return torch.block_diag(*blocks)
 
 
-def _ritter(factors: list[Tensor], root: Tensor, scale: float) -> Tensor:
+def _ritter(factors: list[Tensor], root: Tensor, scales: list[float]) -> Tensor:
     groups = [factor if factor.ndim == 3 else factor.unsqueeze(0) for factor in factors]
-    damped = [scale * side + root * torch.eye(side.shape[-1], dtype=side.dtype) for side in groups]
+    damped = [
+        scale * side + root * torch.eye(side.shape[-1], dtype=side.dtype)
+        for scale, side in zip(scales, groups, strict=True)
+    ]
     count = max(len(side) for side in damped)
     pairs = zip(*[side.expand(count, -1, -1) for side in damped], strict=True)
     return torch.block_diag(*[kfac.kron(left, right) for left, right in pairs])

@@ -77,16 +77,42 @@ def test_matrices(case: Case) -> None:
         assert_close((la.H * (1 / 0.3) + la.prior_precision).to_matrix(), dense, "backend", label=form)
 
 
+@pytest.mark.parametrize("damping", [True, "mean", "sum"])
 @pytest.mark.parametrize("form", ["scalar", "layerwise"])
 @pytest.mark.parametrize("case", EACH)
-def test_damping(case: Case, form: str) -> None:
+def test_damping(case: Case, form: str, damping: bool | str) -> None:
     given, _ = priors(case)[form]
-    la = case.fit(damping=True, temperature=0.3, prior_precision=given)
+    la = case.fit(damping=damping, temperature=0.3, prior_precision=given)
     P = la.posterior_precision
     assert P.damping
     assert_close(P.to_matrix(), la.evidence().precision.to_dense(), "algebra")
     if case.weights == "all" and case.problem.name != "embedding_padding":  # whose counts are no matrix
-        assert_close(P.to_matrix(), Dense.damped(la, scale=1 / 0.3), "algebra")
+        assert_close(P.to_matrix(), Dense.damped(la, scale=1 / 0.3, form=damping), "algebra")
+
+
+def test_damping_in_the_normalisation_of_each_paper() -> None:
+    """Of one layer, from the means over the data by hand: √N × means on either side, or sums."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2, bias=False)).double()
+    x, delta = torch.randn(7, 3, dtype=torch.float64), 0.6
+    a, b = x.T @ x / 7, torch.eye(2, dtype=torch.float64)  # of regression B is I for every datum
+    eye_a, eye_b = (delta**0.5 * torch.eye(n, dtype=torch.float64) for n in (3, 2))
+    expected = {
+        True: torch.kron(7 * b + eye_b, a + eye_a),
+        "mean": torch.kron(7**0.5 * b + eye_b, 7**0.5 * a + eye_a),
+        "sum": torch.kron(7 * b + eye_b, 7 * a + eye_a),
+    }
+    for form, matrix in expected.items():
+        la = KronLaplace(model, "regression", prior_precision=delta, damping=form)
+        la.fit([(x[:3], torch.zeros(3, 2).double()), (x[3:], torch.zeros(4, 2).double())])
+        assert_close(la.posterior().to_dense(), matrix, "algebra")
+        again = KronLaplace(model, "regression", damping=form)
+        again.load_state_dict(la.state_dict())
+        assert again.damping == form
+        assert_close(again.log_marginal_likelihood(), la.log_marginal_likelihood(), "exact")
+    assert "'sum'" in repr(la)
+    with pytest.raises(InvalidArgument, match=r"damping='means'.*'mean'.*'sum'"):
+        KronLaplace(model, "regression", damping="means")
 
 
 @pytest.mark.parametrize("noise", each_noise())
