@@ -14,6 +14,7 @@ from laplace.core.precision_policy import wide_dtype
 from laplace.enums import PredType
 from laplace.errors import InvalidArgument, TuningWarning, UnsupportedError, warn
 from laplace.posterior.sharding import refuse_sharded
+from laplace.structures.base import Curvature
 from laplace.tuning.gradient_loss import SmoothLoss
 from laplace.tuning.grid import Grid, search_grid
 from laplace.tuning.group import PosteriorGroup, log_mean_exp, negative_evidence
@@ -126,22 +127,39 @@ def coordinates_of(
 
 
 def by_evidence(group: PosteriorGroup, coordinates: Coordinates, climb: Climb) -> TuningResult:
-    """The hyper-parameters of the largest evidence, with a note where a truncated curvature misleads it.
+    """The hyper-parameters of the largest evidence, with notes where the curvature misleads it."""
+    result = _climbed(negative_evidence(group, coordinates), coordinates, climb, sign=-1)
+    curvatures = [posterior.fit.curvature for posterior in group.posteriors]
+    notes = (_cut(result, max(curvature.tail for curvature in curvatures)), _cancelled(coordinates, curvatures))
+    return replace(result, notes=(*result.notes, *(note for note in notes if note)))
+
+
+def _cut(result: TuningResult, tail: float) -> str | None:
+    """What a truncated curvature does to the evidence.
 
     Directions that were cut count as if the data said nothing of them, so that their log det P / P₀ is missing, and
     with it what keeps the prior precision from falling.
     """
-    result = _climbed(negative_evidence(group, coordinates), coordinates, climb, sign=-1)
     scale = 1 / (result.sigma_noise.square().min() * result.temperature)
-    cut = max(posterior.fit.curvature.tail for posterior in group.posteriors) * scale.item()
-    smallest = result.prior_precision.min().item()
+    cut, smallest = tail * scale.item(), result.prior_precision.min().item()
     if cut <= smallest:
-        return result
-    note = (
+        return None
+    return (
         f"the curvature leaves out eigenvalues up to {cut:.2g}, more than the prior precision {smallest:.2g}: the "
         "evidence then favours priors that are too weak; raise structure_kwargs={'rank': …}, or tune on validation data"
     )
-    return replace(result, notes=(*result.notes, note))
+
+
+def _cancelled(coordinates: Coordinates, curvatures: Sequence[Curvature]) -> str | None:
+    """What a search does to a factor of the prior that a subset of the data has."""
+    factor = max(curvature.prior_factor for curvature in curvatures)
+    if factor == 1 or "prior_precision" not in coordinates.names:
+        return None
+    return (
+        f"the subset's evidence sees the product of the prior precision and the factor {factor:.3g} alone, so that a "
+        "search cancels the factor: the variances are those of a posterior of the subset alone; tune "
+        "on validation data (method='gridsearch')"
+    )
 
 
 def by_gradient(group: PosteriorGroup, coordinates: Coordinates, loss: ValidationLoss, climb: Climb) -> TuningResult:

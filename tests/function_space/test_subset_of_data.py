@@ -286,6 +286,17 @@ def test_gradients_of_the_evidence(independent: bool, shape: str) -> None:
             assert_close(gradient[k], (up - down) / 2e-5, "finite_difference")
 
 
+def test_tuning_by_the_evidence_of_a_subset_cancels_its_factor() -> None:
+    """Whatever the factor, the product with the tuned prior precision is the same; a warning says so."""
+    problem, products = catalogue.get("mlp_regression"), []
+    for factor in (1.5, 4.0):
+        la = fitted(problem, "all", "gp", n_subset=4, prior_factor=factor)
+        with pytest.warns(TuningWarning, match="cancels the factor"):
+            la.optimize_hyperparameters(tolerance=1e-6)
+        products.append(factor * la.prior_precision)
+    assert_close(products[0], products[1], "finite_difference")
+
+
 def test_tuning_is_that_of_the_full_posterior() -> None:
     problem = catalogue.get("mlp_regression")
     full, la = fitted(problem, "all", "full"), fitted(problem, "all", "gp", n_subset=7)
