@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from laplace import Laplace, MixtureLaplace
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, NotFittedError, StateError
+from laplace.mixture import confidence, confidence_bound
 from laplace.parametric import ParametricLaplace
 from laplace.structures import STRUCTURES
 from tests import grid
@@ -261,11 +262,36 @@ def test_confidence_far_away_is_bounded(n_components: int, structure: str) -> No
             far = (scale * x).unsqueeze(0)
             chosen = torch.stack([la(far).argmax() for la in mixture.components])
             bound = reference.confidence_bound(mixture.weights, rows, covariances, chosen)
+            assert_close(confidence_bound(mixture, far)[0], bound, "algebra")
             assert 1 / 3 < bound < 1
             assert mixture(far).max().item() <= bound
         with torch.no_grad():
             certain = sum(model(1e5 * x).softmax(0).max().item() for model in models) / n_components
         assert certain > bound >= mixture(1e5 * x.unsqueeze(0)).max().item()
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_the_bound_holds_of_any_head(structure: str) -> None:
+    """With biases and float32 too: rows of weight and bias together."""
+    x = torch.randn(50, 3) * torch.logspace(-1, 3, 50).unsqueeze(1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+    la = Laplace(model, "classification", "last_layer", structure, prior_precision=0.1)
+    with pytest.raises(NotFittedError):
+        confidence_bound(la, x)
+    la.fit([(x, torch.arange(50) % 3)])
+    bound = confidence_bound(la, x)
+    assert bound.shape == (50,)
+    assert bool((la(x).amax(1) <= bound + 1e-6).all())
+    row = torch.cat([torch.arange(8), torch.tensor([24])])
+    covariance = la.posterior_covariance.double()[row][:, row]
+    ratio = la.mean[row].double().norm() / (torch.pi / 8 * torch.linalg.eigvalsh(covariance)[0]).sqrt()
+    assert_close(confidence._ratios(la)[0], ratio, "float32")
+    with pytest.raises(InvalidArgument, match="last_layer"):
+        confidence_bound(Laplace(model, "classification", "all", "diag"), x)
+    with pytest.raises(InvalidArgument, match="'regression'"):
+        confidence_bound(Laplace(model, "regression", "last_layer", "diag"), x)
 
 
 def test_the_bound_tightens_with_the_uncertainty() -> None:

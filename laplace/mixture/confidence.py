@@ -1,0 +1,80 @@
+"""The bound on the confidence of last-layer posteriors far from the data (Eschenhagen et al., 2021, theorem 2)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from laplace.core.batch import Inputs
+from laplace.core.precision_policy import widened
+from laplace.errors import InvalidArgument
+from laplace.mixture.mixture import MixtureLaplace
+from laplace.parametric import ParametricLaplace
+
+
+def confidence_bound(posterior: ParametricLaplace | MixtureLaplace, x: Inputs) -> Tensor:
+    """Upper bound on the probability of the predicted class at αx for every α > 0, `[B]`, float64.
+
+        Σ_k π_k / (1 + Σ_{i≠c} exp(−(b_i + b_c))),    b_i = ‖μ_i‖ / √((π/8) λ_min(Σ_i)),
+
+    for the probit link, c the class that component k predicts at x, μ_i and Σ_i mean and covariance of the weights of
+    output i, its bias among them (Eschenhagen et al., 2021, theorem 2; lemma 1 for one posterior). The theorem is of
+    ReLU networks without biases, whose features scale with x, and of α → ∞. The inequality behind it,
+    |m_i| / √(1 + (π/8) C_ii) ≤ b_i, holds for any features, so that the bound does for every network at x itself.
+
+    Args:
+        posterior: Last-layer posterior of a classification, or a mixture of such, fitted.
+        x: Inputs of B data.
+
+    Raises:
+        InvalidArgument: Another choice of weights, a head that is no `nn.Linear`, or another likelihood.
+        NotFittedError: Before `fit`.
+    """
+    parts = posterior.components if isinstance(posterior, MixtureLaplace) else [posterior]
+    weights = posterior.weights.tolist() if isinstance(posterior, MixtureLaplace) else [1.0]
+    with torch.no_grad():
+        bounds = [weight * _bound(la, x) for weight, la in zip(weights, parts, strict=True)]
+    return torch.stack([bound.to(bounds[0].device) for bound in bounds]).sum(0)
+
+
+def _bound(la: ParametricLaplace, x: Inputs) -> Tensor:
+    b = _ratios(la)
+    chosen = la(x, link_approx="probit").argmax(-1)
+    pairs = (b.unsqueeze(0) + b.unsqueeze(1)).neg().exp().fill_diagonal_(0)
+    return (1 / (1 + pairs.sum(1)))[chosen]
+
+
+def _ratios(la: ParametricLaplace) -> Tensor:
+    """b_i of every output, `[C]`: infinite where a variance is zero."""
+    rows, mean, precision = _rows(la), la.snapshot().mean, la.posterior()
+    found: list[Tensor] = []
+    for row in rows:
+        units = mean.new_zeros(len(row), len(mean))
+        units[torch.arange(len(row)), row] = 1
+        smallest = torch.linalg.eigvalsh(widened(precision.solve(units)[:, row]))[0].clamp(min=0)
+        found.append(widened(mean[row]).norm() / (math.pi / 8 * smallest).sqrt())
+    return torch.stack(found)
+
+
+def _rows(la: ParametricLaplace) -> list[Tensor]:
+    """Indices of the random weights of every output.
+
+    Raises:
+        InvalidArgument: There is no linear head with softmax outputs.
+    """
+    if la.likelihood_object.name != "classification":
+        raise InvalidArgument(
+            f"confidence_bound is for likelihood='classification'; {la.likelihood_object.name!r} was given."
+        )
+    problem = la.problem
+    shapes = [tuple(slot.shape) for slot in problem.slots]
+    if problem.head is None or len(shapes[0]) != 2 or any(slot.entries is not None for slot in problem.slots):
+        raise InvalidArgument(
+            "confidence_bound is for subset_of_weights='last_layer' with an nn.Linear head; make such a posterior."
+        )
+    n_outputs = shapes[0][0]
+    index = torch.arange(problem.layout.n_params, device=problem.device)
+    parts = [index[place].view(n_outputs, -1) for place in problem.layout.slices]
+    return list(torch.cat(parts, 1))
