@@ -20,6 +20,7 @@ from laplace.posterior.first_outputs import with_channels
 from laplace.posterior.fitted import Fitted
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.refined import Refinement
+from laplace.saving import Recipe, Saved
 from laplace.structures.base import Curvature, move
 from laplace.weights.problem import Problem
 
@@ -35,7 +36,7 @@ _REQUIRED = (
 )  # fmt: skip
 
 
-class Kept(BaseLaplace):
+class Kept(Saved, BaseLaplace):
     """A posterior over weights that is saved, loaded, moved and described; the arguments are those of `BaseLaplace`."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -54,6 +55,10 @@ class Kept(BaseLaplace):
         """
         self.set_posterior(loaded(self, state_dict))
         self.enable_backprop = state_dict["enable_backprop"]
+
+    @property
+    def _recipe(self) -> dict[str, Any]:
+        return Recipe.of(self).plain()
 
     def to(self: K, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> K:
         """Moves the posterior (and the model, as `nn.Module.to` does) to a device or dtype; returns itself."""

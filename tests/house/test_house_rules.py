@@ -102,6 +102,7 @@ NAMESPACES = {
     "predictive/posterior_outputs.py": "values that are computed when they are read, and that were read already",
     "likelihoods/base.py": "what a user's class defines itself",
     "parametric.py": "the cell of the grid that a class itself declares",
+    "saving.py": "the cell of the grid that a class itself declares",
     "base.py": "the state that is copied and pickled",
     "posterior/account.py": "numbers of a likelihood of a user, whose names nobody knows",
 }
