@@ -27,6 +27,7 @@ from laplace.function_space import (  # noqa: E402
     LLVaLLA,
     VaLLA,
 )
+from laplace.loading import load  # noqa: E402
 from laplace.matrix_free import (  # noqa: E402
     MatrixFreeLaplace,
     MatrixFreeLLLaplace,
@@ -112,5 +113,6 @@ __all__ = [
     "SubsetOfWeights",
     "TuningMethod",
     "VaLLA",
+    "load",
     "marglik_training",
 ]

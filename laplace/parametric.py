@@ -1,4 +1,4 @@
-"""Laplace approximations in weight space, as users hold them: fitting, moments, tuning, refinement, state."""
+"""Laplace approximations in weight space, as users hold them: fitting, moments, tuning, refinement."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from laplace import state
-from laplace.base import BaseLaplace
 from laplace.by_hand import FittedByHand
 from laplace.compat.members import LegacyMembers
 from laplace.core.arguments import checked
@@ -31,6 +29,7 @@ from laplace.posterior.refined import Refinement
 from laplace.predicting import Predicting
 from laplace.refinement.refine import refine
 from laplace.refinement.refiner import RefineOptions
+from laplace.state import Kept
 from laplace.structures.base import Precision
 from laplace.tuning import PosteriorGroup, Tunable
 
@@ -44,7 +43,7 @@ CELLS: KeyedClasses[ParametricLaplace] = KeyedClasses()
 """Classes with a `_key`: the cells of the grid that have one."""
 
 
-class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMembers):
+class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
     """Base of all weight-space posteriors; a concrete class binds `structure` and `weights_type`.
 
     The arguments are those of `BaseLaplace`.
@@ -359,7 +358,7 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
         self._posterior = self._posterior.with_refinement(refinement)
         return refinement
 
-    # Predictions, tuning and state.
+    # Predictions and tuning.
 
     @property
     def _predictor(self) -> PosteriorPredictor:
@@ -372,29 +371,3 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
     def _take_over(self, posteriors: tuple[Posterior, ...]) -> None:
         (posterior,) = posteriors
         self.set_posterior(posterior)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that decides a prediction but the model's weights: tensors, numbers and strings only.
-
-        Raises:
-            NotFittedError: Before `fit`.
-        """
-        self._require_data()
-        return state.save(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a saved posterior for the same model.
-
-        Raises:
-            StateError: The state belongs to another class, model, likelihood or choice of weights.
-        """
-        self.set_posterior(state.loaded(self, state_dict))
-        self.enable_backprop = state_dict["enable_backprop"]
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> ParametricLaplace:
-        """Moves the posterior (and the model, as `nn.Module.to` does) to a device or dtype; returns itself."""
-        self.set_posterior(state.moved_with_model(self, device, dtype))
-        return self
-
-    def __repr__(self) -> str:
-        return state.describe(self)

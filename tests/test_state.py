@@ -322,6 +322,7 @@ def test_random_draws_go_on_in_a_copy(way: Any) -> None:
         other.load_state_dict(la.state_dict())
     else:
         other = way(la)
+    grid.predict(other)  # which makes an engine
     once = la.H.clone()
     for posterior in (la, other):
         posterior.fit(grid.batches(), override=False)

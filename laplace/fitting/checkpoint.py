@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core import files
 from laplace.core.memory import ran_out
 from laplace.engines.engine import BatchSummary
 from laplace.errors import StateError
@@ -56,19 +56,9 @@ def write(path: Path, account: Any, checkpoint: Checkpoint) -> None:
         account: What is fitted how: tensors, numbers, strings, and lists and dicts of them.
         checkpoint: What to write.
     """
-    new = _new(path)
-    with new.open("wb") as file:
-        state = {"version": _VERSION, "account": account, "checkpoint": fields.state_of(checkpoint)}
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-    if os.name == "posix":  # the folder's entry, which elsewhere cannot be synchronised
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    state = {"version": _VERSION, "account": account, "checkpoint": fields.state_of(checkpoint)}
+    with files.replaced(path, _new(path)) as new:
+        torch.save(state, new)
 
 
 def read(path: Path, device: torch.device) -> tuple[Any, Checkpoint] | None:

@@ -31,11 +31,12 @@ from laplace.predicting import OutputSampling
 from laplace.predictive.options import check_options
 from laplace.predictive.prediction import Prediction
 from laplace.predictive.predictor import Request
+from laplace.saving import Saved
 from laplace.tuning import PosteriorGroup, Tunable
 from laplace.weights.feature_extractor import network_of
 
 
-class MixtureLaplace(MixturePosterior, OutputSampling, Tunable):
+class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):
     """A mixture of Laplace approximations of several networks (MoLA; Eschenhagen et al., 2021).
 
     The arguments are those of `MixturePosterior`.
@@ -201,6 +202,10 @@ class MixtureLaplace(MixturePosterior, OutputSampling, Tunable):
             StateError: It belongs to other components; nothing is changed then.
         """
         self._rule = state.load(self.components, state_dict)
+
+    @property
+    def _recipe(self) -> dict[str, Any]:
+        return state.recipe(self.components)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> MixtureLaplace:
         """Moves every component (and its model, as `nn.Module.to` does) to a device or dtype; returns itself."""

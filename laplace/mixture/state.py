@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from laplace.errors import InvalidArgument, InvalidType, StateError
 from laplace.mixture.components import all_or_none
+from laplace.mixture.mimo import HeadCall
 from laplace.mixture.weighting import Rule, checked_rule
 from laplace.parametric import ParametricLaplace
+from laplace.saving import Recipe
 
 VERSION = 1
 """Version of the format of state dicts."""
@@ -26,6 +29,20 @@ def save(posteriors: Sequence[ParametricLaplace], rule: Rule) -> dict[str, Any]:
         "weights": rule.clone() if isinstance(rule, Tensor) else rule,
         "components": [la.state_dict() for la in posteriors],
     }
+
+
+def recipe(posteriors: Sequence[ParametricLaplace]) -> dict[str, Any]:
+    """What the components are made of again."""
+    return {"components": [_component(la) for la in posteriors]}
+
+
+def _component(la: ParametricLaplace) -> dict[str, Any]:
+    """What one component is made of again; the call of one head of a network as its two numbers."""
+    found, call = Recipe.of(la), la.forward_fn
+    if not isinstance(call, HeadCall):
+        return found.plain()
+    others = {name: value for name, value in found.objects.items() if name != "forward_fn"}
+    return replace(found, objects=others).plain() | {"head": [call.head, call.n_heads]}
 
 
 def load(posteriors: Sequence[ParametricLaplace], state: dict[str, Any]) -> Rule:

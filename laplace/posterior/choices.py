@@ -41,6 +41,7 @@ class Choices:
         dict_key_y: Key of the targets, for mappings.
         channel_dim: Dimension of the network's outputs that holds the channels; None where that is not known.
         pred_types: Names of its predictives.
+        weights_options: Options of the choice of random weights, as they were given.
         loss: A loss that was assigned to the backend, around that of the likelihood; else None.
     """
 
@@ -57,6 +58,7 @@ class Choices:
     dict_key_y: str
     channel_dim: int | None
     pred_types: PredictiveNames
+    weights_options: dict[str, Any]
     loss: Loss | None = None
 
     def reconciled(self) -> Choices:

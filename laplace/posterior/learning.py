@@ -203,16 +203,16 @@ def _fitting_engine(posterior: Posterior, *, go_on: bool, rank: int = 0) -> Curv
         rank: Number of this process, by which its draws differ from those of others.
     """
     choices, split = posterior.choices, posterior.hypers.sigma_noise.numel() > 1
-    former = posterior.derived.engine
-    if go_on and former is not None and former.split_outputs == split:
-        return former
-    engine = choices.engine(posterior.weights, posterior.problem, split_outputs=split)
-    draws = posterior.data.fit.draws if go_on and posterior.data is not None else None
+    former = posterior.derived.engine if go_on else None
+    if former is not None and former.split_outputs != split:
+        former = None
+    engine = former or choices.engine(posterior.weights, posterior.problem, split_outputs=split)
+    draws = posterior.data.source.draws if go_on and posterior.data is not None else None
     source = None if "generator" in choices.backend_kwargs else engine.generator
     if source is not None:
         if draws is not None and source.get_state().shape == draws.shape:
-            source.set_state(draws)  # of a copied or loaded posterior, whose engine was left behind
-        if rank:
+            source.set_state(draws)  # of a copied or loaded posterior, too, whose engine has drawn nothing
+        if rank and former is None:
             source.manual_seed(drawn_seed(source) + rank)
     return engine
 

@@ -300,6 +300,7 @@ def what_takes_the_whole_is_refused(rank: int) -> None:
     for read in (
         lambda: la.H, lambda: la.H_facs, lambda: la.posterior_covariance, lambda: la.posterior_scale,
         lambda: la.posterior_precision, la.state_dict, lambda: la.refine(batches()), lambda: pickle.dumps(la),
+        lambda: la.save("nowhere"),
         lambda: la.optimize_prior_precision(method="gridsearch", val_loader=batches()),
         lambda: la.optimize_hyperparameters(objective="nll", method="adam", val_loader=batches()),
     ):  # fmt: skip

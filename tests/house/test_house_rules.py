@@ -60,7 +60,6 @@ LONG_CLASSES = {
     "jacobian/heads.py:HeadBlock": "a block that knows all of its operations by factors",
     "jacobian/index.py:IndexBlock": "a block that knows all of its operations by factors",
     "jacobian/outer.py:OuterBlock": "a block that knows all of its operations by factors",
-    "parametric.py:ParametricLaplace": "what users hold: the names of the contract",
 }
 
 # Packages of other people's curvature, each at home in one file.
@@ -103,6 +102,7 @@ NAMESPACES = {
     "predictive/posterior_outputs.py": "values that are computed when they are read, and that were read already",
     "likelihoods/base.py": "what a user's class defines itself",
     "parametric.py": "the cell of the grid that a class itself declares",
+    "saving.py": "the cell of the grid that a class itself declares",
     "base.py": "the state that is copied and pickled",
     "posterior/account.py": "numbers of a likelihood of a user, whose names nobody knows",
 }

@@ -1,0 +1,237 @@
+"""Files that are replaced at once or not at all, and nested values in them, in the format of safetensors.
+
+A value is made of tensors, numbers, strings, None, and dicts, lists and tuples of these. Its tensors are those of the
+file; the rest is JSON in the file's metadata, where an object with the key `$tensor` names a tensor. Reading a file
+runs no code of it: nothing in it names a class or a function that would be looked up.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from laplace.core.digest import digest
+from laplace.core.memory import ran_out
+from laplace.errors import InvalidType, MissingDependency, StateError
+
+VERSION = "1"
+"""Version of the format of the files."""
+
+_VERSION, _VALUE, _DIGEST = "laplace_format", "laplace", "laplace_digest"
+"""Entries of the metadata; that of the digest, of the tensors and the value, tells files that were damaged."""
+
+_INSTALL = "needs safetensors: pip install 'laplace-bayes[integrations]' or pip install safetensors. Without it use"
+
+
+@contextmanager
+def replaced(path: Path, new: Path) -> Iterator[Path]:
+    """A file beside another one, whose place it takes at the end of a block; after an error the former one is there.
+
+    Args:
+        path: The file.
+        new: Where the next one is written, in the same folder.
+    """
+    try:
+        yield new
+        with new.open("rb+") as file:
+            os.fsync(file.fileno())
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    if os.name == "posix":  # the folder's entry, which elsewhere cannot be synchronised
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def write(path: str | os.PathLike[str], value: Any) -> None:
+    """Writes a value; the file is whole, or the former one.
+
+    Args:
+        path: The file.
+        value: The value; tensors may share memory, and lie anywhere.
+
+    Raises:
+        InvalidType: Something in the value is of another type.
+        MissingDependency: safetensors is not installed.
+        StateError: The file could not be written.
+    """
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise MissingDependency(f"la.save {_INSTALL} torch.save(la.state_dict(), path).") from error
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(encoded(value, "", tensors), allow_nan=False)
+    tensors = _apart(tensors)
+    path = Path(path)
+    with replaced(path, path.with_name(f"{path.name}.{uuid4().hex}.new")) as new:
+        new.touch()  # Python says it better than safetensors if the folder is not there, or not to be written to
+        try:
+            save_file(tensors, new, _metadata(text, tensors))
+        except SafetensorError as error:
+            raise StateError(
+                f"{str(path)!r} could not be written: {error}; the former file, if any, is kept."
+            ) from error
+
+
+def read(path: str | os.PathLike[str]) -> Any:
+    """The value that was written, with tensors on the CPU that are copies of what is in the file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        MissingDependency: safetensors is not installed.
+        StateError: It is no file that `write` wrote, of another version, or damaged.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise StateError(f"{str(path)!r} is a folder; laplace.checkpoint.load(la, path) reads what is in one.")
+    try:
+        metadata, tensors = _contents(path)
+        if metadata.get(_VERSION) != VERSION:
+            found = metadata.get(_VERSION)
+            other = "nothing that la.save wrote" if found is None else f"version {found!r} of the format"
+            raise StateError(f"it holds {other}; version {VERSION!r} is read.")
+        if metadata != _metadata(metadata[_VALUE], tensors):
+            raise StateError("its contents are not those that were written: it is damaged.")
+        return decoded(json.loads(metadata[_VALUE]), tensors)
+    except Exception as error:  # of files that are none, whatever json and safetensors raise
+        if isinstance(error, FileNotFoundError | PermissionError | MissingDependency) or ran_out(error):
+            raise
+        raise StateError(f"{str(path)!r} holds no posterior that could be loaded: {error or repr(error)}") from error
+
+
+def _contents(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Metadata and tensors of a file."""
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise MissingDependency(f"laplace.load {_INSTALL} la.load_state_dict(torch.load(path)).") from error
+    with safe_open(path, "pt") as file:
+        # Without the copy a tensor is the file itself, and changes with it.
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (no mapping)
+        return file.metadata() or {}, tensors
+
+
+def _metadata(text: str, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """All metadata of a file with a value and its tensors."""
+    names = sorted(tensors)
+    of_all = digest((tensors[name] for name in names), before="\n".join([text, *names]))
+    return {"format": "pt", _VERSION: VERSION, _VALUE: text, _DIGEST: of_all}
+
+
+# Values as JSON.
+
+
+def encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """A value as JSON says it, exactly; tensors are added to others, by name.
+
+    Args:
+        value: The value.
+        name: Where it is.
+        tensors: Those that were found so far; those of the value are added.
+
+    Raises:
+        InvalidType: It is of a type that cannot be written.
+    """
+    match value:
+        case None | bool():
+            return value
+        case int():
+            return int(value)
+        case str():
+            return str.__str__(value)  # of an enum its value
+        case float():
+            return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+        case complex():
+            return {"$complex": [encoded(part, name, tensors) for part in (value.real, value.imag)]}
+        case Tensor():
+            return _named(value, name, tensors)
+        case list():
+            return [encoded(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+        case tuple():
+            return {"$tuple": encoded(list(value), name, tensors)}
+        case dict() if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: encoded(item, f"{name}.{key}".lstrip("."), tensors) for key, item in value.items()}
+        case dict():
+            return {
+                "$dict": [encoded([key, item], f"{name}.{i}", tensors) for i, (key, item) in enumerate(value.items())]
+            }
+        case _:
+            raise InvalidType(f"{name} is of type {type(value).__name__}, which cannot be written without a pickle.")
+
+
+def _named(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Adds a tensor, and says how it follows from what the file holds of it, its order in memory included."""
+    entry: dict[str, Any] = {"$tensor": name if name not in tensors else f"{name} ({len(tensors)})"}
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        entry["complex"], tensor = True, torch.view_as_real(tensor)
+    if not tensor.is_contiguous() and 0 not in tensor.stride():
+        order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+        entry["order"], tensor = order, tensor.permute(order)
+    tensors[entry["$tensor"]] = tensor
+    return entry
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors on the CPU, contiguous and without shared memory, as safetensors takes them; copied where need be."""
+    apart: dict[str, Tensor] = {}
+    places = set[int]()
+    for name, tensor in tensors.items():
+        plain = tensor.cpu().contiguous()
+        apart[name] = plain.clone() if plain.untyped_storage().data_ptr() in places else plain
+        places.add(plain.untyped_storage().data_ptr())
+    return apart
+
+
+def decoded(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The value that `encoded` was given.
+
+    Args:
+        value: What it gave, from a file that anybody may have written.
+        tensors: The tensors, by name.
+
+    Raises:
+        StateError: It gave no such thing.
+        KeyError: A tensor is missing.
+    """
+    match value:
+        case {"$float": str(text)}:
+            return float(text)
+        case {"$complex": [real, imaginary]}:
+            return complex(decoded(real, tensors), decoded(imaginary, tensors))
+        case {"$tensor": str(name)}:
+            return _restored(tensors[name], value)
+        case {"$tuple": list(items)}:
+            return tuple(decoded(items, tensors))
+        case {"$dict": list(items)}:
+            return dict(decoded(items, tensors))
+        case dict():
+            if any(key.startswith("$") for key in value):
+                raise StateError(f"its metadata has {sorted(value)}, which no value is written as.")
+            return {key: decoded(item, tensors) for key, item in value.items()}
+        case list():
+            return [decoded(item, tensors) for item in value]
+        case _:
+            return value
+
+
+def _restored(tensor: Tensor, entry: dict[str, Any]) -> Tensor:
+    """A tensor as it was, in its order in memory."""
+    if "order" in entry:
+        order = entry["order"]
+        tensor = tensor.permute(sorted(range(len(order)), key=order.__getitem__))
+    return torch.view_as_complex(tensor) if "complex" in entry else tensor

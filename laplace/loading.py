@@ -1,0 +1,175 @@
+"""Loading what `la.save` wrote: classes and likelihoods are found by their names in the registries alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from laplace.core import files
+from laplace.core.memory import ran_out
+from laplace.core.registry import Cell
+from laplace.errors import InvalidArgument, InvalidCall, LaplaceError, StateError
+from laplace.factory import class_of
+from laplace.mixture import MixtureLaplace
+from laplace.mixture.mimo import HeadCall
+from laplace.network.model_guard import require_module, unwrap
+from laplace.parametric import ParametricLaplace
+from laplace.saving import described, outline
+from laplace.weights.feature_extractor import network_of
+
+_COMPARED = ("likelihood", "backend")
+"""Objects that are compared with those of the posterior that was saved, by their class."""
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module | Sequence[nn.Module],
+    *,
+    device: torch.device | str | None = None,
+    **objects: Any,
+) -> Any:
+    """The posterior that `la.save` wrote to a file, of the same network.
+
+    No code of the file runs. Classes and likelihoods are found by their names among those that are registered, so that
+    users' own are registered first.
+
+    Args:
+        path: The file.
+        model: The network, with the weights at which the posterior was fitted; of a mixture those of the components, in
+            their order, or one that all of them share.
+        device: Where both are moved to, as by `la.to`; None for where the network is.
+        **objects: Arguments of the constructor that the file cannot hold: a `backend` other than the native GGN, a
+            likelihood object, `forward_fn`, and `backend_kwargs` with objects in them. Of a mixture they are those of
+            every component that has one, or a list with one entry for each component.
+
+    Returns:
+        An object of the class that was saved, with equal predictions.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        InvalidCall: An object is missing, or one too many was given; the message names it.
+        MissingDependency: safetensors is not installed.
+        StateError: The file is damaged, of another version, no file of `la.save`, or of another network; its class is
+            not registered; or an object is of another class than the one that was saved.
+    """
+    saved = files.read(path)
+    with _told(path):
+        recipe, state = saved["recipe"], saved["state"]
+        parts = recipe["components"] if "components" in recipe else [recipe]
+        needed = {str(name): str(kind) for part in parts for name, kind in part["objects"].items()}
+    _check_names(needed, objects)
+    with _told(path):
+        made = [
+            _made(part, network, {name: own[place] for name, own in _spread(objects, len(parts)).items()})
+            for place, (part, network) in enumerate(zip(parts, _networks(model, recipe, len(parts)), strict=True))
+        ]
+        la = MixtureLaplace(made) if "components" in recipe else made[0]
+        la.load_state_dict(state)
+    return la if device is None else la.to(device)
+
+
+@contextmanager
+def _told(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns whatever goes wrong with what a file holds into an error that names the file."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, Warning) or ran_out(error):
+            raise
+        reason = str(error) if isinstance(error, LaplaceError) else f"it is damaged, {error!r}."
+        raise StateError(f"{os.fspath(path)!r} holds a posterior that could not be loaded: {reason}") from error
+
+
+def _check_names(needed: Mapping[str, str], given: Mapping[str, Any]) -> None:
+    """Refuses objects that are not those of the posterior that was saved.
+
+    Args:
+        needed: Names of arguments that the file does not hold, with what they were.
+        given: What was given, by name.
+
+    Raises:
+        InvalidCall: One is missing, or one too many.
+    """
+    missing = [f"{name}= (it was {needed[name] or 'unknown'})" for name in sorted(needed.keys() - given.keys())]
+    if missing:
+        raise InvalidCall(f"laplace.load() needs {' and '.join(missing)}: no file without code can hold it.")
+    unknown = sorted(given.keys() - needed.keys())
+    if unknown:
+        raise InvalidCall(
+            f"laplace.load() was given {', '.join(unknown)}; of this posterior it accepts "
+            f"{', '.join(sorted(needed)) or 'none'} beside device, for the file holds all other arguments."
+        )
+
+
+def _networks(model: Any, recipe: Mapping[str, Any], count: int) -> list[Any]:
+    """The network of every component; of a single posterior the one that was given.
+
+    Raises:
+        InvalidArgument: Another number of networks than of components.
+    """
+    if "components" not in recipe or (isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList)):
+        return [model] * count
+    if len(model) != count:
+        raise InvalidArgument(f"{len(model)} networks were given, it is of {count}, in their order.")
+    return [*model]
+
+
+def _spread(objects: Mapping[str, Any], count: int) -> dict[str, list[Any]]:
+    """The objects of every component.
+
+    Raises:
+        InvalidArgument: A list of another length.
+    """
+    spread = {name: value if isinstance(value, list) else [value] * count for name, value in objects.items()}
+    for name, values in spread.items():
+        if len(values) != count:
+            raise InvalidArgument(f"{name}= has {len(values)} entries, it is of {count} components.")
+    return spread
+
+
+def _made(recipe: Mapping[str, Any], model: Any, objects: Mapping[str, Any]) -> ParametricLaplace:
+    """A posterior, not fitted, of a class that is registered.
+
+    Args:
+        recipe: What it is made of, of a file that anybody may have written.
+        model: Its network.
+        objects: Objects, of which it takes its own.
+
+    Raises:
+        InvalidArgument: The class is not registered, or an object is of another class than then.
+        StateError: The network is another one.
+    """
+    _check_network(recipe["network"], outline(unwrap(require_module(network_of(model)))))
+    own = {name: objects[name] for name in recipe["objects"]}
+    for name in _COMPARED:
+        if name in own and described(own[name]) != recipe["objects"][name]:
+            raise InvalidArgument(
+                f"{name}={own[name]!r} was given, a {described(own[name])}; it was a {recipe['objects'][name]}."
+            )
+    cls = class_of(Cell.of(tuple(recipe["cell"])))
+    if described(cls) != recipe["cls_name"]:
+        raise InvalidArgument(
+            f"its class {recipe['cls_name']!r} is not registered; for {recipe['cell']} Laplace(...) has "
+            f"{described(cls)}."
+        )
+    if "head" in recipe:
+        own["forward_fn"] = HeadCall(*recipe["head"])
+    return cls(model, **recipe["arguments"], **own)
+
+
+def _check_network(saved: Mapping[str, str], given: Mapping[str, str]) -> None:
+    """Refuses a network with other tensors; their values are compared by those who load the state.
+
+    Raises:
+        StateError: Names, shapes or dtypes differ.
+    """
+    differing = [name for name in {**saved, **given} if saved.get(name) != given.get(name)]
+    if differing:
+        parts = [f"{name!r} was {saved.get(name, 'none')}, is {given.get(name, 'none')}" for name in differing[:3]]
+        more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise StateError(f"it is of another network: {'; '.join(parts)}{more}.")

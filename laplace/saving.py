@@ -1,0 +1,167 @@
+"""Saving to one file, from which `laplace.load` makes the same object: its state, its class and its arguments."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any
+
+from torch import nn
+
+from laplace.base import BaseLaplace
+from laplace.core import files
+from laplace.core.registry import Cell
+from laplace.curvature import NativeGGN
+from laplace.errors import InvalidType, UnsupportedError
+from laplace.network.model_guard import model_lock
+from laplace.posterior.choices import Choices
+
+_IN_STATE = ("sigma_noise", "prior_precision", "prior_mean")
+"""Arguments whose present values are in the state."""
+
+_INSTEAD = "save its state, torch.save(la.state_dict(), path), and load that into an object that you make"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a posterior is made of again, besides its network.
+
+    Attributes:
+        cell: Names of its cell of the grid, by which its class is found.
+        cls_name: Name of the class, for messages.
+        arguments: Arguments of its constructor, by name.
+        objects: Arguments that no file without code can hold, by name, each with the name of its class or function;
+            an empty one for an argument that nobody knows any more.
+        network: Dtypes and shapes of the network's tensors, by name.
+    """
+
+    cell: Cell
+    cls_name: str
+    arguments: Mapping[str, Any]
+    objects: Mapping[str, str]
+    network: Mapping[str, str]
+
+    def plain(self) -> dict[str, Any]:
+        """The recipe as a file holds it."""
+        return {"cell": list(self.cell)} | {f.name: getattr(self, f.name) for f in fields(self) if f.name != "cell"}
+
+    @classmethod
+    def of(cls, la: BaseLaplace) -> Recipe:
+        """The recipe of a posterior.
+
+        Raises:
+            UnsupportedError: Its class is not registered, or its backend has a loss of the user's.
+        """
+        kind, choices = type(la), la.snapshot().choices
+        key = vars(kind).get("_key")
+        if key is None:
+            raise UnsupportedError(
+                f"la.save of a {kind.__name__}, a class that Laplace(...) does not find by names; give the class a "
+                f"_key of its own (docs/add_a_structure.md), or {_INSTEAD}."
+            )
+        if choices.with_loss_of(la.snapshot().derived.backend).loss is not None:
+            raise UnsupportedError(f"la.save of a posterior whose backend has a loss that was assigned; {_INSTEAD}.")
+        known, names = _known(la, choices), _parameters(kind)
+        if "structure_kwargs" in names:
+            options = {field.name for field in fields(kind.structure.options)} - names
+            known["structure_kwargs"] = {name: known[name] for name in sorted(options)}
+        arguments = {name: known[name] for name in names if name in known and _is_plain(known[name])}
+        objects = {name: described(known[name]) if name in known else "" for name in names if name not in arguments}
+        return cls(Cell.of(key), kind.__name__, arguments, objects, outline(la.weights.model))
+
+
+class Saved(ABC):
+    """An object with a state that is saved to one file."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides a prediction but the networks' weights."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a saved state."""
+
+    @property
+    @abstractmethod
+    def _recipe(self) -> dict[str, Any]:
+        """What the object is made of again."""
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the posterior to a file of safetensors, without its network; `laplace.load(path, model)` reads it.
+
+        The file has class, arguments and state; no pickle. It is replaced at once: after an error, or if the process
+        dies, a former file is there as it was. A likelihood object, a backend other than the native GGN and a
+        `forward_fn` cannot be in it, and are given to `laplace.load` again.
+
+        Args:
+            path: The file.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            UnsupportedError: A class that is not registered, a posterior that is sharded, or with a loss that was
+                assigned to its backend; the message says what to do.
+            MissingDependency: safetensors is not installed.
+        """
+        files.write(path, {"recipe": self._recipe, "state": self.state_dict()})
+
+
+def outline(model: nn.Module) -> dict[str, str]:
+    """Dtypes and shapes of a network's parameters and buffers, by name."""
+    with model_lock(model):
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()}
+
+
+def described(value: Any) -> str:
+    """Name of a class or function, or of the class of another object."""
+    named = value if isinstance(value, type) or inspect.isroutine(value) else type(value)
+    return str(named.__name__)
+
+
+def _is_plain(value: Any) -> bool:
+    """True if a file can hold a value."""
+    try:
+        files.encoded(value, "", {})
+    except InvalidType:
+        return False
+    return True
+
+
+def _known(la: BaseLaplace, choices: Choices) -> dict[str, Any]:
+    """Arguments that some constructor of a posterior takes, by name: the inverse of `laplace.named.bind`."""
+    weights = {name: choices.weights_options.get(own) for name, own in la.weights_type.arguments.items()}
+    structure = {field.name: getattr(choices.structure_options, field.name) for field in fields(la.structure.options)}
+    likelihood = choices.likelihood
+    return {
+        "likelihood": likelihood.value if isinstance(likelihood, Enum) else likelihood,
+        "temperature": la.temperature.item(),
+        "enable_backprop": la.enable_backprop,
+        "dict_key_x": la.dict_key_x,
+        "dict_key_y": la.dict_key_y,
+        "backend": None if choices.backend_cls is NativeGGN else choices.backend_cls,
+        "backend_kwargs": choices.backend_kwargs,
+        "asdl_fisher_kwargs": choices.asdl_fisher_kwargs,
+        "forward_fn": choices.forward_fn,
+        "channel_dim": choices.channel_dim,
+        "weights_options": choices.weights_options,
+        "precision_options": choices.precision_options,
+        **choices.precision_options,
+        **weights,
+        **structure,
+    }
+
+
+def _parameters(cls: type) -> set[str]:
+    """Names of a constructor's arguments; of one that passes on what it is given, also of those that it calls."""
+    names = set[str]()
+    for base in cls.__mro__:
+        parameters = inspect.signature(base.__init__).parameters.values()
+        open_ended = {p.name for p in parameters if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        names |= {p.name for p in parameters} - open_ended
+        if not open_ended:
+            break
+    return names - {"self", "model", *_IN_STATE}

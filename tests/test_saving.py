@@ -1,0 +1,567 @@
+"""One file of safetensors with all that a posterior is made of again: what is written, read, and refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import sys
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("safetensors")
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import laplace
+from laplace import KronLaplace, Laplace, MixtureLaplace, OnlineLaplace, VaLLA
+from laplace.core import files
+from laplace.curvature import NativeEF, NativeGGN
+from laplace.enums import FeatureReduction, Likelihood
+from laplace.errors import InvalidCall, InvalidType, MissingDependency, NotFittedError, StateError, UnsupportedError
+from laplace.function_space import FAMILIES
+from laplace.likelihoods import LIKELIHOODS, Categorical
+from laplace.structures import STRUCTURES, DiagCurvature
+from laplace.weights import WEIGHTS, AllWeights
+from tests import grid
+from tests.test_state import assert_same, other_weights
+
+EVERY = list(product(WEIGHTS, STRUCTURES, LIKELIHOODS))
+OVER_FUNCTIONS = {
+    "sod": {"n_subset": 7, "selection": "top"},
+    "nystrom": {"subsample_size": 7, "n_eigenvalues": 4},
+    "variational": {"inducing_locations": "random", "num_inducing": 4},
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "posterior.safetensors"
+
+
+def loaded(la: Any, path: Path, **objects: Any) -> Any:
+    """A posterior that was saved, of a copy of its network."""
+    la.save(path)
+    return laplace.load(path, copied(la), **objects)
+
+
+def copied(la: Any) -> nn.Module:
+    """The network of a posterior, as another process has it."""
+    return pickle.loads(pickle.dumps(la.weights.model))
+
+
+# Round trips.
+
+
+@pytest.mark.parametrize(("weights", "structure", "likelihood"), EVERY)
+def test_every_cell_comes_back(weights: str, structure: str, likelihood: str, path: Path) -> None:
+    """To the bit, for a network with equal weights and no further arguments."""
+    la = grid.fitted(weights, structure, likelihood, prior_precision=0.7)
+    again = loaded(la, path)
+    assert type(again) is type(la)
+    assert_same(la, again, likelihood)
+
+
+@pytest.mark.parametrize(("weights", "structure"), grid.CELLS)
+def test_what_comes_back_goes_on(weights: str, structure: str, path: Path) -> None:
+    """More data and tuning lead to the same bits."""
+    la = grid.fitted(weights, structure)
+    again = loaded(la, path)
+    for posterior in (la, again):
+        posterior.fit([grid.data(seed=9)], override=False)
+        posterior.optimize_prior_precision(n_steps=3)
+    assert_same(la, again)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_posteriors_over_functions_come_back(family: str, weights: str, path: Path) -> None:
+    options = {"functional_approximation": family, **OVER_FUNCTIONS[family]}
+    la = Laplace(grid.network(), "classification", weights, "gp", **options)
+    la.fit(grid.batches(), **({"iterations": 3} if family == "variational" else {}))
+    again = loaded(la, path)
+    assert type(again) is type(la)
+    assert again.structure_options == la.structure_options or family == "variational"
+    x = grid.data()[0]
+    assert torch.equal(la(x), again(x))
+    assert torch.equal(la.log_marginal_likelihood(), again.log_marginal_likelihood())
+
+
+def test_inputs_as_an_argument_come_back(path: Path) -> None:
+    """Locations of a variational posterior, which is given tensors."""
+    x = grid.data()[0]
+    la = VaLLA(grid.network(), "classification", x[:4], inducing_classes=torch.tensor([0, 1, 2, 0]), seed=5)
+    la.fit(grid.batches(), iterations=2)
+    again = loaded(la, path)
+    assert torch.equal(again.inducing_locations, la.inducing_locations)
+    assert torch.equal(again.structure_options.inducing_locations, x[:4]) and again.seed == 5
+    assert torch.equal(la(x), again(x))
+
+
+def test_every_argument_comes_back(path: Path) -> None:
+    given: dict[str, Any] = {
+        "sigma_noise": 0.5, "prior_mean": torch.linspace(-1, 1, 38), "temperature": 0.3,
+        "prior_precision": torch.arange(1.0, 5.0), "damping": True, "enable_backprop": True, "dict_key_x": "a",
+        "dict_key_y": "b", "backend_kwargs": {"stochastic": True, "num_samples": 3},
+    }  # fmt: skip
+    torch.manual_seed(0)
+    la = grid.fitted("all", "kron", "regression", **given)
+    again = loaded(la, path)
+    assert again.damping and again.enable_backprop and again.backend_kwargs == given["backend_kwargs"]
+    assert_same(la, again, "regression")
+    for posterior in (la, again):  # sampled curvature goes on with its random numbers
+        posterior.fit(grid.batches("regression"), override=False)
+    assert_same(la, again, "regression")
+
+
+def test_options_of_structure_and_weights_come_back(path: Path) -> None:
+    la = grid.fitted("all", "lowrank", structure_kwargs={"rank": 0.9, "power_iterations": 1})
+    assert loaded(la, path).structure_options == la.structure_options
+    la = grid.fitted("last_layer", "kron", last_layer_name="3", feature_reduction=FeatureReduction.AVERAGE)
+    again = loaded(la, path)
+    assert (again.last_layer_name, again.feature_reduction) == ("3", la.feature_reduction)
+    indices = grid.INDICES.flip(0)
+    la = grid.fitted("subnetwork", "full", Likelihood.CLASSIFICATION, subnetwork_indices=indices)
+    assert torch.equal(loaded(la, path).subnetwork_indices, indices)
+    la = grid.fitted("all", "diag", channel_dim=-1)
+    assert loaded(la, path).channels_known
+
+
+def test_channels_that_labels_told_come_back(path: Path) -> None:
+    """Pixels `[B, C, H, W]`, as labels `[B, H, W]` say."""
+    model, x = nn.Conv2d(2, 3, 1), torch.randn(4, 2, 5, 5)
+    la = Laplace(model, "classification", "all", "kron")
+    la.fit([(x, torch.randint(3, (4, 5, 5)))])
+    again = loaded(la, path)
+    assert again.channel_dim == la.channel_dim == 1
+    assert torch.equal(la(x), again(x))
+
+
+def test_what_was_assigned_or_refined_comes_back(path: Path) -> None:
+    la = grid.fitted("all", "full", "regression")
+    la.refine(grid.batches("regression"))
+    again = loaded(la, path)
+    assert again.refinement is not None and again.refinement.method == la.refinement.method
+    assert_same(la, again, "regression")
+    la.fit(grid.batches("regression"))
+    la.mean = la.mean + 0.1
+    la.posterior_scale = 0.1 * torch.eye(la.n_params)
+    again = loaded(la, path)
+    assert torch.equal(again.posterior_scale, la.posterior_scale) and torch.equal(again.mean, la.mean)
+
+
+@pytest.mark.parametrize("weights", ["uniform", "evidence", [0.2, 0.8]])
+def test_mixtures_come_back(weights: Any, path: Path) -> None:
+    """Of different posteriors, for networks in their order."""
+    other = other_weights()
+    mixture = MixtureLaplace([grid.make("all", "kron"), grid.make("last_layer", "diag", model=other)], weights=weights)
+    mixture.fit(grid.batches())
+    mixture.save(path)
+    again = laplace.load(path, [grid.network(), other])
+    x = grid.data()[0]
+    assert torch.equal(mixture(x), again(x)) and torch.equal(mixture.weights, again.weights)
+    with pytest.raises(StateError, match="1 networks were given, it is of 2"):
+        laplace.load(path, [other])
+    with pytest.raises(StateError, match="other weights"):
+        laplace.load(path, [other, grid.network()])
+
+
+def test_heads_of_one_network_come_back(path: Path) -> None:
+    model = nn.Linear(6, 6)
+    for subset in ("last_layer", "all"):
+        mixture = MixtureLaplace.from_mimo(model, 2, "classification", subset, last_layer_name="")
+        mixture.fit(grid.batches())
+        mixture.save(path)
+        again = laplace.load(path, model)
+        x = grid.data()[0]
+        assert torch.equal(mixture(x), again(x))
+        assert [la.forward_fn for la in again.components] == [la.forward_fn for la in mixture.components]
+
+
+def test_objects_of_a_mixture_are_given_for_all_or_each(path: Path) -> None:
+    calls = [partial(called, scale=2.0), partial(called, scale=3.0)]
+    mixture = MixtureLaplace([grid.make("all", "diag", forward_fn=call) for call in calls])
+    mixture.fit(grid.batches())
+    mixture.save(path)
+    again = laplace.load(path, grid.network(), forward_fn=calls)
+    x = grid.data()[0]
+    assert torch.equal(mixture(x), again(x))
+    assert not torch.equal(mixture(x), laplace.load(path, grid.network(), forward_fn=calls[0])(x))
+    with pytest.raises(StateError, match="1 entries, it is of 2"):
+        laplace.load(path, grid.network(), forward_fn=calls[:1])
+
+
+def test_the_posterior_of_online_training_comes_back(path: Path) -> None:
+    online = OnlineLaplace(grid.network(), grid.batches(), "classification", n_hypersteps=2)
+    online.step(1)
+    assert_same(online.la, loaded(online.la, path))
+
+
+def test_registered_parts_come_back(path: Path) -> None:
+    """Structures, weights, likelihoods and classes of users, by their names."""
+
+    class Mine(DiagCurvature):
+        name = "mine"
+
+    class Labels(Categorical):
+        name = "labels"
+
+    with STRUCTURES.temporarily(), WEIGHTS.temporarily(), LIKELIHOODS.temporarily():
+        STRUCTURES.register("mine")(Mine)
+        WEIGHTS.register("every")(AllWeights)
+        LIKELIHOODS.register("labels")(Labels)
+        la = Laplace(grid.network(), "labels", "every", "mine")
+        la.fit(grid.batches())
+        assert_same(la, loaded(la, path))
+    with pytest.raises(StateError, match=r"could not be loaded: subset_of_weights='every'"):
+        laplace.load(path, grid.network())
+
+
+def test_a_class_with_a_key_comes_back(path: Path) -> None:
+    class Keyed(KronLaplace):
+        _key = ("all", "keyed")
+
+        def __init__(self, *args: Any, flavour: str, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.flavour = flavour
+
+    la = Laplace(grid.network(), "classification", "all", "keyed", flavour="plum", damping=True)
+    la.fit(grid.batches())
+    la.save(path)
+    with pytest.raises(InvalidCall, match="flavour"):  # it is no option of the library's
+        laplace.load(path, grid.network())
+    again = laplace.load(path, grid.network(), flavour="pear")
+    assert (again.flavour, again.damping) == ("pear", True)
+    assert_same(la, again)
+
+
+def test_the_dtype_is_the_network_s_and_the_device_too(path: Path) -> None:
+    la = grid.make("all", "kron", model=grid.network().double())
+    la.fit([(x.double(), y) for x, y in grid.batches()])
+    la.save(path)
+    model = grid.network().double()
+    again = laplace.load(path, model, device="cpu")
+    assert again.prior_precision.dtype == torch.float64 and again.model is model
+    assert torch.equal(again.log_marginal_likelihood(), la.log_marginal_likelihood())
+    with pytest.raises(StateError, match=r"'0.weight' was float64 \[5, 3\], is float32"):
+        laplace.load(path, grid.network())
+
+
+# Objects that no file holds.
+
+
+def called(model: nn.Module, x: Tensor, scale: float = 1.0) -> Tensor:
+    return scale * model(x)
+
+
+OBJECTS: dict[str, tuple[str, Any, str]] = {
+    "backend": ("backend", NativeEF, "backend= (it was NativeEF)"),
+    "likelihood": ("likelihood", Categorical(), "likelihood= (it was Categorical)"),
+    "forward_fn": ("forward_fn", called, "forward_fn= (it was called)"),
+    "generator": ("backend_kwargs", {"generator": torch.Generator()}, "backend_kwargs= (it was dict)"),
+}
+
+
+@pytest.mark.parametrize("case", OBJECTS)
+def test_an_object_is_given_again(case: str, path: Path) -> None:
+    name, value, message = OBJECTS[case]
+    la = Laplace(grid.network(), **{"likelihood": "classification", name: value}, subset_of_weights="all")
+    la.fit(grid.batches())
+    assert_same(la, loaded(la, path, **{name: value}))
+    with pytest.raises(InvalidCall) as caught:
+        laplace.load(path, grid.network())
+    assert message in str(caught.value)
+
+
+def test_objects_of_other_classes_are_refused(path: Path) -> None:
+    la = grid.fitted("all", "kron", backend=NativeEF)
+    la.save(path)
+    with pytest.raises(StateError, match="it was a NativeEF"):
+        laplace.load(path, grid.network(), backend=NativeGGN)
+    la = Laplace(grid.network(), Categorical(), "all", "kron")
+    la.fit(grid.batches())
+    la.save(path)
+    with pytest.raises(StateError, match="it was a Categorical"):
+        laplace.load(path, grid.network(), likelihood="classification")
+
+
+def test_what_the_file_holds_is_not_given_again(path: Path) -> None:
+    grid.fitted("all", "kron").save(path)
+    for name, value in {"backend": NativeEF, "likelihood": "classification", "prior_precision": 2.0}.items():
+        with pytest.raises(InvalidCall, match=f"given {name}; of this posterior it accepts none"):
+            laplace.load(path, grid.network(), **{name: value})
+
+
+# Refusals to save.
+
+
+def test_what_cannot_be_saved_is_refused(path: Path) -> None:
+    class Unknown(KronLaplace):
+        pass
+
+    with pytest.raises(NotFittedError):
+        grid.make("all", "kron").save(path)
+    la = Unknown(grid.network(), "classification")
+    la.fit(grid.batches())
+    with pytest.raises(UnsupportedError, match=r"Unknown.*_key.*state_dict"):
+        la.save(path)
+    la = grid.fitted("all", "kron", "regression")
+    la.backend.lossfunc = nn.MSELoss(reduction="sum")
+    with pytest.raises(UnsupportedError, match="loss that was assigned"):
+        la.save(path)
+    assert not path.exists()
+
+
+def test_without_safetensors_the_extra_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    la = grid.fitted("all", "kron")
+    la.save(path)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    for act in (lambda: la.save(path), lambda: laplace.load(path, grid.network())):
+        with pytest.raises(MissingDependency, match=r"laplace-bayes\[integrations\]"):
+            act()
+
+
+@pytest.mark.parametrize("fault", ["serialising", "replacing", "synchronising"])
+def test_a_failed_write_leaves_the_former_file(fault: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    la = grid.fitted("all", "kron")
+    la.save(path)
+    former = path.read_bytes()
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise OSError("disk full")
+
+    place = {
+        "serialising": "safetensors.torch.save_file",
+        "replacing": "pathlib.Path.replace",
+        "synchronising": "os.fsync",
+    }
+    la.prior_precision = 3.0
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="disk full"):
+        patched.setattr(place[fault], fail)
+        la.save(path)
+    assert path.read_bytes() == former and os.listdir(path.parent) == [path.name]
+    la.save(str(path))
+    assert laplace.load(str(path), grid.network()).prior_precision.item() == 3
+    with pytest.raises(FileNotFoundError):
+        la.save(path.parent / "missing" / "file")
+
+
+# Refusals to load.
+
+
+def renamed() -> nn.Module:
+    model = nn.Module()
+    model.net = grid.network()
+    model.forward = lambda x: model.net(x)
+    return model
+
+
+def with_buffer() -> nn.Module:
+    model = grid.network()
+    model.register_buffer("extra", torch.zeros(1))
+    return model
+
+
+OTHERS = {
+    "values": (other_weights, "other weights"),
+    "names": (renamed, "'0.weight' was float32 .*, is none"),
+    "shapes": (lambda: nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3)), "is float32 .6, 3"),
+    "dtypes": (lambda: grid.network().double(), "'0.weight' was float32 .*, is float64"),
+    "buffers": (with_buffer, "'extra' was none, is float32"),
+    "modules": (lambda: "model", "str"),
+}
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_network_is_refused(case: str, weights: str, path: Path) -> None:
+    """By a message that names the file, and what differs."""
+    make, message = OTHERS[case]
+    grid.fitted(weights, "full").save(path)
+    with pytest.raises(StateError, match=f"{path}.*{message}"):
+        laplace.load(path, make())
+
+
+def test_files_of_something_else_are_refused(path: Path) -> None:
+    la = grid.fitted("all", "kron")
+    torch.save(la.state_dict(), path)
+    with pytest.raises(StateError, match="no posterior that could be loaded"):
+        laplace.load(path, la.model)
+    save_file({"weight": torch.zeros(3)}, path)
+    with pytest.raises(StateError, match=r"nothing that la\.save wrote"):
+        laplace.load(path, la.model)
+    save_file({"weight": torch.zeros(3)}, path, {"laplace_format": "2"})
+    with pytest.raises(StateError, match="version '2'"):
+        laplace.load(path, la.model)
+    path.write_bytes(b"")
+    with pytest.raises(StateError, match="no posterior that could be loaded"):
+        laplace.load(path, la.model)
+    with pytest.raises(StateError, match=r"folder; laplace\.checkpoint"):
+        laplace.load(path.parent, la.model)
+    with pytest.raises(FileNotFoundError):
+        laplace.load(path.parent / "none", la.model)
+
+
+def test_damage_is_noticed_wherever_it_is(path: Path) -> None:
+    """Truncated at any place, or with any byte changed: in the numbers, too."""
+    la = grid.fitted("last_layer", "diag")
+    la.save(path)
+    whole = path.read_bytes()
+    for place in range(0, len(whole), max(1, len(whole) // 150)):
+        changed = bytes([whole[place] ^ 4])
+        for damaged in (whole[:place], whole[:place] + changed + whole[place + 1 :]):
+            path.write_bytes(damaged)
+            with pytest.raises(StateError):
+                laplace.load(path, la.weights.model)
+
+
+def test_a_loaded_posterior_does_not_change_with_its_file(path: Path) -> None:
+    """Tensors are copies, not the mapped file."""
+    la = grid.fitted("all", "kron")
+    again = loaded(la, path)
+    with path.open("r+b") as file:
+        file.write(b"\x00" * path.stat().st_size)
+    assert_same(la, again)
+    again.save(path)
+    assert_same(la, laplace.load(path, grid.network()))
+
+
+# Files that mean harm.
+
+
+def forged(path: Path, change: Any) -> None:
+    """A file whose value was changed, with the digest that belongs to it."""
+    metadata, tensors = files._contents(path)
+    text = change(metadata["laplace"])
+    text = text if isinstance(text, str) else json.dumps(text)
+    save_file(tensors, path, files._metadata(text, tensors))
+
+
+def with_recipe(**changes: Any) -> Any:
+    def change(text: str) -> Any:
+        value = json.loads(text)
+        value["recipe"] |= changes
+        return value
+
+    return change
+
+
+HOSTILE = {
+    "class outside of the registry": with_recipe(cell=["all", "os.system"], cls_name="os.system"),
+    "class of another name": with_recipe(cls_name="os.system"),
+    "cell that is no cell": with_recipe(cell="all"),
+    "cell with a module": with_recipe(cell=["all", {"__reduce__": ["os.system", "true"]}]),
+    "likelihood outside of the registry": with_recipe(arguments={"likelihood": "os.system"}),
+    "backend by its name": with_recipe(arguments={"likelihood": "classification", "backend": "os.system"}),
+    "call by its name": with_recipe(arguments={"likelihood": "classification", "forward_fn": "os.system"}),
+    "unknown arguments": with_recipe(arguments={"likelihood": "classification", "__class__": "os.system"}),
+    "another network": with_recipe(arguments={"likelihood": "classification", "model": None}),
+    "unknown options": with_recipe(arguments={"likelihood": "classification", "structure_kwargs": {"__init__": 1}}),
+    "objects that are none": with_recipe(objects=3),
+    "huge nesting": lambda _: "[" * 200_000 + "]" * 200_000,
+    "huge nesting of tuples": lambda _: '{"$tuple":[' * 20_000 + "]}" * 20_000,
+    "unknown tags": with_recipe(arguments={"$import": "os"}),
+    "tensor that is not there": with_recipe(arguments={"likelihood": {"$tensor": "/etc/passwd"}}),
+    "order that is none": with_recipe(arguments={"likelihood": {"$tensor": "state.mean", "order": [5, "x"]}}),
+    "no recipe": lambda _: [],
+    "many components": with_recipe(components=[[]] * 1000),
+    "no JSON": lambda _: "import os",
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_no_code_of_a_file_runs(case: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid.fitted("all", "full").save(path)
+    forged(path, HOSTILE[case])
+
+    def never(*args: Any, **options: Any) -> None:
+        raise AssertionError("a file led to code")
+
+    for place in ("os.system", "pickle.Unpickler", "pickle.loads", "torch.load", "importlib.import_module"):
+        monkeypatch.setattr(place, never)
+    with pytest.raises(StateError):
+        laplace.load(path, grid.network())
+
+
+def test_a_file_is_loaded_without_pickles(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    la = grid.fitted("all", "kron")
+    model = grid.network()
+
+    def never(*args: Any, **options: Any) -> None:
+        raise AssertionError("a pickle")
+
+    for place in ("pickle.dumps", "pickle.loads", "pickle.Unpickler", "pickle.Pickler", "torch.save", "torch.load"):
+        monkeypatch.setattr(place, never)
+    la.save(path)
+    assert_same(la, laplace.load(path, model))
+
+
+# Values in files.
+
+SHARED = torch.arange(24.0).reshape(4, 6)
+VALUES: dict[str, Any] = {
+    "plain": {"a": [1, -0.0, 1e-320, True, None, "ü\n\udc80", 2**70], "b": (), "": {}, "$": 1},
+    "numbers": [math.inf, -math.inf, complex(1, -0.0), complex(math.inf, 2), 0.1 + 0.2],
+    "keys": {1: "one", None: 2, 4.5: 3, "x": {(1, 2): [()]}},
+    "nested": {"a": [{"b": ({"c": [torch.ones(2)]},)}], "a.0.b": torch.zeros(1), "a.0": [torch.zeros(2)]},
+    "shared": [SHARED, SHARED, SHARED[1:3], SHARED.T, SHARED[:, ::2], SHARED.reshape(2, 2, 6).permute(2, 0, 1)],
+    "expanded": [torch.ones(1).expand(5), torch.ones(3, 1).expand(3, 4).T, torch.empty(0, 3).T, torch.tensor(2.0)],
+    "complex": [torch.complex(SHARED, -SHARED), torch.complex(SHARED, SHARED).to(torch.complex128).T.conj()],
+    "dtypes": [torch.ones(3).to(d) for d in (torch.bool, torch.int8, torch.float16, torch.bfloat16, torch.uint8)],
+}
+
+
+def assert_equal(value: Any, other: Any) -> None:
+    assert type(value) is type(other)
+    if isinstance(value, Tensor):
+        assert value.dtype == other.dtype and torch.equal(value, other)
+    elif isinstance(value, dict):
+        assert list(value) == list(other) and [*map(type, value)] == [*map(type, other)]
+        for mine, theirs in zip(value.values(), other.values(), strict=True):
+            assert_equal(mine, theirs)
+    elif isinstance(value, list | tuple):
+        assert len(value) == len(other)
+        for mine, theirs in zip(value, other, strict=True):
+            assert_equal(mine, theirs)
+    else:
+        assert repr(value) == repr(other)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_come_back_exactly(name: str, path: Path) -> None:
+    files.write(path, VALUES[name])
+    assert_equal(VALUES[name], files.read(path))
+
+
+def test_the_order_in_memory_comes_back(path: Path) -> None:
+    """Sums of products depend on it, to the bit."""
+    tensors = [SHARED.T, SHARED.reshape(2, 2, 6).permute(2, 0, 1)]
+    files.write(path, tensors)
+    assert [tensor.stride() for tensor in files.read(path)] == [tensor.stride() for tensor in tensors]
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, torch.float32, {"a": [nn.Linear(1, 1)]}, lambda: None])
+def test_other_values_are_refused(value: Any, path: Path) -> None:
+    with pytest.raises(InvalidType, match="without a pickle"):
+        files.write(path, value)
+    assert not path.exists()
+
+
+def test_the_metadata_says_what_the_file_is(path: Path) -> None:
+    """To whoever reads it with safetensors alone."""
+    grid.fitted("all", "kron", damping=True).save(path)
+    with safe_open(path, "pt") as file:
+        metadata, names = file.metadata(), set(file.keys())
+    recipe = json.loads(metadata["laplace"])["recipe"]
+    assert (metadata["format"], metadata["laplace_format"]) == ("pt", files.VERSION)
+    assert recipe["cell"][:2] == ["all", "kron"] and recipe["arguments"]["damping"] is True
+    assert {"state.mean", "state.prior_precision"} < names
