@@ -81,6 +81,7 @@ class Reading:
         total, look, resume = self._begin(), self.options.first_batch, self.options.resume
         bar = DataBar(self.label, planning.known_length(self.loader), shown=self.options.progress_bar)
         conditions = Conditions()  # read once a batch: some are those of the batch before
+        self.engine.show = None if look is None else look.see
         for number, batch in enumerate(self.loader):
             with _within_memory(number), conditions.collected(), named(f"batch {number}"):
                 data = self._counted(batch)

@@ -146,6 +146,32 @@ class Fingerprint:
         return None
 
 
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What the tensors of a model are known by within a process: versions, and norms for what autograd does not count.
+
+    Attributes:
+        versions: Identity and version of every tensor.
+        norms: Norms of the floating-point tensors, per device.
+    """
+
+    versions: tuple[tuple[int, int], ...]
+    norms: tuple[Tensor, ...]
+
+    @classmethod
+    def by(cls, model: nn.Module) -> Held:
+        """What a model holds now."""
+        with model_lock(model):
+            tensors = _tensors(model)
+            return cls(_versions(tensors), _norms(tensors))
+
+    def same_as(self, other: Held) -> bool:
+        """True if the tensors are the same, and were not written to."""
+        if self.versions != other.versions or not _comparable(self.norms, other.norms):
+            return False
+        return checks.is_true(_equal(self.norms, other.norms))
+
+
 class ModelWatch:
     """A fingerprint in use: what was compared once, and found the same, need not be compared as closely again.
 

@@ -193,6 +193,8 @@ def _spaced(outputs: Tensor) -> Tensor:
 class FirstBatch:
     """Runs the network twice on two data of the first batch, with other random numbers.
 
+    The fit's own pass is one of them, where its engine shows the outputs and two data alone have the same.
+
     Args:
         model: The network.
         forward_fn: How to call it; None for the default.
@@ -208,6 +210,11 @@ class FirstBatch:
         self.witness: Witness | None = None
         self._written: list[str] = []
         self._draws = False
+        self._fitted: Tensor | None = None
+
+    def see(self, outputs: Tensor) -> None:
+        """Keeps outputs `[B, …]` of the fit's own pass over the batch, of two data."""
+        self._fitted = outputs.detach()[:ROWS].clone()
 
     def look(self, x: Inputs, y: Tensor) -> None:
         """Looks at a batch that the fit has accepted.
@@ -240,15 +247,22 @@ class FirstBatch:
     def _twice(self, rows: Inputs) -> tuple[Tensor, Tensor]:
         """Outputs of two passes with other random numbers: of the first two that differ, where some are drawn."""
         with same_random_state(self.model):
-            once = again = outputs_at(self.model, rows, self.call)  # leaves the random state as it was
+            again = outputs_at(self.model, rows, self._noting)
+            if not self._draws and self._fitted is not None and not self._differs(self._fitted, again):
+                return again, again
+            once = outputs_at(self.model, rows, self.call)
             devices = {parameter.device for parameter in self.model.parameters() if parameter.is_cuda}
             for _ in range(_PASSES):
+                if not self._draws or differ(once, again, self.model):
+                    break
                 for device in (torch.device("cpu"), *devices):
                     torch.rand(1, device=device)  # so that the next pass draws others
                 again = outputs_at(self.model, rows, self._noting)
-                if not self._draws or differ(once, again, self.model):
-                    break
             return once, again
+
+    def _differs(self, fitted: Tensor, again: Tensor) -> bool:
+        """True if these outputs of data alone are not those of the fit, or not of the same data."""
+        return len(fitted) != len(again) or differ(fitted.flatten(), again.flatten(), self.model)
 
     def _noting(self, model: nn.Module, x: Inputs) -> object:
         """Calls the network, and notes whether that draws random numbers, and which plain attributes it writes.
