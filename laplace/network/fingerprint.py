@@ -229,7 +229,7 @@ def checksums(model: nn.Module) -> Tensor:
     with torch.no_grad(), model_lock(model):
         tensors = _tensors(model)
         weights = {device: _weights(_PERIOD, device) for device in {tensor.device for tensor in tensors}}
-        rows = [_sums(tensor, weights[tensor.device]) for tensor in tensors]
+        rows = [_sums(tensor, weights[tensor.device]).cpu() for tensor in tensors]
     return torch.stack(rows) if rows else torch.zeros(0, 3, dtype=wide_dtype())
 
 
@@ -239,14 +239,18 @@ def _sums(tensor: Tensor, weights: Tensor) -> Tensor:
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     whole = flat.numel() // _PERIOD * _PERIOD
     rest = widened(flat[whole:])
-    columns = torch.cat([rest, rest.new_zeros(_PERIOD - len(rest))])
+    last = rest.sum()
+    total, by_column = last, rest @ weights[: len(rest)]
+    if not whole:
+        return torch.stack([total, by_column, last * weights[0]])
+    columns = torch.zeros_like(weights)
     by_row: list[Tensor] = []
     for part in flat[:whole].view(-1, _PERIOD).split(_ROWS):
         wide = widened(part)
         columns += wide.sum(0)
         by_row.append(wide.sum(1))
-    rows = torch.cat([*by_row, rest.sum(0, keepdim=True)])
-    return torch.stack([columns.sum(), columns @ weights, rows @ _weights(len(rows), flat.device)]).cpu()
+    rows = torch.cat([*by_row, last.reshape(1)])
+    return torch.stack([total + columns.sum(), by_column + columns @ weights, rows @ _weights(len(rows), flat.device)])
 
 
 def _weights(count: int, device: torch.device) -> Tensor:

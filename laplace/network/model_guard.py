@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 import torch
@@ -64,7 +65,7 @@ def require_whole(model: nn.Module) -> None:
     """
     parts = [*model.named_modules(), *model.named_parameters(), *model.named_buffers()]
     for name, part in parts:
-        if any(base.__module__.startswith(_SPREAD) for base in type(part).__mro__):
+        if _is_spread(type(part)):
             raise UnsupportedError(
                 f"the model's {name or type(part).__name__!r} is spread over processes, by FSDP (fully_shard) or as a "
                 "DTensor: every process holds a part of the weights, and a posterior is of all of them. Give a copy "
@@ -72,6 +73,11 @@ def require_whole(model: nn.Module) -> None:
                 "options=StateDictOptions(full_state_dict=True)), loaded into the same network without FSDP; "
                 "la.fit(..., group=..., sharded=True) spreads the posterior over processes that each have all weights."
             )
+
+
+@lru_cache(1024)
+def _is_spread(kind: type) -> bool:
+    return any(base.__module__.startswith(_SPREAD) for base in kind.__mro__)
 
 
 def _require_numbers(name: str, tensor: Tensor) -> None:

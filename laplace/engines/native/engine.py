@@ -209,13 +209,14 @@ class NativeEngine(CurvatureEngine):
             if capture.f.shape[0] == 0:
                 raise InvalidData("the batch holds no data.")
             plan = self._known(capture, x)
-            if plan is None and not self._observed:
-                plan = self._prove(capture, x, ladder=False)
-                capture = capture if plan is not None else self._watched(capture, x, create_graph=create_graph)
             if plan is None:
-                plan = self._prove(capture, x)
+                if not self._observed:
+                    plan = self._prove(capture, x, ladder=False)
+                    capture = capture if plan is not None else self._watched(capture, x, create_graph=create_graph)
+                if plan is None:
+                    plan = self._prove(capture, x)
+                self._remember(self._form(capture, x), plan)
             self._check_unreached(x, [i for i, rule in enumerate(plan) if rule.description == "unused"])
-            self._remember(self._form(capture, x), plan)
             return ForwardPass(self.problem, x, capture, plan, self.memory_budget)
 
     def _capture(self, x: Inputs, *, create_graph: bool = False) -> Capture:
