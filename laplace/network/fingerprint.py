@@ -151,7 +151,7 @@ class Held:
     """What the tensors of a model are known by within a process: versions, and norms for what autograd does not count.
 
     Attributes:
-        versions: Identity and version of every tensor.
+        versions: Identity and version of every parameter and buffer, and of tensors that are plain attributes.
         norms: Norms of the floating-point tensors, per device.
     """
 
@@ -162,7 +162,8 @@ class Held:
     def by(cls, model: nn.Module) -> Held:
         """What a model holds now."""
         with model_lock(model):
-            tensors = _tensors(model)
+            own = [value for module in modules_of(model) for value in vars(module).values()]
+            tensors = [*_tensors(model), *(value for value in own if isinstance(value, Tensor))]
             return cls(_versions(tensors), _norms(tensors))
 
     def same_as(self, other: Held) -> bool:

@@ -1,8 +1,9 @@
 """Proofs that still hold: of a network that did not change, in its next fit and for other numbers of data.
 
-How a network's outputs come about is written down: the operations of autograd's graph with their settings and shapes, and
-the tensors at its leaves. Two passes with one such record are the same function of the inputs but for numbers that are
-read on the way, which are no part of a proof (`JacobianRule.proven`), and for the weights, which must be the same.
+How a network's outputs come about is written down: the operations of autograd's graph with their settings and shapes,
+and the tensors at its leaves. Two passes with one such record do the same with the data, by other numbers at most. Those
+of the inputs are no part of a proof (`JacobianRule.proven`); those that a network holds may be (a gate that is zero hides
+what is behind it), and must be what they were.
 """
 
 from __future__ import annotations
@@ -89,6 +90,11 @@ def _record(problem: Problem, capture: Capture, x: Inputs, n_data: int) -> Hasha
     """All that a proof depends on, whatever the number of data; None where that cannot be told."""
     if any(slot.entries is not None for slot in problem.slots):  # a rule may hold of some entries and not of others
         return None
+    try:
+        called_by = None if problem.forward_fn is None else weakref.ref(problem.forward_fn)
+        hash(called_by)
+    except TypeError:  # what it holds, and hides, may be another
+        return None
     leaves = {id(tensor): name for name, tensor in capture.stand_ins.items()}
     graph = _graph(capture.f, leaves, n_data)
     if graph is None:
@@ -99,7 +105,7 @@ def _record(problem: Problem, capture: Capture, x: Inputs, n_data: int) -> Hasha
         for call in capture.calls
     )
     inputs = tuple(tuple(_plain(part, n_data) for part in parts) for parts in batches.signature(x))
-    network = slots, problem.head, problem.reduction, problem.dtype, problem.device
+    network = slots, called_by, problem.head, problem.reduction, problem.dtype, problem.device
     return network, inputs, calls, _shape(capture.f.shape, n_data), capture.positions, graph
 
 
