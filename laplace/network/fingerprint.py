@@ -229,29 +229,35 @@ def checksums(model: nn.Module) -> Tensor:
     """Three weighted sums per tensor, `[n, 3]`, float64 on the CPU: of all entries, by column and by row."""
     with torch.no_grad(), model_lock(model):
         tensors = _tensors(model)
-        weights = {device: _weights(_PERIOD, device) for device in {tensor.device for tensor in tensors}}
-        rows = [_sums(tensor, weights[tensor.device]).cpu() for tensor in tensors]
-    return torch.stack(rows) if rows else torch.zeros(0, 3, dtype=wide_dtype())
+        weights = {device: _column_weights(device) for device in {tensor.device for tensor in tensors}}
+        rows = [_sums(tensor, weights[tensor.device]) for tensor in tensors]
+    return (
+        torch.stack([row.to(rows[0].device) for row in rows]).cpu() if rows else torch.zeros(0, 3, dtype=wide_dtype())
+    )
 
 
 def _sums(tensor: Tensor, weights: Tensor) -> Tensor:
-    """Sums of a tensor that is seen as rows of `_PERIOD` entries, the last of them shorter."""
+    """Sums of a tensor that is seen as rows of `_PERIOD` entries, the last of them shorter.
+
+    Args:
+        tensor: Any.
+        weights: Ones and the weights of columns, `[_PERIOD, 2]`.
+    """
     flat = tensor.detach().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     whole = flat.numel() // _PERIOD * _PERIOD
     rest = widened(flat[whole:])
-    last = rest.sum()
-    total, by_column = last, rest @ weights[: len(rest)]
+    last = rest @ weights[: len(rest)]
     if not whole:
-        return torch.stack([total, by_column, last * weights[0]])
-    columns = torch.zeros_like(weights)
-    by_row: list[Tensor] = []
-    for part in flat[:whole].view(-1, _PERIOD).split(_ROWS):
-        wide = widened(part)
-        columns += wide.sum(0)
-        by_row.append(wide.sum(1))
-    rows = torch.cat([*by_row, last.reshape(1)])
-    return torch.stack([total + columns.sum(), by_column + columns @ weights, rows @ _weights(len(rows), flat.device)])
+        return torch.cat([last, last[:1] * weights[0, 1:]])
+    parts = flat[:whole].view(-1, _PERIOD).split(_ROWS)
+    rows = torch.cat([*(widened(part) @ weights for part in parts), last.unsqueeze(0)])
+    return torch.cat([rows.sum(0), rows[:, :1].mT @ _weights(len(rows), flat.device)])
+
+
+def _column_weights(device: torch.device) -> Tensor:
+    weights = _weights(_PERIOD, device)
+    return torch.stack([torch.ones_like(weights), weights], 1)
 
 
 def _weights(count: int, device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ from laplace.network.model_guard import (
     generators_of,
     hooks_fire,
     model_lock,
+    named_modules_of,
     preserve_model,
     same_random_state,
 )
@@ -41,7 +42,7 @@ _OTHER = object()
 def attributes_of(model: nn.Module) -> Attributes:
     """Numbers, strings, None, and short lists, tuples, dicts and sets of them, on the model and its submodules."""
     attributes: dict[str, list[tuple[str, Any]]] = {}
-    for place, module in model.named_modules():
+    for place, module in named_modules_of(model):
         for name, value in vars(module).items():
             if name not in _PASSED_OVER and (plain := _plain(value, _DEPTH)) is not _OTHER:
                 attributes.setdefault(name, []).append((place, plain))

@@ -1,9 +1,9 @@
 """Proofs that still hold: of a network that did not change, in its next fit and for other numbers of data.
 
 How a network's outputs come about is written down: the operations of autograd's graph with their settings and shapes,
-and the tensors at its leaves. Two passes with one such record do the same with the data, by other numbers at most. Those
-of the inputs are no part of a proof (`JacobianRule.proven`); those that a network holds may be (a gate that is zero hides
-what is behind it), and must be what they were.
+and the tensors at its leaves. Two passes with one such record do the same with the data, by other numbers at most.
+Those of the inputs are no part of a proof (`JacobianRule.proven`); those that a network holds may be (a gate that is
+zero hides what is behind it), and must be what they were.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _settings(node: Any, n_data: int) -> Iterator[Hashable]:
 
 @cache
 def _arguments(kind: type) -> tuple[str, ...]:
-    """Names of a node's saved arguments that are no tensors, of which PyTorch has a raw form; sizes say their product."""
+    """Names of a node's saved arguments without tensors, of which PyTorch has a raw form; sizes say their product."""
     names = dir(kind)
     saved = [name for name in names if name.startswith("_saved_") and not name.endswith("numel")]
     return tuple(name for name in saved if f"_raw{name}" not in names)
