@@ -115,7 +115,8 @@ def _graph(f: Tensor, leaves: Mapping[int, str], n_data: int) -> tuple[Hashable,
     number = {f.grad_fn: 0}
     record: list[Hashable] = []
     for node in nodes:  # which grow on the way
-        if node is None or isinstance(node, BackwardCFunction):
+        outputs = getattr(node, "_input_metadata", None)  # which not every version of PyTorch shows
+        if outputs is None or isinstance(node, BackwardCFunction):
             return None
         following: list[Hashable] = []
         for after, index in node.next_functions:
@@ -123,7 +124,8 @@ def _graph(f: Tensor, leaves: Mapping[int, str], n_data: int) -> tuple[Hashable,
                 number[after] = len(nodes)
                 nodes.append(after)
             following.append((None if after is None else number[after], index))
-        settings = list(_settings(node, n_data))
+        settings = [_shape(output.shape, n_data) for output in outputs]
+        settings += _settings(node, n_data)
         if any(isinstance(value, Tensor) for value in settings):
             return None
         leaf = leaves.get(id(node.variable)) if node.name() == _LEAF else None
@@ -132,9 +134,7 @@ def _graph(f: Tensor, leaves: Mapping[int, str], n_data: int) -> tuple[Hashable,
 
 
 def _settings(node: Any, n_data: int) -> Iterator[Hashable]:
-    """Shapes of a node's outputs, and what it keeps of its arguments besides tensors."""
-    for output in node._input_metadata:
-        yield _shape(output.shape, n_data)
+    """What a node keeps of its arguments besides tensors."""
     for name in _arguments(type(node)):
         value = getattr(node, name)
         yield _plain(value, n_data if name.endswith("sizes") else None)
