@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from functools import lru_cache, wraps
 from inspect import Parameter
 from typing import Any, ParamSpec, TypeVar
 
@@ -87,7 +87,7 @@ def check_call(
     Raises:
         InvalidCall: An argument is missing, unknown, or one too many.
     """
-    signature = inspect.signature(function)
+    signature = _signature(function)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -101,6 +101,11 @@ def check_call(
         if lacking:
             raise InvalidCall(f"{name}() needs {' and '.join(map(_described, lacking))}.") from None
         raise InvalidCall(f"{name}(): {error}; accepted are, in this order, {', '.join(known)}.") from None
+
+
+@lru_cache(256)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
 
 
 def unknown_argument(name: str, given: str, accepted: Sequence[str]) -> str:

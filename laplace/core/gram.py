@@ -15,6 +15,9 @@ _NARROW = 64
 """Width up to which transposing a part in cache beats a matrix product with a tall operand."""
 
 
+_CROWDED, _APART = 1024, 64
+"""Bytes between rows, of which a multiple puts a column into few places of a cache; and bytes that put them apart."""
+
 _WIDE_BYTES = 32 * 2**20
 """Bytes of float64 columns that are multiplied at once."""
 
@@ -36,10 +39,18 @@ def _block(width: int) -> int:
 def mirror(total: Tensor) -> Tensor:
     """Completes sums of `add_gram`, `[..., D, D]`, in place."""
     step = _block(total.shape[-1])
+    is_crowded = total.stride(-2) * total.element_size() % _CROWDED == 0
     for start in range(0, total.shape[-1], step):
         stop = start + step
-        total[..., stop:, start:stop] = total[..., start:stop, stop:].transpose(-1, -2)
+        upper = total[..., start:stop, stop:]
+        total[..., stop:, start:stop] = (_spread(upper) if is_crowded else upper).mT
     return total
+
+
+def _spread(rows: Tensor) -> Tensor:
+    """A copy whose rows are apart, so that its columns are read at the speed of other widths."""
+    more = _APART // rows.element_size()
+    return rows.new_empty(*rows.shape[:-1], rows.shape[-1] + more)[..., :-more].copy_(rows)
 
 
 def gram(x: Tensor) -> Tensor:

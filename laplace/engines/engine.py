@@ -153,12 +153,14 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         name: The name that users know.
         generator: Source of the draws of sampled curvature, or None.
         inspect: Called once, by engines that can say, with what the next batch shows, before its curvature is summed.
+        show: Called once, by engines that have them, with the network's outputs at the next batch, `[B, …]`.
     """
 
     kind: str = "ggn"
     name: str = "CurvatureInterface"
     generator: torch.Generator | None = None
     inspect: Callable[[BatchProfile], None] | None = None
+    show: Callable[[Tensor], None] | None = None
 
     def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
         self.problem = problem

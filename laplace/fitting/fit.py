@@ -165,7 +165,7 @@ def accumulate(
             _require_sums(first)
         return _fitted(loader, engine, structure, first, reading, check)
     finally:
-        engine.inspect = None
+        engine.inspect = engine.show = None
 
 
 def _require_sums(data_pass: DataPass) -> None:

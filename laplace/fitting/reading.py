@@ -81,6 +81,7 @@ class Reading:
         total, look, resume = self._begin(), self.options.first_batch, self.options.resume
         bar = DataBar(self.label, planning.known_length(self.loader), shown=self.options.progress_bar)
         conditions = Conditions()  # read once a batch: some are those of the batch before
+        self.engine.show = None if look is None else look.see
         for number, batch in enumerate(self.loader):
             with _within_memory(number), conditions.collected(), named(f"batch {number}"):
                 data = self._counted(batch)
@@ -158,7 +159,7 @@ class DataBar:
 
     def __init__(self, label: str, n_batches: int | None, *, shown: bool) -> None:
         self.n_batches = n_batches
-        self._bar = tqdm(desc=label, unit=" data", disable=not shown)
+        self._bar = tqdm(desc=label, unit=" data") if shown else None
         self._batches = 0
 
     def add(self, n_data: int, *, done: bool = False) -> None:
@@ -169,7 +170,7 @@ class DataBar:
             done: Whether its work was done by an earlier process, so that it says nothing of the rate.
         """
         bar = self._bar
-        if bar.disable:
+        if bar is None:
             return
         self._batches += 1
         if self.n_batches is not None:  # as if all batches were like those so far
@@ -182,8 +183,9 @@ class DataBar:
 
     def close(self) -> None:
         """Ends the bar, at the number of data that there were."""
-        self._bar.total = self._bar.n
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.total = self._bar.n
+            self._bar.close()
 
 
 @contextmanager

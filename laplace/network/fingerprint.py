@@ -146,6 +146,33 @@ class Fingerprint:
         return None
 
 
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What the tensors of a model are known by within a process: versions, and norms for what autograd does not count.
+
+    Attributes:
+        versions: Identity and version of every parameter and buffer, and of tensors that are plain attributes.
+        norms: Norms of the floating-point tensors, per device.
+    """
+
+    versions: tuple[tuple[int, int], ...]
+    norms: tuple[Tensor, ...]
+
+    @classmethod
+    def by(cls, model: nn.Module) -> Held:
+        """What a model holds now."""
+        with model_lock(model):
+            own = [value for module in modules_of(model) for value in vars(module).values()]
+            tensors = [*_tensors(model), *(value for value in own if isinstance(value, Tensor))]
+            return cls(_versions(tensors), _norms(tensors))
+
+    def same_as(self, other: Held) -> bool:
+        """True if the tensors are the same, and were not written to."""
+        if self.versions != other.versions or not _comparable(self.norms, other.norms):
+            return False
+        return checks.is_true(_equal(self.norms, other.norms))
+
+
 class ModelWatch:
     """A fingerprint in use: what was compared once, and found the same, need not be compared as closely again.
 
@@ -202,25 +229,35 @@ def checksums(model: nn.Module) -> Tensor:
     """Three weighted sums per tensor, `[n, 3]`, float64 on the CPU: of all entries, by column and by row."""
     with torch.no_grad(), model_lock(model):
         tensors = _tensors(model)
-        weights = {device: _weights(_PERIOD, device) for device in {tensor.device for tensor in tensors}}
+        weights = {device: _column_weights(device) for device in {tensor.device for tensor in tensors}}
         rows = [_sums(tensor, weights[tensor.device]) for tensor in tensors]
-    return torch.stack(rows) if rows else torch.zeros(0, 3, dtype=wide_dtype())
+    return (
+        torch.stack([row.to(rows[0].device) for row in rows]).cpu() if rows else torch.zeros(0, 3, dtype=wide_dtype())
+    )
 
 
 def _sums(tensor: Tensor, weights: Tensor) -> Tensor:
-    """Sums of a tensor that is seen as rows of `_PERIOD` entries, the last of them shorter."""
+    """Sums of a tensor that is seen as rows of `_PERIOD` entries, the last of them shorter.
+
+    Args:
+        tensor: Any.
+        weights: Ones and the weights of columns, `[_PERIOD, 2]`.
+    """
     flat = tensor.detach().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     whole = flat.numel() // _PERIOD * _PERIOD
     rest = widened(flat[whole:])
-    columns = torch.cat([rest, rest.new_zeros(_PERIOD - len(rest))])
-    by_row: list[Tensor] = []
-    for part in flat[:whole].view(-1, _PERIOD).split(_ROWS):
-        wide = widened(part)
-        columns += wide.sum(0)
-        by_row.append(wide.sum(1))
-    rows = torch.cat([*by_row, rest.sum(0, keepdim=True)])
-    return torch.stack([columns.sum(), columns @ weights, rows @ _weights(len(rows), flat.device)]).cpu()
+    last = rest @ weights[: len(rest)]
+    if not whole:
+        return torch.cat([last, last[:1] * weights[0, 1:]])
+    parts = flat[:whole].view(-1, _PERIOD).split(_ROWS)
+    rows = torch.cat([*(widened(part) @ weights for part in parts), last.unsqueeze(0)])
+    return torch.cat([rows.sum(0), rows[:, :1].mT @ _weights(len(rows), flat.device)])
+
+
+def _column_weights(device: torch.device) -> Tensor:
+    weights = _weights(_PERIOD, device)
+    return torch.stack([torch.ones_like(weights), weights], 1)
 
 
 def _weights(count: int, device: torch.device) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 import torch
@@ -42,8 +43,9 @@ def require_module(model: nn.Module) -> nn.Module:
             "model is a ScriptModule of torch.jit.script, whose weights cannot be put in place of others; give the "
             "nn.Module that was scripted."
         )
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        _require_numbers(name, tensor)
+    if not all(map(_holds_numbers, _tensors_of(modules_of(model)))):  # which asks for no names
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            _require_numbers(name, tensor)
     require_whole(model)
     return model
 
@@ -62,9 +64,11 @@ def require_whole(model: nn.Module) -> None:
     Raises:
         UnsupportedError: It is one.
     """
-    parts = [*model.named_modules(), *model.named_parameters(), *model.named_buffers()]
-    for name, part in parts:
-        if any(base.__module__.startswith(_SPREAD) for base in type(part).__mro__):
+    modules = modules_of(model)
+    if not any(map(_is_spread, {type(part) for part in (*modules, *_tensors_of(modules))})):
+        return
+    for name, part in [*model.named_modules(), *model.named_parameters(), *model.named_buffers()]:
+        if _is_spread(type(part)):
             raise UnsupportedError(
                 f"the model's {name or type(part).__name__!r} is spread over processes, by FSDP (fully_shard) or as a "
                 "DTensor: every process holds a part of the weights, and a posterior is of all of them. Give a copy "
@@ -72,6 +76,25 @@ def require_whole(model: nn.Module) -> None:
                 "options=StateDictOptions(full_state_dict=True)), loaded into the same network without FSDP; "
                 "la.fit(..., group=..., sharded=True) spreads the posterior over processes that each have all weights."
             )
+
+
+@lru_cache(1024)
+def _is_spread(kind: type) -> bool:
+    return any(base.__module__.startswith(_SPREAD) for base in kind.__mro__)
+
+
+def _tensors_of(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Parameters and buffers of these modules themselves."""
+    for module in modules:
+        for table in (module._parameters, module._buffers):
+            yield from (tensor for tensor in table.values() if tensor is not None)
+
+
+def _holds_numbers(tensor: Tensor) -> bool:
+    """True if a tensor is initialised and on a device, and if it is trained, real."""
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer) or tensor.is_meta:
+        return False
+    return not (tensor.is_complex() and tensor.requires_grad)
 
 
 def _require_numbers(name: str, tensor: Tensor) -> None:
@@ -115,6 +138,19 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
         if id(module) not in modules:
             modules[id(module)] = module
             waiting.extend(child for child in reversed(module._modules.values()) if child is not None)
+    return list(modules.values())
+
+
+def named_modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The same with their names, as `model.named_modules()` has them."""
+    modules: dict[int, tuple[str, nn.Module]] = {}
+    waiting = [("", model)]
+    while waiting:
+        name, module = waiting.pop()
+        if id(module) not in modules:
+            modules[id(module)] = name, module
+            prefix, children = f"{name}." if name else "", reversed(module._modules.items())
+            waiting.extend((prefix + key, child) for key, child in children if child is not None)
     return list(modules.values())
 
 

@@ -19,6 +19,7 @@ from laplace.network.model_guard import (
     generators_of,
     hooks_fire,
     model_lock,
+    named_modules_of,
     preserve_model,
     same_random_state,
 )
@@ -41,7 +42,7 @@ _OTHER = object()
 def attributes_of(model: nn.Module) -> Attributes:
     """Numbers, strings, None, and short lists, tuples, dicts and sets of them, on the model and its submodules."""
     attributes: dict[str, list[tuple[str, Any]]] = {}
-    for place, module in model.named_modules():
+    for place, module in named_modules_of(model):
         for name, value in vars(module).items():
             if name not in _PASSED_OVER and (plain := _plain(value, _DEPTH)) is not _OTHER:
                 attributes.setdefault(name, []).append((place, plain))
@@ -193,6 +194,8 @@ def _spaced(outputs: Tensor) -> Tensor:
 class FirstBatch:
     """Runs the network twice on two data of the first batch, with other random numbers.
 
+    The fit's own pass is one of them, where its engine shows the outputs and two data alone have the same.
+
     Args:
         model: The network.
         forward_fn: How to call it; None for the default.
@@ -208,6 +211,11 @@ class FirstBatch:
         self.witness: Witness | None = None
         self._written: list[str] = []
         self._draws = False
+        self._fitted: Tensor | None = None
+
+    def see(self, outputs: Tensor) -> None:
+        """Keeps outputs `[B, …]` of the fit's own pass over the batch, of two data."""
+        self._fitted = outputs.detach()[:ROWS].clone()
 
     def look(self, x: Inputs, y: Tensor) -> None:
         """Looks at a batch that the fit has accepted.
@@ -220,46 +228,57 @@ class FirstBatch:
             seen = self._at(x, y, _WHOLE)
         if seen is None:
             return
-        rows, once, again = seen
-        if differ(once, again, self.model):
+        rows, outputs = seen
+        if outputs is None:
             warn(_RANDOM, ApproximationWarning)
         else:
-            self.witness = Witness.of(rows, once, self.call, self._written)
+            self.witness = Witness.of(rows, outputs, self.call, self._written)
 
-    def _at(self, x: Inputs, y: Tensor, most: int) -> tuple[Inputs, Tensor, Tensor] | None:
-        """The first data and two outputs there; None of a network that does not take a part of the batch."""
+    def _at(self, x: Inputs, y: Tensor, most: int) -> tuple[Inputs, Tensor | None] | None:
+        """The first data and the outputs there, or None if they are random.
+
+        None of a network that does not take a part of the batch.
+        """
         rows, n_rows = first_rows(x, len(y), most)
         try:
             with model_lock(self.model):
-                return rows, *self._twice(rows)
+                return rows, self._twice(rows)
         except Exception:  # a network's own assertion, say
             if n_rows == len(y):
                 raise
             return None
 
-    def _twice(self, rows: Inputs) -> tuple[Tensor, Tensor]:
-        """Outputs of two passes with other random numbers: of the first two that differ, where some are drawn."""
+    def _twice(self, rows: Inputs) -> Tensor | None:
+        """Outputs that two passes with other random numbers have in common; None if they have not."""
         with same_random_state(self.model):
-            once = again = outputs_at(self.model, rows, self.call)  # leaves the random state as it was
+            again = outputs_at(self.model, rows, self._noting)
+            if not self._draws and self._fitted is not None and self._same(self._fitted, again):
+                return again
+            once = outputs_at(self.model, rows, self.call)
             devices = {parameter.device for parameter in self.model.parameters() if parameter.is_cuda}
-            for _ in range(_PASSES):
+            for _ in range(_PASSES if self._draws else 0):
                 for device in (torch.device("cpu"), *devices):
                     torch.rand(1, device=device)  # so that the next pass draws others
                 again = outputs_at(self.model, rows, self._noting)
-                if not self._draws or differ(once, again, self.model):
+                if differ(once, again, self.model):
                     break
-            return once, again
+            return None if differ(once, again, self.model) else once
+
+    def _same(self, fitted: Tensor, again: Tensor) -> bool:
+        """True if the outputs of data alone are those of the fit, of as many data."""
+        return len(fitted) == len(again) and not differ(fitted.flatten(), again.flatten(), self.model)
 
     def _noting(self, model: nn.Module, x: Inputs) -> object:
         """Calls the network, and notes whether that draws random numbers, and which plain attributes it writes.
 
         These are put back afterwards.
         """
-        generators, before = generators_of(model), digests(attributes_of(model))
+        generators, before = generators_of(model), attributes_of(model)
         states = [generator.get_state() for generator in generators]
         output = self.call(model, x)
         self._draws = not all(map(torch.equal, states, [generator.get_state() for generator in generators]))
-        self._written = changed_names(before, digests(attributes_of(model)))
+        after = attributes_of(model)
+        self._written = [] if before == after else changed_names(digests(before), digests(after))
         return output
 
 

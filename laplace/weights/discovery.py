@@ -42,7 +42,7 @@ def find_last_layer(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = 
     inner = unwrap(model)
     watched = {name: module for name, module in inner.named_modules() if has_parameters(name, module)}
     finished = _watch(inner, watched, lambda: called(inner, forward_fn, x))
-    last = next((name for name in reversed(finished) if not has_run_inside(name, finished)), None)
+    last = last_to_run(finished)
     if last is None:
         raise InvalidArgument(
             f"no module with parameters was called by {type(inner).__name__}, so its last layer cannot be found; "
@@ -74,6 +74,11 @@ def has_parameters(name: str, module: nn.Module) -> bool:
     # The modules inside a parametrised layer (weight norm) make its weight; they are not layers.
     inside_parametrisation = "parametrizations" in name.split(".")
     return not inside_parametrisation and any(True for _ in module.parameters())
+
+
+def last_to_run(finished: list[str]) -> str | None:
+    """The last layer whose call ended, of those that hold no other that ran; None if there is none."""
+    return next((name for name in reversed(finished) if not has_run_inside(name, finished)), None)
 
 
 def has_run_inside(name: str, finished: list[str]) -> bool:

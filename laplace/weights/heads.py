@@ -15,7 +15,14 @@ from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, UnsupportedError, warn
 from laplace.network.model_guard import hooks_fire, preserve_model, unwrap
-from laplace.weights.discovery import find_last_layer, has_parameters, has_run_inside, require_linear
+from laplace.weights.discovery import (
+    LINEAR,
+    find_last_layer,
+    has_parameters,
+    has_run_inside,
+    last_to_run,
+    require_linear,
+)
 
 
 def random_head(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None) -> str:
@@ -38,13 +45,21 @@ def random_head(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None
     rows = batches.tensors(x)
     n_data = rows[0].shape[0] if rows and rows[0].ndim else 1
     few = batches.select(x, slice(0, 1), n_data)
+    seen = _seen(model, few, forward_fn)
+    if seen is None or not isinstance(unwrap(model).get_submodule(seen[0]), LINEAR):  # the pass that says what is wrong
+        few, last = _last_layer(model, few, x, forward_fn)
+        seen = _seen(model, few, forward_fn) or (last, [last])  # of a network that autograd cannot follow as a whole
+    return require_linear(model, _head(*seen))
+
+
+def _last_layer(model: nn.Module, few: Inputs, x: Inputs, forward_fn: ForwardFn | None) -> tuple[Inputs, str]:
+    """Name of the last layer to run on few data, or on the whole batch; and which of them it was."""
     try:
-        last = find_last_layer(model, few, forward_fn)
+        return few, find_last_layer(model, few, forward_fn)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         if ran_out(error):
             raise
-        few, last = x, find_last_layer(model, x, forward_fn)
-    return require_linear(model, head_of_outputs(model, last, few, forward_fn))
+        return x, find_last_layer(model, x, forward_fn)
 
 
 def _check_trunk(model: nn.Module) -> None:
@@ -63,24 +78,16 @@ def _check_trunk(model: nn.Module) -> None:
         )
 
 
-def head_of_outputs(model: nn.Module, last: str, x: Inputs, forward_fn: ForwardFn | None = None) -> str:
+def _head(last: str, heads: list[str]) -> str:
     """Name of the head that a last-layer posterior is of: the last one to run that reaches the outputs.
 
     Args:
-        model: The network, left as it was found.
         last: Name of the last layer to run, which need not reach the outputs: an auxiliary head may run later.
-        x: Inputs.
-        forward_fn: How to call the network; None for the default.
+        heads: Names of those that reach them.
 
     Warns:
         ApproximationWarning: There are others, whose share in the outputs is taken for certain.
     """
-    try:
-        heads = find_heads(model, x, forward_fn)
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-        if ran_out(error):
-            raise
-        return last  # of a network that autograd cannot follow as a whole
     name = heads[-1] if heads and last not in heads else last
     others = [head for head in heads if head != name]
     if others:
@@ -99,6 +106,18 @@ def _listed(names: list[str]) -> str:
     return str(names) if len(names) <= 4 else f"[{', '.join(map(repr, names[:3]))}, … {names[-1]!r}]"
 
 
+def _seen(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None) -> tuple[str, list[str]] | None:
+    """The last layer to run and the heads, of one pass; None where that fails, or no layer runs."""
+    try:
+        finished, heads = _watched(model, x, forward_fn)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        if ran_out(error):
+            raise
+        return None
+    last = last_to_run(finished)
+    return None if last is None else (last, heads)
+
+
 def find_heads(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None) -> list[str]:
     """Names of the heads, in the order in which they ended.
 
@@ -115,6 +134,11 @@ def find_heads(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None)
         UnsupportedError: A layer returns something other than tensors, tuples and lists.
         RuntimeError: Autograd's own, of outputs without a gradient.
     """
+    return _watched(model, x, forward_fn)[1]
+
+
+def _watched(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None) -> tuple[list[str], list[str]]:
+    """Names of the layers with parameters in the order in which their calls ended, and of the heads."""
     inner = unwrap(model)
     finished: list[str] = []
     cuts: list[tuple[str, Tensor]] = []
@@ -134,7 +158,7 @@ def find_heads(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None)
         leaves = [leaf for _, leaf in cuts]
         reached = torch.autograd.grad(f.sum(), leaves, allow_unused=True) if leaves else ()
     names = [name for (name, _), gradient in zip(cuts, reached, strict=True) if gradient is not None]
-    return list(dict.fromkeys(names))
+    return finished, list(dict.fromkeys(names))
 
 
 def _cut(output: Any, note: Callable[[Tensor], None]) -> Any:

@@ -19,7 +19,7 @@ from laplace.core.positions import ChannelsLast
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidData
 from laplace.network.misfits import called
-from laplace.network.model_guard import model_lock
+from laplace.network.model_guard import model_lock, named_modules_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +154,7 @@ class Problem:
 
         Tied parameters have several places, but one module with several names has only the first.
         """
-        for prefix, module in self.module.named_modules():
+        for prefix, module in named_modules_of(self.module):
             for key, tensor in module._parameters.items():
                 if tensor is not None:
                     yield (f"{prefix}.{key}" if prefix else key), module._parameters, key

@@ -18,6 +18,17 @@ def test_products_equal_the_plain_ones(width: int) -> None:
     assert_close(mirror(running), torch.zeros(width, width), "algebra")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [256, 300, 512, 768])
+def test_lower_triangles_are_copies_whatever_the_width(width: int, dtype: torch.dtype) -> None:
+    upper = torch.randn(2, width, width, dtype=dtype)
+    whole = upper.triu() + upper.triu(1).mT
+    blocks = [mirror(part.triu() + part.tril(-1)) for part in upper]
+    total = mirror(torch.stack(blocks))
+    assert torch.equal(total.triu(64), whole.triu(64))
+    assert torch.equal(total[:, 256:, :32], whole[:, 256:, :32])
+
+
 @pytest.mark.parametrize("shape", [(7, 3, 5), (4, 3, 2, 5), (2, 4, 3, 1, 5), (9000, 2, 1, 3), (9000, 1, 70)])
 def test_products_of_groups(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, dtype=torch.float64)

@@ -148,7 +148,7 @@ def test_outputs_are_compared_once_and_when_attributes_change() -> None:
     """A pass of at most two data beside those of the prediction, which has 12."""
     model, la = fitted()
     passes = model.config.passes
-    assert passes == [5, 2, 2, 5, 2]  # the first two data twice more
+    assert passes == [5, 2, 5, 2]  # the first two data once more
     passes.clear()
     la(X)
     assert sorted(passes) == [2, 12]
@@ -165,7 +165,7 @@ def test_two_data_are_kept_and_they_are_copies() -> None:
     model = Switched()
     la = grid.make("all", "diag", model=model)
     la.fit([(x, y)])
-    assert model.config.passes == [20, ROWS, ROWS]
+    assert model.config.passes == [20, ROWS]
     kept = la.fingerprint.witness.x
     assert torch.equal(kept, x[:ROWS])
     assert kept.untyped_storage().nbytes() == ROWS * 3 * 4

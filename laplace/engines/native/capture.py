@@ -18,6 +18,7 @@ from laplace.engines.native.calls import FunctionCall, LayerCall
 from laplace.engines.native.layers import rule_for
 from laplace.engines.native.observer import Observer
 from laplace.errors import InvalidArgument
+from laplace.network.model_guard import named_modules_of
 from laplace.weights.problem import Problem
 
 
@@ -35,7 +36,7 @@ def owners(problem: Problem) -> list[Owner]:
     slots = {slot.name: i for i, slot in enumerate(problem.slots)}
     places = [
         (f"{prefix}.{attribute}" if prefix else attribute, module, attribute, tensor)
-        for prefix, module in problem.module.named_modules()
+        for prefix, module in named_modules_of(problem.module)
         for attribute, tensor in module._parameters.items()
     ]
     where = {id(tensor): slots[name] for name, _, _, tensor in places if name in slots}

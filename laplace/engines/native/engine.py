@@ -17,9 +17,10 @@ from laplace.core.positions import target_rows
 from laplace.engines.engine import BatchSummary, CurvatureEngine, EngineOptions, LinearMap, detached
 from laplace.engines.native.autograd import prefers_loop
 from laplace.engines.native.capture import Capture, record
+from laplace.engines.native.known_plans import proven_plan
 from laplace.engines.native.linear_maps import DenseMap, GraphMap, HeadMap
 from laplace.engines.native.passes import ForwardPass
-from laplace.engines.native.plan import Plan, make_plan, unused_still
+from laplace.engines.native.plan import Plan, unused_still
 from laplace.engines.native.products import Linearised
 from laplace.engines.native.profiling import timed_profile
 from laplace.engines.native.unused import check_unreached
@@ -208,13 +209,14 @@ class NativeEngine(CurvatureEngine):
             if capture.f.shape[0] == 0:
                 raise InvalidData("the batch holds no data.")
             plan = self._known(capture, x)
-            if plan is None and not self._observed:
-                plan = self._prove(capture, x, ladder=False)
-                capture = capture if plan is not None else self._watched(capture, x, create_graph=create_graph)
             if plan is None:
-                plan = self._prove(capture, x)
+                if not self._observed:
+                    plan = self._prove(capture, x, ladder=False)
+                    capture = capture if plan is not None else self._watched(capture, x, create_graph=create_graph)
+                if plan is None:
+                    plan = self._prove(capture, x)
+                self._remember(self._form(capture, x), plan)
             self._check_unreached(x, [i for i, rule in enumerate(plan) if rule.description == "unused"])
-            self._remember(self._form(capture, x), plan)
             return ForwardPass(self.problem, x, capture, plan, self.memory_budget)
 
     def _capture(self, x: Inputs, *, create_graph: bool = False) -> Capture:
@@ -259,17 +261,17 @@ class NativeEngine(CurvatureEngine):
         """A plan for a captured batch; for one datum that of the datum twice, so that batches of any size agree."""
         n_data = len(capture.f)
         if n_data > 1:
-            return make_plan(self.problem, capture, x, n_data, ladder=ladder)
+            return proven_plan(self.problem, capture, x, n_data, ladder=ladder)
         try:
             twice = batches.select(x, torch.zeros(2, dtype=torch.int64, device=capture.f.device), 1)
             pair = self._capture(twice)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:  # a network that takes one datum only
             if ran_out(error):
                 raise
-            return make_plan(self.problem, capture, x, n_data, ladder=ladder)
+            return proven_plan(self.problem, capture, x, n_data, ladder=ladder)
         if len(pair.f) != 2 or len(pair.calls) != len(capture.calls):
-            return make_plan(self.problem, capture, x, n_data, ladder=ladder)
-        return make_plan(self.problem, pair, twice, 2, repeated=True, ladder=ladder)
+            return proven_plan(self.problem, capture, x, n_data, ladder=ladder)
+        return proven_plan(self.problem, pair, twice, 2, repeated=True, ladder=ladder)
 
     def _remember(self, key: object, plan: Plan) -> None:
         for slot, rule in zip(self.problem.slots, plan, strict=True):
@@ -291,9 +293,11 @@ class NativeEngine(CurvatureEngine):
         """A forward pass with a proven plan, and checked targets."""
         batch = self.forward(x)
         targets = self.targets(batch.f, y, batch.positions)
-        inspect, self.inspect = self.inspect, None
+        inspect, self.inspect, show, self.show = self.inspect, None, self.show, None
         if inspect is not None:
             inspect(self._outline(batch))
+        if show is not None:
+            show(batch.capture.f)
         return batch, targets
 
     def targets(self, f: Tensor, y: Tensor, positions: tuple[int, ...]) -> Tensor:

@@ -156,14 +156,13 @@ class ForwardPass:
         """The shape of the gradients of one cotangent: that of a head's are the network's, also of reduced features."""
         return self.capture.f.shape if not self.positions and self.capture.is_head(call) else call.shape
 
-    def _form(self, slot: int, inputs: Sequence[Tensor]) -> Block:
+    def _form(self, slot: int, calls: Sequence[LayerCall]) -> Block:
         """The block of a slot for one cotangent, of which the shapes count and not the numbers.
 
         Args:
             slot: Which tensor.
-            inputs: Of every captured use, of the right shape.
+            calls: The captured ones, with inputs of the right shape.
         """
-        calls = [replace(call, x=x) for call, x in zip(self.capture.calls, inputs, strict=True)]
         try:
             block = self._without_gradients(slot, calls)
         except (RuntimeError, TypeError):  # a rule that looks at the numbers
@@ -191,12 +190,13 @@ class ForwardPass:
     def _shapes(self) -> tuple[TensorShape, ...]:
         """Shapes of all tensors, from the forms of their factors alone."""
         inputs = [call.x.to("meta") for call in self.capture.calls]  # no memory, and no work
+        calls = [replace(call, x=x) for call, x in zip(self.capture.calls, inputs, strict=True)]
         shapes: list[TensorShape] = []
         for i, (slot, rule) in enumerate(zip(self.problem.slots, self.plan, strict=True)):
             if i in self._heads:
                 shapes.append(self._heads[i].shape(inputs))
             elif rule.uses:
-                shapes.append(self._form(i, inputs).shape(inputs))
+                shapes.append(self._form(i, calls).shape(inputs))
             else:
                 shapes.append(TensorShape(slot.size, n_outputs=slot.size))
         return tuple(shapes)

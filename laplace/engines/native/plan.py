@@ -25,7 +25,7 @@ from laplace.engines.native.calls import FunctionCall, UseOfParameter, block_of
 from laplace.engines.native.capture import Capture, Owner, owners
 from laplace.engines.native.fallback import Fallback, per_sample
 from laplace.engines.native.layers import BatchAxis, rule_for
-from laplace.engines.native.proof import Probe, probe
+from laplace.engines.native.proof import Probe, close, probe
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.heads import gradients_are
@@ -90,7 +90,7 @@ def make_plan(
         expected = problem.slots[i].take(truth.to_dense())
         tensor_owners = [owner for owner in all_owners if owner.slot == i]
         for candidates in _families(capture, tensor_owners, problem.slots[i].name, n_data):
-            passed = [c for c in candidates if _holds(problem, i, c, capture, proof, expected)]
+            passed = _passed(problem, i, candidates, capture, proof, expected)
             if passed:
                 unique = (repeated or len(passed) == 1) and bool(expected.any())
                 proven = unique and not permutes and _anchored(passed[0], capture, n_data)
@@ -260,16 +260,35 @@ def unused_still(plan: Plan, problem: Problem, capture: Capture) -> bool:
     return all(gradient is None for gradient in gradients)
 
 
-def _holds(problem: Problem, slot: int, rule: JacobianRule, capture: Capture, proof: Probe, expected: Tensor) -> bool:
-    """True if the factors of a candidate reproduce autograd's number."""
+def _passed(
+    problem: Problem,
+    slot: int,
+    candidates: Sequence[JacobianRule],
+    capture: Capture,
+    proof: Probe,
+    expected: Tensor,
+) -> list[JacobianRule]:
+    """The candidates whose factors reproduce autograd's number.
+
+    If one does so closely, rounding is small, and no other is asked whether rounding is all that it misses.
+    """
+    found = [(c, pulled) for c in candidates if (pulled := _pulled(problem, slot, c, capture, proof, expected))]
+    near = [c for c, (actual, bound) in found if close(actual, expected, bound, proof.coarsest)]
+    return near or [c for c, (actual, bound) in found if proof.agree(slot, actual, expected, bound)]
+
+
+def _pulled(
+    problem: Problem, slot: int, rule: JacobianRule, capture: Capture, proof: Probe, expected: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """The number of a candidate's factors and its bound; None of a candidate that does not fit the shapes."""
     try:
         block = block_of(problem, slot, rule.uses, capture.calls, proof.gradients, len(proof.r), _dtype(problem))
         actual = block.pull(proof.r.unsqueeze(0).to(block_dtype(expected.dtype)))
     except (RuntimeError, IndexError, TypeError) as error:  # shapes that the data cannot have on this axis
         if ran_out(error):
             raise  # an axis that is refused for want of memory would be another curvature
-        return False
-    return proof.agree(slot, actual, expected, block.bound() * proof.r.abs().max())
+        return None
+    return actual, block.bound() * proof.r.abs().max()
 
 
 def block_dtype(dtype: torch.dtype) -> torch.dtype:

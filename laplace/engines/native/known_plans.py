@@ -1,0 +1,159 @@
+"""Proofs that still hold: of a network that did not change, in its next fit and for other numbers of data.
+
+How a network's outputs come about is written down: the operations of autograd's graph with their settings and shapes,
+and the tensors at its leaves. Two passes with one such record do the same with the data, by other numbers at most.
+Those of the inputs are no part of a proof (`JacobianRule.proven`); those that a network holds may be (a gate that is
+zero hides what is behind it), and must be what they were.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.engines.native.calls import FunctionCall
+from laplace.engines.native.capture import Capture
+from laplace.engines.native.layers import rule_for
+from laplace.engines.native.plan import Plan, make_plan
+from laplace.network.fingerprint import Held
+from laplace.weights.problem import Problem
+
+_MAX_PLANS = 64
+"""Plans of one network."""
+
+_LEAF = "torch::autograd::AccumulateGrad"
+"""Name of the nodes of tensors that require gradients and are no results."""
+
+_B = -1
+"""Stands for the number of data in a shape; other sizes that are equal to it make another record."""
+
+
+class _Known:
+    """Plans that were proven for a network.
+
+    Args:
+        held: Its tensors then.
+    """
+
+    def __init__(self, held: Held) -> None:
+        self.held = held
+        self.plans: dict[Hashable, Plan] = {}
+
+    def add(self, record: Hashable, plan: Plan) -> None:
+        """Keeps a plan, in the place of the oldest if there are many."""
+        if len(self.plans) >= _MAX_PLANS:
+            self.plans.pop(next(iter(self.plans)))
+        self.plans[record] = plan
+
+
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+"""By the network; nothing of it is held."""
+
+
+def proven_plan(
+    problem: Problem, capture: Capture, x: Inputs, n_data: int, *, repeated: bool = False, ladder: bool = True
+) -> Plan | None:
+    """The plan of `make_plan`, whose arguments these are, from a proof that still holds if there is one.
+
+    None without the ladder, where a tensor needs it.
+    """
+    record = _record(problem, capture, x, n_data)
+    if record is None:
+        return make_plan(problem, capture, x, n_data, repeated=repeated, ladder=ladder)
+    known = _known(problem.module)
+    plan = known.plans.get((False, record))
+    if plan is None and repeated:  # what is proven of any data is, but not the other way round
+        plan = known.plans.get((True, record))
+    if plan is None:
+        plan = make_plan(problem, capture, x, n_data, repeated=repeated, ladder=ladder)
+        if plan is not None and all(rule.proven for rule in plan):
+            known.add((repeated, record), plan)
+    return plan
+
+
+def _known(module: nn.Module) -> _Known:
+    """What is known of a network, as long as its weights and buffers are what they were."""
+    held, known = Held.by(module), _KNOWN.get(module)
+    if known is None or not held.same_as(known.held):
+        known = _KNOWN[module] = _Known(held)
+    return known
+
+
+def _record(problem: Problem, capture: Capture, x: Inputs, n_data: int) -> Hashable | None:
+    """All that a proof depends on, whatever the number of data; None where that cannot be told."""
+    if any(slot.entries is not None for slot in problem.slots):  # a rule may hold of some entries and not of others
+        return None
+    try:
+        called_by = None if problem.forward_fn is None else weakref.ref(problem.forward_fn)
+        hash(called_by)
+    except TypeError:  # what it holds, and hides, may be another
+        return None
+    leaves = {id(tensor): name for name, tensor in capture.stand_ins.items()}
+    graph = _graph(capture.f, leaves, n_data)
+    if graph is None:
+        return None
+    slots = tuple((slot.name, slot.shape) for slot in problem.slots)
+    calls = tuple(
+        (call.kind, None if isinstance(call.by, FunctionCall) else rule_for(call.by), _shape(call.x.shape, n_data))
+        for call in capture.calls
+    )
+    inputs = tuple(tuple(_plain(part, n_data) for part in parts) for parts in batches.signature(x))
+    network = slots, called_by, problem.head, problem.reduction, problem.dtype, problem.device
+    return network, inputs, calls, _shape(capture.f.shape, n_data), capture.positions, graph
+
+
+def _graph(f: Tensor, leaves: Mapping[int, str], n_data: int) -> tuple[Hashable, ...] | None:
+    """Every node of the graph of f, in the order in which they are met; None if a user's own function is among them."""
+    nodes: list[Any] = [f.grad_fn]
+    number = {f.grad_fn: 0}
+    record: list[Hashable] = []
+    for node in nodes:  # which grow on the way
+        outputs = getattr(node, "_input_metadata", None)  # which not every version of PyTorch shows
+        if outputs is None or isinstance(node, BackwardCFunction):
+            return None
+        following: list[Hashable] = []
+        for after, index in node.next_functions:
+            if after is not None and after not in number:
+                number[after] = len(nodes)
+                nodes.append(after)
+            following.append((None if after is None else number[after], index))
+        settings = [_shape(output.shape, n_data) for output in outputs]
+        settings += _settings(node, n_data)
+        if any(isinstance(value, Tensor) for value in settings):
+            return None
+        leaf = leaves.get(id(node.variable)) if node.name() == _LEAF else None
+        record.append((node.name(), leaf, tuple(settings), tuple(following)))
+    return tuple(record)
+
+
+def _settings(node: Any, n_data: int) -> Iterator[Hashable]:
+    """What a node keeps of its arguments besides tensors."""
+    for name in _arguments(type(node)):
+        value = getattr(node, name)
+        yield _plain(value, n_data if name.endswith("sizes") else None)
+
+
+@cache
+def _arguments(kind: type) -> tuple[str, ...]:
+    """Names of a node's saved arguments without tensors, of which PyTorch has a raw form; sizes say their product."""
+    names = dir(kind)
+    saved = [name for name in names if name.startswith("_saved_") and not name.endswith("numel")]
+    return tuple(name for name in saved if f"_raw{name}" not in names)
+
+
+def _plain(value: Any, n_data: int | None) -> Hashable:
+    """A value that can be compared."""
+    if isinstance(value, list | tuple):
+        return tuple(_B if part == n_data and type(part) is int else _plain(part, n_data) for part in value)
+    return value
+
+
+def _shape(sizes: Iterable[int], n_data: int) -> tuple[int, ...]:
+    return tuple(_B if size == n_data else int(size) for size in sizes)

@@ -1,0 +1,192 @@
+"""Proofs of layer rules: made once for a network that stays as it is, and anew wherever they could be others."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from laplace import Laplace
+from laplace.engines.native import known_plans
+from laplace.errors import CurvatureError
+from tests import grid
+
+X, Y = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)), torch.arange(7) % 3
+
+
+@pytest.fixture
+def proofs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of data of the batches that were proven since."""
+    seen: list[int] = []
+    prove = known_plans.make_plan
+
+    def counted(problem: Any, capture: Any, x: Any, n_data: int, **options: Any) -> Any:
+        seen.append(n_data)
+        return prove(problem, capture, x, n_data, **options)
+
+    monkeypatch.setattr(known_plans, "make_plan", counted)
+    return seen
+
+
+def fit(model: nn.Module, x: Tensor = X, weights: str = "all", structure: str = "diag", **options: Any) -> Any:
+    la = Laplace(model, "classification", weights, structure, **options)
+    la.fit([(x, Y[: len(x)])])
+    return la
+
+
+def test_a_network_that_did_not_change_is_proven_once(proofs: list[int]) -> None:
+    model = grid.network()
+    first, second = fit(model), fit(model)
+    assert proofs == [7]
+    assert torch.equal(first.H, second.H)
+    assert first.coverage() == second.coverage()
+    fit(model, structure="kron")
+    assert proofs == [7]
+    fit(model, weights="last_layer")
+    assert proofs == [7, 7]
+
+
+def test_predictions_of_other_numbers_of_data_take_the_proof_of_the_fit(proofs: list[int]) -> None:
+    la = fit(grid.network())
+    for n_data in (6, 1, 4, 2, 7):
+        la(X[:n_data])
+    assert proofs == [7]
+    la(X[:5])  # as many data as the hidden layer has units: which of the two a dimension is, shapes do not say
+    assert proofs == [7, 5]
+
+
+def test_a_single_datum_is_no_proof_for_several(proofs: list[int]) -> None:
+    la = fit(grid.network(), X[:1])
+    la(X[:1])
+    assert proofs == [2]  # the datum twice
+    la(X[:2])
+    assert proofs == [2, 2]
+
+
+def test_predictions_are_those_of_a_proof_of_their_own() -> None:
+    la, model = fit(grid.network()), grid.network()
+    for n_data in (1, 4):
+        own = fit(model)
+        known_plans._KNOWN.clear()
+        own._posterior.engine._plans.clear()
+        assert torch.equal(la(X[:n_data]), own(X[:n_data]))
+
+
+def _in_place(model: Any) -> None:
+    with torch.no_grad():
+        model.gate.fill_(1)
+
+
+def _behind_autograd(model: Any) -> None:
+    model.gate.data.fill_(1)
+
+
+def _another(model: Any) -> None:
+    model.gate = nn.Parameter(torch.ones(1), requires_grad=False)
+
+
+def _mixes(model: Any) -> None:
+    model.mixing = torch.full((7, 7), 0.1)
+
+
+class Mixing(nn.Module):
+    """A network whose data see each other, behind a gate that is closed, or by a matrix that is the identity."""
+
+    def __init__(self, gate: float) -> None:
+        super().__init__()
+        self.lin, self.gate = nn.Linear(3, 3), nn.Parameter(torch.full((1,), gate), requires_grad=False)
+        self.mixing = torch.eye(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.lin(x)
+        return h + self.gate * torch.tanh(h.mean(0, keepdim=True)) + self.mixing @ torch.tanh(h)
+
+
+@pytest.mark.parametrize("change", [_in_place, _behind_autograd, _another, _mixes])
+def test_what_a_number_of_the_network_hid_is_found(change: Callable[[Any], None], proofs: list[int]) -> None:
+    model = Mixing(gate=0.0)
+    fit(model)
+    fit(model)
+    assert proofs == [7]
+    change(model)
+    with pytest.raises(CurvatureError, match="cannot be split over the data"):
+        fit(model)
+
+
+def test_another_call_is_another_network(proofs: list[int]) -> None:
+    model, mixing = grid.network(), torch.eye(7)
+
+    def call(model: nn.Module, x: Tensor) -> Tensor:
+        return mixing @ model(x)
+
+    fit(model, forward_fn=call)
+    fit(model, forward_fn=call)
+    assert proofs == [7]
+    other = torch.ones(7, 7)
+    with pytest.raises(CurvatureError, match="cannot be split over the data"):
+        fit(model, forward_fn=lambda model, x: other @ model(x))
+
+
+class Turned(nn.Module):
+    """Seven tokens of seven data, with the data first or second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            self.lin, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.second = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.lin(x.transpose(0, 1) if self.second else x.transpose(0, 0)))
+        return self.head(h.mean(0 if self.second else 1))
+
+
+def test_the_place_of_the_data_is_proven_anew_where_shapes_agree(proofs: list[int]) -> None:
+    x = torch.randn(7, 7, 3, generator=torch.Generator().manual_seed(1))
+    model, alone = Turned(), Turned()
+    fit(model, x)
+    model.second = alone.second = True
+    second = fit(model, x)
+    assert proofs == [7, 7]
+    assert torch.equal(second.H, fit(alone, x).H)
+    assert "batch second" in second.coverage()["lin.weight"]
+    model.second = False
+    fit(model, x)
+    assert proofs == [7, 7, 7]
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return 2 * h
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2 * gradients[0]
+
+
+def test_functions_of_the_users_own_are_proven_every_time(proofs: list[int]) -> None:
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+            return _Own.apply(super().forward(input))  # pyright: ignore[reportReturnType]
+
+    model = Doubled(3, 3)
+    fit(model)
+    once = len(proofs)
+    fit(model)
+    assert len(proofs) == 2 * once
+
+
+def test_no_network_is_held() -> None:
+    model = grid.network()
+    fit(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
