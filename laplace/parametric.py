@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -315,7 +315,7 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
     def refine(
         self,
         loader: Iterable[Any],
-        method: str = "map",
+        method: Literal["map", "variational"] = "map",
         *,
         max_steps: int = 100,
         tolerance: float | None = None,
