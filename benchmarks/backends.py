@@ -15,7 +15,8 @@ import torch
 from benchmarks import models
 from benchmarks.all_layers import DIGITS, LENET, MLP, Network
 from benchmarks.timing import Case, Job
-from laplace import Laplace, curvature
+from laplace import curvature
+from laplace.factory import from_names
 
 SMALL: Network = (partial(models.mlp, 50, 100, 10), (50,))
 NETWORKS = {"MLP 50-100-10": SMALL, "MLP 784-…-10": MLP, "LeNet 8×8": DIGITS, "LeNet 28×28": LENET}
@@ -51,7 +52,7 @@ def _fit(name: str, backend: str, peer: str, structure: str, device: torch.devic
     options: dict[str, Any] = {"structure_kwargs": {"indefinite": "clamp"}} if peer == "NativeHessian" else {}
 
     def fit(cls: str) -> None:
-        la = Laplace(model, "classification", "all", structure, backend=getattr(curvature, cls), **options)
+        la = from_names(model, "classification", "all", structure, backend=getattr(curvature, cls), **options)
         la.fit(batches)
 
     return Job(lambda _: fit(peer), lambda: fit(backend))

@@ -13,7 +13,8 @@ import torch
 
 from benchmarks import models
 from benchmarks.timing import Case, Job
-from laplace import Laplace, ParametricLaplace
+from laplace import ParametricLaplace
+from laplace.factory import from_names
 
 TARGET_GIB = 6.0
 """Of the whole process, on a CPU."""
@@ -27,7 +28,7 @@ def fit_job(structure: str, device: torch.device) -> Job:
     options: dict[str, Any] = {"structure_kwargs": {"power_iterations": 0}} if structure == "lowrank" else {}
 
     def made() -> ParametricLaplace:
-        return Laplace(model, "classification", "all", structure, **options)
+        return from_names(model, "classification", "all", structure, **options)
 
     return Job(lambda _: made().fit(batches), planned=lambda: made().plan(batches).peak_bytes)
 
@@ -39,7 +40,7 @@ def small_job(structure: str, device: torch.device) -> Job:
     batches = models.data(sizes[:1], sizes[-1], 256, 64, device)
 
     def made() -> ParametricLaplace:
-        return Laplace(model, "classification", "all", structure)
+        return from_names(model, "classification", "all", structure)
 
     return Job(lambda _: made().fit(batches), planned=lambda: made().plan(batches).peak_bytes)
 
@@ -52,7 +53,7 @@ def vocabulary_job(structure: str, device: torch.device) -> Job:
     model.to(device).eval()
     ids = torch.randint(model.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0)).to(device)
     batch = {"input_ids": ids, "labels": ids}
-    made = partial(Laplace, model, "classification", "last_layer", structure)
+    made = partial(from_names, model, "classification", "last_layer", structure)
 
     def run() -> None:
         la = made()

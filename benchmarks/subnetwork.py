@@ -9,12 +9,13 @@ from torch import nn
 
 from benchmarks import models, work
 from benchmarks.timing import Case, Job
-from laplace import Laplace, ParametricLaplace
+from laplace import ParametricLaplace
+from laplace.factory import from_names
 from laplace.weights.masks_scored import RandomSubnetMask
 
 
 def _fitted(model: nn.Module, batches: models.Batches, structure: str, indices: torch.Tensor) -> ParametricLaplace:
-    la = Laplace(model, "classification", "subnetwork", structure, subnetwork_indices=indices)
+    la = from_names(model, "classification", "subnetwork", structure, subnetwork_indices=indices)
     la.fit(batches)
     return la
 

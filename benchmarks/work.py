@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.models import Batches
-from laplace import Laplace, ParametricLaplace
+from laplace import ParametricLaplace
+from laplace.factory import from_names
 
 
 def fitted(model: nn.Module, batches: Batches, weights: str, structure: str) -> ParametricLaplace:
     """Constructs a Laplace approximation and fits it, as a user would."""
-    la = Laplace(model, "classification", subset_of_weights=weights, hessian_structure=structure)
+    la = from_names(model, "classification", subset_of_weights=weights, hessian_structure=structure)
     la.fit(batches)
     return la
 

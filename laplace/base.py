@@ -19,7 +19,7 @@ from laplace.core.overrides import is_overridden
 from laplace.core.positions import channels_last
 from laplace.curvature import CurvatureInterface
 from laplace.engines.engine import CurvatureEngine
-from laplace.enums import LinkApprox, PredType
+from laplace.enums import LikelihoodName, LinkName, PredType, PredTypeName
 from laplace.errors import InvalidArgument, LaplaceError
 from laplace.evidence import Evidence
 from laplace.likelihoods import get_likelihood
@@ -80,7 +80,7 @@ class BaseLaplace(CheckedConstructor, ABC):
     def __init__(
         self,
         model: nn.Module,
-        likelihood: Likelihood | str,
+        likelihood: Likelihood | LikelihoodName,
         sigma_noise: float | Tensor = 1.0,
         prior_precision: float | Tensor = 1.0,
         prior_mean: float | Tensor = 0.0,
@@ -385,12 +385,12 @@ class BaseLaplace(CheckedConstructor, ABC):
     # Predictions.
 
     @abstractmethod
-    def __call__(self, x: Inputs, pred_type: PredType | str = PredType.GLM, **options: Any) -> Any:
+    def __call__(self, x: Inputs, pred_type: PredTypeName = PredType.GLM, **options: Any) -> Any:
         """Predictive distribution at x."""
 
     @checked
     def predictive(
-        self, x: Inputs, pred_type: PredType | str, link_approx: LinkApprox | str, n_samples: int
+        self, x: Inputs, pred_type: PredTypeName, link_approx: LinkName, n_samples: int
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`self(x, ...)` with positional options."""
         return self(x, pred_type=pred_type, link_approx=link_approx, n_samples=n_samples)

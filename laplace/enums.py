@@ -1,8 +1,13 @@
-"""Names of the axes, as string enums: members and plain strings are interchangeable everywhere."""
+"""Names of the axes, as string enums: members and plain strings are interchangeable everywhere.
+
+Beside each enum stands the type of what is accepted for it, `…Name`: a member, or one of the strings. Names that users
+register are accepted as well, but no type checker knows them: docs/practice.md says how such code is typed.
+"""
 
 from __future__ import annotations
 
 from enum import Enum
+from typing import Literal
 
 
 class _Name(str, Enum):
@@ -19,6 +24,9 @@ class SubsetOfWeights(_Name):
     SUBNETWORK = "subnetwork"
 
 
+WeightsName = SubsetOfWeights | Literal["all", "last_layer", "subnetwork"]
+
+
 class HessianStructure(_Name):
     """Shapes of the curvature."""
 
@@ -33,12 +41,20 @@ class HessianStructure(_Name):
     GP = "gp"
 
 
+StructureName = (
+    HessianStructure | Literal["full", "kron", "diag", "lowrank", "block", "ekfac", "lowrank_kron", "matrix_free", "gp"]
+)
+
+
 class FunctionalApproximation(_Name):
     """Approximations of a function-space posterior."""
 
     SOD = "sod"
     NYSTROM = "nystrom"
     VARIATIONAL = "variational"
+
+
+FamilyName = FunctionalApproximation | Literal["sod", "nystrom", "variational"]
 
 
 class Likelihood(_Name):
@@ -52,12 +68,20 @@ class Likelihood(_Name):
     HETEROSCEDASTIC = "heteroscedastic"
 
 
+LikelihoodName = (
+    Likelihood | Literal["regression", "classification", "reward_modeling", "bernoulli", "poisson", "heteroscedastic"]
+)
+
+
 class PredType(_Name):
     """The predictive: linearised network (`glm`), sampled weights (`nn`) or Gaussian process (`gp`)."""
 
     GLM = "glm"
     NN = "nn"
     GP = "gp"
+
+
+PredTypeName = PredType | Literal["glm", "nn", "gp"]
 
 
 class LinkApprox(_Name):
@@ -70,6 +94,9 @@ class LinkApprox(_Name):
     DELTA = "delta"
 
 
+LinkName = LinkApprox | Literal["mc", "probit", "bridge", "bridge_norm", "delta"]
+
+
 class TuningMethod(_Name):
     """Methods that choose the prior precision; `CV` is the Laplace Redux paper's name of `gridsearch`."""
 
@@ -77,6 +104,9 @@ class TuningMethod(_Name):
     GRIDSEARCH = "gridsearch"
     CV = "CV"
     EM = "em"
+
+
+TuningMethodName = TuningMethod | Literal["marglik", "gridsearch", "CV", "em"]
 
 
 class PriorStructure(_Name):
@@ -87,9 +117,15 @@ class PriorStructure(_Name):
     LAYERWISE = "layerwise"
 
 
+PriorStructureName = PriorStructure | Literal["scalar", "diag", "layerwise"]
+
+
 class FeatureReduction(_Name):
     """Reductions of features with positions, `[B, T, D]`, to `[B, D]`."""
 
     PICK_FIRST = "pick_first"
     PICK_LAST = "pick_last"
     AVERAGE = "average"
+
+
+FeatureReductionName = FeatureReduction | Literal["pick_first", "pick_last", "average"]

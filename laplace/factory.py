@@ -9,14 +9,22 @@ import re
 from collections.abc import Callable
 from functools import cache, wraps
 from itertools import product
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec, overload
 
 from torch import nn
 
 from laplace import function_space, named
 from laplace.core.arguments import check_call, checked
 from laplace.core.registry import Cell
-from laplace.enums import FunctionalApproximation, HessianStructure, SubsetOfWeights
+from laplace.enums import (
+    FamilyName,
+    FunctionalApproximation,
+    HessianStructure,
+    LikelihoodName,
+    StructureName,
+    SubsetOfWeights,
+    WeightsName,
+)
 from laplace.errors import ApproximationWarning, InvalidArgument, warn
 from laplace.function_space import FAMILIES, BaseFunctionalLaplace
 from laplace.likelihoods.base import Likelihood
@@ -25,6 +33,12 @@ from laplace.network.adapters import are_idle, has_adapters
 from laplace.parametric import CELLS, ParametricLaplace
 from laplace.structures import STRUCTURES, Curvature
 from laplace.weights import WEIGHTS, Weights
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from laplace import matrix_free
+    from laplace import typed as t
 
 __all__ = ["Laplace", "function_space", "named"]
 
@@ -65,15 +79,176 @@ _IDLE = (
 )
 
 
+if TYPE_CHECKING:  # the class that every pair of names stands for
+    # fmt: off
+
+    # The last layer.
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Last,
+                hessian_structure: t.Full, **options: Unpack[t.OfLast]) -> named.FullLLLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Last = ...,
+                hessian_structure: t.Kron = ..., **options: Unpack[t.OfKronLast]) -> named.KronLLLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Last,
+                hessian_structure: t.Diag, **options: Unpack[t.OfLast]) -> named.DiagLLLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Last,
+                hessian_structure: t.Block, **options: Unpack[t.OfLast]) -> named.BlockLLLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Last,
+                hessian_structure: t.LowRank, **options: Unpack[t.OfLast]) -> named.LowRankLLLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Last,
+                hessian_structure: t.Ekfac, **options: Unpack[t.OfLast]) -> named.EkfacLLLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Last,
+                hessian_structure: t.LowRankKron, **options: Unpack[t.OfLast]) -> named.LowRankKronLLLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Last,
+                hessian_structure: t.MatrixFree, **options: Unpack[t.OfLast]) -> matrix_free.MatrixFreeLLLaplace: ...
+
+    # All weights.
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.All,
+                hessian_structure: t.Full, **options: Unpack[t.OfFull]) -> named.FullLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.All,
+                hessian_structure: t.Kron = ..., **options: Unpack[t.OfKron]) -> named.KronLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.All,
+                hessian_structure: t.Diag, **options: Unpack[t.OfAll]) -> named.DiagLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.All,
+                hessian_structure: t.Block, **options: Unpack[t.OfAll]) -> named.BlockLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.All,
+                hessian_structure: t.LowRank, **options: Unpack[t.OfFull]) -> named.LowRankLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.All,
+                hessian_structure: t.Ekfac, **options: Unpack[t.OfAll]) -> named.EkfacLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.All,
+                hessian_structure: t.LowRankKron, **options: Unpack[t.OfAll]) -> named.LowRankKronLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.All,
+                hessian_structure: t.MatrixFree, **options: Unpack[t.OfAll]) -> matrix_free.MatrixFreeLaplace: ...
+
+    # A subnetwork.
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Sub,
+                hessian_structure: t.Full, **options: Unpack[t.OfSub]) -> named.FullSubnetLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Sub,
+                hessian_structure: t.Kron = ..., **options: Unpack[t.OfSub]) -> named.KronSubnetLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Sub,
+                hessian_structure: t.Diag, **options: Unpack[t.OfSub]) -> named.DiagSubnetLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Sub,
+                hessian_structure: t.Block, **options: Unpack[t.OfSub]) -> named.BlockSubnetLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Sub,
+                hessian_structure: t.LowRank, **options: Unpack[t.OfSub]) -> named.LowRankSubnetLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Sub,
+                hessian_structure: t.Ekfac, **options: Unpack[t.OfSub]) -> named.EkfacSubnetLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Sub,
+                hessian_structure: t.LowRankKron, **options: Unpack[t.OfSub]) -> named.LowRankKronSubnetLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Sub,
+                hessian_structure: t.MatrixFree, **options: Unpack[t.OfSub]) -> matrix_free.MatrixFreeSubnetLaplace: ...
+
+    # Posteriors over functions.
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.All,
+                hessian_structure: t.GP, *, functional_approximation: t.Sod = ...,
+                **options: Unpack[t.OfSod]) -> function_space.FunctionalLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Last,
+                hessian_structure: t.GP, *, functional_approximation: t.Sod = ...,
+                **options: Unpack[t.OfSodLast]) -> function_space.FunctionalLLLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.All,
+                hessian_structure: t.GP, *, functional_approximation: t.Nystrom,
+                **options: Unpack[t.OfNystrom]) -> function_space.ELLA: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Last,
+                hessian_structure: t.GP, *, functional_approximation: t.Nystrom,
+                **options: Unpack[t.OfNystromLast]) -> function_space.LLELLA: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.All,
+                hessian_structure: t.GP, *, functional_approximation: t.Variational,
+                **options: Unpack[t.OfVariational]) -> function_space.VaLLA: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Last,
+                hessian_structure: t.GP, *, functional_approximation: t.Variational,
+                **options: Unpack[t.OfVariationalLast]) -> function_space.LLVaLLA: ...
+
+    # The last layer by default, where the structure alone is given.
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, *,
+                hessian_structure: t.Full, **options: Unpack[t.OfLast]) -> named.FullLLLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, *,
+                hessian_structure: t.Diag, **options: Unpack[t.OfLast]) -> named.DiagLLLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, *,
+                hessian_structure: t.Block, **options: Unpack[t.OfLast]) -> named.BlockLLLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, *,
+                hessian_structure: t.LowRank, **options: Unpack[t.OfLast]) -> named.LowRankLLLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, *,
+                hessian_structure: t.Ekfac, **options: Unpack[t.OfLast]) -> named.EkfacLLLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, *,
+                hessian_structure: t.LowRankKron, **options: Unpack[t.OfLast]) -> named.LowRankKronLLLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, *,
+                hessian_structure: t.MatrixFree, **options: Unpack[t.OfLast]) -> matrix_free.MatrixFreeLLLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, *,
+                hessian_structure: t.GP, functional_approximation: t.Sod = ...,
+                **options: Unpack[t.OfSodLast]) -> function_space.FunctionalLLLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, *,
+                hessian_structure: t.GP, functional_approximation: t.Nystrom,
+                **options: Unpack[t.OfNystromLast]) -> function_space.LLELLA: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, *,
+                hessian_structure: t.GP, functional_approximation: t.Variational,
+                **options: Unpack[t.OfVariationalLast]) -> function_space.LLVaLLA: ...
+
+    # What users register, by its class.
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.All,
+                hessian_structure: type[Curvature], **options: Unpack[t.OfAll]) -> ParametricLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Last,
+                hessian_structure: type[Curvature], **options: Unpack[t.OfLast]) -> LLLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, *,
+                hessian_structure: type[Curvature], **options: Unpack[t.OfLast]) -> LLLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: t.Sub,
+                hessian_structure: type[Curvature], **options: Unpack[t.OfSub]) -> SubnetLaplace: ...
+    @overload
+    def Laplace(model: nn.Module, likelihood: t.AnyLikelihood, subset_of_weights: type[Weights],
+                hessian_structure: t.AnyStructure = ..., **options: Unpack[t.OfAll]) -> ParametricLaplace: ...
+    # fmt: on
+
+
 @_suited_to_adapters
 @checked
 def Laplace(
     model: nn.Module,
-    likelihood: Likelihood | str,
-    subset_of_weights: SubsetOfWeights | str = SubsetOfWeights.LAST_LAYER,
-    hessian_structure: HessianStructure | str = HessianStructure.KRON,
+    likelihood: Likelihood | LikelihoodName,
+    subset_of_weights: WeightsName | type[Weights] = SubsetOfWeights.LAST_LAYER,
+    hessian_structure: StructureName | type[Curvature] = HessianStructure.KRON,
     *args: Any,
-    functional_approximation: FunctionalApproximation | str = FunctionalApproximation.SOD,
+    functional_approximation: FamilyName = FunctionalApproximation.SOD,
     **kwargs: Any,
 ) -> ParametricLaplace:
     """A Laplace approximation of the posterior over a network's weights.
@@ -84,9 +259,11 @@ def Laplace(
     Args:
         model: The trained network.
         likelihood: A name in `laplace.likelihoods.LIKELIHOODS`, e.g. `"classification"`, or a likelihood object.
-        subset_of_weights: `"all"`, `"last_layer"` or `"subnetwork"`; or a name in `laplace.weights.WEIGHTS`.
+        subset_of_weights: `"all"`, `"last_layer"` or `"subnetwork"`; or what is registered in
+            `laplace.weights.WEIGHTS`, by its name or its class.
         hessian_structure: `"full"`, `"block"`, `"kron"`, `"ekfac"`, `"diag"`, `"lowrank"`, `"lowrank_kron"`,
-            `"matrix_free"` or `"gp"`; or a name in `laplace.structures.STRUCTURES`.
+            `"matrix_free"` or `"gp"`; or what is registered in `laplace.structures.STRUCTURES`, by its name or its
+            class, which type checkers know.
         *args: Positional arguments of the class.
         functional_approximation: Which function-space posterior `hessian_structure="gp"` stands for.
         **kwargs: Keyword arguments of the class.
@@ -102,7 +279,8 @@ def Laplace(
     Warns:
         ApproximationWarning: Weights and structure were chosen for a model with adapters.
     """
-    cell = Cell(str(subset_of_weights), str(hessian_structure), str(functional_approximation))
+    weights, structure = WEIGHTS.name_of(subset_of_weights), STRUCTURES.name_of(hessian_structure)
+    cell = Cell(weights, structure, str(functional_approximation))
     if cell.family not in families():
         raise InvalidArgument(f"functional_approximation={functional_approximation!r}; accepted are {families()}.")
     if cell.family != FunctionalApproximation.SOD and cell.structure != HessianStructure.GP:
@@ -113,6 +291,9 @@ def Laplace(
     check_call(cls.__init__, cls.__name__, (None, model, likelihood, *args), kwargs, also=_NAMES)
     return cls(model, likelihood, *args, **kwargs)
 
+
+from_names: Callable[..., ParametricLaplace] = Laplace
+"""The same for names that are known at run time alone, which no type checker can follow."""
 
 _GP, _DEFAULT = str(HessianStructure.GP), Cell("", "").family
 

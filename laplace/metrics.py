@@ -249,9 +249,7 @@ def regression_calibration_error(mean: Tensor, var: Tensor, y: Tensor, n_levels:
     if n_levels < 1:
         raise InvalidArgument(f"n_levels={n_levels!r} is not accepted; give a positive number of levels.")
     _check_gaussian(mean, var, y)
-    reached = torch.special.ndtr((y - mean) / var.sqrt()).flatten()
-    levels = torch.arange(1, n_levels + 1, dtype=reached.dtype, device=reached.device) / (n_levels + 1)
-    shares = (reached <= levels.unsqueeze(1)).to(reached.dtype).mean(1)
+    levels, shares = scores.quantile_shares(mean, var, y, n_levels)
     return (levels - shares).square().mean()
 
 

@@ -1,21 +1,16 @@
-"""Classes of the grid that have a name: declarations only, behaviour lives in the bases.
-
-The constructors differ in nothing but the order of their arguments, which users' code and tools rely on; `bind` hands
-what they are given on to the common one.
-"""
+"""Classes of the grid that have a name: declarations only, behaviour lives in the bases."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 
-from laplace.base import Backend, BaseLaplace, Options
+from laplace.base import Backend, Options
+from laplace.constructors import bind, rank_of_older_scripts, refuse_asdl_kwargs
 from laplace.core.batch import ForwardFn
-from laplace.enums import FeatureReduction
+from laplace.enums import FeatureReductionName, LikelihoodName
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
 from laplace.parametric import ParametricLaplace
@@ -30,38 +25,9 @@ from laplace.structures import (
     LowRankCurvature,
     LowRankKronCurvature,
 )
-from laplace.structures.damping import checked_damping
+from laplace.structures.damping import DampingForm
 from laplace.weights.last_layer import LastLayer
 from laplace.weights.subnetwork import Subnetwork
-
-COMMON = frozenset(inspect.signature(BaseLaplace.__init__).parameters)
-"""Names of the common constructor's arguments."""
-
-PRECISION_OPTIONS = frozenset({"damping"})
-"""Names of arguments that are options of the structure's precision."""
-
-
-def bind(la: BaseLaplace, given: Mapping[str, Any]) -> None:
-    """Constructs a posterior from all arguments of a named class's constructor.
-
-    An argument that the common constructor does not have is an option: of the choice of weights, where
-    `Weights.arguments` names it, of the precision, or else of the structure.
-
-    Args:
-        la: The new object.
-        given: Its class's arguments by name, `self` included, as `locals()` has them on entry.
-    """
-    common: dict[str, Any] = {name: value for name, value in given.items() if name in COMMON}
-    own = {name: value for name, value in given.items() if name not in COMMON}
-    renamed = la.weights_type.arguments
-    options = {
-        "weights_options": {renamed[name]: own.pop(name) for name in renamed if name in own},
-        "precision_options": {name: checked_damping(own.pop(name)) for name in PRECISION_OPTIONS if name in own},
-        "structure_kwargs": own,
-    }
-    for name, values in options.items():
-        common[name] = values | (common.get(name) or {})
-    BaseLaplace.__init__(**common)
 
 
 def _factors(now: Posterior) -> Any:
@@ -87,7 +53,7 @@ class FullLaplace(ParametricLaplace):
     def __init__(
         self,
         model: nn.Module,
-        likelihood: Likelihood | str,
+        likelihood: Likelihood | LikelihoodName,
         sigma_noise: float | Tensor = 1.0,
         prior_precision: float | Tensor = 1.0,
         prior_mean: float | Tensor = 0.0,
@@ -106,7 +72,12 @@ class FullLaplace(ParametricLaplace):
 
 
 class KronLaplace(ParametricLaplace):
-    """All weights, Kronecker-factored curvature; `damping` is Ritter et al.'s."""
+    """All weights, Kronecker-factored curvature.
+
+    Args:
+        damping: (√s B + √δ) ⊗ (√s A + √δ) instead of s B ⊗ A + δ (Ritter et al., 2018): True with the factors as they
+            are, B a sum and A a mean; `"mean"` with √N times means, as there; `"sum"` with sums (Immer et al., 2021).
+    """
 
     _key = ("all", "kron")
     structure = KronCurvature
@@ -116,7 +87,7 @@ class KronLaplace(ParametricLaplace):
     def __init__(
         self,
         model: nn.Module,
-        likelihood: Likelihood | str,
+        likelihood: Likelihood | LikelihoodName,
         sigma_noise: float | Tensor = 1.0,
         prior_precision: float | Tensor = 1.0,
         prior_mean: float | Tensor = 0.0,
@@ -125,7 +96,7 @@ class KronLaplace(ParametricLaplace):
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
         backend: Backend = None,
-        damping: bool | str = False,
+        damping: DampingForm = False,
         backend_kwargs: Options = None,
         asdl_fisher_kwargs: Options = None,
         *,
@@ -162,7 +133,7 @@ class LowRankLaplace(ParametricLaplace):
     def __init__(
         self,
         model: nn.Module,
-        likelihood: Likelihood | str,
+        likelihood: Likelihood | LikelihoodName,
         backend: Backend = None,
         sigma_noise: float | Tensor = 1.0,
         prior_precision: float | Tensor = 1.0,
@@ -177,7 +148,7 @@ class LowRankLaplace(ParametricLaplace):
         structure_kwargs: Options = None,
         channel_dim: int | None = None,
     ) -> None:
-        backend_kwargs, structure_kwargs = _rank_of_older_scripts(backend_kwargs, structure_kwargs)
+        backend_kwargs, structure_kwargs = rank_of_older_scripts(backend_kwargs, structure_kwargs)
         bind(self, locals())
 
 
@@ -196,7 +167,13 @@ class LowRankKronLaplace(ParametricLaplace):
 
 
 class OfLastLayer:
-    """The attributes of every posterior over a last layer."""
+    """The attributes of every posterior over a last layer.
+
+    Args:
+        feature_reduction: How features with positions `[B, T, D]` become `[B, D]`: `"pick_first"`, `"pick_last"` or
+            `"average"`; None where the model does that.
+        last_layer_name: Name of the layer, a linear one or a convolution; None to find it at `fit`.
+    """
 
     weights_type = LastLayer
     last_layer_name = property(attrgetter("weights.name"), doc="Name of the layer, None before it is found.")
@@ -209,13 +186,13 @@ class LLLaplace(OfLastLayer, ParametricLaplace):
     def __init__(
         self,
         model: nn.Module,
-        likelihood: Likelihood | str,
+        likelihood: Likelihood | LikelihoodName,
         sigma_noise: float | Tensor = 1.0,
         prior_precision: float | Tensor = 1.0,
         prior_mean: float | Tensor = 0.0,
         temperature: float | Tensor = 1.0,
         enable_backprop: bool = False,
-        feature_reduction: FeatureReduction | str | None = None,
+        feature_reduction: FeatureReductionName | None = None,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
         backend: Backend = None,
@@ -227,7 +204,7 @@ class LLLaplace(OfLastLayer, ParametricLaplace):
         structure_kwargs: Options = None,
         channel_dim: int | None = None,
     ) -> None:
-        _refuse_asdl_kwargs(asdl_fisher_kwargs)
+        refuse_asdl_kwargs(asdl_fisher_kwargs)
         bind(self, locals())
 
 
@@ -245,25 +222,25 @@ class KronLLLaplace(LLLaplace, KronLaplace):
     def __init__(
         self,
         model: nn.Module,
-        likelihood: Likelihood | str,
+        likelihood: Likelihood | LikelihoodName,
         sigma_noise: float | Tensor = 1.0,
         prior_precision: float | Tensor = 1.0,
         prior_mean: float | Tensor = 0.0,
         temperature: float | Tensor = 1.0,
         enable_backprop: bool = False,
-        feature_reduction: FeatureReduction | str | None = None,
+        feature_reduction: FeatureReductionName | None = None,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
         backend: Backend = None,
         last_layer_name: str | None = None,
-        damping: bool | str = False,
+        damping: DampingForm = False,
         backend_kwargs: Options = None,
         asdl_fisher_kwargs: Options = None,
         *,
         forward_fn: ForwardFn | None = None,
         channel_dim: int | None = None,
     ) -> None:
-        _refuse_asdl_kwargs(asdl_fisher_kwargs)
+        refuse_asdl_kwargs(asdl_fisher_kwargs)
         bind(self, locals())
 
 
@@ -298,7 +275,12 @@ class LowRankKronLLLaplace(LLLaplace, LowRankKronLaplace):
 
 
 class SubnetLaplace(ParametricLaplace):
-    """Single entries of the flattened trainable parameters; all others keep their trained values."""
+    """Single entries of the flattened trainable parameters; all others keep their trained values.
+
+    Args:
+        subnetwork_indices: Which entries, `[p]`, distinct and int64, as the masks of `laplace.utils` choose them.
+        damping: As of `KronLaplace`; of a Kronecker-factored subnetwork.
+    """
 
     weights_type = Subnetwork
     subnetwork_indices = property(
@@ -316,7 +298,7 @@ class SubnetLaplace(ParametricLaplace):
     def __init__(
         self,
         model: nn.Module,
-        likelihood: Likelihood | str,
+        likelihood: Likelihood | LikelihoodName,
         subnetwork_indices: Tensor,
         sigma_noise: float | Tensor = 1.0,
         prior_precision: float | Tensor = 1.0,
@@ -329,12 +311,12 @@ class SubnetLaplace(ParametricLaplace):
         enable_backprop: bool = False,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
-        damping: bool | str = False,
+        damping: DampingForm = False,
         forward_fn: ForwardFn | None = None,
         structure_kwargs: Options = None,
         channel_dim: int | None = None,
     ) -> None:
-        _refuse_asdl_kwargs(asdl_fisher_kwargs)
+        refuse_asdl_kwargs(asdl_fisher_kwargs)
         if damping and self.structure is not KronCurvature:
             raise InvalidArgument(
                 f"damping=True is a Kronecker-factored posterior's; hessian_structure={self.structure.name!r} has none."
@@ -382,18 +364,3 @@ class LowRankKronSubnetLaplace(SubnetLaplace, LowRankKronLaplace):
     """A subnetwork, the random entries of dominant Kronecker eigenvectors and the exact diagonal."""
 
     _key = ("subnetwork", "lowrank_kron")
-
-
-def _rank_of_older_scripts(backend_kwargs: Options, structure_kwargs: Options) -> tuple[Options, Options]:
-    """Options of a backend and of a structure, to which `backend_kwargs={"low_rank": k}` belongs as the rank."""
-    others = dict(backend_kwargs or {})
-    if "low_rank" not in others:
-        return backend_kwargs, structure_kwargs
-    return others, {"rank": others.pop("low_rank")} | (structure_kwargs or {})
-
-
-def _refuse_asdl_kwargs(given: Options) -> None:
-    if given:
-        raise InvalidArgument(
-            "asdl_fisher_kwargs is only read by all-weights posteriors with an ASDL backend; pass backend_kwargs."
-        )

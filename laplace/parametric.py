@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -314,7 +314,7 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
     def refine(
         self,
         loader: Iterable[Any],
-        method: str = "map",
+        method: Literal["map", "variational"] = "map",
         *,
         max_steps: int = 100,
         tolerance: float | None = None,

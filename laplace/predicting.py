@@ -15,7 +15,7 @@ from laplace.core.gaussian import Gaussian
 from laplace.core.hyperparameters import check_counts
 from laplace.core.output_choice import Given, OutputChoice
 from laplace.core.random_numbers import check_generator
-from laplace.enums import LinkApprox, PredType
+from laplace.enums import LinkApprox, LinkName, PredType, PredTypeName
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.jacobian.jacobian import Jacobian
 from laplace.network.model_guard import autograd_mode, own_precision
@@ -38,7 +38,7 @@ class OutputSampling(ABC):
     def functional_samples(
         self,
         x: Inputs,
-        pred_type: PredType | str = PredType.GLM,
+        pred_type: PredTypeName = PredType.GLM,
         n_samples: int = 100,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
@@ -61,7 +61,7 @@ class OutputSampling(ABC):
     def predictive_samples(
         self,
         x: Inputs,
-        pred_type: PredType | str = PredType.GLM,
+        pred_type: PredTypeName = PredType.GLM,
         n_samples: int = 100,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
@@ -98,9 +98,9 @@ class Predicting(OutputSampling):
     def __call__(
         self,
         x: Inputs,
-        pred_type: PredType | str = PredType.GLM,
+        pred_type: PredTypeName = PredType.GLM,
         joint: bool = False,
-        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        link_approx: LinkName = LinkApprox.PROBIT,
         n_samples: int = 100,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
@@ -149,9 +149,9 @@ class Predicting(OutputSampling):
     def predict(
         self,
         x: Inputs,
-        pred_type: PredType | str = PredType.GLM,
+        pred_type: PredTypeName = PredType.GLM,
         joint: bool = False,
-        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        link_approx: LinkName = LinkApprox.PROBIT,
         n_samples: int = 100,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,

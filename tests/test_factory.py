@@ -14,10 +14,10 @@ from torch import Tensor
 
 import laplace
 from laplace import DiagLaplace, Laplace, LLLaplace, ParametricLaplace, SubnetLaplace
+from laplace.constructors import COMMON, PRECISION_OPTIONS
 from laplace.curvature import NativeEF
 from laplace.errors import InvalidArgument, InvalidCall, StateError
 from laplace.function_space import FAMILIES, BaseFunctionalLaplace
-from laplace.named import COMMON, PRECISION_OPTIONS
 from laplace.structures import STRUCTURES, AdditiveCurvature, DiagCurvature
 from laplace.structures.gp.subset_of_data import SubsetCurvature
 from laplace.weights import WEIGHTS, AllWeights

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, wraps
 from inspect import Parameter
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from laplace.core.overrides import is_ours
 from laplace.errors import InvalidCall, LaplaceError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,13 +51,45 @@ _ELSEWHERE = {
 
 
 class CheckedConstructor:
-    """Refuses arguments that a constructor does not know by own errors, and leaves the constructor a plain function."""
+    """Refuses arguments that a constructor does not know by own errors, and leaves the constructor a plain function.
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    A class of the library describes in its docstring the arguments that its bases do not have. All those of its
+    constructor are in its help, in order, in the words of the class or of the nearest base.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if is_ours(cls) and cls.__doc__ is not None:
+            cls.__doc__ = _with_arguments(cls.__doc__, cls)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """An object, if the arguments fit; without any, as in copies, the constructor itself says what it needs."""
         if args or kwargs:
             check_call(cls.__init__, cls.__name__, (None, *args), kwargs)
         return super().__new__(cls)
+
+
+_SECTION = re.compile(r"^Args:\n((?: {4}.*\n?)+)\n*", re.MULTILINE)
+_ARGUMENT = re.compile(r"^ {4}(\w+): .*(?:\n {8}.*)*", re.MULTILINE)
+_AFTER = re.compile(r"^(?=(?:Attributes|Returns|Raises|Warns):$)|\Z", re.MULTILINE)
+
+
+def _with_arguments(docstring: str, cls: type) -> str:
+    """The docstring of a class with the arguments of its constructor."""
+    text = inspect.cleandoc(docstring)
+    described = {
+        m[1]: m[0] for doc in (*(base.__doc__ for base in reversed(cls.__bases__)), text) for m in _arguments(doc)
+    }
+    known = [described[name] for name in inspect.signature(cls.__init__).parameters if name in described]
+    if not known:
+        return docstring
+    head, *rest = _AFTER.split(_SECTION.sub("", text), maxsplit=1)
+    return "\n".join([head.rstrip(), "", "Args:", *known, "", *rest]).rstrip()
+
+
+def _arguments(docstring: str | None) -> list[re.Match[str]]:
+    section = _SECTION.search(inspect.cleandoc(docstring or ""))
+    return [] if section is None else list(_ARGUMENT.finditer(section[1]))
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:

@@ -56,6 +56,22 @@ class Registry(Generic[T]):
             known = ", ".join(map(repr, self._entries))
             raise InvalidArgument(f"{self.kind}={name!r} is unknown; accepted are {known}.") from None
 
+    def name_of(self, part: T | str) -> str:
+        """The name of a registered part; a string is a name, whether it is known or not.
+
+        Raises:
+            InvalidArgument: The part is not registered.
+        """
+        if isinstance(part, str):
+            return str(part)
+        for name, entry in self._entries.items():
+            if entry is part:
+                return name
+        raise InvalidArgument(
+            f"{self.kind}={part!r} is not registered; accepted are {', '.join(map(repr, self._entries))} and what is "
+            "registered: decorate it with @….register('a name')."
+        )
+
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 

@@ -104,3 +104,10 @@ def binned_gaps(probs: Tensor, y: Tensor, n_bins: int) -> Tensor:
 def _entropy_terms(probs: Tensor) -> Tensor:
     """−p log p of probabilities at least the smallest normal number away from 0, where its slope is infinite."""
     return entr(probs.clamp(min=torch.finfo(probs.dtype).tiny))
+
+
+def quantile_shares(mean: Tensor, var: Tensor, y: Tensor, n_levels: int) -> tuple[Tensor, Tensor]:
+    """Levels p_j = j / (m + 1), j = 1 … m, and the share of targets below the Gaussian p_j-quantiles, `[m]` each."""
+    reached = torch.special.ndtr((y - mean) / var.sqrt()).flatten()
+    levels = torch.arange(1, n_levels + 1, dtype=reached.dtype, device=reached.device) / (n_levels + 1)
+    return levels, (reached <= levels.unsqueeze(1)).to(reached.dtype).mean(1)

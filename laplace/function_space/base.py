@@ -10,10 +10,20 @@ from torch import Tensor
 
 from laplace.core.arguments import checked
 from laplace.core.batch import Inputs
-from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
+from laplace.enums import (
+    LinkApprox,
+    LinkName,
+    PredType,
+    PredTypeName,
+    PriorStructure,
+    PriorStructureName,
+    TuningMethod,
+    TuningMethodName,
+)
 from laplace.errors import InvalidArgument
 from laplace.parametric import ParametricLaplace
 from laplace.predictive.options import FUNCTION_SPACE
+from laplace.tuning.objectives import Loss
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,9 +43,9 @@ class BaseFunctionalLaplace(ParametricLaplace):
     def __call__(
         self,
         x: Inputs,
-        pred_type: PredType | str = PredType.GP,
+        pred_type: PredTypeName = PredType.GP,
         joint: bool = False,
-        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        link_approx: LinkName = LinkApprox.PROBIT,
         n_samples: int = 100,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
@@ -70,18 +80,18 @@ class BaseFunctionalLaplace(ParametricLaplace):
     @checked
     def optimize_prior_precision(
         self,
-        pred_type: PredType | str = PredType.GP,
-        method: TuningMethod | str | None = None,
+        pred_type: PredTypeName = PredType.GP,
+        method: TuningMethodName | None = None,
         n_steps: int = 100,
         lr: float = 1e-1,
         init_prior_prec: float | Tensor = 1.0,
-        prior_structure: PriorStructure | str = PriorStructure.SCALAR,
+        prior_structure: PriorStructureName = PriorStructure.SCALAR,
         val_loader: Iterable[Any] | None = None,
-        loss: Any = None,
+        loss: Loss | None = None,
         log_prior_prec_min: float = -4,
         log_prior_prec_max: float = 4,
         grid_size: int = 100,
-        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        link_approx: LinkName = LinkApprox.PROBIT,
         n_samples: int = 100,
         verbose: bool = False,
         progress_bar: bool = False,

@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from laplace import tuning
 from laplace.base import Backend, Options
+from laplace.constructors import bind
 from laplace.core.arguments import check_call, checked
 from laplace.core.batch import ForwardFn
 from laplace.core.hyperparameters import GaussianPrior, check_counts
 from laplace.engines.engine import CurvatureEngine
-from laplace.enums import FeatureReduction
+from laplace.enums import FeatureReductionName, LikelihoodName
 from laplace.function_space.base import BaseFunctionalLaplace
 from laplace.function_space.held_out import asked_for_candidates, best_candidate, held_out_nll
 from laplace.likelihoods.base import Likelihood
-from laplace.named import OfLastLayer, bind
+from laplace.named import OfLastLayer
 from laplace.posterior import learning
 from laplace.structures.gp.nystrom import DirectionPass, NystromCurvature, Watch
 from laplace.structures.gp.subset_of_data import SubsetCurvature
+from laplace.tuning.tunable import SearchName
 
 
 class FunctionalLaplace(BaseFunctionalLaplace):
@@ -74,7 +76,7 @@ class FunctionalLaplace(BaseFunctionalLaplace):
     def __init__(
         self,
         model: nn.Module,
-        likelihood: Likelihood | str,
+        likelihood: Likelihood | LikelihoodName,
         n_subset: int,
         sigma_noise: float | Tensor = 1.0,
         prior_precision: float | Tensor = 1.0,
@@ -88,7 +90,7 @@ class FunctionalLaplace(BaseFunctionalLaplace):
         independent_outputs: bool = False,
         seed: int = 0,
         *,
-        selection: str = "random",
+        selection: Literal["random", "top", "leverage"] = "random",
         prior_factor: float | None = None,
         forward_fn: ForwardFn | None = None,
     ) -> None:
@@ -96,21 +98,21 @@ class FunctionalLaplace(BaseFunctionalLaplace):
 
 
 class FunctionalLLLaplace(OfLastLayer, FunctionalLaplace):
-    """The last layer, as a Gaussian process on a subset of the data; arguments as of `FunctionalLaplace`."""
+    """The last layer, as a Gaussian process on a subset of the data."""
 
     _key = ("last_layer", "gp")
 
     def __init__(
         self,
         model: nn.Module,
-        likelihood: Likelihood | str,
+        likelihood: Likelihood | LikelihoodName,
         n_subset: int,
         sigma_noise: float | Tensor = 1.0,
         prior_precision: float | Tensor = 1.0,
         prior_mean: float | Tensor = 0.0,
         temperature: float | Tensor = 1.0,
         enable_backprop: bool = False,
-        feature_reduction: FeatureReduction | str | None = None,
+        feature_reduction: FeatureReductionName | None = None,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
         last_layer_name: str | None = None,
@@ -119,7 +121,7 @@ class FunctionalLLLaplace(OfLastLayer, FunctionalLaplace):
         independent_outputs: bool = False,
         seed: int = 0,
         *,
-        selection: str = "random",
+        selection: Literal["random", "top", "leverage"] = "random",
         prior_factor: float | None = None,
         forward_fn: ForwardFn | None = None,
     ) -> None:
@@ -178,7 +180,7 @@ class ELLA(BaseFunctionalLaplace):
     def __init__(
         self,
         model: nn.Module,
-        likelihood: Likelihood | str,
+        likelihood: Likelihood | LikelihoodName,
         subsample_size: int,
         n_eigenvalues: int,
         sigma_noise: float | Tensor = 1.0,
@@ -251,7 +253,7 @@ class ELLA(BaseFunctionalLaplace):
         self,
         tune: Any = "prior_precision",
         objective: Any = "evidence",
-        method: str | None = None,
+        method: SearchName | None = None,
         *,
         val_loader: Iterable[Any] | None = None,
         grid: Any = None,
@@ -288,14 +290,14 @@ class ELLA(BaseFunctionalLaplace):
 
 
 class LLELLA(OfLastLayer, ELLA):
-    """The last layer, by the Nyström approximation of its kernel; arguments as of `ELLA`."""
+    """The last layer, by the Nyström approximation of its kernel."""
 
     _key = ("last_layer", "gp", "nystrom")
 
     def __init__(
         self,
         model: nn.Module,
-        likelihood: Likelihood | str,
+        likelihood: Likelihood | LikelihoodName,
         subsample_size: int,
         n_eigenvalues: int,
         sigma_noise: float | Tensor = 1.0,
@@ -303,7 +305,7 @@ class LLELLA(OfLastLayer, ELLA):
         prior_mean: float | Tensor = 0.0,
         temperature: float | Tensor = 1.0,
         enable_backprop: bool = False,
-        feature_reduction: FeatureReduction | str | None = None,
+        feature_reduction: FeatureReductionName | None = None,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
         last_layer_name: str | None = None,

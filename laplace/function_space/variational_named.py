@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from laplace.base import Backend, Options
+from laplace.constructors import bind
 from laplace.core.arguments import check_call, checked
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.engines.engine import CurvatureEngine
-from laplace.enums import FeatureReduction
+from laplace.enums import FeatureReductionName, LikelihoodName
 from laplace.errors import NotFittedError
 from laplace.fitting import check_override
 from laplace.function_space.base import BaseFunctionalLaplace
@@ -23,7 +24,7 @@ from laplace.function_space.variational_energy import Energy
 from laplace.function_space.variational_inducing import Inducing
 from laplace.function_space.variational_training import LEARNT, Training
 from laplace.likelihoods.base import Likelihood
-from laplace.named import OfLastLayer, bind
+from laplace.named import OfLastLayer
 from laplace.posterior import learning
 from laplace.structures.gp.subset_precision import SubsetPrecision
 
@@ -75,8 +76,8 @@ class VaLLA(BaseFunctionalLaplace):
     def __init__(
         self,
         model: nn.Module,
-        likelihood: Likelihood | str,
-        inducing_locations: Inputs | str,
+        likelihood: Likelihood | LikelihoodName,
+        inducing_locations: Inputs | Literal["random", "kmeans"],
         num_inducing: int | None = None,
         inducing_classes: Tensor | None = None,
         sigma_noise: float | Tensor = 1.0,
@@ -201,15 +202,15 @@ def _bind(la: VaLLA, given: Mapping[str, Any]) -> None:
 
 
 class LLVaLLA(OfLastLayer, VaLLA):
-    """The last layer, by a variational posterior of M inducing outputs; arguments as of `VaLLA`."""
+    """The last layer, by a variational posterior of M inducing outputs."""
 
     _key = ("last_layer", "gp", "variational")
 
     def __init__(
         self,
         model: nn.Module,
-        likelihood: Likelihood | str,
-        inducing_locations: Inputs | str,
+        likelihood: Likelihood | LikelihoodName,
+        inducing_locations: Inputs | Literal["random", "kmeans"],
         num_inducing: int | None = None,
         inducing_classes: Tensor | None = None,
         sigma_noise: float | Tensor = 1.0,
@@ -217,7 +218,7 @@ class LLVaLLA(OfLastLayer, VaLLA):
         prior_mean: float | Tensor = 0.0,
         temperature: float | Tensor = 1.0,
         enable_backprop: bool = False,
-        feature_reduction: FeatureReduction | str | None = None,
+        feature_reduction: FeatureReductionName | None = None,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
         last_layer_name: str | None = None,

@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor, distributed, nn
 
 from laplace.curvature import CurvatureInterface
-from laplace.enums import HessianStructure, Likelihood
+from laplace.enums import HessianStructure, Likelihood, LikelihoodName, StructureName
 from laplace.errors import InvalidArgument, MissingDependency, NotFittedError
-from laplace.factory import Laplace
+from laplace.factory import from_names
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.parametric import ParametricLaplace
+from laplace.structures.base import Curvature
 from laplace.training import OnlineLaplace
 
 try:
@@ -60,8 +61,8 @@ class OnlineLaplaceCallback(Callback):
 
     def __init__(
         self,
-        likelihood: LikelihoodObject | str = Likelihood.CLASSIFICATION,
-        hessian_structure: HessianStructure | str = HessianStructure.KRON,
+        likelihood: LikelihoodObject | LikelihoodName = Likelihood.CLASSIFICATION,
+        hessian_structure: StructureName | type[Curvature] = HessianStructure.KRON,
         backend: type[CurvatureInterface] | None = None,
         *,
         model: nn.Module | None = None,
@@ -131,7 +132,7 @@ class LaplaceCallback(Callback):
 
     def __init__(
         self,
-        likelihood: LikelihoodObject | str = Likelihood.CLASSIFICATION,
+        likelihood: LikelihoodObject | LikelihoodName = Likelihood.CLASSIFICATION,
         *,
         model: nn.Module | None = None,
         train_loader: Iterable[Any] | None = None,
@@ -146,7 +147,7 @@ class LaplaceCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Makes the posterior, so that a wrong argument stops training before it begins."""
         model, _ = _given(trainer, pl_module, self._model, self._loader)
-        self.la, self._made = None, Laplace(model, self._likelihood, **self._options)
+        self.la, self._made = None, from_names(model, self._likelihood, **self._options)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fits the posterior."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace.errors import InvalidArgument, MissingDependency
-from laplace.factory import Laplace
+from laplace.factory import from_names
 from laplace.integrations.perceptron import check_outputs, perceptron, scale_of, seeded, train
 from laplace.parametric import ParametricLaplace
 
@@ -133,7 +133,7 @@ class LaplaceEstimator(BaseEstimator, ABC):
                     learning_rate=self.learning_rate,
                     batch_size=self.batch_size,
                 )
-            la = Laplace(
+            la = from_names(
                 module.eval(),
                 self._likelihood,
                 self.subset_of_weights,

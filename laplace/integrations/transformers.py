@@ -12,14 +12,14 @@ from torch import distributed
 from torch.utils.data import DataLoader, DistributedSampler
 
 from laplace.core.arguments import check_call
-from laplace.enums import Likelihood
+from laplace.enums import Likelihood, LikelihoodName
 from laplace.errors import InvalidData, MissingDependency
-from laplace.factory import Laplace
+from laplace.factory import from_names
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 
 
 def LaplaceCallback(
-    likelihood: LikelihoodObject | str = Likelihood.CLASSIFICATION,
+    likelihood: LikelihoodObject | LikelihoodName = Likelihood.CLASSIFICATION,
     *,
     tuning: Mapping[str, Any] | None = None,
     filename: str = "laplace.pt",
@@ -73,7 +73,7 @@ def _callback_class() -> type:
             self.la: Any = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            self.la, self._made = None, Laplace(given["model"], self._likelihood, **self._options)
+            self.la, self._made = None, from_names(given["model"], self._likelihood, **self._options)
             tune = self._made.optimize_prior_precision
             check_call(tune, tune.__name__, (), self._tuning or {})
 

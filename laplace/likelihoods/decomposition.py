@@ -46,7 +46,10 @@ class Decomposition:
 
     @property
     def mutual_information(self) -> Tensor:
-        """Information of y about f, `[B]`: predictive − expected entropy, the epistemic part, never negative."""
+        """Mutual information I(y; f), `[B]`: predictive − expected entropy, the epistemic part, never negative.
+
+        It is the score of Bayesian active learning by disagreement, BALD (Houlsby et al., 2011).
+        """
         return (self.predictive_entropy - self.expected_entropy).clamp(min=0)
 
     def to(self, dtype: torch.dtype) -> Decomposition:

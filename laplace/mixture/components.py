@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from laplace.errors import InvalidArgument, InvalidType
-from laplace.factory import Laplace
+from laplace.factory import from_names
 from laplace.parametric import ParametricLaplace
 
 
@@ -50,7 +50,7 @@ def make_components(
     made = tuple(
         part
         if isinstance(part, ParametricLaplace)
-        else Laplace(part, likelihood, subset_of_weights, hessian_structure, **options)
+        else from_names(part, likelihood, subset_of_weights, hessian_structure, **options)
         for part in given
     )
     if len({id(part) for part in made}) < len(made):

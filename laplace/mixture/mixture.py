@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,19 @@ from torch import Tensor, nn
 from laplace.core.arguments import checked
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import check_counts
-from laplace.enums import HessianStructure, LinkApprox, PredType, SubsetOfWeights
+from laplace.enums import (
+    HessianStructure,
+    LikelihoodName,
+    LinkApprox,
+    LinkName,
+    PredType,
+    PredTypeName,
+    StructureName,
+    SubsetOfWeights,
+    WeightsName,
+)
 from laplace.errors import InvalidArgument
-from laplace.factory import Laplace
+from laplace.factory import from_names
 from laplace.likelihoods.base import Likelihood
 from laplace.mixture import mimo, state
 from laplace.mixture.posterior import MixturePosterior
@@ -32,6 +42,7 @@ from laplace.predictive.options import check_options
 from laplace.predictive.prediction import Prediction
 from laplace.predictive.predictor import Request
 from laplace.saving import Saved
+from laplace.structures.base import Curvature
 from laplace.tuning import PosteriorGroup, Tunable
 from laplace.weights.feature_extractor import network_of
 
@@ -47,13 +58,13 @@ class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):
         cls,
         model: nn.Module,
         n_heads: int,
-        likelihood: Likelihood | str = "classification",
-        subset_of_weights: SubsetOfWeights | str = SubsetOfWeights.LAST_LAYER,
-        hessian_structure: HessianStructure | str = HessianStructure.FULL,
+        likelihood: Likelihood | LikelihoodName = "classification",
+        subset_of_weights: WeightsName = SubsetOfWeights.LAST_LAYER,
+        hessian_structure: StructureName | type[Curvature] = HessianStructure.FULL,
         *,
         last_layer_name: str | None = None,
         example: Tensor | None = None,
-        weights: str | Tensor | Sequence[float] = "uniform",
+        weights: Literal["uniform", "evidence"] | Tensor | Sequence[float] = "uniform",
         **options: Any,
     ) -> MixtureLaplace:
         """One network with M inputs and M heads as a mixture of M (Havasi et al., 2021; appendix F.5).
@@ -87,7 +98,7 @@ class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):
             subset, name = SubsetOfWeights.SUBNETWORK, mimo.last_layer_of(model, n_heads, last_layer_name, example)
             for own, call in zip(each, calls, strict=True):
                 own["subnetwork_indices"] = mimo.head_indices(model, name, call)
-        parts = [Laplace(model, likelihood, subset, hessian_structure, **own) for own in each]
+        parts = [from_names(model, likelihood, subset, hessian_structure, **own) for own in each]
         return cls(parts, weights=weights)
 
     # Predictions.
@@ -100,9 +111,9 @@ class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):
     def __call__(
         self,
         x: Inputs,
-        pred_type: PredType | str = PredType.GLM,
+        pred_type: PredTypeName = PredType.GLM,
         joint: bool = False,
-        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        link_approx: LinkName = LinkApprox.PROBIT,
         n_samples: int = 100,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
@@ -136,9 +147,9 @@ class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):
     def predict(
         self,
         x: Inputs,
-        pred_type: PredType | str = PredType.GLM,
+        pred_type: PredTypeName = PredType.GLM,
         joint: bool = False,
-        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        link_approx: LinkName = LinkApprox.PROBIT,
         n_samples: int = 100,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
@@ -153,7 +164,7 @@ class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):
         return self._predictor.predict(x, request, **options)
 
     def predictive(
-        self, x: Inputs, pred_type: PredType | str, link_approx: LinkApprox | str, n_samples: int
+        self, x: Inputs, pred_type: PredTypeName, link_approx: LinkName, n_samples: int
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`self(x, ...)` with positional options."""
         return self(x, pred_type=pred_type, link_approx=link_approx, n_samples=n_samples)

@@ -8,7 +8,7 @@ The networks are modes of one posterior, or models of any kind that predict the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,14 @@ from tqdm.auto import tqdm
 
 from laplace.core.arguments import CheckedConstructor, checked
 from laplace.core.precision_policy import widened
-from laplace.enums import HessianStructure, SubsetOfWeights
+from laplace.enums import HessianStructure, LikelihoodName, StructureName, SubsetOfWeights, WeightsName
 from laplace.likelihoods.base import Likelihood
 from laplace.mixture.components import all_or_none, check_repeatable, check_same_outputs, make_components, shared
 from laplace.mixture.weighting import Rule, check_same_data, checked_rule, weights_now
 from laplace.parametric import ParametricLaplace
+from laplace.structures.base import Curvature
 from laplace.tuning.group import log_mean_exp
+from laplace.weights.base import Weights
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,11 +52,11 @@ class MixturePosterior(CheckedConstructor):
     def __init__(
         self,
         components: Sequence[ParametricLaplace | nn.Module],
-        likelihood: Likelihood | str | None = None,
-        subset_of_weights: SubsetOfWeights | str = SubsetOfWeights.LAST_LAYER,
-        hessian_structure: HessianStructure | str = HessianStructure.KRON,
+        likelihood: Likelihood | LikelihoodName | None = None,
+        subset_of_weights: WeightsName | type[Weights] = SubsetOfWeights.LAST_LAYER,
+        hessian_structure: StructureName | type[Curvature] = HessianStructure.KRON,
         *,
-        weights: str | Tensor | Sequence[float] = "uniform",
+        weights: Literal["uniform", "evidence"] | Tensor | Sequence[float] = "uniform",
         **options: Any,
     ) -> None:
         self.components = make_components(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -177,7 +178,7 @@ class Prediction:
             lower, upper = self.target.interval(self.rows, level, observation_noise=observation_noise)
             return self._outputs(lower), self._outputs(upper)
 
-    def distribution(self, of: str = "target") -> Distribution:
+    def distribution(self, of: Literal["target", "latent", "probabilities"] = "target") -> Distribution:
         """The predictive as a distribution of PyTorch.
 
         | of | regression | classification | Bernoulli |

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from laplace.errors import InvalidArgument
 
-FORMS = (False, True, "mean", "sum")
+DampingForm = bool | Literal["mean", "sum"]
+
+FORMS: tuple[DampingForm, ...] = (False, True, "mean", "sum")
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Damping:
         return (self.output, self.input) if output_first else (self.input, self.output)
 
 
-def checked_damping(form: Any) -> bool | str:
+def checked_damping(form: Any) -> DampingForm:
     """A form of damping as users give it.
 
     Raises:

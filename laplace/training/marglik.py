@@ -16,12 +16,20 @@ from laplace.core.arguments import checked
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.hyperparameters import check_counts
 from laplace.curvature import CurvatureInterface
-from laplace.enums import HessianStructure, Likelihood, PriorStructure
+from laplace.enums import (
+    HessianStructure,
+    Likelihood,
+    LikelihoodName,
+    PriorStructure,
+    PriorStructureName,
+    StructureName,
+)
 from laplace.errors import TuningWarning, warn
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.network import next_token
 from laplace.network.model_guard import flags_put_back
 from laplace.parametric import ParametricLaplace
+from laplace.structures.base import Curvature
 from laplace.training.online import OnlineLaplace
 
 if TYPE_CHECKING:
@@ -32,8 +40,8 @@ if TYPE_CHECKING:
 def marglik_training(
     model: nn.Module,
     train_loader: Iterable[Any],
-    likelihood: LikelihoodObject | str = Likelihood.CLASSIFICATION,
-    hessian_structure: HessianStructure | str = HessianStructure.KRON,
+    likelihood: LikelihoodObject | LikelihoodName = Likelihood.CLASSIFICATION,
+    hessian_structure: StructureName | type[Curvature] = HessianStructure.KRON,
     backend: type[CurvatureInterface] | None = None,
     optimizer_cls: type[Optimizer] = Adam,
     optimizer_kwargs: dict[str, Any] | None = None,
@@ -41,7 +49,7 @@ def marglik_training(
     scheduler_kwargs: dict[str, Any] | None = None,
     n_epochs: int = 300,
     lr_hyp: float = 0.1,
-    prior_structure: PriorStructure | str = PriorStructure.LAYERWISE,
+    prior_structure: PriorStructureName = PriorStructure.LAYERWISE,
     n_epochs_burnin: int = 0,
     n_hypersteps: int = 10,
     marglik_frequency: int = 1,

@@ -25,9 +25,17 @@ from laplace.core.layout import flatten
 from laplace.core.positions import as_rows
 from laplace.core.processes import Processes
 from laplace.curvature import CurvatureInterface
-from laplace.enums import HessianStructure, Likelihood, PriorStructure, SubsetOfWeights
+from laplace.enums import (
+    HessianStructure,
+    Likelihood,
+    LikelihoodName,
+    PriorStructure,
+    PriorStructureName,
+    StructureName,
+    SubsetOfWeights,
+)
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
-from laplace.factory import Laplace
+from laplace.factory import from_names
 from laplace.fitting import without_padding
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.network import next_token
@@ -35,6 +43,7 @@ from laplace.network.misfits import called
 from laplace.network.model_guard import autograd_mode, preserve_model, same_random_state
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.first_outputs import call_of
+from laplace.structures.base import Curvature
 from laplace.tuning.settings import spread
 from laplace.weights.feature_extractor import network_of
 
@@ -120,12 +129,12 @@ class OnlineLaplace(CheckedConstructor):
         self,
         model: nn.Module,
         train_loader: Iterable[Any],
-        likelihood: LikelihoodObject | str = Likelihood.CLASSIFICATION,
-        hessian_structure: HessianStructure | str = HessianStructure.KRON,
+        likelihood: LikelihoodObject | LikelihoodName = Likelihood.CLASSIFICATION,
+        hessian_structure: StructureName | type[Curvature] = HessianStructure.KRON,
         backend: type[CurvatureInterface] | None = None,
         *,
         lr_hyp: float = 0.1,
-        prior_structure: PriorStructure | str = PriorStructure.LAYERWISE,
+        prior_structure: PriorStructureName = PriorStructure.LAYERWISE,
         n_epochs_burnin: int = 0,
         n_hypersteps: int = 10,
         marglik_frequency: int = 1,
@@ -142,7 +151,7 @@ class OnlineLaplace(CheckedConstructor):
     ) -> None:
         check_counts(n_hypersteps=n_hypersteps, marglik_frequency=marglik_frequency)
         check_step_size(lr_hyp)
-        self.la: ParametricLaplace = Laplace(
+        self.la: ParametricLaplace = from_names(
             model, likelihood, SubsetOfWeights.ALL, hessian_structure, sigma_noise=sigma_noise_init,
             temperature=temperature, backend=backend, enable_backprop=enable_backprop, dict_key_x=dict_key_x,
             dict_key_y=dict_key_y, forward_fn=forward_fn, **(laplace_kwargs or {}),

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -243,6 +243,10 @@ def _counted(likelihood: Likelihood, y: Tensor, n_data: int) -> Tensor | None:
     if likelihood.ignore_index is None or y.shape != (n_data,):
         return None
     return (y != likelihood.ignore_index).nonzero().flatten()
+
+
+Loss = Literal["nll", "brier", "crps", "ece"] | Thresholds | RunningMetric | Callable[..., Any]
+"""What users give for a loss on validation data."""
 
 
 def make_objective(loss: Any, likelihood: Likelihood) -> Objective:

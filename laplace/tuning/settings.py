@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,8 +15,11 @@ from laplace.core.precision_policy import widened
 from laplace.enums import PriorStructure
 from laplace.errors import InvalidArgument
 
-NAMES = ("prior_precision", "sigma_noise", "temperature")
+Tuned = Literal["prior_precision", "sigma_noise", "temperature"]
 """What can be tuned."""
+
+NAMES: tuple[Tuned, ...] = get_args(Tuned)
+"""The same, in order."""
 
 
 @dataclass(frozen=True)

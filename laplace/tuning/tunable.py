@@ -5,14 +5,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from laplace.core.arguments import checked
 from laplace.core.processes import Processes
-from laplace.enums import LinkApprox, PredType, PriorStructure, TuningMethod
+from laplace.enums import (
+    LinkApprox,
+    LinkName,
+    PredType,
+    PredTypeName,
+    PriorStructure,
+    PriorStructureName,
+    TuningMethod,
+    TuningMethodName,
+)
 from laplace.errors import InvalidArgument
 from laplace.posterior.posterior import Posterior
 from laplace.tuning.choose import (
@@ -32,13 +41,18 @@ from laplace.tuning.choose import (
 from laplace.tuning.fixed_point import prior_by_fixed_point
 from laplace.tuning.grid import make_axes
 from laplace.tuning.group import PosteriorGroup
-from laplace.tuning.objectives import make_objective
+from laplace.tuning.objectives import Loss, make_objective
 from laplace.tuning.optimise import Climb
 from laplace.tuning.predictive import Predictive
+from laplace.tuning.settings import Tuned
 from laplace.tuning.validation import Validation, ValidationLoss
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+SearchName = Literal["lbfgs", "adam", "grid"]
+"""Searches of `optimize_hyperparameters`."""
 
 
 class Tunable(ABC):
@@ -62,18 +76,18 @@ class Tunable(ABC):
     @checked
     def optimize_prior_precision(
         self,
-        pred_type: PredType | str = PredType.GLM,
-        method: TuningMethod | str = TuningMethod.MARGLIK,
+        pred_type: PredTypeName = PredType.GLM,
+        method: TuningMethodName = TuningMethod.MARGLIK,
         n_steps: int = 100,
         lr: float = 1e-1,
         init_prior_prec: float | Tensor = 1.0,
-        prior_structure: PriorStructure | str = PriorStructure.SCALAR,
+        prior_structure: PriorStructureName = PriorStructure.SCALAR,
         val_loader: Iterable[Any] | None = None,
-        loss: Any = None,
+        loss: Loss | None = None,
         log_prior_prec_min: float = -4,
         log_prior_prec_max: float = 4,
         grid_size: int = 100,
-        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        link_approx: LinkName = LinkApprox.PROBIT,
         n_samples: int = 100,
         verbose: bool = False,
         progress_bar: bool = False,
@@ -148,11 +162,11 @@ class Tunable(ABC):
     @checked
     def optimize_hyperparameters(
         self,
-        tune: str | Sequence[str] = "prior_precision",
-        objective: Any = "evidence",
-        method: str | None = None,
+        tune: Tuned | Sequence[Tuned] = "prior_precision",
+        objective: Literal["evidence", "joint_evidence"] | Loss = "evidence",
+        method: SearchName | None = None,
         *,
-        prior_structure: PriorStructure | str | None = None,
+        prior_structure: PriorStructureName | None = None,
         val_loader: Iterable[Any] | None = None,
         ood_loader: Iterable[Any] | None = None,
         ood_weight: float = 1.0,
@@ -160,8 +174,8 @@ class Tunable(ABC):
         n_steps: int = 100,
         lr: float = 1e-1,
         tolerance: float = 1e-4,
-        pred_type: PredType | str = PredType.GLM,
-        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        pred_type: PredTypeName = PredType.GLM,
+        link_approx: LinkName = LinkApprox.PROBIT,
         n_samples: int = 100,
         generator: torch.Generator | None = None,
         progress_bar: bool = False,
