@@ -71,7 +71,9 @@ class LaplaceCallback(TrainerCallback):
         tune = self._made.optimize_prior_precision
         check_call(tune, tune.__name__, (), self._tuning or {})
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Fits the posterior, and saves it."""
         if self._made is None:  # training did not begin with this callback
             return
