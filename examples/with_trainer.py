@@ -65,7 +65,7 @@ def main(small: bool = False, output: Path = Path("outputs/with_trainer.png")) -
     x, y = digits()
     callback = LaplaceCallback("classification", tuning={}, dict_key_x="pixel_values")
     with tempfile.TemporaryDirectory() as folder:
-        model = train(x[:N_TRAIN], y[:N_TRAIN], callback, 1 if small else 30, Path(folder))
+        model = train(x[:N_TRAIN], y[:N_TRAIN], callback, 1 if small else 80, Path(folder))
         saved = sorted(path.name for path in Path(folder).glob("*.pt"))
     print(f"the trainer's folder holds {', '.join(saved)}; fitted to {callback.la.n_data} data")
 
