@@ -31,7 +31,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
 SOURCES := $(wildcard laplace tests examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format types unit test test-portable test-floor dist quickstart benchmark benchmark-peer parity clean
+.PHONY: help setup lint format types unit test test-portable test-floor dist versions quickstart benchmark benchmark-peer parity clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -69,9 +69,10 @@ test-portable: $(READY)  ## Check that numbers are the same with other instructi
 	MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(PY) $(PORTABLE) -n $(WORKERS)
 
 # The oldest versions that pyproject.toml accepts, in an environment of their own. What other packages ask for is newer:
-# tests of these skip there.
+# tests of these skip there. A python3.10 that pyenv has, but has not chosen, runs when it is named.
 FLOOR := .venv-floor
-FLOOR_PYTHON ?= $(firstword $(shell command -v python3.10) $(BASE_PYTHON))
+FIND_FLOOR := python3.10 -c 'import sys; print(sys.executable)' 2>/dev/null
+FLOOR_PYTHON ?= $(firstword $(shell $(FIND_FLOOR) || PYENV_VERSION=3.10 $(FIND_FLOOR)) $(BASE_PYTHON))
 FLOOR_PACKAGES ?= torch==2.4.0 "numpy<2.3" tqdm "pytest>=8" pytest-xdist hypothesis scipy scikit-learn matplotlib
 
 test-floor: $(FLOOR)/.stamp  ## Run the tests with torch 2.4, and Python 3.10 where there is one
@@ -87,6 +88,9 @@ $(FLOOR)/.stamp: pyproject.toml
 dist: $(READY)  ## Build the wheel and the source archive into dist/
 	rm -rf dist
 	$(PY) -m build --no-isolation
+
+versions: $(READY)  ## Write the versions of other packages that are here into docs/integrations.md
+	$(PY) -m tests.integrations.versions
 
 quickstart: $(READY)  ## Train, fit, tune and plot on the digits data, in under a minute
 	PYTHONPATH=. $(PY) examples/quickstart.py

@@ -1,7 +1,8 @@
-"""Data that `DistributedSampler` repeats, so that every process has equally many: they count once."""
+"""Data that a sampler repeats, so that every process has equally many: they count once."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -11,76 +12,130 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from laplace.core import batch as batches
 from laplace.errors import InvalidData
 
-_REMEDY = "Give the sampler drop_last=True, or data whose number the number of processes divides."
+_REMEDY = (
+    "Give the sampler drop_last=True, or data whose number the number of processes divides; to accelerate, "
+    "DataLoaderConfiguration(even_batches=False)."
+)
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """What counts of the batches of one process: some whole, a part of the next one, and none after it.
+
+    Attributes:
+        whole: Number of batches that are as they are.
+        rest: Number of indices that count of the batch after them, the first ones.
+        given: Number of indices of that batch.
+    """
+
+    whole: int
+    rest: int
+    given: int
 
 
 def without_padding(loader: Iterable[Any], dict_key_y: str) -> Iterable[Any]:
-    """A loader's batches without the datum that its sampler repeats; the loader itself where there is none.
+    """A loader's batches without the data that its sampler repeats; the loader itself where there are none.
 
-    What a `DistributedSampler` repeats comes last, at most one index for every process.
+    Repeated are data by a `DistributedSampler`, and by the loaders that accelerate prepares.
 
     Args:
         loader: Batches.
         dict_key_y: Key of the targets, for mappings.
 
     Raises:
-        InvalidData: A datum is repeated, and a user's own batch sampler decides where it is.
+        InvalidData: Data are repeated, and may be anywhere: by a user's own batch sampler, or in a stream.
     """
     if not isinstance(loader, DataLoader):
         return loader
+    counted = _of_sampler(loader) or _of_accelerate(loader)
+    return loader if counted is None else _Shortened(loader, counted, dict_key_y)
+
+
+def _of_sampler(loader: DataLoader[Any]) -> _Counted | None:
+    """Without what a `DistributedSampler` repeats, which comes last, at most one index for every process."""
     groups = loader.batch_sampler
     sampler = getattr(groups, "sampler", loader.sampler)  # what batch_sampler= was made of is not loader.sampler
     if not isinstance(sampler, DistributedSampler) or not isinstance(sampler.dataset, Sized):
-        return loader
+        return None
     places = range(sampler.rank, sampler.total_size, sampler.num_replicas)
     if not places or places[-1] < len(sampler.dataset):
-        return loader
-    if groups is None:
-        size = 1
-    elif type(groups) is BatchSampler and getattr(loader, "in_order", True):
-        size = groups.batch_size
-    else:
-        raise InvalidData(f"DistributedSampler repeats a datum, and the loader may give it in any batch. {_REMEDY}")
+        return None
+    size = 1 if groups is None else _batch_size(groups, loader, "DistributedSampler repeats a datum")
     whole, rest = divmod(len(places) - 1, size)
-    return _Shortened(loader, whole, rest, dict_key_y)
+    return _Counted(whole, rest, rest + 1)
+
+
+def _of_accelerate(loader: DataLoader[Any]) -> _Counted | None:
+    """Without what accelerate repeats: indices from the beginning, after all others, to fill up its last batches."""
+    if "accelerate" not in sys.modules:  # which made the loader, if it is one of these
+        return None
+    from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
+
+    if isinstance(loader, DataLoaderDispatcher) or isinstance(loader.dataset, IterableDatasetShard):
+        raise InvalidData(
+            "accelerate repeats data of a stream, and of batches that one process reads for all (dispatch_batches), "
+            "which nobody can tell from the others; give every process a loader of its own shard."
+        )
+    shard = loader.batch_sampler
+    if not isinstance(shard, BatchSamplerShard) or shard.drop_last or not shard.even_batches:
+        return None
+    size = _batch_size(shard.batch_sampler, loader, "accelerate repeats data")
+    n_data = len(shard.batch_sampler.sampler)
+    if n_data % (size if shard.split_batches else size * shard.num_processes) == 0:
+        return None
+    full, rest = divmod(n_data, size)
+    if shard.split_batches:  # of every batch a part
+        part = size // shard.num_processes
+        return _Counted(full, min(max(rest - part * shard.process_index, 0), part), part)
+    whole, left = divmod(full - shard.process_index, shard.num_processes)  # of all batches one in `num_processes`
+    return _Counted(whole + (left > 0), 0 if left else rest, size)
+
+
+def _batch_size(groups: Any, loader: DataLoader[Any], repeated: str) -> int:
+    """Number of indices of a batch, where batches come in the order of the indices.
+
+    Raises:
+        InvalidData: They may not.
+    """
+    if type(groups) is BatchSampler and getattr(loader, "in_order", True):
+        return groups.batch_size
+    raise InvalidData(f"{repeated}, and the loader may give it in any batch. {_REMEDY}")
 
 
 @dataclass(frozen=True)
 class _Shortened:
-    """The batches of a loader without the last of the indices that its sampler gives.
+    """The batches of a loader that count.
 
     Attributes:
         loader: Batches.
-        whole: Number of batches that are as they are.
-        rest: Number of indices of the batch after them that count; 0 where it is of the last index alone.
+        counted: Which of them.
         dict_key_y: Key of the targets, for mappings.
     """
 
     loader: DataLoader[Any]
-    whole: int
-    rest: int
+    counted: _Counted
     dict_key_y: str
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return self.counted.whole + (self.counted.rest > 0)
 
     def __iter__(self) -> Iterator[Any]:
-        for number, batch in enumerate(self.loader):
-            if number < self.whole:
+        for number, batch in enumerate(self.loader):  # to its end, where loaders put back what they have changed
+            if number < self.counted.whole:
                 yield batch
-            elif self.rest:
-                yield self._without_last(batch)
+            elif number == self.counted.whole and self.counted.rest:
+                yield self._shortened(batch)
 
-    def _without_last(self, batch: Any) -> Any:
-        """The last batch without its last datum.
+    def _shortened(self, batch: Any) -> Any:
+        """A batch without its last data.
 
         Raises:
             InvalidData: Its rows are not the data of the sampler one by one.
         """
         _, y = batches.split(batch, self.dict_key_y)
-        if len(y) != self.rest + 1:
+        if len(y) != self.counted.given:
             raise InvalidData(
-                f"DistributedSampler repeats a datum in the last batch, whose {len(y)} rows are not its "
-                f"{self.rest + 1} data one by one. {_REMEDY}"
+                f"the sampler repeats data in the last batch, whose {len(y)} rows are not its "
+                f"{self.counted.given} data one by one. {_REMEDY}"
             )
-        return batches.first(batch, self.dict_key_y, self.rest)
+        return batches.first(batch, self.dict_key_y, self.counted.rest)

@@ -48,9 +48,9 @@ def scale_of(values: NDArray[Any]) -> NDArray[Any]:
     return np.where(std > len(values) * np.finfo(float).eps * largest, std, 1.0)
 
 
-def perceptron(X: NDArray[Any], widths: Sequence[int], n_outputs: int) -> nn.Sequential:
+def perceptron(X: NDArray[Any], widths: Sequence[int] | int, n_outputs: int) -> nn.Sequential:
     """A perceptron with tanh, in float64, for inputs like X `[N, D]`."""
-    sizes = [X.shape[1], *widths]
+    sizes = [X.shape[1], *map(int, np.atleast_1d(widths))]
     layers: list[nn.Module] = [Standardise(X.mean(0), scale_of(X))]
     for n_in, n_out in pairwise(sizes):
         layers += [nn.Linear(n_in, n_out, dtype=wide_dtype()), nn.Tanh()]
@@ -85,7 +85,7 @@ def train(
     """Minimises the negative log posterior over N, loss + δ ‖θ‖² / 2N, by Adam with a cosine schedule.
 
     Args:
-        module: Changed in place, and left in training mode.
+        module: Changed in place, and left in evaluation mode.
         data: Inputs and targets.
         loss: Of outputs and targets, per datum.
         prior_precision: δ.
@@ -105,6 +105,7 @@ def train(
             (loss(module(x), y) + decay * squares).backward()
             optimiser.step()
         schedule.step()
+    module.eval()
 
 
 @contextmanager

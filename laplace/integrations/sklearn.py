@@ -25,7 +25,7 @@ try:
     from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 except ImportError as error:
     raise MissingDependency(
-        "laplace.integrations.sklearn needs scikit-learn: pip install scikit-learn. Without it use laplace.Laplace."
+        "laplace.integrations.sklearn needs pip install 'scikit-learn>=1.6'; without it use laplace.Laplace."
     ) from error
 
 Module = nn.Module | Callable[[int, int], nn.Module] | None
@@ -72,7 +72,7 @@ class LaplaceEstimator(BaseEstimator, ABC):
         self,
         module: Module = None,
         *,
-        hidden_layer_sizes: Sequence[int] = (64, 64),
+        hidden_layer_sizes: Sequence[int] | int = (64, 64),
         trained: bool = False,
         max_epochs: int = 200,
         learning_rate: float = 1e-2,
@@ -120,9 +120,17 @@ class LaplaceEstimator(BaseEstimator, ABC):
         with seeded(seed):
             module = self._new_module(X, n_outputs)
             x = _tensor(X, module)
-            y = torch.tensor(targets) if targets.dtype.kind in "iu" else _tensor(targets, module)
+            y = torch.tensor(targets, device=x.device) if targets.dtype.kind in "iu" else _tensor(targets, module)
             check_outputs(module, x, n_outputs)
             data = TensorDataset(x, y)
+            la = from_names(
+                module,
+                self._likelihood,
+                self.subset_of_weights,
+                self.hessian_structure,
+                prior_precision=self.prior_precision,
+                **(self.laplace_options or {}),
+            )
             if not self.trained:
                 train(
                     module,
@@ -133,14 +141,6 @@ class LaplaceEstimator(BaseEstimator, ABC):
                     learning_rate=self.learning_rate,
                     batch_size=self.batch_size,
                 )
-            la = from_names(
-                module.eval(),
-                self._likelihood,
-                self.subset_of_weights,
-                self.hessian_structure,
-                prior_precision=self.prior_precision,
-                **(self.laplace_options or {}),
-            )
             la.fit(DataLoader(data, self.batch_size))
             if self.tune is not None:
                 self._choose_hyperparameters(la)
@@ -151,6 +151,8 @@ class LaplaceEstimator(BaseEstimator, ABC):
             raise InvalidArgument(f"tune={self.tune!r}; accepted are {_TUNING}.")
         if self.trained and not isinstance(self.module, nn.Module):
             raise InvalidArgument("trained=True needs module=, the trained network.")
+        if self.module is not None and not callable(self.module):
+            raise InvalidArgument(f"module={self.module!r}; give a network, a function that makes one, or None.")
         if self.max_epochs < 0:
             raise InvalidArgument(f"max_epochs={self.max_epochs}; give 0 or more.")
 
@@ -213,7 +215,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         *,
         link_approx: str = "probit",
         n_samples: int = 100,
-        hidden_layer_sizes: Sequence[int] = (64, 64),
+        hidden_layer_sizes: Sequence[int] | int = (64, 64),
         trained: bool = False,
         max_epochs: int = 200,
         learning_rate: float = 1e-2,

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sized
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
-from torch.utils.data import DataLoader, DistributedSampler
 
 from laplace.core.arguments import check_call
 from laplace.enums import Likelihood, LikelihoodName
-from laplace.errors import InvalidData, MissingDependency
+from laplace.errors import MissingDependency
 from laplace.factory import from_names
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
+from laplace.parametric import ParametricLaplace
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise MissingDependency(
+        "laplace.integrations.transformers needs transformers: pip install 'transformers[torch]'. Without it use "
+        "laplace.Laplace after training."
+    ) from error
 
 
-def LaplaceCallback(
-    likelihood: LikelihoodObject | LikelihoodName = Likelihood.CLASSIFICATION,
-    *,
-    tuning: Mapping[str, Any] | None = None,
-    filename: str = "laplace.pt",
-    **options: Any,
-) -> Any:
+class LaplaceCallback(TrainerCallback):
     """A callback of the `Trainer` that fits a posterior when training ends, and saves it beside the checkpoints.
 
     The posterior is made when training begins, so that a wrong argument stops it there and not after it. At the end it
     is fitted to the trainer's training data at the network's weights, the best ones with `load_best_model_at_end=True`,
-    and `la.state_dict()` is saved in the output directory. The network stays in the mode that it is in. In one process
-    the data are a pass of the trainer's loader: `dataloader_drop_last=True` leaves the last ones out.
+    and `la.state_dict()` is saved in the output directory. The network stays in the mode that it is in. The data are a
+    pass of the trainer's loader: `dataloader_drop_last=True` leaves the last ones out. In several processes every one
+    has the posterior of all data, and the first one saves it.
 
     Example:
         posterior = LaplaceCallback(hessian_structure="lowrank_kron", subset_of_weights="all")
@@ -44,65 +46,42 @@ def LaplaceCallback(
         filename: Name of the state in the trainer's output directory.
         **options: Further arguments of `Laplace`.
 
-    Returns:
-        A `transformers.TrainerCallback` with `la`: the posterior, None before training has ended. In several processes
-        every one has the posterior of all data, and the first one saves it.
-
-    Raises:
-        MissingDependency: transformers is not installed.
+    Attributes:
+        la: The posterior; None before training has ended.
     """
-    return _callback_class()(likelihood, tuning, filename, options)
 
+    def __init__(
+        self,
+        likelihood: LikelihoodObject | LikelihoodName = Likelihood.CLASSIFICATION,
+        *,
+        tuning: Mapping[str, Any] | None = None,
+        filename: str = "laplace.pt",
+        **options: Any,
+    ) -> None:
+        self.la: ParametricLaplace | None = None
+        self._likelihood, self._tuning, self._options = likelihood, tuning, options
+        self._filename = filename
+        self._made: ParametricLaplace | None = None
 
-@cache
-def _callback_class() -> type:
-    """The class, which must derive from that of transformers."""
-    try:
-        from transformers import TrainerCallback
-    except ImportError as error:
-        raise MissingDependency(
-            "LaplaceCallback needs transformers: pip install 'transformers[torch]'. Without it use laplace.Laplace."
-        ) from error
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Makes the posterior, so that a wrong argument stops training before it begins."""
+        self.la, self._made = None, from_names(kwargs["model"], self._likelihood, **self._options)
+        tune = self._made.optimize_prior_precision
+        check_call(tune, tune.__name__, (), self._tuning or {})
 
-    class _LaplaceCallback(TrainerCallback):
-        """Class of the object that `LaplaceCallback` returns."""
-
-        def __init__(self, *parts: Any) -> None:
-            self._likelihood, self._tuning, self._filename, self._options = parts
-            self._made: Any = None
-            self.la: Any = None
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            self.la, self._made = None, from_names(given["model"], self._likelihood, **self._options)
-            tune = self._made.optimize_prior_precision
-            check_call(tune, tune.__name__, (), self._tuning or {})
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            several = args.world_size > 1
-            loader, group = given["train_dataloader"], distributed.group.WORLD if several else None
-            self._made.fit(_shard(loader, args.train_batch_size) if several else loader, group=group)
-            self.la = self._made  # also where tuning raises
-            if self._tuning is not None:
-                self.la.optimize_prior_precision(**self._tuning)
-            if args.should_save:
-                path = Path(args.output_dir) / self._filename
-                path.parent.mkdir(parents=True, exist_ok=True)
-                torch.save(self.la.state_dict(), path)
-
-    return _LaplaceCallback
-
-
-def _shard(loader: Iterable[Any], batch_size: int) -> DataLoader[Any]:
-    """The data of this process: those of the trainer's loader, which repeats some to give every process equally many.
-
-    Raises:
-        InvalidData: They are a stream, of which nobody knows what is repeated.
-    """
-    data = loader.dataset if isinstance(loader, DataLoader) else None
-    if not isinstance(loader, DataLoader) or not isinstance(data, Sized):
-        raise InvalidData(
-            "LaplaceCallback in several processes needs training data with a length; fit a stream by la.fit(loader, "
-            "group=...) with loaders of your own."
-        )
-    sampler: DistributedSampler[Any] = DistributedSampler(data, shuffle=False)  # pyright: ignore[reportArgumentType]
-    return DataLoader(data, batch_size, sampler=sampler, collate_fn=loader.collate_fn)
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Fits the posterior, and saves it."""
+        if self._made is None:  # training did not begin with this callback
+            return
+        self._made.fit(kwargs["train_dataloader"], group=distributed.group.WORLD if args.world_size > 1 else None)
+        self.la = self._made  # also where tuning raises
+        if self._tuning is not None:
+            self.la.optimize_prior_precision(**self._tuning)
+        if args.should_save:
+            path = Path(args.output_dir) / self._filename
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(self.la.state_dict(), path)

@@ -12,7 +12,16 @@ import pytest
 from torch import distributed
 
 # A package that an example needs besides those of the tests.
-NEEDS = {"language_models": "transformers", "lora": "peft"}
+NEEDS = {
+    "language_models": "transformers",
+    "lora": "peft",
+    "with_accelerate": "accelerate",
+    "with_lightning": "lightning",
+    "with_scikit_learn": "mapie",
+    "with_skorch": "skorch",
+    "with_tensordict": "tensordict",
+    "with_trainer": "transformers",
+}
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import nn
 
 pytest.importorskip("sklearn")
 
+import joblib
 from sklearn.base import clone
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.datasets import load_diabetes, load_iris
@@ -110,12 +112,67 @@ def test_tools_of_scikit_learn(classifier: LaplaceClassifier, regressor: Laplace
     small = LaplaceClassifier(max_epochs=5)
     pipeline = make_pipeline(StandardScaler(), small)
     assert len(cross_val_score(pipeline, FLOWERS, SPECIES, cv=2)) == 2
-    search = GridSearchCV(small, {"link_approx": ["probit", "bridge"]}, cv=2, scoring="neg_log_loss")
-    assert search.fit(FLOWERS, SPECIES).best_params_["link_approx"] in {"probit", "bridge"}
+    fixed = clone(small).set_params(tune=None)
+    choices = {"prior_precision": [1e-2, 1.0, 1e4], "hessian_structure": ["kron", "diag"]}
+    search = GridSearchCV(fixed, choices, cv=2, scoring="neg_log_loss").fit(FLOWERS, SPECIES)
+    assert search.best_params_["prior_precision"] < 1e4  # with which nothing is learnt
+    assert search.best_estimator_.la_.structure.name == search.best_params_["hessian_structure"]
     calibrated = CalibratedClassifierCV(small, cv=2).fit(FLOWERS, SPECIES)
     assert calibrated.predict_proba(FLOWERS).shape == (150, 3)
     for fitted, x in ((classifier, FLOWERS), (regressor, PATIENTS)):
         assert np.array_equal(pickle.loads(pickle.dumps(fitted)).predict(x), fitted.predict(x))
+
+
+def test_files_and_processes_of_joblib(classifier: LaplaceClassifier, tmp_path: Path) -> None:
+    joblib.dump(classifier, tmp_path / "classifier.joblib")
+    loaded = joblib.load(tmp_path / "classifier.joblib")
+    expected = classifier.predict_proba(FLOWERS)
+    assert np.array_equal(loaded.predict_proba(FLOWERS), expected)
+    with joblib.parallel_config(n_jobs=2):
+        there = joblib.Parallel()(joblib.delayed(loaded.predict_proba)(part) for part in (FLOWERS[:75], FLOWERS[75:]))
+        scores = cross_val_score(LaplaceClassifier(max_epochs=1, random_state=0), FLOWERS, SPECIES, cv=2)
+    joblib.externals.loky.get_reusable_executor().shutdown()
+    np.testing.assert_allclose(np.concatenate(there), expected, rtol=1e-10)
+    assert np.array_equal(
+        scores, cross_val_score(LaplaceClassifier(max_epochs=1, random_state=0), FLOWERS, SPECIES, cv=2)
+    )
+
+
+def test_frames_have_names(classifier: LaplaceClassifier, regressor: LaplaceRegressor) -> None:
+    pandas = pytest.importorskip("pandas")
+    flowers, species = load_iris(return_X_y=True, as_frame=True)
+    named = clone(classifier).fit(flowers, species)
+    assert named.feature_names_in_.tolist() == list(flowers.columns)
+    assert np.array_equal(named.predict_proba(flowers), classifier.predict_proba(FLOWERS))
+    with pytest.raises(ValueError, match="same order"):
+        named.predict(flowers[flowers.columns[::-1]])
+    words = pandas.Series(["a", "b", "c"], dtype="category")[SPECIES]
+    assert clone(classifier).set_params(max_epochs=1).fit(flowers, words).classes_.tolist() == ["a", "b", "c"]
+    both = pandas.DataFrame({"up": PROGRESS, "down": -PROGRESS})
+    assert clone(regressor).set_params(max_epochs=1).fit(PATIENTS, both).predict(PATIENTS[:4]).shape == (4, 2)
+
+
+@pytest.mark.parametrize("prefit", [False, True])
+def test_conformal_sets_and_intervals_of_mapie(prefit: bool) -> None:
+    mapie = pytest.importorskip("mapie.classification"), pytest.importorskip("mapie.regression")
+    order = np.random.default_rng(0).permutation(150)
+    train, held, test = order[:50], order[50:100], order[100:]
+    classify = LaplaceClassifier(max_epochs=10, random_state=0)
+    sets = mapie[0].SplitConformalClassifier(
+        classify.fit(FLOWERS[train], SPECIES[train]) if prefit else classify, confidence_level=0.9, prefit=prefit
+    )
+    sets = sets if prefit else sets.fit(FLOWERS[train], SPECIES[train])
+    _, members = sets.conformalize(FLOWERS[held], SPECIES[held]).predict_set(FLOWERS[test])
+    assert members[np.arange(50), SPECIES[test], 0].mean() > 0.7
+
+    regress = LaplaceRegressor(max_epochs=20, prior_precision=10.0, random_state=0)
+    train, held, test = np.split(np.random.default_rng(0).permutation(441), 3)
+    bands = mapie[1].SplitConformalRegressor(
+        regress.fit(PATIENTS[train], PROGRESS[train]) if prefit else regress, confidence_level=0.9, prefit=prefit
+    )
+    bands = bands if prefit else bands.fit(PATIENTS[train], PROGRESS[train])
+    _, ends = bands.conformalize(PATIENTS[held], PROGRESS[held]).predict_interval(PATIENTS[test])
+    assert 0.7 < ((ends[:, 0, 0] <= PROGRESS[test]) & (PROGRESS[test] <= ends[:, 1, 0])).mean() < 1
 
 
 def network(n_features: int, n_outputs: int) -> nn.Module:
@@ -132,7 +189,7 @@ def test_a_network_that_is_trained_is_used_as_it_is() -> None:
     model = network(4, 3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     fitted = LaplaceClassifier(model, trained=True, tune=None, prior_precision=2.0).fit(FLOWERS, SPECIES)
-    assert fitted.module_ is model
+    assert fitted.module_ is model and model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     la = Laplace(model, "classification", prior_precision=2.0)
     x = torch.tensor(FLOWERS, dtype=torch.float32)
@@ -141,6 +198,16 @@ def test_a_network_that_is_trained_is_used_as_it_is() -> None:
     trained = LaplaceClassifier(model, max_epochs=2).fit(FLOWERS, SPECIES)
     assert trained.module_ is not model
     assert torch.equal(model[0].weight, before["0.weight"])
+
+
+def test_one_width_is_one_layer() -> None:
+    fitted = LaplaceRegressor(hidden_layer_sizes=7, max_epochs=1).fit(PATIENTS, PROGRESS)
+    assert [layer.out_features for layer in fitted.module_ if isinstance(layer, nn.Linear)] == [7, 1]
+
+
+def test_wrong_arguments_stop_before_training() -> None:
+    with pytest.raises(InvalidArgument, match="kronn"):
+        LaplaceClassifier(hessian_structure="kronn", max_epochs=10**9).fit(FLOWERS, SPECIES)
 
 
 def test_images_reach_a_network_as_they_are() -> None:
@@ -155,6 +222,7 @@ def test_images_reach_a_network_as_they_are() -> None:
     (lambda: LaplaceClassifier(tune="evidence").fit(FLOWERS, SPECIES), "tune='evidence'"),
     (lambda: LaplaceClassifier(max_epochs=-1).fit(FLOWERS, SPECIES), "max_epochs=-1"),
     (lambda: LaplaceClassifier(trained=True).fit(FLOWERS, SPECIES), "needs module="),
+    (lambda: LaplaceClassifier("mlp").fit(FLOWERS, SPECIES), "module='mlp'; give a network"),
     (lambda: LaplaceClassifier(network(4, 5)).fit(FLOWERS, SPECIES), "y asks for 3 outputs"),
     (lambda: LaplaceClassifier(network(4, 5), trained=True).fit(FLOWERS, SPECIES), "y asks for 3 outputs"),
     (lambda: LaplaceRegressor(network(10, 2)).fit(PATIENTS, PROGRESS), r"shape \[2, 2\]; y asks for 1"),

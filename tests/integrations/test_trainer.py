@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import pickle
 import sys
 import warnings
 from pathlib import Path
@@ -13,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from laplace import DiagLaplace, Laplace, LowRankKronLaplace
-from laplace.errors import InvalidArgument, InvalidCall, InvalidData, MissingDependency
-from laplace.integrations.transformers import LaplaceCallback, _callback_class, _shard
+from laplace.errors import InvalidArgument, InvalidCall, MissingDependency
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the packages' own, on import
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+
+from laplace.integrations.transformers import LaplaceCallback
 
 VOCABULARY, CLASSES = 11, 3
 DIAG: dict[str, Any] = {"subset_of_weights": "all", "hessian_structure": "diag"}
@@ -57,11 +60,16 @@ def together() -> dict[str, Tensor]:
 
 
 def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    _callback_class.cache_clear()
     monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "laplace.integrations.transformers")
     with pytest.raises(MissingDependency, match="pip install"):
-        LaplaceCallback("classification")
-    _callback_class.cache_clear()
+        importlib.import_module("laplace.integrations.transformers")
+
+
+def test_it_is_a_callback_like_any_other() -> None:
+    assert issubclass(LaplaceCallback, transformers.TrainerCallback)
+    kept = pickle.loads(pickle.dumps(LaplaceCallback("regression", tuning={"n_steps": 3}, **DIAG)))
+    assert type(kept) is LaplaceCallback and kept.la is None
 
 
 def test_the_posterior_of_the_trained_network_is_fitted_and_saved(tmp_path: Path) -> None:
@@ -88,6 +96,8 @@ def test_the_posterior_of_the_trained_network_is_fitted_and_saved(tmp_path: Path
     loaded = Laplace(copy.deepcopy(model), "classification", **DIAG)
     loaded.load_state_dict(torch.load(tmp_path / "posterior.pt", weights_only=True))
     assert torch.equal(loaded(together()), callback.la(together()))
+    kept = pickle.loads(pickle.dumps(callback))
+    assert torch.equal(kept.la(together()), callback.la(together()))
 
 
 def test_the_prior_is_tuned_on_request(tmp_path: Path) -> None:
@@ -128,11 +138,6 @@ def test_a_tuning_that_fails_leaves_the_posterior_of_the_fit(tmp_path: Path) -> 
     with pytest.raises(InvalidArgument, match="cross"):
         train(classifier(), [callback], tmp_path)
     assert callback.la.n_data == 10
-
-
-def test_a_stream_in_several_processes_is_refused() -> None:
-    with pytest.raises(InvalidData, match="needs training data with a length"):
-        _shard(iter([]), 4)
 
 
 def test_a_causal_language_model_in_half_precision(tmp_path: Path) -> None:
