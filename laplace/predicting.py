@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace.core import overrides
 from laplace.core.arguments import checked
@@ -15,6 +15,7 @@ from laplace.core.gaussian import Gaussian
 from laplace.core.hyperparameters import check_counts
 from laplace.core.output_choice import Given, OutputChoice
 from laplace.core.random_numbers import check_generator
+from laplace.deployment.export import exported
 from laplace.enums import LinkApprox, LinkName, PredType, PredTypeName
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.jacobian.jacobian import Jacobian
@@ -78,6 +79,34 @@ class OutputSampling(ABC):
         """
         request = Request(pred_type, n_samples, diagonal_output, generator, joint, outputs=outputs)
         return self._predictor.predictive_samples(x, request, **model_kwargs)
+
+    @abstractmethod
+    def __call__(self, x: Inputs, **options: Any) -> Any:
+        """Predictive distribution at x."""
+
+    @checked
+    def export(self, example_x: Inputs, *, generator: torch.Generator | None = None, **options: Any) -> nn.Module:
+        """The prediction `la(x, **options)` as a plain module of PyTorch, with buffers alone, for batches of any size.
+
+        It is traced from the prediction, and compared with it at `example_x`. `torch.export.export` takes it with a
+        dynamic batch, so do `torch.onnx.export` and `torch.compile(fullgraph=True)`, and what they save is loaded
+        without this library. It returns what `la(x)` returns, and has gradients with respect to x. What is sampled is
+        stored: all data share the numbers of one datum, so that each is predicted as alone with the same generator.
+
+        Args:
+            example_x: Inputs, a tensor, tuple or mapping, of at least one datum. The module takes the tensors among
+                them: `module(x)`, `module(x0, x1)`, or by the keys of the mapping, `module(**x)`.
+            generator: Source of the numbers that are stored.
+            **options: Of `la(x, ...)`: `link_approx`, `diagonal_output`, `observation_noise`, …
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidData: No data, or a key that is no name of an argument.
+            UnsupportedError: The prediction is no fixed graph of operations, or another one for other batches; of a
+                posterior that is spread over processes; or the module differs from the prediction.
+        """
+        self._predictor.check_whole("the export")
+        return exported(self, example_x, generator, options)
 
 
 class Predicting(OutputSampling):

@@ -67,6 +67,19 @@ class Conditions:
             self.read()
 
 
+class Unread(Conditions):
+    """Conditions of numbers that are not known yet, as where a function is traced: nobody reads them.
+
+    A question is answered by no, which is the answer that holds for all numbers.
+    """
+
+    def add(self, holds: Tensor, fault: Fault) -> None:
+        del holds, fault
+
+    def read(self, question: Tensor | None = None) -> bool:
+        return question is None
+
+
 _WAITING: ContextVar[Conditions | None] = ContextVar("waiting", default=None)
 """Conditions that are being collected, or None where each is read at once."""
 
@@ -104,10 +117,26 @@ def is_true(question: Tensor) -> bool:
 @contextmanager
 def together() -> Iterator[None]:
     """Collects the conditions that are required inside, and reads all of them at the end."""
-    waiting = Conditions()
+    outer = _WAITING.get()
+    waiting = outer if isinstance(outer, Unread) else Conditions()
     with waiting.collected():
         yield
     waiting.read()
+
+
+def numbers_are_known() -> bool:
+    """False inside of `unread`, where no shape can be that of numbers that are looked at."""
+    return not isinstance(_WAITING.get(), Unread)
+
+
+@contextmanager
+def unread() -> Iterator[None]:
+    """Leaves the conditions that are required inside unread: of numbers that are not known yet."""
+    token = _WAITING.set(Unread())
+    try:
+        yield
+    finally:
+        _WAITING.reset(token)
 
 
 @contextmanager

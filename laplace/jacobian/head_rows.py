@@ -92,7 +92,8 @@ class HeadRows(Block):
         return True
 
     def dense(self) -> Tensor:
-        hot = torch.nn.functional.one_hot(self.outputs.T, self.n_outputs).to(self.features)
+        every = torch.arange(self.n_outputs, device=self.outputs.device)
+        hot = (self.outputs.T.unsqueeze(2) == every).to(self.features)  # PyTorch's own reads the numbers
         return torch.einsum("kbc,bd->kbcd", hot, self.features).flatten(2)
 
     def bound(self) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core.checks import numbers_are_known
 from laplace.core.precision_policy import widened
 from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of
 from laplace.jacobian.contractions import ProductBasis, TensorShape, total
@@ -142,10 +143,19 @@ class IndexBlock(FactoredBlock):
         """Sums the positions of a datum that share a row: gradients `[K, U, D]`, their datum and row `[U]`."""
         datum = torch.arange(self.n_data, device=self.index.device).unsqueeze(1)
         valid = self.index >= 0
+        if not numbers_are_known():
+            return self._merged_where_first(datum, valid)
         keys, group = (datum * self.n_rows + self.index)[valid].unique(return_inverse=True)
         g = self.g[:, valid]
         merged = g.new_zeros(g.shape[0], len(keys), g.shape[2]).index_add(1, group, g)
         return merged, keys // self.n_rows, keys % self.n_rows
+
+    def _merged_where_first(self, datum: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same without a count of rows, U = B·T: a sum is where its row comes first, and zeros are elsewhere."""
+        same = (self.index.unsqueeze(1) == self.index.unsqueeze(2)) & valid.unsqueeze(1) & valid.unsqueeze(2)
+        first = valid & ~same.tril(-1).any(2)
+        merged = (same & first.unsqueeze(2)).to(self.g) @ self.g  # [K, B, T, D]
+        return merged.flatten(1, 2), datum.expand_as(self.index).flatten(), self.index.clamp(min=0).flatten()
 
     def add_squares(self, running: Tensor) -> None:
         merged, _, row = self._merged()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace.core.checks import is_true
 from laplace.core.gaussian import Gaussian
 from laplace.core.precision_policy import exponent_share, wide_dtype, widened
 from laplace.core.registry import Registry
@@ -174,11 +175,10 @@ def probabilities_within(values: Tensor) -> Tensor:
 
 
 def _warn_of(rows: Tensor, what: str) -> None:
-    count = int(rows.sum())
-    if count:
+    if is_true(rows.any()):
         warn(
-            f"link_approx='delta': the variances of {count} of {len(rows)} data are too large for a second-order "
-            f"expansion at the mean, {what}; they were cut. Use link_approx='probit' or 'mc'.",
+            f"link_approx='delta': the variances of {int(rows.sum())} of {len(rows)} data are too large for a "
+            f"second-order expansion at the mean, {what}; they were cut. Use link_approx='probit' or 'mc'.",
             ApproximationWarning,
         )
 

@@ -16,6 +16,7 @@ from laplace.errors import InvalidArgument
 from laplace.mixture.sampling import choose, in_order
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.predictor import replayed
+from laplace.posterior.sharding import refuse_sharded
 from laplace.predictive.mixing import mixed
 from laplace.predictive.options import WEIGHT_SPACE
 from laplace.predictive.posterior_outputs import MixedOutputs
@@ -56,6 +57,12 @@ class MixturePredictor(Predictor):
             return choose(self.weights, request.n_samples, draws())
 
         return Prediction(MixedOutputs(rows, self.weights, choice), self._channel_dim)
+
+    def check_whole(self, what: str) -> None:
+        """Refuses what takes whole posteriors, if every process holds a part of a component."""
+        for la in self.components:
+            refuse_sharded(la.snapshot(), what)
+            la.fitted()
 
     def functional_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:
         """A component per sample, then a sample of its outputs."""

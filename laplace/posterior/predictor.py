@@ -20,6 +20,7 @@ from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.posterior import own_outputs
 from laplace.posterior.overridden import posterior_before
 from laplace.posterior.posterior import Posterior
+from laplace.posterior.sharding import refuse_sharded
 from laplace.predictive.latent import GaussianSource, LinearisedOutputs, SampleSource
 from laplace.predictive.options import check_model_kwargs, refuse_model_kwargs
 from laplace.predictive.posterior_outputs import Draws, PosteriorOutputs, PredictionOptions
@@ -103,6 +104,11 @@ class PosteriorPredictor(Predictor):
         """Samples of the target's mean, in the shape of the network's outputs."""
         samples = self._latent_samples(x, request, model_kwargs, own=True)
         return in_users_layout(self.posterior.likelihood.inverse_link(samples), self.posterior.channel_dim, 1)
+
+    def check_whole(self, what: str) -> None:
+        """Refuses what takes a whole posterior, if every process holds a part of this one."""
+        self.posterior.require_fitted()
+        refuse_sharded(self.posterior, what)
 
     def _kind(self, request: Request) -> PredType:
         return request.kind(self.posterior.choices.pred_types)

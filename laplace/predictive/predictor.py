@@ -87,3 +87,15 @@ class Predictor(ABC):
     @abstractmethod
     def predictive_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:
         """Value of `la.predictive_samples(x, ...)`."""
+
+    @abstractmethod
+    def check_whole(self, what: str) -> None:
+        """Refuses what takes a whole posterior, if every process holds a part of it.
+
+        Args:
+            what: What is asked for.
+
+        Raises:
+            NotFittedError: Before a fit.
+            UnsupportedError: It is spread over processes.
+        """

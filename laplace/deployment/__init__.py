@@ -1,0 +1,1 @@
+"""Predictions as plain modules of PyTorch, for programs that have no Laplace approximation."""

@@ -1,0 +1,253 @@
+"""One graph for batches of any size, from the graphs of two sizes.
+
+Both runs of a function whose data do not depend on each other are the same operations; what differs is numbers that
+count data. Each is n·B + m, which the two sizes tell, so the graph for any size has that in its place, with B read off
+an input. Whatever does not depend on the inputs is computed here, once, and held as a buffer.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from laplace.deployment import rewriting
+from laplace.deployment.rewriting import aten, output
+from laplace.errors import UnsupportedError
+
+Noise = Callable[[tuple[int, ...], Tensor], Tensor]
+"""Standard normal numbers of a shape, in the dtype and on the device of a tensor."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """A number that is n·B + m in a batch of B data."""
+
+    n: int
+    m: int
+
+
+_DATA = Count(1, 0)
+
+
+class AnySize:
+    """The graph that the graphs of two batch sizes have in common, made node by node.
+
+    Args:
+        sizes: Of the two batches.
+        noise: Draws the numbers of one datum, which all data share.
+
+    Attributes:
+        has_noise: True if numbers were drawn.
+    """
+
+    def __init__(self, sizes: tuple[int, int], noise: Noise) -> None:
+        self.has_noise = False
+        self._sizes, self._noise = sizes, noise
+        self._graph, self._buffers = fx.Graph(), nn.Module()
+        self._constants: dict[fx.Node, Any] = {}
+        self._nodes: dict[fx.Node, fx.Node] = {}
+        self._twins: dict[Any, fx.Node] = {}
+        self._counts: dict[Count, fx.Node] = {}
+        self._places: dict[int, fx.Node] = {}
+        self._kept: list[Tensor] = []
+        self._only: set[fx.Node] = set()
+
+    def module(self, pair: tuple[fx.GraphModule, fx.GraphModule], names: Sequence[str], batched: int) -> fx.GraphModule:
+        """The module for batches of any size.
+
+        Args:
+            pair: The graphs of both sizes, without operations in place.
+            names: Of the inputs.
+            batched: Which input has the data in its first dimension.
+
+        Raises:
+            UnsupportedError: The graphs differ in more than numbers of data.
+        """
+        first, second = (list(module.graph.nodes) for module in pair)
+        if [_kind(node) for node in first] != [_kind(node) for node in second]:
+            raise self._different()
+        self._twins |= dict(zip(second, first, strict=True))
+        inputs = [node for node in first if node.op == "placeholder"]
+        self._nodes |= {node: self._graph.placeholder(name) for node, name in zip(inputs, names, strict=True)}
+        self._batch = self._nodes[inputs[batched]]
+        self._counts[_DATA] = self._graph.call_function(aten.sym_size.int, (self._batch, 0))
+        for node, other in zip(first, second, strict=True):
+            if node.op == "get_attr":
+                self._constants[node] = self._same(_attribute(pair[0], node), _attribute(pair[1], other))
+            elif node.op == "output":
+                self._graph.output(self._placed(self._merged(node.args[0], other.args[0])))
+            elif node.op == "call_function":
+                self._add(node, other)
+        self._graph.eliminate_dead_code()
+        return fx.GraphModule(self._buffers, self._graph, "ExportedPrediction").eval()
+
+    # One operation.
+
+    def _add(self, node: fx.Node, other: fx.Node) -> None:
+        value = rewriting.filled_with(node)
+        if rewriting.changes_nothing(node) and rewriting.changes_nothing(other):
+            self._pass_on(node)
+        elif value is not None and value == rewriting.filled_with(other):
+            self._fill(node, other, value)
+        else:
+            self._run(node, self._merged(node.args, other.args), self._merged(node.kwargs, other.kwargs))
+
+    def _pass_on(self, node: fx.Node) -> None:
+        before = node.all_input_nodes[0]
+        table: dict[fx.Node, Any] = self._constants if before in self._constants else self._nodes
+        table[node] = table[before]
+
+    def _fill(self, node: fx.Node, other: fx.Node, value: float) -> None:
+        like, larger = output(node), output(other)
+        if like is None or larger is None:
+            raise self._different()
+        shape = self._merged(tuple(like.shape), tuple(larger.shape))
+        if not _has_count(shape):
+            self._constants[node] = torch.full(shape, value, dtype=like.dtype, device=like.device)
+            return
+        arguments = self._batch, self._placed(shape), value
+        self._nodes[node] = self._graph.call_function(aten.new_full.default, arguments, {"dtype": like.dtype})
+
+    def _run(self, node: fx.Node, args: Any, kwargs: Any) -> None:
+        target: Any = node.target
+        if rewriting.is_random(node):
+            self._draw(node, args[0])
+        elif not _has_count((args, kwargs)) and all(parent in self._constants for parent in node.all_input_nodes):
+            args, kwargs = _mapped((args, kwargs), lambda leaf: self._constants.get(leaf, leaf))
+            self._constants[node] = target(*args, **kwargs)
+        else:
+            self._call(node, args, kwargs)
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> None:
+        """An operation on what depends on the inputs."""
+        target: Any = node.target
+        transposed = rewriting.input_gradient(node, args)
+        if target is operator.getitem and args[0] in self._only:
+            self._nodes[node] = self._nodes[args[0]]
+        elif transposed is not None:
+            self._only.add(node)
+            self._nodes[node] = self._graph.call_function(aten.convolution.default, self._placed(transposed))
+        elif target is aten.linalg_solve_triangular.default and args[0] in self._constants:
+            self._solve(node, args, **kwargs)
+        else:
+            target = rewriting.SAME.get(target, target)
+            self._nodes[node] = self._graph.call_function(target, self._placed(args), self._placed(kwargs))
+
+    def _solve(self, node: fx.Node, args: Any, left: bool = True, **triangle: bool) -> None:
+        inverse = self._buffer(rewriting.inverse_of(self._constants[args[0]], **triangle))
+        factors = (inverse, self._placed(args[1])) if left else (self._placed(args[1]), inverse)
+        self._nodes[node] = self._graph.call_function(aten.matmul.default, factors)
+
+    def _draw(self, node: fx.Node, shape: tuple[Any, ...]) -> None:
+        """Numbers that are drawn: those of one datum, repeated for every one.
+
+        Raises:
+            UnsupportedError: They are not standard normal.
+        """
+        like = output(node)
+        if getattr(node.target, "overloadpacket", None) is not aten.randn or like is None:
+            raise UnsupportedError(
+                f"the prediction draws numbers by {node.target}, of which a module can store none but standard normal "
+                "ones. Choose what does not draw: pred_type='glm' with link_approx='probit'."
+            )
+        self.has_noise = True
+        one = tuple(size.n if isinstance(size, Count) else size for size in shape)
+        if any(isinstance(size, Count) and size.m for size in shape):
+            raise self._different()
+        noise = self._noise(one, torch.empty(0, dtype=like.dtype, device=like.device))
+        if not _has_count(shape):
+            self._constants[node] = noise
+            return
+        times = tuple(_DATA if isinstance(size, Count) else 1 for size in shape)
+        self._nodes[node] = self._graph.call_function(aten.repeat.default, (self._buffer(noise), self._placed(times)))
+
+    # What the two graphs have in common.
+
+    def _merged(self, first: Any, second: Any) -> Any:
+        """Arguments of one operation in both graphs, with counts where numbers differ."""
+        if isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys():
+            return {key: self._merged(value, second[key]) for key, value in first.items()}
+        if isinstance(first, list | tuple) and isinstance(second, list | tuple) and len(first) == len(second):
+            return tuple(self._merged(a, b) for a, b in zip(first, second, strict=True))
+        twin = self._twins.get(second) if isinstance(second, fx.Node) else second
+        if twin is first or (not isinstance(first, fx.Node) and twin == first):
+            return first
+        if type(first) is not int or type(second) is not int:
+            raise self._different()
+        n, rest = divmod(second - first, self._sizes[1] - self._sizes[0])
+        if rest:
+            raise self._different()
+        return Count(n, first - n * self._sizes[0])
+
+    def _same(self, first: Any, second: Any) -> Any:
+        """A constant of both graphs."""
+        if first is not second and not (first.shape == second.shape and torch.equal(first, second)):
+            raise self._different()
+        return first
+
+    def _different(self) -> UnsupportedError:
+        small, large = self._sizes
+        return UnsupportedError(
+            f"the prediction of {small} data and that of {large} are not the same operations: the network takes "
+            "another way for other batches, or the Jacobian of a tensor is so large that data are taken one by one. "
+            "Use subset_of_weights='last_layer', whose Jacobian is its features."
+        )
+
+    # Places in the new graph.
+
+    def _placed(self, arguments: Any) -> Any:
+        """Arguments as nodes of the new graph."""
+        return _mapped(arguments, self._place)
+
+    def _place(self, leaf: Any) -> Any:
+        if isinstance(leaf, Count):
+            return self._size(leaf)
+        if leaf in self._constants:
+            value = self._constants[leaf]
+            return self._buffer(value) if isinstance(value, Tensor) else value
+        return self._nodes[leaf] if isinstance(leaf, fx.Node) else leaf
+
+    def _size(self, count: Count) -> fx.Node:
+        """The node of n·B + m."""
+        if count not in self._counts:
+            times = self._counts[_DATA]
+            times = times if count.n == 1 else self._graph.call_function(operator.mul, (times, count.n))
+            self._counts[count] = self._graph.call_function(operator.add, (times, count.m)) if count.m else times
+        return self._counts[count]
+
+    def _buffer(self, value: Tensor) -> fx.Node:
+        """A constant as a buffer: a copy, for the network's own tensors may be trained further."""
+        if id(value) not in self._places:
+            name = f"constant_{len(self._kept)}"
+            self._buffers.register_buffer(name, value.detach().clone())
+            self._places[id(value)] = self._graph.get_attr(name)
+            self._kept.append(value)  # so that no other has its identity
+        return self._places[id(value)]
+
+
+def _kind(node: fx.Node) -> tuple[str, Any]:
+    return node.op, node.target if node.op == "call_function" else None
+
+
+def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
+    return operator.attrgetter(str(node.target))(module)
+
+
+def _has_count(arguments: Any) -> bool:
+    leaves: list[Any] = []
+    _mapped(arguments, leaves.append)
+    return any(isinstance(leaf, Count) for leaf in leaves)
+
+
+def _mapped(arguments: Any, function: Callable[[Any], Any]) -> Any:
+    """Applies a function to everything in nested arguments that is no container."""
+    if isinstance(arguments, tuple):
+        return tuple(_mapped(value, function) for value in arguments)
+    if isinstance(arguments, dict):
+        return {key: _mapped(value, function) for key, value in arguments.items()}
+    return function(arguments)

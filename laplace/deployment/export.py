@@ -1,0 +1,174 @@
+"""A prediction as a plain module of PyTorch, traced from the prediction itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.memory import ran_out
+from laplace.core.random_numbers import standard_normal
+from laplace.deployment.batching import AnySize
+from laplace.deployment.tracing import traced
+from laplace.errors import InvalidData, LaplaceError, UnsupportedError
+from laplace.posterior.predictor import replayed
+
+Predict = Callable[..., Any]
+"""A prediction at inputs, by keywords with a generator or without: a tensor, or mean and variance."""
+
+_SIZES = (3, 5)
+"""Data of the two traces: more than one, for one is a case of its own, and few."""
+
+_COMPARED = 3
+"""Data that are predicted one by one to be compared."""
+
+_DIGITS = 2 / 3
+"""Share of the digits of a dtype in which module and prediction must agree."""
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """Inputs as users give them, and what the tensors among them are called.
+
+    Attributes:
+        x: Inputs.
+        names: Of the module's arguments, one per tensor: the keys of a mapping, `x`, or `x0`, `x1`, … of a tuple.
+        n_data: B.
+    """
+
+    x: Inputs
+    names: tuple[str, ...]
+    n_data: int
+
+    @classmethod
+    def of(cls, x: Inputs) -> Example:
+        """Inputs with at least one datum.
+
+        Raises:
+            InvalidData: There is none, or a key is no name of an argument.
+        """
+        n_data = batches.size(x, "")
+        if n_data == 0:
+            raise InvalidData("example_x holds no data; give a batch of at least one datum.")
+        return cls(x, _names(x), n_data)
+
+    @property
+    def batched(self) -> int:
+        """The first tensor that has the data in its first dimension."""
+        shapes = [tensor.shape for tensor in batches.tensors(self.x)]
+        return next(i for i, shape in enumerate(shapes) if len(shape) and shape[0] == self.n_data)
+
+    def rows(self, index: slice | Tensor) -> Inputs:
+        """Some of the data."""
+        return batches.select(self.x, index, self.n_data)
+
+    def of_size(self, size: int) -> Inputs:
+        """The data, as often as it takes."""
+        return self.rows(torch.arange(size, device=batches.tensors(self.x)[0].device) % self.n_data)
+
+
+def _names(x: Inputs) -> tuple[str, ...]:
+    if isinstance(x, Tensor):
+        return ("x",)
+    if not isinstance(x, Mapping):
+        return tuple(f"x{i}" for i in range(len(batches.tensors(x))))
+    names = tuple(key for key, value in x.items() if isinstance(value, Tensor))
+    wrong = [key for key in names if not (isinstance(key, str) and key.isidentifier())]
+    if wrong:
+        raise InvalidData(f"example_x has the key {wrong[0]!r}, which is no name of an argument; rename it.")
+    return names
+
+
+def exported(
+    predict: Predict, example_x: Inputs, generator: torch.Generator | None, options: Mapping[str, Any]
+) -> nn.Module:
+    """The module of a prediction, for batches of any size.
+
+    Args:
+        predict: The prediction.
+        example_x: Inputs of at least one datum.
+        generator: Source of the numbers that are stored; None for the global one.
+        options: Of the prediction.
+
+    Raises:
+        UnsupportedError: The prediction is no graph of operations, or the module is not the prediction.
+        InvalidData: Inputs without data, or with keys that are no names.
+    """
+    example = Example.of(example_x)
+    draws = replayed(generator, batches.tensors(example_x)[0].device)
+    source = draws()
+    any_size = AnySize(_SIZES, lambda shape, like: standard_normal(shape, like, source))
+    small, large = (_graph(predict, example.of_size(size), options) for size in _SIZES)
+    with torch.no_grad():
+        module = any_size.module((small, large), example.names, example.batched)
+    if any_size.has_noise and options.get("joint"):
+        raise UnsupportedError(
+            "joint=True of what is drawn: the stored numbers are those of one datum, for all data. Leave joint away."
+        )
+    for part in _compared(example.n_data, apart=any_size.has_noise):
+        numbers = {"generator": draws()} if any_size.has_noise else {}
+        with torch.no_grad():
+            actual = module(*batches.tensors(example.rows(part)))
+        _require_equal(actual, predict(example.rows(part), **options, **numbers))
+    return module
+
+
+def _graph(predict: Predict, x: Inputs, options: Mapping[str, Any]) -> fx.GraphModule:
+    """The operations of a prediction, which is made once before, so that all that is kept is there."""
+
+    def function(*tensors: Tensor) -> Any:
+        given = iter(tensors)
+        return predict(batches.transform(x, lambda _: next(given)), **options)
+
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        predict(x, **options)
+        try:
+            return traced(function, batches.tensors(x))
+        except LaplaceError:
+            raise
+        except (RuntimeError, TypeError, ValueError) as error:
+            if ran_out(error):
+                raise
+            raise UnsupportedError(f"{_NO_GRAPH} PyTorch says: {str(error).strip().splitlines()[0]}") from error
+
+
+_NO_GRAPH = (
+    "the prediction is no fixed graph of operations: the network, or what is asked of the posterior, decides by the "
+    "numbers in the inputs what to do. A network that branches on its inputs is to be written with torch.where; in "
+    "place of a structure that solves by steps until it is exact ('matrix_free' of many weights) fit 'kron', 'diag' or "
+    "'lowrank'."
+)
+
+
+def _compared(n_data: int, *, apart: bool) -> list[slice]:
+    """The batches on which module and prediction are compared: one of a datum, and all data.
+
+    Args:
+        n_data: B.
+        apart: Some data one by one instead, of which each is predicted with the numbers that the module stores.
+    """
+    single = [slice(i, i + 1) for i in range(min(n_data, _COMPARED) if apart else 1)]
+    return single if apart or n_data == 1 else [*single, slice(0, n_data)]
+
+
+def _require_equal(actual: Any, expected: Any) -> None:
+    """Requires that tensors, or pairs of them, differ by no more than their rounding.
+
+    Raises:
+        UnsupportedError: They differ by more.
+    """
+    pairs = zip(*(value if isinstance(value, tuple) else (value,) for value in (actual, expected)), strict=True)
+    for a, b in pairs:
+        scale = b.detach().abs().amax().clamp(min=torch.finfo(b.dtype).tiny)
+        difference = float((a - b.detach()).abs().amax() / scale)
+        if not difference <= torch.finfo(b.dtype).eps ** _DIGITS:
+            raise UnsupportedError(
+                f"the module that was traced differs from the prediction, by {difference:.1e} of its largest entry: "
+                "the network does not compute the same twice (random numbers, a counter), or what it does depends on "
+                "the size of the batch."
+            )
