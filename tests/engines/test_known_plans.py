@@ -161,6 +161,36 @@ def test_the_place_of_the_data_is_proven_anew_where_shapes_agree(proofs: list[in
     assert proofs == [7, 7, 7]
 
 
+class Flattened(nn.Module):
+    """Tokens with a table of positions, and a weight `[in, out]` that sees them as rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.weight = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(3, 4))
+        self.bias, self.head = nn.Parameter(torch.randn(4)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + self.table[None]
+        h = torch.addmm(self.bias, h.view(-1, 3), self.weight).view(*x.shape[:2], 4)
+        return self.head(torch.tanh(h).mean(1))
+
+
+def test_rows_of_a_view_of_the_batch_are_proven_once(proofs: list[int]) -> None:
+    x = torch.randn(28, 5, 3, generator=torch.Generator().manual_seed(1))
+    batches = [(part, torch.arange(7) % 3) for part in x.split(7)]
+    model = Flattened()
+    la, single = Laplace(model, "classification", "all", "diag"), Laplace(model, "classification", "all", "diag")
+    la.fit(batches)
+    first = len(proofs)
+    la(x[:7])
+    single.fit(batches[:1])
+    for batch in batches[1:]:
+        single.fit([batch], override=False)
+    assert len(proofs) <= first + 1  # by modules alone, which do not explain all
+    assert first <= 2
+    torch.testing.assert_close(la.H, single.H)
+
+
 class _Own(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor) -> Tensor:

@@ -149,13 +149,15 @@ class SpreadCall(FunctionCall):
         """Gradients `[K, *z]` as `[K, B, *o]`.
 
         Raises:
-            IndexError: o varies along the dimension of the data.
+            IndexError: o varies along the dimension of the data, or both axes are one reading.
         """
         shape = (1,) * (len(self.shape) - self.operand.value.ndim) + tuple(self.operand.value.shape)
         second = axis is BatchAxis.TRAILING and len(shape) > 1 and shape[1] == 1 and self.shape[1] == n_data
         at = 1 if second else 0
         if shape[at] != 1:
             raise IndexError("the operand has a dimension for the data")
+        if axis is BatchAxis.TRAILING and not second and self.shape[0] == n_data:
+            raise IndexError("the data are first whichever axis is meant")
         if second or axis is BatchAxis.LEADING:
             g = g.unflatten(1 + at, (n_data, -1)).movedim(1 + at, 1)
         else:

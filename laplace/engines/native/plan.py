@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.core.memory import ran_out
-from laplace.engines.native.calls import FunctionCall, UseOfParameter, block_of
+from laplace.engines.native.calls import FunctionCall, LayerCall, UseOfParameter, block_of
 from laplace.engines.native.capture import Capture, Owner, owners
 from laplace.engines.native.fallback import Fallback, per_sample
 from laplace.engines.native.layers import BatchAxis, rule_for
@@ -213,13 +214,28 @@ def _ends(rule: JacobianRule, capture: Capture) -> bool:
 
 
 def _anchored(rule: JacobianRule, capture: Capture, n_data: int) -> bool:
-    """True if every use sees the batch itself in its first dimension.
+    """True if every use sees the batch itself in its first dimension, or rows that are a view of it.
 
-    Where it sees another number of rows (views, time first, tokens routed to experts), or where rows are indexed on
+    Where it sees another number of rows (time first, tokens routed to experts), or where rows are indexed on
     their way to the outputs (`_permutes`: a batch sorted by length), which row belongs to which datum may be decided by
     the data: such a plan is right for its batch and is proven anew for the next.
     """
-    return all(t.axis is BatchAxis.LEADING and capture.calls[t.call].x.shape[0] == n_data for t in rule.uses)
+    calls = [capture.calls[use.call] for use in rule.uses]
+    leading = all(use.axis is BatchAxis.LEADING for use in rule.uses)
+    return leading and all(call.x.shape[0] == n_data or _views_batch(call, n_data) for call in calls)
+
+
+def _views_batch(call: LayerCall, n_data: int) -> bool:
+    """True if a call's input `[B·T, D]` is a view of one with the data first."""
+    for node, _ in call.edge.node.next_functions:
+        if node is not None and node.name().startswith(_VIEWS):
+            sizes = node._saved_self_sym_sizes
+            if len(sizes) > 1 and sizes[0] == n_data and tuple(call.x.shape) == (prod(sizes[:-1]), sizes[-1]):
+                return True
+    return False
+
+
+_VIEWS = ("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward")
 
 
 _INDEXING = ("Index", "Gather", "Scatter", "Sort", "MaskedS", "Put", "Pack", "Unique")
