@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from laplace import matrix_free
     from laplace import typed as t
 
-__all__ = ["Laplace", "function_space", "named"]
+__all__ = ["Laplace", "from_names", "function_space", "named"]
 
 _NAMES = ("subset_of_weights", "hessian_structure", "functional_approximation")
 """Arguments of `Laplace` that choose the class, which does not see them."""
