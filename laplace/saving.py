@@ -14,6 +14,7 @@ from torch import nn
 
 from laplace.base import BaseLaplace
 from laplace.core import files
+from laplace.core.overrides import assigned_functions
 from laplace.core.registry import Cell
 from laplace.curvature import NativeGGN
 from laplace.errors import InvalidType, UnsupportedError
@@ -28,7 +29,7 @@ _INSTEAD = "save its state, torch.save(la.state_dict(), path), and load that int
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a posterior is made of again, besides its network.
+    """Class and arguments by which a posterior is made again, besides its network.
 
     Attributes:
         cell: Names of its cell of the grid, by which its class is found.
@@ -54,7 +55,8 @@ class Recipe:
         """The recipe of a posterior.
 
         Raises:
-            UnsupportedError: Its class is not registered, or its backend has a loss of the user's.
+            UnsupportedError: Its class is not registered, or its backend has a loss, or itself a method, that was
+                assigned.
         """
         kind, choices = type(la), la.snapshot().choices
         key = vars(kind).get("_key")
@@ -65,9 +67,11 @@ class Recipe:
             )
         if choices.with_loss_of(la.snapshot().derived.backend).loss is not None:
             raise UnsupportedError(f"la.save of a posterior whose backend has a loss that was assigned; {_INSTEAD}.")
-        known, names = _known(la, choices), _parameters(kind)
+        if own := assigned_functions(la):
+            raise UnsupportedError(f"la.save of a posterior with {own} assigned, which would be lost; {_INSTEAD}.")
+        known, names = _known(la, choices), sorted(_parameters(kind))
         if "structure_kwargs" in names:
-            options = {field.name for field in fields(kind.structure.options)} - names
+            options = {field.name for field in fields(kind.structure.options)}.difference(names)
             known["structure_kwargs"] = {name: known[name] for name in sorted(options)}
         arguments = {name: known[name] for name in names if name in known and _is_plain(known[name])}
         objects = {name: described(known[name]) if name in known else "" for name in names if name not in arguments}
@@ -88,7 +92,7 @@ class Saved(ABC):
     @property
     @abstractmethod
     def _recipe(self) -> dict[str, Any]:
-        """What the object is made of again."""
+        """Class and arguments by which the object is made again, as a file holds them."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the posterior to a file of safetensors, without its network; `laplace.load(path, model)` reads it.
@@ -102,8 +106,8 @@ class Saved(ABC):
 
         Raises:
             NotFittedError: Before `fit`.
-            UnsupportedError: A class that is not registered, a posterior that is sharded, or with a loss that was
-                assigned to its backend; the message says what to do.
+            UnsupportedError: A class that is not registered, or a posterior that is sharded, or that has a method or a
+                loss that was assigned; the message says what to do.
             MissingDependency: safetensors is not installed.
         """
         files.write(path, {"recipe": self._recipe, "state": self.state_dict()})

@@ -101,8 +101,8 @@ def read(path: str | os.PathLike[str]) -> Any:
     try:
         metadata, tensors = _contents(path)
         if metadata.get(_VERSION) != VERSION:
-            found = metadata.get(_VERSION)
-            other = "nothing that la.save wrote" if found is None else f"version {found!r} of the format"
+            version = metadata.get(_VERSION)
+            other = "nothing that la.save wrote" if version is None else f"version {version!r} of the format"
             raise StateError(f"it holds {other}; version {VERSION!r} is read.")
         if metadata != _metadata(metadata[_VALUE], tensors):
             raise StateError("its contents are not those that were written: it is damaged.")

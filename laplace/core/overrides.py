@@ -128,6 +128,11 @@ def is_overridden(la: object, *names: str) -> bool:
     return any(name in own or getattr(cls, name, None) is not originals[name] for name in names)
 
 
+def assigned_functions(la: object) -> list[str]:
+    """The names of methods in whose place the object itself has a function of the user's."""
+    return sorted(_KNOWN & vars(la).keys())
+
+
 def own_setters(la: object, *names: str) -> list[str]:
     """The names of properties that a user's class defines with a setter."""
     return [name for name in names if is_overridden(la, name) and _has_setter(getattr(type(la), name))]

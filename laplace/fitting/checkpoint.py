@@ -57,8 +57,8 @@ def write(path: Path, account: Any, checkpoint: Checkpoint) -> None:
         checkpoint: What to write.
     """
     state = {"version": _VERSION, "account": account, "checkpoint": fields.state_of(checkpoint)}
-    with files.replaced(path, _new(path)) as new:
-        torch.save(state, new)
+    with files.replaced(path, _new(path)) as new, new.open("wb") as file:
+        torch.save(state, file)
 
 
 def read(path: Path, device: torch.device) -> tuple[Any, Checkpoint] | None:

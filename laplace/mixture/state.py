@@ -32,17 +32,17 @@ def save(posteriors: Sequence[ParametricLaplace], rule: Rule) -> dict[str, Any]:
 
 
 def recipe(posteriors: Sequence[ParametricLaplace]) -> dict[str, Any]:
-    """What the components are made of again."""
+    """Classes and arguments by which the components are made again."""
     return {"components": [_component(la) for la in posteriors]}
 
 
 def _component(la: ParametricLaplace) -> dict[str, Any]:
-    """What one component is made of again; the call of one head of a network as its two numbers."""
-    found, call = Recipe.of(la), la.forward_fn
+    """Class and arguments of one component; the call of one head of a network as its two numbers."""
+    own, call = Recipe.of(la), la.forward_fn
     if not isinstance(call, HeadCall):
-        return found.plain()
-    others = {name: value for name, value in found.objects.items() if name != "forward_fn"}
-    return replace(found, objects=others).plain() | {"head": [call.head, call.n_heads]}
+        return own.plain()
+    others = {name: value for name, value in own.objects.items() if name != "forward_fn"}
+    return replace(own, objects=others).plain() | {"head": [call.head, call.n_heads]}
 
 
 def load(posteriors: Sequence[ParametricLaplace], state: dict[str, Any]) -> Rule:
