@@ -83,7 +83,7 @@ class GroupedBlock(Block):
         return self.whole.weighted_norms(weights).unflatten(0, (-1, self.group_size)).flatten(1)
 
     def weighted_gram(self, weights: Tensor) -> Tensor:
-        """Of outer products Σ_o g_ko (Σ_i a_i w_oi a'_i) g'_lo between the rows of a group, without dense pieces."""
+        """Gram within every group; of outer products Σ_o g_ko (Σ_i a_i w_oi a'_i) g'_lo, without dense pieces."""
         factors = self.whole.rank_one()
         if factors is None:
             return super().weighted_gram(weights)

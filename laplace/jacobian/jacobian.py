@@ -172,19 +172,23 @@ def whole_groups(pieces: Generator[tuple[Jacobian, Tensor]], size: int) -> Gener
     with closing(pieces):
         for jacobian, f in pieces:
             n_rows = size * prod(jacobian.positions)
-            held = sum(len(rows) for _, rows in begun)
-            first = min(len(f), -held % n_rows)
+            first = min(len(f), -_count(begun) % n_rows)
             end = first + (len(f) - first) // n_rows * n_rows
             for part in (slice(0, first), slice(first, end), slice(end, len(f))):
                 if part.start < part.stop:
                     some = jacobian if part == slice(0, len(f)) else jacobian.at(part)
                     begun.append((replace(some, positions=jacobian.positions), f[part]))
-                if begun and sum(len(rows) for _, rows in begun) % n_rows == 0:
+                if begun and _count(begun) % n_rows == 0:
                     whole, rows = joined(begun)
                     yield whole.grouped(n_rows), rows
                     begun = []
     if begun:
-        raise group_left_over(size, sum(len(rows) for _, rows in begun))
+        raise group_left_over(size, _count(begun))
+
+
+def _count(parts: list[tuple[Jacobian, Tensor]]) -> int:
+    """Number of rows of all parts."""
+    return sum(len(f) for _, f in parts)
 
 
 def group_left_over(size: int | None, rows: int) -> InvalidArgument:

@@ -21,7 +21,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 # Packages that the examples of a page need besides those of the tests.
-NEEDS = {"language_models": ("transformers", "peft")}
+NEEDS = {"botorch": ("botorch",), "language_models": ("transformers", "peft")}
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 

@@ -73,7 +73,11 @@ CURVATURE_PACKAGES = {
 ALWAYS_THERE = {"torch", "numpy", "tqdm"}
 
 # Files whose classes derive from another package's, which they import at their top level; nothing imports them.
-BRIDGES = {"integrations/lightning.py": "lightning", "integrations/sklearn.py": "sklearn"}
+BRIDGES = {
+    "integrations/botorch.py": "botorch",
+    "integrations/lightning.py": "lightning",
+    "integrations/sklearn.py": "sklearn",
+}
 
 # Where mappings are told from pairs: batches, and after the first two named tensors, state dicts and tables of hooks.
 MAPPINGS = {
