@@ -56,7 +56,7 @@ def parts_of(joint: tuple[Tensor, Tensor], n_groups: int) -> tuple[Tensor, Tenso
 FUNCTIONAL = [
     ("gp", {"n_subset": 8}),
     ("gp", {"n_subset": 8, "independent_outputs": True}),
-    ("gp", {"functional_approximation": "nystrom", "n_eigenvalues": 5}),
+    ("gp", {"functional_approximation": "nystrom", "n_eigenvalues": 5, "subsample_size": 10}),
 ]
 
 
