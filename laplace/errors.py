@@ -103,6 +103,10 @@ class ApproximationWarning(LaplaceWarning):
     """A quantity is approximated in a way that the caller may not expect."""
 
 
+class GradientWarning(LaplaceWarning):
+    """A gradient was asked for that the result will not have."""
+
+
 class StateWarning(LaplaceWarning):
     """A loaded state replaces settings of the object it is loaded into."""
 

@@ -23,7 +23,7 @@ from laplace.network.model_guard import autograd_mode, own_precision
 from laplace.posterior.predictor import PosteriorPredictor, precision_before
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
 from laplace.predictive.prediction import Prediction, laid_out
-from laplace.predictive.predictor import Predictor, Request, form_of
+from laplace.predictive.predictor import Predictor, Request, check_group, form_of
 from laplace.structures.draws import drawn
 
 
@@ -46,16 +46,19 @@ class OutputSampling(ABC):
         joint: bool = False,
         *,
         outputs: Given = None,
+        group_size: int | None = None,
         **model_kwargs: Any,
     ) -> Tensor:
-        """Samples of the latent outputs, `[S, B, C]`: per input, or of all inputs together with `joint`.
+        """Samples of the latent outputs, `[S, B, C]`: per input, or with `joint` of all inputs together, or of groups.
 
-        With `outputs`, as of `__call__`, those of some outputs, `[S, B, K]`.
+        With `outputs`, as of `__call__`, those of some outputs, `[S, B, K]`; `group_size` is as there.
 
         Of outputs with positions `[S, *shape of the network's outputs]`, positions being inputs in this sense. Of a
         mixture a component is drawn per sample, then a sample of it (Eschenhagen et al., 2021, equation 8).
         """
-        request = Request(pred_type, n_samples, diagonal_output, generator, joint, outputs=outputs)
+        request = Request(
+            pred_type, n_samples, diagonal_output, generator, joint, outputs=outputs, group_size=group_size
+        )
         return self._predictor.functional_samples(x, request, **model_kwargs)
 
     @checked
@@ -69,15 +72,18 @@ class OutputSampling(ABC):
         joint: bool = False,
         *,
         outputs: Given = None,
+        group_size: int | None = None,
         **model_kwargs: Any,
     ) -> Tensor:
         """Samples of the target's mean, `[S, B, C]`: probabilities, or the latents of a regression or of rewards.
 
-        With `outputs`, as of `__call__`, those of some outputs, `[S, B, K]`.
+        With `outputs`, as of `__call__`, those of some outputs, `[S, B, K]`; `group_size` is as there.
 
         Reward modelling gives preference probabilities for pairs (C = 2) and latent rewards for single items.
         """
-        request = Request(pred_type, n_samples, diagonal_output, generator, joint, outputs=outputs)
+        request = Request(
+            pred_type, n_samples, diagonal_output, generator, joint, outputs=outputs, group_size=group_size
+        )
         return self._predictor.predictive_samples(x, request, **model_kwargs)
 
     @abstractmethod
@@ -137,14 +143,16 @@ class Predicting(OutputSampling):
         *,
         observation_noise: bool = False,
         outputs: Given = None,
+        group_size: int | None = None,
         **model_kwargs: Any,
     ) -> Any:
         """Predictive distribution at x.
 
         Regression (and rewards) return the latent Gaussian `(mean, variance)`: `[B, C]` with `[B, C, C]`,
-        `[B, C]` (`diagonal_output`), or `[B·C]` with `[B·C, B·C]` (`joint`); the variance is that of f, plus σ² with
-        `observation_noise`. Classification returns probabilities `[B, C]`. Counts (`"poisson"`) and a noise that
-        depends on the input (`"heteroscedastic"`) return mean and variance of y, `[B, C]` each.
+        `[B, C]` (`diagonal_output`), `[B·C]` with `[B·C, B·C]` (`joint`), or `[B/n, n·C]` with `[B/n, n·C, n·C]` of
+        groups of n inputs (`group_size`); the variance is that of f, plus σ² with `observation_noise`. Classification
+        returns probabilities `[B, C]`. Counts (`"poisson"`) and a noise that depends on the input (`"heteroscedastic"`)
+        return mean and variance of y, `[B, C]` each.
 
         Of a network with outputs `[B, T, C]` (or `[B, C, H, W]` with `channel_dim=1`) means, variances and
         probabilities have that shape; covariances, one per position, are `[B, T, C, C]` (`[B, H, W, C, C]`).
@@ -164,6 +172,8 @@ class Predicting(OutputSampling):
                 network's own shape, `[B, T, K]`), or an integer K for the K largest means, the largest first. Results
                 have K in place of C, and are those of a network without the other outputs: probabilities are given
                 that y is one of the K. None for all.
+            group_size: n, with `joint`: inputs that follow each other n by n are joint, and covariances between such
+                groups are not computed.
             **model_kwargs: For the model, with `pred_type="nn"`.
 
         Raises:
@@ -171,7 +181,7 @@ class Predicting(OutputSampling):
             InvalidArgument: An option is not accepted.
             ModelChangedError: The network was trained further after `fit`.
         """
-        request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs)
+        request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs, group_size)
         return self._predictor.call(x, request, fitting=fitting, observation_noise=observation_noise, **model_kwargs)
 
     @checked
@@ -187,6 +197,7 @@ class Predicting(OutputSampling):
         *,
         local_reparameterization: bool = False,
         outputs: Given = None,
+        group_size: int | None = None,
         **model_kwargs: Any,
     ) -> Prediction:
         """The predictive distribution at x as one object; each of its quantities is computed when it is first read.
@@ -204,6 +215,7 @@ class Predicting(OutputSampling):
             local_reparameterization: With `pred_type="nn"` and a diagonal posterior: draw noise on the pre-activations
                 of linear and convolutional layers instead of weights, for every datum anew (Kingma et al., 2015).
             outputs: Which outputs are predicted, as of `__call__`; `Prediction.outputs` names them.
+            group_size: Inputs of a group, within which covariances are with `joint`, as of `__call__`.
             **model_kwargs: For the model, with `pred_type="nn"`.
 
         Raises:
@@ -212,7 +224,7 @@ class Predicting(OutputSampling):
             ModelChangedError: The network was trained further after `fit`; also when a quantity is read.
             UnsupportedError: Local reparameterisation without a diagonal posterior over sampled weights.
         """
-        request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs)
+        request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs, group_size)
         return self._predictor.predict(x, request, local_reparameterization=local_reparameterization, **model_kwargs)
 
     @checked
@@ -248,7 +260,13 @@ class Predicting(OutputSampling):
 
     @checked
     def predictive_moments(
-        self, x: Inputs, *, joint: bool = False, diagonal_output: bool = False, outputs: Given = None
+        self,
+        x: Inputs,
+        *,
+        joint: bool = False,
+        diagonal_output: bool = False,
+        outputs: Given = None,
+        group_size: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Mean and covariance of the linearised network's outputs, without noise, under any likelihood.
 
@@ -257,25 +275,29 @@ class Predicting(OutputSampling):
             joint: Whether the covariance is of all data together.
             diagonal_output: Only variances of the outputs.
             outputs: Which outputs, as of `__call__`; None for all.
+            group_size: Inputs of a group, as of `__call__`; None for all.
 
         Returns:
-            `[B, C]` with `[B, C, C]`, or with `[B, C]` (`diagonal_output`), or `[B·C]` with `[B·C, B·C]` (`joint`).
+            `[B, C]` with `[B, C, C]`, or with `[B, C]` (`diagonal_output`), or `[B·C]` with `[B·C, B·C]` (`joint`), or
+            `[B/n, n·C]` with `[B/n, n·C, n·C]` (groups of n).
 
         Raises:
             NotFittedError: Before `fit`.
             ModelChangedError: The network was trained further after `fit`.
         """
-        with autograd_mode(), torch.set_grad_enabled(self._predictor.graph):
-            channel_dim = self._predictor.posterior.channel_dim
-            choice = OutputChoice.of(outputs, channel_dim)
-            gaussian = self._latent(x, form_of(joint=joint, diagonal_output=diagonal_output), choice)
+        check_group(group_size, joint=joint)
+        channel_dim = self._predictor.posterior.channel_dim
+        choice = OutputChoice.of(outputs, channel_dim)
+        gaussian = self._latent(x, form_of(joint=joint, diagonal_output=diagonal_output), choice, group_size)
+        with autograd_mode():
             return laid_out(gaussian, channel_dim, joint=joint)
 
     @checked
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Mean and variances of the latent outputs at X, `[B, C]` each, without covariances between outputs."""
-        with autograd_mode(), torch.set_grad_enabled(self._predictor.graph):
-            return laid_out(self._latent(X, "diagonal"), self._predictor.posterior.channel_dim)
+        gaussian = self._latent(X, "diagonal")
+        with autograd_mode():
+            return laid_out(gaussian, self._predictor.posterior.channel_dim)
 
     def _jacobian(self, Js: Tensor | Jacobian) -> Jacobian:
         if isinstance(Js, Jacobian):
@@ -289,9 +311,14 @@ class Predicting(OutputSampling):
             raise InvalidArgument(f"Js has shape {tuple(Js.shape)}; it must be [B, C, P] with P = {n_params}.")
         return Jacobian.from_dense(Js.to(device=like.device, dtype=like.dtype), layout.sizes)
 
-    def _latent(self, x: Inputs, form: str, choice: OutputChoice | None = None) -> Gaussian:
+    def _latent(
+        self, x: Inputs, form: str, choice: OutputChoice | None = None, group_size: int | None = None
+    ) -> Gaussian:
         """Gaussian of the linearised network's outputs, or of some; `form` is `"full"`, `"diagonal"` or `"joint"`."""
-        return self._predictor.linearised(x, choice).latent(form)
+        predictor = self._predictor
+        source = predictor.linearised(x, choice, group_size)
+        with autograd_mode(), torch.set_grad_enabled(predictor.graph):
+            return source.latent(form)
 
 
 overrides.check_class(OutputSampling, OutputSampling)

@@ -39,8 +39,8 @@ def normal_of(gaussian: Gaussian) -> Normal | MultivariateNormal:
             "draw samples (latent_samples), which always exist."
         )
     root = root.to(gaussian.mean)
-    if gaussian.is_joint:
-        return MultivariateNormal(gaussian.mean.flatten(), scale_tril=root)
+    if gaussian.is_joint or gaussian.is_grouped:
+        return MultivariateNormal(gaussian.mean.reshape(root.shape[:-1]), scale_tril=root)
     return MultivariateNormal(unrolled(gaussian.mean, positions), scale_tril=unrolled(root, positions))
 
 

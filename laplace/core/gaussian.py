@@ -21,12 +21,14 @@ class Gaussian:
 
     The shape of the covariance says its kind: `[B, C, C]` one block per row, rows independent; `[B, C]`
     variances, everything independent; `[B·C, B·C]` joint over all rows, row-major (the output runs
-    fastest). The last two have one shape only for B = C = 1, where they mean the same.
+    fastest); `[B/n, n·C, n·C]` joint over groups of n rows, of which single rows are the case n = 1. Variances and
+    a joint covariance have one shape only for B = C = 1, where they mean the same.
 
     Attributes:
         mean: `[B, C]`.
-        covariance: `[B, C, C]`, `[B, C]` or `[B·C, B·C]`, in squared units of the outputs; of outputs in float32 it
-            may be float64, in which it should have been summed where samples are to be drawn (see `scaled_root`).
+        covariance: `[B, C, C]`, `[B, C]`, `[B·C, B·C]` or `[B/n, n·C, n·C]`, in squared units of the outputs; of
+            outputs in float32 it may be float64, in which it should have been summed where samples are to be drawn (see
+            `scaled_root`).
         positions: Of outputs with positions, their dimensions: B is then the number of data × positions.
         outputs: Which of the network's outputs the C are, `[B, C]`; None for all of them.
 
@@ -45,10 +47,12 @@ class Gaussian:
         rows, outputs = self.mean.shape
         joint = rows * outputs
         accepted = [[rows, outputs, outputs], [rows, outputs], [joint, joint]]
-        if list(self.covariance.shape) not in accepted:
+        shape = list(self.covariance.shape)
+        grouped = len(shape) == 3 and shape[1] == shape[2] and shape[0] * shape[1] == joint and shape[1] % outputs == 0
+        if shape not in accepted and not grouped:
             raise InvalidArgument(
-                f"covariance has shape {list(self.covariance.shape)}; for a mean {[rows, outputs]} accepted are "
-                f"{accepted[0]} (per row), {accepted[1]} (variances) and {accepted[2]} (joint)."
+                f"covariance has shape {shape}; for a mean {[rows, outputs]} accepted are {accepted[0]} (per row), "
+                f"{accepted[1]} (variances), {accepted[2]} (joint) and [{rows}/n, n·{outputs}, n·{outputs}] (groups)."
             )
 
     @property
@@ -60,6 +64,11 @@ class Gaussian:
     def is_joint(self) -> bool:
         """True if the covariance couples rows, `[B·C, B·C]`."""
         return self.covariance.ndim == 2 and not self.is_diagonal
+
+    @property
+    def is_grouped(self) -> bool:
+        """True if the covariance couples the rows of groups, `[B/n, n·C, n·C]` with n > 1."""
+        return self.covariance.ndim == 3 and len(self.covariance) < len(self.mean)
 
     @property
     def variance(self) -> Tensor:
@@ -78,9 +87,8 @@ class Gaussian:
         noise = sigma.square().expand(self.mean.shape[1])
         if self.is_diagonal:
             return replace(self, covariance=self.covariance + noise)
-        if self.is_joint:
-            return replace(self, covariance=self.covariance + torch.diag(noise.repeat(len(self.mean))))
-        return replace(self, covariance=self.covariance + torch.diag(noise))
+        rows = self.covariance.shape[-1] // len(noise)  # that a block is of
+        return replace(self, covariance=self.covariance + torch.diag(noise.repeat(rows)))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws, `[n, B, C]`: independent noise in every row, or jointly distributed rows for a joint covariance.
@@ -137,7 +145,12 @@ class Gaussian:
         root = covariance_root(self.covariance).to(self.mean)
         if self.is_joint:
             return lambda noise: (noise.flatten(1) @ root.T).view_as(noise)
-        return lambda noise: (root @ noise.permute(1, 2, 0)).permute(2, 0, 1)
+
+        def coloured(noise: Tensor) -> Tensor:
+            blocks = noise.reshape(len(noise), *root.shape[:2])
+            return (root @ blocks.permute(1, 2, 0)).permute(2, 0, 1).reshape(noise.shape)
+
+        return coloured
 
 
 def sample_moments(samples: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from laplace.core.output_choice import OutputChoice
 from laplace.core.precision_policy import wide_dtype
+from laplace.errors import InvalidArgument
 from laplace.jacobian.blocks import Block, DenseBlock, from_state
 from laplace.jacobian.contractions import CHUNK_BYTES, total
+from laplace.jacobian.grouped import GroupedBlock
 from laplace.jacobian.heads import HeadBlock
 
 
@@ -28,12 +31,14 @@ class Jacobian:
             sum that was rounded in float32 is known to three digits (`laplace.core.symmetric_root`).
         outputs: Which of the network's outputs the cotangents of every datum are, `[B, K]`; None for all of them, or
             for other cotangents.
+        group_size: Rows that a datum is made of; its cotangents are those of all of them, rows major.
     """
 
     blocks: tuple[Block, ...]
     positions: tuple[int, ...] = ()
     wide: bool = False
     outputs: Tensor | None = None
+    group_size: int = 1
 
     @property
     def n_data(self) -> int:
@@ -76,11 +81,17 @@ class Jacobian:
     def at(self, data: slice | Tensor) -> Jacobian:
         """The Jacobian of some of the data: a slice, or indices `[n]`."""
         outputs = None if self.outputs is None else self.outputs[data]
-        return Jacobian(tuple(block.at(data) for block in self.blocks), wide=self.wide, outputs=outputs)
+        return replace(self, blocks=tuple(block.at(data) for block in self.blocks), positions=(), outputs=outputs)
 
     def select_outputs(self, outputs: Tensor) -> Jacobian:
         """The Jacobian of K outputs of every datum, `outputs` `[B, K]`."""
         return replace(self, blocks=tuple(block.select_outputs(outputs) for block in self.blocks), outputs=outputs)
+
+    def grouped(self, size: int) -> Jacobian:
+        """The Jacobian of groups of rows that follow each other, each of which is a datum with size · K outputs."""
+        blocks = tuple(GroupedBlock(block, size) for block in self.blocks)
+        outputs = None if self.outputs is None else self.outputs.unflatten(0, (-1, size)).flatten(1)
+        return replace(self, blocks=blocks, outputs=outputs, group_size=size)
 
     def detached(self) -> Jacobian:
         """The Jacobian as plain tensors, without graphs or references to a network, as states hold it.
@@ -135,3 +146,54 @@ def chosen(
             yield jacobian.select_outputs(outputs), f.gather(1, outputs)
     if choice is not None:
         choice.require_all(start)
+
+
+def joined(parts: Sequence[tuple[Jacobian, Tensor]]) -> tuple[Jacobian, Tensor]:
+    """Jacobians and outputs of consecutive data as one; several are multiplied out."""
+    first, f = parts[0]
+    if len(parts) == 1:
+        return first, f
+    sizes = tuple(block.size for block in first.blocks)
+    whole = Jacobian.from_dense(torch.cat([jacobian.dense() for jacobian, _ in parts]), sizes)
+    chosen_outputs = [jacobian.outputs for jacobian, _ in parts if jacobian.outputs is not None]
+    outputs = torch.cat(chosen_outputs) if chosen_outputs else None
+    return replace(first, blocks=whole.blocks, outputs=outputs), torch.cat([f for _, f in parts])
+
+
+def whole_groups(pieces: Generator[tuple[Jacobian, Tensor]], size: int) -> Generator[tuple[Jacobian, Tensor]]:
+    """Jacobians of groups of `size` data, and outputs of their rows, of pieces that end anywhere.
+
+    Of outputs with positions a group has the rows of all positions of its data.
+
+    Raises:
+        InvalidArgument: The last group is not whole.
+    """
+    begun: list[tuple[Jacobian, Tensor]] = []
+    with closing(pieces):
+        for jacobian, f in pieces:
+            n_rows = size * prod(jacobian.positions)
+            first = min(len(f), -_count(begun) % n_rows)
+            end = first + (len(f) - first) // n_rows * n_rows
+            for part in (slice(0, first), slice(first, end), slice(end, len(f))):
+                if part.start < part.stop:
+                    some = jacobian if part == slice(0, len(f)) else jacobian.at(part)
+                    begun.append((replace(some, positions=jacobian.positions), f[part]))
+                if begun and _count(begun) % n_rows == 0:
+                    whole, rows = joined(begun)
+                    yield whole.grouped(n_rows), rows
+                    begun = []
+    if begun:
+        raise group_left_over(size, _count(begun))
+
+
+def _count(parts: list[tuple[Jacobian, Tensor]]) -> int:
+    """Number of rows of all parts."""
+    return sum(len(f) for _, f in parts)
+
+
+def group_left_over(size: int | None, rows: int) -> InvalidArgument:
+    """The error of groups of so many data that do not hold all, with the rows that are left over."""
+    return InvalidArgument(
+        f"group_size={size} does not divide the number of inputs: {rows} of their rows are left over. Give as many "
+        "inputs as there are groups of this size."
+    )

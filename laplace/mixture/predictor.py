@@ -66,7 +66,7 @@ class MixturePredictor(Predictor):
 
     def functional_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:
         """A component per sample, then a sample of its outputs."""
-        chosen = _shared(request.outputs)
+        chosen = _shared(request.outputs) | _groups(request)
 
         def draw(la: ParametricLaplace, n_samples: int) -> Tensor:
             return la.functional_samples(x, *_sampling_arguments(request, n_samples), **chosen, **model_kwargs)
@@ -75,7 +75,7 @@ class MixturePredictor(Predictor):
 
     def predictive_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:
         """A component per sample, then a sample of the mean of its target."""
-        chosen = _shared(request.outputs)
+        chosen = _shared(request.outputs) | _groups(request)
 
         def draw(la: ParametricLaplace, n_samples: int) -> Tensor:
             return la.predictive_samples(x, *_sampling_arguments(request, n_samples), **chosen, **model_kwargs)
@@ -100,6 +100,11 @@ def _arguments(la: ParametricLaplace, request: Request) -> tuple[Any, ...]:
         request.diagonal_output,
         request.generator,
     )
+
+
+def _groups(request: Request) -> dict[str, Any]:
+    """Groups of inputs as an argument of all components, which is not passed on where there are none."""
+    return {} if request.group_size is None else {"group_size": request.group_size}
 
 
 def _shared(outputs: Given) -> dict[str, Given]:

@@ -154,6 +154,9 @@ class UsersPrecision(Precision):
     precision: Precision
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
+        if jacobian.group_size > 1 and self.posterior.overrides("functional_covariance"):
+            groups = (group for piece in jacobian.pieces() for group in piece)
+            return torch.stack([self._users_covariance(g.unflatten(0, (jacobian.group_size, -1))) for g in groups])
         if not self.posterior.overrides("functional_variance"):
             return self.precision.functional_variance(jacobian)
         shape = (jacobian.n_cotangents, jacobian.n_cotangents)
@@ -172,7 +175,11 @@ class UsersPrecision(Precision):
     def functional_covariance(self, jacobian: Jacobian) -> Tensor:
         if not self.posterior.overrides("functional_covariance"):
             return self.precision.functional_covariance(jacobian)
-        n, dense = jacobian.n_data * jacobian.n_cotangents, jacobian.dense()
+        return self._users_covariance(jacobian.dense())
+
+    def _users_covariance(self, dense: Tensor) -> Tensor:
+        """A user's own covariance of rows `[B, C, P]`, `[B·C, B·C]`."""
+        n = dense.shape[:2].numel()
         with self.posterior.owned() as la:
             return checked(la, "functional_covariance", la.functional_covariance(dense), (n, n)).to(dense.dtype)
 

@@ -20,6 +20,7 @@ from laplace.errors import InvalidArgument
 from laplace.posterior.overridden import wrong_shape
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.latent import GaussianSource
+from laplace.predictive.options import PredictionOptions
 from laplace.predictive.posterior_outputs import Draw, OwnSamples, PosteriorOutputs
 
 
@@ -54,7 +55,7 @@ def own_quantities(
     if isinstance(source, GaussianSource) and posterior.overrides("functional_variance_fast"):
         source = OwnVariances(posterior, source, x)
     samples = {
-        name: own_samples(posterior, name, x, kind, rows.options.form, model_kwargs)
+        name: own_samples(posterior, name, x, kind, rows.options, model_kwargs)
         for name in ("functional_samples", "predictive_samples")
         if posterior.overrides(name)
     }
@@ -63,7 +64,7 @@ def own_quantities(
 
 
 def own_samples(
-    posterior: Posterior, name: str, x: Inputs, kind: PredType, form: str, model_kwargs: dict[str, Any]
+    posterior: Posterior, name: str, x: Inputs, kind: PredType, asked: PredictionOptions, model_kwargs: dict[str, Any]
 ) -> Draw:
     """A user's own `functional_samples` or `predictive_samples` at x.
 
@@ -72,13 +73,14 @@ def own_samples(
         name: Which of them.
         x: Inputs.
         kind: Linearised or sampled.
-        form: Covariance of the latents: `"full"`, `"diagonal"` or `"joint"`.
+        asked: Form of the covariance of the latents, and its groups.
         model_kwargs: Further arguments of the model.
     """
     options = dict(model_kwargs)
     # What has its default value is not passed on: a user's method need not know it.
     if kind != PredType.NN:
-        options |= {"full": {}, "diagonal": {"diagonal_output": True}, "joint": {"joint": True}}[form]
+        options |= {"full": {}, "diagonal": {"diagonal_output": True}, "joint": {"joint": True}}[asked.form]
+        options |= {} if asked.group_size is None else {"group_size": asked.group_size}
     pred_type = posterior.choices.pred_types.name(kind)
 
     def draw(n: int, generator: torch.Generator | None) -> OutputRows:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.output_choice import OutputChoice
 from laplace.core.overrides import POSTERIOR, PREDICTIONS
 from laplace.core.positions import in_users_layout, unrolled
 from laplace.core.random_numbers import drawn_seed
 from laplace.enums import PredType
-from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.errors import GradientWarning, InvalidArgument, UnsupportedError, warn
 from laplace.posterior import own_outputs
 from laplace.posterior.overridden import posterior_before
 from laplace.posterior.posterior import Posterior
@@ -160,7 +161,7 @@ class PosteriorPredictor(Predictor):
             check_model_kwargs(self.posterior.problem.module, model_kwargs)
             return self._of(self._sampled(x, options, model_kwargs), options, draws)
         refuse_model_kwargs(model_kwargs)
-        return self._of(self.linearised(x, options.choice), options, draws)
+        return self._of(self.linearised(x, options.choice, options.group_size), options, draws)
 
     def _of(self, source: GaussianSource | SampleSource, options: PredictionOptions, draws: Draws) -> PosteriorOutputs:
         posterior = self.posterior
@@ -168,19 +169,23 @@ class PosteriorPredictor(Predictor):
         sigma = sigma if options.choice is None else options.choice.noise(sigma)
         return PosteriorOutputs(source, posterior.likelihood, sigma, options, draws)
 
-    def linearised(self, x: Inputs, choice: OutputChoice | None = None) -> LinearisedOutputs:
-        """Outputs of the linearised network: all, or those of a choice."""
+    def linearised(
+        self, x: Inputs, choice: OutputChoice | None = None, group_size: int | None = None
+    ) -> LinearisedOutputs:
+        """Outputs of the linearised network: all, or those of a choice; jointly all inputs, or those of a group."""
         posterior, graph = self.posterior, self.graph
+        self._warn_of_cut(x)
         with torch.set_grad_enabled(graph):
             precision = posterior.predictive_precision()
         return LinearisedOutputs(
             posterior.engine, precision, x, posterior.refined_step, graph, posterior.check_unchanged, self.through_x,
-            choice,
+            choice, group_size,
         )  # fmt: skip
 
     def _sampled(self, x: Inputs, options: PredictionOptions, model_kwargs: dict[str, Any]) -> SampledOutputs:
         """Outputs of the network at sampled weights."""
         posterior, graph = self.posterior, self.graph
+        self._warn_of_cut(x)
         refuse_refined(posterior.refined_step, posterior.engine.problem)
         with torch.set_grad_enabled(graph):
             thetas = sampler(posterior)
@@ -198,6 +203,7 @@ class PosteriorPredictor(Predictor):
             UnsupportedError: The posterior is not diagonal.
         """
         posterior, graph = self.posterior, self.graph
+        self._warn_of_cut(x)
         refuse_refined(posterior.refined_step, posterior.problem)
         with torch.set_grad_enabled(graph):
             variances = posterior.predictive_precision().diagonal_of_inverse()
@@ -207,13 +213,24 @@ class PosteriorPredictor(Predictor):
         )  # fmt: skip
         return self._of(source, options, draws)
 
+    def _warn_of_cut(self, x: Inputs) -> None:
+        """Warns where a graph leads to the inputs, and that of the prediction will not."""
+        if self.through_x or not torch.is_grad_enabled():
+            return
+        if any(tensor.requires_grad for tensor in batches.tensors(x)):
+            warn(
+                "the inputs require a gradient, which the prediction does not have: enable_backprop is False. Set "
+                "la.enable_backprop = True, or give x.detach().",
+                GradientWarning,
+            )
+
     def _latent_samples(
         self, x: Inputs, request: Request, model_kwargs: dict[str, Any], *, own: bool = False
     ) -> Tensor:
         """Samples of the outputs at x, `[S, B, *positions, C]`; with `own` those of a user's `functional_samples`."""
         name, kind, options = "functional_samples", self._kind(request), self._options(request)
         if own and self.posterior.overrides(name):
-            draw = own_outputs.own_samples(self.posterior, name, x, kind, options.form, model_kwargs)
+            draw = own_outputs.own_samples(self.posterior, name, x, kind, options, model_kwargs)
             rows = draw(options.n_samples, request.generator)
             return unrolled(rows.values, rows.positions, 1)
         drawn = self._outputs(x, kind, options, lambda: request.generator, model_kwargs)

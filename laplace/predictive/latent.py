@@ -23,7 +23,7 @@ from laplace.core.positions import OutputRows
 from laplace.engines.engine import CurvatureEngine
 from laplace.engines.outputs import outputs
 from laplace.errors import InvalidData, OutOfMemory
-from laplace.jacobian.jacobian import Jacobian
+from laplace.jacobian.jacobian import Jacobian, group_left_over, joined, whole_groups
 from laplace.structures.base import Precision
 
 _COPIES = 3
@@ -67,21 +67,30 @@ class SampleSource(ABC):
         """Samples of the latents, `[n, B, C]`."""
 
 
-def moments_of(drawn: OutputRows, form: str) -> Gaussian:
+def moments_of(drawn: OutputRows, form: str, group_size: int | None = None) -> Gaussian:
     """The Gaussian with the moments of samples `[S, B, C]`; covariances are unbiased.
 
+    Args:
+        drawn: The samples.
+        form: `"full"`, `"diagonal"` or `"joint"`.
+        group_size: Inputs of a group, within which a joint covariance is; None for all.
+
     Raises:
-        InvalidArgument: One sample, which has no variance.
+        InvalidArgument: One sample, which has no variance; or groups that are not whole.
     """
     samples = drawn.values
     mean, covariance = sample_moments(samples)
     if form != "diagonal":
         centred = samples - mean
-        if form == "joint":
+        if form == "joint" and group_size is None:
             rows = centred.flatten(1)
             covariance = rows.T @ rows / (len(samples) - 1)
         else:
-            covariance = torch.einsum("sbc,sbd->bcd", centred, centred) / (len(samples) - 1)
+            n_rows = 1 if form == "full" or group_size is None else group_size * prod(drawn.positions)
+            if samples.shape[1] % n_rows:
+                raise group_left_over(group_size, samples.shape[1] % n_rows)
+            rows = centred.unflatten(1, (-1, n_rows)).flatten(2)
+            covariance = torch.einsum("sbc,sbd->bcd", rows, rows) / (len(samples) - 1)
     return Gaussian(mean, covariance, drawn.positions, drawn.outputs)
 
 
@@ -98,6 +107,7 @@ class LinearisedOutputs(GaussianSource):
         check: Raises where the network is not that of the posterior any more.
         through_x: Whether they can be with respect to x.
         choice: Which outputs; None for all.
+        group_size: Inputs of a group, within which joint covariances are; None for all.
     """
 
     engine: CurvatureEngine
@@ -108,6 +118,7 @@ class LinearisedOutputs(GaussianSource):
     check: Callable[[], None]
     through_x: bool
     choice: OutputChoice | None = None
+    group_size: int | None = None
 
     def mean(self) -> OutputRows:
         with checks.together():
@@ -124,7 +135,7 @@ class LinearisedOutputs(GaussianSource):
                 self.check()
                 return linearised(
                     self.engine, precision, self.x, form, step=self.step, create_graph=self.through_x, wide=wide,
-                    choice=self.choice,
+                    choice=self.choice, group_size=self.group_size,
                 )  # fmt: skip
 
         return self.precision.summed(self.x, of)
@@ -147,6 +158,7 @@ def linearised(
     create_graph: bool = False,
     wide: bool = False,
     choice: OutputChoice | None = None,
+    group_size: int | None = None,
 ) -> Gaussian:
     """N(f(x, θ*) + J (θ̂ − θ*), J P⁻¹ Jᵀ), the GLM predictive's latent (Immer et al., 2021).
 
@@ -160,20 +172,23 @@ def linearised(
         create_graph: Whether mean and covariance can be differentiated with respect to x.
         wide: Whether covariances are summed in float64, since samples are to be drawn.
         choice: Which outputs; None for all.
+        group_size: n, inputs of a group, within which a joint covariance is, `[B/n, n·C, n·C]`; None for all.
 
     Raises:
+        InvalidArgument: The last group is not whole.
         InvalidData: No data, or outputs that are not finite.
         OutOfMemory: Covariances between all outputs are more than there is room for.
     """
     pieces = jacobians(engine, x, choice, create_graph=create_graph)
     pieces = shifted(without_graph(pieces, unless=create_graph), step)
-    if form == "joint":
+    if form == "joint" and group_size is None:
         parts = list(pieces)
         rows = _together((f, part.positions, part.outputs) for part, f in parts)
         require_room((rows.values.numel(),) * 2, rows.values)
-        jacobian = parts[0][0] if len(parts) == 1 else _joined(parts)
-        covariance = precision.functional_covariance(replace(jacobian, wide=wide, outputs=rows.outputs))
+        covariance = precision.functional_covariance(replace(joined(parts)[0], wide=wide))
         return _checked(Gaussian(rows.values, covariance, rows.positions, rows.outputs))
+    if form == "joint" and group_size is not None:
+        pieces = whole_groups(pieces, group_size)
     contract: Callable[[Jacobian], Tensor] = (
         precision.functional_diagonal if form == "diagonal" else precision.functional_variance
     )
@@ -181,10 +196,11 @@ def linearised(
     means: list[tuple[Tensor, tuple[int, ...], Tensor | None]] = []
     with closing(pieces):
         for jacobian, f in pieces:
-            if form == "full":
-                require_room((*f.shape, f.shape[1]), f)
+            if form != "diagonal":
+                require_room((jacobian.n_data, jacobian.n_cotangents, jacobian.n_cotangents), f)
             variances.append(contracted(contract, replace(jacobian, wide=wide)))
-            means.append((f, jacobian.positions, jacobian.outputs))
+            outputs_of_rows = jacobian.outputs if jacobian.outputs is None else jacobian.outputs.view(f.shape)
+            means.append((f, jacobian.positions, outputs_of_rows))
     if not means:
         raise InvalidData("the inputs hold no data to predict.")
     rows = _together(means)
@@ -280,8 +296,3 @@ def _checked(gaussian: Gaussian) -> Gaussian:
 def widest(f: Tensor) -> torch.dtype:
     """At least float32, for outputs of a lower precision."""
     return torch.promote_types(f.dtype, torch.float32)
-
-
-def _joined(parts: list[tuple[Jacobian, Tensor]]) -> Jacobian:
-    sizes = tuple(block.size for block in parts[0][0].blocks)
-    return Jacobian.from_dense(torch.cat([jacobian.dense() for jacobian, _ in parts]), sizes)

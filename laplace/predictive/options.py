@@ -65,12 +65,14 @@ class PredictionOptions:
         n_samples: Monte-Carlo samples.
         form: `"full"`, `"diagonal"` or `"joint"`: the covariance of the latents.
         choice: Which outputs; None for all.
+        group_size: Inputs of a group, within which a joint covariance is; None for all.
     """
 
     link: str = "probit"
     n_samples: int = 100
     form: str = "full"
     choice: OutputChoice | None = None
+    group_size: int | None = None
 
 
 def check_options(
@@ -104,7 +106,7 @@ def check_options(
     return kind
 
 
-_OPTIONS = ("pred_type", "joint", "link_approx", "n_samples", "diagonal_output", "generator", "outputs")
+_OPTIONS = ("pred_type", "joint", "link_approx", "n_samples", "diagonal_output", "generator", "outputs", "group_size")
 """Options of predictions, one of which an argument that is not known may be meant to be."""
 
 

@@ -174,7 +174,7 @@ class PosteriorOutputs:
 
     def _gaussian(self, form: str, *, wide: bool = False) -> Gaussian:
         if isinstance(self.source, SampleSource):
-            return moments_of(self._drawn, form)
+            return moments_of(self._drawn, form, self.options.group_size)
         return self.source.latent(form, wide=wide or self._link_draws)
 
     @lazy
@@ -327,7 +327,7 @@ class MixedOutputs:
         if len(gaussians) == 1:
             return gaussians[0]
         joint = self.options.form == "joint"
-        means = [gaussian.mean.flatten() if joint else gaussian.mean for gaussian in gaussians]
+        means = [g.mean.reshape(g.covariance.shape[:-1]) if joint else g.mean for g in gaussians]
         mean, covariance = self.moments(means, [gaussian.covariance for gaussian in gaussians])
         return replace(gaussians[0], mean=mean.view_as(gaussians[0].mean), covariance=covariance)
 

@@ -81,7 +81,10 @@ class Prediction:
 
     @property
     def latent_covariance(self) -> Tensor:
-        """Covariance of the outputs: `[B, C, C]`, `[B, C]` (`diagonal_output`) or `[B·C, B·C]` (`joint`)."""
+        """Covariance of the outputs: `[B, C, C]`, `[B, C]` (`diagonal_output`) or `[B·C, B·C]` (`joint`).
+
+        With groups of n inputs `[B/n, n·C, n·C]`.
+        """
         return laid_out(self.rows.latent, self.channel_dim, joint=self.rows.options.form == "joint")[1]
 
     @property
@@ -235,10 +238,12 @@ def laid_out(gaussian: Gaussian, channel_dim: int, *, joint: bool = False) -> tu
 
     Returns:
         `[B, *positions, C]` with the channels where the network has them, and variances of that shape or covariances
-        `[B, *positions, C, C]`; of a joint Gaussian `[B·C]` and `[B·C, B·C]`.
+        `[B, *positions, C, C]`; of a joint Gaussian `[B·C]` and `[B·C, B·C]`, of groups `[B/n, n·C]` and
+        `[B/n, n·C, n·C]`.
     """
     if joint:
-        return gaussian.mean.flatten(), gaussian.shown
+        covariance = gaussian.shown
+        return gaussian.mean.reshape(covariance.shape[:-1]), covariance
     mean, covariance = (unrolled(part, gaussian.positions) for part in (gaussian.mean, gaussian.shown))
     if gaussian.is_diagonal:
         covariance = in_users_layout(covariance, channel_dim)

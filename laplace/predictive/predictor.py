@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.hyperparameters import check_counts
 from laplace.core.output_choice import Given, OutputChoice
 from laplace.enums import LinkApprox, PredType
+from laplace.errors import InvalidArgument
 from laplace.predictive.options import PredictiveNames, check_options
 from laplace.predictive.posterior_outputs import PredictionOptions
 from laplace.predictive.prediction import Prediction
@@ -29,6 +31,7 @@ class Request:
         joint: Covariance over all inputs.
         link_approx: Name of the link; None for samples, which need none.
         outputs: Which outputs; None for all.
+        group_size: Inputs of a group, within which a joint covariance is; None for all.
     """
 
     pred_type: PredType | str
@@ -38,6 +41,7 @@ class Request:
     joint: bool
     link_approx: LinkApprox | str | None = None
     outputs: Given = None
+    group_size: int | None = None
 
     def kind(self, names: PredictiveNames) -> PredType:
         """The predictive, linearised or sampled, by the names that a posterior has.
@@ -53,16 +57,31 @@ class Request:
 
         Raises:
             InvalidType: Outputs that are no integers.
-            InvalidArgument: No outputs.
+            InvalidArgument: No outputs; or groups without `joint`, or of no inputs.
         """
+        check_group(self.group_size, joint=self.joint)
         form = form_of(joint=self.joint, diagonal_output=self.diagonal_output)
         choice = OutputChoice.of(self.outputs, channel_dim)
-        return PredictionOptions(str(self.link_approx or LinkApprox.PROBIT), self.n_samples, form, choice)
+        link = str(self.link_approx or LinkApprox.PROBIT)
+        return PredictionOptions(link, self.n_samples, form, choice, self.group_size)
 
 
 def form_of(*, joint: bool, diagonal_output: bool) -> str:
     """The covariance of the latents that was asked for: `"joint"`, `"diagonal"` or `"full"`."""
     return "joint" if joint else "diagonal" if diagonal_output else "full"
+
+
+def check_group(group_size: int | None, *, joint: bool) -> None:
+    """Refuses groups of inputs where no joint covariance was asked for, and of no inputs.
+
+    Raises:
+        InvalidArgument: They are.
+    """
+    if group_size is None:
+        return
+    check_counts(group_size=group_size)
+    if not joint:
+        raise InvalidArgument(f"group_size={group_size} says which inputs are joint; give joint=True with it.")
 
 
 class Predictor(ABC):

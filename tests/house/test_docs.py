@@ -22,6 +22,7 @@ _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 # Packages that the examples of a page need besides those of the tests.
 NEEDS = {
+    "botorch": ("botorch",),
     "deployment": ("onnx", "onnxscript", "onnxruntime"),
     "integrations": ("skorch", "accelerate"),
     "language_models": ("transformers", "peft"),

@@ -73,6 +73,7 @@ ALWAYS_THERE = {"torch", "numpy", "tqdm"}
 
 # Files whose classes derive from another package's, which they import at their top level; nothing imports them.
 BRIDGES = {
+    "integrations/botorch.py": "botorch",
     "integrations/lightning.py": "lightning",
     "integrations/sklearn.py": "sklearn",
     "integrations/transformers.py": "transformers",

@@ -10,6 +10,7 @@ from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis, ThinBasis
 from laplace.errors import StateError
 from laplace.jacobian.blocks import Block, DenseBlock, MappedBlock, PickedBlock, SumBlock, from_state
 from laplace.jacobian.contractions import ProductBasis
+from laplace.jacobian.grouped import GroupedBlock
 from laplace.jacobian.head_rows import HeadRows
 from laplace.jacobian.heads import HeadBlock, RotatedHeadBlock, as_head
 from laplace.jacobian.index import IndexBlock
@@ -126,6 +127,21 @@ def test_picked_entries_are_those_of_the_dense_block(name: str, many: bool) -> N
     check(PickedBlock(whole, index), whole.dense()[..., index])
 
 
+@pytest.mark.parametrize("name", [name for name in BLOCKS if name != "mapped"])  # whose bound is that of a rotation
+def test_groups_are_data_with_the_outputs_of_their_rows(name: str) -> None:
+    whole = BLOCKS[name]()
+    truth = torch.cat([whole.dense()[:, 0::2], whole.dense()[:, 1::2]])  # the first rows of both groups, and the second
+    block = GroupedBlock(whole, 2)
+    check_contractions(block, truth)
+    check_contractions(block.cast(torch.float64), truth)
+    check_contractions(block.at(slice(1, 2)), truth[:, 1:])
+    check_contractions(block.at(torch.tensor([1, 0, 1])), truth[:, [1, 0, 1]])
+    for other in (whole, DenseBlock(whole.dense())):
+        kernel = torch.einsum("kbp,lmp->kblm", truth, other.dense())
+        assert_close(block_kernel(block, other), kernel, "algebra")
+        assert_close(block_kernel(other, block), kernel.permute(2, 3, 0, 1), "algebra")
+
+
 MATRICES = {
     "weight": (lambda: outer(2), (2, 5)),
     "stored by input": (lambda: outer(2, input_first=True), (5, 2)),
@@ -157,6 +173,8 @@ def test_a_block_in_a_product_of_bases(is_thin: bool, name: str, sides: str, out
     u, v = (torch.eye(len(q.matrix()[0])).double() if side == sides else q.matrix()[0] for q, side in pairs)
     truth = torch.einsum("kbcd,ce,df->kbef", block.dense().unflatten(2, (left, right)), u, v).flatten(2)
     check_contractions(block.in_basis(basis), truth)
+    grouped = torch.cat([truth[:, 0::2], truth[:, 1::2]])
+    check_contractions(GroupedBlock(block, 2).in_basis(basis), grouped)
     assert_close(basis.rotate(block.dense()), truth, "algebra")
     assert_close(basis.rotate(truth, back=True), block.dense(), "algebra")
 

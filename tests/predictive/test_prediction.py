@@ -11,7 +11,7 @@ from torch.distributions import Bernoulli, Categorical, Dirichlet, MultivariateN
 
 from laplace import Laplace, ParametricLaplace, Prediction
 from laplace.enums import LinkApprox
-from laplace.errors import InvalidArgument, LaplaceError, ModelChangedError, UnsupportedError
+from laplace.errors import GradientWarning, InvalidArgument, LaplaceError, ModelChangedError, UnsupportedError
 from laplace.likelihoods import get_likelihood
 from tests import grid
 from tests.conformance.cases import Case, few, truth
@@ -241,7 +241,8 @@ def test_gradients_reach_the_inputs() -> None:
     entropy.sum().backward()
     assert x.grad is not None and x.grad.abs().max() > 0
     la.enable_backprop = False
-    assert not la.predict(x).mean.requires_grad
+    with pytest.warns(GradientWarning, match="enable_backprop"):
+        assert not la.predict(x).mean.requires_grad
 
 
 def test_options_without_meaning_are_refused() -> None:

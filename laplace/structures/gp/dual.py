@@ -200,9 +200,10 @@ class Projected:
 
 
 def one_output(jacobian: Jacobian, c: int) -> Tensor:
-    """The output c of every datum, `[B, 1]`, for `Jacobian.select_outputs`."""
+    """The output c of every datum, `[B, 1]`, for `Jacobian.select_outputs`; of groups that of all of their rows."""
     device = jacobian.blocks[0].bound().device
-    return torch.full((jacobian.n_data, 1), c, dtype=torch.long, device=device)
+    step = jacobian.n_cotangents // jacobian.group_size
+    return torch.arange(c, jacobian.n_cotangents, step, device=device).expand(jacobian.n_data, -1)
 
 
 def pulled(parts: Sequence[Jacobian], outputs: Tensor) -> Tensor:

@@ -196,6 +196,11 @@ def _joint_kernel(jacobian: Jacobian, scales: Scales) -> Tensor:
     return kernel(jacobian, jacobian, scales).reshape(n, n)
 
 
+def _side_by_side(blocks: list[Tensor]) -> Tensor:
+    """Covariances `[..., n, n]` of C independent outputs as one, `[..., n·C, n·C]`, rows major."""
+    return torch.diag_embed(torch.stack(blocks, -1)).transpose(-3, -2).flatten(-2).flatten(-3, -2)
+
+
 @dataclass(frozen=True)
 class IndependentPrecision(DualPrecision):
     """Every output by itself, a Gaussian process of its own: no Gaussian over weights belongs to it."""
@@ -213,7 +218,13 @@ class IndependentPrecision(DualPrecision):
             yield basis, jacobian.select_outputs(one_output(jacobian, c))
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
-        return torch.diag_embed(self.functional_diagonal(jacobian))
+        if jacobian.group_size == 1:  # an output of one row: variances say everything
+            return torch.diag_embed(self.functional_diagonal(jacobian))
+        blocks = [
+            self.moved(i, part, basis.variance(part).at(*self.setting), "full")
+            for i, (basis, part) in enumerate(self._outputs(jacobian))
+        ]
+        return _side_by_side(blocks).to(jacobian.summed_in(self.dtype))
 
     def functional_diagonal(self, jacobian: Jacobian) -> Tensor:
         variances = [
@@ -227,9 +238,7 @@ class IndependentPrecision(DualPrecision):
             self.moved(i, part, basis.covariance(part).at(*self.setting), "joint")
             for i, (basis, part) in enumerate(self._outputs(jacobian))
         ]
-        size = len(blocks) * jacobian.n_data
-        covariance = torch.diag_embed(torch.stack(blocks, -1)).permute(0, 2, 1, 3).reshape(size, size)
-        return covariance.to(jacobian.summed_in(self.dtype))
+        return _side_by_side(blocks).to(jacobian.summed_in(self.dtype))
 
     def quad(self, vectors: Tensor) -> Tensor:
         raise self._no_weights()
