@@ -91,7 +91,7 @@ class Reading:
                     total = self._extended(total, *data)
                 if look is not None:
                     conditions.read()
-                    look.look(*data)
+                    look.look(*data[:2])
                     look = None
             bar.add(len(data[1]), done=is_summed)
             if resume is not None and not is_summed and resume.is_due():
@@ -101,7 +101,7 @@ class Reading:
         bar.close()
         if resume is not None:
             resume.require_passed()
-        return None if total is None else replace(total, n_data=int(total.n_data))
+        return None if total is None else replace(total, n_data=total.count)
 
     def coverage(self) -> dict[str, str]:
         """Rule that explained every tensor, also before the fit was interrupted."""
@@ -128,16 +128,19 @@ class Reading:
             coverage=self.coverage(), draws=draws,
         )  # fmt: skip
 
-    def _counted(self, batch: Any) -> tuple[Inputs, Tensor] | None:
-        """Inputs and targets that count, or None."""
+    def _counted(self, batch: Any) -> tuple[Inputs, Tensor, Tensor | None] | None:
+        """Inputs and targets that count, with their weights, or None."""
         problem = self.engine.problem
-        return next_token.counted(
+        return next_token.weighed(
             batch, self.options.dict_key_y, problem.device, self.engine.target_rules, problem.module
         )
 
-    def _extended(self, total: BatchSummary | None, x: Inputs, y: Tensor) -> BatchSummary:
+    def _extended(
+        self, total: BatchSummary | None, x: Inputs, y: Tensor, weights: Tensor | None
+    ) -> BatchSummary:
         """The sums with those of one more batch, whose curvature the pass takes in."""
-        new = self.data_pass.add(x, y)
+        with self.engine.weighing(weights):
+            new = self.data_pass.add(x, y)
         require_finite(new.loss_terms.isfinite())
         losses = new.loss_terms.detach()
         if total is None:

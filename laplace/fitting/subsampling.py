@@ -89,7 +89,7 @@ def accumulate(
     if subset.size == n_inputs:
         return fit
     curvature = fit.curvature.scaled(n_inputs / subset.size)
-    facts = {"loss_terms": summary.loss_terms, "n_data": int(summary.n_data), "n_outputs": summary.n_outputs}
+    facts = {"loss_terms": summary.loss_terms, "n_data": summary.count, "n_outputs": summary.n_outputs}
     return replace(fit, curvature=curvature, **facts)
 
 
@@ -97,7 +97,8 @@ def _losses(data: Iterable[tuple[int, Inputs, Tensor]], engine: CurvatureEngine)
     """Sums of what the data contribute besides curvature, and the number of inputs (each with all of its positions)."""
     likelihood = engine.likelihood
     total: Tensor | None = None
-    n_data = n_inputs = n_outputs = 0
+    n_data: float | Tensor = 0
+    n_inputs = n_outputs = 0
     for number, x, y in data:
         with named(f"batch {number}"):
             rows = outputs(engine, x)

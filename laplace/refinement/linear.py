@@ -12,6 +12,7 @@ from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.positions import require_none
 from laplace.core.precision_policy import widened
+from laplace.engines.engine import as_count
 from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.linear_maps import GraphMap, HeadMap
 from laplace.errors import InvalidData
@@ -90,9 +91,10 @@ class LinearData:
             raise InvalidData("the loader gave no data that count; a refinement needs those of the fit.")
 
     @property
-    def n_data(self) -> int:
+    def n_data(self) -> float:
         """Data that count."""
-        return sum(len(batch.f) for batch in self.batches)
+        likelihood = self.engine.likelihood
+        return as_count(sum(float(likelihood.count(batch.f, batch.y)) for batch in self.batches))
 
     def push(self, vector: Tensor) -> list[Tensor]:
         """J v of every batch, `[B, C]` each."""
