@@ -47,7 +47,9 @@ class DataWeights:
             raise InvalidArgument(f"weight_fn= and dict_key_weight={dict_key_weight!r} are given; give one of them.")
         if weight_fn is None:
             if not isinstance(dict_key_weight, str):
-                raise InvalidType(f"dict_key_weight={dict_key_weight!r}; the key of the weights, a string, is accepted.")
+                raise InvalidType(
+                    f"dict_key_weight={dict_key_weight!r}; the key of the weights, a string, is accepted."
+                )
             return cls(f"dict_key_weight={dict_key_weight!r}", None, dict_key_weight)
         if not callable(weight_fn):
             raise InvalidType(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core.progress import known_length
 from laplace.engines.engine import BatchSummary, CurvatureEngine, as_count, same_count
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.fitting import planning, shards
@@ -161,7 +162,7 @@ def accumulate(
     try:
         check = None
         if reading.check_memory:
-            check = MemoryCheck(engine.problem, structure, options, planning.known_length(loader))
+            check = MemoryCheck(engine.problem, structure, options, known_length(loader))
             engine.inspect = check
         first = structure.first_pass(engine, options) if reading.first_pass is None else reading.first_pass(engine)
         if reading.processes is not None:

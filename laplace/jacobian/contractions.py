@@ -175,7 +175,7 @@ class KroneckerFactored(Contractions):
 
     @abstractmethod
     def input_count(self, weights: Tensor | None = None, *, reduce: bool) -> Tensor:
-        """Number of rows of the input side, each with the weight of its datum, 0-dim: positions, or of `reduce` data."""
+        """Number of rows of the input side, each with its datum's weight, 0-dim: positions, or with `reduce` data."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -96,9 +96,7 @@ class IndexBlock(FactoredBlock):
         del reduce
         return self.g[:, self.counted].unsqueeze(2)
 
-    def input_side(
-        self, gram: Callable[[Any], object], weights: Tensor | None = None, *, reduce: bool
-    ) -> Tensor:
+    def input_side(self, gram: Callable[[Any], object], weights: Tensor | None = None, *, reduce: bool) -> Tensor:
         del gram, reduce
         valid = self.index >= 0
         if weights is None:

@@ -18,8 +18,8 @@ from laplace.likelihoods.softmax import SoftmaxLikelihood
 class Categorical(SoftmaxLikelihood):
     """p(y | f) = softmax(f)_y for integer labels, Π_c softmax(f)_c^{q_c} for soft ones.
 
-    With weights of classes it is softmax(f)_y^{w_y}: the loss is `CrossEntropyLoss(weight, reduction="sum")`, and a datum
-    of class y counts w_y times in loss, curvature, evidence and number of data, as if it were given so often.
+    With weights of classes it is softmax(f)_y^{w_y}: the loss is `CrossEntropyLoss(weight, reduction="sum")`, and a
+    datum of class y counts w_y times in loss, curvature, evidence and number of data, as if it were given so often.
 
     Attributes:
         ignore_index: Label of data that count nowhere; None for no such label.

@@ -87,9 +87,9 @@ class SoftmaxLikelihood(NoiseFreeLikelihood):
     def sample_gradients(
         self, f: Tensor, y: Tensor | None, n_samples: int, generator: torch.Generator | None = None
     ) -> Tensor:
-        """softmax(f) − e_ŷ with ŷ ~ softmax(f), `[S, B, C]`, times the root of the weight of y, the label that was seen.
+        """softmax(f) − e_ŷ with ŷ ~ softmax(f), `[S, B, C]`, times the root of y's weight; zero for ignored labels.
 
-        Zero for ignored labels. A weight is of a datum, whatever is drawn in the place of its label: the second moment
+        A weight is of a datum, whatever is drawn in the place of its label: the second moment
         is that of the weighted loss.
         """
         p = torch.softmax(f, 1)

@@ -82,13 +82,13 @@ class Refiner:
         check_generator(options.generator)
         if posterior.map_fit.is_weighed:
             raise UnsupportedError(
-                "the fit has data with weights of their own (weight_fn=, dict_key_weight=), which a refinement does not "
-                "know; weigh classes by the likelihood, Categorical(class_weight=...), which it does."
+                "the fit has data with weights of their own (weight_fn=, dict_key_weight=), which a refinement does "
+                "not know; weigh classes by the likelihood, Categorical(class_weight=...), which it does."
             )
         self.posterior = posterior
         self.engine = engine
         self.options = options
-        self.data = LinearData(engine, loader, choices.dict_key_y)
+        self.data = LinearData(engine, loader, choices.dict_key_y, progress_bar=options.progress_bar)
         seen = posterior.map_fit.n_data
         if not same_count(self.data.n_data, seen):
             raise InvalidData(

@@ -119,8 +119,8 @@ class KronByHand(ByHand):
 
         if engine.likelihood.weighs_targets:
             raise UnsupportedError(
-                "class_weight= with Kronecker factors by hand, of which a batch's share is its number of data: call fit, "
-                "or choose hessian_structure='diag' or 'full'."
+                "class_weight= with Kronecker factors by hand, of which a batch's share is its number of data: call "
+                "fit, or choose hessian_structure='diag' or 'full'."
             )
         summary, parts = engine.kron(x, y)
         if any(block.index is not None for block in parts.blocks):

@@ -124,11 +124,11 @@ class OuterEngine(NativeEngine):
         if weights is None:
             return [None] * len(batch.plan)
         counted = self._counted(batch, targets)
-        rows = weights if counted is None else weights[counted]
-        present = torch.ones_like(weights) if counted is None else torch.zeros_like(weights).index_fill(0, counted, 1.0)
-        sums, counts = ((values * present).view(batch.n_data, -1).sum(1) for values in (weights, torch.ones_like(weights)))
-        means = sums / counts.clamp(min=1)
-        return [rows if batch.by_row(i) else means for i in range(len(batch.plan))]
+        rows, present = weights, torch.ones_like(weights)
+        if counted is not None:
+            rows, present = weights[counted], torch.zeros_like(weights).index_fill(0, counted, 1.0)
+        sums, counts = (values.view(batch.n_data, -1).sum(1) for values in (weights * present, present))
+        return [rows if batch.by_row(i) else sums / counts.clamp(min=1) for i in range(len(batch.plan))]
 
     def matmul(
         self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
