@@ -198,8 +198,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         """Rules for targets: the likelihood's, unless a loss was assigned."""
         return self.likelihood if self.options.loss is None else TargetsAsGiven(self.likelihood.ignore_index)
 
-    @classmethod
-    def require_weighing(cls, what: str) -> None:
+    def require_weighing(self, what: str) -> None:
         """Refuses what asks for data that count more or less than once.
 
         Args:
@@ -208,10 +207,10 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         Raises:
             UnsupportedError: The engine knows whole data only.
         """
-        if not cls.weighs_data:
+        if not self.weighs_data:
             raise UnsupportedError(
-                f"{what} with backend={cls.name}, which sums all data with the same weight; use backend=NativeGGN, the "
-                "default, NativeEF or NativeHessian."
+                f"{what} with backend={self.name}, which sums all data with the same weight; use backend=NativeGGN, "
+                "the default, NativeEF or NativeHessian."
             )
 
     @contextmanager

@@ -46,7 +46,10 @@ class Decomposition:
 
     @property
     def mutual_information(self) -> Tensor:
-        """Information of y about f, `[B]`: predictive − expected entropy, the epistemic part, never negative."""
+        """BALD, the information of y about f, I(y; f), `[B]`: predictive − expected entropy, the epistemic part.
+
+        The score of "Bayesian active learning by disagreement" (Houlsby et al., 2011), never negative.
+        """
         return (self.predictive_entropy - self.expected_entropy).clamp(min=0)
 
     def to(self, dtype: torch.dtype) -> Decomposition:

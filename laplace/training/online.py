@@ -26,7 +26,7 @@ from laplace.core.positions import as_rows
 from laplace.core.processes import Processes
 from laplace.curvature import CurvatureInterface
 from laplace.enums import HessianStructure, Likelihood, PriorStructure, SubsetOfWeights
-from laplace.errors import CurvatureError, InvalidArgument, InvalidData
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
 from laplace.factory import Laplace
 from laplace.fitting import without_padding
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
@@ -114,6 +114,7 @@ class OnlineLaplace(CheckedConstructor):
 
     Raises:
         InvalidArgument: An option is out of range, or the loader can be read only once.
+        UnsupportedError: Classes have weights.
     """
 
     def __init__(
@@ -147,6 +148,11 @@ class OnlineLaplace(CheckedConstructor):
             temperature=temperature, backend=backend, enable_backprop=enable_backprop, dict_key_x=dict_key_x,
             dict_key_y=dict_key_y, forward_fn=forward_fn, **(laplace_kwargs or {}),
         )  # fmt: skip
+        if self.la.likelihood_object.weighs_targets:
+            raise UnsupportedError(
+                "class_weight= in online training, whose N is a number of data; train with a weighted loss, and fit "
+                "with Categorical(class_weight=...) afterwards."
+            )
         self.model = network_of(model)
         require_rereadable(train_loader, "training reads train_loader once per epoch")
         self.train_loader, self.group = train_loader, group
