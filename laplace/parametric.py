@@ -255,7 +255,7 @@ class ParametricLaplace(Predicting, FittedByHand, BaseLaplace, Tunable, LegacyMe
             InvalidType: What is given for the loader cannot be iterated over, or targets are given beside it.
             ProcessError: Another process of the group failed, or has another network or settings; all of them raise.
             UnsupportedError: The structure is no sum over data, and the fit cannot fade, be of a group or resumed; or
-                it is no sum over tensors, and cannot be sharded.
+                it is no sum over tensors, and cannot be sharded; or what is summed knows no weights of data.
 
         Warns:
             ApproximationWarning: Random outputs, several heads with a last layer, one of several processes without

@@ -94,7 +94,7 @@ def unweighed(batch: Any) -> Any:
     return batch.batch if isinstance(batch, Weighed) else batch
 
 
-def without_key(x: Mapping[Any, Any], key: str) -> Mapping[Any, Any]:
+def without_key(x: Mapping[Any, Any], key: str | None) -> Mapping[Any, Any]:
     """A mapping without one of its entries, of the same type where that can be."""
     rest = {name: value for name, value in x.items() if name != key}
     return rest if isinstance(x, dict) else _rebuild(x, rest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,11 +64,9 @@ class DataWeights:
 
     def weighed(self, batch: Any, dict_key_y: str) -> Weighed:
         """A batch that knows its weights, which are computed when they are asked for; those of a key are taken out."""
-        mapped = self.key is not None and isinstance(batch, Mapping)
-        return Weighed(
-            batches.without_key(batch, self.key) if mapped and self.key is not None else batch,
-            lambda: self._checked(batch, dict_key_y),
-        )
+        mapped = self.key is not None and batches.keys(batch) is not None
+        rest = batches.without_key(batch, self.key) if mapped else batch
+        return Weighed(rest, lambda: self._checked(batch, dict_key_y))
 
     def _checked(self, batch: Any, dict_key_y: str) -> Tensor:
         """Weights of a batch, `[B]`, float64.
@@ -102,9 +100,10 @@ class DataWeights:
         Raises:
             MissingKey: There are none.
         """
-        if isinstance(batch, Mapping) and self.key in batch.keys():  # noqa: SIM118  (a TensorDict iterates over rows)
+        keys = batches.keys(batch)
+        if keys is not None and self.key in keys:
             return batch[self.key]
-        form = f"has keys {sorted(map(str, batch.keys()))}" if isinstance(batch, Mapping) else "is no mapping"
+        form = "is no mapping" if keys is None else f"has the keys {keys}"
         raise MissingKey(f"{self.name}, but the batch {form}; give weight_fn=lambda x, y: ... instead.")
 
 

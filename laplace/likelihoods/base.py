@@ -137,7 +137,7 @@ class Likelihood(ABC):
         return False
 
     def weights(self, y: Tensor) -> Tensor | None:
-        """How often the likelihood counts every datum by its checked target, `[B]`; None where all count once.
+        """Number of times that every datum counts by its checked target, `[B]`; None where all count once.
 
         Loss, gradient and Hessian are of data that count so often; gradients at targets that are drawn have the root.
         """

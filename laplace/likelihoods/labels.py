@@ -25,7 +25,7 @@ class Labels(ABC):
     @property
     @abstractmethod
     def weights(self) -> Tensor | None:
-        """How often every datum counts by its class, `[B]`, 0 for ignored ones; None without weights of classes."""
+        """Number of times that every datum counts by its class, `[B]`, 0 for ignored ones; None for once."""
 
     @abstractmethod
     def loss(self, f: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class Observed:
 
     @property
     def weights(self) -> Tensor | None:
-        """How often every row counts, `[B]`, float64, ignored ones not at all; None if all that count do so once."""
+        """Number of times that every row counts, `[B]`, float64; None if all that count do so once."""
         own = self.likelihood.weights(self.y)
         if self.data_weights is None:
             return None if own is None else widened(own)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -73,7 +73,7 @@ def form_of(*, joint: bool, diagonal_output: bool) -> str:
 
 def is_loader(x: Any) -> bool:
     """True of an iterable of batches: any but a tensor, tuple or mapping, which are inputs, and arrays and numbers."""
-    if isinstance(x, Tensor | tuple | Mapping | str | bytes) or not isinstance(x, Iterable):
+    if isinstance(x, Tensor | tuple | str | bytes) or not isinstance(x, Iterable) or batches.keys(x) is not None:
         return False
     return getattr(x, "__array__", None) is None and not (isinstance(x, list) and x and isinstance(x[0], Real))
 

@@ -115,7 +115,7 @@ class OuterEngine(NativeEngine):
         return KronSum(self.problem, terms, self.dtype, origins, reduce=reduce, probe=probe)
 
     def _input_weights(self, batch: ForwardPass, targets: Observed) -> list[Tensor | None]:
-        """How often every datum counts among the inputs of each tensor's layer; None for once.
+        """Weights of the data among the inputs of each tensor's layer; None for ones.
 
         Data of a layer that is applied by row are the rows that count, `[n]`; of others the data of the batch, `[B]`,
         each with the mean weight of its rows that count.
