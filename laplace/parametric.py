@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from laplace.core.data_weights import WeightFn
+
 CELLS: KeyedClasses[ParametricLaplace] = KeyedClasses()
 """Classes with a `_key`: the cells of the grid that have one."""
 
@@ -218,6 +220,8 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
         sharded: bool = False,
         resume: str | os.PathLike[str] | None = None,
         save_every: int | timedelta | None = None,
+        weight_fn: WeightFn | None = None,
+        dict_key_weight: str | None = None,
     ) -> None:
         """Fits the Gaussian to the curvature of the data at the model's present weights.
 
@@ -237,6 +241,9 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
             resume: File to which the sums are written now and then (of a group: one each), from which a fit that was
                 killed goes on, to the same bits; removed at the end.
             save_every: Batches, or time, from one writing to the next; None for ten minutes.
+            weight_fn: How often every datum counts, in loss, curvature and `n_data`: `weight_fn(x, y)`, `[B]` of at
+                least 0, of a batch as the loader gives it; None for once. Of 0 a datum is left out.
+            dict_key_weight: Key of such numbers in batches that are mappings; the model does not get them.
 
         Raises:
             OutOfMemory: Memory does not hold the fit; the message names choices that take less.
@@ -247,7 +254,7 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
             InvalidType: What is given for the loader cannot be iterated over, or targets are given beside it.
             ProcessError: Another process of the group failed, or has another network or settings; all of them raise.
             UnsupportedError: The structure is no sum over data, and the fit cannot fade, be of a group or resumed; or
-                it is no sum over tensors, and cannot be sharded.
+                it is no sum over tensors, and cannot be sharded; or what is summed knows no weights of data.
 
         Warns:
             ApproximationWarning: Random outputs, several heads with a last layer, one of several processes without
@@ -256,7 +263,7 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
         posterior = learning.fitted_to(
             self.snapshot(), train_loader, override=override, progress_bar=progress_bar, decay=decay, subset=subset,
             generator=generator, check_memory=check_memory, group=group, sharded=sharded, resume=resume,
-            save_every=save_every,
+            save_every=save_every, weight_fn=weight_fn, dict_key_weight=dict_key_weight,
         )  # fmt: skip
         self.set_posterior(posterior)
 
@@ -268,6 +275,8 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
         *,
         weight: float = 1.0,
         group: ProcessGroup | None = None,
+        weight_fn: WeightFn | None = None,
+        dict_key_weight: str | None = None,
     ) -> None:
         """Removes the contribution of data from the fit: their curvature, their loss and their number.
 
@@ -279,6 +288,8 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
             progress_bar: Show one.
             weight: How often the data count in the fit: 1, or `decay**k` for data that faded in k later fits.
             group: As of `fit`.
+            weight_fn: The weights with which they were fitted, as of `fit`.
+            dict_key_weight: The same by their key.
 
         Raises:
             NotFittedError: Before `fit`.
@@ -289,7 +300,10 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
                 the former posterior is kept.
         """
         self._require_data()
-        posterior = learning.without(self.snapshot(), loader, progress_bar=progress_bar, weight=weight, group=group)
+        posterior = learning.without(
+            self.snapshot(), loader, progress_bar=progress_bar, weight=weight, group=group, weight_fn=weight_fn,
+            dict_key_weight=dict_key_weight,
+        )  # fmt: skip
         self.set_posterior(posterior)
 
     @checked

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from laplace.network.model_guard import autograd_mode, own_precision
 from laplace.posterior.predictor import PosteriorPredictor, precision_before
 from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
 from laplace.predictive.prediction import Prediction, laid_out
-from laplace.predictive.predictor import Predictor, Request, check_group, form_of
+from laplace.predictive.predictor import Predictor, Request, check_group, form_of, is_loader
 from laplace.structures.draws import drawn
 
 
@@ -184,10 +185,26 @@ class Predicting(OutputSampling):
         request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs, group_size)
         return self._predictor.call(x, request, fitting=fitting, observation_noise=observation_noise, **model_kwargs)
 
+    @overload
+    def predict(  # pyright: ignore[reportOverlappingOverload]  (a tensor is iterable, too)
+        self, x: Tensor | tuple[Any, ...] | Mapping[Any, Any], pred_type: PredTypeName = ..., joint: bool = ...,
+        link_approx: LinkName = ..., n_samples: int = ..., diagonal_output: bool = ...,
+        generator: torch.Generator | None = ..., *, local_reparameterization: bool = ..., outputs: Given = ...,
+        group_size: int | None = ..., progress_bar: bool = ..., **model_kwargs: Any,
+    ) -> Prediction: ...  # fmt: skip
+
+    @overload
+    def predict(
+        self, x: Iterable[Any], pred_type: PredTypeName = ..., joint: bool = ...,
+        link_approx: LinkName = ..., n_samples: int = ..., diagonal_output: bool = ...,
+        generator: torch.Generator | None = ..., *, local_reparameterization: bool = ..., outputs: Given = ...,
+        group_size: int | None = ..., progress_bar: bool = ..., **model_kwargs: Any,
+    ) -> Iterator[Prediction]: ...  # fmt: skip
+
     @checked
     def predict(
         self,
-        x: Inputs,
+        x: Any,
         pred_type: PredTypeName = PredType.GLM,
         joint: bool = False,
         link_approx: LinkName = LinkApprox.PROBIT,
@@ -198,12 +215,17 @@ class Predicting(OutputSampling):
         local_reparameterization: bool = False,
         outputs: Given = None,
         group_size: int | None = None,
+        progress_bar: bool = False,
         **model_kwargs: Any,
-    ) -> Prediction:
+    ) -> Any:
         """The predictive distribution at x as one object; each of its quantities is computed when it is first read.
 
+        Of a loader, an iterator that gives one such object for every batch, as it is asked for: of `(x, y)` or of a
+        mapping with labels only the inputs are read. A quantity is to be read before the next batch, or keeps what it
+        is computed from.
+
         Args:
-            x: Inputs, a tensor, tuple or mapping.
+            x: Inputs, a tensor, tuple or mapping; or a loader, any other iterable of batches, a list among them.
             pred_type: `"glm"`, the linearised network (Immer et al., 2021), or `"nn"`, sampled weights.
             joint: Covariance over all inputs.
             link_approx: One of the links of the likelihood, names in `laplace.likelihoods.links.LINKS`; `"nn"` always
@@ -216,16 +238,21 @@ class Predicting(OutputSampling):
                 of linear and convolutional layers instead of weights, for every datum anew (Kingma et al., 2015).
             outputs: Which outputs are predicted, as of `__call__`; `Prediction.outputs` names them.
             group_size: Inputs of a group, within which covariances are with `joint`, as of `__call__`.
+            progress_bar: Show one, of a loader.
             **model_kwargs: For the model, with `pred_type="nn"`.
 
         Raises:
             NotFittedError: Before `fit`.
-            InvalidArgument: An option is not accepted.
+            InvalidArgument: An option is not accepted, of a loader `joint` among them.
+            InvalidData: A batch of a loader holds no inputs.
             ModelChangedError: The network was trained further after `fit`; also when a quantity is read.
             UnsupportedError: Local reparameterisation without a diagonal posterior over sampled weights.
         """
         request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs, group_size)
-        return self._predictor.predict(x, request, local_reparameterization=local_reparameterization, **model_kwargs)
+        more = {"local_reparameterization": local_reparameterization, **model_kwargs}
+        if is_loader(x):
+            return self._predictor.stream(x, request, progress_bar=progress_bar, **more)
+        return self._predictor.predict(x, request, **more)
 
     @checked
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:

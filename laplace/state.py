@@ -110,6 +110,7 @@ def save_with(la: BaseLaplace, curvature: Any) -> dict[str, Any]:
         "curvature_kind": la.backend_cls.kind,
         "coverage": dict(posterior.fit.coverage),
         "draws": fit.draws,
+        **({"is_weighed": True} if fit.is_weighed else {}),
         "refinement": None if refinement is None else refinement.state(),
         **_assigned(posterior),
     }
@@ -195,8 +196,8 @@ def _of_state(posterior: Posterior, state: dict[str, Any], curvature: Curvature)
     if posterior.choices.channel_dim is None and state.get("channel_dim", -1) != -1:
         posterior = with_channels(posterior, state["channel_dim"])
     to, structure = posterior.hypers.device, posterior.choices.structure
-    loss, draws = state["loss"].to(to), state.get("draws")
-    fit = Fit(curvature, loss, state["n_data"], state["n_outputs"], dict(state["coverage"]), draws)
+    loss, draws, weighed = state["loss"].to(to), state.get("draws"), bool(state.get("is_weighed", False))
+    fit = Fit(curvature, loss, state["n_data"], state["n_outputs"], dict(state["coverage"]), draws, weighed)
     keys = {key: state[key] for key in ("dict_key_x", "dict_key_y")}
     posterior = posterior.with_choices(precision_options=dict(state["precision_options"]), **keys)
     # A 0-dim tensor is a number here: given as a tensor it would come back with one dimension.

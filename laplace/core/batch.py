@@ -35,6 +35,7 @@ def split(batch: Any, dict_key_y: str) -> tuple[Inputs, Tensor]:
         InvalidData: A batch of another form.
         MissingKey: A mapping without the targets' key.
     """
+    batch = unweighed(batch)
     if isinstance(batch, Mapping):
         if dict_key_y not in batch.keys():  # noqa: SIM118  (a TensorDict iterates over its rows)
             raise MissingKey(
@@ -56,18 +57,47 @@ def is_ignored(y: Tensor, ignore_index: int) -> Tensor:
     return y.long() == ignore_index
 
 
+def counting(y: Tensor, ignore_index: int | None) -> Tensor | None:
+    """True for data whose label is not the ignored one, of several labels any of them, `[B]`; None if none can be."""
+    if ignore_index is None or y.is_floating_point() or y.ndim == 0:
+        return None
+    counts = ~is_ignored(y, ignore_index)
+    return counts.flatten(1).any(1) if y.ndim > 1 else counts
+
+
 def without_ignored(x: Inputs, y: Tensor, ignore_index: int | None) -> tuple[Inputs, Tensor] | None:
     """The data whose labels are not the ignored one: those count nowhere. None if there are none.
 
     Of data with a label per position those stay of which some position counts.
     """
-    if ignore_index is None or y.is_floating_point() or y.ndim == 0:
-        return x, y
-    counts = ~is_ignored(y, ignore_index)
-    keep = counts.flatten(1).any(1) if y.ndim > 1 else counts
-    if is_true(keep.all()):
+    keep = counting(y, ignore_index)
+    if keep is None or is_true(keep.all()):
         return x, y
     return (select(x, keep, len(y)), y[keep]) if keep.any() else None
+
+
+@dataclass(frozen=True, eq=False)
+class Weighed:
+    """A batch of data that count more or less than once.
+
+    Attributes:
+        batch: What the loader gave, without the weights.
+        weigh: Gives the weights, `[B]`, checked.
+    """
+
+    batch: Any
+    weigh: Callable[[], Tensor]
+
+
+def unweighed(batch: Any) -> Any:
+    """A batch as the loader gave it."""
+    return batch.batch if isinstance(batch, Weighed) else batch
+
+
+def without_key(x: Mapping[Any, Any], key: str | None) -> Mapping[Any, Any]:
+    """A mapping without one of its entries, of the same type where that can be."""
+    rest = {name: value for name, value in x.items() if name != key}
+    return rest if isinstance(x, dict) else _rebuild(x, rest)
 
 
 def inputs(batch: Any) -> Inputs:

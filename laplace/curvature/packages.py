@@ -36,6 +36,7 @@ from laplace.jacobian.jacobian import Jacobian, chosen
 from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.labels import classes_of
+from laplace.likelihoods.observed import Observed
 from laplace.network.model_guard import preserve_model
 from laplace.weights.problem import Problem
 
@@ -221,13 +222,13 @@ class PackageEngine(CurvatureEngine):
         if primitive not in self.computes():
             self._note(dict.fromkeys(everything, f"it has no {primitive}"))
             return None
-        watched, y = self._watch(x, y)
-        values, reasons = self._computed(primitive, watched, y, *arguments)
+        watched, targets = self._watch(x, y)
+        values, reasons = self._computed(primitive, watched, targets.y, *arguments)
         self._note(reasons)
         if values is None:
             return None
         rest = tuple(i for i, reason in reasons.items() if reason)
-        return _Computed(self.native.summary(watched.f, y), values, rest, first_of_use(watched.plan))
+        return _Computed(self.native.summary(watched.f, targets), values, rest, first_of_use(watched.plan))
 
     def _computed(self, primitive: str, watched: ForwardPass, y: Tensor | None, *arguments: Any) -> tuple[Any, Reasons]:
         """Values of the package, or None, and reasons why tensors are not its (empty where they are)."""
@@ -257,7 +258,7 @@ class PackageEngine(CurvatureEngine):
         classes = classes_of(y, self.likelihood)
         return y if classes is None else classes
 
-    def _watch(self, x: Inputs, y: Tensor) -> tuple[ForwardPass, Tensor]:
+    def _watch(self, x: Inputs, y: Tensor) -> tuple[ForwardPass, Observed]:
         """A captured pass of the network itself, with checked targets."""
         if self.needs_plan:
             return self.native.observe(x, y)

@@ -84,6 +84,7 @@ class UserBackendEngine(CurvatureEngine):
     def __init__(
         self, backend: UserBackend, builtin: CurvatureEngine, methods: frozenset[str], options: dict[str, Any]
     ) -> None:
+        self.kind, self.name = backend.kind, type(backend).__name__
         super().__init__(builtin.problem, builtin.likelihood, builtin.options)
         if builtin.split_outputs:
             raise UnsupportedError(
@@ -94,7 +95,6 @@ class UserBackendEngine(CurvatureEngine):
         self.builtin = builtin
         self.methods = methods
         self.call_options = options
-        self.kind, self.name = backend.kind, type(backend).__name__
         self.generator = builtin.generator
         self.dtype = torch.promote_types(builtin.problem.dtype, torch.float32)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -84,13 +85,32 @@ class BatchSummary:
 
     Attributes:
         loss_terms: Summed unit negative log likelihood, `[1]`, or `[C]` with one noise per output.
-        n_data: Data that count; 0-dim where a device knows it.
+        n_data: Data that count, or the sum of their weights; 0-dim where a device knows it.
         n_outputs: C.
     """
 
     loss_terms: Tensor
-    n_data: int | Tensor
+    n_data: float | Tensor
     n_outputs: int
+
+    @property
+    def count(self) -> float:
+        """Number of data on the host."""
+        return as_count(float(self.n_data))
+
+
+_ROUNDING = 1e-9
+"""Relative error of a sum of weights that is rounding."""
+
+
+def as_count(number: float) -> float:
+    """A number of data, or a sum of their weights: an int where it is whole, up to the rounding of a sum."""
+    return round(number) if same_count(number, round(number)) else number
+
+
+def same_count(first: float, second: float) -> bool:
+    """True if two numbers of data differ by rounding alone."""
+    return abs(first - second) <= _ROUNDING * max(1.0, abs(first))
 
 
 Bases = Sequence["Basis"]
@@ -152,6 +172,8 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         kind: `"ggn"`, `"ef"` or `"hessian"`: how the curvature scales with noise and temperature.
         name: The name that users know.
         generator: Source of the draws of sampled curvature, or None.
+        weighs_data: Whether its sums can be of data that count more or less than once.
+        data_weights: How often the data of the batch that is summed count, `[B]`; None for once, see `weighing`.
         inspect: Called once, by engines that can say, with what the next batch shows, before its curvature is summed.
         show: Called once, by engines that have them, with the network's outputs at the next batch, `[B, …]`.
     """
@@ -159,10 +181,14 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
     kind: str = "ggn"
     name: str = "CurvatureInterface"
     generator: torch.Generator | None = None
+    weighs_data: bool = False
+    data_weights: Tensor | None = None
     inspect: Callable[[BatchProfile], None] | None = None
     show: Callable[[Tensor], None] | None = None
 
     def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
+        if likelihood.weighs_targets:
+            self.require_weighing("class_weight=")
         self.problem = problem
         self.likelihood = likelihood
         self.options = options
@@ -173,6 +199,30 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
     def target_rules(self) -> TargetRules:
         """Rules for targets: the likelihood's, unless a loss was assigned."""
         return self.likelihood if self.options.loss is None else TargetsAsGiven(self.likelihood.ignore_index)
+
+    def require_weighing(self, what: str) -> None:
+        """Refuses what asks for data that count more or less than once.
+
+        Args:
+            what: Its name, for the message.
+
+        Raises:
+            UnsupportedError: The engine knows whole data only.
+        """
+        if not self.weighs_data:
+            raise UnsupportedError(
+                f"{what} with backend={self.name}, which sums all data with the same weight; use backend=NativeGGN, "
+                "the default, NativeEF or NativeHessian."
+            )
+
+    @contextmanager
+    def weighing(self, weights: Tensor | None) -> Iterator[None]:
+        """A block in which primitives of a batch count its data so often, `[B]`; None for once."""
+        self.data_weights = weights
+        try:
+            yield
+        finally:
+            self.data_weights = None
 
     def checked(self, f: Tensor, y: Tensor) -> Tensor:
         """Checked targets of outputs f `[B, C]`; the first outputs that an engine sees must be logits, if any need be.

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.engines.engine import BatchSummary, CurvatureEngine
+from laplace.core.progress import known_length
+from laplace.engines.engine import BatchSummary, CurvatureEngine, as_count, same_count
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.fitting import planning, shards
 from laplace.fitting.planning import MemoryCheck
@@ -32,10 +33,11 @@ class Fit:
     Attributes:
         curvature: Unit curvature.
         loss_terms: Summed unit negative log likelihood, `[1]`, or `[C]` with one noise per output.
-        n_data: Data seen that count; data that faded by a decay count less than one each.
+        n_data: Data seen that count; data that faded by a decay count less than one each, weighted ones their weight.
         n_outputs: C.
         coverage: Which layer rule or fallback explained every random parameter.
         draws: State of the engine's random numbers after the fit, which a fit of further data goes on from.
+        is_weighed: Whether some of the data had weights of their own, which no other reading of the data knows.
     """
 
     curvature: Curvature
@@ -44,6 +46,7 @@ class Fit:
     n_outputs: int
     coverage: dict[str, str] = field(default_factory=dict)
     draws: Tensor | None = None
+    is_weighed: bool = False
 
     @property
     def H(self) -> Any:
@@ -64,8 +67,9 @@ class Fit:
             self,
             curvature=self.curvature + other.curvature,
             loss_terms=torch.add(*_alike(self.loss_terms, other.loss_terms)),
-            n_data=self.n_data + other.n_data,
+            n_data=as_count(self.n_data + other.n_data),
             draws=other.draws,
+            is_weighed=self.is_weighed or other.is_weighed,
         )
 
     def scaled(self, factor: float) -> Fit:
@@ -80,7 +84,7 @@ class Fit:
             self,
             curvature=self.curvature.scaled(factor),
             loss_terms=factor * self.loss_terms,
-            n_data=factor * self.n_data,
+            n_data=as_count(factor * self.n_data),
         )
 
     def minus(self, removed: Fit, *, signed: bool = False) -> Fit:
@@ -107,7 +111,7 @@ class Fit:
         if left <= _NOTHING * self.n_data:  # the prior, and no rounding errors of two equal sums
             return replace(self, curvature=curvature.scaled(0), loss_terms=0 * self.loss_terms, n_data=0)
         loss_terms = torch.sub(*_alike(self.loss_terms, removed.loss_terms))
-        return replace(self, curvature=curvature, loss_terms=loss_terms, n_data=left)
+        return replace(self, curvature=curvature, loss_terms=loss_terms, n_data=as_count(left))
 
     def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Fit:
         """The same elsewhere."""
@@ -158,7 +162,7 @@ def accumulate(
     try:
         check = None
         if reading.check_memory:
-            check = MemoryCheck(engine.problem, structure, options, planning.known_length(loader))
+            check = MemoryCheck(engine.problem, structure, options, known_length(loader))
             engine.inspect = check
         first = structure.first_pass(engine, options) if reading.first_pass is None else reading.first_pass(engine)
         if reading.processes is not None:
@@ -205,7 +209,7 @@ def _fitted(
             totals, coverage = shards.sum_over(options.processes, read, data_pass, engine, reading.coverage)
         if totals is None:
             raise InvalidData(NO_DATA if first is None else _read_up(structure, number))
-        if first is not None and totals.n_data != first.n_data:
+        if first is not None and not same_count(totals.count, first.count):
             raise InvalidData(
                 f"reading {number} of the loader gave {totals.n_data} data that count, the first one {first.n_data}; "
                 f"hessian_structure={structure.name!r} needs the same data every time."
@@ -216,7 +220,7 @@ def _fitted(
             summary, used = data_pass.counted(first), None if engine.generator is None else engine.generator.get_state()
             coverage = coverage or reading.coverage()  # of which some is known only now, where data were chosen
             report = _report(coverage, engine.problem.layout.names, result)
-            return Fit(result, summary.loss_terms, int(summary.n_data), summary.n_outputs, report, used)
+            return Fit(result, summary.loss_terms, summary.count, summary.n_outputs, report, used)
         data_pass = result
         if resume is not None:
             resume.next_reading()

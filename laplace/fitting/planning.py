@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from laplace.core import batch as batches
 from laplace.core.available import LEAST, Available, available, in_units
 from laplace.core.batch import Inputs
+from laplace.core.progress import known_length
 from laplace.engines.profile import BatchProfile
 from laplace.enums import SubsetOfWeights
 from laplace.errors import InvalidArgument, InvalidData, OutOfMemory, UnsupportedError
@@ -190,14 +191,6 @@ def length(loader: Iterable[Any]) -> int | None:
     """
     batches.require_rereadable(loader, "plan reads the first batch, which would be missing in a fit")
     return known_length(loader)
-
-
-def known_length(loader: Iterable[Any]) -> int | None:
-    """Number of batches of any loader, or None."""
-    try:
-        return len(loader)  # pyright: ignore[reportArgumentType]
-    except TypeError:  # of an iterable data set
-        return None
 
 
 def _seconds(value: float) -> str:

@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import Conditions, named
 from laplace.core.memory import COTANGENT, ran_out
 from laplace.core.processes import Processes
+from laplace.core.progress import DataBar
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED
 from laplace.errors import InvalidData, OutOfMemory
-from laplace.fitting import planning
 from laplace.fitting.resuming import Resumable
 from laplace.network import next_token
 from laplace.network.witness import FirstBatch
@@ -79,7 +78,7 @@ class Reading:
     def run(self) -> BatchSummary | None:
         """Feeds every batch to the pass; returns sums of what they contribute besides curvature, or None."""
         total, look, resume = self._begin(), self.options.first_batch, self.options.resume
-        bar = DataBar(self.label, planning.known_length(self.loader), shown=self.options.progress_bar)
+        bar = DataBar(self.label, self.loader, shown=self.options.progress_bar)
         conditions = Conditions()  # read once a batch: some are those of the batch before
         self.engine.show = None if look is None else look.see
         for number, batch in enumerate(self.loader):
@@ -92,7 +91,7 @@ class Reading:
                     total = self._extended(total, *data)
                 if look is not None:
                     conditions.read()
-                    look.look(*data)
+                    look.look(*data[:2])
                     look = None
             bar.add(len(data[1]), done=is_summed)
             if resume is not None and not is_summed and resume.is_due():
@@ -102,7 +101,7 @@ class Reading:
         bar.close()
         if resume is not None:
             resume.require_passed()
-        return None if total is None else replace(total, n_data=int(total.n_data))
+        return None if total is None else replace(total, n_data=total.count)
 
     def coverage(self) -> dict[str, str]:
         """Rule that explained every tensor, also before the fit was interrupted."""
@@ -129,16 +128,17 @@ class Reading:
             coverage=self.coverage(), draws=draws,
         )  # fmt: skip
 
-    def _counted(self, batch: Any) -> tuple[Inputs, Tensor] | None:
-        """Inputs and targets that count, or None."""
+    def _counted(self, batch: Any) -> tuple[Inputs, Tensor, Tensor | None] | None:
+        """Inputs and targets that count, with their weights, or None."""
         problem = self.engine.problem
-        return next_token.counted(
+        return next_token.weighed(
             batch, self.options.dict_key_y, problem.device, self.engine.target_rules, problem.module
         )
 
-    def _extended(self, total: BatchSummary | None, x: Inputs, y: Tensor) -> BatchSummary:
+    def _extended(self, total: BatchSummary | None, x: Inputs, y: Tensor, weights: Tensor | None) -> BatchSummary:
         """The sums with those of one more batch, whose curvature the pass takes in."""
-        new = self.data_pass.add(x, y)
+        with self.engine.weighing(weights):
+            new = self.data_pass.add(x, y)
         require_finite(new.loss_terms.isfinite())
         losses = new.loss_terms.detach()
         if total is None:
@@ -146,46 +146,6 @@ class Reading:
         if total.n_outputs != new.n_outputs:
             raise InvalidData(f"the batch has {new.n_outputs} outputs, the former ones {total.n_outputs}.")
         return BatchSummary(total.loss_terms + losses, total.n_data + new.n_data, total.n_outputs)
-
-
-class DataBar:
-    """A progress bar that counts data, whose total follows from the number of batches.
-
-    Args:
-        label: Words beside it.
-        n_batches: Number of batches, or None.
-        shown: Whether it is seen.
-    """
-
-    def __init__(self, label: str, n_batches: int | None, *, shown: bool) -> None:
-        self.n_batches = n_batches
-        self._bar = tqdm(desc=label, unit=" data") if shown else None
-        self._batches = 0
-
-    def add(self, n_data: int, *, done: bool = False) -> None:
-        """Counts a batch.
-
-        Args:
-            n_data: Number of its data.
-            done: Whether its work was done by an earlier process, so that it says nothing of the rate.
-        """
-        bar = self._bar
-        if bar is None:
-            return
-        self._batches += 1
-        if self.n_batches is not None:  # as if all batches were like those so far
-            bar.total = round((bar.n + n_data) * self.n_batches / self._batches)
-        if done:
-            bar.initial, bar.n = bar.initial + n_data, bar.n + n_data
-            bar.unpause()
-        else:
-            bar.update(n_data)
-
-    def close(self) -> None:
-        """Ends the bar, at the number of data that there were."""
-        if self._bar is not None:
-            self._bar.total = self._bar.n
-            self._bar.close()
 
 
 @contextmanager

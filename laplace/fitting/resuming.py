@@ -125,17 +125,17 @@ class Resumable:
     def _start_reading(self) -> None:
         self._batches, self._digest, self._saved = 0, "", (0, time.monotonic())
 
-    def passes_over(self, data: tuple[Inputs, Tensor] | None) -> bool:
+    def passes_over(self, data: tuple[Inputs, Tensor, Tensor | None] | None) -> bool:
         """True of a batch that the sums hold already.
 
         Args:
-            data: Inputs and targets that count; None where none do.
+            data: Inputs and targets that count, and their weights, if there are any; None where none do.
 
         Raises:
             InvalidData: The batches up to this one are not those of the sums.
         """
         self._batches += 1
-        tensors = [] if data is None else [*batches.tensors(data[0]), data[1]]
+        tensors = [] if data is None else [*batches.tensors(data[0]), *(part for part in data[1:] if part is not None)]
         self._digest = digest(tensors, before=self._digest, most=_ENTRIES)
         if self.at is None or self._batches > self.at.batches:
             return False

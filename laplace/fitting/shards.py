@@ -10,7 +10,7 @@ import torch
 
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.core.processes import Processes
-from laplace.engines.engine import BatchSummary, CurvatureEngine
+from laplace.engines.engine import BatchSummary, CurvatureEngine, as_count
 from laplace.engines.kron_parts import UNUSED
 from laplace.errors import ProcessError
 from laplace.structures.base import DataPass
@@ -31,7 +31,7 @@ class _Share:
 
     form: Any
     loss_terms: list[float]
-    n_data: int
+    n_data: float
     n_outputs: int
     coverage: Mapping[str, str]
 
@@ -67,7 +67,7 @@ def sum_over(
         if totals is None:
             return None
         losses = widened(totals.loss_terms).tolist()
-        return _Share(data_pass.form(), losses, int(totals.n_data), totals.n_outputs, coverage_of_own())
+        return _Share(data_pass.form(), losses, totals.count, totals.n_outputs, coverage_of_own())
 
     shares = processes.agreed(attempt)
     known = {rank: share for rank, share in enumerate(shares) if share is not None}
@@ -83,7 +83,8 @@ def sum_over(
     losses = torch.tensor([share.loss_terms for share in known.values()], dtype=wide_dtype()).sum(0)
     problem = engine.problem
     losses = losses.to(problem.device, torch.promote_types(problem.dtype, torch.float32))
-    return BatchSummary(losses, sum(share.n_data for share in known.values()), first.n_outputs), coverage
+    n_data = as_count(sum(share.n_data for share in known.values()))
+    return BatchSummary(losses, n_data, first.n_outputs), coverage
 
 
 def _coverage(shares: Mapping[int, _Share]) -> dict[str, str]:

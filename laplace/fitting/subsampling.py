@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from laplace import fitting
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.positions import target_rows
+from laplace.core.progress import DataBar
 from laplace.core.random_numbers import check_generator, drawn_seed
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.outputs import outputs
@@ -76,8 +76,8 @@ def accumulate(
         InvalidArgument: A subset that is not in 1 … N.
         InvalidData: A batch that cannot be used.
     """
-    whole = tqdm(loader, desc="fit, loss", disable=not reading.progress_bar)
-    summary, n_inputs = _losses(_counted(whole, engine, reading.dict_key_y), engine)
+    bar = DataBar("fit, loss", loader, shown=reading.progress_bar)
+    summary, n_inputs = _losses(_counted(loader, engine, reading.dict_key_y), engine, bar)
     if isinstance(subset.size, bool) or not isinstance(subset.size, int) or not 1 <= subset.size <= n_inputs:
         raise InvalidArgument(f"subset={subset.size}; it must be an integer from 1 to {n_inputs}, the number of data.")
     source = subset.generator
@@ -89,15 +89,18 @@ def accumulate(
     if subset.size == n_inputs:
         return fit
     curvature = fit.curvature.scaled(n_inputs / subset.size)
-    facts = {"loss_terms": summary.loss_terms, "n_data": int(summary.n_data), "n_outputs": summary.n_outputs}
+    facts = {"loss_terms": summary.loss_terms, "n_data": summary.count, "n_outputs": summary.n_outputs}
     return replace(fit, curvature=curvature, **facts)
 
 
-def _losses(data: Iterable[tuple[int, Inputs, Tensor]], engine: CurvatureEngine) -> tuple[BatchSummary, int]:
+def _losses(
+    data: Iterable[tuple[int, Inputs, Tensor]], engine: CurvatureEngine, bar: DataBar
+) -> tuple[BatchSummary, int]:
     """Sums of what the data contribute besides curvature, and the number of inputs (each with all of its positions)."""
     likelihood = engine.likelihood
     total: Tensor | None = None
-    n_data = n_inputs = n_outputs = 0
+    n_data: float | Tensor = 0
+    n_inputs = n_outputs = 0
     for number, x, y in data:
         with named(f"batch {number}"):
             rows = outputs(engine, x)
@@ -106,6 +109,8 @@ def _losses(data: Iterable[tuple[int, Inputs, Tensor]], engine: CurvatureEngine)
         terms = likelihood.loss_terms(f, targets)
         total = terms if total is None else total + terms
         n_data, n_inputs, n_outputs = n_data + likelihood.count(f, targets), n_inputs + len(y), f.shape[1]
+        bar.add(len(y))
+    bar.close()
     if total is None:
         raise InvalidData("the loader gave no data that count; a Laplace approximation needs at least one datum.")
     return BatchSummary(total.detach(), n_data, n_outputs), n_inputs

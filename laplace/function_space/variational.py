@@ -94,6 +94,7 @@ class VariationalCurvature(Curvature):
     total: Tensor
     name = "gp"
     exact_ggn = True
+    weighs_data = False
     options = VariationalOptions
     n_passes = 2
     weighed = False

@@ -159,11 +159,14 @@ class KroneckerFactored(Contractions):
         """Rows g of the output side, `[K, ..., G, O]`; with `reduce`, summed over the positions of a datum."""
 
     @abstractmethod
-    def input_side(self, gram: Callable[[Tensor | Patches], S], *, reduce: bool) -> S | Tensor | None:
-        """Input side Σ a aᵀ, computed by `gram` from rows `[..., G, I]` or patches; counts `[V]` if a is one-hot.
+    def input_side(
+        self, gram: Callable[[Tensor | Patches], S], weights: Tensor | None = None, *, reduce: bool
+    ) -> S | Tensor | None:
+        """Input side Σ w a aᵀ, computed by `gram` from rows `[..., G, I]` or patches; counts `[V]` if a is one-hot.
 
         Args:
             gram: Computes Σ a aᵀ, in the caller's form, or its product with given vectors.
+            weights: How often every datum counts, `[B]`; None for once.
             reduce: Average a over the positions of a datum.
 
         Returns:
@@ -171,8 +174,8 @@ class KroneckerFactored(Contractions):
         """
 
     @abstractmethod
-    def input_count(self, *, reduce: bool) -> Tensor:
-        """Number of rows of the input side, 0-dim: positions, or with `reduce` data."""
+    def input_count(self, weights: Tensor | None = None, *, reduce: bool) -> Tensor:
+        """Number of rows of the input side, each with its datum's weight, 0-dim: positions, or with `reduce` data."""
 
 
 @dataclass(frozen=True, eq=False)

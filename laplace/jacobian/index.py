@@ -97,13 +97,18 @@ class IndexBlock(FactoredBlock):
         del reduce
         return self.g[:, self.counted].unsqueeze(2)
 
-    def input_side(self, gram: Callable[[Any], object], *, reduce: bool) -> Tensor:
+    def input_side(self, gram: Callable[[Any], object], weights: Tensor | None = None, *, reduce: bool) -> Tensor:
         del gram, reduce
-        return torch.bincount(self.index[self.index >= 0], minlength=self.n_rows).to(self.g.dtype)
+        valid = self.index >= 0
+        if weights is None:
+            return torch.bincount(self.index[valid], minlength=self.n_rows).to(self.g.dtype)
+        each = weights.to(self.g).unsqueeze(1).expand_as(self.index)[valid]
+        return self.g.new_zeros(self.n_rows).index_add(0, self.index[valid], each)
 
-    def input_count(self, *, reduce: bool) -> Tensor:
+    def input_count(self, weights: Tensor | None = None, *, reduce: bool) -> Tensor:
         del reduce
-        return self.counted.sum().to(self.g.dtype)
+        counted = self.counted if weights is None else self.counted * weights.unsqueeze(1)
+        return counted.sum().to(self.g.dtype)
 
     def kernel_by_factors(self, other: Block) -> Callable[[], Tensor] | None:
         """The kernel by Grams where pairs of positions are less work than the table's entries."""

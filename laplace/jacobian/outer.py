@@ -152,13 +152,25 @@ class OuterBlock(FactoredBlock):
     def output_rows(self, *, reduce: bool) -> Tensor:
         return self.g.sum(2) if reduce else self.g
 
-    def input_side(self, gram: Callable[[Tensor | Patches], S], *, reduce: bool) -> S | None:
-        if self.a is None:
+    def input_side(
+        self, gram: Callable[[Tensor | Patches], S], weights: Tensor | None = None, *, reduce: bool
+    ) -> S | None:
+        a = self.a if weights is None else self._inputs_times(weights.sqrt())
+        if a is None:
             return None
-        return gram(as_tensor(self.a).mean(1, keepdim=True) if reduce else self.a)
+        return gram(as_tensor(a).mean(1, keepdim=True) if reduce else a)
 
-    def input_count(self, *, reduce: bool) -> Tensor:
-        return self.g.new_tensor(float(self.n_data * (1 if reduce else self.n_positions)))
+    def _inputs_times(self, factors: Tensor) -> Tensor | Patches | None:
+        """Inputs of every datum times a number, `[B]`."""
+
+        def scaled(inputs: Tensor) -> Tensor:
+            return inputs * factors.to(inputs).view(-1, *(1,) * (inputs.ndim - 1))
+
+        return self.with_factors(scaled, self.g).a
+
+    def input_count(self, weights: Tensor | None = None, *, reduce: bool) -> Tensor:
+        per_datum = 1 if reduce else self.n_positions
+        return self.g.new_tensor(float(self.n_data * per_datum)) if weights is None else per_datum * weights.sum()
 
     def kernel_by_factors(self, other: Block) -> Callable[[], Tensor] | None:
         if not isinstance(other, OuterBlock) or not self._prefers_grams(other):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from laplace.core.precision_policy import widened
 from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.likelihoods.links import LINKS
 from laplace.likelihoods.output_hessian import OutputHessian
@@ -130,8 +131,24 @@ class Likelihood(ABC):
         """Values `[B, C]` that were computed, with their rounding, as targets of the form that loaders give."""
         return values
 
+    @property
+    def weighs_targets(self) -> bool:
+        """True if data count by what their targets are, see `weights`."""
+        return False
+
+    def weights(self, y: Tensor) -> Tensor | None:
+        """Number of times that every datum counts by its checked target, `[B]`; None where all count once.
+
+        Loss, gradient and Hessian are of data that count so often; gradients at targets that are drawn have the root.
+        """
+        del y
+        return None
+
     def count(self, f: Tensor, y: Tensor) -> int | Tensor:
         """Number of data that count (ignored labels do not), a 0-dim tensor where a device knows it; y is checked."""
+        weights = self.weights(y)
+        if weights is not None:
+            return widened(weights).sum()
         return f.shape[0] if self.ignore_index is None or y.ndim > 1 else (y != self.ignore_index).sum()
 
     @abstractmethod

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from laplace.errors import InvalidData
+from laplace.errors import InvalidArgument, InvalidData
 from laplace.likelihoods.checks import check_labels, check_outputs
 from laplace.likelihoods.links import softmax
 from laplace.likelihoods.softmax import SoftmaxLikelihood
@@ -16,14 +18,26 @@ from laplace.likelihoods.softmax import SoftmaxLikelihood
 class Categorical(SoftmaxLikelihood):
     """p(y | f) = softmax(f)_y for integer labels, Π_c softmax(f)_c^{q_c} for soft ones.
 
+    With weights of classes it is softmax(f)_y^{w_y}: the loss is `CrossEntropyLoss(weight, reduction="sum")`, and a
+    datum of class y counts w_y times in loss, curvature, evidence and number of data, as if it were given so often.
+
     Attributes:
         ignore_index: Label of data that count nowhere; None for no such label.
+        class_weight: w, how often data of each class count, C numbers that are at least 0; None for once.
+
+    Raises:
+        InvalidArgument: Weights that are no numbers, negative, not finite, or all zero.
     """
 
     name = "classification"
     activation = "softmax"
     some_outputs = True
     ignore_index: int | None = -100
+    class_weight: Any = None
+
+    def __post_init__(self) -> None:
+        if self.class_weight is not None:
+            object.__setattr__(self, "class_weight", _weights(self.class_weight))
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
         """Integer labels `[B]` in [0, C) or equal to `ignore_index`, as int64, or probabilities `[B, C]`.
@@ -32,6 +46,11 @@ class Categorical(SoftmaxLikelihood):
             InvalidData: One output only, another shape or dtype, labels out of range, rows that are no probabilities.
         """
         check_outputs(f)
+        if self.class_weight is not None and len(self.class_weight) != f.shape[1]:
+            raise InvalidData(
+                f"class_weight has {len(self.class_weight)} numbers, the network {f.shape[1]} outputs; give one for "
+                "every class."
+            )
         if f.shape[1] == 1:
             raise InvalidData(
                 "One output was given, and the softmax of one class is always 1. For binary targets with a single "
@@ -42,3 +61,22 @@ class Categorical(SoftmaxLikelihood):
     def inverse_link(self, f: Tensor) -> Tensor:
         """Softmax over the last dimension."""
         return softmax(f)
+
+
+def _weights(given: Any) -> tuple[float, ...]:
+    """Weights of classes as numbers.
+
+    Raises:
+        InvalidArgument: They are none.
+    """
+    try:
+        weights = tuple(float(value) for value in given)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(
+            f"class_weight={given!r}; a number for every class is accepted: class_weight=[1.0, 5.0]."
+        ) from error
+    if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
+        raise InvalidArgument(
+            f"class_weight={list(weights)}; weights must be finite, at least 0, and some of them positive."
+        )
+    return weights

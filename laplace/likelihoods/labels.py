@@ -15,10 +15,17 @@ from laplace.likelihoods.base import Likelihood
 class Labels(ABC):
     """Labels of a batch, as a cross-entropy reads them."""
 
+    class_weights: Tensor | None
+
     @property
     @abstractmethod
     def counts(self) -> Tensor:
         """True for the data that count, `[B]`."""
+
+    @property
+    @abstractmethod
+    def weights(self) -> Tensor | None:
+        """Number of times that every datum counts by its class, `[B]`, 0 for ignored ones; None for once."""
 
     @abstractmethod
     def loss(self, f: Tensor) -> Tensor:
@@ -40,19 +47,28 @@ class HardLabels(Labels):
     Attributes:
         y: Checked labels, `[B]`, int64.
         ignore_index: Label of data that count nowhere, or None.
+        class_weights: How often data of each class count, `[C]`; None for once.
     """
 
     y: Tensor
     ignore_index: int | None
+    class_weights: Tensor | None = None
 
     @property
     def counts(self) -> Tensor:
         return torch.ones_like(self.y, dtype=torch.bool) if self.ignore_index is None else self.y != self.ignore_index
 
+    @property
+    def weights(self) -> Tensor | None:
+        if self.class_weights is None:
+            return None
+        return torch.where(self.counts, self.class_weights[self._indices.squeeze(1)], 0.0)
+
     def loss(self, f: Tensor) -> Tensor:
         # cross_entropy insists on an ignored label; checked labels without ignore_index are never negative.
         ignored = -100 if self.ignore_index is None else self.ignore_index
-        return functional.cross_entropy(f, self.y, reduction="sum", ignore_index=ignored)
+        weight = None if self.class_weights is None else self.class_weights.to(f)
+        return functional.cross_entropy(f, self.y, weight, reduction="sum", ignore_index=ignored)
 
     def gradient(self, f: Tensor) -> Tensor:
         """softmax(f) − e_y; zero for ignored labels."""
@@ -60,7 +76,7 @@ class HardLabels(Labels):
         # −(1 − p_y) as minus the sum of the others keeps its digits where p_y rounds to 1.
         others = torch.softmax(f, 1).scatter(1, self._indices, 0.0)
         full = others.scatter(1, self._indices, -others.sum(1, keepdim=True))
-        return torch.where(counts, full, 0.0)
+        return _times(torch.where(counts, full, 0.0), self.weights)
 
     def negative_log(self, probabilities: Tensor) -> Tensor:
         chosen = probabilities.gather(1, self._indices).squeeze(1)
@@ -76,25 +92,37 @@ class HardLabels(Labels):
 class SoftLabels(Labels):
     """Probabilities of classes: one-hot rows, mixed or smoothed labels, a teacher's predictions.
 
-    Loss and score are the expectations of those of a label that is drawn with these probabilities.
+    Loss and score are the expectations of those of a label that is drawn with these probabilities. With weights of
+    classes the loss is −Σ_c w_c q_c log p_c: that of the probabilities w_c q_c / w, which count w = Σ_c w_c q_c times.
 
     Attributes:
         q: Checked rows, `[B, C]`, at least 0, sums 1.
+        class_weights: How often data of each class count, `[C]`; None for once.
     """
 
     q: Tensor
+    class_weights: Tensor | None = None
 
     @property
     def counts(self) -> Tensor:
         return self.q.new_ones(len(self.q), dtype=torch.bool)
 
+    @property
+    def weights(self) -> Tensor | None:
+        return None if self.class_weights is None else self.q @ self.class_weights.to(self.q)
+
+    @property
+    def _weighed(self) -> Tensor:
+        """Rows w_c q_c."""
+        return self.q if self.class_weights is None else self.q * self.class_weights.to(self.q)
+
     def loss(self, f: Tensor) -> Tensor:
-        return functional.cross_entropy(f, self.q, reduction="sum")
+        return functional.cross_entropy(f, self._weighed, reduction="sum")
 
     def gradient(self, f: Tensor) -> Tensor:
         """softmax(f) − q, as p_c Σ_{j≠c} q_j − q_c Σ_{j≠c} p_j, which keeps its digits where p_c and q_c round to 1."""
-        p = torch.softmax(f, 1)
-        return p * _sum_of_others(self.q) - self.q * _sum_of_others(p)
+        p, q = torch.softmax(f, 1), self._weighed
+        return p * _sum_of_others(q) - q * _sum_of_others(p)
 
     def negative_log(self, probabilities: Tensor) -> Tensor:
         return -(self.q * _log(probabilities)).sum(1)
@@ -105,9 +133,14 @@ def classes_of(y: Tensor, likelihood: Likelihood) -> Tensor | None:
     return y.argmax(1) if likelihood.class_targets and y.ndim > 1 else None
 
 
-def labels_of(y: Tensor, ignore_index: int | None) -> Labels:
-    """The labels of checked targets, `[B]` or `[B, C]`."""
-    return HardLabels(y, ignore_index) if y.ndim == 1 else SoftLabels(y)
+def labels_of(y: Tensor, ignore_index: int | None, class_weights: Tensor | None = None) -> Labels:
+    """The labels of checked targets, `[B]` or `[B, C]`, of classes with weights `[C]`; None for ones."""
+    return HardLabels(y, ignore_index, class_weights) if y.ndim == 1 else SoftLabels(y, class_weights)
+
+
+def _times(rows: Tensor, weights: Tensor | None) -> Tensor:
+    """Rows `[B, C]` times weights `[B]`; None for ones."""
+    return rows if weights is None else rows * weights.to(rows).unsqueeze(1)
 
 
 def _log(probabilities: Tensor) -> Tensor:

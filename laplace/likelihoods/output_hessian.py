@@ -31,12 +31,15 @@ class OutputHessian:
             outputs: Λ 1 = 0, and the rank is C − 1. Sums of Λ then hold that to the last digit, where rounding would
             compete with a small prior precision. It is true of one tensor as `diag` and `vec` only: with other parts
             (`dataclasses.replace` in a likelihood that is derived from softmax) it becomes False.
+        weights: w, `[B]`, where rows sum to zero and data are weighted: Λ_b is w_b times what the other parts say; None
+            for ones. Of other forms `scaled` multiplies the parts.
     """
 
     diag: Tensor
     vec: Tensor | None = None
     dense: Tensor | None = None
     sums_to_zero: bool = False
+    weights: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.vec is not self.diag or self.dense is not None:
@@ -56,7 +59,19 @@ class OutputHessian:
         """The same in another dtype."""
         diag = self.diag.to(dtype)
         vec = diag if self.vec is self.diag else None if self.vec is None else self.vec.to(dtype)
-        return replace(self, diag=diag, vec=vec, dense=None if self.dense is None else self.dense.to(dtype))
+        dense, weights = (None if part is None else part.to(dtype) for part in (self.dense, self.weights))
+        return replace(self, diag=diag, vec=vec, dense=dense, weights=weights)
+
+    def scaled(self, weights: Tensor | None) -> OutputHessian:
+        """w_b Λ_b, for weights `[B]` that are at least 0; None for ones."""
+        if weights is None:
+            return self
+        if self.sums_to_zero:  # of the probabilities themselves nothing is rounded
+            return replace(self, weights=weights if self.weights is None else self.weights * weights)
+        column = weights.to(self.diag).unsqueeze(1)
+        vec = None if self.vec is None else column.sqrt() * self.vec
+        dense = None if self.dense is None else column.unsqueeze(2) * self.dense
+        return replace(self, diag=column * self.diag, vec=vec, dense=dense)
 
     def entries(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Entries Λ_rc `[B, n]`, float64, at rows and columns `[n]`; of a diagonal Λ none beside the diagonal."""
@@ -66,7 +81,7 @@ class OutputHessian:
         if self.vec is None:
             return diag
         vec = widened(self.vec)
-        return diag.addcmul_(vec.index_select(1, rows), vec.index_select(1, columns), value=-1)
+        return self._weighed(diag.addcmul_(vec.index_select(1, rows), vec.index_select(1, columns), value=-1))
 
     @cached_property
     def _parts(self) -> tuple[Tensor, Tensor | None]:
@@ -82,6 +97,12 @@ class OutputHessian:
         diag = diag / torch.where(total > 0, total, 1.0)  # a row of zeros stays one
         return diag, diag
 
+    def _weighed(self, values: Tensor) -> Tensor:
+        """Values `[B, …]` of every datum times its weight."""
+        if self.weights is None:
+            return values
+        return values * self.weights.to(values).view(-1, *(1,) * (values.ndim - 1))
+
     @cached_property
     def _largest(self) -> Tensor:
         """Index of the largest entry of every row, `[B, 1]`."""
@@ -92,7 +113,7 @@ class OutputHessian:
         if self.dense is not None:
             return self.dense.diagonal(dim1=1, dim2=2)
         diag, vec = self._parts
-        return self.diag if vec is None else torch.addcmul(diag, vec, vec, value=-1).to(self.diag.dtype)
+        return self.diag if vec is None else self._weighed(torch.addcmul(diag, vec, vec, value=-1)).to(self.diag.dtype)
 
     def diagonal_in(self, basis: Tensor) -> Tensor:
         """Diagonals uᵀ Λ u of columns u of a basis `[C, K]`, `[B, K]`."""
@@ -101,7 +122,7 @@ class OutputHessian:
         diag, vec = self._parts
         wide = basis.to(diag)
         values = diag @ wide.square()
-        return (values if vec is None else values - (vec @ wide).square()).to(self.diag.dtype)
+        return (values if vec is None else self._weighed(values - (vec @ wide).square())).to(self.diag.dtype)
 
     def times(self, vectors: Tensor) -> Tensor:
         """Λ v of vectors `[..., B, C]`, in the same shape."""
@@ -110,7 +131,7 @@ class OutputHessian:
         if self.sums_to_zero:  # Λ 1 = 0: of v less its entry at the largest p no term is left that would cancel
             at = self._largest.expand(*vectors.shape[:-1], 1)
             vectors = vectors - vectors.gather(-1, at)
-            return self.diag * (vectors - (self.diag * vectors).sum(-1, keepdim=True))
+            return self._weighed(self.diag) * (vectors - (self.diag * vectors).sum(-1, keepdim=True))
         product = self.diag * vectors
         if self.vec is None:
             return product
@@ -121,8 +142,8 @@ class OutputHessian:
         if self.dense is not None:
             return self.dense.sum(0)
         diag, vec = self._parts
-        total = torch.diag(diag.sum(0))
-        return (total if vec is None else total - vec.T @ vec).to(self.diag.dtype)
+        total = torch.diag(self._weighed(diag).sum(0))
+        return (total if vec is None else total - vec.T @ self._weighed(vec)).to(self.diag.dtype)
 
     def total_times(self, matrix: Tensor) -> Tensor:
         """Σ_b Λ_b M of M `[C, w]`, `[C, w]`, without Σ_b Λ_b where Λ is structured."""
@@ -130,8 +151,8 @@ class OutputHessian:
             return self.dense.sum(0) @ matrix
         diag, vec = self._parts
         wide = matrix.to(diag)
-        product = diag.sum(0).unsqueeze(1) * wide
-        return (product if vec is None else product - vec.T @ (vec @ wide)).to(matrix.dtype)
+        product = self._weighed(diag).sum(0).unsqueeze(1) * wide
+        return (product if vec is None else product - vec.T @ self._weighed(vec @ wide)).to(matrix.dtype)
 
     def matrix(self) -> Tensor:
         """Λ, `[B, C, C]`."""
@@ -139,7 +160,7 @@ class OutputHessian:
             return self.dense
         if self.vec is None:
             return torch.diag_embed(self.diag)
-        beside = -self.vec.unsqueeze(2) * self.vec.unsqueeze(1)
+        beside = self._weighed(-self.vec.unsqueeze(2) * self.vec.unsqueeze(1))
         return beside.diagonal_scatter(self.diagonal(), dim1=1, dim2=2)
 
     def root(self, part: slice | None = None) -> Tensor:
@@ -158,7 +179,8 @@ class OutputHessian:
         if self.dense is not None:
             return _spectral_root(self.dense)[part]
         if self.sums_to_zero:
-            return _multinomial_root(self.diag, torch.arange(self.n_columns, device=self.diag.device)[part])
+            root = _multinomial_root(self.diag, torch.arange(self.n_columns, device=self.diag.device)[part])
+            return root if self.weights is None else self.weights.to(root).sqrt().unsqueeze(1) * root
         scale = self.diag.sqrt()
         at = torch.arange(scale.shape[1], device=scale.device)[part]
         root = scale.new_zeros(len(at), *scale.shape)

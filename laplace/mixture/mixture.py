@@ -7,9 +7,9 @@ The networks are modes of one posterior, or models of any kind that predict the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ from laplace.posterior.posterior import Posterior
 from laplace.predicting import OutputSampling
 from laplace.predictive.options import check_options
 from laplace.predictive.prediction import Prediction
-from laplace.predictive.predictor import Request
+from laplace.predictive.predictor import Request, is_loader
 from laplace.saving import Saved
 from laplace.structures.base import Curvature
 from laplace.tuning import PosteriorGroup, Tunable
@@ -143,24 +143,42 @@ class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):
         request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx)
         return self._predictor.call(x, request, **options)
 
+    @overload
+    def predict(  # pyright: ignore[reportOverlappingOverload]  (a tensor is iterable, too)
+        self, x: Tensor | tuple[Any, ...] | Mapping[Any, Any], pred_type: PredTypeName = ..., joint: bool = ...,
+        link_approx: LinkName = ..., n_samples: int = ..., diagonal_output: bool = ...,
+        generator: torch.Generator | None = ..., *, progress_bar: bool = ..., **options: Any,
+    ) -> Prediction: ...  # fmt: skip
+
+    @overload
+    def predict(
+        self, x: Iterable[Any], pred_type: PredTypeName = ..., joint: bool = ...,
+        link_approx: LinkName = ..., n_samples: int = ..., diagonal_output: bool = ...,
+        generator: torch.Generator | None = ..., *, progress_bar: bool = ..., **options: Any,
+    ) -> Iterator[Prediction]: ...  # fmt: skip
+
     @checked
     def predict(
         self,
-        x: Inputs,
+        x: Any,
         pred_type: PredTypeName = PredType.GLM,
         joint: bool = False,
         link_approx: LinkName = LinkApprox.PROBIT,
         n_samples: int = 100,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
+        *,
+        progress_bar: bool = False,
         **options: Any,
-    ) -> Prediction:
-        """The predictive distribution of the mixture as one object, like that of a single posterior.
+    ) -> Any:
+        """The predictive distribution of the mixture as one object, like that of a single posterior; of a loader many.
 
         The arguments, and what they raise, are those of `ParametricLaplace.predict`; of what is sampled every
         component has `n_samples`. The weights π are those of the call.
         """
         request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx)
+        if is_loader(x):
+            return self._predictor.stream(x, request, progress_bar=progress_bar, **options)
         return self._predictor.predict(x, request, **options)
 
     def predictive(

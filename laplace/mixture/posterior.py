@@ -28,6 +28,8 @@ from laplace.weights.base import Weights
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from laplace.core.data_weights import WeightFn
+
 
 class MixturePosterior(CheckedConstructor):
     """Posterior of the weights of several networks; `MixtureLaplace` adds predictions, tuning and state.
@@ -151,6 +153,8 @@ class MixturePosterior(CheckedConstructor):
         decay: float = 1.0,
         check_memory: bool = True,
         group: ProcessGroup | None = None,
+        weight_fn: WeightFn | None = None,
+        dict_key_weight: str | None = None,
     ) -> None:
         """Fits every component to the same data, as `ParametricLaplace.fit` does.
 
@@ -161,6 +165,8 @@ class MixturePosterior(CheckedConstructor):
             decay: With `override=False`, how often former data count from now on.
             check_memory: Whether to refuse a fit for which memory does not suffice.
             group: Processes that have a shard of the data each, as of `ParametricLaplace.fit`, and the same components.
+            weight_fn: How often every datum counts, as of `ParametricLaplace.fit`.
+            dict_key_weight: Key of such numbers, for mappings.
 
         Raises:
             InvalidData: A batch cannot be used.
@@ -173,6 +179,8 @@ class MixturePosterior(CheckedConstructor):
         more: dict[str, Any] = {} if decay == 1 else {"decay": decay}
         more |= {} if check_memory else {"check_memory": check_memory}
         more |= {} if group is None else {"group": group}
+        more |= {} if weight_fn is None else {"weight_fn": weight_fn}
+        more |= {} if dict_key_weight is None else {"dict_key_weight": dict_key_weight}
         with all_or_none(self.components):
             for la in tqdm(self.components, desc="components", disable=not progress_bar):
                 la.fit(train_loader, override, progress_bar, **more)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from laplace.core import batch as batches
 from laplace.core.batch import CallByName, Inputs
+from laplace.core.checks import is_true
 from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, warn
 from laplace.network.model_guard import autograd_mode, preserve_model
@@ -71,6 +72,7 @@ def split(batch: Any, dict_key_y: str, model: nn.Module, rules: TargetRules | No
         InvalidData: A batch of another form.
         MissingKey: A mapping without the targets' key.
     """
+    batch = batches.unweighed(batch)
     x, y = batches.split(batch, dict_key_y)
     if x is batch and y.ndim == 1 and rules is not None and rules.numeric_targets:
         return x, y.unsqueeze(1)
@@ -90,8 +92,32 @@ def counted(
         InvalidData: A batch of another form.
         MissingKey: A mapping without the targets' key.
     """
+    data = weighed(batch, dict_key_y, device, rules, model)
+    return None if data is None else data[:2]
+
+
+def weighed(
+    batch: Any, dict_key_y: str, device: torch.device, rules: TargetRules, model: nn.Module
+) -> tuple[Inputs, Tensor, Tensor | None] | None:
+    """Inputs and targets of the data of a batch that count, with their weights, `[B]`; None if there are none.
+
+    A datum with the weight 0 is left out, whatever its numbers are. Weights are None where all data count once.
+
+    Raises:
+        InvalidData: A batch of another form, or weights that are none.
+        MissingKey: A mapping without the key of the targets, or of the weights.
+    """
     x, y = split(batch, dict_key_y, model, rules)
-    return batches.without_ignored(batches.to_device(x, device), y.to(device), rules.ignore_index)
+    x, y = batches.to_device(x, device), y.to(device)
+    keep, weights = batches.counting(y, rules.ignore_index), None
+    if isinstance(batch, batches.Weighed):
+        weights = batch.weigh().to(device)
+        keep = weights > 0 if keep is None else keep & (weights > 0)
+    if keep is None or is_true(keep.all()):
+        return x, y, weights
+    if not keep.any():
+        return None
+    return batches.select(x, keep, len(y)), y[keep], None if weights is None else weights[keep]
 
 
 def _labels_tokens(x: Mapping[str, Any], y: Tensor) -> bool:

@@ -89,4 +89,5 @@ class Account:
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers and words by name, and digests of tensors; what cannot be compared is left out."""
     told = {name: digest([value]) if isinstance(value, Tensor) else value for name, value in sorted(values.items())}
-    return {name: value for name, value in told.items() if value is None or isinstance(value, str | int | float)}
+    plain = (str, int, float, tuple, type(None))
+    return {name: value for name, value in told.items() if isinstance(value, plain)}

@@ -50,7 +50,7 @@ class HookedPass(DataPass):
                 loss, H = member(la, "_curv_closure")(x, y, self.n_data)
             now: Posterior = la._posterior
         summary = summarised(self.engine, x, y, torch.as_tensor(loss), "a _curv_closure")
-        total, n_data = now.H, now.require_fitted().source.n_data + int(summary.n_data)
+        total, n_data = now.H, now.require_fitted().source.n_data + summary.count
         total += checked_H(now, H)
         self.summed = with_parts(now, H=total, n_data=n_data)
         return summary

@@ -14,6 +14,7 @@ from laplace import fitting
 from laplace.core import batch as batches
 from laplace.core import hyperparameters as hyper
 from laplace.core.checks import named
+from laplace.core.data_weights import DataWeights
 from laplace.core.overrides import FITTING
 from laplace.core.processes import Processes
 from laplace.core.random_numbers import drawn_seed
@@ -70,6 +71,7 @@ def measured(
     settings: Mapping[str, Any] = MappingProxyType({}),
     require: Callable[[], None] | None = None,
     resume: Resumable | None = None,
+    weights: DataWeights | None = None,
 ) -> Measured:
     """Curvature and loss of data at the network's present weights.
 
@@ -86,6 +88,7 @@ def measured(
         settings: What else all processes must have in common, by name.
         require: Raises what is to be refused before data are read, in all processes where one does.
         resume: The file from which the fit goes on, and to which it is written; None without one.
+        weights: How often every datum counts; None for once.
 
     Raises:
         OutOfMemory: Memory does not hold the fit.
@@ -107,7 +110,8 @@ def measured(
         if hooked:
             n_data = number_of_data(train_loader, choices.dict_key_y) if subset is None else subset.size
             reading = replace(reading, first_pass=lambda engine: HookedPass(posterior, engine, n_data))
-        start = partial(_started, posterior, train_loader, subset, shard=processes is not None, require=require)
+        shard, settings = processes is not None, {**settings, "weights of the data": weights and weights.name}
+        start = partial(_started, posterior, train_loader, subset, weights, shard=shard, require=require)
         if resume is not None:
             start = partial(started_again, resume, train_loader, posterior.hypers.device, start, settings)
         started = start() if processes is None else started_together(processes, start, settings, informed)
@@ -117,12 +121,15 @@ def measured(
         # Their lengths could not be checked while the last layer was unknown.
         posterior = posterior.at(restricted(posterior.hypers, posterior.weights))
         engine = _fitting_engine(posterior, go_on=go_on, rank=0 if processes is None else processes.rank)
+        if weights is not None:
+            engine.require_weighing(weights.name)
         what = (train_loader, engine, choices.structure, choices.structure_options)
         if subset is None:
             fit = fitting.accumulate(*what, reading)
         else:
             fit = subsampling.accumulate(*what, subset, reading)
         hyper.check_length("sigma_noise", posterior.hypers.sigma_noise, {"one": 1, "outputs": fit.n_outputs})
+        fit = replace(fit, is_weighed=weights is not None)
         return Measured(posterior, fit, engine, None if first is None else first.witness)
 
 
@@ -130,6 +137,7 @@ def _started(
     posterior: Posterior,
     train_loader: Iterable[Any],
     subset: Subset | None,
+    weights: DataWeights | None,
     *,
     shard: bool,
     require: Callable[[], None] | None,
@@ -140,6 +148,7 @@ def _started(
         posterior: The former posterior.
         train_loader: Batches.
         subset: Of how many data the curvature is; None for all.
+        weights: How often every datum counts; None for once.
         shard: Whether other processes read other data.
         require: Raises what else is to be refused.
     """
@@ -152,6 +161,7 @@ def _started(
     if require is not None:
         require()
     batches.require_loader(train_loader, "train_loader")
+    _require_weighing(posterior, subset, weights)
     # A noise that this kind of curvature cannot take is refused before the data are read, not after.
     posterior.likelihood.curvature_scale(choices.backend_cls.kind, hypers.sigma_noise, hypers.temperature)
     if shard:
@@ -161,12 +171,34 @@ def _started(
         choices.structure.check(posterior.problem.layout, choices.structure_options)
     if subset is not None:
         batches.require_rereadable(train_loader, f"subset={subset.size} reads the data twice")
+    if weights is not None:
+        train_loader = weights.loader(train_loader, choices.dict_key_y)
     begun = fitting.begin_reading(train_loader, choices.dict_key_y, posterior.hypers.device)
     if begun is None:
         return Started(posterior, train_loader, None)
     x, y, train_loader = begun
     with named("batch 0"):
         return Started(discovered(posterior, x, y), train_loader, (x, y))
+
+
+def _require_weighing(posterior: Posterior, subset: Subset | None, weights: DataWeights | None) -> None:
+    """Refuses weights of data, or of their classes, where what is summed does not know them.
+
+    Raises:
+        UnsupportedError: It does not.
+    """
+    structure = posterior.choices.structure
+    if weights is None and not posterior.likelihood.weighs_targets:
+        return
+    what = "class_weight=" if weights is None else weights.name
+    if not structure.weighs_data:
+        raise UnsupportedError(
+            f"{what} with hessian_structure={structure.name!r}, which chooses among data that count alike; use 'full', "
+            "'kron', 'diag' or another structure that sums over all of them."
+        )
+    if weights is not None and (subset is not None or posterior.overrides(*FITTING)):
+        other = "a user's _curv_closure or curvature_of" if subset is None else f"subset={subset.size}"
+        raise UnsupportedError(f"{what} with {other}, which takes data that count alike; give one of them.")
 
 
 def require_held(posterior: Posterior, what: str) -> None:
@@ -232,6 +264,8 @@ def fitted_to(
     resume: Any = None,
     save_every: Any = None,
     sharded: bool = False,
+    weight_fn: Any = None,
+    dict_key_weight: Any = None,
 ) -> Posterior:
     """The posterior of data, or of data in addition to those of the former fit.
 
@@ -260,6 +294,7 @@ def fitted_to(
     new = measured(
         posterior, train_loader, progress_bar=progress_bar, check_memory=check_memory, go_on=not override, subset=part,
         first_pass=first_pass, processes=processes, settings=settings, resume=resumable,
+        weights=DataWeights.of(weight_fn, dict_key_weight),
         require=partial(sharding.check, posterior, override=override, sharded=sharded),
     )  # fmt: skip
     with torch.inference_mode(False), torch.no_grad(), bars(progress_bar):
@@ -284,6 +319,8 @@ def without(
     progress_bar: bool = False,
     weight: float = 1.0,
     group: Any = None,
+    weight_fn: Any = None,
+    dict_key_weight: Any = None,
 ) -> Posterior:
     """The posterior without data that were fitted; the arguments are those of `la.forget`.
 
@@ -305,7 +342,7 @@ def without(
     sharding.check_group(processes, sharded=False, former=posterior)
     removed = measured(
         posterior, loader, progress_bar=progress_bar, look=False, processes=processes, settings=settings,
-        require=posterior.check_unchanged,
+        require=posterior.check_unchanged, weights=DataWeights.of(weight_fn, dict_key_weight),
     ).fit  # fmt: skip
     with autograd_mode(), torch.no_grad():
         signed = posterior.choices.backend_cls.kind == "hessian"

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from laplace.fitting import Resumable, planning
+from laplace.core.progress import known_length
+from laplace.fitting import Resumable
 from laplace.posterior.account import Account
 from laplace.posterior.together import Started
 from laplace.structures import fields
@@ -57,4 +58,4 @@ def _sizes(loader: Iterable[Any]) -> dict[str, Any]:
     """Numbers of batches and data, where they are known."""
     data = getattr(loader, "dataset", None)
     number = len(data) if isinstance(data, Sized) else None
-    return {"number of batches": planning.known_length(loader), "size of the data set": number}
+    return {"number of batches": known_length(loader), "size of the data set": number}

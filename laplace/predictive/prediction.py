@@ -149,11 +149,12 @@ class Prediction:
 
     @lazy
     def decomposition(self) -> Decomposition:
-        """Aleatoric and epistemic parts, in variances and entropies.
+        """Aleatoric and epistemic parts, in variances and entropies; their `mutual_information` is BALD.
 
         Regression: exact for the Gaussian of the latents. Bernoulli: by quadrature over it. Classification: of the
         Dirichlet with `link_approx="bridge"` and `"bridge_norm"`, else over samples of the latents. With
-        `pred_type="nn"`: over the samples (regression: their Gaussian).
+        `pred_type="nn"`: over the samples (regression: their Gaussian). What is drawn comes from the `generator` of
+        `la.predict`: equal seeds give equal bits.
 
         Raises:
             UnsupportedError: The likelihood does not say what a prediction means for the target.

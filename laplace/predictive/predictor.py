@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.checks import named
 from laplace.core.hyperparameters import check_counts
 from laplace.core.output_choice import Given, OutputChoice
+from laplace.core.progress import DataBar
 from laplace.enums import LinkApprox, PredType
 from laplace.errors import InvalidArgument
 from laplace.predictive.options import PredictiveNames, check_options
@@ -84,6 +89,13 @@ def check_group(group_size: int | None, *, joint: bool) -> None:
         raise InvalidArgument(f"group_size={group_size} says which inputs are joint; give joint=True with it.")
 
 
+def is_loader(x: Any) -> bool:
+    """True of an iterable of batches: any but a tensor, tuple or mapping, which are inputs, and arrays and numbers."""
+    if isinstance(x, Tensor | tuple | str | bytes) or not isinstance(x, Iterable) or batches.keys(x) is not None:
+        return False
+    return getattr(x, "__array__", None) is None and not (isinstance(x, list) and x and isinstance(x[0], Real))
+
+
 class Predictor(ABC):
     """A posterior, or a mixture of several, as it is asked for predictions.
 
@@ -98,6 +110,31 @@ class Predictor(ABC):
     @abstractmethod
     def predict(self, x: Inputs, request: Request, /, **more: Any) -> Prediction:
         """Value of `la.predict(x, ...)`."""
+
+    def stream(
+        self, loader: Iterable[Any], request: Request, /, *, progress_bar: bool = False, **more: Any
+    ) -> Iterator[Prediction]:
+        """`predict` of the inputs of every batch of a loader, when it is asked for; nothing is kept of former ones.
+
+        Raises:
+            InvalidArgument: Results over all inputs together, or outputs for every row, which only one batch can have.
+        """
+        if request.joint:
+            raise InvalidArgument("joint=True is over all inputs, which a loader gives a few at a time; give a tensor.")
+        if isinstance(request.outputs, Tensor) and request.outputs.ndim > 1:
+            raise InvalidArgument("outputs= of every row are of one batch; of a loader give indices [K], or a number.")
+        return self._streamed(loader, request, DataBar("predict", loader, shown=progress_bar), more)
+
+    def _streamed(
+        self, loader: Iterable[Any], request: Request, bar: DataBar, more: dict[str, Any]
+    ) -> Iterator[Prediction]:
+        for number, batch in enumerate(loader):
+            with named(f"batch {number}"):
+                x = batches.inputs(batch)
+                prediction = self.predict(x, request, **more)
+            yield prediction
+            bar.add(batches.size(x, ""))
+        bar.close()
 
     @abstractmethod
     def functional_samples(self, x: Inputs, request: Request, /, **model_kwargs: Any) -> Tensor:

@@ -54,8 +54,15 @@ class Shifted(Likelihood):
         check_outputs(f)
         return y
 
-    def count(self, f: Tensor, y: Tensor) -> int:
-        return len(f)
+    @property
+    def weighs_targets(self) -> bool:
+        return self.base.weighs_targets
+
+    def weights(self, y: Tensor) -> Tensor | None:
+        return self.base.weights(self._unpacked(y)[2])
+
+    def count(self, f: Tensor, y: Tensor) -> int | Tensor:
+        return self.base.count(f, self._unpacked(y)[2])
 
     def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
         """Loss at the centre, f + shift."""

@@ -12,6 +12,8 @@ from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.positions import require_none
 from laplace.core.precision_policy import widened
+from laplace.core.progress import DataBar
+from laplace.engines.engine import as_count
 from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.linear_maps import GraphMap, HeadMap
 from laplace.errors import InvalidData
@@ -67,15 +69,19 @@ class LinearData:
         engine: Gives outputs and Jacobians at θ*.
         loader: Batches.
         dict_key_y: Key of the targets, for mappings.
+        progress_bar: Whether to show one.
 
     Raises:
         InvalidData: No data that count, or a batch that cannot be used.
     """
 
-    def __init__(self, engine: NativeEngine, loader: Iterable[Any], dict_key_y: str) -> None:
+    def __init__(
+        self, engine: NativeEngine, loader: Iterable[Any], dict_key_y: str, *, progress_bar: bool = False
+    ) -> None:
         self.engine = engine
         self.batches: list[LinearBatch] = []
         n_bytes, device, rules = 0, engine.problem.device, engine.target_rules
+        bar = DataBar("refine, data", loader, shown=progress_bar)
         for number, item in enumerate(loader):
             with named(f"batch {number}"):
                 counted = next_token.counted(item, dict_key_y, device, rules, engine.problem.module)
@@ -86,13 +92,16 @@ class LinearData:
             if n_bytes > KEPT_BYTES:
                 batch.kept = None
             self.batches.append(batch)
+            bar.add(len(batch.f))
+        bar.close()
         if not self.batches:
             raise InvalidData("the loader gave no data that count; a refinement needs those of the fit.")
 
     @property
-    def n_data(self) -> int:
+    def n_data(self) -> float:
         """Data that count."""
-        return sum(len(batch.f) for batch in self.batches)
+        likelihood = self.engine.likelihood
+        return as_count(sum(float(likelihood.count(batch.f, batch.y)) for batch in self.batches))
 
     def push(self, vector: Tensor) -> list[Tensor]:
         """J v of every batch, `[B, C]` each."""

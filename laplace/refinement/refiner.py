@@ -12,6 +12,7 @@ from torch import Tensor
 from laplace import fitting
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import check_generator
+from laplace.engines.engine import same_count
 from laplace.engines.native.ggn import GGNEngine
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.fitting import Fit, ReadOptions
@@ -79,14 +80,19 @@ class Refiner:
         if options.tolerance is not None and not 0 < options.tolerance < 1:
             raise InvalidArgument(f"tolerance={options.tolerance}; it must lie in (0, 1).")
         check_generator(options.generator)
+        if posterior.map_fit.is_weighed:
+            raise UnsupportedError(
+                "the fit has data with weights of their own (weight_fn=, dict_key_weight=), which a refinement does "
+                "not know; weigh classes by the likelihood, Categorical(class_weight=...), which it does."
+            )
         self.posterior = posterior
         self.engine = engine
         self.options = options
-        self.data = LinearData(engine, loader, choices.dict_key_y)
+        self.data = LinearData(engine, loader, choices.dict_key_y, progress_bar=options.progress_bar)
         seen = posterior.map_fit.n_data
-        if self.data.n_data != seen:
+        if not same_count(self.data.n_data, seen):
             raise InvalidData(
-                f"the loader gave {self.data.n_data} data that count, the fit has seen {seen:g}; a refinement "
+                f"the loader gave {self.data.n_data:g} data that count, the fit has seen {seen:g}; a refinement "
                 "replaces the fit and needs all of its data."
             )
         self.evidence = evidence = posterior.evidence

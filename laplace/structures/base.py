@@ -160,6 +160,7 @@ class Curvature(ABC):
         tail: Largest absolute eigenvalue that was seen and left out; 0 where nothing is.
         exact_ggn: True if it is of Jacobians and exact output Hessians, which backends of other curvature lack.
         needs_columns: Whether it is of factors of outer products, which curvature known by its products alone lacks.
+        weighs_data: Whether it can be of data that count more or less than once.
         weighed: Whether noise and temperature scale it in the precision, and not in the bound of the evidence alone.
         is_diagonal: Whether the posterior's variances say everything of it.
         is_variational: Whether a variational posterior can have this structure: its precision is any that is a sum of
@@ -177,6 +178,7 @@ class Curvature(ABC):
     tail: float = 0.0
     exact_ggn: bool = False
     needs_columns: bool = False
+    weighs_data: bool = True
     weighed: bool = True
     is_diagonal: bool = False
     is_variational: bool = False

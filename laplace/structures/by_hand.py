@@ -117,6 +117,11 @@ class KronByHand(ByHand):
     def of_batch(self, engine: CurvatureEngine, x: Inputs, y: Tensor, n_data: int) -> tuple[BatchSummary, Kron]:
         from laplace.compat.kronecker import Kron  # legacy values are imported by those who use them
 
+        if engine.likelihood.weighs_targets:
+            raise UnsupportedError(
+                "class_weight= with Kronecker factors by hand, of which a batch's share is its number of data: call "
+                "fit, or choose hessian_structure='diag' or 'full'."
+            )
         summary, parts = engine.kron(x, y)
         if any(block.index is not None for block in parts.blocks):
             raise UnsupportedError(

@@ -373,7 +373,7 @@ def _negative_log_likelihood(la: ParametricLaplace, x: Inputs, y: Tensor) -> Ten
     y = la.engine.checked(f, y)
     terms = likelihood.loss_terms(f, y)
     return -likelihood.log_likelihood(
-        terms, int(likelihood.count(f, y)), f.shape[1], la.sigma_noise.detach(), la.temperature.detach()
+        terms, float(likelihood.count(f, y)), f.shape[1], la.sigma_noise.detach(), la.temperature.detach()
     )
 
 

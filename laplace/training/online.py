@@ -34,7 +34,7 @@ from laplace.enums import (
     StructureName,
     SubsetOfWeights,
 )
-from laplace.errors import CurvatureError, InvalidArgument, InvalidData
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
 from laplace.factory import from_names
 from laplace.fitting import without_padding
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
@@ -123,6 +123,7 @@ class OnlineLaplace(CheckedConstructor):
 
     Raises:
         InvalidArgument: An option is out of range, or the loader can be read only once.
+        UnsupportedError: Classes have weights.
     """
 
     def __init__(
@@ -151,11 +152,11 @@ class OnlineLaplace(CheckedConstructor):
     ) -> None:
         check_counts(n_hypersteps=n_hypersteps, marglik_frequency=marglik_frequency)
         check_step_size(lr_hyp)
-        self.la: ParametricLaplace = from_names(
+        self.la: ParametricLaplace = _of_equal_classes(from_names(
             model, likelihood, SubsetOfWeights.ALL, hessian_structure, sigma_noise=sigma_noise_init,
             temperature=temperature, backend=backend, enable_backprop=enable_backprop, dict_key_x=dict_key_x,
             dict_key_y=dict_key_y, forward_fn=forward_fn, **(laplace_kwargs or {}),
-        )  # fmt: skip
+        ))  # fmt: skip
         self.model = network_of(model)
         require_rereadable(train_loader, "training reads train_loader once per epoch")
         self.train_loader, self.group = train_loader, group
@@ -307,6 +308,20 @@ def check_step_size(lr_hyp: float) -> None:
     """
     if not 0 < lr_hyp < math.inf:
         raise InvalidArgument(f"lr_hyp={lr_hyp}; it must be positive and finite.")
+
+
+def _of_equal_classes(la: ParametricLaplace) -> ParametricLaplace:
+    """The posterior, of a likelihood whose classes count alike.
+
+    Raises:
+        UnsupportedError: They do not.
+    """
+    if la.likelihood_object.weighs_targets:
+        raise UnsupportedError(
+            "class_weight= in online training, whose N is a number of data; train with a weighted loss, and fit with "
+            "Categorical(class_weight=...) afterwards."
+        )
+    return la
 
 
 def _count(loader: Iterable[Any], la: ParametricLaplace) -> int:

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.checks import named
 from laplace.core.positions import rows_that_count, target_rows
 from laplace.core.processes import Processes
+from laplace.core.progress import DataBar
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.fitting import without_padding
 from laplace.likelihoods.base import Likelihood
@@ -67,13 +67,16 @@ class Validation:
         """
         loader = self.loader if self.processes is None else without_padding(self.loader, posterior.choices.dict_key_y)
         device, likelihood, empty = posterior.hypers.device, posterior.likelihood, True
-        for number, batch in enumerate(tqdm(loader, desc=label, disable=not self.progress_bar)):
+        bar = DataBar(label, loader, shown=self.progress_bar)
+        for number, batch in enumerate(loader):
             name = f"validation batch {number}"
             with named(name):
                 data = next_token.counted(batch, posterior.choices.dict_key_y, device, likelihood, posterior.model)
             if data is not None:
                 empty = False
                 yield name, *data
+                bar.add(len(data[1]))
+        bar.close()
         if empty and self.processes is None:
             raise InvalidData("the validation loader gave no data that count; the hyper-parameters are as they were.")
 
@@ -83,11 +86,14 @@ class Validation:
         Raises:
             InvalidData: There are none.
         """
-        empty = True
-        loader = tqdm(self.ood_loader or (), desc="out-of-distribution inputs", disable=not self.progress_bar)
+        empty, loader = True, self.ood_loader or ()
+        bar = DataBar("out-of-distribution inputs", loader, shown=self.progress_bar)
         for number, batch in enumerate(loader):
             empty = False
-            yield f"batch {number} of ood_loader", batches.to_device(batches.inputs(batch), posterior.hypers.device)
+            x = batches.to_device(batches.inputs(batch), posterior.hypers.device)
+            yield f"batch {number} of ood_loader", x
+            bar.add(batches.size(x, posterior.choices.dict_key_x))
+        bar.close()
         if empty and self.processes is None:
             raise InvalidData("ood_loader gave no inputs; the hyper-parameters are as they were.")
 

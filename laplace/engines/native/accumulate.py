@@ -141,11 +141,13 @@ class Origin:
         single: True if the tensor has one use only. Of more, a small tensor has an exact block; the positions of all
             uses are those of one layer in the factors of a large one.
         unused: True if the batch does not need the tensor, so that another batch says in which form it is held.
+        weights: How often every datum counts on the input side, whose rows no cotangent weighs, `[B]`; None for once.
     """
 
     use: str
     single: bool
     unused: bool = False
+    weights: Tensor | None = None
 
 
 class KronSum:
@@ -199,8 +201,12 @@ class KronSum:
             output = f"out:{self.origins[slot].use}"
             if output not in self.factors:
                 self.factors[output] = self._head_side(output, hessian)
-            inputs = None if block.is_bias else self._gram(f"in:{slot}", block.features.unsqueeze(1))
-            self._put(slot, block, output, inputs, torch.tensor(float(block.n_data), device=self.problem.device))
+            weights, count = self.origins[slot].weights, torch.tensor(float(block.n_data), device=self.problem.device)
+            features = block.features
+            if weights is not None:
+                features, count = features * weights.to(features).sqrt().unsqueeze(1), weights.sum()
+            inputs = None if block.is_bias else self._gram(f"in:{slot}", features.unsqueeze(1))
+            self._put(slot, block, output, inputs, count)
 
     def _head_side(self, key: str, hessian: OutputHessian) -> Tensor:
         """B = Σ Λ, `[E, 1, C, C]`, or its products `[E, 1, C, w]`."""
@@ -221,8 +227,9 @@ class KronSum:
             seen.add(output)
             self._put_output(output, product.output_rows(reduce=self.reduce), first)
         if first == 0:
-            inputs = product.input_side(partial(self._gram, f"in:{slot}"), reduce=self.reduce)
-            count = product.input_count(reduce=self.reduce)
+            weights = self.origins[slot].weights
+            inputs = product.input_side(partial(self._gram, f"in:{slot}"), weights, reduce=self.reduce)
+            count = product.input_count(weights, reduce=self.reduce)
             self._put(slot, block, output, inputs, count, input_first=product.input_first)
 
     def _put(

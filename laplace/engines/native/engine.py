@@ -28,6 +28,7 @@ from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidData, OutOfMemory, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.observed import Observed
 from laplace.network.model_guard import preserve_model
 from laplace.weights.problem import Problem
 
@@ -64,6 +65,8 @@ class NativeEngine(CurvatureEngine):
         likelihood: Loss and output Hessian.
         options: Sampling, Kronecker factors, and how much is computed at once.
     """
+
+    weighs_data = True
 
     def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
         super().__init__(problem, likelihood, options)
@@ -289,7 +292,7 @@ class NativeEngine(CurvatureEngine):
             self._unreached.update(names)
             check_unreached(self.problem, x, names)
 
-    def observe(self, x: Inputs, y: Tensor) -> tuple[ForwardPass, Tensor]:
+    def observe(self, x: Inputs, y: Tensor) -> tuple[ForwardPass, Observed]:
         """A forward pass with a proven plan, and checked targets."""
         batch = self.forward(x)
         targets = self.targets(batch.f, y, batch.positions)
@@ -300,9 +303,19 @@ class NativeEngine(CurvatureEngine):
             show(batch.capture.f)
         return batch, targets
 
-    def targets(self, f: Tensor, y: Tensor, positions: tuple[int, ...]) -> Tensor:
-        """Checked targets of outputs f, `[B·T, C]`."""
-        return self.checked(f.to(self.dtype), target_rows(y, f, positions, self.problem.channel_dim))
+    def targets(self, f: Tensor, y: Tensor, positions: tuple[int, ...]) -> Observed:
+        """Checked targets of outputs f, `[B·T, C]`, of which rows count as often as their datum.
+
+        Raises:
+            InvalidData: Outputs or targets that cannot be used, or weights of other data.
+        """
+        checked = self.checked(f.to(self.dtype), target_rows(y, f, positions, self.problem.channel_dim))
+        weights = self.data_weights
+        if weights is not None:
+            if len(f) % len(weights):
+                raise InvalidData(f"{len(weights)} weights of data, but {len(f)} rows of outputs.")
+            weights = weights.to(f.device).repeat_interleave(len(f) // len(weights))
+        return Observed(self.likelihood, checked, weights)
 
     def _differentiable(self, x: Inputs) -> Capture:
         """A captured forward pass whose gradients can be differentiated again; no rule need hold.
@@ -360,7 +373,6 @@ class NativeEngine(CurvatureEngine):
     def _n_terms(self, f: Tensor) -> int:
         return f.shape[1] if self.split_outputs else 1
 
-    def summary(self, f: Tensor, y: Tensor) -> BatchSummary:
-        """Loss and number of data of a batch with outputs f `[B, C]` and checked targets."""
-        terms = self.likelihood.loss_terms(f.to(self.dtype), y)
-        return BatchSummary(terms, self.likelihood.count(f, y), f.shape[1])
+    def summary(self, f: Tensor, targets: Observed) -> BatchSummary:
+        """Loss and number of data of a batch with outputs f `[B, C]`."""
+        return BatchSummary(targets.loss_terms(f.to(self.dtype)), targets.count(f), f.shape[1])

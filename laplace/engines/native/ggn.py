@@ -9,6 +9,7 @@ from laplace.engines.engine import EngineOptions
 from laplace.engines.native.columns import Columns, RootColumns
 from laplace.engines.native.outer import OuterEngine
 from laplace.likelihoods.base import Likelihood, OutputHessian
+from laplace.likelihoods.observed import Observed
 from laplace.likelihoods.output_hessian import columns_of
 from laplace.weights.problem import Problem
 
@@ -29,11 +30,11 @@ class GGNEngine(OuterEngine):
         super().__init__(problem, likelihood, options)
         self.generator = options.generator or torch.Generator(device=problem.device).manual_seed(torch.initial_seed())
 
-    def cotangents(self, f: Tensor, y: Tensor) -> Columns:
+    def cotangents(self, f: Tensor, targets: Observed) -> Columns:
         if self.options.stochastic:
-            draws = self.likelihood.sample_gradients(f.to(self.dtype), y, self.options.num_samples, self.generator)
+            draws = targets.sample_gradients(f.to(self.dtype), self.options.num_samples, self.generator)
             return draws / self.options.num_samples**0.5
-        return RootColumns.of(self.likelihood.hessian(f.to(self.dtype), y))
+        return RootColumns.of(targets.hessian(f.to(self.dtype)))
 
     def n_columns(self, f: Tensor) -> int:
         if self.options.stochastic:
@@ -44,5 +45,5 @@ class GGNEngine(OuterEngine):
     def apart(self) -> bool:
         return not self.options.stochastic
 
-    def output_hessian(self, f: Tensor, y: Tensor) -> OutputHessian | None:
-        return None if self.options.stochastic else self.likelihood.hessian(f.to(self.dtype), y)
+    def output_hessian(self, f: Tensor, targets: Observed) -> OutputHessian | None:
+        return None if self.options.stochastic else targets.hessian(f.to(self.dtype))

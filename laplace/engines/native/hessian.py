@@ -37,8 +37,8 @@ class HessianEngine(NativeEngine):
             capture = self._differentiable(x)
             with torch.enable_grad():
                 f = capture.rows.to(self.dtype)
-                y = self.targets(f.detach(), y, capture.positions)
-                losses = self.likelihood.loss_terms(f, y)
+                targets = self.targets(f.detach(), y, capture.positions)
+                losses = targets.loss_terms(f)
                 losses = losses if self.split_outputs else losses.sum().unsqueeze(0)
             step = self.per_call(capture, vectors.shape[1])
             vectors = vectors.expand(len(losses), -1, -1)
@@ -51,7 +51,7 @@ class HessianEngine(NativeEngine):
                 )
                 for part, rows in products:
                     add_rows(self.problem, rows, sums[part])
-        return self.summary(capture.rows.detach(), y), total
+        return self.summary(capture.rows.detach(), targets), total
 
     def _require_symmetric(self, product: HessianProduct) -> None:
         """Asks for one number twice, vᵀ H w = wᵀ H v: second derivatives of some operations of PyTorch are wrong.

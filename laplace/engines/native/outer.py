@@ -28,6 +28,7 @@ from laplace.jacobian.blocks import Block
 from laplace.jacobian.heads import Head, as_head
 from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.likelihoods.base import OutputHessian
+from laplace.likelihoods.observed import Observed
 from laplace.network.model_guard import preserve_model
 
 
@@ -46,41 +47,41 @@ class OuterEngine(NativeEngine):
     """
 
     @abstractmethod
-    def cotangents(self, f: Tensor, y: Tensor) -> Columns:
+    def cotangents(self, f: Tensor, targets: Observed) -> Columns:
         """Columns u_k, `[K, B, C]`, with curvature Σ_kb (Jᵀu)(Jᵀu)ᵀ."""
 
-    def output_hessian(self, f: Tensor, y: Tensor) -> OutputHessian | None:
+    def output_hessian(self, f: Tensor, targets: Observed) -> OutputHessian | None:
         """Output Hessian of which a head needs no root, or None where only cotangents are known."""
         return None
 
     # Primitives.
 
     def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
-        batch, y = self.observe(x, y)
+        batch, targets = self.observe(x, y)
         total = DiagSum(self.problem, self._n_terms(batch.f), self.dtype, bases)
-        return self._add_diag(batch, y, total), total.values
+        return self._add_diag(batch, targets, total), total.values
 
     def add_diag(self, x: Inputs, y: Tensor, running: Tensor, bases: Bases | None = None) -> BatchSummary:
-        batch, y = self.observe(x, y)
-        return self._add_diag(batch, y, DiagSum(self.problem, len(running), self.dtype, bases, running))
+        batch, targets = self.observe(x, y)
+        return self._add_diag(batch, targets, DiagSum(self.problem, len(running), self.dtype, bases, running))
 
-    def _add_diag(self, batch: ForwardPass, y: Tensor, total: DiagSum) -> BatchSummary:
+    def _add_diag(self, batch: ForwardPass, targets: Observed, total: DiagSum) -> BatchSummary:
         heads = batch.head_blocks(batch.heads())
         in_basis = {i: as_head(total.in_basis(i, block)) for i, block in heads.items()}
-        self._accumulate(batch, y, total, heads={i: head for i, head in in_basis.items() if head is not None})
-        return self.summary(batch.f, y)
+        self._accumulate(batch, targets, total, heads={i: head for i, head in in_basis.items() if head is not None})
+        return self.summary(batch.f, targets)
 
     def full(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, Tensor]:
         total = MatrixSum(self.problem.layout.n_params)
         return self.add_full(x, y, total), total.complete().to(self.dtype)
 
     def add_full(self, x: Inputs, y: Tensor, running: MatrixSum) -> BatchSummary:
-        batch, y = self.observe(x, y)
+        batch, targets = self.observe(x, y)
         slots = range(len(batch.plan))
         total = FullSum(slots, self.problem, self._n_terms(batch.f), running)
         heads = batch.head_blocks(batch.heads())
-        self._accumulate(batch, y, total, heads=heads if len(heads) == len(slots) else {}, groups=(tuple(slots),))
-        return self.summary(batch.f, y)
+        self._accumulate(batch, targets, total, heads=heads if len(heads) == len(slots) else {}, groups=(tuple(slots),))
+        return self.summary(batch.f, targets)
 
     def blocks(self, x: Inputs, y: Tensor, groups: Groups) -> tuple[BatchSummary, tuple[Tensor, ...]]:
         sizes = self.problem.layout.sizes
@@ -88,29 +89,46 @@ class OuterEngine(NativeEngine):
         return self.add_blocks(x, y, groups, sums), tuple(total.complete().to(self.dtype) for total in sums)
 
     def add_blocks(self, x: Inputs, y: Tensor, groups: Groups, running: Sequence[MatrixSum]) -> BatchSummary:
-        batch, y = self.observe(x, y)
+        batch, targets = self.observe(x, y)
         total = BlockSum(groups, self.problem, self._n_terms(batch.f), running)
         heads = set(batch.heads())
         whole = [i for group in groups if heads.issuperset(group) for i in group]
-        self._accumulate(batch, y, total, heads=batch.head_blocks(whole), groups=groups)
-        return self.summary(batch.f, y)
+        self._accumulate(batch, targets, total, heads=batch.head_blocks(whole), groups=groups)
+        return self.summary(batch.f, targets)
 
     def kron(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, KronParts]:
-        batch, y = self.observe(x, y)
-        total = self._kron_sum(batch, None)
-        self._accumulate(batch, y, total, heads=batch.head_blocks(batch.heads()))
-        return self.summary(batch.f, y), total.result()
+        batch, targets = self.observe(x, y)
+        total = self._kron_sum(batch, targets, None)
+        self._accumulate(batch, targets, total, heads=batch.head_blocks(batch.heads()))
+        return self.summary(batch.f, targets), total.result()
 
     def sketch(self, x: Inputs, y: Tensor, probe: Probe, *, diagonal: bool) -> tuple[BatchSummary, KronSketch]:
-        batch, y = self.observe(x, y)
-        sides, exact = self._kron_sum(batch, probe), DiagSum(self.problem, self._n_terms(batch.f), self.dtype)
+        batch, targets = self.observe(x, y)
+        sides, exact = self._kron_sum(batch, targets, probe), DiagSum(self.problem, self._n_terms(batch.f), self.dtype)
         total = _Both(sides, exact) if diagonal else sides
-        self._accumulate(batch, y, total, heads=batch.head_blocks(batch.heads()))
-        return self.summary(batch.f, y), KronSketch(sides.result(), exact.values if diagonal else None)
+        self._accumulate(batch, targets, total, heads=batch.head_blocks(batch.heads()))
+        return self.summary(batch.f, targets), KronSketch(sides.result(), exact.values if diagonal else None)
 
-    def _kron_sum(self, batch: ForwardPass, probe: Probe | None) -> KronSum:
+    def _kron_sum(self, batch: ForwardPass, targets: Observed, probe: Probe | None) -> KronSum:
         reduce, terms = self.options.kfac_approx == "reduce", self._n_terms(batch.f)
-        return KronSum(self.problem, terms, self.dtype, _origins(batch.plan), reduce=reduce, probe=probe)
+        origins = _origins(batch.plan, self._input_weights(batch, targets))
+        return KronSum(self.problem, terms, self.dtype, origins, reduce=reduce, probe=probe)
+
+    def _input_weights(self, batch: ForwardPass, targets: Observed) -> list[Tensor | None]:
+        """Weights of the data among the inputs of each tensor's layer; None for ones.
+
+        Data of a layer that is applied by row are the rows that count, `[n]`; of others the data of the batch, `[B]`,
+        each with the mean weight of its rows that count.
+        """
+        weights = targets.weights
+        if weights is None:
+            return [None] * len(batch.plan)
+        counted = self._counted(batch, targets)
+        rows, present = weights, torch.ones_like(weights)
+        if counted is not None:
+            rows, present = weights[counted], torch.zeros_like(weights).index_fill(0, counted, 1.0)
+        sums, counts = (values.view(batch.n_data, -1).sum(1) for values in (weights * present, present))
+        return [rows if batch.by_row(i) else sums / counts.clamp(min=1) for i in range(len(batch.plan))]
 
     def matmul(
         self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
@@ -118,8 +136,8 @@ class OuterEngine(NativeEngine):
         with torch.inference_mode(False), preserve_model(self.problem.module):
             capture = self._differentiable(x)
             f = capture.rows.detach()
-            y = self.targets(f, y, capture.positions)
-            linear, inner = Linearised(self.problem, capture), _Inner.of(self, f, y)
+            targets = self.targets(f, y, capture.positions)
+            linear, inner = Linearised(self.problem, capture), _Inner.of(self, f, targets)
             step = self.per_call(capture, vectors.shape[1])
             vectors = vectors.expand(self._n_terms(f), -1, -1)
             total = torch.zeros_like(vectors, memory_format=torch.contiguous_format) if running is None else running
@@ -132,20 +150,20 @@ class OuterEngine(NativeEngine):
 
                 for part, pulled in in_slices(len(rows), step, product, VECTOR):
                     add_rows(self.problem, pulled, sums[part])
-        return self.summary(f, y), total
+        return self.summary(f, targets), total
 
     def output_curvature(self, x: Inputs, y: Tensor) -> tuple[BatchSummary, OutputCurvature]:
-        batch, y = self.observe(x, y)
-        hessian = self.output_hessian(batch.f, y)
+        batch, targets = self.observe(x, y)
+        hessian = self.output_hessian(batch.f, targets)
         if hessian is None:
-            columns = self.cotangents(batch.f, y)[:]
+            columns = self.cotangents(batch.f, targets)[:]
             dense = torch.einsum("kbc,kbd->bcd", columns, columns)
             hessian = OutputHessian(dense.diagonal(dim1=1, dim2=2), dense=dense)
         n_positions = batch.capture.n_positions if batch.positions else 1
-        return self.summary(batch.f, y), OutputCurvature(hessian, n_positions)
+        return self.summary(batch.f, targets), OutputCurvature(hessian, n_positions)
 
     def _accumulate(
-        self, batch: ForwardPass, y: Tensor, total: _Sum, heads: Mapping[int, Head], groups: Groups = ()
+        self, batch: ForwardPass, targets: Observed, total: _Sum, heads: Mapping[int, Head], groups: Groups = ()
     ) -> None:
         """Adds the curvature of a batch: of heads without a root of Λ, of the rest by chunks of cotangents.
 
@@ -154,13 +172,14 @@ class OuterEngine(NativeEngine):
 
         Args:
             batch: The batch.
-            y: Checked targets.
+            targets: Checked targets.
             total: What to add to.
             heads: Blocks of heads.
             groups: Tensors that `total` needs in one form.
         """
-        counted = rows_that_count(y, batch.positions, self.likelihood.ignore_index)
-        hessian = self.output_hessian(*(rows if counted is None else rows[counted] for rows in (batch.f, y)))
+        counted = self._counted(batch, targets)
+        f = batch.f if counted is None else batch.f[counted]
+        hessian = self.output_hessian(f, targets.at(counted))
         if hessian is None:
             heads = {}
         elif heads:
@@ -168,7 +187,7 @@ class OuterEngine(NativeEngine):
         rest = [i for i in range(len(batch.plan)) if i not in heads]
         if not rest:
             return
-        columns = self.cotangents(batch.f, y)
+        columns = self.cotangents(batch.f, targets)
         step = batch.columns_at_once(together=bool(groups))
         mixed = {i for i in rest if not batch.by_row(i)}
         mixed |= {i for group in groups if mixed & set(group) for i in group}
@@ -185,6 +204,10 @@ class OuterEngine(NativeEngine):
                 )
         if mixed:
             self._accumulate_mixed(batch, columns, step, [i for i in rest if i in mixed], total)
+
+    def _counted(self, batch: ForwardPass, targets: Observed) -> Tensor | None:
+        """Rows that count, `[n]`; None for all."""
+        return rows_that_count(targets.y, batch.positions, self.likelihood.ignore_index)
 
     def _accumulate_mixed(self, batch: ForwardPass, columns: Columns, step: int, only: list[int], total: _Sum) -> None:
         """Adds the curvature of tensors that take cotangents of their own for every position."""
@@ -222,10 +245,10 @@ class _Inner:
         self.columns = columns
 
     @classmethod
-    def of(cls, engine: OuterEngine, f: Tensor, y: Tensor) -> _Inner:
+    def of(cls, engine: OuterEngine, f: Tensor, targets: Observed) -> _Inner:
         """That of an engine on a batch."""
-        hessian = engine.output_hessian(f, y)
-        return cls(hessian, None if hessian is not None else engine.cotangents(f, y)[:])
+        hessian = engine.output_hessian(f, targets)
+        return cls(hessian, None if hessian is not None else engine.cotangents(f, targets)[:])
 
     def terms(self, count: int) -> list[int | None]:
         """The output of every term, or None where one term holds all."""
@@ -245,9 +268,9 @@ class _Inner:
         return torch.einsum("kbc,rkb->rbc", columns, weights)
 
 
-def _origins(plan: Plan) -> list[Origin]:
-    """The use that the block of every tensor comes from."""
+def _origins(plan: Plan, weights: Sequence[Tensor | None]) -> list[Origin]:
+    """The use that the block of every tensor comes from, and the weights of the data there."""
     return [
-        Origin(str(first), single=len(rule.uses) == 1, unused=rule.description == "unused")
-        for first, rule in zip(first_of_use(plan), plan, strict=True)
+        Origin(str(first), single=len(rule.uses) == 1, unused=rule.description == "unused", weights=own)
+        for first, rule, own in zip(first_of_use(plan), plan, weights, strict=True)
     ]

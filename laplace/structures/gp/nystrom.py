@@ -90,6 +90,7 @@ class NystromCurvature(Curvature):
     gram: Tensor
     name = "gp"
     exact_ggn = True
+    weighs_data = False
     options = NystromOptions
     n_passes = 2
 

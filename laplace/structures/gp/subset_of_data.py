@@ -76,6 +76,7 @@ class SubsetCurvature(Curvature):
     terms: int
     name = "gp"
     exact_ggn = True
+    weighs_data = False
     options = SubsetOptions
 
     @property
