@@ -115,7 +115,7 @@ class BaseLaplace(CheckedConstructor, ABC):
                 backend_kwargs=dict(backend_kwargs or {}), asdl_fisher_kwargs=dict(asdl_fisher_kwargs or {}),
                 likelihood=likelihood, likelihood_object=get_likelihood(likelihood), forward_fn=forward_fn,
                 dict_key_x=dict_key_x, dict_key_y=dict_key_y, channel_dim=channel_dim, pred_types=self.pred_types,
-            ).reconciled(),
+            ).reconciled(model),
             hypers=Hyperparameters.unit(zero_like(model)),
         )  # fmt: skip
         self.model = self._posterior.weights.shown(enable_backprop=self.enable_backprop)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
+from laplace.errors import InvalidArgument, InvalidType
 
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 _LOCKS_GUARD = threading.Lock()
@@ -44,34 +44,7 @@ def require_module(model: nn.Module) -> nn.Module:
         )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         _require_numbers(name, tensor)
-    require_whole(model)
     return model
-
-
-_SPREAD = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", "torch.distributed.tensor",
-           "torch.distributed._tensor")  # fmt: skip
-"""Where modules and tensors come from of which every process holds a part; nothing is imported to tell them."""
-
-
-def require_whole(model: nn.Module) -> None:
-    """Refuses a network whose weights are spread over processes (FSDP, FSDP2, tensor parallelism).
-
-    What is differentiated by a weight needs it, and replaces it during passes, while FSDP gathers and frees weights
-    by hooks of its own: gradients would be of tensors that are empty by then.
-
-    Raises:
-        UnsupportedError: It is one.
-    """
-    parts = [*model.named_modules(), *model.named_parameters(), *model.named_buffers()]
-    for name, part in parts:
-        if any(base.__module__.startswith(_SPREAD) for base in type(part).__mro__):
-            raise UnsupportedError(
-                f"the model's {name or type(part).__name__!r} is spread over processes, by FSDP (fully_shard) or as a "
-                "DTensor: every process holds a part of the weights, and a posterior is of all of them. Give a copy "
-                "that holds them whole: state = torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-                "options=StateDictOptions(full_state_dict=True)), loaded into the same network without FSDP; "
-                "la.fit(..., group=..., sharded=True) spreads the posterior over processes that each have all weights."
-            )
 
 
 def _require_numbers(name: str, tensor: Tensor) -> None:
