@@ -158,7 +158,7 @@ def what_takes_whole_weights_is_refused(rank: int) -> None:
             Laplace(model, "classification", "all", structure, **options)
     with pytest.raises(UnsupportedError, match="spread over processes"):
         Laplace(model, "classification", "subnetwork", "diag", subnetwork_indices=torch.tensor([1, 2]))
-    with pytest.raises(UnsupportedError, match="name it, last_layer_name="):
+    with pytest.raises(UnsupportedError, match="give last_layer_name="):
         Laplace(model, "classification", "last_layer", "kron").fit(mine(), group=distributed.group.WORLD)
     with pytest.raises(UnsupportedError, match="CurvlinopsGGN with 'kron'"):
         Laplace(model, "classification", "all", "kron", backend=CurvlinopsGGN)
