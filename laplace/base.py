@@ -116,7 +116,7 @@ class BaseLaplace(CheckedConstructor, ABC):
                 likelihood=likelihood, likelihood_object=get_likelihood(likelihood), forward_fn=forward_fn,
                 dict_key_x=dict_key_x, dict_key_y=dict_key_y, channel_dim=channel_dim, pred_types=self.pred_types,
                 weights_options=dict(weights_options or {}),
-            ).reconciled(),
+            ).reconciled(model),
             hypers=Hyperparameters.unit(zero_like(model)),
         )  # fmt: skip
         self.model = self._posterior.weights.shown(enable_backprop=self.enable_backprop)

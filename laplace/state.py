@@ -102,7 +102,7 @@ def save_with(la: BaseLaplace, curvature: Any) -> dict[str, Any]:
         "dict_key_y": la.dict_key_y,
         "layout": {"names": list(layout.names), "sizes": list(layout.sizes)},
         "weights": la.weights.state(),
-        "model_sums": checksums(la.weights.model),
+        "model_sums": posterior.require_fitted().watch.fingerprint.sums,
         "attributes": dict(posterior.require_fitted().watch.fingerprint.attributes),
         "precision_options": dict(la.precision_options),
         "backend": la.backend_cls.__name__,

@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
 
-from laplace.errors import InvalidType, ProcessError, UnsupportedError
+from laplace.errors import InvalidArgument, InvalidType, ProcessError, UnsupportedError
 
 T = TypeVar("T")
 
 _BUCKET_BYTES = 25 * 2**20
 """Bytes that are summed over the processes at once, and copied for it."""
+
+
+class OutOfStep(ProcessError):
+    """Error that every process of the group raises by itself, since they do not take the same step."""
+
+
+@dataclass(frozen=True)
+class _Word:
+    """Whatever a process says to the others.
+
+    Attributes:
+        value: The result of its work, or what it takes a step with, pickled.
+        error: Words for what it failed with, or None.
+        step: The step that it is about to take; empty at the end of its work.
+    """
+
+    value: bytes
+    error: str | None = None
+    step: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,6 +76,20 @@ class Processes:
         """Number of this process among them."""
         return self.group.rank()
 
+    def joined(self, given: Processes | None) -> Processes:
+        """These processes, if they are those that a user gives for work with a network that is spread over them.
+
+        Raises:
+            InvalidArgument: They are others, or none were given.
+        """
+        own = distributed.get_process_group_ranks(self.group)
+        if given is None or distributed.get_process_group_ranks(given.group) != own:
+            raise InvalidArgument(
+                f"the network is spread over the ranks {own} by FSDP2: they fit together, each its shard of the data. "
+                "Give their group, group=torch.distributed.group.WORLD if these are all."
+            )
+        return self
+
     def gathered(self, value: T) -> list[T]:
         """A value of every process, which can be pickled."""
         values: list[Any] = [None] * self.size
@@ -67,26 +100,35 @@ class Processes:
         """The outcome of every process; where one fails, all of them do.
 
         Args:
-            attempt: Work of this process without collective calls, whose result can be pickled.
+            attempt: Work of this process whose result can be pickled, without collective calls but for those that
+                `in_step` goes before.
 
         Raises:
             ProcessError: Others failed; the message says which, and why. A process that fails raises its own error.
         """
         own: Exception | None = None
-        outcome: tuple[bytes, str | None]
         try:
-            outcome = pickle.dumps(attempt()), None  # what cannot be is an error of this process, as others are
+            outcome = _Word(pickle.dumps(attempt()))  # what cannot be is an error of this process, as others are
+        except OutOfStep:
+            raise  # the others know
         except Exception as error:
-            own, outcome = error, (b"", f"{type(error).__name__}: {error}")
+            own, outcome = error, _Word(b"", f"{type(error).__name__}: {error}")
         outcomes = self.gathered(outcome)
         if own is not None:
             raise own
-        failed = {rank: message for rank, (_, message) in enumerate(outcomes) if message is not None}
-        if failed:
-            first, message = next(iter(failed.items()))
-            more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-            raise ProcessError(f"rank {first} of the group failed{more}, so that nothing was summed. {message}")
-        return [pickle.loads(value) for value, _ in outcomes]
+        return _values(outcomes)
+
+    def in_step(self, step: str, value: Any = None) -> list[Any]:
+        """A value of every process, all of which are about to take the same step of work that needs all of them.
+
+        Args:
+            step: Words for the step, such as a forward pass of a network that is spread over the processes.
+            value: What each of them takes it with.
+
+        Raises:
+            ProcessError: Others take another step, have failed, or are at the end of their work.
+        """
+        return _values(self.gathered(_Word(pickle.dumps(value), step=step)))
 
     def __deepcopy__(self, memo: object) -> Processes:
         return self
@@ -121,6 +163,27 @@ class Processes:
                 view.copy_(part.view_as(view))
         for tensor in filter(symmetric, ordered):
             _mirror_entries(tensor)
+
+
+def _values(words: Sequence[_Word]) -> list[Any]:
+    """Values of all processes, if all are well and take the same step.
+
+    Raises:
+        ProcessError: They do not.
+    """
+    failed = {rank: word.error for rank, word in enumerate(words) if word.error is not None}
+    if failed:
+        first, message = next(iter(failed.items()))
+        more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+        raise OutOfStep(f"rank {first} of the group failed{more}, so that nothing was summed. {message}")
+    for rank, word in enumerate(words):
+        if word.step != words[0].step:
+            raise OutOfStep(
+                f"rank {rank} of the group is at {word.step or 'the end of its data'!r}, rank 0 at "
+                f"{words[0].step or 'the end of its data'!r}: a network that is spread over processes runs in all of "
+                "them at once. Give each of them as many batches as the others, as DistributedSampler does."
+            )
+    return [pickle.loads(word.value) for word in words]
 
 
 def _rows(matrix: Tensor) -> Iterator[Tensor]:

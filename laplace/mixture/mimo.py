@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from laplace.core.layout import flatten
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.network.model_guard import model_lock, require_module, unwrap
+from laplace.network.spread import require_whole
 from laplace.weights.base import trainable
 from laplace.weights.discovery import find_last_layer, require_linear
 
@@ -62,6 +63,7 @@ def last_layer_of(model: nn.Module, n_heads: int, last_layer_name: str | None, e
     Raises:
         InvalidArgument: Neither is given, or the last layer is no `nn.Linear`.
     """
+    require_whole(model)
     inner = unwrap(require_module(model))
     if last_layer_name is not None:
         return require_linear(inner, last_layer_name)

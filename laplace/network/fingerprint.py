@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from laplace.core import checks
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import ModelChangedError, ModelChangedWarning, warn
-from laplace.network.model_guard import model_lock, modules_of, require_whole
+from laplace.network.model_guard import model_lock, modules_of
+from laplace.network.spread import held, is_spread, rest_of, whole
 from laplace.network.witness import Attributes, Witness, attributes_of, changed_names, digests
 
 _PERIOD = 4096
@@ -118,8 +119,6 @@ class Fingerprint:
     def _same_tensors(self, model: nn.Module) -> Fingerprint:
         tensors = _tensors(model)
         versions = _versions(tensors)
-        if versions != self.versions:
-            require_whole(model)  # before a collective call of tensors that are spread over processes
         norms = _norms(tensors)
         if versions == self.versions and _comparable(norms, self.norms):
             checks.require(_equal(norms, self.norms), lambda: self._change(model))
@@ -131,6 +130,11 @@ class Fingerprint:
 
     def _change(self, model: nn.Module) -> ModelChangedError | None:
         """The error of tensors that were moved or have other numbers; None of equal ones."""
+        if is_spread(model):  # sums of whole tensors are a collective call, and other processes may see no change
+            return ModelChangedError(
+                "the network's weights changed after fit, or were spread over processes after it (fully_shard): call "
+                "fit again."
+            )
         places = _places(_tensors(model))
         if len(places) == len(self.places) and places != self.places:
             return ModelChangedError(
@@ -191,12 +195,18 @@ class ModelWatch:
         self.fingerprint = self.fingerprint.check(model)
 
 
-def _tensors(model: nn.Module) -> list[Tensor]:
+def _spread_tensors(model: nn.Module) -> list[Tensor]:
     """Parameters, then buffers, each once."""
+    rest_of(model)
     modules = modules_of(model)
     parameters = {id(t): t for module in modules for t in module._parameters.values() if t is not None}
     buffers = {id(t): t for module in modules for t in module._buffers.values() if t is not None}
     return [*parameters.values(), *buffers.values()]
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    """The same; of those that are spread over processes the part that this one holds."""
+    return [held(tensor) for tensor in _spread_tensors(model)]
 
 
 def _versions(tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
@@ -225,15 +235,26 @@ def _equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
     return torch.stack([flag.to(same[0].device) for flag in same]).all() if same else torch.ones((), dtype=torch.bool)
 
 
-def checksums(model: nn.Module) -> Tensor:
-    """Three weighted sums per tensor, `[n, 3]`, float64 on the CPU: of all entries, by column and by row."""
+def checksums(model: nn.Module, *, together: bool = True) -> Tensor:
+    """Three weighted sums per tensor, `[n, 3]`, float64 on the CPU: of all entries, by column and by row.
+
+    Args:
+        model: The network.
+        together: True if all processes that it is spread over call this, for the sums of whole tensors, one of which is
+            gathered at a time; else those of spread tensors are zero.
+    """
     with torch.no_grad(), model_lock(model):
-        tensors = _tensors(model)
+        tensors = _spread_tensors(model)
         weights = {device: _column_weights(device) for device in {tensor.device for tensor in tensors}}
-        rows = [_sums(tensor, weights[tensor.device]) for tensor in tensors]
+        rows = [_sums(whole(tensor) if together else _unspread(tensor), weights[tensor.device]) for tensor in tensors]
     return (
         torch.stack([row.to(rows[0].device) for row in rows]).cpu() if rows else torch.zeros(0, 3, dtype=wide_dtype())
     )
+
+
+def _unspread(tensor: Tensor) -> Tensor:
+    """A tensor that is no part of one; of others nothing."""
+    return tensor if held(tensor) is tensor else held(tensor)[:0]
 
 
 def _sums(tensor: Tensor, weights: Tensor) -> Tensor:

@@ -7,14 +7,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
+from laplace.errors import InvalidArgument, InvalidType
 
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 _LOCKS_GUARD = threading.Lock()
@@ -43,47 +42,13 @@ def require_module(model: nn.Module) -> nn.Module:
             "model is a ScriptModule of torch.jit.script, whose weights cannot be put in place of others; give the "
             "nn.Module that was scripted."
         )
-    if not all(map(_holds_numbers, _tensors_of(modules_of(model)))):  # which asks for no names
+    if not all(map(_holds_numbers, tensors_of(modules_of(model)))):  # which asks for no names
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             _require_numbers(name, tensor)
-    require_whole(model)
     return model
 
 
-_SPREAD = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", "torch.distributed.tensor",
-           "torch.distributed._tensor")  # fmt: skip
-"""Where modules and tensors come from of which every process holds a part; nothing is imported to tell them."""
-
-
-def require_whole(model: nn.Module) -> None:
-    """Refuses a network whose weights are spread over processes (FSDP, FSDP2, tensor parallelism).
-
-    What is differentiated by a weight needs it, and replaces it during passes, while FSDP gathers and frees weights
-    by hooks of its own: gradients would be of tensors that are empty by then.
-
-    Raises:
-        UnsupportedError: It is one.
-    """
-    modules = modules_of(model)
-    if not any(map(_is_spread, {type(part) for part in (*modules, *_tensors_of(modules))})):
-        return
-    for name, part in [*model.named_modules(), *model.named_parameters(), *model.named_buffers()]:
-        if _is_spread(type(part)):
-            raise UnsupportedError(
-                f"the model's {name or type(part).__name__!r} is spread over processes, by FSDP (fully_shard) or as a "
-                "DTensor: every process holds a part of the weights, and a posterior is of all of them. Give a copy "
-                "that holds them whole: state = torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-                "options=StateDictOptions(full_state_dict=True)), loaded into the same network without FSDP; "
-                "la.fit(..., group=..., sharded=True) spreads the posterior over processes that each have all weights."
-            )
-
-
-@lru_cache(1024)
-def _is_spread(kind: type) -> bool:
-    return any(base.__module__.startswith(_SPREAD) for base in kind.__mro__)
-
-
-def _tensors_of(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+def tensors_of(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
     """Parameters and buffers of these modules themselves."""
     for module in modules:
         for table in (module._parameters, module._buffers):

@@ -62,7 +62,7 @@ class Account:
             settings={name: repr(value) for name, value in said.items()},
             names=tuple(name for name, _ in tensors),
             kinds=tuple(f"{tuple(tensor.shape)} {tensor.dtype}" for _, tensor in tensors),
-            sums=checksums(model),
+            sums=checksums(model, together=False),
             random=tuple(f"{s.name} {tuple(s.shape)} {own}" for s, own in zip(slots, entries, strict=True)),
             layer=None if problem is None else problem.head,
             channel_dim=choices.channel_dim,

@@ -6,16 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace.core.batch import ForwardFn
 from laplace.core.overrides import is_ours
-from laplace.curvature import CurvatureInterface, NativeGGN
+from laplace.curvature import CurvatureInterface, NativeEF, NativeGGN
 from laplace.engines.engine import CurvatureEngine
+from laplace.enums import HessianStructure
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.evidence import Distance, version
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.recovered import Loss
+from laplace.network.spread import require_whole
 from laplace.predictive.options import PredictiveNames
 from laplace.structures.base import Curvature, Precision
 from laplace.structures.indefinite import SignedOptions
@@ -61,12 +63,16 @@ class Choices:
     weights_options: dict[str, Any]
     loss: Loss | None = None
 
-    def reconciled(self) -> Choices:
+    def reconciled(self, model: nn.Module) -> Choices:
         """The same, with what the structure's options say of the sign of an exact Hessian.
 
         Raises:
             InvalidArgument: The structure takes the exact GGN alone, and the backend has other curvature.
+            UnsupportedError: The network is spread over processes, and the curvature not one of layers' inputs and
+                output gradients.
         """
+        if self.structure.name not in _OF_FACTORS or self.backend_cls not in (NativeGGN, NativeEF):
+            require_whole(model, f"{self.backend_cls.__name__} with {self.structure.name!r} takes more than hooks see")
         if self.structure.exact_ggn:
             require_exact_ggn(self.backend_cls, self.backend_kwargs)
         options = self.structure_options
@@ -146,6 +152,10 @@ def require_exact_ggn(backend: type[CurvatureInterface], options: dict[str, Any]
         raise InvalidArgument(
             "backend_kwargs has stochastic=True, but a Gaussian process takes the exact output Hessian; leave it out."
         )
+
+
+_OF_FACTORS = (HessianStructure.KRON, HessianStructure.EKFAC, HessianStructure.DIAG)
+"""Structures whose sums take the inputs and output gradients of one layer at a time."""
 
 
 class Derived:

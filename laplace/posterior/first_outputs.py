@@ -16,6 +16,7 @@ from laplace.engines.engine import detached
 from laplace.likelihoods.logits import require_logits
 from laplace.network.misfits import called
 from laplace.network.model_guard import hooks_fire, preserve_model
+from laplace.network.spread import require_whole
 from laplace.posterior.posterior import Posterior
 
 
@@ -33,7 +34,7 @@ def discovered(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
     """
     posterior = with_channels_of(posterior, x, y)
     problem = posterior.weights.discover(x)
-    if posterior.likelihood.activation == "sigmoid":
+    if posterior.likelihood.activation == "sigmoid" and problem.processes is None:
         with preserve_model(problem.module), hooks_fire(problem.module), torch.enable_grad():
             f = _of_one(lambda some: problem.run(problem.stand_ins(), some), detached(x))
         require_logits(posterior.likelihood, f, problem.dtype)
@@ -53,6 +54,7 @@ def with_channels_of(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
     """
     if posterior.choices.channel_dim is not None or y.ndim < 2 or y.is_floating_point():
         return posterior
+    require_whole(posterior.model, "the classes would be found by a pass of one process (give channel_dim=)")
     call = call_of(posterior)
     with preserve_model(posterior.model), torch.no_grad():
         f = _of_one(lambda some: batches.latent(called(posterior.model, call, some)), detached(x))

@@ -23,7 +23,8 @@ from laplace.errors import InvalidData, UnsupportedError
 from laplace.fitting import FirstPass, Fit, ReadOptions, Resumable, planning, subsampling
 from laplace.fitting.planning import FitPlan
 from laplace.fitting.subsampling import Subset
-from laplace.network.model_guard import autograd_mode, require_whole, same_random_state
+from laplace.network.model_guard import autograd_mode, same_random_state
+from laplace.network.spread import require_whole
 from laplace.network.witness import FirstBatch, Witness
 from laplace.posterior import sharding
 from laplace.posterior.assembled import with_backend_loss
@@ -101,6 +102,9 @@ def measured(
     """
     posterior = with_backend_loss(posterior)
     choices, model = posterior.choices, posterior.model
+    spread = posterior.weights.spread_over
+    if spread is not None:
+        processes, look = spread.joined(processes), False
     first = FirstBatch(model, posterior.weights.forward_fn) if look else None
     reading = ReadOptions(choices.dict_key_y, progress_bar, first, check_memory, first_pass, processes, resume)
     hooked = posterior.overrides(*FITTING)
@@ -153,7 +157,8 @@ def _started(
         require: Raises what else is to be refused.
     """
     choices, hypers = posterior.choices, posterior.hypers
-    require_whole(posterior.model)
+    if posterior.weights.spread_over is None:
+        require_whole(posterior.model)  # that were spread only after the object was made
     if shard:  # here, where all processes learn of it
         require_held(posterior, "group=, of which each process has a shard,")
         if posterior.overrides(*FITTING) or subset is not None:
@@ -358,6 +363,7 @@ def planned(posterior: Posterior, train_loader: Iterable[Any]) -> tuple[Posterio
         UnsupportedError: A user's own backend or structure, which does not say what it takes.
     """
     choices, model = posterior.choices, posterior.model
+    require_whole(model, "timing takes passes that other processes do not make")
     with autograd_mode(), torch.no_grad(), same_random_state(model):
         n_batches = planning.length(train_loader)
         x, y = planning.first_counted(

@@ -41,9 +41,10 @@ class BlockSpectrum:
         shape: (G, L, R) of a product, or None.
         basis: Dense basis `[p, p]`, or None.
         matrix: The block itself `[p, p]` where it is dense: a prior that varies within it is added exactly.
-        left_values: Eigenvalues of the left factor `[G, L]`, for damping.
+        left_values: Eigenvalues of the left factor `[G, L]`, where there is one.
         right_values: Eigenvalues of the right factor `[G, R]`.
         output_first: The output side is the left one.
+        is_bias: The other factor is the number 1.
     """
 
     values: Tensor
@@ -55,6 +56,7 @@ class BlockSpectrum:
     left_values: Tensor | None = None
     right_values: Tensor | None = None
     output_first: bool = True
+    is_bias: bool = False
 
     @property
     def size(self) -> int:
@@ -83,16 +85,14 @@ class BlockSpectrum:
             return MappedBlock(block, self.rotate)
         return block if self._product is None else block.in_basis(self._product)
 
-    def prior(self, precision: Tensor) -> Tensor:
-        """A prior `[1]` or `[p]` in the eigenbasis, `[1]` or `[p]`.
+    def averages(self, dtype: torch.dtype) -> BlockSpectrum:
+        """Weights by which a prior that varies is averaged: `rotate` maps it to the eigenbasis of a product.
 
-        A prior that varies within the block is not diagonal there; its diagonal diag(Uᵀ Δ U) is kept, which is exact
-        for a prior that is constant in the block and the closest one in Frobenius norm otherwise.
+        Args:
+            dtype: That in which the factors were summed.
         """
-        if precision.numel() == 1 or self.shape is None:
-            return precision
-        shares = replace(self, left=_shares(self.left), right=_shares(self.right))
-        return shares.rotate(widened(precision))
+        left = _averages(self.left, self.left_values, dtype)
+        return replace(self, left=left, right=_averages(self.right, self.right_values, dtype))
 
     def diagonal(self, values: Tensor) -> Tensor:
         """Diagonal of U diag(values) Uᵀ, `[p]`."""
@@ -112,11 +112,6 @@ class BlockSpectrum:
     # Factors, one or two, of a block whose eigenvalues are their products.
 
     @property
-    def _is_bias(self) -> bool:
-        """True if the other factor is the number 1."""
-        return self.shape is not None and self.left_values is None
-
-    @property
     def factor_vectors(self) -> tuple[Tensor, ...]:
         """Eigenvectors of the factors: `[n, n]`, `[G, n, n]`, or ones `[n]` for the identity."""
         if self.basis is not None:
@@ -125,12 +120,12 @@ class BlockSpectrum:
             return (torch.ones_like(self.values),)
         sides = zip((self.left, self.right), self.shape[1:], strict=True)
         left, right = (self.values.new_ones(n) if basis is None else _alone(basis.matrix()) for basis, n in sides)
-        return (left if self.output_first else right,) if self._is_bias else (left, right)
+        return (left if self.output_first else right,) if self.is_bias else (left, right)
 
     @property
     def factor_values(self) -> tuple[Tensor, ...]:
         """Eigenvalues of the factors, `[n]` or `[G, n]`."""
-        if self.left_values is not None and self.right_values is not None:
+        if not self.is_bias and self.left_values is not None and self.right_values is not None:
             return _alone(self.left_values), _alone(self.right_values)
         return (_alone(self.values.view(self.shape[0], -1)) if self.shape is not None else self.values,)
 
@@ -169,6 +164,21 @@ class Spectra:
             return jacobian
         parts = (tuple(jacobian.blocks[i] for i in group) for group in self.groups)
         return replace(jacobian, blocks=tuple(part[0] if len(part) == 1 else JoinedBlock(part) for part in parts))
+
+    def prior(self, i: int, precision: Tensor) -> Tensor:
+        """A prior `[1]` or `[p]` in the eigenbasis of a block, `[1]` or `[p]`.
+
+        A prior Δ that varies within a product is not diagonal there. Its diagonal diag(Uᵀ Δ U) is kept, averaged over
+        directions whose eigenvalues agree on either side: which of these the solver chose makes no difference.
+        """
+        if precision.numel() == 1 or self.blocks[i].shape is None:
+            return precision
+        return self._averages[i].rotate(widened(precision))
+
+    @cached_property
+    def _averages(self) -> tuple[BlockSpectrum, ...]:
+        with algebra.kept_for_later(), torch.enable_grad():
+            return tuple(block.averages(self.dtype) for block in self.blocks)
 
     def project(self, jacobian: Jacobian, bases: Sequence[BlockSpectrum]) -> Jacobian:
         """A Jacobian in these bases, with one block for each."""
@@ -216,12 +226,19 @@ def _squares(basis: OrthogonalBasis | None) -> DenseBasis | None:
     return None if basis is None else DenseBasis(basis.squares())
 
 
-def _shares(basis: OrthogonalBasis | None) -> DenseBasis | None:
-    """Squares of eigenvectors that sum to 1 also where a basis was kept in float32: one prior stays one."""
-    if basis is None:
+def _averages(basis: OrthogonalBasis | None, values: Tensor | None, dtype: torch.dtype) -> DenseBasis | None:
+    """Column l holds the diagonal of k((F − λ_l) / τ) over its trace, for the Gaussian k and τ = √ε λ_max.
+
+    A function of the factor F = U diag(λ) Uᵀ alone. Where λ_l is apart from the other eigenvalues it is u_l²; where
+    several agree, in a null space above all, the mean of their squares, which no basis of theirs moves. √ε is between
+    the rounding ε of eigenvalues that agree and the gaps at which eigenvectors are known to about √ε.
+    """
+    if basis is None or values is None:
         return None
-    squares = basis.squares()
-    return DenseBasis(squares / squares.sum(-2, keepdim=True))
+    width = torch.finfo(dtype).eps ** 0.5 * values.amax(-1)[:, None, None].clamp(min=torch.finfo(values.dtype).tiny)
+    near = torch.exp(-0.5 * ((values.unsqueeze(2) - values.unsqueeze(1)) / width).square())
+    averages = basis.squares() @ near
+    return DenseBasis(averages / averages.sum(-2, keepdim=True))
 
 
 def diag_spectrum(values: Tensor) -> BlockSpectrum:
@@ -280,15 +297,15 @@ def kron_spectrum(block: KronBlock, output: FactorEigen, inputs: FactorEigen) ->
         inputs: Input side, divided by the number of positions; the number 1 for a bias.
     """
     left, right = (inputs, output) if block.input_first else (output, inputs)
-    is_bias = block.input is None  # of one factor, to which damping adds nothing but the prior
     return BlockSpectrum(
         values=(left.values.unsqueeze(2) * right.values.unsqueeze(1)).flatten(),
         left=left.basis,
         right=right.basis,
         shape=(len(output.values), left.values.shape[1], right.values.shape[1]),
-        left_values=None if is_bias else left.values,
-        right_values=None if is_bias else right.values,
+        left_values=left.values,
+        right_values=right.values,
         output_first=not block.input_first,
+        is_bias=block.input is None,  # to which damping adds nothing but the prior
     )
 
 

@@ -30,7 +30,7 @@ from laplace.structures.algebra import Recent
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
-from laplace.structures.eigenblocks import BlockSpectrum, Spectra, diag_spectrum
+from laplace.structures.eigenblocks import BlockSpectrum, Spectra, diag_spectrum, values_at
 from laplace.structures.kron import KronCurvature, KronSeparation
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
 from laplace.structures.separation import Separation, first, in_order
@@ -169,7 +169,9 @@ class EkfacCurvature(Curvature):
     @cached_property
     def _wide_bases(self) -> tuple[BlockSpectrum, ...]:
         with algebra.kept_for_later():
-            return tuple(basis.cast(wide_dtype(basis.values.device)) for basis in self.bases)
+            wide = (basis.cast(wide_dtype(basis.values.device)) for basis in self.bases)
+            pairs = zip(self.kron.parts.blocks, wide, strict=True)
+            return tuple(_with_sides(self.kron.parts, block, basis) for block, basis in pairs)
 
     @cached_property
     def _exact(self) -> KronCurvature | None:
@@ -317,6 +319,24 @@ def _basis(block: KronBlock, spectrum: BlockSpectrum, dtype: torch.dtype) -> Blo
     left, right = (None if side is None else DenseBasis(side.matrix()) for side in (spectrum.left, spectrum.right))
     plain = replace(spectrum, values=spectrum.values.to(dtype), matrix=None, left_values=None, right_values=None)
     return replace(plain, left=left, right=right).cast(dtype)
+
+
+def _with_sides(parts: KronParts, block: KronBlock, basis: BlockSpectrum) -> BlockSpectrum:
+    """The basis of a product with the eigenvalues of its factors, which say where it is one of many."""
+    if block.kind != "kron" or basis.shape is None:
+        return basis
+    left, right = (basis.left, basis.right) if basis.output_first else (basis.right, basis.left)
+    output = _side_values(widened(parts.matrix(block.output)).sum(0), left)
+    inputs = None if block.input is None else _side_values(widened(parts.matrix(block.input)), right)
+    values = (output, inputs) if basis.output_first else (inputs, output)
+    return replace(basis, left_values=values[0], right_values=values[1])
+
+
+def _side_values(matrix: Tensor, basis: OrthogonalBasis | None) -> Tensor | None:
+    """Eigenvalues `[G, n]` of a factor `[G, n, n]` or `[n, n]`; none are needed of one that is diagonal as it is."""
+    if basis is None:
+        return None
+    return values_at(matrix if matrix.ndim == 3 else matrix.unsqueeze(0), basis.matrix())
 
 
 def _with_values(basis: BlockSpectrum, values: Tensor) -> BlockSpectrum:

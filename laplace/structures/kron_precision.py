@@ -87,9 +87,9 @@ class KronPrecision(Precision):
     def _values(self, i: int) -> Tensor:
         """Eigenvalues of the posterior block, `[p]`, differentiable in scale and prior."""
         spectrum = self.spectra[i]
-        prior = spectrum.prior(self._priors[i])
+        prior = self.spectra.prior(i, self._priors[i])
         left, right = spectrum.left_values, spectrum.right_values
-        if self.damping is None or left is None or right is None or spectrum.matrix is not None:
+        if self.damping is None or spectrum.is_bias or left is None or right is None:
             return self._scale * spectrum.values + prior
         root, scale = widened(prior).sqrt().view(-1, *_folded(spectrum, prior)), widened(self._scale).sqrt()
         of_left, of_right = self.damping.sides(output_first=spectrum.output_first)

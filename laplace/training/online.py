@@ -41,6 +41,7 @@ from laplace.likelihoods.base import Likelihood as LikelihoodObject
 from laplace.network import next_token
 from laplace.network.misfits import called
 from laplace.network.model_guard import autograd_mode, preserve_model, same_random_state
+from laplace.network.spread import require_whole
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.first_outputs import call_of
 from laplace.structures.base import Curvature
@@ -157,7 +158,7 @@ class OnlineLaplace(CheckedConstructor):
             temperature=temperature, backend=backend, enable_backprop=enable_backprop, dict_key_x=dict_key_x,
             dict_key_y=dict_key_y, forward_fn=forward_fn, **(laplace_kwargs or {}),
         ))  # fmt: skip
-        self.model = network_of(model)
+        self.model = require_whole(network_of(model), "training changes them")
         require_rereadable(train_loader, "training reads train_loader once per epoch")
         self.train_loader, self.group = train_loader, group
         self.forward_fn = call_of(self.la.snapshot())

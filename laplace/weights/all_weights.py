@@ -17,6 +17,8 @@ class AllWeights(Weights):
         InvalidArgument: No tensor does, or there is none.
     """
 
+    takes_spread = True
+
     def __init__(self, model: nn.Module, forward_fn: ForwardFn | None = None) -> None:
         super().__init__(model, forward_fn)
         tensors = trainable(self.model)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.network.model_guard import model_lock, require_module, unwrap
+from laplace.network.spread import processes_of, require_whole
 from laplace.weights.problem import Problem
 
 
@@ -24,16 +25,23 @@ class Weights(ABC):
 
     Raises:
         InvalidType: The network is no module.
+        UnsupportedError: Its weights are spread over processes, which this choice does not take.
 
     Attributes:
         arguments: Names that posteriors' constructors have for its options, with its own names for them.
+        takes_spread: Whether the network may be spread over processes by FSDP2.
+        spread_over: Those processes; None of a whole network.
     """
 
     arguments: ClassVar[Mapping[str, str]] = {}
+    takes_spread: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module, forward_fn: ForwardFn | None = None) -> None:
         self._given = model
         self.model = unwrap(require_module(model))
+        self.spread_over = processes_of(self.model)  # refuses those that are spread in other ways than FSDP2's
+        if not self.takes_spread:
+            require_whole(self.model, f"{type(self).__name__} runs a part of it on its own")
         self.forward_fn = forward_fn
         self._problem: Problem | None = None
 

@@ -11,6 +11,7 @@ from laplace.core.positions import as_returned
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument
 from laplace.network.model_guard import model_lock
+from laplace.network.spread import require_whole
 from laplace.weights.base import Weights
 from laplace.weights.discovery import require_linear
 from laplace.weights.feature_extractor import FeatureExtractor
@@ -36,6 +37,7 @@ class LastLayer(Weights):
         InvalidArgument: Unknown reduction, or the named module is neither an `nn.Linear` nor a convolution.
     """
 
+    takes_spread = True
     arguments = {"last_layer_name": "name", "feature_reduction": "reduction"}  # noqa: RUF012
 
     def __init__(
@@ -69,6 +71,8 @@ class LastLayer(Weights):
             self._extractor.set_last_layer(self.name)
 
     def discover(self, x: Inputs) -> Problem:
+        if self.problem is None:
+            require_whole(self.model, "the last layer would be found by passes of one process (give last_layer_name=)")
         return self.problem or self._of(random_head(self.model, x, self.forward_fn))
 
     def named(self, name: str) -> Problem:

@@ -16,10 +16,12 @@ from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.layout import Layout
 from laplace.core.positions import ChannelsLast
+from laplace.core.processes import Processes
 from laplace.enums import FeatureReduction
 from laplace.errors import InvalidData
 from laplace.network.misfits import called
 from laplace.network.model_guard import model_lock, named_modules_of
+from laplace.network.spread import processes_of, require_whole, whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +121,11 @@ class Problem:
         layout = Layout(tuple(slot.name for slot in self.slots), tuple(slot.size for slot in self.slots))
         object.__setattr__(self, "layout", layout)
 
+    @cached_property
+    def processes(self) -> Processes | None:
+        """Those that the module is spread over by FSDP2, which run it together; None of a whole one."""
+        return processes_of(self.module)
+
     @property
     def channel_dim(self) -> int:
         """Dimension of the channels in the outputs as users see them; `run` returns them last."""
@@ -140,8 +147,8 @@ class Problem:
             return self.module.get_parameter(name)
 
     def mean(self) -> Tensor:
-        """Present values of the random entries, `[P]`, detached."""
-        return torch.cat([slot.take(self.tensor(slot.name).detach()) for slot in self.slots])
+        """Present values of the random entries, `[P]`, detached; a collective call where the module is spread."""
+        return torch.cat([slot.take(whole(self.tensor(slot.name).detach())) for slot in self.slots])
 
     def detached(self) -> dict[str, Tensor]:
         """Every parameter by name, detached; of a head also tied ones apart, since its features are fixed."""
@@ -195,7 +202,12 @@ class Problem:
         """Puts tensors in the place of the module's own, in all places of tied ones, which are put back at the end.
 
         What it yields puts others there, of the same names or of some of them.
+
+        Raises:
+            UnsupportedError: The module is spread over processes, and puts its own there in every pass.
         """
+        if tensors and self.processes is not None:
+            require_whole(self.module, "what is asked replaces weights, or differentiates by them twice")
         places = self._places_by_name()
         own = [(table, key, table[key]) for name in tensors for table, key in places[name]]
 

@@ -178,3 +178,18 @@ def _finish(blocks: list[list[Tensor]], name: str, count: int) -> list[list[Tens
     if name.endswith("bias"):
         return [[b] for b, _ in blocks]
     return [[b, a / count] for b, a in blocks]
+
+
+def averages(factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Column l is the diagonal of k((F − λ_l) / τ) over its trace, of a factor F with eigenvalues λ in rising order.
+
+    The Gaussian k of a matrix, of width √ε λ_max: u_l² where λ_l is simple, the mean of u² over equal eigenvalues.
+    """
+    values, vectors = torch.linalg.eigh(factor)
+    values = values.clamp(min=0)
+    width = torch.finfo(dtype).eps ** 0.5 * values.max()
+    columns: list[Tensor] = []
+    for value in values:
+        near = vectors @ torch.diag(torch.exp(-(((values - value) / width) ** 2) / 2)) @ vectors.T
+        columns.append(near.diagonal() / near.trace())
+    return torch.stack(columns, 1)

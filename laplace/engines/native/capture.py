@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from laplace.core.batch import Inputs
+from laplace.core.processes import Processes
 from laplace.engines.native.autograd import differentiable, pull
 from laplace.engines.native.calls import FunctionCall, LayerCall
 from laplace.engines.native.layers import rule_for
 from laplace.engines.native.observer import Observer
-from laplace.errors import InvalidArgument
+from laplace.errors import InvalidArgument, UnsupportedError
 from laplace.network.model_guard import named_modules_of
+from laplace.network.spread import require_whole, rest_of
 from laplace.weights.problem import Problem
 
 
@@ -56,6 +58,7 @@ class Capture:
         create_graph: True if gradients are to be differentiated again, with respect to x.
         reduced: True if the features of a head with positions are reduced to `[B, D]`, so that f = head(reduced).
         positions: The dimensions between that of the data and that of the channels, whose product is T.
+        processes: Those that the network is spread over, which make every backward pass together.
     """
 
     f: Tensor
@@ -65,6 +68,12 @@ class Capture:
     create_graph: bool = False
     reduced: bool = False
     positions: tuple[int, ...] = ()
+    processes: Processes | None = None
+
+    def begin(self, n_cotangents: int, n_inputs: int) -> None:
+        """Goes before backward passes, which of a spread network are of all processes or of none."""
+        if self.processes is not None:
+            self.processes.in_step(f"{n_cotangents} backward passes to {n_inputs} tensors")
 
     @property
     def watched(self) -> bool:
@@ -101,6 +110,8 @@ class Capture:
         """Gradients `[K, *output shape]` of the uses' outputs for cotangents `[K, B, C]`."""
         heads = [not self.positions and self.is_head(call) for call in calls]
         edges = [call.edge for call, head in zip(calls, heads, strict=True) if not head]
+        if edges:
+            self.begin(len(cotangents), len(edges))
         pulled = iter(pull(self.f, edges, cotangents, loop=self.loop, create_graph=self.create_graph))
         result: list[Tensor] = []
         for call, head in zip(calls, heads, strict=True):
@@ -113,7 +124,9 @@ def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fals
     """Runs the network on x with hooks on every module that owns a random parameter and has a rule.
 
     Random parameters are replaced by detached stand-ins that require gradients, whatever the user's
-    `requires_grad` says; no gradient reaches the user's tensors, and the hooks are gone when this returns.
+    `requires_grad` says; no gradient reaches the user's tensors, and the hooks are gone when this returns. A network
+    that is spread over processes runs as it is: FSDP gathers the weights of one part of it at a time, forwards and
+    again in every backward pass, which reaches the factors by the layers' inputs and outputs alone.
 
     Args:
         problem: The network and its random parameters.
@@ -124,15 +137,23 @@ def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fals
 
     Raises:
         InvalidArgument: Features are to be reduced, and there are positions behind them.
+        UnsupportedError: A spread network whose gradients are to be differentiated again, or that leaves a tensor out.
     """
+    if create_graph:
+        require_whole_of(problem)
     calls: list[LayerCall] = []
     modules = {owner.module for owner in owners(problem) if rule_for(owner.module) is not None}
-    stand_ins = problem.stand_ins()
-    parameters = {slot.name: stand_ins[slot.name] for slot in problem.slots}
+    processes = problem.processes
+    stand_ins = problem.stand_ins() if processes is None else {}
+    parameters = {slot.name: stand_ins[slot.name] for slot in problem.slots if slot.name in stand_ins}
+    if processes is not None:
+        processes.in_step("a forward pass")
     observer = Observer(parameters, keep_graph=create_graph) if observed else None
+    starts_later = processes is not None and problem.head is not None  # the graph, at the head; stand-ins say so
     with (
-        torch.enable_grad(),
+        torch.no_grad() if starts_later else torch.enable_grad(),
         _hooked(modules, calls, keep_graph=create_graph),
+        nullcontext() if processes is None else _gathered(problem, parameters),
         differentiable(problem.module, twice=create_graph),
         observer or nullcontext(),
     ):
@@ -148,6 +169,7 @@ def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fals
     return Capture(
         f=f, calls=(*calls, *(observer.calls if observer else ())), stand_ins=parameters, loop=loop,
         create_graph=create_graph, reduced=problem.reduction is not None, positions=tuple(last.shape[1:-1]),
+        processes=processes,
     )  # fmt: skip
 
 
@@ -165,6 +187,51 @@ def _behind_views(f: Tensor) -> set[object]:
             break
         node = node.next_functions[0][0]
     return nodes
+
+
+def require_whole_of(problem: Problem) -> None:
+    """Refuses a network that is spread over processes where gradients are to be differentiated again."""
+    if problem.processes is not None:
+        require_whole(problem.module, "derivatives of derivatives would outlive the pass that gathers them")
+
+
+@contextmanager
+def _gathered(problem: Problem, parameters: dict[str, Tensor]) -> Iterator[None]:
+    """Notes the gathered tensors of a spread network by their names, as FSDP puts them there before every layer runs.
+
+    Of a head autograd's graph starts there.
+
+    Raises:
+        UnsupportedError: A random tensor was not there, or no gradient reaches it.
+    """
+    layers: dict[nn.Module, list[Owner]] = {}
+    head = None if problem.head is None else problem.module.get_submodule(problem.head)
+    for owner in owners(problem):
+        if head is None or owner.module is head:
+            layers.setdefault(owner.module, []).append(owner)
+
+    def note(module: nn.Module, args: object) -> None:
+        del args
+        if head is not None:
+            torch.set_grad_enabled(True)
+        for owner in layers[module]:
+            tensor = module._parameters[owner.attribute]
+            if tensor is not None and tensor.requires_grad:
+                parameters[problem.slots[owner.slot].name] = tensor
+
+    handles = [module.register_forward_pre_hook(note) for module in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        rest_of(problem.module)
+    for slot in problem.slots:
+        if slot.name not in parameters:
+            raise UnsupportedError(
+                f"{slot.name!r} of a network that is spread over processes is frozen, or belongs to no layer that ran: "
+                "there its derivatives are not known. Freeze what is not random by requires_grad_(False) before."
+            )
 
 
 @contextmanager

@@ -16,11 +16,11 @@ from laplace.core.output_choice import OutputChoice
 from laplace.core.positions import target_rows
 from laplace.engines.engine import BatchSummary, CurvatureEngine, EngineOptions, LinearMap, detached
 from laplace.engines.native.autograd import prefers_loop
-from laplace.engines.native.capture import Capture, record
+from laplace.engines.native.capture import Capture, record, require_whole_of
 from laplace.engines.native.known_plans import proven_plan
 from laplace.engines.native.linear_maps import DenseMap, GraphMap, HeadMap
 from laplace.engines.native.passes import ForwardPass
-from laplace.engines.native.plan import Plan, unused_still
+from laplace.engines.native.plan import Plan, make_plan, require_explained, unused_still
 from laplace.engines.native.products import Linearised
 from laplace.engines.native.profiling import timed_profile
 from laplace.engines.native.unused import check_unreached
@@ -124,6 +124,9 @@ class NativeEngine(CurvatureEngine):
         if batch.mixes:
             outputs *= batch.capture.n_positions
             self.check_passes(outputs, "a linearised prediction")
+            require_whole_of(self.problem)  # slices of positions are of every process's own
+        if batch.capture.processes is not None:
+            return batch.n_data, batch.n_data, [batch]  # slices of the data, too
         parts = max(1, min(batch.n_data, -(-batch.bytes_per_cotangent() * outputs // self.memory_budget)))
         return batch.n_data, -(-batch.n_data // parts), [batch] if parts == 1 else []
 
@@ -211,7 +214,7 @@ class NativeEngine(CurvatureEngine):
             capture = self._capture(x, create_graph=create_graph)
             if capture.f.shape[0] == 0:
                 raise InvalidData("the batch holds no data.")
-            plan = self._known(capture, x)
+            plan, widest = self._agreed(self._known(capture, x), capture)
             if plan is None:
                 if not self._observed:
                     plan = self._prove(capture, x, ladder=False)
@@ -220,7 +223,15 @@ class NativeEngine(CurvatureEngine):
                     plan = self._prove(capture, x)
                 self._remember(self._form(capture, x), plan)
             self._check_unreached(x, [i for i, rule in enumerate(plan) if rule.description == "unused"])
-            return ForwardPass(self.problem, x, capture, plan, self.memory_budget)
+            return ForwardPass(self.problem, x, capture, plan, self.memory_budget, widest)
+
+    def _agreed(self, plan: Plan | None, capture: Capture) -> tuple[Plan | None, int]:
+        """The plan if all processes that a network is spread over know theirs, and the data of the largest batch."""
+        n_data = len(capture.f)
+        if capture.processes is None:
+            return plan, n_data
+        said = capture.processes.in_step("its plan", (plan is not None, n_data))
+        return (plan if all(known for known, _ in said) else None), max(count for _, count in said)
 
     def _capture(self, x: Inputs, *, create_graph: bool = False) -> Capture:
         return record(self.problem, x, loop=self._loop, create_graph=create_graph, observed=self._observed)
@@ -242,6 +253,7 @@ class NativeEngine(CurvatureEngine):
         """
         if self.problem.reduction is not None:
             return capture
+        require_explained(self.problem)
         try:
             loop = prefers_loop(self.problem.module, stepwise=True)
             again = record(self.problem, x, loop=loop, create_graph=create_graph, observed=True)
@@ -263,6 +275,8 @@ class NativeEngine(CurvatureEngine):
     def _prove(self, capture: Capture, x: Inputs, *, ladder: bool = True) -> Plan | None:
         """A plan for a captured batch; for one datum that of the datum twice, so that batches of any size agree."""
         n_data = len(capture.f)
+        if capture.processes is not None:  # they may have other numbers of data, and other proofs
+            return make_plan(self.problem, capture, x, n_data, ladder=ladder)
         if n_data > 1:
             return proven_plan(self.problem, capture, x, n_data, ladder=ladder)
         try:

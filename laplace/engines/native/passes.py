@@ -41,17 +41,21 @@ class ForwardPass:
         capture: What the hooks captured.
         plan: How the block of every tensor is made.
         memory_budget: Bytes of dense fallback blocks held at once.
+        widest: Data of the largest batch among the processes that a network is spread over; None for B.
 
     Attributes:
         f: Outputs `[B·T, C]`, detached; T = 1 where a datum has one position.
     """
 
-    def __init__(self, problem: Problem, x: Inputs, capture: Capture, plan: Plan, memory_budget: int) -> None:
+    def __init__(
+        self, problem: Problem, x: Inputs, capture: Capture, plan: Plan, memory_budget: int, widest: int | None = None
+    ) -> None:
         self.problem = problem
         self.x = x
         self.capture = capture
         self.plan = plan
         self.memory_budget = memory_budget
+        self.widest = self.n_data if widest is None else widest
         self.f = capture.rows.detach()
         self.dtype = torch.promote_types(self.f.dtype, torch.float32)
         self._weights_dtype = torch.promote_types(problem.dtype, torch.float32)
@@ -87,11 +91,12 @@ class ForwardPass:
         calls = [call for n, call in enumerate(self.capture.calls) if n in read]
         entries = sum(call.shape.numel() for call in calls if not self.capture.is_head(call))
         entries += self.capture.f.numel() if self.positions and self.mixes else 0
-        return 2 * entries * self.f.element_size()
+        return 2 * entries * self.f.element_size() * self.widest // max(1, self.n_data)
 
     def bytes_per_column(self) -> int:
         """The same with the cotangent itself, `[B, C]`, as it is made and in the dtype of the outputs."""
-        return self.bytes_per_cotangent() + 2 * self.f.numel() * self.f.element_size()
+        own = 2 * self.f.numel() * self.f.element_size()
+        return self.bytes_per_cotangent() + own * self.widest // max(1, self.n_data)
 
     def columns_at_once(self, *, together: bool) -> int:
         """Cotangents whose output gradients are held at once, within the memory budget.

@@ -30,6 +30,7 @@ from laplace.engines.native.proof import Probe, close, probe
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.heads import gradients_are
+from laplace.network.spread import require_whole
 from laplace.weights.problem import Problem
 
 
@@ -102,6 +103,18 @@ def make_plan(
                 return None
             plan.append(_prove_fallback(problem, i, x, proof, expected))
     return _with_rows(problem, tuple(plan), capture, proof)
+
+
+def require_explained(problem: Problem) -> None:
+    """Refuses a network that is spread over processes, where layers do not explain all of its tensors.
+
+    Raises:
+        UnsupportedError: It is spread.
+    """
+    if problem.processes is not None:
+        names = [problem.slots[owner.slot].name for owner in owners(problem) if rule_for(owner.module) is None]
+        which = f"{names} are" if names else "some that a layer reads of another one are"
+        require_whole(problem.module, f"{which} explained by no layer's rule (freeze them by requires_grad_(False))")
 
 
 @dataclass(frozen=True)
@@ -181,6 +194,8 @@ def _with_rows(problem: Problem, plan: Plan, capture: Capture, proof: Probe) -> 
     used = [i for i, block in enumerate(rows) if block is not None]
     stand_ins = [capture.stand_ins[problem.slots[i].name] for i in used]
     weighted = (r[:, None] * proof.unweighted.view_as(capture.rows)).view_as(capture.f)
+    if used:
+        capture.begin(1, len(stand_ins))
     truths = torch.autograd.grad(capture.f, stand_ins, weighted, retain_graph=True, allow_unused=True) if used else ()
     blocks: dict[int, Block] = {}
     for i, truth in zip(used, truths, strict=True):

@@ -107,6 +107,7 @@ def probe(problem: Problem, capture: Capture, n_data: int) -> Probe:
 
     def again(factor: float) -> Gradients:
         cotangents = factor * r[:, None] * unweighted
+        capture.begin(1, len(stand_ins))
         return torch.autograd.grad(f, stand_ins, cotangents, retain_graph=True, allow_unused=True)
 
     truths = again(1.0)
@@ -119,4 +120,8 @@ def probe(problem: Problem, capture: Capture, n_data: int) -> Probe:
     cotangents = unweighted.unsqueeze(0)
     gradients = tuple(g.detach() for g in capture.gradients(cotangents, list(capture.calls)))
     coarsest = max({tensor.dtype for tensor in (f, *gradients)}, key=lambda dtype: TOLERANCE.get(dtype, 0.0))
-    return Probe(r, cotangents, truths, gradients, coarsest, again)
+    made = Probe(r, cotangents, truths, gradients, coarsest, again)
+    # Whether it is needed is for rounding to say, which processes that make all passes together may not wait for.
+    if capture.processes is not None:
+        _ = made.noise
+    return made
