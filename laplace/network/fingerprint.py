@@ -152,7 +152,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """What the tensors of a model are known by within a process: versions, and norms for what autograd does not count.
+    """Versions of a model's tensors within a process, and norms for what autograd does not count.
 
     Attributes:
         versions: Identity and version of every parameter and buffer, and of tensors that are plain attributes.
@@ -164,7 +164,7 @@ class Held:
 
     @classmethod
     def by(cls, model: nn.Module) -> Held:
-        """What a model holds now."""
+        """Those of a model now."""
         with model_lock(model):
             own = [value for module in modules_of(model) for value in vars(module).values()]
             tensors = [*_tensors(model), *(value for value in own if isinstance(value, Tensor))]

@@ -39,11 +39,11 @@ class _Known:
     """Plans that were proven for a network.
 
     Args:
-        held: Its tensors then.
+        tensors: Its tensors then.
     """
 
-    def __init__(self, held: Held) -> None:
-        self.held = held
+    def __init__(self, tensors: Held) -> None:
+        self.tensors = tensors
         self.plans: dict[Hashable, Plan] = {}
 
     def add(self, record: Hashable, plan: Plan) -> None:
@@ -67,23 +67,23 @@ def proven_plan(
     record = _record(problem, capture, x, n_data)
     if record is None:
         return make_plan(problem, capture, x, n_data, repeated=repeated, ladder=ladder)
-    known = _known(problem.module)
-    plan = known.plans.get((False, record))
+    proofs = _known(problem.module)
+    plan = proofs.plans.get((False, record))
     if plan is None and repeated:  # what is proven of any data is, but not the other way round
-        plan = known.plans.get((True, record))
+        plan = proofs.plans.get((True, record))
     if plan is None:
         plan = make_plan(problem, capture, x, n_data, repeated=repeated, ladder=ladder)
         if plan is not None and all(rule.proven for rule in plan):
-            known.add((repeated, record), plan)
+            proofs.add((repeated, record), plan)
     return plan
 
 
 def _known(module: nn.Module) -> _Known:
-    """What is known of a network, as long as its weights and buffers are what they were."""
-    held, known = Held.by(module), _KNOWN.get(module)
-    if known is None or not held.same_as(known.held):
-        known = _KNOWN[module] = _Known(held)
-    return known
+    """Plans of a network whose weights and buffers are what they were; none yet of another."""
+    now, proofs = Held.by(module), _KNOWN.get(module)
+    if proofs is None or not now.same_as(proofs.tensors):
+        proofs = _KNOWN[module] = _Known(now)
+    return proofs
 
 
 def _record(problem: Problem, capture: Capture, x: Inputs, n_data: int) -> Hashable | None:
@@ -134,7 +134,7 @@ def _graph(f: Tensor, leaves: Mapping[int, str], n_data: int) -> tuple[Hashable,
 
 
 def _settings(node: Any, n_data: int) -> Iterator[Hashable]:
-    """What a node keeps of its arguments besides tensors."""
+    """Arguments that a node keeps, without tensors."""
     for name in _arguments(type(node)):
         value = getattr(node, name)
         yield _plain(value, n_data if name.endswith("sizes") else None)

@@ -303,9 +303,10 @@ def _passed(
 
     If one does so closely, rounding is small, and no other is asked whether rounding is all that it misses.
     """
-    found = [(c, pulled) for c in candidates if (pulled := _pulled(problem, slot, c, capture, proof, expected))]
-    near = [c for c, (actual, bound) in found if close(actual, expected, bound, proof.coarsest)]
-    return near or [c for c, (actual, bound) in found if proof.agree(slot, actual, expected, bound)]
+    numbers = [(c, _pulled(problem, slot, c, capture, proof, expected)) for c in candidates]
+    fitting = [(c, number) for c, number in numbers if number is not None]
+    near = [c for c, (actual, bound) in fitting if close(actual, expected, bound, proof.coarsest)]
+    return near or [c for c, (actual, bound) in fitting if proof.agree(slot, actual, expected, bound)]
 
 
 def _pulled(
