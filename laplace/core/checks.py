@@ -67,21 +67,11 @@ class Conditions:
             self.read()
 
 
-class Unread(Conditions):
-    """Conditions of numbers that are not known yet, as where a function is traced: nobody reads them.
-
-    A question is answered by no, which is the answer that holds for all numbers.
-    """
-
-    def add(self, holds: Tensor, fault: Fault) -> None:
-        del holds, fault
-
-    def read(self, question: Tensor | None = None) -> bool:
-        return question is None
-
-
 _WAITING: ContextVar[Conditions | None] = ContextVar("waiting", default=None)
 """Conditions that are being collected, or None where each is read at once."""
+
+_UNREAD: ContextVar[bool] = ContextVar("unread", default=False)
+"""Whether conditions are left unread."""
 
 _BATCH: ContextVar[str | None] = ContextVar("batch", default=None)
 """Name of the batch that is being read."""
@@ -95,6 +85,8 @@ def require(holds: Tensor, fault: Fault) -> None:
         fault: Makes the error.
     """
     waiting = _WAITING.get()
+    if _UNREAD.get():
+        return
     if waiting is not None:
         waiting.add(holds.detach().all(), fault)
     elif not bool(holds.all()):
@@ -111,14 +103,15 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
 def is_true(question: Tensor) -> bool:
     """The truth value of a 0-dim tensor, read together with the conditions that wait."""
     waiting = _WAITING.get()
+    if _UNREAD.get():
+        return False
     return bool(question) if waiting is None else waiting.read(question)
 
 
 @contextmanager
 def together() -> Iterator[None]:
     """Collects the conditions that are required inside, and reads all of them at the end."""
-    outer = _WAITING.get()
-    waiting = outer if isinstance(outer, Unread) else Conditions()
+    waiting = Conditions()
     with waiting.collected():
         yield
     waiting.read()
@@ -126,17 +119,20 @@ def together() -> Iterator[None]:
 
 def numbers_are_known() -> bool:
     """False inside of `unread`, where no shape can be that of numbers that are looked at."""
-    return not isinstance(_WAITING.get(), Unread)
+    return not _UNREAD.get()
 
 
 @contextmanager
 def unread() -> Iterator[None]:
-    """Leaves the conditions that are required inside unread: of numbers that are not known yet."""
-    token = _WAITING.set(Unread())
+    """Leaves conditions unread, of numbers that are not known yet, as where a function is traced.
+
+    Questions are answered by no, which is the answer that holds for all numbers.
+    """
+    token = _UNREAD.set(True)
     try:
         yield
     finally:
-        _WAITING.reset(token)
+        _UNREAD.reset(token)
 
 
 @contextmanager

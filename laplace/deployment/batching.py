@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from laplace.deployment import rewriting
 from laplace.deployment.rewriting import aten, output
@@ -118,7 +119,7 @@ class AnySize:
         if rewriting.is_random(node):
             self._draw(node, args[0])
         elif not _has_count((args, kwargs)) and all(parent in self._constants for parent in node.all_input_nodes):
-            args, kwargs = _mapped((args, kwargs), lambda leaf: self._constants.get(leaf, leaf))
+            args, kwargs = pytree.tree_map(lambda leaf: self._constants.get(leaf, leaf), (args, kwargs))
             self._constants[node] = target(*args, **kwargs)
         else:
             self._call(node, args, kwargs)
@@ -170,10 +171,13 @@ class AnySize:
 
     def _merged(self, first: Any, second: Any) -> Any:
         """Arguments of one operation in both graphs, with counts where numbers differ."""
-        if isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys():
-            return {key: self._merged(value, second[key]) for key, value in first.items()}
-        if isinstance(first, list | tuple) and isinstance(second, list | tuple) and len(first) == len(second):
-            return tuple(self._merged(a, b) for a, b in zip(first, second, strict=True))
+        ours, form = pytree.tree_flatten(first)
+        theirs, other_form = pytree.tree_flatten(second)
+        if form != other_form:
+            raise self._different()
+        return pytree.tree_unflatten([self._in_common(a, b) for a, b in zip(ours, theirs, strict=True)], form)
+
+    def _in_common(self, first: Any, second: Any) -> Any:
         twin = self._twins.get(second) if isinstance(second, fx.Node) else second
         if twin is first or (not isinstance(first, fx.Node) and twin == first):
             return first
@@ -202,7 +206,7 @@ class AnySize:
 
     def _placed(self, arguments: Any) -> Any:
         """Arguments as nodes of the new graph."""
-        return _mapped(arguments, self._place)
+        return pytree.tree_map(self._place, arguments)
 
     def _place(self, leaf: Any) -> Any:
         if isinstance(leaf, Count):
@@ -224,7 +228,7 @@ class AnySize:
         """A constant as a buffer: a copy, for the network's own tensors may be trained further."""
         if id(value) not in self._places:
             name = f"constant_{len(self._kept)}"
-            self._buffers.register_buffer(name, value.detach().clone())
+            self._buffers.register_buffer(name, value.detach().clone(memory_format=torch.contiguous_format))
             self._places[id(value)] = self._graph.get_attr(name)
             self._kept.append(value)  # so that no other has its identity
         return self._places[id(value)]
@@ -239,15 +243,4 @@ def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def _has_count(arguments: Any) -> bool:
-    leaves: list[Any] = []
-    _mapped(arguments, leaves.append)
-    return any(isinstance(leaf, Count) for leaf in leaves)
-
-
-def _mapped(arguments: Any, function: Callable[[Any], Any]) -> Any:
-    """Applies a function to everything in nested arguments that is no container."""
-    if isinstance(arguments, tuple):
-        return tuple(_mapped(value, function) for value in arguments)
-    if isinstance(arguments, dict):
-        return {key: _mapped(value, function) for key, value in arguments.items()}
-    return function(arguments)
+    return any(isinstance(leaf, Count) for leaf in pytree.tree_leaves(arguments))

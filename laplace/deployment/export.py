@@ -37,7 +37,7 @@ class Example:
 
     Attributes:
         x: Inputs.
-        names: Of the module's arguments, one per tensor: the keys of a mapping, `x`, or `x0`, `x1`, … of a tuple.
+        names: Of the module's arguments, one per tensor, as of `argument_names`.
         n_data: B.
     """
 
@@ -55,7 +55,7 @@ class Example:
         n_data = batches.size(x, "")
         if n_data == 0:
             raise InvalidData("example_x holds no data; give a batch of at least one datum.")
-        return cls(x, _names(x), n_data)
+        return cls(x, batches.argument_names(x), n_data)
 
     @property
     def batched(self) -> int:
@@ -70,18 +70,6 @@ class Example:
     def of_size(self, size: int) -> Inputs:
         """The data, as often as it takes."""
         return self.rows(torch.arange(size, device=batches.tensors(self.x)[0].device) % self.n_data)
-
-
-def _names(x: Inputs) -> tuple[str, ...]:
-    if isinstance(x, Tensor):
-        return ("x",)
-    if not isinstance(x, Mapping):
-        return tuple(f"x{i}" for i in range(len(batches.tensors(x))))
-    names = tuple(key for key, value in x.items() if isinstance(value, Tensor))
-    wrong = [key for key in names if not (isinstance(key, str) and key.isidentifier())]
-    if wrong:
-        raise InvalidData(f"example_x has the key {wrong[0]!r}, which is no name of an argument; rename it.")
-    return names
 
 
 def exported(
