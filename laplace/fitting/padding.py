@@ -20,7 +20,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class _Counted:
-    """What counts of the batches of one process: some whole, a part of the next one, and none after it.
+    """Batches of one process that count: some whole, a part of the next one, and none after it.
 
     Attributes:
         whole: Number of batches that are as they are.
@@ -80,7 +80,8 @@ def _of_accelerate(loader: DataLoader[Any]) -> _Counted | None:
     if not isinstance(shard, BatchSamplerShard) or shard.drop_last or not shard.even_batches:
         return None
     size = _batch_size(shard.batch_sampler, loader, "accelerate repeats data")
-    n_data = len(shard.batch_sampler.sampler)
+    indices: Any = shard.batch_sampler.sampler
+    n_data = len(indices)
     if n_data % (size if shard.split_batches else size * shard.num_processes) == 0:
         return None
     full, rest = divmod(n_data, size)
@@ -92,12 +93,12 @@ def _of_accelerate(loader: DataLoader[Any]) -> _Counted | None:
 
 
 def _batch_size(groups: Any, loader: DataLoader[Any], repeated: str) -> int:
-    """Number of indices of a batch, where batches come in the order of the indices.
+    """Number of indices of a batch, where batches come in the order of indices whose number is known.
 
     Raises:
         InvalidData: They may not.
     """
-    if type(groups) is BatchSampler and getattr(loader, "in_order", True):
+    if type(groups) is BatchSampler and isinstance(groups.sampler, Sized) and getattr(loader, "in_order", True):
         return groups.batch_size
     raise InvalidData(f"{repeated}, and the loader may give it in any batch. {_REMEDY}")
 

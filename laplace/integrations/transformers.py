@@ -82,6 +82,6 @@ class LaplaceCallback(TrainerCallback):
         if self._tuning is not None:
             self.la.optimize_prior_precision(**self._tuning)
         if args.should_save:
-            path = Path(args.output_dir) / self._filename
+            path = Path(args.output_dir or "") / self._filename
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(self.la.state_dict(), path)

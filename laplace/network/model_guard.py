@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from laplace.errors import InvalidArgument, InvalidType
 
@@ -63,7 +63,7 @@ def _holds_numbers(tensor: Tensor) -> bool:
 
 
 def _require_numbers(name: str, tensor: Tensor) -> None:
-    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+    if is_lazy(tensor):
         raise InvalidArgument(
             f"the model's {name!r} is not initialised (a lazy layer): run the network once, and train it, before."
         )
