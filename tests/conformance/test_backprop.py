@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from laplace.errors import GradientWarning
 from tests import problems as catalogue
 from tests.conformance.cases import STRUCTURE_NAMES, Case, few
 from tests.conformance.test_predictions import latent_of
@@ -96,8 +97,11 @@ def test_predictions(case: Case) -> None:
 def test_no_graph_without_it_and_none_lost_under_no_grad(weights: str, structure: str) -> None:
     case = Case(catalogue.get("mlp_regression"), structure, weights)
     x = case.problem.x.clone().requires_grad_()
-    assert not any(part.requires_grad for part in case.fit()(x))
+    la = case.fit()
+    with pytest.warns(GradientWarning, match="enable_backprop"):
+        assert not any(part.requires_grad for part in la(x))
     with torch.no_grad():
+        la(x)  # nobody asked for a gradient
         assert all(part.requires_grad for part in case.fit(enable_backprop=True)(x))
     assert x.grad is None
 

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace, MixtureLaplace, curvature
-from laplace.errors import ApproximationWarning, CurvatureError, ModelChangedError, TuningWarning, UnsupportedError
+from laplace.errors import (
+    ApproximationWarning,
+    CurvatureError,
+    GradientWarning,
+    ModelChangedError,
+    TuningWarning,
+    UnsupportedError,
+)
 from laplace.structures.kron_precision import KronPrecision
 from tests import grid
 from tests.conformance.backends import BACKENDS
@@ -416,7 +423,8 @@ def test_no_gradient_reaches_the_inputs_but_the_asked_one() -> None:
     la.fit([(x, grid.data()[1])])
     la(x).sum()
     assert x.grad is None
-    assert not grid.fitted("all", "kron")(x).requires_grad
+    with pytest.warns(GradientWarning, match="enable_backprop"):
+        assert not grid.fitted("all", "kron")(x).requires_grad
 
 
 def test_arguments_of_the_evidence_keep_no_graph_alive() -> None:
