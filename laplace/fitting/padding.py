@@ -79,8 +79,9 @@ def _of_accelerate(loader: DataLoader[Any]) -> _Counted | None:
     shard = loader.batch_sampler
     if not isinstance(shard, BatchSamplerShard) or shard.drop_last or not shard.even_batches:
         return None
-    size = _batch_size(shard.batch_sampler, loader, "accelerate repeats data")
-    indices: Any = shard.batch_sampler.sampler
+    inner: Any = shard.batch_sampler
+    size = _batch_size(inner, loader, "accelerate repeats data")
+    indices = inner.sampler
     n_data = len(indices)
     if n_data % (size if shard.split_batches else size * shard.num_processes) == 0:
         return None

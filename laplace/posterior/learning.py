@@ -128,10 +128,7 @@ def measured(
         if weights is not None:
             engine.require_weighing(weights.name)
         what = (train_loader, engine, choices.structure, choices.structure_options)
-        if subset is None:
-            fit = fitting.accumulate(*what, reading)
-        else:
-            fit = subsampling.accumulate(*what, subset, reading)
+        fit = fitting.accumulate(*what, reading) if subset is None else subsampling.accumulate(*what, subset, reading)
         hyper.check_length("sigma_noise", posterior.hypers.sigma_noise, {"one": 1, "outputs": fit.n_outputs})
         fit = replace(fit, is_weighed=weights is not None)
         return Measured(posterior, fit, engine, None if first is None else first.witness)

@@ -221,17 +221,17 @@ class Tunable(ABC):
                 search did not converge.
         """
         structure = None if prior_structure is None else str(prior_structure)
-        posteriors, evidence = self._group, isinstance(objective, str) and objective in EVIDENCES
+        posteriors, combined = self._group, EVIDENCES.get(objective) if isinstance(objective, str) else None
         posteriors.check_structure(structure)
-        method = method or ("lbfgs" if evidence else "grid")
+        method = method or ("grid" if combined is None else "lbfgs")
         with posteriors.same_random_states():
-            coordinates = coordinates_of(posteriors, tune, structure, by_evidence=evidence)
+            coordinates = coordinates_of(posteriors, tune, structure, by_evidence=combined is not None)
             if method != "grid" and grid is not None:
                 raise InvalidArgument(f"grid= is not used by method={method!r}; use method='grid', or leave it out.")
             climb = Climb(method, n_steps, lr, tolerance, progress_bar=progress_bar)
-            if evidence:
+            if combined is not None:
                 _refuse_data(val_loader, ood_loader, method)
-                result = by_evidence(replace(posteriors, combined=EVIDENCES[objective]), coordinates, climb)
+                result = by_evidence(replace(posteriors, combined=combined), coordinates, climb)
             elif val_loader is None:
                 raise InvalidArgument(f"objective={objective!r} needs val_loader=, the validation data.")
             else:
