@@ -124,7 +124,7 @@ def _graph(f: Tensor, leaves: Mapping[int, str], n_data: int) -> tuple[Hashable,
                 number[after] = len(nodes)
                 nodes.append(after)
             following.append((None if after is None else number[after], index))
-        settings = [_shape(output.shape, n_data) for output in outputs]
+        settings: list[Hashable] = [_shape(output.shape, n_data) for output in outputs]
         settings += _settings(node, n_data)
         if any(isinstance(value, Tensor) for value in settings):
             return None
