@@ -57,7 +57,7 @@ def tensors_of(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
 
 def _holds_numbers(tensor: Tensor) -> bool:
     """True if a tensor is initialised and on a device, and if it is trained, real."""
-    if isinstance(tensor, UninitializedParameter | UninitializedBuffer) or tensor.is_meta:
+    if is_lazy(tensor) or tensor.is_meta:
         return False
     return not (tensor.is_complex() and tensor.requires_grad)
 

@@ -244,7 +244,7 @@ def _views_batch(call: LayerCall, n_data: int) -> bool:
     """True if a call's input `[B·T, D]` is a view of one with the data first."""
     for node, _ in call.edge.node.next_functions:
         if node is not None and node.name().startswith(_VIEWS):
-            sizes = node._saved_self_sym_sizes  # pyright: ignore[reportAttributeAccessIssue]
+            sizes: tuple[int, ...] = getattr(node, "_saved_self_sym_sizes", ())
             if len(sizes) > 1 and sizes[0] == n_data and tuple(call.x.shape) == (prod(sizes[:-1]), sizes[-1]):
                 return True
     return False
