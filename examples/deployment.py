@@ -1,8 +1,9 @@
-"""A posterior served without this library: exported, saved, and loaded by PyTorch alone.
+"""A posterior served without this library: exported, saved, and run by PyTorch alone and by an ONNX runtime.
 
 A regression network is trained on a wave with a gap, and its posterior predicts mean and variance. The prediction is
 exported as a plain module and saved by `torch.export`. A process of its own, which has only PyTorch, loads it and
-predicts at batches of other sizes. The plot shows its answers with those of the posterior.
+predicts at batches of other sizes; so does onnxruntime, without PyTorch. The plot shows the answers with those of the
+posterior.
 
     python examples/deployment.py
 """
@@ -12,9 +13,11 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import torch
+from onnxruntime import InferenceSession
 from torch import Tensor, nn
 
 from laplace import Laplace
@@ -49,19 +52,38 @@ def posterior(n_epochs: int) -> tuple[ParametricLaplace, Tensor, Tensor]:
     return la, x, y
 
 
-def served(la: ParametricLaplace, batches: list[Tensor], folder: Path) -> list[tuple[Tensor, Tensor]]:
+Prediction = tuple[Tensor, Tensor]
+"""Mean and variance, `[B, 1]` each."""
+
+
+def exported(la: ParametricLaplace, example: Tensor) -> torch.export.ExportedProgram:
+    """The prediction as a program of PyTorch for batches of any size."""
+    module = la.export(example, diagonal_output=True, observation_noise=True)
+    return torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+
+
+def served_by_torch(program: torch.export.ExportedProgram, batches: list[Tensor], folder: Path) -> list[Prediction]:
     """Mean and variance of every batch, by a process that has only PyTorch."""
-    program, inputs, outputs = (str(folder / name) for name in ("prediction.pt2", "inputs.pt", "outputs.pt"))
-    module = la.export(batches[0], diagonal_output=True, observation_noise=True)
-    dynamic = ({0: torch.export.Dim("batch")},)
-    torch.export.save(torch.export.export(module, (batches[0],), dynamic_shapes=dynamic), program)
-    torch.save(batches, inputs)
-    subprocess.run([sys.executable, "-c", SERVER, program, inputs, outputs], check=True)
-    return torch.load(outputs)
+    files = [str(folder / name) for name in ("prediction.pt2", "inputs.pt", "outputs.pt")]
+    torch.export.save(program, files[0])
+    torch.save(batches, files[1])
+    subprocess.run([sys.executable, "-c", SERVER, *files], check=True)
+    return torch.load(files[2])
 
 
-def main(small: bool = False, output: Path = Path("outputs/deployment.png")) -> float:
-    """Runs everything and returns the largest difference between both predictions.
+def served_by_onnx(program: torch.export.ExportedProgram, batches: list[Tensor], folder: Path) -> list[Prediction]:
+    """Mean and variance of every batch, by onnxruntime, which takes numpy arrays."""
+    path = folder / "prediction.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the packages, about each other
+        torch.onnx.export(program, dynamo=True, verbose=False).save(path)
+    session = InferenceSession(path)
+    name = session.get_inputs()[0].name
+    return [tuple(map(torch.from_numpy, session.run(None, {name: batch.numpy()}))) for batch in batches]
+
+
+def main(small: bool = False, output: Path = Path("outputs/deployment.png")) -> dict[str, float]:
+    """Runs everything and returns the largest difference to the posterior's prediction, by runtime.
 
     Args:
         small: Train for a tenth of the epochs, to try the script out.
@@ -71,10 +93,19 @@ def main(small: bool = False, output: Path = Path("outputs/deployment.png")) -> 
     grid = torch.linspace(-6, 6, 150).unsqueeze(1)
     output.parent.mkdir(parents=True, exist_ok=True)
     batches = [grid[:40], grid[40:]]
-    mean, variance = (torch.cat(parts) for parts in zip(*served(la, batches, output.parent), strict=True))
+    program = exported(la, batches[0])
     expected = la(grid, diagonal_output=True, observation_noise=True)
-    difference = max(float((a - b).abs().max()) for a, b in zip((mean, variance), expected, strict=True))
-    print(f"largest difference between the served prediction and the posterior's: {difference:.1e}")
+    answers: dict[str, Prediction] = {}
+    for name, serve in {"PyTorch": served_by_torch, "onnxruntime": served_by_onnx}.items():
+        mean, variance = zip(*serve(program, batches, output.parent), strict=True)
+        answers[name] = torch.cat(mean), torch.cat(variance)
+    differences = {
+        name: max(float((a - b).abs().max()) for a, b in zip(answer, expected, strict=True))
+        for name, answer in answers.items()
+    }
+    for name, difference in differences.items():
+        print(f"largest difference between the posterior's prediction and that of {name}: {difference:.1e}")
+    mean, variance = answers["onnxruntime"]
     figure, (axis,) = new_figure(n_columns=1, width=6, height=3.5)
     m, s = mean[:, 0], variance[:, 0].sqrt()
     axis.fill_between(grid[:, 0], m - 2 * s, m + 2 * s, alpha=0.3, label="served, ± 2 standard deviations")
@@ -83,7 +114,7 @@ def main(small: bool = False, output: Path = Path("outputs/deployment.png")) -> 
     axis.legend()
     figure.savefig(output, dpi=110)
     print(f"plot: {output}")
-    return difference
+    return differences
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ _VIEWS = frozenset({
     aten._unsafe_view.default, aten.cat.default, aten._to_copy.default,
 })  # fmt: skip
 """Operations that change nothing where shape and dtype stay as they are."""
+
+_SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor})
+"""Operations that change nothing where there is one part."""
 
 _FILLS: dict[Any, Callable[..., Any]] = {
     packet: value
@@ -41,14 +45,24 @@ def output(node: fx.Node) -> Tensor | None:
 def changes_nothing(node: fx.Node) -> bool:
     """True if an operation gave the only tensor that it was given.
 
-    A slice of all data, say, up to a number that this batch has not: batches of any size are not cut.
+    A slice of all data, say, up to a number that this batch has not, or a split into parts of which this batch is one:
+    batches of any size are not cut. The only part of such a split counts, too.
     """
-    if node.target not in _VIEWS or len(node.all_input_nodes) != 1:
+    given = node.all_input_nodes
+    if node.target is operator.getitem and given[0].target in _SPLITS:
+        return changes_nothing(given[0])
+    if node.target not in _VIEWS | _SPLITS or len(given) != 1:
         return False
-    before, after = output(node.all_input_nodes[0]), output(node)
+    before, after = output(given[0]), _only_part(node) if node.target in _SPLITS else output(node)
     if before is None or after is None:
         return False
     return (before.shape, before.dtype, before.device) == (after.shape, after.dtype, after.device)
+
+
+def _only_part(node: fx.Node) -> Tensor | None:
+    """What a split gave, if it is one tensor."""
+    parts = node.meta.get("val", ())
+    return parts[0] if len(parts) == 1 else None
 
 
 def filled_with(node: fx.Node) -> Any:

@@ -132,6 +132,28 @@ def test_sums_of_rows_of_a_table_do_not_need_their_number() -> None:
         assert_close((block.weighted_gram(weights), block.weighted_norms(weights)), expected)
 
 
+class Pieces(nn.Module):
+    """A network that takes six data at a time, as much as its memory has room for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.layer(part) for part in x.split(6)])
+
+
+def test_splits_of_larger_batches_than_those_traced() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(20, 3)
+    la = Laplace(Pieces(), "regression", "all", "kron")
+    la.fit([(x, torch.randn(20, 2))])
+    assert_close(la.export(x[:4])(x), la(x))
+    la = grid.fitted("all", "lowrank", "regression")  # its covariances are summed in parts that a budget counts
+    x = torch.randn(100, 3)
+    assert_close(la.export(x[:4], joint=True)(x), la(x, joint=True))
+
+
 # What it is.
 
 

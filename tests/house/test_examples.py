@@ -15,8 +15,10 @@ from torch import distributed
 # A package that an example needs besides those of the tests.
 NEEDS = {
     "botorch_regret": "botorch",
+    "deployment": "onnxruntime",
     "language_models": "transformers",
     "lora": "peft",
+    "saving": "safetensors",
     "with_accelerate": "accelerate",
     "with_lightning": "lightning",
     "with_scikit_learn": "mapie",

@@ -12,7 +12,7 @@ from tests.integrations.versions import PAGE, stated
 ROOT = Path(__file__).parents[2]
 
 # Packages of the extra without a row of their own.
-WITHOUT_A_ROW = {"pandas", "botorch", "onnx", "onnxruntime", "onnxscript", "safetensors"}
+WITHOUT_A_ROW = {"pandas", "onnxruntime", "onnxscript"}
 
 
 def extra() -> set[str]:
@@ -30,5 +30,5 @@ def test_every_package_has_a_row() -> None:
 def test_every_row_has_a_script_that_imports_it(package: str) -> None:
     (row,) = re.findall(rf"^\| {package} \|.*$", PAGE.read_text("utf-8"), re.MULTILINE | re.IGNORECASE)
     scripts = re.findall(r"`(examples/\w+\.py)`", row)
-    module = {"scikit-learn": "sklearn"}.get(package, package)
+    module = {"scikit-learn": "sklearn", "onnx": "onnxruntime"}.get(package, package)
     assert any(re.search(rf"^from {module}\b", (ROOT / name).read_text("utf-8"), re.M) for name in scripts)

@@ -18,7 +18,9 @@ def stated() -> dict[str, str]:
 def main() -> None:
     text = PAGE.read_text("utf-8")
     text = _ROW.sub(lambda row: f"| {row[1]} | {metadata.version(row[1])} |", text)
-    text = re.sub(r"pandas [\d.]+\d", f"pandas {metadata.version('pandas')}", text)
+    text = re.sub(
+        r"\b(pandas|onnxruntime|onnxscript) \d[\d.]*\d", lambda it: f"{it[1]} {metadata.version(it[1])}", text
+    )
     PAGE.write_text(text, "utf-8")
     print(*(f"{name} {version}" for name, version in stated().items()), sep="\n")
 
