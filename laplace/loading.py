@@ -23,7 +23,7 @@ from laplace.saving import described, outline
 from laplace.weights.feature_extractor import network_of
 
 _COMPARED = ("likelihood", "backend")
-"""Objects that are compared with those of the posterior that was saved, by their class."""
+"""Objects that are compared with those of the posterior that was saved, by their class and its plain options."""
 
 
 def load(
@@ -163,10 +163,10 @@ def _made(recipe: Mapping[str, Any], model: Any, objects: Mapping[str, Any]) -> 
 
 
 def _check_network(saved: Mapping[str, str], given: Mapping[str, str]) -> None:
-    """Refuses a network with other tensors; their values are compared by those who load the state.
+    """Refuses a network with other tensors or layers; their values are compared by those who load the state.
 
     Raises:
-        StateError: Names, shapes or dtypes differ.
+        StateError: Names, shapes, dtypes or classes differ.
     """
     differing = [name for name in {**saved, **given} if saved.get(name) != given.get(name)]
     if differing:

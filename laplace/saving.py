@@ -6,7 +6,7 @@ import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -18,11 +18,14 @@ from laplace.core.overrides import assigned_functions
 from laplace.core.registry import Cell
 from laplace.curvature import NativeGGN
 from laplace.errors import InvalidType, UnsupportedError
-from laplace.network.model_guard import model_lock
+from laplace.network.model_guard import model_lock, named_modules_of
 from laplace.posterior.choices import Choices
 
 _IN_STATE = ("sigma_noise", "prior_precision", "prior_mean")
 """Arguments whose present values are in the state."""
+
+_LAYERS = "torch.nn."
+"""Where PyTorch's own layers are, whose names do not change."""
 
 _INSTEAD = "save its state, torch.save(la.state_dict(), path), and load that into an object that you make"
 
@@ -35,9 +38,9 @@ class Recipe:
         cell: Names of its cell of the grid, by which its class is found.
         cls_name: Name of the class, for messages.
         arguments: Arguments of its constructor, by name.
-        objects: Arguments that no file without code can hold, by name, each with the name of its class or function;
-            an empty one for an argument that nobody knows any more.
-        network: Dtypes and shapes of the network's tensors, by name.
+        objects: Arguments that no file without code can hold, by name, each as of `described`; an empty text for an
+            argument that nobody knows any more.
+        network: Dtypes and shapes of the network's tensors, and classes of PyTorch's layers, by name.
     """
 
     cell: Cell
@@ -114,16 +117,38 @@ class Saved(ABC):
 
 
 def outline(model: nn.Module) -> dict[str, str]:
-    """Dtypes and shapes of a network's parameters and buffers, by name."""
+    """Dtypes and shapes of a network's parameters and buffers, and classes of PyTorch's own layers, by name.
+
+    Activations, say, which have no tensors: with another one the same weights are another network.
+    """
     with model_lock(model):
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        return {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()}
+        shapes = {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()}
+        layers = {name: _layer(type(module)) for name, module in named_modules_of(model) if not module._modules}
+        return shapes | {name: kind for name, kind in layers.items() if kind != nn.Module.__name__}
+
+
+def _layer(kind: type) -> str:
+    """Name of the class of PyTorch that a class of layers is, or derives from."""
+    return next(base.__name__ for base in kind.__mro__ if base.__module__.startswith(_LAYERS))
 
 
 def described(value: Any) -> str:
-    """Name of a class or function, or of the class of another object."""
+    """Name of a class or function, or of the class of another object, with options that are not its default ones."""
     named = value if isinstance(value, type) or inspect.isroutine(value) else type(value)
-    return str(named.__name__)
+    options: list[str] = []
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        default = {field.name: field.default for field in fields(value)}
+        options = [f"{k}={v!r}" for k, v in own.items() if _is_options(v) and v != default[k]]
+    return str(named.__name__) + (f"({', '.join(options)})" if options else "")
+
+
+def _is_options(value: Any) -> bool:
+    """True of a number, a string, None, and tuples of these, which are the same text wherever they are equal."""
+    if isinstance(value, tuple):
+        return all(map(_is_options, value))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _is_plain(value: Any) -> bool:

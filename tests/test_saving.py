@@ -293,6 +293,15 @@ def test_objects_of_other_classes_are_refused(path: Path) -> None:
         laplace.load(path, grid.network(), likelihood="classification")
 
 
+def test_a_likelihood_object_with_other_options_is_refused(path: Path) -> None:
+    la = Laplace(grid.network(), Categorical(class_weight=[1, 2, 0.5]), "all", "kron")
+    la.fit(grid.batches())
+    la.save(path)
+    with pytest.raises(StateError, match=r"it was a Categorical\(class_weight=\(1.0, 2.0, 0.5\)\)"):
+        laplace.load(path, grid.network(), likelihood=Categorical(class_weight=[1, 1, 0.5]))
+    assert_same(la, laplace.load(path, grid.network(), likelihood=Categorical(class_weight=[1, 2, 0.5])))
+
+
 def test_what_the_file_holds_is_not_given_again(path: Path) -> None:
     grid.fitted("all", "kron").save(path)
     for name, value in {"backend": NativeEF, "likelihood": "classification", "prior_precision": 2.0}.items():
@@ -375,6 +384,12 @@ def with_buffer() -> nn.Module:
     return model
 
 
+def with_relu() -> nn.Module:
+    model = grid.network()
+    model[1] = nn.ReLU()
+    return model
+
+
 OTHERS = {
     "values": (other_weights, "other weights"),
     "names": (renamed, "'0.weight' was float32 .*, is none"),
@@ -382,6 +397,7 @@ OTHERS = {
     "dtypes": (lambda: grid.network().double(), "'0.weight' was float32 .*, is float64"),
     "buffers": (with_buffer, "'extra' was none, is float32"),
     "modules": (lambda: "model", "str"),
+    "activations": (with_relu, "'1' was Tanh, is ReLU"),
 }
 
 
