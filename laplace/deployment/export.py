@@ -24,6 +24,9 @@ Predict = Callable[..., Any]
 _SIZES = (3, 5)
 """Data of the two traces: more than one, for one is a case of its own, and few."""
 
+_BEYOND = 8
+"""Data on which the module is compared besides the example: more than were traced, and no odd number."""
+
 _COMPARED = 3
 """Data that are predicted one by one to be compared."""
 
@@ -87,6 +90,11 @@ def exported(
         UnsupportedError: The prediction is no graph of operations, or the module is not the prediction.
         InvalidData: Inputs without data, or with keys that are no names.
     """
+    if options.get("group_size") not in (None, 1):
+        raise UnsupportedError(
+            "group_size= of an export: a module takes batches of any size, and these are whole groups alone. Export "
+            "joint=True without it, and give the module one group at a time."
+        )
     example = Example.of(example_x)
     draws = replayed(generator, batches.tensors(example_x)[0].device)
     source = draws()
@@ -98,11 +106,11 @@ def exported(
         raise UnsupportedError(
             "joint=True of what is drawn: the stored numbers are those of one datum, for all data. Leave joint away."
         )
-    for part in _compared(example.n_data, apart=any_size.has_noise):
+    for x in _compared(example, apart=any_size.has_noise):
         numbers = {"generator": draws()} if any_size.has_noise else {}
         with torch.no_grad():
-            actual = module(*batches.tensors(example.rows(part)))
-        _require_equal(actual, predict(example.rows(part), **options, **numbers))
+            actual = module(*batches.tensors(x))
+        _require_equal(actual, predict(x, **options, **numbers))
     return module
 
 
@@ -133,15 +141,15 @@ _NO_GRAPH = (
 )
 
 
-def _compared(n_data: int, *, apart: bool) -> list[slice]:
-    """The batches on which module and prediction are compared: one of a datum, and all data.
+def _compared(example: Example, *, apart: bool) -> list[Inputs]:
+    """Inputs at which module and prediction are compared: one datum, all data, and more than were traced.
 
     Args:
-        n_data: B.
+        example: The data.
         apart: Some data one by one instead, of which each is predicted with the numbers that the module stores.
     """
-    single = [slice(i, i + 1) for i in range(min(n_data, _COMPARED) if apart else 1)]
-    return single if apart or n_data == 1 else [*single, slice(0, n_data)]
+    single = [example.rows(slice(i, i + 1)) for i in range(min(example.n_data, _COMPARED) if apart else 1)]
+    return single if apart else [*single, example.of_size(_BEYOND), example.rows(slice(0, example.n_data))]
 
 
 def _require_equal(actual: Any, expected: Any) -> None:

@@ -251,6 +251,8 @@ class Odd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "branch" and x.sum() > 0:
             return self.layer(x).relu()
+        if self.kind == "size":
+            return self.layer(x * (1 + len(x) % 2))
         if self.kind == "rows":
             return self.layer(x * (x > 0).nonzero().shape[0])
         return self.layer(x)
@@ -266,6 +268,16 @@ def test_networks_that_depend_on_the_numbers(kind: str, words: str) -> None:
         la.export(x)
 
 
+@pytest.mark.parametrize("size", [1, 3, 6])
+def test_networks_that_depend_on_the_size_of_the_batch(size: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 3)
+    la = Laplace(Odd("size"), "regression", "last_layer", "diag", last_layer_name="layer")
+    la.fit([(x, torch.randn(6, 2))])
+    with pytest.raises(UnsupportedError, match="size of the batch"):
+        la.export(x[:size])
+
+
 def test_inputs_that_are_no_example() -> None:
     la = grid.make("last_layer", "kron")
     x, _ = grid.data()
@@ -278,3 +290,5 @@ def test_inputs_that_are_no_example() -> None:
         la.export({"a b": x})
     with pytest.raises(UnsupportedError, match="joint"):
         la.export(x, link_approx="mc", joint=True)
+    with pytest.raises(UnsupportedError, match="group_size"):
+        la.export(x[:4], joint=True, group_size=2)
