@@ -66,9 +66,9 @@ def reliability_diagram(ax: Axes, predictions: Mapping[str, Tensor], y: Tensor, 
     """
     ax.plot([0, 1], [0, 1], color="0.7", linewidth=1, zorder=0)
     for (name, probs), colour in zip(predictions.items(), cycle(COLOURS), strict=False):
-        count, confidence, correct = (values.tolist() for values in calibration_bins(probs, y, n_bins))
+        count, confidence, correct = (values.tolist() for values in calibration_bins(probs.detach(), y, n_bins))
         used = [m for m in range(n_bins) if count[m] > 0]
-        label = f"{name} (ECE {float(expected_calibration_error(probs, y)):.3f})"
+        label = f"{name} (ECE {float(expected_calibration_error(probs.detach(), y)):.3f})"
         ax.plot([confidence[m] for m in used], [correct[m] for m in used], "o-", ms=4, color=colour, label=label)
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
     return _finish(ax)
@@ -200,7 +200,7 @@ class _Plane:
         if extent is not None:
             return cls(extent, n_points)
         low, high = x.detach().amin(0), x.detach().amax(0)
-        margin = 0.25 * (high - low)
+        margin = torch.where(high > low, 0.25 * (high - low), 1.0)
         (left, right), (bottom, top) = torch.stack([low - margin, high + margin], 1).tolist()
         return cls((left, right, bottom, top), n_points)
 
@@ -245,12 +245,12 @@ def decision_map(
         n_points: Points per axis.
 
     Raises:
-        InvalidArgument: The data have not two inputs.
+        InvalidArgument: The data have not two inputs, `predict` gives no probabilities, or y holds no labels.
     """
     from matplotlib.colors import to_rgb
 
     plane = _Plane.around(x, extent, n_points)
-    probs = _rows(predict(plane.inputs(x)).detach().cpu())
+    probs = _probabilities(predict, plane.inputs(x))
     n_classes = probs.shape[1]
     colours = torch.tensor([to_rgb(colour) for colour in _class_colours(n_classes)], dtype=probs.dtype)
     confidence, predicted = probs.max(1)
@@ -284,13 +284,15 @@ def probability_map(
         n_points: Points per axis.
 
     Raises:
-        InvalidArgument: The data have not two inputs.
+        InvalidArgument: As of `decision_map`, or there is no such class.
     """
     from matplotlib.colors import LinearSegmentedColormap
 
     plane = _Plane.around(x, extent, n_points)
-    probs = _rows(predict(plane.inputs(x)).detach().cpu())
+    probs = _probabilities(predict, plane.inputs(x))
     colours = _class_colours(probs.shape[1])
+    if label not in range(len(colours)):
+        raise InvalidArgument(f"label={label}; the classes are 0 to {len(colours) - 1}.")
     other = colours[1 - label] if len(colours) == 2 else "0.3"
     cmap = LinearSegmentedColormap.from_list("classes", [other, "white", colours[label]])
     image = plane.show(ax, probs[:, label], cmap=cmap, vmin=0, vmax=1)
@@ -327,18 +329,36 @@ def uncertainty_map(
         n_points: Points per axis.
 
     Raises:
-        InvalidArgument: The data have not two inputs, or another quantity.
+        InvalidArgument: As of `decision_map`, `predict` gives no `Prediction`, or another quantity.
     """
     if quantity not in _UNCERTAINTIES:
         raise InvalidArgument(f"quantity={quantity!r}; accepted are {list(_UNCERTAINTIES)}.")
     plane = _Plane.around(x, extent, n_points)
     text, numbers = _UNCERTAINTIES[quantity]
-    prediction = predict(plane.inputs(x))
+    prediction: Any = predict(plane.inputs(x))
+    if not isinstance(prediction, Prediction):
+        raise InvalidArgument(f"predict gives a {type(prediction).__name__}, not a Prediction; give la.predict.")
     values = numbers(prediction).detach().cpu()
     ends = {"vmin": min(0.0, float(values.min())), "vmax": float(values.max()) if largest is None else largest}
     image = plane.show(ax, values, cmap="viridis", **ends)
     _colour_bar(ax, image, text)
     return _points(ax, plane, x, y, max(2, prediction.mean.shape[1]))
+
+
+def _probabilities(predict: Callable[[Tensor], Any], x: Tensor) -> Tensor:
+    """Probabilities of classes at x, `[B, C]`.
+
+    Raises:
+        InvalidArgument: These are none, but latents, say.
+    """
+    given = predict(x)
+    if not isinstance(given, Tensor):
+        raise InvalidArgument(f"predict gives a {type(given).__name__}, not probabilities [B, C]; give la.")
+    probs = _rows(given.detach().cpu())
+    sums = probs.sum(1)
+    if probs.min() < 0 or not torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
+        raise InvalidArgument("predict gives numbers [B, C] that are no probabilities; of a network take the softmax.")
+    return probs
 
 
 def _rows(probs: Tensor) -> Tensor:
@@ -355,9 +375,15 @@ def _colour_bar(ax: Axes, image: AxesImage, label: str) -> None:
 
 
 def _points(ax: Axes, plane: _Plane, x: Tensor, y: Tensor | None, n_classes: int) -> Axes:
-    """Data with their labels, as points, and names of the axes."""
+    """Data with their labels, as points, and names of the axes.
+
+    Raises:
+        InvalidArgument: There is not one label per datum, or one is of no class.
+    """
     if y is not None:
         labels = y.detach().cpu().flatten().long()
+        if len(labels) != len(x) or not 0 <= labels.min() <= labels.max() < n_classes:
+            raise InvalidArgument(f"y has shape {list(y.shape)}; {len(x)} labels 0 to {n_classes - 1} are accepted.")
         for label, colour in enumerate(_class_colours(n_classes)):
             points = x.detach().cpu()[labels == label]
             ax.plot(*points.T.tolist(), "o", ms=4, color=colour, markeredgecolor="white", markeredgewidth=0.6)

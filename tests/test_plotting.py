@@ -232,3 +232,30 @@ def test_maps_refuse_what_has_no_plane() -> None:
         uncertainty_map(ax, la.predict, torch.rand(5, 2), quantity="confidence")
     uncertainty_map(ax, la.predict, torch.rand(5, 2), quantity="entropy", n_points=3)
     assert ax.images[0].get_array().shape == (3, 3)
+
+
+def test_maps_refuse_what_is_no_prediction_and_no_label() -> None:
+    _, (ax,) = new_figure()
+    x, y = torch.rand(5, 2), torch.tensor([0, 1, 1, 0, 1])
+    la = Laplace(torch.nn.Linear(2, 2), "classification", "all", "full")
+    la.fit([(x, y)])
+    for draw in (decision_map, probability_map):
+        with pytest.raises(InvalidArgument, match=r"gives a Prediction, .*give la"):
+            draw(ax, la.predict, x, n_points=3)
+        with pytest.raises(InvalidArgument, match="no probabilities"):
+            draw(ax, la.model, x, n_points=3)
+        for wrong in (y[:3], y + 1, -y, torch.eye(5)):
+            with pytest.raises(InvalidArgument, match="5 labels 0 to 1"):
+                draw(ax, la, x, wrong, n_points=3)
+    with pytest.raises(InvalidArgument, match=r"gives a Tensor, .*give la\.predict"):
+        uncertainty_map(ax, la, x, n_points=3)
+    for label in (-1, 2):
+        with pytest.raises(InvalidArgument, match=f"label={label}; the classes are 0 to 1"):
+            probability_map(ax, la, x, label=label, n_points=3)
+
+
+@pytest.mark.filterwarnings("error")
+def test_data_on_a_line_have_a_plane_around_them() -> None:
+    _, (ax,) = new_figure()
+    decision_map(ax, by_first_input, torch.tensor([[0.0, 2.0], [4.0, 2.0]]), n_points=3)
+    assert (*ax.get_xlim(), *ax.get_ylim()) == (-1, 5, 1, 3)

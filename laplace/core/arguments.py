@@ -50,12 +50,27 @@ _ELSEWHERE = {
 """Where names belong that are arguments of other calls than the one that they were given to."""
 
 
+class _ConstructorSignature:
+    """What `inspect.signature` says of a class: its constructor's arguments, also where `__new__` would come first.
+
+    That is so in Python 3.10. An object of the class has the signature of its own `__call__`.
+    """
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        if instance is not None:
+            raise AttributeError("__signature__")
+        whole = inspect.signature(owner.__init__)
+        return whole.replace(parameters=list(whole.parameters.values())[1:])
+
+
 class CheckedConstructor:
     """Refuses arguments that a constructor does not know by own errors, and leaves the constructor a plain function.
 
     A class of the library describes in its docstring the arguments that its bases do not have. All those of its
     constructor are in its help, in order, in the words of the class or of the nearest base.
     """
+
+    __signature__ = _ConstructorSignature()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

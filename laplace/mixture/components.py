@@ -8,16 +8,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from laplace.enums import StructureName, WeightsName
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.factory import from_names
 from laplace.parametric import ParametricLaplace
+from laplace.structures.base import Curvature
+from laplace.weights.base import Weights
 
 
 def make_components(
     components: Sequence[ParametricLaplace | nn.Module],
     likelihood: Any,
-    subset_of_weights: str,
-    hessian_structure: str,
+    subset_of_weights: WeightsName | type[Weights],
+    hessian_structure: StructureName | type[Curvature],
     options: dict[str, Any],
 ) -> tuple[ParametricLaplace, ...]:
     """Posteriors: those that are given, and new ones of the networks among the components.

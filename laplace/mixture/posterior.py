@@ -61,9 +61,7 @@ class MixturePosterior(CheckedConstructor):
         weights: Literal["uniform", "evidence"] | Tensor | Sequence[float] = "uniform",
         **options: Any,
     ) -> None:
-        self.components = make_components(
-            components, likelihood, str(subset_of_weights), str(hessian_structure), options
-        )
+        self.components = make_components(components, likelihood, subset_of_weights, hessian_structure, options)
         self._rule: Rule = checked_rule(weights, len(self.components))
 
     # What was chosen, and what is shared.

@@ -185,7 +185,7 @@ CONCRETE = {
 def test_constructor_arguments(cls) -> None:
     """Names, order and defaults."""
     positional, extra = CONSTRUCTORS[cls]
-    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # Python 3.10 shows those of __new__
+    parameters = inspect.signature(cls).parameters.values()
     ordered = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert ordered == ["model", "likelihood", *positional.split()]
     if extra is not None:

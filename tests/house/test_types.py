@@ -169,11 +169,23 @@ def test_every_class_says_its_arguments(cls: type) -> None:
     assert inspect.getdoc(cls).count("Args:") == 1
 
 
-def test_a_class_of_the_user_s_keeps_its_docstring() -> None:
+@pytest.mark.parametrize("cls", NAMED, ids=lambda cls: cls.__name__)
+def test_the_signature_of_a_class_is_that_of_its_constructor(cls: type) -> None:
+    """Of itself Python 3.10 would show that of `__new__`."""
+    of_class, of_constructor = (list(inspect.signature(each).parameters) for each in (cls, cls.__init__))
+    assert ["self", *of_class] == of_constructor
+
+
+def test_a_class_of_the_user_s_keeps_its_docstring_and_its_signature() -> None:
     class Mine(laplace.DiagLaplace):
         """As it was written."""
 
+        def __init__(self, model: object, width: int = 3) -> None:
+            super().__init__(model, "classification", prior_precision=width)
+
     assert Mine.__doc__ == "As it was written."
+    assert list(inspect.signature(Mine).parameters) == ["model", "width"]
+    assert inspect.signature(Mine(grid.network())) == inspect.signature(Mine(grid.network()).__call__)
 
 
 # Classes in the place of names, at run time.

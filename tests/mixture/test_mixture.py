@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace import Laplace, MixtureLaplace
+from laplace import DiagLaplace, Laplace, MixtureLaplace
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, NotFittedError, StateError
 from laplace.mixture import confidence, confidence_bound
 from laplace.parametric import ParametricLaplace
-from laplace.structures import STRUCTURES
+from laplace.structures import STRUCTURES, DiagCurvature
+from laplace.weights import AllWeights
 from tests import grid
 from tests.reference import mixture as reference
 from tests.reference.compare import assert_close
@@ -137,6 +138,11 @@ def test_every_structure(weights: str, structure: str) -> None:
 
 
 # Evidence.
+
+
+def test_parts_are_given_by_their_classes() -> None:
+    mixture = MixtureLaplace(networks(), "classification", AllWeights, DiagCurvature)
+    assert all(type(la) is DiagLaplace for la in mixture.components)
 
 
 def test_evidence_is_the_mean_over_models() -> None:
