@@ -13,6 +13,7 @@ from laplace.core import checks
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import ModelChangedError, ModelChangedWarning, warn
 from laplace.network.model_guard import model_lock, modules_of
+from laplace.network.settings import settings_of
 from laplace.network.spread import held, is_spread, rest_of, whole
 from laplace.network.witness import Attributes, Witness, attributes_of, changed_names, digests
 
@@ -152,29 +153,31 @@ class Fingerprint:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """Versions of a model's tensors within a process, and norms for what autograd does not count.
+    """What a model computes with besides the data: versions of its tensors within a process, and its settings.
 
     Attributes:
-        versions: Identity and version of every parameter and buffer, and of tensors that are plain attributes.
-        norms: Norms of the floating-point tensors, per device.
+        versions: Identity and version of every parameter and buffer, and of tensors that attributes hold.
+        norms: Norms of the floating-point tensors, per device, for what autograd does not count.
+        settings: Plain values that attributes of modules hold, hooks too, and identities of other objects.
     """
 
     versions: tuple[tuple[int, int], ...]
     norms: tuple[Tensor, ...]
+    settings: tuple[Any, ...]
 
     @classmethod
-    def by(cls, model: nn.Module) -> Held:
-        """Those of a model now."""
+    def by(cls, model: nn.Module, call: object = None) -> Held:
+        """That of a model now, and of the function that calls it."""
         with model_lock(model):
-            own = [value for module in modules_of(model) for value in vars(module).values()]
-            tensors = [*_tensors(model), *(value for value in own if isinstance(value, Tensor))]
-            return cls(_versions(tensors), _norms(tensors))
+            settings, own = settings_of(model, call)
+            tensors = [*_tensors(model), *own]
+            return cls(_versions(tensors), _norms(tensors), settings)
 
     def same_as(self, other: Held) -> bool:
-        """True if the tensors are the same, and were not written to."""
-        if self.versions != other.versions or not _comparable(self.norms, other.norms):
+        """True if the settings are equal, and the tensors are the same and were not written to."""
+        if self.versions != other.versions or self.settings != other.settings:
             return False
-        return checks.is_true(_equal(self.norms, other.norms))
+        return _comparable(self.norms, other.norms) and checks.is_true(_equal(self.norms, other.norms))
 
 
 class ModelWatch:
@@ -220,7 +223,7 @@ def _places(tensors: list[Tensor]) -> tuple[tuple[torch.device, torch.dtype], ..
 def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and tensor.layout is torch.strided:
             by_device.setdefault(tensor.device, []).append(tensor.detach())
     return tuple(torch.stack(torch._foreach_norm(tensors)) for tensors in by_device.values())
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from laplace import Laplace
 from laplace.engines.native import known_plans
 from laplace.errors import CurvatureError
 from tests import grid
+from tests.reference import curvature
 
 X, Y = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)), torch.arange(7) % 3
 
@@ -132,6 +135,78 @@ def test_another_call_is_another_network(proofs: list[int]) -> None:
         fit(model, forward_fn=lambda model, x: other @ model(x))
 
 
+GLOBAL = [0.0]
+
+
+class Gated(nn.Module):
+    """A weight that is used twice, once behind a gate that is no tensor of the network."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self.lin, self.gate = nn.Linear(3, 3).double(), gate
+        self.number, self.table, self.tensors = 0.0, {"gate": [0.0]}, [torch.zeros(1).double()]
+        self.config = SimpleNamespace(gate=0.0, inner=SimpleNamespace(gate=0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates: dict[str, Any] = {
+            "number": self.number, "table": torch.tensor(self.table["gate"]).double(), "tensors": self.tensors[0],
+            "config": torch.tensor([self.config.gate]).double(), "inner": self.config.inner.gate, "global": GLOBAL[0],
+            "hook": 0.0,
+        }  # fmt: skip
+        return self.lin(x) + gates[self.gate] * torch.tanh(F.linear(x**2, self.lin.weight))
+
+    def open(self) -> None:
+        self.number = self.config.gate = self.config.inner.gate = self.table["gate"][0] = GLOBAL[0] = 1.0
+        self.tensors[0] = torch.ones(1).double()
+
+
+@pytest.mark.parametrize("gate", ["number", "table", "tensors", "config", "inner", "global", "hook"])
+def test_what_a_setting_hid_is_found(gate: str) -> None:
+    GLOBAL[0] = 0.0
+    model, x, share = Gated(gate), X.double(), torch.zeros(1).double()
+    if gate == "hook":
+
+        def again(lin: Any, x: Any, f: Any) -> Tensor:
+            return f + share * torch.tanh(F.linear(x[0] ** 2, lin.weight))
+
+        model.lin.register_forward_hook(again)
+    for _ in range(2):
+        la = fit(model, x, structure="full")
+        expected = curvature.ggn(model, x, Y, curvature.trainable_names(model), "classification")
+        torch.testing.assert_close(la.H, expected)
+        model.open()
+        share.fill_(1)
+
+
+def test_what_an_object_that_calls_the_network_hid_is_found() -> None:
+    class Call:
+        share = 0.0
+
+        def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+            h = model(x)
+            return h + torch.full((1,), self.share) * torch.tanh(h.mean(0))
+
+    call, model = Call(), grid.network()
+    fit(model, forward_fn=call)
+    call.share = 1.0
+    with pytest.raises(CurvatureError, match="cannot be split over the data"):
+        fit(model, forward_fn=call)
+
+
+def test_sparse_tensors_are_no_obstacle() -> None:
+    class Graph(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.links = torch.eye(3).to_sparse()
+
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+            return torch.sparse.mm(self.links, super().forward(input).T).T
+
+    model = Graph()
+    expected = curvature.ggn(model, X, Y, curvature.trainable_names(model), "classification")
+    torch.testing.assert_close(fit(model, structure="full").H, expected)
+
+
 class Turned(nn.Module):
     """Seven tokens of seven data, with the data first or second."""
 
@@ -158,7 +233,7 @@ def test_the_place_of_the_data_is_proven_anew_where_shapes_agree(proofs: list[in
     assert "batch second" in second.coverage()["lin.weight"]
     model.second = False
     fit(model, x)
-    assert proofs == [7, 7, 7]
+    assert proofs == [7, 7, 7, 7]
 
 
 class Flattened(nn.Module):

@@ -3,7 +3,7 @@
 How a network's outputs come about is written down: the operations of autograd's graph with their settings and shapes,
 and the tensors at its leaves. Two passes with one such record do the same with the data, by other numbers at most.
 Those of the inputs are no part of a proof (`JacobianRule.proven`); those that a network holds may be (a gate that is
-zero hides what is behind it), and must be what they were.
+zero hides what is behind it), tensors or attributes, and must be what they were.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class _Known:
     """Plans that were proven for a network.
 
     Args:
-        tensors: Its tensors then.
+        held: Its tensors and settings then.
     """
 
-    def __init__(self, tensors: Held) -> None:
-        self.tensors = tensors
+    def __init__(self, held: Held) -> None:
+        self.held = held
         self.plans: dict[Hashable, Plan] = {}
 
     def add(self, record: Hashable, plan: Plan) -> None:
@@ -67,7 +67,7 @@ def proven_plan(
     record = _record(problem, capture, x, n_data)
     if record is None:
         return make_plan(problem, capture, x, n_data, repeated=repeated, ladder=ladder)
-    proofs = _known(problem.module)
+    proofs = _known(problem)
     plan = proofs.plans.get((False, record))
     if plan is None and repeated:  # what is proven of any data is, but not the other way round
         plan = proofs.plans.get((True, record))
@@ -78,10 +78,11 @@ def proven_plan(
     return plan
 
 
-def _known(module: nn.Module) -> _Known:
-    """Plans of a network whose weights and buffers are what they were; none yet of another."""
-    now, proofs = Held.by(module), _KNOWN.get(module)
-    if proofs is None or not now.same_as(proofs.tensors):
+def _known(problem: Problem) -> _Known:
+    """Plans of a network whose weights, buffers and settings are what they were; none yet of another."""
+    module = problem.module
+    now, proofs = Held.by(module, problem.forward_fn), _KNOWN.get(module)
+    if proofs is None or not now.same_as(proofs.held):
         proofs = _KNOWN[module] = _Known(now)
     return proofs
 
@@ -125,7 +126,10 @@ def _graph(f: Tensor, leaves: Mapping[int, str], n_data: int) -> tuple[Hashable,
                 nodes.append(after)
             following.append((None if after is None else number[after], index))
         settings: list[Hashable] = [_shape(output.shape, n_data) for output in outputs]
-        settings += _settings(node, n_data)
+        try:
+            settings += [*_settings(node, n_data), *_numbers(node)]
+        except RuntimeError:  # of a tensor that was overwritten, or is computed anew when it is asked for
+            return None
         if any(isinstance(value, Tensor) for value in settings):
             return None
         leaf = leaves.get(id(node.variable)) if node.name() == _LEAF else None
@@ -138,6 +142,18 @@ def _settings(node: Any, n_data: int) -> Iterator[Hashable]:
     for name in _arguments(type(node)):
         value = getattr(node, name)
         yield _plain(value, n_data if name.endswith("sizes") else None)
+
+
+def _numbers(node: Any) -> Iterator[Hashable]:
+    """Plain numbers by which a product multiplies: one that is zero hides what is behind it."""
+    if node.name().startswith(_PRODUCTS):
+        for name in ("_saved_self", "_saved_other"):
+            value = getattr(node, name, None)
+            if isinstance(value, Tensor) and value.ndim == 0 and value.device.type == "cpu":
+                yield str(value.tolist())  # which, of a number on the CPU, waits for nothing
+
+
+_PRODUCTS = ("MulBackward", "DivBackward")
 
 
 @cache
