@@ -9,6 +9,7 @@ for Bayesian optimisation). New observations condition this Gaussian process exa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from botorch.sampling.pathwise.paths import SamplePath
 from botorch.sampling.pathwise.posterior_samplers import DrawMatheronPaths
 from torch import Tensor
 
+from laplace.core.checks import is_true
 from laplace.core.precision_policy import widened
 from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
 from laplace.network.model_guard import autograd_mode
 from laplace.parametric import ParametricLaplace
+from laplace.posterior.posterior import Posterior as Snapshot
 from laplace.posterior.predictor import PosteriorPredictor, sampler
 from laplace.predictive.latent import jacobians, moved_by, shifted
 
@@ -118,6 +121,7 @@ class LaplaceModel(Model, FantasizeMixin):
         if observation_noise is not False:
             noise = observation_noise if isinstance(observation_noise, Tensor) else None
             covariance = covariance + torch.diag_embed(self._noise(noise, mean).flatten(-2))
+            mean = mean.expand(*covariance.shape[:-2], *mean.shape[-2:])
         gaussian: Posterior = _gaussian(mean.to(X.dtype), covariance.to(X.dtype))
         if self._outcome_transform is not None:
             gaussian = self._outcome_transform.untransform_posterior(gaussian, X=X)
@@ -138,12 +142,12 @@ class LaplaceModel(Model, FantasizeMixin):
 
         Args:
             X: Points, `[*batch, n, d]`.
-            Y: Outcomes, `[*more, *batch, n, m]`, as observed: they are transformed here.
+            Y: Posterior, `[*more, *batch, n, m]`, as observed: they are transformed here.
             noise: Variances of transformed outcomes, in the shape of Y or one that it is broadcast from; None for σ².
             **kwargs: None is known.
 
         Raises:
-            InvalidArgument: An unknown argument, or outcomes that do not belong to the points.
+            InvalidArgument: An unknown argument; outcomes that do not belong to the points, or are not finite.
         """
         if kwargs:
             raise InvalidArgument(f"condition_on_observations has no arguments {sorted(kwargs)}; noise= is known.")
@@ -157,6 +161,8 @@ class LaplaceModel(Model, FantasizeMixin):
         if self._outcome_transform is not None:
             Y, _ = self._outcome_transform(Y, X=X)
         Y = widened(Y)
+        if not is_true(Y.isfinite().all()):
+            raise InvalidArgument("Y has NaN or infinite entries, after its transform where there is one.")
         observed = _Observed(X, Y, self._noise(noise, Y))
         conditioned = LaplaceModel(
             self.la, input_transform=self._input_transform, outcome_transform=self._outcome_transform
@@ -177,6 +183,8 @@ class LaplaceModel(Model, FantasizeMixin):
     def _noise(self, given: Tensor | None, like: Tensor) -> Tensor:
         """Variances of the noise of outcomes `[*batch, n, m]`, float64: those given, or σ² in `[n, m]`."""
         variances = self.la.sigma_noise.detach().square() if given is None else given
+        if given is not None and not is_true((given.isfinite() & (given >= 0)).all()):
+            raise InvalidArgument("variances of the noise are negative or not finite.")
         return widened(variances).to(like.device).expand(*variances.shape[:-2], *like.shape[-2:])
 
     def _moments(self, X: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,16 +196,17 @@ class LaplaceModel(Model, FantasizeMixin):
         points = torch.cat([part.expand(*batch, *part.shape[-2:]) for part in (X, observed.X.to(X))], -2)
         return observed.given(*self._joint(points), n_points=X.shape[-2])
 
-    def _joint(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        """The same without observations but those of the fit."""
+    def _joint(self, X: Tensor, posterior: Snapshot | None = None) -> tuple[Tensor, Tensor]:
+        """The same without observations but those of the fit; under the posterior of now, or one of before."""
         *batch, q, d = X.shape
-        weights = self.la.expansion_point
-        x = X.reshape(-1, d).to(weights)
-        predictor = PosteriorPredictor(self.la.snapshot(), torch.is_grad_enabled() and X.requires_grad)
-        source = predictor.linearised(x, group_size=q)
+        size = q * self.num_outputs
+        if not prod((*batch, q)):
+            empty = widened(X.new_zeros(0))
+            return empty.view(*batch, q, self.num_outputs), empty.new_zeros(*batch, size, size)
+        predictor = PosteriorPredictor(posterior or self.la.snapshot(), torch.is_grad_enabled() and X.requires_grad)
+        source = predictor.linearised(X.reshape(-1, d).to(predictor.posterior.expansion_point), group_size=q)
         with autograd_mode(), torch.set_grad_enabled(predictor.graph):
             gaussian = source.latent("joint", wide=True)
-        size = q * self.num_outputs
         mean = widened(gaussian.mean).to(X.device).view(*batch, q, self.num_outputs)
         return mean, widened(gaussian.covariance).to(X.device).view(*batch, size, size)
 
@@ -229,9 +238,8 @@ class _Observed:
             batch = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
             return torch.cat([part.expand(*batch, *part.shape[-2:]) for part in (first, second)], -2)
 
-        return _Observed(
-            joined(self.X, other.X.to(self.X)), joined(self.Y, other.Y), joined(self.noise, other.noise)
-        )  # fmt: skip
+        points = joined(self.X, other.X.to(self.X))
+        return _Observed(points, joined(self.Y, other.Y), joined(self.noise, other.noise))
 
     def given(self, mean: Tensor, covariance: Tensor, n_points: int) -> tuple[Tensor, Tensor]:
         """Moments at some points given the observations.
@@ -248,9 +256,8 @@ class _Observed:
         root = self.root(own)
         half = torch.linalg.solve_triangular(root, cross.mT, upper=False)  # [*batch, n·m, q·m]
         step = half.mT @ torch.linalg.solve_triangular(root, self.residual(mean[..., n_points:, :]), upper=False)
-        mean = mean[..., :n_points, :] + step.squeeze(-1).unflatten(-1, (n_points, -1))
-        covariance = inside - half.mT @ half
-        return mean, covariance.expand(*mean.shape[:-2], *covariance.shape[-2:])
+        mean = mean[..., :n_points, :] + step.squeeze(-1).unflatten(-1, (n_points, mean.shape[-1]))
+        return mean, (inside - half.mT @ half).expand(*mean.shape[:-2], *inside.shape[-2:])
 
     def root(self, covariance: Tensor) -> Tensor:
         """Cholesky factor of their covariance with noise, `[*batch, n·m, n·m]`."""
@@ -259,7 +266,7 @@ class _Observed:
         return psd_safe_cholesky(covariance + torch.diag_embed(self.noise.flatten(-2)))
 
     def residual(self, f: Tensor) -> Tensor:
-        """Outcomes less outputs f `[*batch, n, m]`, `[*batch, n·m, 1]`."""
+        """Posterior less outputs f `[*batch, n, m]`, `[*batch, n·m, 1]`."""
         return (self.Y - f).flatten(-2).unsqueeze(-1)
 
 
@@ -299,7 +306,8 @@ class FunctionSamples(SamplePath):
     """Functions drawn from a `LaplaceModel`: of the linearised network at sampled weights, exact at all points.
 
     What `PathwiseThompsonSampling` and `get_matheron_path_model` ask for. After new observations the functions are
-    f_s + k(·, X) (k(X, X) + N)⁻¹ (Y − f_s(X) − ε_s), Matheron's rule (Wilson et al., 2021).
+    f_s + k(·, X) (k(X, X) + N)⁻¹ (Y − f_s(X) − ε_s), Matheron's rule (Wilson et al., 2021). They are those of the
+    posterior that `model.la` had when they were drawn.
 
     Args:
         model: The model.
@@ -314,10 +322,10 @@ class FunctionSamples(SamplePath):
         if model.batch_shape:
             raise UnsupportedError("function samples of a model with batches of observations; condition it on one set.")
         self.model, self.sample_shape = model, torch.Size(sample_shape)
-        posterior = model.la.snapshot()
+        self._posterior = model.la.snapshot()
         with torch.no_grad():
-            thetas = sampler(posterior)(self.sample_shape.numel(), None)
-            self._steps = thetas - posterior.expansion_point
+            thetas = sampler(self._posterior)(self.sample_shape.numel(), None)
+            self._steps = thetas - self._posterior.expansion_point
             self._update = self._updates(model._observed)
 
     def set_ensemble_as_batch(self, ensemble_as_batch: bool) -> None:
@@ -360,7 +368,7 @@ class FunctionSamples(SamplePath):
             return values
         n_points, n_outputs = X.shape[-2], values.shape[-1]
         inputs = observed.X.to(X).expand(*X.shape[:-2], *observed.X.shape[-2:])
-        _, covariance = self.model._joint(torch.cat([X, inputs], -2))
+        _, covariance = self.model._joint(torch.cat([X, inputs], -2), self._posterior)
         _, cross, _ = _parts(covariance, n_points * n_outputs)
         update = self._update.view(len(values), *[1] * (X.ndim - 2), -1, 1)
         return values + (cross @ update).squeeze(-1).unflatten(-1, (n_points, n_outputs))
@@ -369,18 +377,18 @@ class FunctionSamples(SamplePath):
         """(k(X, X) + N)⁻¹ (Y − f_s(X) − ε_s) of every function, `[S, n·m]`; zero without observations."""
         if observed is None:
             return widened(self._steps.new_zeros(len(self._steps), 0))
-        _, covariance = self.model._joint(observed.X)
+        _, covariance = self.model._joint(observed.X, self._posterior)
         f = self._prior(observed.X)
         f = f + observed.noise.sqrt() * torch.randn_like(f)
         return torch.cholesky_solve(observed.residual(f), observed.root(covariance)).squeeze(-1)
 
     def _prior(self, X: Tensor) -> Tensor:
         """f(x, θ*) + J (θ_s − θ*) at X `[*batch, n, d]`, `[S, *batch, n, m]`, float64."""
-        posterior = self.model.la.snapshot()
+        self._posterior.check_unchanged()
         x = X.reshape(-1, X.shape[-1]).to(self._steps)
         graph = torch.is_grad_enabled() and X.requires_grad
         with autograd_mode(), torch.set_grad_enabled(graph):
-            pieces = shifted(jacobians(posterior.engine, x, None, create_graph=graph), None)
+            pieces = shifted(jacobians(self._posterior.engine, x, None, create_graph=graph), None)
             values = torch.cat([f + moved_by(jacobian, self._steps) for jacobian, f in pieces], 1)
         return widened(values).to(X.device).unflatten(1, X.shape[:-1])
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
 from laplace import Laplace, MixtureLaplace
-from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
+from laplace.errors import InvalidArgument, InvalidType, ModelChangedError, UnsupportedError
 from tests.reference.compare import assert_close
 from tests.reference.conditioning import conditioned
 
@@ -142,6 +142,26 @@ def test_gradients_reach_points_and_observations(structure: str) -> None:
     assert torch.autograd.gradcheck(value, (test, X, Y))
     with torch.no_grad():
         assert not model.posterior(test).mean.requires_grad
+
+
+@pytest.mark.parametrize("n_outputs", [1, 2])
+def test_no_points(n_outputs: int) -> None:
+    model = LaplaceModel(fitted(n_outputs=n_outputs))
+    later = model.condition_on_observations(points(2), torch.randn(2, n_outputs).double())
+    for given in (model, later):
+        for shape in ((0, 3), (4, 0))[n_outputs - 1 :]:  # of several outputs GPyTorch takes no empty batch
+            mean, covariance = moments(given, points(*shape))
+            assert mean.shape == (*shape, n_outputs)
+            assert covariance.shape == (shape[0], shape[1] * n_outputs, shape[1] * n_outputs)
+
+
+@pytest.mark.parametrize("n_outputs", [1, 2])
+def test_noise_with_batches_of_its_own(n_outputs: int) -> None:
+    model, X, noise = LaplaceModel(fitted(n_outputs=n_outputs)), points(3), torch.rand(5, 1, n_outputs).double()
+    found = model.posterior(X, observation_noise=noise)
+    assert found.mean.shape == found.variance.shape == (5, 3, n_outputs)
+    assert found.rsample(torch.Size([2])).shape == (2, 5, 3, n_outputs)
+    assert_close(found.variance, model.posterior(X).variance + noise, "backend")
 
 
 @pytest.mark.parametrize("n_outputs", [1, 2])
@@ -291,6 +311,19 @@ def test_function_samples_are_functions() -> None:
         MatheronPathModel(batched, sample_shape=torch.Size([3]))
 
 
+def test_function_samples_stay_those_of_their_posterior() -> None:
+    la, X = fitted(), points(4)
+    model = LaplaceModel(la).condition_on_observations(points(2), torch.randn(2, 1).double())
+    path = MatheronPathModel(model, sample_shape=torch.Size([3]), seed=0)
+    expected = path(X)
+    la.prior_precision = 30.0
+    assert_close(path(X), expected, "algebra")
+    with torch.no_grad():
+        la.model[0].weight.mul_(1.5)
+    with pytest.raises(ModelChangedError):
+        path(X)
+
+
 def test_what_is_no_gaussian_process_is_refused() -> None:
     la = fitted()
     with pytest.raises(InvalidType, match="MixtureLaplace"):
@@ -302,3 +335,11 @@ def test_what_is_no_gaussian_process_is_refused() -> None:
         model.condition_on_observations(points(3), torch.randn(3, 2).double())
     with pytest.raises(InvalidArgument, match="noises"):
         model.condition_on_observations(points(3), torch.randn(3, 1).double(), noises=1)
+    for wrong in (-0.01, float("nan")):
+        noise = torch.full((3, 1), wrong).double()
+        with pytest.raises(InvalidArgument, match="noise"):
+            model.condition_on_observations(points(3), torch.randn(3, 1).double(), noise=noise)
+        with pytest.raises(InvalidArgument, match="noise"):
+            model.posterior(points(3), observation_noise=noise)
+    with pytest.raises(InvalidArgument, match="NaN"):
+        model.condition_on_observations(points(3), torch.full((3, 1), float("nan")).double())
