@@ -76,10 +76,11 @@ def served_by_onnx(program: torch.export.ExportedProgram, batches: list[Tensor],
     path = folder / "prediction.onnx"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the packages, about each other
-        torch.onnx.export(program, dynamo=True, verbose=False).save(path)
+        torch.onnx.export(program, f=path, dynamo=True, verbose=False)
     session = InferenceSession(path)
     name = session.get_inputs()[0].name
-    return [tuple(map(torch.from_numpy, session.run(None, {name: batch.numpy()}))) for batch in batches]
+    answers = [session.run(None, {name: batch.numpy()}) for batch in batches]
+    return [(torch.as_tensor(mean), torch.as_tensor(variance)) for mean, variance in answers]
 
 
 def main(small: bool = False, output: Path = Path("outputs/deployment.png")) -> dict[str, float]:

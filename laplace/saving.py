@@ -125,12 +125,12 @@ def outline(model: nn.Module) -> dict[str, str]:
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         shapes = {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()}
         layers = {name: _layer(type(module)) for name, module in named_modules_of(model) if not module._modules}
-        return shapes | {name: kind for name, kind in layers.items() if kind != nn.Module.__name__}
+        return shapes | {name: kind.__name__ for name, kind in layers.items() if kind is not nn.Module}
 
 
-def _layer(kind: type) -> str:
-    """Name of the class of PyTorch that a class of layers is, or derives from."""
-    return next(base.__name__ for base in kind.__mro__ if base.__module__.startswith(_LAYERS))
+def _layer(kind: type) -> type:
+    """The class of PyTorch that a class of layers is, or derives from."""
+    return next(base for base in kind.__mro__ if base.__module__.startswith(_LAYERS))
 
 
 def described(value: Any) -> str:

@@ -136,8 +136,8 @@ def _graph(predict: Predict, x: Inputs, options: Mapping[str, Any]) -> fx.GraphM
 _NO_GRAPH = (
     "the prediction is no fixed graph of operations: the network, or what is asked of the posterior, decides by the "
     "numbers in the inputs what to do. A network that branches on its inputs is to be written with torch.where; one "
-    "whose inputs say which positions count (by an index) takes subset_of_weights='last_layer'; in place of a structure that "
-    "solves by steps until it is exact ('matrix_free' of many weights) fit 'kron', 'diag' or 'lowrank'."
+    "whose inputs say which positions count (by an index) takes subset_of_weights='last_layer'; in place of "
+    "a structure that solves by steps until exact ('matrix_free' of many weights) fit 'kron', 'diag' or 'lowrank'."
 )
 
 

@@ -60,7 +60,7 @@ def changes_nothing(node: fx.Node) -> bool:
 
 
 def _only_part(node: fx.Node) -> Tensor | None:
-    """What a split gave, if it is one tensor."""
+    """The tensor that a split gave, if it is one."""
     parts = node.meta.get("val", ())
     return parts[0] if len(parts) == 1 else None
 
