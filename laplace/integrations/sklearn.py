@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from laplace.errors import InvalidArgument, MissingDependency
 from laplace.factory import from_names
-from laplace.integrations.perceptron import check_outputs, perceptron, scale_of, seeded, train
+from laplace.integrations import perceptron as networks
+from laplace.integrations.perceptron import array_of, checked_weights, moments_of, tensor_for
 from laplace.parametric import ParametricLaplace
 
 try:
@@ -104,12 +105,13 @@ class LaplaceEstimator(BaseEstimator, ABC):
 
     # Training and fit.
 
-    def _fit(self, X: NDArray[Any], targets: NDArray[Any], n_outputs: int) -> None:
+    def _fit(self, X: NDArray[Any], targets: NDArray[Any], weights: NDArray[Any], n_outputs: int) -> None:
         """Trains, fits and tunes.
 
         Args:
             X: Inputs, `[N, …]`.
             targets: Classes `[N]`, or values `[N, C]`.
+            weights: How often every datum counts, `[N]`.
             n_outputs: C.
 
         Raises:
@@ -117,12 +119,11 @@ class LaplaceEstimator(BaseEstimator, ABC):
         """
         self._check_arguments()
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        with seeded(seed):
-            module = self._new_module(X, n_outputs)
-            x = _tensor(X, module)
-            y = torch.tensor(targets, device=x.device) if targets.dtype.kind in "iu" else _tensor(targets, module)
-            check_outputs(module, x, n_outputs)
-            data = TensorDataset(x, y)
+        with networks.seeded(seed):
+            module = self._new_module(X, weights, n_outputs)
+            x, w = tensor_for(module, X), tensor_for(module, weights)
+            y = torch.tensor(targets, device=x.device) if targets.dtype.kind in "iu" else tensor_for(module, targets)
+            networks.check_outputs(module, x, n_outputs)
             la = from_names(
                 module,
                 self._likelihood,
@@ -132,16 +133,19 @@ class LaplaceEstimator(BaseEstimator, ABC):
                 **(self.laplace_options or {}),
             )
             if not self.trained:
-                train(
+                networks.train(
                     module,
-                    data,
+                    TensorDataset(x, y, w),
                     self._loss,
                     prior_precision=self.prior_precision,
                     n_epochs=self.max_epochs,
                     learning_rate=self.learning_rate,
                     batch_size=self.batch_size,
                 )
-            la.fit(DataLoader(data, self.batch_size))
+            batches = list(zip(x.split(self.batch_size), y.split(self.batch_size), strict=True))
+            # A batch is known by its targets, which are one object in every reading of the data.
+            counts = {id(labels): part for (_, labels), part in zip(batches, w.split(self.batch_size), strict=True)}
+            la.fit(batches, weight_fn=(lambda _, y: counts[id(y)]) if np.ptp(weights) or weights[0] != 1 else None)
             if self.tune is not None:
                 self._choose_hyperparameters(la)
         self.la_, self.module_ = la, module
@@ -156,17 +160,17 @@ class LaplaceEstimator(BaseEstimator, ABC):
         if self.max_epochs < 0:
             raise InvalidArgument(f"max_epochs={self.max_epochs}; give 0 or more.")
 
-    def _new_module(self, X: NDArray[Any], n_outputs: int) -> nn.Module:
+    def _new_module(self, X: NDArray[Any], weights: NDArray[Any], n_outputs: int) -> nn.Module:
         """The network to be trained, or the trained one."""
         if isinstance(self.module, nn.Module):
             return self.module if self.trained else copy.deepcopy(self.module)
         if self.module is not None:
             return self.module(X.shape[1], n_outputs)
-        return perceptron(X, self.hidden_layer_sizes, n_outputs)
+        return networks.perceptron(X, weights, self.hidden_layer_sizes, n_outputs)
 
     @abstractmethod
     def _loss(self, f: Tensor, y: Tensor) -> Tensor:
-        """Negative log likelihood per datum at noise 1, up to a constant."""
+        """Negative log likelihood of every datum at noise 1, `[B]`, up to a constant."""
 
     @abstractmethod
     def _choose_hyperparameters(self, la: ParametricLaplace) -> None:
@@ -178,13 +182,16 @@ class LaplaceEstimator(BaseEstimator, ABC):
         """Checked inputs, batch by batch."""
         check_is_fitted(self)
         checked: Any = validate_data(self, X, reset=False, **self._shapes)  # pyright: ignore[reportArgumentType]
-        return iter(_tensor(checked, self.module_).split(self.batch_size))
+        return iter(tensor_for(self.module_, checked).split(self.batch_size))
 
-    def _data(self, X: ArrayLike, y: ArrayLike, **options: Any) -> tuple[Any, Any]:
-        """Checked training data."""
+    def _data(self, X: ArrayLike, y: ArrayLike, sample_weight: Any, **options: Any) -> tuple[Any, Any, NDArray[Any]]:
+        """Checked training data and weights, without the data that do not count."""
         given: tuple[Any, Any] = (X, y)
         checked: Any = validate_data(self, *given, **options, **self._shapes)
-        return checked
+        inputs, targets = checked
+        weights = checked_weights(sample_weight, len(inputs))
+        counts = weights > 0
+        return inputs[counts], targets[counts], weights[counts]
 
     @property
     def _shapes(self) -> dict[str, Any]:
@@ -244,23 +251,24 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         self.link_approx = link_approx
         self.n_samples = n_samples
 
-    def fit(self, X: ArrayLike, y: ArrayLike) -> LaplaceClassifier:
+    def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> LaplaceClassifier:
         """Trains the network, unless it is trained, and fits its posterior.
 
         Args:
             X: Inputs, `[N, D]`.
             y: Labels, `[N]`.
+            sample_weight: How often every datum counts, in training, curvature and evidence, `[N]`; None for once.
 
         Raises:
-            InvalidArgument: Less than two classes, or not as many as a trained network has outputs.
+            InvalidArgument: Less than two classes, not as many as a trained network has outputs, or wrong weights.
         """
-        inputs, labels = self._data(X, y)
+        inputs, labels, weights = self._data(X, y, sample_weight)
         check_classification_targets(labels)
         self.classes_, targets = np.unique(labels, return_inverse=True)
         n_classes = len(self.classes_)
         if n_classes < 2:
             raise InvalidArgument(f"y has one class alone, {self.classes_.tolist()}; a classifier needs two.")
-        self._fit(inputs, targets.astype(np.int64), n_classes)
+        self._fit(inputs, targets.astype(np.int64), weights, n_classes)
         return self
 
     def predict_proba(self, X: ArrayLike) -> NDArray[Any]:
@@ -268,7 +276,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         batches = self._inputs(X)
         options: dict[str, Any] = {"link_approx": self.link_approx, "n_samples": self.n_samples}
         options["generator"] = torch.Generator(next(self.module_.parameters()).device).manual_seed(0)
-        probabilities = _array(torch.cat([self.la_(x, **options) for x in batches]))
+        probabilities = array_of(torch.cat([self.la_(x, **options) for x in batches]))
         return probabilities / probabilities.sum(1, keepdims=True)
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
@@ -277,7 +285,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         return self.classes_[probabilities.argmax(1)]
 
     def _loss(self, f: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(f, y)
+        return nn.functional.cross_entropy(f, y, reduction="none")
 
     def _choose_hyperparameters(self, la: ParametricLaplace) -> None:
         la.optimize_prior_precision(method="marglik")
@@ -302,26 +310,27 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
 
     _likelihood = "regression"
 
-    def fit(self, X: ArrayLike, y: ArrayLike) -> LaplaceRegressor:
+    def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> LaplaceRegressor:
         """Trains the network, unless it is trained, and fits its posterior.
 
         Args:
             X: Inputs, `[N, D]`.
             y: Values, `[N]` or `[N, C]`.
+            sample_weight: How often every datum counts, in training, curvature and evidence, `[N]`; None for once.
 
         Raises:
-            InvalidArgument: y has not as many columns as a given network has outputs.
+            InvalidArgument: y has not as many columns as a given network has outputs, or wrong weights.
         """
-        inputs, values = self._data(X, y, multi_output=True, y_numeric=True)
+        inputs, values, weights = self._data(X, y, sample_weight, multi_output=True, y_numeric=True)
         if values.ndim == 2 and values.shape[1] == 1:
             values = column_or_1d(values, warn=True)
         self._is_flat = values.ndim == 1
         values = values.reshape(len(values), -1).astype(float)
         self.y_mean_, self.y_scale_ = np.zeros(values.shape[1]), np.ones(values.shape[1])
         if not self.trained:
-            self.y_mean_, self.y_scale_ = values.mean(0), scale_of(values)
-        self._log_scale = len(values) * float(np.log(self.y_scale_).sum())
-        self._fit(inputs, (values - self.y_mean_) / self.y_scale_, values.shape[1])
+            self.y_mean_, self.y_scale_ = moments_of(values, weights)
+        self._log_scale = float(weights.sum()) * float(np.log(self.y_scale_).sum())
+        self._fit(inputs, (values - self.y_mean_) / self.y_scale_, weights, values.shape[1])
         return self
 
     def predict(
@@ -342,7 +351,7 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
         if return_cov:
             return self._joint(X)
         parts = [self.la_(x, diagonal_output=True, observation_noise=True) for x in self._inputs(X)]
-        mean, variance = (_array(torch.cat(both)) for both in zip(*parts, strict=True))
+        mean, variance = (array_of(torch.cat(both)) for both in zip(*parts, strict=True))
         mean = self._shaped(mean * self.y_scale_ + self.y_mean_)
         return (mean, self._shaped(np.sqrt(variance) * self.y_scale_)) if return_std else mean
 
@@ -360,13 +369,13 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
         generator = torch.Generator(x.device).manual_seed(int(check_random_state(random_state).randint(2**31 - 1)))
         f = self.la_.functional_samples(x, n_samples=n_samples, joint=True, generator=generator)
         f = f + self.la_.sigma_noise * torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)
-        draws = _array(f) * self.y_scale_ + self.y_mean_  # [S, N, C]
+        draws = array_of(f) * self.y_scale_ + self.y_mean_  # [S, N, C]
         return self._shaped(draws.transpose(1, 2, 0), axis=1)
 
     def _joint(self, X: ArrayLike) -> tuple[NDArray[Any], NDArray[Any]]:
         """Means, and covariances of every output between inputs."""
         x = torch.cat(list(self._inputs(X)))
-        f, covariance = (_array(part) for part in self.la_(x, joint=True, observation_noise=True))
+        f, covariance = (array_of(part) for part in self.la_(x, joint=True, observation_noise=True))
         n_outputs = len(self.y_mean_)
         each = covariance.reshape(len(x), n_outputs, len(x), n_outputs).diagonal(axis1=1, axis2=3)
         mean = f.reshape(len(x), n_outputs) * self.y_scale_ + self.y_mean_
@@ -382,17 +391,7 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
         return tags
 
     def _loss(self, f: Tensor, y: Tensor) -> Tensor:
-        return 0.5 * (f - y).square().sum(1).mean()
+        return 0.5 * (f - y).square().sum(1)
 
     def _choose_hyperparameters(self, la: ParametricLaplace) -> None:
         la.optimize_hyperparameters(("prior_precision", "sigma_noise"))
-
-
-def _tensor(values: NDArray[Any], module: nn.Module) -> Tensor:
-    """Values in the dtype and on the device of a module's first parameter."""
-    like = next(module.parameters())
-    return torch.tensor(values, dtype=like.dtype, device=like.device)
-
-
-def _array(values: Tensor) -> NDArray[Any]:
-    return values.detach().cpu().numpy().astype(float)

@@ -99,6 +99,39 @@ def test_predictions_have_the_units_of_the_targets(regressor: LaplaceRegressor) 
     np.testing.assert_allclose(wide, 1000 * std, rtol=1e-6)
 
 
+@pytest.mark.parametrize("structure", ["kron", "lowrank"])  # one reading of the data, and several
+@pytest.mark.parametrize("batch_size", [40, 128])
+def test_weights_of_data_are_those_of_repeated_data(structure: str, batch_size: int) -> None:
+    counts = np.arange(150) % 4
+    module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    estimator = LaplaceClassifier(
+        module, trained=True, batch_size=batch_size, subset_of_weights="all", hessian_structure=structure
+    )
+    weighted = clone(estimator).set_params(module=module).fit(FLOWERS, SPECIES, counts)
+    repeated = clone(estimator).set_params(module=module).fit(FLOWERS.repeat(counts, 0), SPECIES.repeat(counts))
+    assert weighted.la_.n_data == repeated.la_.n_data == counts.sum()
+    np.testing.assert_allclose(weighted.log_marginal_likelihood(), repeated.log_marginal_likelihood(), rtol=1e-6)
+    np.testing.assert_allclose(weighted.predict_proba(FLOWERS), repeated.predict_proba(FLOWERS), rtol=1e-4)
+
+
+def test_weights_of_data_train_the_network(regressor: LaplaceRegressor) -> None:
+    """In one batch the steps of training are those of repeated data; weights are of y in its own units."""
+    counts = np.arange(60) % 3
+    x, y = PATIENTS[:60], PROGRESS[:60]
+    weighted = clone(regressor).fit(x, y, counts)
+    repeated = clone(regressor).fit(x.repeat(counts, 0), y.repeat(counts))
+    for ours, theirs in zip(weighted.predict(x, True), repeated.predict(x, True), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    np.testing.assert_allclose(weighted.log_marginal_likelihood(), repeated.log_marginal_likelihood(), rtol=1e-8)
+    assert np.array_equal(weighted.y_mean_, np.average(y, axis=0, weights=counts, keepdims=True))
+
+
+@pytest.mark.parametrize("wrong", [-1.0, np.nan, np.inf, np.ones(3), np.zeros(150)])
+def test_wrong_weights_of_data_are_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidArgument, match="150 finite ones of at least 0"):
+        LaplaceClassifier(max_epochs=1).fit(FLOWERS, SPECIES, wrong)
+
+
 def test_several_outputs(regressor: LaplaceRegressor) -> None:
     both = clone(regressor).fit(PATIENTS, np.stack([PROGRESS, -PROGRESS, 0 * PROGRESS], 1))
     mean, std = both.predict(PATIENTS[:4], return_std=True)
