@@ -44,6 +44,10 @@ class OutputHessian:
     def __post_init__(self) -> None:
         if self.vec is not self.diag or self.dense is not None:
             object.__setattr__(self, "sums_to_zero", False)
+            if self.weights is not None:  # of parts that were put in the place of softmax's
+                scaled = replace(self, weights=None).scaled(self.weights)
+                for name in ("diag", "vec", "dense", "weights"):
+                    object.__setattr__(self, name, getattr(scaled, name))
 
     @property
     def n_columns(self) -> int:

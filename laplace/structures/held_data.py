@@ -79,14 +79,15 @@ class HeldBatch:
         vec = None if softmax else self.hessian.vec
         return {
             "x": batches.plain(self.x), **parts, "vec": vec, "sums_to_zero": softmax,
-            "n_positions": self.output.n_positions, "count": self.count,
+            "weights": self.hessian.weights, "n_positions": self.output.n_positions, "count": self.count,
         }  # fmt: skip
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> HeldBatch:
         """The batch of a state."""
         diag, softmax = state["diag"], state["sums_to_zero"]
-        hessian = OutputHessian(diag, diag if softmax else state["vec"], state["dense"], softmax)
+        weights = state.get("weights")  # which older states have not
+        hessian = OutputHessian(diag, diag if softmax else state["vec"], state["dense"], softmax, weights)
         return cls(batches.from_plain(state["x"]), OutputCurvature(hessian, state["n_positions"]), state["count"])
 
 

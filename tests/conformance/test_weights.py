@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from laplace import ELLA, FunctionalLaplace, Laplace, MixtureLaplace, OnlineLapl
 from laplace.curvature import CurvlinopsGGN, GGNInterface, NativeEF, NativeGGN, NativeHessian
 from laplace.errors import InvalidArgument, InvalidData, InvalidType, MissingKey, UnsupportedError
 from laplace.likelihoods import Categorical
+from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.parametric import ParametricLaplace
 from tests import problems as catalogue
 from tests.conformance.cases import STRUCTURE_NAMES, Case
@@ -179,6 +181,22 @@ def test_class_weights_are_those_of_the_cross_entropy(name: str) -> None:
     assert la.n_data == pytest.approx(float(counted.sum()))
 
 
+def test_class_weights_of_a_likelihood_with_other_parts() -> None:
+    class Wider(Categorical):
+        def hessian(self, f: Tensor, y: Tensor) -> OutputHessian:
+            hessian = super().hessian(f, y)
+            return replace(hessian, diag=1.5 * hessian.diag)
+
+    problem = catalogue.get("mlp_classification")
+    f = problem.make_model()(problem.x).detach()
+    hessian = Wider(class_weight=CLASS_WEIGHT).hessian(f, problem.y)
+    expected = of_classes(problem.y)[:, None, None] * Wider().hessian(f, problem.y).matrix()
+    assert_close(hessian.matrix(), expected, "algebra")
+    root = hessian.root()
+    assert_close(torch.einsum("kbc,kbd->bcd", root, root), expected, "algebra")
+    assert_close(hessian.times(f), (expected @ f.unsqueeze(2)).squeeze(2), "algebra")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("structure", STRUCTURE_NAMES)
 def test_class_weights_are_weights_of_data(structure: str, kind: str) -> None:
@@ -326,6 +344,43 @@ def test_state_knows_that_data_had_weights() -> None:
         assert posterior.n_data == pytest.approx(0.1 * len(problem.y), rel=1e-6)
         with pytest.raises(UnsupportedError, match="weight_fn"):
             posterior.refine([(problem.x, problem.y)])
+
+
+@pytest.mark.parametrize("structure", STRUCTURE_NAMES)
+@pytest.mark.parametrize("by", ["class", "datum"])
+def test_states_hold_weighted_curvature(structure: str, by: str) -> None:
+    problem = catalogue.get("mlp_classification")
+    likelihood = Categorical(class_weight=CLASS_WEIGHT) if by == "class" else "classification"
+    weighing: dict[str, Any] = {} if by == "class" else {"weight_fn": lambda x, y: fractions(problem)[: len(y)]}
+    la, loaded = (Laplace(problem.make_model(), likelihood, "all", structure) for _ in range(2))
+    la.fit([(problem.x, problem.y)], **weighing)
+    loaded.load_state_dict(copy.deepcopy(la.state_dict()))
+    assert_close(loaded(problem.x), la(problem.x), "exact")
+    assert_close(loaded.log_marginal_likelihood(), la.log_marginal_likelihood(), "exact")
+
+
+@pytest.mark.parametrize("weighted_by", [None, "datum"])
+def test_corrected_eigenvalues_are_exact_where_positions_share_a_basis(weighted_by: str | None) -> None:
+    torch.manual_seed(0)
+    model, x, y = Tokens().double(), torch.randint(6, (5, 4)), torch.randint(3, (5, 4))
+    times, options = torch.tensor([1, 3, 0, 2, 2]), {"channel_dim": -1, "prior_precision": 2.0}
+    la = Laplace(model, "classification", "all", "ekfac", backend_kwargs={"kfac_approx": "reduce"}, **options)
+    full = Laplace(model, "classification", "all", "full", **options)
+    for one in (la, full):
+        # Where factors of "reduce" are singular their basis is not determined: what is diagonal in it need not agree
+        # with that of repeated data, but with the curvature in this basis.
+        if weighted_by is None:
+            one.fit([weighted.repeated(x, y, times)])
+        else:
+            one.fit([(x, y)], weight_fn=lambda x, y: times)
+    curvature, start = la._posterior.fit.curvature, 0
+    for basis in curvature.bases:
+        part = slice(start, start := start + basis.size)
+        if basis.left is None:  # a table, whose rows are a factor that is diagonal as it is
+            continue
+        u = basis.left.matrix().squeeze(0)
+        u = u if basis.right is None else torch.kron(u, basis.right.matrix().squeeze(0))
+        assert_close(curvature.corrected[0, part], (u.T @ full.H[part, part] @ u).diagonal(), "algebra")
 
 
 def test_mixture_takes_weights() -> None:
