@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +19,10 @@ T = TypeVar("T")
 
 _BUCKET_BYTES = 25 * 2**20
 """Bytes that are summed over the processes at once, and copied for it."""
+
+
+_FAILED_ALONE: ContextVar[list[str] | None] = ContextVar("failed_alone", default=None)
+"""Errors of this process's work within collective calls that are not made here."""
 
 
 class OutOfStep(ProcessError):
@@ -101,18 +107,24 @@ class Processes:
 
         Args:
             attempt: Work of this process whose result can be pickled, without collective calls but for those that
-                `in_step` goes before.
+                `in_step` goes before, in `passing`.
 
         Raises:
             ProcessError: Others failed; the message says which, and why. A process that fails raises its own error.
         """
         own: Exception | None = None
+        alone: list[str] = []
+        token = _FAILED_ALONE.set(alone)
         try:
             outcome = _Word(pickle.dumps(attempt()))  # what cannot be is an error of this process, as others are
         except OutOfStep:
             raise  # the others know
         except Exception as error:
+            if alone:
+                raise
             own, outcome = error, _Word(b"", f"{type(error).__name__}: {error}")
+        finally:
+            _FAILED_ALONE.reset(token)
         outcomes = self.gathered(outcome)
         if own is not None:
             raise own
@@ -129,6 +141,21 @@ class Processes:
             ProcessError: Others take another step, have failed, or are at the end of their work.
         """
         return _values(self.gathered(_Word(pickle.dumps(value), step=step)))
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """A block of collective calls of others, such as FSDP's within a pass.
+
+        Where one process fails in it the others are left within such a call, and would take any word for a part of it.
+        `agreed` then raises the error in that process at once, and says nothing; the others end as its connections do.
+        """
+        try:
+            yield
+        except Exception as error:
+            failed = _FAILED_ALONE.get()
+            if failed is not None:
+                failed.append(type(error).__name__)
+            raise
 
     def __deepcopy__(self, memo: object) -> Processes:
         return self

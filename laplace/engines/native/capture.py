@@ -70,10 +70,15 @@ class Capture:
     positions: tuple[int, ...] = ()
     processes: Processes | None = None
 
-    def begin(self, n_cotangents: int, n_inputs: int) -> None:
-        """Goes before backward passes, which of a spread network are of all processes or of none."""
-        if self.processes is not None:
-            self.processes.in_step(f"{n_cotangents} backward passes to {n_inputs} tensors")
+    @contextmanager
+    def backward(self, n_cotangents: int, n_inputs: int) -> Iterator[None]:
+        """A block of backward passes, which of a spread network are of all processes or of none."""
+        if self.processes is None:
+            yield
+            return
+        self.processes.in_step(f"{n_cotangents} backward passes to {n_inputs} tensors")
+        with self.processes.passing():
+            yield
 
     @property
     def watched(self) -> bool:
@@ -110,9 +115,8 @@ class Capture:
         """Gradients `[K, *output shape]` of the uses' outputs for cotangents `[K, B, C]`."""
         heads = [not self.positions and self.is_head(call) for call in calls]
         edges = [call.edge for call, head in zip(calls, heads, strict=True) if not head]
-        if edges:
-            self.begin(len(cotangents), len(edges))
-        pulled = iter(pull(self.f, edges, cotangents, loop=self.loop, create_graph=self.create_graph))
+        with self.backward(len(cotangents), len(edges)) if edges else nullcontext():
+            pulled = iter(pull(self.f, edges, cotangents, loop=self.loop, create_graph=self.create_graph))
         result: list[Tensor] = []
         for call, head in zip(calls, heads, strict=True):
             g = cotangents if head else next(pulled)
@@ -151,6 +155,7 @@ def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fals
     observer = Observer(parameters, keep_graph=create_graph) if observed else None
     starts_later = processes is not None and problem.head is not None  # the graph, at the head; stand-ins say so
     with (
+        nullcontext() if processes is None else processes.passing(),
         torch.no_grad() if starts_later else torch.enable_grad(),
         _hooked(modules, calls, keep_graph=create_graph),
         nullcontext() if processes is None else _gathered(problem, parameters),

@@ -194,9 +194,10 @@ def _with_rows(problem: Problem, plan: Plan, capture: Capture, proof: Probe) -> 
     used = [i for i, block in enumerate(rows) if block is not None]
     stand_ins = [capture.stand_ins[problem.slots[i].name] for i in used]
     weighted = (r[:, None] * proof.unweighted.view_as(capture.rows)).view_as(capture.f)
+    truths: Sequence[Tensor | None] = ()
     if used:
-        capture.begin(1, len(stand_ins))
-    truths = torch.autograd.grad(capture.f, stand_ins, weighted, retain_graph=True, allow_unused=True) if used else ()
+        with capture.backward(1, len(stand_ins)):
+            truths = torch.autograd.grad(capture.f, stand_ins, weighted, retain_graph=True, allow_unused=True)
     blocks: dict[int, Block] = {}
     for i, truth in zip(used, truths, strict=True):
         block, expected = rows[i], problem.slots[i].take(truth.to_dense()) if truth is not None else None

@@ -107,8 +107,8 @@ def probe(problem: Problem, capture: Capture, n_data: int) -> Probe:
 
     def again(factor: float) -> Gradients:
         cotangents = factor * r[:, None] * unweighted
-        capture.begin(1, len(stand_ins))
-        return torch.autograd.grad(f, stand_ins, cotangents, retain_graph=True, allow_unused=True)
+        with capture.backward(1, len(stand_ins)):
+            return torch.autograd.grad(f, stand_ins, cotangents, retain_graph=True, allow_unused=True)
 
     truths = again(1.0)
     known = [f, *(truth.to_dense() for truth in truths if truth is not None)]

@@ -1,0 +1,52 @@
+"""What a process says to the others of its group, and when it says nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from laplace.core.processes import Processes
+from laplace.errors import ProcessError
+
+
+class Alone(Processes):
+    """Two processes, of which the other takes the same steps and never fails; notes what this one says."""
+
+    said: list[Any] = []  # noqa: RUF012
+
+    def gathered(self, value: Any) -> list[Any]:
+        self.said.append(value)
+        return [value, value]
+
+
+@pytest.fixture
+def processes() -> Alone:
+    Alone.said = []
+    return Alone(None)  # pyright: ignore[reportArgumentType]
+
+
+def test_errors_between_passes_are_told(processes: Alone) -> None:
+    def attempt() -> None:
+        with processes.passing():
+            pass
+        raise ValueError("a label")
+
+    with pytest.raises(ValueError, match="a label"):
+        processes.agreed(attempt)
+    assert len(processes.said) == 1
+
+
+def test_an_error_within_a_pass_meets_no_call_of_the_others(processes: Alone) -> None:
+    def attempt() -> None:
+        processes.in_step("a forward pass")
+        with processes.passing():
+            raise ValueError("the network's own")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="own"):
+            processes.agreed(attempt)
+    assert len(processes.said) == 2  # the steps
+    assert processes.agreed(lambda: 3) == [3, 3]  # later work is told again
+    with pytest.raises(ProcessError), processes.passing():  # outside of work that is agreed on
+        raise ProcessError
