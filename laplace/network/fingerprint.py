@@ -153,7 +153,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """What a model computes with besides the data: versions of its tensors within a process, and its settings.
+    """All that decides a model's outputs besides the data: versions of its tensors within a process, and its settings.
 
     Attributes:
         versions: Identity and version of every parameter and buffer, and of tensors that attributes hold.

@@ -35,14 +35,14 @@ def settings_of(model: nn.Module, call: object = None) -> tuple[tuple[Any, ...],
         model: The network.
         call: The function that calls it, or None.
     """
-    found = _Found()
+    values = _Found()
     for module in modules_of(model):
-        found.settings.append(type(module))
+        values.settings.append(type(module))
         for name, value in vars(module).items():
             if name not in _OWN or (value and name not in _NO_SETTINGS):
-                found.add(name, value, 0)
-    found.add("", call, 0)
-    return tuple(found.settings), found.tensors
+                values.add(name, value, 0)
+    values.add("", call, 0)
+    return tuple(values.settings), values.tensors
 
 
 class _Found:
@@ -72,7 +72,7 @@ class _Found:
 
 
 def _parts(value: Any) -> list[tuple[object, Any]]:
-    """What a container, a function or an object holds, with names."""
+    """Parts of a container or a function, with names."""
     if isinstance(value, dict):
         return list(value.items()) if len(value) <= _MOST else []
     if isinstance(value, list | tuple | set | frozenset):

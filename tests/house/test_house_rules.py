@@ -86,6 +86,7 @@ MAPPINGS = {
     "core/batch.py",
     "compat/functional_utils.py",
     "core/layout.py",
+    "network/settings.py",
     "structures/fields.py",
     "state.py",
     "network/model_guard.py",
@@ -111,6 +112,7 @@ NAMESPACES = {
     "parametric.py": "the cell of the grid that a class itself declares",
     "saving.py": "the cell of the grid that a class itself declares",
     "base.py": "the state that is copied and pickled",
+    "network/settings.py": "attributes of objects that users give modules",
     "posterior/account.py": "numbers of a likelihood of a user, whose names nobody knows",
 }
 

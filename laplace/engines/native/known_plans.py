@@ -39,11 +39,11 @@ class _Known:
     """Plans that were proven for a network.
 
     Args:
-        held: Its tensors and settings then.
+        state: Its tensors and settings then.
     """
 
-    def __init__(self, held: Held) -> None:
-        self.held = held
+    def __init__(self, state: Held) -> None:
+        self.state = state
         self.plans: dict[Hashable, Plan] = {}
 
     def add(self, record: Hashable, plan: Plan) -> None:
@@ -82,7 +82,7 @@ def _known(problem: Problem) -> _Known:
     """Plans of a network whose weights, buffers and settings are what they were; none yet of another."""
     module = problem.module
     now, proofs = Held.by(module, problem.forward_fn), _KNOWN.get(module)
-    if proofs is None or not now.same_as(proofs.held):
+    if proofs is None or not now.same_as(proofs.state):
         proofs = _KNOWN[module] = _Known(now)
     return proofs
 
