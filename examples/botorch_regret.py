@@ -37,6 +37,9 @@ from laplace.integrations.botorch import LaplaceModel
 from laplace.plotting import new_figure
 
 NOISE, WIDTH, N_STEPS = 0.02, 50, 200
+ACTIVATION_AND_PRIOR: dict[int, tuple[type[nn.Module], float]] = {2: (nn.Tanh, 1.0), 6: (nn.SiLU, 10.0)}
+"""By the number of inputs."""
+
 PROBLEMS: dict[str, tuple[SyntheticTestFunction, int, int]] = {
     "Branin": (Branin(negate=True), 5, 40),
     "Hartmann-6": (Hartmann(6, negate=True), 12, 60),
@@ -50,11 +53,12 @@ def network(n_inputs: int) -> nn.Sequential:
     nn.init.normal_(first.weight, std=2 / math.sqrt(n_inputs))
     with torch.no_grad():
         first.bias.uniform_(-1.0, 1.0).sub_(0.5 * first.weight.sum(1))
-    return nn.Sequential(first, nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
+    activation, _ = ACTIVATION_AND_PRIOR[n_inputs]
+    return nn.Sequential(first, activation(), nn.Linear(WIDTH, WIDTH), activation(), nn.Linear(WIDTH, 1)).double()
 
 
 def laplace_model(x: Tensor, y: Tensor, bounds: Tensor) -> LaplaceModel:
-    """The posterior of a network of standardised outcomes, with a prior N(0, I) of its weights."""
+    """The posterior of a network of standardised outcomes."""
     into, out = Normalize(x.shape[1], bounds=bounds), Standardize(1)
     inputs, targets = into(x), out(y)[0]
     model = network(x.shape[1])
@@ -65,7 +69,8 @@ def laplace_model(x: Tensor, y: Tensor, bounds: Tensor) -> LaplaceModel:
         nn.functional.mse_loss(model(inputs), targets).backward()
         optimizer.step()
         scheduler.step()
-    la = Laplace(model, "regression", "all", "gp", n_subset=len(x), sigma_noise=NOISE)
+    _, prior = ACTIVATION_AND_PRIOR[x.shape[1]]
+    la = Laplace(model, "regression", "all", "gp", n_subset=len(x), sigma_noise=NOISE, prior_precision=prior)
     la.fit([(inputs, targets)])
     la.refine([(inputs, targets)])
     return LaplaceModel(la, input_transform=into, outcome_transform=out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
@@ -53,3 +54,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             "the extras `backends` and `integrations` bring them.",
             yellow=True,
         )
+
+
+@pytest.fixture
+def fresh_accelerate() -> None:
+    """Forgets what others in this process set up: accelerate knows one precision per process."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -51,7 +51,7 @@ _ELSEWHERE = {
 
 
 class _ConstructorSignature:
-    """What `inspect.signature` says of a class: its constructor's arguments, also where `__new__` would come first.
+    """Signature of a class for `inspect.signature`: its constructor's arguments, also where `__new__` would come first.
 
     That is so in Python 3.10. An object of the class has the signature of its own `__call__`.
     """

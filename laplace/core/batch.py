@@ -141,23 +141,6 @@ def keys(x: Inputs) -> list[str] | None:
     return sorted(map(str, x.keys())) if isinstance(x, Mapping) else None
 
 
-def argument_names(x: Inputs) -> tuple[str, ...]:
-    """Names of the tensors among the inputs, as arguments: the keys of a mapping, `x`, or `x0`, `x1`, … of a tuple.
-
-    Raises:
-        InvalidData: A key is no name.
-    """
-    if isinstance(x, Tensor):
-        return ("x",)
-    if not isinstance(x, Mapping):
-        return tuple(f"x{i}" for i in range(len(tensors(x))))
-    names = tuple(key for key, value in x.items() if isinstance(value, Tensor))
-    for key in names:
-        if not isinstance(key, str) or not key.isidentifier():
-            raise InvalidData(f"the inputs have the key {key!r}, which is no name of an argument; rename it.")
-    return names
-
-
 def transform(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
     """Applies a function to every tensor among the inputs, keeping the container's type where it can be kept.
 

@@ -40,7 +40,7 @@ class Example:
 
     Attributes:
         x: Inputs.
-        names: Of the module's arguments, one per tensor, as of `argument_names`.
+        names: Of the module's arguments, one per tensor, as of `_argument_names`.
         n_data: B.
     """
 
@@ -58,7 +58,7 @@ class Example:
         n_data = batches.size(x, "")
         if n_data == 0:
             raise InvalidData("example_x holds no data; give a batch of at least one datum.")
-        return cls(x, batches.argument_names(x), n_data)
+        return cls(x, _argument_names(x), n_data)
 
     @property
     def batched(self) -> int:
@@ -168,3 +168,19 @@ def _require_equal(actual: Any, expected: Any) -> None:
                 "the network does not compute the same twice (random numbers, a counter), or what it does depends on "
                 "the size of the batch."
             )
+
+
+def _argument_names(x: Inputs) -> tuple[str, ...]:
+    """Names of the tensors among the inputs, as arguments: the keys of a mapping, `x`, or `x0`, `x1`, … of a tuple.
+
+    Raises:
+        InvalidData: A key is no name.
+    """
+    if batches.keys(x) is None:
+        return ("x",) if isinstance(x, Tensor) else tuple(f"x{i}" for i in range(len(batches.tensors(x))))
+    given: Any = x
+    names = tuple(key for key, value in given.items() if isinstance(value, Tensor))
+    for key in names:
+        if not isinstance(key, str) or not key.isidentifier():
+            raise InvalidData(f"the inputs have the key {key!r}, which is no name of an argument; rename it.")
+    return names

@@ -10,6 +10,7 @@ from torch import Tensor
 from laplace.core.batch import Inputs
 from laplace.core.precision_policy import widened
 from laplace.errors import InvalidArgument
+from laplace.likelihoods.categorical import Categorical
 from laplace.mixture.mixture import MixtureLaplace
 from laplace.parametric import ParametricLaplace
 
@@ -49,13 +50,13 @@ def _bound(la: ParametricLaplace, x: Inputs) -> Tensor:
 def _ratios(la: ParametricLaplace) -> Tensor:
     """b_i of every output, `[C]`: infinite where a variance is zero."""
     rows, mean, precision = _rows(la), la.snapshot().mean, la.posterior()
-    found: list[Tensor] = []
+    ratios: list[Tensor] = []
     for row in rows:
         units = mean.new_zeros(len(row), len(mean))
         units[torch.arange(len(row)), row] = 1
         smallest = torch.linalg.eigvalsh(widened(precision.solve(units)[:, row]))[0].clamp(min=0)
-        found.append(widened(mean[row]).norm() / (math.pi / 8 * smallest).sqrt())
-    return torch.stack(found)
+        ratios.append(widened(mean[row]).norm() / (math.pi / 8 * smallest).sqrt())
+    return torch.stack(ratios)
 
 
 def _rows(la: ParametricLaplace) -> list[Tensor]:
@@ -64,9 +65,9 @@ def _rows(la: ParametricLaplace) -> list[Tensor]:
     Raises:
         InvalidArgument: There is no linear head with softmax outputs.
     """
-    if la.likelihood_object.name != "classification":
+    if not isinstance(la.likelihood_object, Categorical):
         raise InvalidArgument(
-            f"confidence_bound is for likelihood='classification'; {la.likelihood_object.name!r} was given."
+            f"confidence_bound is for the probabilities of classes; likelihood={la.likelihood_object.name!r} has none."
         )
     problem = la.problem
     shapes = [tuple(slot.shape) for slot in problem.slots]

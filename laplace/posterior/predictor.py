@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -215,8 +215,8 @@ class PosteriorPredictor(Predictor):
 
     def _warn_of_cut(self, x: Inputs) -> None:
         """Warns where a graph leads to the inputs, and that of the prediction will not."""
-        if self.through_x or not torch.is_grad_enabled():
-            return
+        if self.through_x or not torch.is_grad_enabled() or not isinstance(x, Collection):
+            return  # what is no collection is refused where it is read
         if any(tensor.requires_grad for tensor in batches.tensors(x)):
             warn(
                 "the inputs require a gradient, which the prediction does not have: enable_backprop is False. Set "

@@ -135,7 +135,7 @@ def by_evidence(group: PosteriorGroup, coordinates: Coordinates, climb: Climb) -
 
 
 def _cut(result: TuningResult, tail: float) -> str | None:
-    """What a truncated curvature does to the evidence.
+    """A note where a truncated curvature misleads the evidence.
 
     Directions that were cut count as if the data said nothing of them, so that their log det P / P₀ is missing, and
     with it what keeps the prior precision from falling.
@@ -151,7 +151,7 @@ def _cut(result: TuningResult, tail: float) -> str | None:
 
 
 def _cancelled(coordinates: Coordinates, curvatures: Sequence[Curvature]) -> str | None:
-    """What a search does to a factor of the prior that a subset of the data has."""
+    """A note where a search cancels the factor of the prior that a subset of the data has."""
     factor = max(curvature.prior_factor for curvature in curvatures)
     if factor == 1 or "prior_precision" not in coordinates.names:
         return None

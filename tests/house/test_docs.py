@@ -36,6 +36,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 @pytest.mark.filterwarnings("ignore::laplace.errors.SlowWarning")  # a structure may be written in its shortest form
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # transformers', which peft causes
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")  # PyTorch's own, of its export to ONNX
+@pytest.mark.usefixtures("fresh_accelerate")
 @each_page
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in NEEDS.get(page.stem, ()):

@@ -61,7 +61,6 @@ LONG_CLASSES = {
     "jacobian/index.py:IndexBlock": "a block that knows all of its operations by factors",
     "jacobian/outer.py:OuterBlock": "a block that knows all of its operations by factors",
     "likelihoods/base.py:Likelihood": "a density: loss, derivatives, counts and weights, link and scores",
-    "parametric.py:ParametricLaplace": "what users hold: the names of the contract",
 }
 
 # Packages of other people's curvature, each at home in one file.

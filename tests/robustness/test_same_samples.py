@@ -64,7 +64,7 @@ def test_of_a_batch_and_of_its_parts(weights: str, structure: str, dtype: torch.
     noise = torch.randn(drawn.N_SAMPLES, *known.latent_mean.shape, dtype=dtype)
 
     def coloured(x: Tensor, noise: Tensor) -> Tensor:
-        return la.predict(x).latent._colour(noise)
+        return la.predict(x).latent._colouring()(noise)
 
     whole = coloured(x, noise)
     parts = torch.cat([coloured(a, e) for a, e in zip(x.split(5), noise.split(5, 1), strict=True)], 1)
