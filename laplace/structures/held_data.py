@@ -14,6 +14,7 @@ from laplace.core.batch import Inputs
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import CurvatureEngine, LinearMap, OutputCurvature, detached
 from laplace.likelihoods.output_hessian import OutputHessian
+from laplace.structures.base import those_known
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,14 +80,14 @@ class HeldBatch:
         vec = None if softmax else self.hessian.vec
         return {
             "x": batches.plain(self.x), **parts, "vec": vec, "sums_to_zero": softmax,
-            "weights": self.hessian.weights, "n_positions": self.output.n_positions, "count": self.count,
+            "n_positions": self.output.n_positions, "count": self.count, **those_known(weights=self.hessian.weights),
         }  # fmt: skip
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> HeldBatch:
         """The batch of a state."""
         diag, softmax = state["diag"], state["sums_to_zero"]
-        weights = state.get("weights")  # which older states have not
+        weights = state.get("weights")  # where data have some
         hessian = OutputHessian(diag, diag if softmax else state["vec"], state["dense"], softmax, weights)
         return cls(batches.from_plain(state["x"]), OutputCurvature(hessian, state["n_positions"]), state["count"])
 
