@@ -77,9 +77,9 @@ def served_by_onnx(program: torch.export.ExportedProgram, batches: list[Tensor],
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the packages, about each other
         torch.onnx.export(program, f=path, dynamo=True, verbose=False)
-    session = InferenceSession(path)
-    name = session.get_inputs()[0].name
-    answers = [session.run(None, {name: batch.numpy()}) for batch in batches]
+    runtime = InferenceSession(path)
+    name = runtime.get_inputs()[0].name
+    answers = [runtime.run(None, {name: batch.numpy()}) for batch in batches]
     return [(torch.as_tensor(mean), torch.as_tensor(variance)) for mean, variance in answers]
 
 
