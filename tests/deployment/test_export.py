@@ -233,8 +233,8 @@ def test_onnx(case: str, tmp_path: Path) -> None:
         (la, x), options = convolutional(), {}
     program = torch.export.export(la.export(x[:4], **options), (x[:4],), dynamic_shapes=({0: BATCH},))
     torch.onnx.export(program, dynamo=True, verbose=False).save(str(tmp_path / "prediction.onnx"))
-    program = runtime.InferenceSession(str(tmp_path / "prediction.onnx"))
-    values = program.run(None, {program.get_inputs()[0].name: x.numpy()})
+    served = runtime.InferenceSession(str(tmp_path / "prediction.onnx"))
+    values = served.run(None, {served.get_inputs()[0].name: x.numpy()})
     assert_close(tuple(values), la(x, **options))
 
 
