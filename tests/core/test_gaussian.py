@@ -226,13 +226,13 @@ def test_follows_the_device(device) -> None:
 @pytest.mark.parametrize("kind", covariances())
 @pytest.mark.parametrize("n", [1, 7, 50, 96])
 def test_averages_in_parts_are_those_of_all_draws(kind, n, monkeypatch) -> None:
-    """Parts are of 16 to 31 draws here: the numbers are those of one call, and none is drawn twice."""
+    """Parts are of 16 to 31 draws here: the random numbers are those of one call, and none is drawn twice."""
     covariance, _ = covariances()[kind]
     gaussian = Gaussian(torch.randn(B, C, dtype=torch.float64), covariance)
     whole = gaussian.sample(n, torch.Generator().manual_seed(2))
     monkeypatch.setattr(random_numbers, "_AT_ONCE", 16 * B * C)
     in_parts = gaussian.sample(n, torch.Generator().manual_seed(2))
-    assert torch.equal(whole, in_parts)
+    torch.testing.assert_close(in_parts, whole, rtol=1e-12, atol=1e-12)  # the products may be of other kernels
     sizes: list[int] = []
 
     def function(draws: Tensor) -> Tensor:
