@@ -10,9 +10,11 @@ STAMP := $(VENV)/.stamp
 ifdef PYTHON
 PY := $(PYTHON)
 READY :=
+DOCS_READY :=
 else
 PY := $(VENV)/bin/python
 READY := $(STAMP)
+DOCS_READY := $(VENV)/.docs-stamp
 endif
 
 # Other people's curvature. They ask for torchvision, which would replace a CPU build of torch, see constraints.txt:
@@ -28,10 +30,10 @@ PEER_IMPORTS := einops linear-operator numpy opt-einsum scipy torchmetrics tqdm
 export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= Agg
 export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
-SOURCES := $(wildcard laplace tests examples benchmarks)
+SOURCES := $(wildcard laplace tests examples benchmarks docs/conf.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format types unit test test-portable test-floor dist versions quickstart benchmark benchmark-peer parity clean
+.PHONY: help setup lint format types unit test test-portable test-floor dist versions quickstart docs benchmark benchmark-peer parity clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -94,6 +96,15 @@ versions: $(READY)  ## Write the versions of other packages that are here into d
 
 quickstart: $(READY)  ## Train, fit, tune and plot on the digits data, in under a minute
 	PYTHONPATH=. $(PY) examples/quickstart.py
+
+# The tutorials are executed; their outputs are kept in build/tutorials, so that only pages that changed run again.
+docs: $(READY) $(DOCS_READY)  ## Build the site into build/docs (tutorials are executed; warnings are errors)
+	PYTHONPATH=. $(PY) -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "open build/docs/index.html"
+
+$(VENV)/.docs-stamp: $(STAMP)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[docs]"
+	touch $@
 
 benchmark: $(READY)  ## Measure speed and memory as ratios (ARGS= e.g. --quick), beside laplace-torch where it is
 	PYTHONPATH=. $(PY) -m benchmarks $(ARGS)

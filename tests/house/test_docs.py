@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.source import house
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+SITE = sorted((ROOT / "docs").rglob("*.md"))
 _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 # Packages that the examples of a page need besides those of the tests.
@@ -30,6 +32,9 @@ NEEDS = {
 }
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+each_page_of_the_site = pytest.mark.parametrize(
+    "page", SITE, ids=lambda page: page.relative_to(ROOT / "docs").with_suffix("").as_posix()
+)
 
 
 @pytest.mark.portable
@@ -51,13 +56,13 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             exec(compile(example, f"{page.name}, example {number}", "exec", dont_inherit=True), namespace)
 
 
-@each_page
+@each_page_of_the_site
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text("utf-8"))
     assert not [target for target in targets if not (page.parent / target).exists()]
 
 
-@each_page
+@each_page_of_the_site
 def test_links_lead_to_headings(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text("utf-8"))
     assert not [
@@ -72,7 +77,7 @@ def _headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
 
 
-@each_page
+@each_page_of_the_site
 def test_named_files_and_modules_exist(page: Path) -> None:
     words = re.findall(r"`([\w./]+)`", page.read_text("utf-8"))
     paths = [word for word in words if "/" in word and not word.startswith("/")]
@@ -147,3 +152,52 @@ def test_places_of_formulas_exist(file: str, name: str) -> None:
     owner = vars(module).get(first)
     assert owner is not None and owner.__module__ == module.__name__
     assert not attribute or attribute in vars(owner)
+
+
+# The reference has every public name.
+
+_DIRECTIVE = re.compile(r"^\.\. auto\w+:: ([\w.]+)", re.MULTILINE)
+PUBLIC = (
+    "laplace",
+    "laplace.likelihoods",
+    "laplace.metrics",
+    "laplace.mixture",
+    "laplace.plotting",
+    "laplace.structures",
+    "laplace.training",
+    "laplace.tuning",
+    "laplace.weights",
+)
+# Structures are chosen by their names; protocols and helpers of `laplace.metrics` are the library's own.
+NOT_SHOWN = re.compile(r"\w+Curvature$|AccumulatingMetric|RunningMetric|accepted_by")
+
+
+def public_names(module: str) -> list[str]:
+    """Names of `__all__`, or of the functions and classes that a module defines."""
+    found = importlib.import_module(module)
+    named = getattr(found, "__all__", None)
+    if named is None:
+        objects = {name: getattr(found, name) for name in dir(found) if not name.startswith("_")}
+        named = [name for name, value in objects.items() if getattr(value, "__module__", None) == module]
+    return [f"{module}.{name}" for name in named if not NOT_SHOWN.match(name)]
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_reference_has_every_public_name(module: str) -> None:
+    pages = [page for page in SITE if page.parent.name == "reference"]
+    dotted = [name for page in pages for name in _DIRECTIVE.findall(page.read_text("utf-8"))]
+    shown = [_object(name) for name in dotted if ".integrations." not in name]  # whose packages may not be there
+    assert not [name for name in public_names(module) if not any(_object(name) is each for each in shown)]
+
+
+def _object(dotted: str) -> object:
+    return pkgutil.resolve_name(dotted)
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    listed = set()
+    for page in SITE:
+        for block in re.findall(r"^```{toctree}\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE):
+            entries = [line for line in block.splitlines() if line and not line.startswith(":")]
+            listed |= {(page.parent / f"{entry}.md").resolve() for entry in entries}
+    assert not [page.name for page in SITE if page not in listed and page.name != "index.md"]

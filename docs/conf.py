@@ -1,0 +1,98 @@
+"""How Sphinx builds the site: `make docs`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+import laplace  # noqa: E402
+
+project = "laplace"
+author = "The laplace authors"
+version = release = laplace.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+exclude_patterns = ["_build", "_static"]
+source_suffix = {".md": "myst-nb"}
+default_role = "code"
+nitpicky = False
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 4
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(ROOT / "build" / "tutorials")
+nb_execution_timeout = 120
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_class_signature = "mixed"
+autodoc_inherit_docstrings = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+
+html_theme = "furo"
+html_title = "laplace"
+html_static_path = ["_static"]
+html_show_sphinx = False
+html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
+
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+suppress_warnings = ["ref.python"]  # `Likelihood` in a signature: the class of objects, or the enumeration of names
+
+_CODE = re.compile(r"(``.*?``|`[^`]*`)", re.DOTALL)
+
+
+def _as_text(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Docstrings are plain text with code in backticks: formulas and examples, which are indented, stay as they are."""
+    done: list[str] = []
+    text: list[str] = []
+    waiting = lines.copy()
+    while waiting:
+        line = waiting.pop(0)
+        text.append(line)
+        block = _block_after(line, waiting)
+        if block:
+            text[-1] += ":"
+            done += [*_escaped(text), "", *block, ""]
+            text, waiting = [], waiting[len(block) :]
+    lines[:] = [*done, *_escaped(text)]
+
+
+def _block_after(line: str, following: list[str]) -> list[str]:
+    """The formula or example that a line announces: what is indented below a line that ends in a colon."""
+    is_example = line.strip() == "Example:"
+    if not line.rstrip().endswith(":") or not following or not (is_example or not following[0].strip()):
+        return []
+    depth = len(line) - len(line.lstrip())
+    end = next((i for i, each in enumerate(following) if each.strip() and not each.startswith(" " * (depth + 1))), None)
+    block = following[:end]
+    return block if any(each.strip() for each in block) else []
+
+
+def _escaped(lines: list[str]) -> list[str]:
+    """Lines whose bars, stars and closing underscores mean themselves outside of code: |f|, θ*, *args."""
+    parts = _CODE.split("\n".join(lines))
+    parts[::2] = [re.sub(r"[|*]|(?<=\w)_(?=\W|$)", r"\\\g<0>", part) for part in parts[::2]]
+    return "".join(parts).split("\n")
+
+
+def setup(app: object) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", _as_text, priority=400)  # type: ignore[attr-defined]
