@@ -27,7 +27,8 @@ NEEDS = {
     "with_trainer": "transformers",
 }
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
+EXPERIMENTS = ROOT / "examples" / "experiments"
+EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.py") if EXPERIMENTS / "protocol" not in path.parents)
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
@@ -39,6 +40,7 @@ def test_example_runs(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             pytest.importorskip(NEEDS[script.stem])
     plot = tmp_path / "plot.png"
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(script.parent))  # as for a script that is run: what it shares lies beside it
     monkeypatch.setattr(sys, "argv", [str(script), "--small", "--output", str(plot)])
     runpy.run_path(str(script), run_name="__main__")
     assert plot.exists()
@@ -59,3 +61,10 @@ def test_example_runs_in_two_processes(tmp_path: Path) -> None:
             launched.terminate()  # it ends its processes then, which it could not if it were killed
     assert launched.returncode == 0, errors
     assert "2 processes, 601 data" in output and plot.exists()
+
+
+def test_page_of_the_papers_is_what_the_results_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    written = tmp_path / "papers.md"
+    runpy.run_path(str(EXPERIMENTS / "papers.py"))["main"](written)
+    assert written.read_text() == (ROOT / "docs" / "papers.md").read_text()

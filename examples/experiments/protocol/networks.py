@@ -1,0 +1,39 @@
+"""Networks of the experiments, with weights that a seed determines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+
+def mlp(sizes: Sequence[int], seed: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
+    """Linear layers of these widths, inputs and outputs included, with an activation between them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layers: list[nn.Module] = [nn.Flatten()]
+        for n_in, n_out in pairwise(sizes[:-1]):
+            layers += [nn.Linear(n_in, n_out), activation()]
+        return nn.Sequential(*layers, nn.Linear(sizes[-2], sizes[-1]))
+
+
+def cnn(
+    n_outputs: int,
+    seed: int,
+    n_channels: int = 16,
+    n_inputs: int = 1,
+    size: int = 8,
+    activation: type[nn.Module] = nn.ReLU,
+) -> nn.Sequential:
+    """Two convolutions of width 3 with pooling, a hidden layer and a head; images `[B, n_inputs, size, size]`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        wide = 2 * n_channels
+        return nn.Sequential(
+            nn.Conv2d(n_inputs, n_channels, 3, padding=1), activation(), nn.MaxPool2d(2),
+            nn.Conv2d(n_channels, wide, 3, padding=1), activation(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(wide * (size // 4) ** 2, 4 * n_channels), activation(),
+            nn.Linear(4 * n_channels, n_outputs),
+        )  # fmt: skip
