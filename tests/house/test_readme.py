@@ -26,6 +26,7 @@ def assert_same_output(actual: str, expected: str) -> None:
 
 
 def test_snippets_run_and_print_what_they_say(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("safetensors")
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "readme"}
     output = ""
