@@ -162,7 +162,7 @@ def main(small: bool = False, noise: float = 0.4, output: Path = Path("outputs/q
     results = {name: evaluate(predict, data) for name, predict in models.items()}
     print_table(results)
     if results["Laplace"]["NLL"][0] > results["MAP"]["NLL"][0]:
-        print("\nOn unrotated images the network alone is better: it is calibrated on them. Use a Laplace approximation")
+        print("\nOn unrotated images the network alone is better. Use a Laplace approximation")
         print("where inputs will be noisy, shifted or of unknown kinds, or choose its prior on validation data.")
     draw(results, models, data, output)
     print(f"\nplot: {output}")
