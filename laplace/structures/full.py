@@ -225,7 +225,8 @@ class FullPrecision(Precision):
 
     def _double(self) -> Tensor:
         values = torch.tensordot(widened(self.weights), widened(self.curvature.values), 1)
-        return values + torch.diag(widened(self.prior.diagonal()))
+        values.diagonal().add_(widened(self.prior.diagonal()))  # in place: two more matrices would be written to
+        return values
 
     def _projected(self) -> Tensor:
         """P with the curvature's directions of rounding set to zero; differentiable in w and δ."""
