@@ -91,7 +91,7 @@ class FullCurvature(AdditiveCurvature):
             running=3 * fitted if products else sums.running,
             adding=sums.completing,
             pieces=sums.pieces,
-            posterior=(6 * DOUBLE + profile.itemsize) * square,
+            posterior=(4 * DOUBLE + profile.itemsize) * square,
             projecting=(1 + 2 * DOUBLE // profile.itemsize) * piece,  # J, in float64, and J L
             vectors=profile.n_params if products else 0,
             work=sums.work,
