@@ -115,18 +115,19 @@ def _not_finite() -> CurvatureError:
 
 
 def _clamped(values: Tensor) -> Tensor:
-    largest = values.abs().amax(-1, keepdim=True)
-    negative = values < -_NEGATIVE * largest
+    """Eigenvalues in ascending order without rounding."""
+    smallest, largest = values[..., :1], values[..., -1:]
+    least = -_NEGATIVE * torch.maximum(largest, -smallest)
     require(
-        ~negative,
+        smallest >= least,
         lambda: CurvatureError(
-            f"the curvature has {int(negative.sum())} negative directions (smallest eigenvalue {values.min():.3g}, "
-            f"largest {values.max():.3g}); use the GGN or the empirical Fisher, which are positive semi-definite, "
-            "or structure_kwargs={'indefinite': 'clamp'} or 'abs'."
+            f"the curvature has {int((values < least).sum())} negative directions (smallest eigenvalue "
+            f"{values.min():.3g}, largest {values.max():.3g}); use the GGN or the empirical Fisher, which are positive "
+            "semi-definite, or structure_kwargs={'indefinite': 'clamp'} or 'abs'."
         ),
     )
     # The most negative eigenvalue shows the size of the rounding, which makes as many zeros positive as negative.
-    floor = -values.amin(-1, keepdim=True).clamp(max=0)
+    floor = -smallest.clamp(max=0)
     return torch.where(values > floor, values, 0.0)
 
 
@@ -214,8 +215,8 @@ def cholesky(matrix: Tensor) -> Tensor | None:
 def covariance_factor(precision: Tensor) -> Tensor | None:
     """Lower-triangular L with L Lᵀ = P⁻¹, or None if P is not positive definite.
 
-    With the Cholesky factor R of P in reversed order it is R⁻¹, in the right order and transposed. Matrices that are of no
-    more use are let go, P among them where the caller does not hold it: pages of new ones take a third of the time.
+    With the Cholesky factor R of P in reversed order it is R⁻¹, in the right order and transposed. Matrices that are of
+    no more use are let go, P among them where the caller does not hold it: pages of new ones take a third of the time.
     """
     turned = precision.flip(0, 1)
     del precision

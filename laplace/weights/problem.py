@@ -145,7 +145,7 @@ class Problem:
         """The module's tensor of this name."""
         *path, key = name.split(".")
         with model_lock(self.module):
-            module = self.module
+            module: Any = self.module
             for part in path:
                 module = module._modules[part]
             return module._parameters[key]
