@@ -281,12 +281,13 @@ def Laplace(
     """
     weights, structure = WEIGHTS.name_of(subset_of_weights), STRUCTURES.name_of(hessian_structure)
     cell = Cell(weights, structure, str(functional_approximation))
-    if cell.family not in families():
-        raise InvalidArgument(f"functional_approximation={functional_approximation!r}; accepted are {families()}.")
-    if cell.family != FunctionalApproximation.SOD and cell.structure != HessianStructure.GP:
-        raise InvalidArgument(
-            f"functional_approximation={cell.family!r} needs hessian_structure='gp'; {cell.structure!r} was given."
-        )
+    if cell.family != FunctionalApproximation.SOD:
+        if cell.family not in families():
+            raise InvalidArgument(f"functional_approximation={functional_approximation!r}; accepted are {families()}.")
+        if cell.structure != HessianStructure.GP:
+            raise InvalidArgument(
+                f"functional_approximation={cell.family!r} needs hessian_structure='gp'; {cell.structure!r} was given."
+            )
     cls = class_of(cell)
     check_call(cls.__init__, cls.__name__, (None, model, likelihood, *args), kwargs, also=_NAMES)
     return cls(model, likelihood, *args, **kwargs)

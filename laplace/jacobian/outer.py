@@ -170,7 +170,7 @@ class OuterBlock(FactoredBlock):
 
     def input_count(self, weights: Tensor | None = None, *, reduce: bool) -> Tensor:
         per_datum = 1 if reduce else self.n_positions
-        return self.g.new_tensor(float(self.n_data * per_datum)) if weights is None else per_datum * weights.sum()
+        return self.g.new_full((), self.n_data * per_datum) if weights is None else per_datum * weights.sum()
 
     def kernel_by_factors(self, other: Block) -> Callable[[], Tensor] | None:
         if not isinstance(other, OuterBlock) or not self._prefers_grams(other):

@@ -91,7 +91,7 @@ class FullCurvature(AdditiveCurvature):
             running=3 * fitted if products else sums.running,
             adding=sums.completing,
             pieces=sums.pieces,
-            posterior=(6 * DOUBLE + profile.itemsize) * square,
+            posterior=(4 * DOUBLE + profile.itemsize) * square,
             projecting=(1 + 2 * DOUBLE // profile.itemsize) * piece,  # J, in float64, and J L
             vectors=profile.n_params if products else 0,
             work=sums.work,
@@ -225,7 +225,8 @@ class FullPrecision(Precision):
 
     def _double(self) -> Tensor:
         values = torch.tensordot(widened(self.weights), widened(self.curvature.values), 1)
-        return values + torch.diag(widened(self.prior.diagonal()))
+        values.diagonal().add_(widened(self.prior.diagonal()))  # in place: two more matrices would be written to
+        return values
 
     def _projected(self) -> Tensor:
         """P with the curvature's directions of rounding set to zero; differentiable in w and δ."""

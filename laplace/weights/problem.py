@@ -143,8 +143,12 @@ class Problem:
 
     def tensor(self, name: str) -> Tensor:
         """The module's tensor of this name."""
+        *path, key = name.split(".")
         with model_lock(self.module):
-            return self.module.get_parameter(name)
+            module: Any = self.module
+            for part in path:
+                module = module._modules[part]
+            return module._parameters[key]
 
     def mean(self) -> Tensor:
         """Present values of the random entries, `[P]`, detached; a collective call where the module is spread."""

@@ -201,8 +201,8 @@ class KronSum:
             output = f"out:{self.origins[slot].use}"
             if output not in self.factors:
                 self.factors[output] = self._head_side(output, hessian)
-            weights, count = self.origins[slot].weights, torch.tensor(float(block.n_data), device=self.problem.device)
-            features = block.features
+            weights, features = self.origins[slot].weights, block.features
+            count = features.new_full((), block.n_data)
             if weights is not None:
                 features, count = features * weights.to(features).sqrt().unsqueeze(1), weights.sum()
             inputs = None if block.is_bias else self._gram(f"in:{slot}", features.unsqueeze(1))

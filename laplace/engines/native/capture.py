@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from laplace.core.batch import Inputs
 from laplace.core.processes import Processes
@@ -108,8 +109,17 @@ class Capture:
         if f.grad_fn is None or call.shape.numel() != f.numel():
             return False
         if self.positions:
-            return call.edge.node in _behind_views(f)
-        return call.shape == f.shape and call.edge == get_gradient_edge(f)
+            return call.edge.node in self._behind_views
+        return call.shape == f.shape and call.edge == self._edge
+
+    @cached_property
+    def _edge(self) -> GradientEdge:
+        """The place of f in autograd's graph."""
+        return get_gradient_edge(self.f)
+
+    @cached_property
+    def _behind_views(self) -> set[object]:
+        return _behind_views(self.f)
 
     def gradients(self, cotangents: Tensor, calls: list[LayerCall]) -> list[Tensor]:
         """Gradients `[K, *output shape]` of the uses' outputs for cotangents `[K, B, C]`."""

@@ -144,8 +144,12 @@ class ForwardPass:
         zeros = [self.f] * len(recorded)
         for use in self.plan[slot].uses:
             call = recorded[use.call]
-            zeros[use.call] = call.x.new_zeros((), dtype=self.f.dtype).expand(1, *self._gradient_shape(call))
+            zeros[use.call] = self._zero.to(call.x.device).expand(1, *self._gradient_shape(call))
         return self._block(slot, recorded, zeros)
+
+    @cached_property
+    def _zero(self) -> Tensor:
+        return self.f.new_zeros(())
 
     def _block(
         self,
@@ -161,15 +165,13 @@ class ForwardPass:
         """The shape of the gradients of one cotangent: that of a head's are the network's, also of reduced features."""
         return self.capture.f.shape if not self.positions and self.capture.is_head(call) else call.shape
 
-    def _form(self, slot: int, calls: Sequence[LayerCall]) -> Block:
-        """The block of a slot for one cotangent, of which the shapes count and not the numbers.
-
-        Args:
-            slot: Which tensor.
-            calls: The captured ones, with inputs of the right shape.
-        """
+    def _form(self, slot: int) -> Block:
+        """The block of a slot for one cotangent, of which the shapes count and not the numbers."""
         try:
-            block = self._without_gradients(slot, calls)
+            inputs = self._formal_inputs
+            block = self._without_gradients(
+                slot, [replace(call, x=x) for call, x in zip(self.capture.calls, inputs, strict=True)]
+            )
         except (RuntimeError, TypeError):  # a rule that looks at the numbers
             block = self._without_gradients(slot)
         rows = None if self.mixes else self._by_row(block)
@@ -193,18 +195,26 @@ class ForwardPass:
         )  # fmt: skip
 
     def _shapes(self) -> tuple[TensorShape, ...]:
-        """Shapes of all tensors, from the forms of their factors alone."""
-        inputs = [call.x.to("meta") for call in self.capture.calls]  # no memory, and no work
-        calls = [replace(call, x=x) for call, x in zip(self.capture.calls, inputs, strict=True)]
+        """Shapes of all tensors, from the forms of their factors alone; a rule keeps those that were found once."""
         shapes: list[TensorShape] = []
         for i, (slot, rule) in enumerate(zip(self.problem.slots, self.plan, strict=True)):
             if i in self._heads:
-                shapes.append(self._heads[i].shape(inputs))
+                shapes.append(self._heads[i].shape(()))
             elif rule.uses:
-                shapes.append(self._form(i, calls).shape(inputs))
+                calls = (self.capture.calls[use.call] for use in rule.uses)
+                forms = tuple((call.x.shape, call.x.stride(), call.x.dtype, call.shape) for call in calls)
+                key = self.capture.f.shape, self.positions, self.mixes, forms
+                if key not in rule.shapes:
+                    rule.shapes[key] = self._form(i).shape(self._formal_inputs)
+                shapes.append(rule.shapes[key])
             else:
                 shapes.append(TensorShape(slot.size, n_outputs=slot.size))
         return tuple(shapes)
+
+    @cached_property
+    def _formal_inputs(self) -> list[Tensor]:
+        """Inputs of the right shapes without numbers: they take no memory, and no work."""
+        return [call.x.to("meta") for call in self.capture.calls]
 
     def jacobian(self, outputs: Tensor | None = None, part: slice | None = None) -> Jacobian:
         """The Jacobian of the network's rows: one-hot cotangents, none for a head.

@@ -12,8 +12,8 @@ parameter whose uses fail with every axis of the data goes down the ladder of fa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -29,6 +29,7 @@ from laplace.engines.native.layers import BatchAxis, rule_for
 from laplace.engines.native.proof import Probe, close, probe
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block
+from laplace.jacobian.contractions import TensorShape
 from laplace.jacobian.heads import gradients_are
 from laplace.network.spread import require_whole
 from laplace.weights.problem import Problem
@@ -47,6 +48,7 @@ class JacobianRule:
         is_head: Whether, besides, the layer's outputs are the network's.
         proven: True if the rule holds for the next batch of this form too. It does not where the batch could
             not tell it from another (zeros, equal data) or where the place of the data may depend on them.
+        shapes: By what they depend on, shapes of the tensor's Jacobian.
     """
 
     uses: tuple[UseOfParameter, ...] = ()
@@ -55,6 +57,7 @@ class JacobianRule:
     proven: bool = True
     by_row: bool = False
     is_head: bool = False
+    shapes: dict[Hashable, TensorShape] = field(init=False, default_factory=dict, compare=False, repr=False)
 
 
 Plan = tuple[JacobianRule, ...]
