@@ -13,7 +13,7 @@ share the weight, Σ_t g[k, b, t] ⊗ a[b, t], and every method contracts those 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -83,7 +83,7 @@ class Block(Contractions):
 
     def in_basis(self, basis: ProductBasis) -> Block:
         """The block in another basis of its entries."""
-        return MappedBlock(self, basis.rotate)
+        return MappedBlock(self, basis.rotate, basis.size)
 
     def detached(self) -> Block:
         """The block as plain tensors, without graphs or references to a network."""
@@ -114,6 +114,11 @@ class Block(Contractions):
     def product_index(self) -> Tensor | None:
         """Indices `[p]` of its entries within `product`; None for all."""
         return None
+
+    @property
+    def unpicked(self) -> Block:
+        """The block that it is single entries of; itself where it is all of one."""
+        return self
 
     def rank_one(self) -> RankOne | None:
         """Factors of a block that is one outer product for every datum and cotangent; None of any other."""
@@ -302,20 +307,26 @@ class MappedBlock(_Wrapper):
 
     Attributes:
         whole: The block.
-        rotate: Maps `[..., p]` to `[..., p]`.
+        rotate: Maps `[..., p]` to `[..., q]`.
+        n_entries: Q, at most p; None for p.
     """
 
     rotate: Callable[[Tensor], Tensor]
+    n_entries: int | None = None
 
     @property
     def size(self) -> int:
-        return self.whole.size
+        return self.whole.size if self.n_entries is None else self.n_entries
 
     def dense(self) -> Tensor:
         return self.rotate(self.whole.dense())
 
+    def pieces(self) -> Iterator[Tensor]:
+        """Those of the block, which are the larger ones."""
+        return (self.rotate(piece) for piece in self.whole.pieces())
+
     def at(self, data: slice | Tensor) -> MappedBlock:
-        return MappedBlock(self.whole.at(data), self.rotate)
+        return replace(self, whole=self.whole.at(data))
 
 
 @dataclass(frozen=True, eq=False)
@@ -346,6 +357,10 @@ class PickedBlock(_Wrapper):
     @property
     def product_index(self) -> Tensor | None:
         return self.index
+
+    @property
+    def unpicked(self) -> Block:
+        return self.whole.unpicked
 
     def dense(self) -> Tensor:
         return self.whole.entries(self.index)
