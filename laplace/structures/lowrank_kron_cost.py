@@ -55,7 +55,8 @@ def cost_of(profile: BatchProfile, options: LowRankKronOptions) -> Cost:
     sketch = sides.columns(options.width) * (DOUBLE + profile.itemsize)  # random vectors, and their products
     gradients = profile.n_data * profile.itemsize * widest_gradient(profile)
     candidates = profile.n_terms * _candidates(profile, options) if options.corrected else 0
-    fitted = diag.fitted + (sides.columns(options.held) + candidates) * profile.itemsize
+    held = sides.columns(options.held) + sides.cores(options.held, profile.n_terms) + candidates
+    fitted = diag.fitted + held * profile.itemsize
     n_passes = 3 if options.corrected else 2
     projected = float(profile.n_data * columns * sides.columns(options.width))  # of factors, in every reading
     return Cost(

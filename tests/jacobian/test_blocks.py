@@ -179,6 +179,36 @@ def test_a_block_in_a_product_of_bases(is_thin: bool, name: str, sides: str, out
     assert_close(basis.rotate(truth, back=True), block.dense(), "algebra")
 
 
+@pytest.mark.parametrize(
+    "name", ["weight", "stored by input", "table", "dense", "many positions", "groups", "groups by input", "head"]
+)
+@pytest.mark.parametrize("widths", [(1, None), (None, 1), (1, 2), (2, 1)])
+def test_a_block_in_bases_of_subspaces(name: str, widths: tuple[int | None, int | None]) -> None:
+    """Fewer vectors than entries on either side, whatever order is the least work; single entries have their whole."""
+    others = {
+        "many positions": (lambda: outer(20), (1, 2, 5), True),
+        "groups": (lambda: outer(2, 3), (3, 2, 5), True),
+        "groups by input": (lambda: outer(2, 3, input_first=True), (3, 5, 2), False),
+        "head": (lambda: HeadBlock(draw(B, 5), K), (1, K, 5), True),
+    }
+    make, shape, output_first = others.get(name) or (MATRICES[name][0], (1, *MATRICES[name][1]), name == "weight")
+    sides = [
+        None if r is None else DenseBasis(torch.linalg.qr(draw(shape[0], n, n))[0][..., :r])
+        for r, n in zip(widths, shape[1:], strict=True)
+    ]
+    basis, block = ProductBasis(sides[0], sides[1], shape, output_first), make()
+    u, v = (
+        torch.eye(n, dtype=torch.float64).expand(shape[0], -1, -1) if side is None else side.vectors
+        for side, n in zip(sides, shape[1:], strict=True)
+    )
+    truth = torch.einsum("kbgcd,gce,gdf->kbgef", block.dense().unflatten(2, shape), u, v).flatten(2)
+    rotated = block.in_basis(basis)
+    assert rotated.size == basis.size == truth.shape[2]
+    check_contractions(rotated, truth)
+    assert_close(basis.rotate(block.dense()), truth, "algebra")
+    assert PickedBlock(PickedBlock(block, torch.arange(3)), torch.arange(2)).unpicked is block
+
+
 def basis_of(n: int, *, is_thin: bool) -> OrthogonalBasis:
     """A basis by all of its vectors, or by one."""
     return ThinBasis.of(orthogonal(n)[:, :1]) if is_thin else DenseBasis(orthogonal(n)[None])
