@@ -55,7 +55,7 @@ def _corrected(device: torch.device) -> Job:
     whole = partial(work.fitted, model, batches, "all", "ekfac")
     sizes = [work.held_bytes(fit().fitted().curvature) / 2**20 for fit in (low, whole)]
     note = f"held: {sizes[0]:.0f} MiB, ekfac's {sizes[1]:.0f} MiB"
-    return Job(lambda _: low(), lambda: whole(), note=note)
+    return Job(lambda _: low(), whole, note=note)
 
 
 def _predict(device: torch.device) -> Job:

@@ -194,6 +194,11 @@ class LowRankKronCurvature(Curvature):
         positions = 1.0 if key is None else KronParts(self.factors, self.blocks).positions(block)
         return columns_of(block, output, inputs, positions, self.rank)
 
+    def state(self) -> dict[str, Any]:
+        """As it was before there were corrected eigenvalues, where there are none."""
+        state = super().state()
+        return state if self.corrected is not None else {k: part for k, part in state.items() if k != "corrected"}
+
     def forms(self) -> tuple[str, ...]:
         kind = "Kronecker columns" if self.corrected is None else "corrected Kronecker columns"
         return tuple(_form(block, columns, kind) for block, columns in zip(self.blocks, self.columns, strict=True))
