@@ -23,6 +23,7 @@ from torch import Tensor
 from laplace.core.registry import Registry
 from laplace.errors import StateError
 from laplace.jacobian.contractions import Contractions, KroneckerFactored, ProductBasis, RankOne, TensorShape, total
+from laplace.jacobian.rows import by_row, of_each
 from laplace.weights.problem import Selection
 
 _ENTRY_COST = 16
@@ -115,11 +116,6 @@ class Block(Contractions):
         """Indices `[p]` of its entries within `product`; None for all."""
         return None
 
-    @property
-    def unpicked(self) -> Block:
-        """The block that it is single entries of; itself where it is all of one."""
-        return self
-
     def rank_one(self) -> RankOne | None:
         """Factors of a block that is one outer product for every datum and cotangent; None of any other."""
         return None
@@ -165,16 +161,6 @@ def all_of(kind: type[B], blocks: Sequence[Block]) -> list[B] | None:
     """The blocks, if all are of one kind."""
     alike = [block for block in blocks if isinstance(block, kind)]
     return alike if len(alike) == len(blocks) else None
-
-
-def of_each(values: Tensor, outputs: Tensor) -> Tensor:
-    """Entries `[K, B, …]` of `[C, B, …]` at outputs of every datum, `[B, K]`."""
-    return values[outputs.T, torch.arange(len(outputs), device=outputs.device)]
-
-
-def by_row(values: Tensor, n_positions: int) -> Tensor:
-    """`[S·C, B, …]` as `[C, B·S, …]`."""
-    return values.unflatten(0, (n_positions, -1)).movedim(0, 2).flatten(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -322,7 +308,6 @@ class MappedBlock(_Wrapper):
         return self.rotate(self.whole.dense())
 
     def pieces(self) -> Iterator[Tensor]:
-        """Those of the block, which are the larger ones."""
         return (self.rotate(piece) for piece in self.whole.pieces())
 
     def at(self, data: slice | Tensor) -> MappedBlock:
@@ -357,10 +342,6 @@ class PickedBlock(_Wrapper):
     @property
     def product_index(self) -> Tensor | None:
         return self.index
-
-    @property
-    def unpicked(self) -> Block:
-        return self.whole.unpicked
 
     def dense(self) -> Tensor:
         return self.whole.entries(self.index)

@@ -55,10 +55,10 @@ def cost_of(profile: BatchProfile, options: LowRankKronOptions) -> Cost:
     sketch = sides.columns(options.width) * (DOUBLE + profile.itemsize)  # random vectors, and their products
     gradients = profile.n_data * profile.itemsize * widest_gradient(profile)
     candidates = profile.n_terms * _candidates(profile, options) if options.corrected else 0
-    held = sides.columns(options.held) + sides.cores(options.held, profile.n_terms) + candidates
-    fitted = diag.fitted + held * profile.itemsize
+    numbers = sides.columns(options.held) + sides.cores(options.held, profile.n_terms) + candidates
+    fitted = diag.fitted + numbers * profile.itemsize
     n_passes = 3 if options.corrected else 2
-    projected = float(profile.n_data * columns * sides.columns(options.width))  # of factors, in every reading
+    projection = float(profile.n_data * columns * sides.columns(options.width))  # of factors, in every reading
     return Cost(
         fitted=fitted,
         running=max(diag.running + 2 * sketch, fitted + candidates * profile.itemsize),
@@ -70,7 +70,7 @@ def cost_of(profile: BatchProfile, options: LowRankKronOptions) -> Cost:
         + sum(pair_bytes(min(options.rank, shape.size), shape) for shape in profile.tensors if shape.factored),
         projecting=2 * diag.projecting + 2 * options.rank * profile.n_data * profile.n_outputs * profile.itemsize,
         n_passes=n_passes,
-        work=diag.work / n_passes + projected + (_summing(profile, options) / n_passes if options.corrected else 0.0),
+        work=diag.work / n_passes + projection + (_summing(profile, options) / n_passes if options.corrected else 0.0),
         between=float(options.width**2 * sides.columns(1)),
     )
 

@@ -16,6 +16,7 @@ from laplace.core.precision_policy import widened
 from laplace.engines.kron_parts import KronBlock
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.contractions import ProductBasis
+from laplace.jacobian.factored import unpicked
 from laplace.structures.low_rank_factors import Side
 
 
@@ -36,7 +37,7 @@ class Grid:
 
     def project(self, block: Block) -> Block:
         """Products of a Jacobian block with the candidates; of single entries of a tensor those of all of it."""
-        return block if self.basis is None else block.unpicked.in_basis(self.basis)
+        return block if self.basis is None else unpicked(block).in_basis(self.basis)
 
     def table(self, values: Tensor) -> Tensor:
         """Values `[E, n]` of the candidates by group and by the vectors of both sides, `[E, G, r_in, r_out]`."""

@@ -10,6 +10,7 @@ from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis, ThinBasis
 from laplace.errors import StateError
 from laplace.jacobian.blocks import Block, DenseBlock, MappedBlock, PickedBlock, SumBlock, from_state
 from laplace.jacobian.contractions import ProductBasis
+from laplace.jacobian.factored import unpicked
 from laplace.jacobian.grouped import GroupedBlock
 from laplace.jacobian.head_rows import HeadRows
 from laplace.jacobian.heads import HeadBlock, RotatedHeadBlock, as_head
@@ -206,7 +207,7 @@ def test_a_block_in_bases_of_subspaces(name: str, widths: tuple[int | None, int 
     assert rotated.size == basis.size == truth.shape[2]
     check_contractions(rotated, truth)
     assert_close(basis.rotate(block.dense()), truth, "algebra")
-    assert PickedBlock(PickedBlock(block, torch.arange(3)), torch.arange(2)).unpicked is block
+    assert unpicked(PickedBlock(PickedBlock(block, torch.arange(3)), torch.arange(2))) is unpicked(block) is block
 
 
 def basis_of(n: int, *, is_thin: bool) -> OrthogonalBasis:

@@ -94,7 +94,7 @@ def with_diagonal(matrix: Tensor, diagonal: Tensor) -> Tensor:
     """A positive semi-definite matrix with its rows and columns scaled down to the diagonal, and filled up to it."""
     scale = torch.ones_like(diagonal)
     for i, (have, want) in enumerate(zip(matrix.diagonal().tolist(), diagonal.tolist(), strict=True)):
-        if have > want:
+        if have > max(want, 0.0):  # which rounding may make negative
             scale[i] = (max(want, 0.0) / have) ** 0.5
     scaled = scale[:, None] * matrix * scale[None, :]
     return scaled + torch.diag(diagonal - scaled.diagonal())
