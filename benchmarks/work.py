@@ -14,9 +14,9 @@ from laplace import ParametricLaplace
 from laplace.factory import from_names
 
 
-def fitted(model: nn.Module, batches: Batches, weights: str, structure: str) -> ParametricLaplace:
+def fitted(model: nn.Module, batches: Batches, weights: str, structure: str, **options: Any) -> ParametricLaplace:
     """Constructs a Laplace approximation and fits it, as a user would."""
-    la = from_names(model, "classification", subset_of_weights=weights, hessian_structure=structure)
+    la = from_names(model, "classification", subset_of_weights=weights, hessian_structure=structure, **options)
     la.fit(batches)
     return la
 

@@ -38,6 +38,7 @@ from laplace.weights.problem import Problem
 
 Backend = type[CurvatureInterface] | None
 Options = dict[str, Any] | None
+Given = float | Tensor | None
 
 
 class BaseLaplace(CheckedConstructor, ABC):
@@ -335,15 +336,17 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     @checked
     def log_marginal_likelihood(
-        self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
+        self, prior_precision: Given = None, sigma_noise: Given = None, temperature: Given = None
     ) -> Tensor:
-        """Laplace approximation of the log evidence, differentiable in both arguments.
+        """Laplace approximation of the log evidence, differentiable in its arguments.
 
         log p(D) ≈ log p(D | θ*) − ½ (log det P − log det P₀ + scatter)   (Daxberger et al., 2021, equation 6).
 
         Args:
             prior_precision: δ to evaluate at; it is also assigned, without its graph.
             sigma_noise: σ to evaluate at, likewise (regression only).
+            temperature: T to evaluate at, likewise: of the tempered posterior, with the loss and H over T and a noise's
+                normaliser as it is. Values at two T do not compare: p(y | f)^(1/T) is no normalised density.
 
         Returns:
             0-dim tensor.
@@ -353,10 +356,8 @@ class BaseLaplace(CheckedConstructor, ABC):
             NotFittedError: Before `fit`.
         """
         if sigma_noise is not None and not self.likelihood_object.has_noise:
-            raise InvalidArgument(
-                f"sigma_noise was given, but likelihood={self.likelihood_object.name!r} has no observation noise."
-            )
-        given = {"prior_precision": prior_precision, "sigma_noise": sigma_noise}
+            raise InvalidArgument(f"sigma_noise: likelihood={self.likelihood_object.name!r} has no observation noise.")
+        given = {"prior_precision": prior_precision, "sigma_noise": sigma_noise, "temperature": temperature}
         given = {name: value for name, value in given.items() if value is not None}
         if not given:
             with own_precision():
@@ -376,11 +377,10 @@ class BaseLaplace(CheckedConstructor, ABC):
         return value.to(self._posterior.hypers.dtype)
 
     @checked
-    def marglik(
-        self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
-    ) -> Tensor:
+    def marglik(self, prior_precision: Given = None, sigma_noise: Given = None, temperature: Given = None) -> Tensor:
         """`log_marginal_likelihood`, by the name of the Laplace Redux paper."""
-        return self.log_marginal_likelihood(prior_precision, sigma_noise)
+        more = {} if temperature is None else {"temperature": temperature}  # users' own evidences need not know it
+        return self.log_marginal_likelihood(prior_precision, sigma_noise, **more)
 
     # Predictions.
 

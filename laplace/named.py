@@ -160,7 +160,10 @@ class EkfacLaplace(ParametricLaplace):
 
 
 class LowRankKronLaplace(ParametricLaplace):
-    """All weights, dominant Kronecker eigenvectors and the exact diagonal; `structure_kwargs={"rank": k}`."""
+    """All weights, dominant Kronecker eigenvectors, `structure_kwargs={"rank": k}` of them, and the exact diagonal.
+
+    With `"corrected": True` they are chosen by the exact diagonal of the curvature in them (Lee et al., 2020).
+    """
 
     _key = ("all", "lowrank_kron")
     structure = LowRankKronCurvature

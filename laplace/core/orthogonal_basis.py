@@ -14,6 +14,11 @@ class OrthogonalBasis(ABC):
 
     @property
     @abstractmethod
+    def n_columns(self) -> int:
+        """Number of columns: n, or fewer of a basis of a subspace, `[G, n, r]`, in which nothing is rotated back."""
+
+    @property
+    @abstractmethod
     def rank(self) -> int:
         """Number of the last columns that are eigenvectors of their own; the others share the eigenvalue 0."""
 
@@ -47,10 +52,14 @@ class DenseBasis(OrthogonalBasis):
     """A basis by its vectors.
 
     Attributes:
-        vectors: U, `[G, n, n]`.
+        vectors: U, `[G, n, n]`; orthonormal columns `[G, n, r]` of a subspace.
     """
 
     vectors: Tensor
+
+    @property
+    def n_columns(self) -> int:
+        return self.vectors.shape[-1]
 
     @property
     def rank(self) -> int:
@@ -60,7 +69,7 @@ class DenseBasis(OrthogonalBasis):
         """As one flat matrix product where there is one group."""
         vectors = self.vectors.mT if back else self.vectors
         if len(vectors) == 1:
-            return (rows.reshape(-1, vectors.shape[1]) @ vectors[0]).view(rows.shape)
+            return (rows.reshape(-1, vectors.shape[1]) @ vectors[0]).view(*rows.shape[:-1], -1)
         return torch.einsum("...go,gop->...gp", rows, vectors)
 
     def rotate_folded(self, rows: Tensor, *, back: bool = False) -> Tensor:
@@ -96,6 +105,10 @@ class ThinBasis(OrthogonalBasis):
 
     shift: Tensor
     kernel: Tensor
+
+    @property
+    def n_columns(self) -> int:
+        return len(self.shift)
 
     @classmethod
     def of(cls, vectors: Tensor) -> ThinBasis:

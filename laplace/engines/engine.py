@@ -118,7 +118,12 @@ Bases = Sequence["Basis"]
 
 
 class Basis(Protocol):
-    """An orthogonal basis of the entries of one tensor."""
+    """An orthogonal basis of the entries of one tensor, or of a subspace of them."""
+
+    @property
+    def size(self) -> int:
+        """Number of its vectors; without any, the tensor is left out."""
+        ...
 
     def project(self, block: Block) -> Block:
         """A Jacobian block in this basis."""
@@ -241,7 +246,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
     def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:
         """Diagonal of the unit curvature of a batch, `[E, P]`, or of Uᵀ H U with a basis U for every tensor.
 
-        The tensor is the caller's, who adds further batches to it.
+        With bases it has one entry for every vector of them. The tensor is the caller's, who adds further batches.
         """
         raise self._refusal("diag" if bases is None else "diag in a basis")
 

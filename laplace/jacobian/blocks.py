@@ -13,7 +13,7 @@ share the weight, Σ_t g[k, b, t] ⊗ a[b, t], and every method contracts those 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from laplace.core.registry import Registry
 from laplace.errors import StateError
 from laplace.jacobian.contractions import Contractions, KroneckerFactored, ProductBasis, RankOne, TensorShape, total
+from laplace.jacobian.rows import by_row, of_each
 from laplace.weights.problem import Selection
 
 _ENTRY_COST = 16
@@ -83,7 +84,7 @@ class Block(Contractions):
 
     def in_basis(self, basis: ProductBasis) -> Block:
         """The block in another basis of its entries."""
-        return MappedBlock(self, basis.rotate)
+        return MappedBlock(self, basis.rotate, basis.size)
 
     def detached(self) -> Block:
         """The block as plain tensors, without graphs or references to a network."""
@@ -160,16 +161,6 @@ def all_of(kind: type[B], blocks: Sequence[Block]) -> list[B] | None:
     """The blocks, if all are of one kind."""
     alike = [block for block in blocks if isinstance(block, kind)]
     return alike if len(alike) == len(blocks) else None
-
-
-def of_each(values: Tensor, outputs: Tensor) -> Tensor:
-    """Entries `[K, B, …]` of `[C, B, …]` at outputs of every datum, `[B, K]`."""
-    return values[outputs.T, torch.arange(len(outputs), device=outputs.device)]
-
-
-def by_row(values: Tensor, n_positions: int) -> Tensor:
-    """`[S·C, B, …]` as `[C, B·S, …]`."""
-    return values.unflatten(0, (n_positions, -1)).movedim(0, 2).flatten(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,20 +293,25 @@ class MappedBlock(_Wrapper):
 
     Attributes:
         whole: The block.
-        rotate: Maps `[..., p]` to `[..., p]`.
+        rotate: Maps `[..., p]` to `[..., q]`.
+        n_entries: Q, at most p; None for p.
     """
 
     rotate: Callable[[Tensor], Tensor]
+    n_entries: int | None = None
 
     @property
     def size(self) -> int:
-        return self.whole.size
+        return self.whole.size if self.n_entries is None else self.n_entries
 
     def dense(self) -> Tensor:
         return self.rotate(self.whole.dense())
 
+    def pieces(self) -> Iterator[Tensor]:
+        return (self.rotate(piece) for piece in self.whole.pieces())
+
     def at(self, data: slice | Tensor) -> MappedBlock:
-        return MappedBlock(self.whole.at(data), self.rotate)
+        return replace(self, whole=self.whole.at(data))
 
 
 @dataclass(frozen=True, eq=False)

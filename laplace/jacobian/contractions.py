@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -210,6 +211,8 @@ class RankOne:
 class ProductBasis:
     """An orthogonal basis left ⊗ right of a tensor that is seen as a matrix: its first dimension × the rest.
 
+    Either side may be a basis of a subspace, so that there are fewer entries in the basis than in the tensor.
+
     Attributes:
         left: Basis of the first dimension, of width L, or None for the identity.
         right: Basis of the rest, of width R, or None for the identity.
@@ -232,10 +235,27 @@ class ProductBasis:
         """Basis of the input side."""
         return self.right if self.output_first else self.left
 
-    def only(self, *, output: bool, inputs: bool) -> ProductBasis:
-        """The basis with the identity on the sides that are not asked for."""
+    @property
+    def size(self) -> int:
+        """Number of entries in the basis."""
+        return math.prod(self.shape_in_basis)
+
+    @property
+    def shape_in_basis(self) -> tuple[int, int, int]:
+        """Number of groups, and of the vectors of both sides."""
+        return self._shape_after(self.left, self.right)
+
+    def split(self, *, output: bool, inputs: bool) -> tuple[ProductBasis, ProductBasis]:
+        """The rotations of the sides that are asked for, and those of the others, which follow them."""
         left, right = (output, inputs) if self.output_first else (inputs, output)
-        return ProductBasis(self.left if left else None, self.right if right else None, self.shape, self.output_first)
+        first = (self.left if left else None), (self.right if right else None)
+        rest = (None if left else self.left), (None if right else self.right)
+        later = replace(self, left=rest[0], right=rest[1], shape=self._shape_after(*first))
+        return replace(self, left=first[0], right=first[1]), later
+
+    def _shape_after(self, left: OrthogonalBasis | None, right: OrthogonalBasis | None) -> tuple[int, int, int]:
+        groups, rows, columns = self.shape
+        return groups, rows if left is None else left.n_columns, columns if right is None else right.n_columns
 
     def rotate(self, vectors: Tensor, *, back: bool = False) -> Tensor:
         """Uᵀ v of vectors `[..., p]`, or U v."""

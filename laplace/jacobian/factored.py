@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from laplace.core.precision_policy import widened
-from laplace.jacobian.blocks import Block, all_of, by_row, of_each
+from laplace.jacobian.blocks import Block, PickedBlock, all_of
 from laplace.jacobian.contractions import CHUNK_BYTES, KroneckerFactored
+from laplace.jacobian.rows import by_row, of_each
 
 _DOUBLE = 8
 """Bytes of a number in float64."""
@@ -96,6 +97,11 @@ class FactoredBlock(Block, KroneckerFactored):
 
     def detached(self) -> Block:
         return self.with_factors(lambda inputs: inputs.detach().contiguous(), self.g.detach().contiguous())
+
+
+def unpicked(block: Block) -> Block:
+    """The block that a block is single entries of; itself where it is none."""
+    return unpicked(block.whole) if isinstance(block, PickedBlock) else block
 
 
 def kernel_by_grams(

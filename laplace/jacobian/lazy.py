@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from laplace.jacobian.blocks import Block, DenseBlock, by_row
+from laplace.jacobian.blocks import Block, DenseBlock
+from laplace.jacobian.rows import by_row
 
 
 @dataclass(frozen=True, eq=False)

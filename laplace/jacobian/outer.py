@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.core.orthogonal_basis import OrthogonalBasis
 from laplace.core.precision_policy import widened
 from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of
 from laplace.jacobian.contractions import CHUNK_BYTES, ProductBasis, RankOne, S, TensorShape, add_squared, total
@@ -115,21 +116,34 @@ class OuterBlock(FactoredBlock):
     # The same values in another form.
 
     def in_basis(self, basis: ProductBasis) -> Block:
-        """Rotates each factor before or after the sum over T positions, whichever is less work.
-
-        Before, g costs K·T·O² per datum and a T·I²; after, the sum `[K, O, I]` costs K·O²·I and K·O·I².
-        """
+        """Rotates each factor before or after the sum over T positions, whichever is less work."""
         if basis.output_first is self.input_first:
             return super().in_basis(basis)
-        late_output = 1 < self.n_positions > self.n_inputs and basis.output is not None
-        late_inputs = 1 < self.n_positions > self.n_cotangents * self.n_outputs and basis.inputs is not None
-        now = basis.only(output=not late_output, inputs=not late_inputs)
+        k, o, i = self.n_cotangents, self.n_outputs, self.n_inputs
+        late_output, late_inputs = self._is_late(basis.output, o, k, k * i), self._is_late(basis.inputs, i, 1, k * o)
+        now, later = basis.split(output=not late_output, inputs=not late_inputs)
         g = self.g if now.output is None else now.output.rotate(self.g)
         a = self.a if now.inputs is None or self.inputs is None else now.inputs.rotate(self.inputs)
         early = replace(self, a=a, g=g)
         if not late_output and not late_inputs:
             return early
-        return Block.in_basis(early, basis.only(output=late_output, inputs=late_inputs))
+        return Block.in_basis(early, later)
+
+    def _is_late(self, basis: OrthogonalBasis | None, n: int, rows: int, sums: int) -> bool:
+        """True if rotating a side after the sum over T positions, n to r entries, is less work than before it.
+
+        Before, its rows take rows·T·n·r, and the sum sums·T·r; after, the sum takes sums·T·n, and rotating it sums·n·r.
+
+        Args:
+            basis: Of this side.
+            n: Its entries.
+            rows: Rows of its factor, per datum and position.
+            sums: Numbers of a datum's sum for each of its entries.
+        """
+        if basis is None or self.n_positions == 1:
+            return False
+        r, t = basis.n_columns, self.n_positions
+        return sums * n * (t + r) < t * r * (rows * n + sums)
 
     def state(self) -> dict[str, Any]:
         layout = {"input_first": self.input_first, "unfolded": self.unfolded}

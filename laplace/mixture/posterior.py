@@ -186,7 +186,10 @@ class MixturePosterior(CheckedConstructor):
 
     @checked
     def log_marginal_likelihood(
-        self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
+        self,
+        prior_precision: float | Tensor | None = None,
+        sigma_noise: float | Tensor | None = None,
+        temperature: float | Tensor | None = None,
     ) -> Tensor:
         """Log evidence under a uniform prior over the K models, log p(D) = log (1/K) Σ_k p(D | M_k), 0-dim.
 
@@ -196,13 +199,15 @@ class MixturePosterior(CheckedConstructor):
         Args:
             prior_precision: δ of all components to evaluate at; it is also assigned, without its graph.
             sigma_noise: σ, likewise (regression only).
+            temperature: T, likewise.
 
         Raises:
             NotFittedError: Before `fit`.
             InvalidArgument: A value is not accepted, or the components were fitted to different numbers of data.
         """
         check_same_data(self.components)
+        more = {} if temperature is None else {"temperature": temperature}  # users' own evidences need not know it
         with all_or_none(self.components):
-            values = [la.log_marginal_likelihood(prior_precision, sigma_noise) for la in self.components]
+            values = [la.log_marginal_likelihood(prior_precision, sigma_noise, **more) for la in self.components]
         like = values[0]
         return log_mean_exp(torch.stack([widened(value.to(like.device)) for value in values])).to(like.dtype)

@@ -207,6 +207,13 @@ class Sides:
         """Numbers of `count` vectors for every side."""
         return sum(side.groups * side.width * min(side.width, count) for side in self._every)
 
+    def cores(self, count: int, n_terms: int) -> int:
+        """Numbers of all sides within `count` vectors each, those of the output sides once per term."""
+        outputs, inputs = (
+            sum(s.groups * min(s.width, count) ** 2 for s in sides) for sides in (self.outputs, self.inputs)
+        )
+        return n_terms * outputs + inputs
+
     @property
     def solve(self) -> float:
         """Multiplications of all eigendecompositions."""

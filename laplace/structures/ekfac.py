@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
-from laplace.core.checks import all_finite
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis
@@ -25,9 +24,10 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import KronBlock, KronParts
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.structures import algebra, fields
+from laplace.structures import algebra
 from laplace.structures.algebra import Recent
-from laplace.structures.base import Curvature, DataPass, require_finite, those_known
+from laplace.structures.base import Curvature, DataPass
+from laplace.structures.corrected import Correction
 from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
 from laplace.structures.diag import DiagCurvature
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, diag_spectrum, values_at
@@ -257,50 +257,33 @@ class _Factors(DataPass):
         return _Correction(self.engine, KronCurvature(kron.parts), eigenbases(kron))  # without its decomposition
 
 
-class _Correction(DataPass):
+class _Correction(Correction):
     """The second reading: the diagonal in the eigenbases."""
 
-    def __init__(self, engine: CurvatureEngine, kron: KronCurvature, bases: tuple[BlockSpectrum, ...]) -> None:
-        self.engine = engine
-        self.kron = kron
-        self.bases = bases
-        self.corrected: Tensor | None = None
-
-    def add(self, x: Inputs, y: Tensor) -> BatchSummary:
-        if self.corrected is None:
-            summary, self.corrected = self.engine.diag(x, y, bases=self.bases)
-        else:
-            summary = self.engine.add_diag(x, y, self.corrected, self.bases)
-        require_finite(all_finite([self.corrected]))
-        return summary
-
-    def sums(self) -> dict[str, Tensor]:
-        return those_known(corrected=self.corrected)
-
-    def form(self) -> Any:
-        return fields.form_of(self.sums())
+    def __init__(
+        self,
+        engine: CurvatureEngine,
+        kron: KronCurvature,
+        bases: tuple[BlockSpectrum, ...],
+        corrected: Tensor | None = None,
+    ) -> None:
+        super().__init__(engine, bases, corrected)
+        self.kron, self.eigenbases = kron, bases
 
     @classmethod
     def of_state(cls, engine: CurvatureEngine, state: Mapping[str, Any]) -> _Correction:
         """The pass of what `state` gave."""
         kron, corrected = KronCurvature.from_state(state["kron"]), state["corrected"]
         none = kron.parts.like.new_zeros(engine.problem.layout.n_params)
-        data_pass = cls(engine, kron, _bases_of(state["bases"], kron, none if corrected is None else corrected[0]))
-        data_pass.corrected = corrected
-        return data_pass
+        bases = _bases_of(state["bases"], kron, none if corrected is None else corrected[0])
+        return cls(engine, kron, bases, corrected)
 
     def state(self) -> dict[str, Any]:
-        bases = [_parts(basis) for basis in self.bases]
+        bases = [_parts(basis) for basis in self.eigenbases]
         return {"kron": self.kron.state(), "bases": bases, "corrected": self.corrected}
 
-    def make_room(self, form: Any) -> None:
-        if self.corrected is None:
-            self.corrected = fields.zeros_of(form, self.engine.problem.device)["corrected"]
-
     def finish(self) -> Curvature:
-        if self.corrected is None:
-            raise InvalidData("no batch was read.")
-        return EkfacCurvature(self.kron, self.bases, self.corrected)
+        return EkfacCurvature(self.kron, self.eigenbases, self.read())
 
 
 def eigenbases(kron: KronCurvature) -> tuple[BlockSpectrum, ...]:

@@ -227,28 +227,63 @@ def columns_of(block: KronBlock, output: Side, inputs: Side | Tensor | None, pos
         positions: Number by which the input side is divided.
         rank: Columns, at most.
     """
-    vectors, values = _input_eigen(inputs, output, rank)
+    rows, values = _input_values(inputs, output, rank)
     products = values.unsqueeze(3) * output.values.unsqueeze(2) / positions  # [E, G, r_in, r_out]
-    totals = products.sum(0)
+    return _largest(block, output, inputs, products, rank, rows)
+
+
+def corrected_columns_of(
+    block: KronBlock, output: Side, inputs: Side | Tensor | None, corrected: Tensor, rank: int
+) -> Columns:
+    """The columns with the largest corrected eigenvalues, float64.
+
+    Args:
+        block: What the sides mean.
+        output: Output side.
+        inputs: Input side, counts `[V]`, or None for a bias.
+        corrected: λ* of all products of the vectors of both sides, `[E, G, r_in, r_out]`.
+        rank: Columns, at most.
+    """
+    return _largest(block, output, inputs, widened(corrected).clamp(min=0), rank)
+
+
+def _largest(
+    block: KronBlock,
+    output: Side,
+    inputs: Side | Tensor | None,
+    values: Tensor,
+    rank: int,
+    rows: Tensor | None = None,
+) -> Columns:
+    """The columns with the largest values `[E, G, r_in, r_out]`, with some `rows` of a table, or all of it."""
+    totals = values.sum(0)
     order = totals.flatten().argsort(descending=True, stable=True)[:rank]
     floor = totals.max() * torch.finfo(output.basis.dtype).eps
     order = order[totals.flatten()[order] > floor]  # what is less is rounding
     group, i, j = order // totals[0].numel(), order // totals.shape[2] % totals.shape[1], order % totals.shape[2]
-    sides = vectors.mT[group, i], widened(output.basis).mT[group, j]
+    at = i if rows is None else rows[i]
+    sides = _input_vectors(inputs, group, at).to(values), widened(output.basis).mT[group, j]
     left, right = sides if block.input_first else sides[::-1]
     groups = torch.nn.functional.one_hot(group, len(totals)).to(left)
     left = (groups.unsqueeze(2) * left.unsqueeze(1)).flatten(1)
-    return Columns(left, right, products.flatten(1)[:, order], block.index)
+    return Columns(left, right, values.flatten(1)[:, order], block.index)
 
 
-def _input_eigen(inputs: Side | Tensor | None, output: Side, rank: int) -> tuple[Tensor, Tensor]:
-    """Eigenvectors `[G, n, r]` and eigenvalues `[1, G, r]` of the input side."""
+def _input_values(inputs: Side | Tensor | None, output: Side, rank: int) -> tuple[Tensor | None, Tensor]:
+    """Eigenvalues `[1, G, r]` of the input side; of counts the largest, with their rows `[r]`."""
     if inputs is None:
-        ones = output.basis.new_ones(1, len(output.basis), 1, dtype=wide_dtype(output.basis.device))
-        return ones[0].unsqueeze(2), ones
+        return None, output.basis.new_ones(1, len(output.basis), 1, dtype=wide_dtype(output.basis.device))
     if isinstance(inputs, Side):
-        return widened(inputs.basis), inputs.values
+        return None, inputs.values
     counts = widened(inputs)
-    order = counts.argsort(descending=True, stable=True)[:rank]
-    vectors = torch.nn.functional.one_hot(order, len(counts)).T.to(counts)
-    return vectors.unsqueeze(0), counts[order].reshape(1, 1, -1)
+    rows = counts.argsort(descending=True, stable=True)[:rank]
+    return rows, counts[rows].reshape(1, 1, -1)
+
+
+def _input_vectors(inputs: Side | Tensor | None, group: Tensor, at: Tensor) -> Tensor:
+    """Vectors `[K, n]` of the input side: of a group, and by their number in it."""
+    if inputs is None:
+        return torch.ones_like(at).unsqueeze(1)
+    if isinstance(inputs, Side):
+        return widened(inputs.basis).mT[group, at]
+    return torch.nn.functional.one_hot(at, len(inputs))

@@ -102,8 +102,9 @@ class Side:
         products = products if products.ndim == 4 else products.unsqueeze(0)
         return cls._truncated(basis, widened(basis).mT @ widened(products), rank)
 
-    def added(self, other: Side, rank: int) -> Side:
-        """The dominant part of the sum of two sides."""
+    def added(self, other: Side) -> Side:
+        """The dominant part of the sum of two sides, of as many vectors as the wider one has."""
+        rank = max(self.basis.shape[-1], other.basis.shape[-1])
         stacked, triangular = torch.linalg.qr(widened(torch.cat([self.basis, other.basis], -1)))
         mine, yours = triangular.split([self.basis.shape[-1], other.basis.shape[-1]], -1)
         cores = mine @ widened(self.cores) @ mine.mT + yours @ widened(other.cores) @ yours.mT

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
-from laplace.core.hyperparameters import GaussianPrior, check_counts
+from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
@@ -33,36 +33,15 @@ from laplace.errors import InvalidArgument, InvalidData
 from laplace.structures import algebra, fields, kronecker_eigenvectors
 from laplace.structures.algebra import Recent
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
-from laplace.structures.cost import DOUBLE, Cost, Sides, widest_gradient
-from laplace.structures.diag import DiagCurvature
-from laplace.structures.kronecker_eigenvectors import Columns, columns_of, pair_bytes
+from laplace.structures.corrected import Correction
+from laplace.structures.cost import Cost
+from laplace.structures.kronecker_eigenvectors import Columns, columns_of, corrected_columns_of
 from laplace.structures.low_rank_factors import Draws, Ranges, Side
+from laplace.structures.lowrank_kron_cost import LowRankKronOptions, cost_of
+from laplace.structures.lowrank_kron_grid import Grid, grids
 from laplace.structures.lowrank_kron_part import Part
 from laplace.structures.lowrank_kron_precision import LowRankKronPrecision
 from laplace.structures.separation import Separation, first, in_order, linked
-
-
-@dataclass(frozen=True)
-class LowRankKronOptions:
-    """Options of `hessian_structure="lowrank_kron"`.
-
-    Attributes:
-        rank: Columns kept of every tensor, k.
-        oversampling: Vectors by which the search for eigenvectors is wider than k; a side of at most k + oversampling
-            entries is decomposed exactly.
-        seed: Of the random vectors.
-
-    Raises:
-        InvalidArgument: A rank below 1, or an oversampling below 0.
-    """
-
-    rank: int = 10
-    oversampling: int = 10
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_counts(rank=self.rank)
-        check_counts(0, oversampling=self.oversampling)
 
 
 class LowRankKronSeparation(Separation["LowRankKronCurvature"]):
@@ -77,16 +56,19 @@ class LowRankKronSeparation(Separation["LowRankKronCurvature"]):
         sides = {key: curvature.sides[key] for key in keys if key in curvature.sides}
         factors = {key: curvature.factors[key] for key in keys if key in curvature.factors}
         diagonal = layout.gathered(curvature.diagonal, tensors)
-        return replace(curvature, diagonal=diagonal, blocks=blocks, sides=sides, factors=factors)
+        corrected = None if curvature.corrected is None else tuple(curvature.corrected[i].clone() for i in tensors)
+        return replace(curvature, diagonal=diagonal, blocks=blocks, sides=sides, factors=factors, corrected=corrected)
 
     def joined(self, parts: Mapping[tuple[int, ...], LowRankKronCurvature], layout: Layout) -> LowRankKronCurvature:
         every = parts.values()
+        tables = {tensors: part.corrected for tensors, part in parts.items() if part.corrected is not None}
         return replace(
             first(parts),
             diagonal=layout.scattered({tensors: part.diagonal for tensors, part in parts.items()}),
             blocks=in_order({tensors: part.blocks for tensors, part in parts.items()}),
             sides={key: side for part in every for key, side in part.sides.items()},
             factors={key: factor for part in every for key, factor in part.factors.items()},
+            corrected=in_order(tables) if tables else None,
         )
 
 
@@ -97,7 +79,8 @@ class LowRankKronCurvature(Curvature):
     Under a vector noise the terms share U, the eigenvectors of their sum; Λ_e, the diagonal and S are of the weighted
     sum, so that the diagonal is exact at all noises. Of a subnetwork the columns are restricted to its entries.
 
-    The sum of two fits has the sum of both diagonals, exactly; the sides of both are stacked and truncated to k again.
+    The sum of two fits has the sum of both diagonals, exactly; the sides of both are stacked and truncated again, and
+    of both corrected curvatures the diagonal in the products of the new sides is kept.
 
     Attributes:
         diagonal: The exact diagonal, `[E, P]`.
@@ -105,6 +88,8 @@ class LowRankKronCurvature(Curvature):
         sides: Low-rank sides by key.
         factors: Counts of the rows of embeddings, and numbers of positions, by key.
         rank: k.
+        corrected: Corrected eigenvalues of every tensor's candidates, `[E, G, r_in, r_out]`, none of a tensor without
+            factors; None where eigenvalues are products.
     """
 
     diagonal: Tensor
@@ -112,6 +97,7 @@ class LowRankKronCurvature(Curvature):
     sides: dict[str, Side]
     factors: dict[str, Tensor]
     rank: int
+    corrected: tuple[Tensor, ...] | None = None
     name = "lowrank_kron"
     needs_columns = True
     options = LowRankKronOptions
@@ -124,25 +110,7 @@ class LowRankKronCurvature(Curvature):
 
     @classmethod
     def cost(cls, profile: BatchProfile, options: Any) -> Cost:
-        diag, sides = DiagCurvature.cost(profile, None), Sides.of(profile)
-        width = options.rank + options.oversampling
-        columns = 1 if profile.is_head else max(1, profile.n_columns)  # a head is summed without a root of Λ
-        sketch = sides.columns(width) * (DOUBLE + profile.itemsize)  # random vectors, and their products
-        gradients = profile.n_data * profile.itemsize * widest_gradient(profile)
-        fitted = diag.fitted + sides.columns(options.rank) * profile.itemsize
-        return Cost(
-            fitted=fitted,
-            running=diag.running + 2 * sketch,
-            adding=max(diag.adding + 2 * sketch, fitted + 4 * DOUBLE * profile.n_params),
-            pieces=diag.pieces + (0 if profile.is_head else 2 * profile.at_once * gradients),
-            posterior=(6 * DOUBLE + 2 * profile.itemsize) * profile.n_params  # of a step; S and D beside it
-            + sides.columns(options.rank) * DOUBLE
-            + sum(pair_bytes(min(options.rank, shape.size), shape) for shape in profile.tensors if shape.factored),
-            projecting=2 * diag.projecting + 2 * options.rank * profile.n_data * profile.n_outputs * profile.itemsize,
-            n_passes=2,
-            work=0.5 * diag.work + float(profile.n_data * columns * sides.columns(width)),
-            between=float(width**2 * sides.columns(1)),
-        )
+        return cost_of(profile, options)
 
     def __add__(self, other: Curvature) -> LowRankKronCurvature:
         if not isinstance(other, LowRankKronCurvature):
@@ -150,14 +118,36 @@ class LowRankKronCurvature(Curvature):
         rank = max(self.rank, other.rank)
         parts = KronParts(self.factors, self.blocks) + KronParts(other.factors, other.blocks)
         pairs = {key: (self.sides.get(key), other.sides.get(key)) for key in {**self.sides, **other.sides}}
-        sides = {key: side for key, pair in pairs.items() if (side := _added(*pair, rank)) is not None}
-        return LowRankKronCurvature(self.diagonal + other.diagonal, parts.blocks, sides, dict(parts.factors), rank)
+        sides = {key: side for key, pair in pairs.items() if (side := _added(*pair)) is not None}
+        both = LowRankKronCurvature(self.diagonal + other.diagonal, parts.blocks, sides, dict(parts.factors), rank)
+        mine, theirs = self._carried(both), other._carried(both)
+        if mine is None and theirs is None:
+            return both
+        if mine is None or theirs is None:
+            raise InvalidArgument(
+                "a curvature with corrected eigenvalues and one without are not added; fit both with the same "
+                "structure_kwargs={'corrected': …}, or all data at once with override=True."
+            )
+        return replace(both, corrected=tuple(_sum(a, b) for a, b in zip(mine, theirs, strict=True)))
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        """The candidates of every tensor."""
+        return grids(self.blocks, self.sides, self.factors)
+
+    def _carried(self, to: LowRankKronCurvature) -> tuple[Tensor, ...] | None:
+        """The corrected eigenvalues in the candidates of another curvature."""
+        if self.corrected is None:
+            return None
+        every = zip(self.grids, self.corrected, to.grids, strict=True)
+        return tuple(grid.carried(table, other) for grid, table, other in every)
 
     def scaled(self, factor: float) -> LowRankKronCurvature:
         """As of `kron`: both sides and the number of positions are sums over data."""
         sides = {key: replace(side, cores=factor * side.cores) for key, side in self.sides.items()}
         factors = {key: factor * value for key, value in self.factors.items()}
-        return replace(self, diagonal=factor * self.diagonal, sides=sides, factors=factors)
+        corrected = None if self.corrected is None else tuple(factor * table for table in self.corrected)
+        return replace(self, diagonal=factor * self.diagonal, sides=sides, factors=factors, corrected=corrected)
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> LowRankKronPrecision:
         if options.get("damping"):
@@ -189,31 +179,48 @@ class LowRankKronCurvature(Curvature):
     def columns(self) -> tuple[Columns, ...]:
         """U and Λ of every tensor, in float64; no columns where it has no factors."""
         with algebra.kept_for_later():
-            return tuple(self._columns(block) for block in self.blocks)
+            if self.corrected is None:
+                return tuple(self._columns(block, None) for block in self.blocks)
+            return tuple(self._columns(*pair) for pair in zip(self.blocks, self.corrected, strict=True))
 
-    def _columns(self, block: KronBlock) -> Columns:
+    def _columns(self, block: KronBlock, corrected: Tensor | None) -> Columns:
         if block.kind != "kron":
             return kronecker_eigenvectors.none(block.size, widened(self.diagonal))
         output, key = self.sides[block.output], block.input
-        if key is None:  # a bias has no input side, and no mean of it
-            return columns_of(block, output, None, 1.0, self.rank)
-        inputs = self.sides[key] if key in self.sides else self.factors[key]
-        return columns_of(block, output, inputs, KronParts(self.factors, self.blocks).positions(block), self.rank)
+        inputs = None if key is None else self.sides[key] if key in self.sides else self.factors[key]
+        if corrected is not None:
+            return corrected_columns_of(block, output, inputs, corrected, self.rank)
+        # A bias has no input side, and no mean of it.
+        positions = 1.0 if key is None else KronParts(self.factors, self.blocks).positions(block)
+        return columns_of(block, output, inputs, positions, self.rank)
+
+    def state(self) -> dict[str, Any]:
+        """As it was before there were corrected eigenvalues, where there are none."""
+        state = super().state()
+        return state if self.corrected is not None else {k: part for k, part in state.items() if k != "corrected"}
 
     def forms(self) -> tuple[str, ...]:
-        return tuple(_form(block, columns) for block, columns in zip(self.blocks, self.columns, strict=True))
+        kind = "Kronecker columns" if self.corrected is None else "corrected Kronecker columns"
+        return tuple(_form(block, columns, kind) for block, columns in zip(self.blocks, self.columns, strict=True))
 
 
-def _form(block: KronBlock, columns: Columns) -> str:
+def _form(block: KronBlock, columns: Columns, kind: str) -> str:
     if block.kind == UNUSED:
         return "zero"
-    return f"{len(columns)} Kronecker columns and the exact diagonal" if len(columns) else "exact diagonal"
+    return f"{len(columns)} {kind} and the exact diagonal" if len(columns) else "exact diagonal"
 
 
-def _added(a: Side | None, b: Side | None, rank: int) -> Side | None:
+def _added(a: Side | None, b: Side | None) -> Side | None:
     if a is None or b is None:
         return b if a is None else a
-    return a.added(b, rank)
+    return a.added(b)
+
+
+def _sum(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of two tables, of which a tensor that one set of data does not need has none."""
+    if not a.numel() or not b.numel():
+        return a if a.numel() else b
+    return a + b
 
 
 class _Products(DataPass):
@@ -264,6 +271,8 @@ class _Products(DataPass):
 
     def resumed(self, state: Mapping[str, Any]) -> DataPass:
         ranges = state.get("ranges")
+        if "curvature" in state:
+            return _Correction.of_state(self.engine, state)
         later = self if ranges is None else _Refinement(self.engine, self.chosen, Ranges(ranges), state["diagonal"])
         later.products, later.diagonal = fields.from_state(KronParts | None, state["products"]), state["diagonal"]
         return later
@@ -283,7 +292,7 @@ class _Search(_Products):
     """The first reading: the exact diagonal, and where the dominant eigenvectors are."""
 
     def __init__(self, engine: CurvatureEngine, options: LowRankKronOptions) -> None:
-        super().__init__(engine, options, Draws(options.rank + options.oversampling, options.seed))
+        super().__init__(engine, options, Draws(options.width, options.seed))
 
     def state(self) -> dict[str, Any]:
         return self.held()
@@ -313,7 +322,7 @@ class _Refinement(_Products):
     def state(self) -> dict[str, Any]:
         return {**self.held(), "ranges": self.ranges.bases}
 
-    def finish(self) -> Curvature:
+    def finish(self) -> Curvature | DataPass:
         products, diagonal = self.read()
         sides: dict[str, Side] = {}
         factors: dict[str, Tensor] = {}
@@ -322,5 +331,36 @@ class _Refinement(_Products):
                 factors[key] = product
             else:
                 basis = self.probe(key, *product.shape[-3:-1])
-                sides[key] = Side.of(basis, product, self.chosen.rank)
-        return LowRankKronCurvature(diagonal, products.blocks, sides, factors, self.chosen.rank)
+                sides[key] = Side.of(basis, product, self.chosen.held)
+        curvature = LowRankKronCurvature(diagonal, products.blocks, sides, factors, self.chosen.rank)
+        return _Correction(self.engine, curvature) if self.chosen.corrected else curvature
+
+
+class _Correction(Correction):
+    """The third reading: the exact diagonal in the candidates.
+
+    Args:
+        engine: Computes the numbers of a batch.
+        curvature: That of the first two readings.
+        corrected: The sum so far.
+    """
+
+    def __init__(
+        self, engine: CurvatureEngine, curvature: LowRankKronCurvature, corrected: Tensor | None = None
+    ) -> None:
+        super().__init__(engine, curvature.grids, corrected)
+        self.curvature = curvature
+
+    @classmethod
+    def of_state(cls, engine: CurvatureEngine, state: Mapping[str, Any]) -> _Correction:
+        """The pass of what `state` gave."""
+        return cls(engine, LowRankKronCurvature.from_state(state["curvature"]), state["corrected"])
+
+    def state(self) -> dict[str, Any]:
+        return {"curvature": self.curvature.state(), "corrected": self.corrected}
+
+    def finish(self) -> Curvature:
+        every = self.curvature.grids
+        values = self.read().split([grid.size for grid in every], 1)
+        tables = tuple(grid.table(part) for grid, part in zip(every, values, strict=True))
+        return replace(self.curvature, corrected=tables)

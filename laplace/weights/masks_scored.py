@@ -10,15 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from laplace.core.precision_policy import wide_dtype
-from laplace.enums import Likelihood
+from laplace.enums import Likelihood, LikelihoodName
 from laplace.errors import InvalidArgument
+from laplace.likelihoods import Likelihood as LikelihoodObject
+from laplace.likelihoods import get_likelihood
 from laplace.weights.masks import SubnetMask, require_loader
-from laplace.weights.swag import Criterion, fit_diagonal_swag_var
-
-_CRITERIA: dict[str, type[nn.Module]] = {
-    Likelihood.CLASSIFICATION: nn.CrossEntropyLoss,
-    Likelihood.REGRESSION: nn.MSELoss,
-}
+from laplace.weights.swag import MeanLoss, fit_diagonal_swag_var
 
 
 class VarianceModel(Protocol):
@@ -136,32 +133,28 @@ class LargestVarianceSWAGSubnetMask(ScoreBasedSubnetMask):
     Args:
         model: The network; a copy is trained.
         n_params_subnet: Number of parameters to keep.
-        likelihood: `"classification"` or `"regression"`, which sets the training loss.
+        likelihood: A name or a likelihood object, whose loss is trained (`MeanLoss`).
         swag_n_snapshots: Number of snapshots.
         swag_snapshot_freq: Epochs per snapshot.
         swag_lr: Learning rate.
         generator: Seeds the training's randomness; the global state if None.
 
     Raises:
-        InvalidArgument: Another likelihood.
+        InvalidArgument: A likelihood that is not known.
     """
 
     def __init__(
         self,
         model: nn.Module,
         n_params_subnet: int,
-        likelihood: str = Likelihood.CLASSIFICATION,
+        likelihood: LikelihoodObject | LikelihoodName = Likelihood.CLASSIFICATION,
         swag_n_snapshots: int = 40,
         swag_snapshot_freq: int = 1,
         swag_lr: float = 0.01,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(model, n_params_subnet)
-        if likelihood not in _CRITERIA:
-            raise InvalidArgument(
-                f"likelihood={likelihood!r}; accepted are {[str(key) for key in _CRITERIA]}, whose loss is trained."
-            )
-        self.criterion: Criterion = _CRITERIA[likelihood]()
+        self.criterion = MeanLoss(get_likelihood(likelihood))
         self.swag_n_snapshots = swag_n_snapshots
         self.swag_snapshot_freq = swag_snapshot_freq
         self.swag_lr = swag_lr
@@ -181,4 +174,5 @@ class LargestVarianceSWAGSubnetMask(ScoreBasedSubnetMask):
             snapshot_freq=self.swag_snapshot_freq,
             lr=self.swag_lr,
             generator=self._generator,
+            rules=self.criterion.likelihood,
         )

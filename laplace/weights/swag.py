@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +16,43 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from laplace.core import batch as batches
+from laplace.core.positions import as_rows
 from laplace.core.random_numbers import drawn_seed
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData
+from laplace.likelihoods import Likelihood
 from laplace.network import next_token
 from laplace.network.misfits import called
 from laplace.network.model_guard import unwrap
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """The mean of −log p(y | f) over the targets that count, but for constants: a criterion for any likelihood.
+
+    Outputs that are independent are targets of their own, as in PyTorch's losses, and a noise is σ² = ½: of a
+    classification it is the cross-entropy, of a regression the mean squared error.
+
+    Attributes:
+        likelihood: p(y | f).
+    """
+
+    likelihood: Likelihood
+
+    def __call__(self, f: Tensor, y: Tensor) -> Tensor:
+        """The mean, 0-dim, of outputs `[B, C]`, or with positions, and targets as a loader gives them; 0 without any.
+
+        Raises:
+            InvalidData: Targets that do not fit the likelihood.
+        """
+        f, y = as_rows(f, y, None)
+        y = self.likelihood.check_targets(f, y)
+        terms = self.likelihood.loss_terms(f, y)
+        scale = self.likelihood.curvature_scale("ggn", terms.new_tensor(0.5).sqrt(), terms.new_ones(()))
+        count = torch.as_tensor(self.likelihood.count(f, y), dtype=terms.dtype, device=terms.device)
+        n_targets = count * f.shape[1] if self.likelihood.independent_outputs else count
+        return (scale * terms).sum() / torch.where(count > 0, n_targets, 1.0)
 
 
 def fit_diagonal_swag_var(
@@ -36,6 +67,7 @@ def fit_diagonal_swag_var(
     min_var: float = 1e-30,
     dict_key_y: str = "labels",
     generator: torch.Generator | None = None,
+    rules: next_token.TargetRules | None = None,
 ) -> Tensor:
     """Trains a copy of the model by SGD and returns the variance of its trainable parameters over the snapshots.
 
@@ -51,6 +83,8 @@ def fit_diagonal_swag_var(
         min_var: Lower bound of the variances.
         dict_key_y: Key of the targets in batches that are mappings.
         generator: Seeds dropout and the loader's shuffling; the global random state, which is put back, if None.
+        rules: The likelihood, which knows the form of targets in mappings and the label that is ignored, if there is
+            one.
 
     Returns:
         Variances `(1/S) Σ_s (θ_s − θ̄)²`, `[P]`, at least `min_var`.
@@ -71,7 +105,7 @@ def fit_diagonal_swag_var(
         optimizer = torch.optim.SGD(trained, lr=lr, momentum=momentum, weight_decay=weight_decay)
         moments = _Moments(parameters_to_vector(trained).detach())
         for epoch in range(1, n_snapshots_total * snapshot_freq + 1):
-            _train_epoch(learner, train_loader, criterion, optimizer, dict_key_y)
+            _train_epoch(learner, train_loader, criterion, optimizer, dict_key_y, rules)
             if epoch % snapshot_freq == 0:
                 moments.update(parameters_to_vector(trained).detach())
     return _finite(moments.variance()).clamp(min=min_var)
@@ -98,12 +132,17 @@ class _Moments:
 
 
 def _train_epoch(
-    model: nn.Module, loader: Iterable[Any], criterion: Criterion, optimizer: torch.optim.Optimizer, dict_key_y: str
+    model: nn.Module,
+    loader: Iterable[Any],
+    criterion: Criterion,
+    optimizer: torch.optim.Optimizer,
+    dict_key_y: str,
+    rules: next_token.TargetRules | None,
 ) -> None:
     device, empty = next(model.parameters()).device, True
     with torch.enable_grad():
         for batch in loader:
-            x, y = next_token.split(batch, dict_key_y, model)
+            x, y = next_token.split(batch, dict_key_y, model, rules)
             empty = False
             optimizer.zero_grad()
             f = batches.latent(called(model, None, batches.to_device(x, device)))

@@ -99,6 +99,28 @@ def test_both_at_once_as_arguments(case: Case) -> None:
     assert_close(actual, by_log, "finite_difference")
 
 
+@pytest.mark.parametrize("case", few("all", "last_layer", names=["mlp_regression", "mlp_classification"]))
+def test_temperature_as_an_argument(case: Case) -> None:
+    """The evidence of the tempered posterior by either name, its gradients, and T assigned without its graph."""
+    la = case.fit(prior_precision=0.6)
+    for evidence in (la.log_marginal_likelihood, la.marglik):
+        pair = torch.tensor([0.7, 1.6], dtype=torch.float64, requires_grad=True)
+        value = evidence(pair[:1], temperature=pair[1])
+        (gradient,) = torch.autograd.grad(value, pair)
+        assert la.temperature == 1.6 and not la.temperature.requires_grad
+        assert_close(la.log_marginal_likelihood(), value.detach(), "algebra")
+
+        def at(pair: Tensor, evidence: Callable[..., Tensor] = evidence) -> Tensor:
+            return evidence(pair[:1], None, pair[1])
+
+        assert_close(gradient, finite_differences(at, pair), "finite_difference")
+    whole = case.fit(prior_precision=0.7, temperature=1.6)
+    assert_close(whole.log_marginal_likelihood(), la.marglik(0.7, temperature=1.6), "algebra")
+    with pytest.raises(LaplaceError, match="temperature must be positive"):
+        la.marglik(temperature=0.0)
+    assert la.temperature == 1.6
+
+
 @pytest.mark.parametrize("term", ["log_likelihood", "scatter", "log_det_ratio", "log_det_posterior_precision"])
 @pytest.mark.parametrize("case", few("all", "last_layer", "rectangle", names=["mlp_regression"]))
 def test_terms(case: Case, term: str) -> None:

@@ -112,6 +112,10 @@ CASES = [
     Interrupted("ekfac", N_BATCHES + 3, wide=True, options=_SAMPLED),
     Interrupted("lowrank", 2 * N_BATCHES + 5, options={"structure_kwargs": {"rank": 0.9}}),
     Interrupted("lowrank_kron", N_BATCHES + 3, options=_SAMPLED),
+    *(
+        Interrupted("lowrank_kron", batch, wide=True, options={"structure_kwargs": {"rank": 3, "corrected": True}})
+        for batch in (3, N_BATCHES + 3, 2 * N_BATCHES, 2 * N_BATCHES + 3)
+    ),
     Interrupted("lowrank", N_BATCHES + 3, shuffled=True, options=_SAMPLED),
     Interrupted("kron", 5, shuffled=True, options=_SAMPLED),
     Interrupted("full", 5, options={"backend": NativeHessian}),

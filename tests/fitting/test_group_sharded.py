@@ -131,7 +131,10 @@ def structures_of_users_are_taken_apart(rank: int) -> None:
 def noise_of_every_output_and_options(rank: int) -> None:
     x, y = data()[0], torch.randn(23, 4, generator=seeded(), dtype=torch.float64)
     loader = [(x[i : i + 5], y[i : i + 5]) for i in range(0, 23, 5)]
-    for structure, options in (("kron", {"damping": True}), ("ekfac", {}), ("diag", {}), ("block", {})):
+    corrected = {"structure_kwargs": {"corrected": True}}
+    for structure, options in (
+        ("kron", {"damping": True}), ("ekfac", {}), ("diag", {}), ("block", {}), ("lowrank_kron", corrected),
+    ):  # fmt: skip
         first, second = (
             Laplace(network(), "regression", "all", structure, sigma_noise=torch.linspace(0.5, 2, 4), **options)
             for _ in range(2)

@@ -92,16 +92,19 @@ def layers_that_one_process_uses(rank: int) -> None:
     x, y = data()
     parts = [(x[:4], y[:4]), (x[4:12], y[4:12])], [(x[12:17], y[12:17])]
 
-    def new(structure: str) -> ParametricLaplace:
+    def new(structure: str, **options: Any) -> ParametricLaplace:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = Branches().double()
-        return Laplace(model, "classification", "all", structure)
+        return Laplace(model, "classification", "all", structure, **options)
 
-    for structure in ("kron", "ekfac", "lowrank_kron", "block"):
-        la = new(structure)
+    corrected = {"structure_kwargs": {"corrected": True}}
+    for structure, options in (
+        ("kron", {}), ("ekfac", {}), ("lowrank_kron", {}), ("lowrank_kron", corrected), ("block", {}),
+    ):  # fmt: skip
+        la = new(structure, **options)
         la.fit(parts[rank], group=distributed.group.WORLD)
-        assert_same(found(alone(new(structure), [*parts[0], *parts[1]])), found(la))
+        assert_same(found(alone(new(structure, **options), [*parts[0], *parts[1]])), found(la))
 
 
 class Positions(nn.Module):

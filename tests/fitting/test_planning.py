@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -44,10 +46,13 @@ def held(state: object) -> int:
 
 
 @pytest.mark.parametrize("weights", ["all", "last_layer"])
-@pytest.mark.parametrize("structure", tuple(STRUCTURES))
-def test_kept_bytes_are_those_of_the_fitted_curvature(structure: str, weights: str) -> None:
+@pytest.mark.parametrize(
+    ("structure", "options"),
+    [(name, {}) for name in STRUCTURES] + [("lowrank_kron", {"structure_kwargs": {"corrected": True}})],
+)
+def test_kept_bytes_are_those_of_the_fitted_curvature(structure: str, options: dict[str, Any], weights: str) -> None:
     width = 12 if structure == "full" and weights == "all" else 60
-    la = Laplace(network(width), "classification", weights, structure)
+    la = Laplace(network(width), "classification", weights, structure, **options)
     plan = la.plan(data())
     la.fit(data())
     actual = held(la.fitted().curvature.state())

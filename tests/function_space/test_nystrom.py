@@ -89,18 +89,16 @@ def test_a_span_of_all_jacobians_is_the_full_posterior(weights: str) -> None:
 
 def test_gradients_of_the_evidence_and_of_validation_losses() -> None:
     problem = catalogue.get("mlp_regression")
-    noise = torch.tensor([0.4, 0.6], dtype=torch.float64)
-    la = fitted(problem, 6, 4, sigma_noise=noise)
-    delta = torch.tensor([0.3], dtype=torch.float64)
-    leaves = [delta.clone().requires_grad_(), noise.clone().requires_grad_()]
-    gradients = torch.autograd.grad(la.log_marginal_likelihood(*leaves), leaves)
-    for gradient, k in ((gradients[0][0], None), (gradients[1][0], 0), (gradients[1][1], 1)):
+    values = torch.tensor([0.3, 0.4, 0.6, 1.4], dtype=torch.float64)  # δ, both σ, T
+    la = fitted(problem, 6, 4, sigma_noise=values[1:3])
+    leaf = values.clone().requires_grad_()
+    (gradients,) = torch.autograd.grad(la.log_marginal_likelihood(leaf[:1], leaf[1:3], leaf[3]), leaf)
+    for k, gradient in enumerate(gradients):
         ends = []
         for step in (1e-5, -1e-5):
-            moved = noise.clone()
-            if k is not None:
-                moved[k] += step
-            ends.append(la.log_marginal_likelihood(delta if k is not None else delta + step, moved).item())
+            moved = values.clone()
+            moved[k] += step
+            ends.append(la.log_marginal_likelihood(moved[:1], moved[1:3], moved[3]).item())
         assert_close(gradient, (ends[0] - ends[1]) / 2e-5, "finite_difference")
 
 

@@ -272,7 +272,7 @@ def test_independent_outputs_keep_the_diagonal_of_lambda() -> None:
 @pytest.mark.parametrize("shape", ["scalar", "vector"])
 def test_gradients_of_the_evidence(independent: bool, shape: str) -> None:
     problem = catalogue.get("mlp_regression")
-    start = {"scalar": ([0.3], [0.4]), "vector": ([0.3, 0.5, 0.2, 0.9], [0.4, 0.6])}[shape]
+    start = {"scalar": ([0.3], [0.4], [1.4]), "vector": ([0.3, 0.5, 0.2, 0.9], [0.4, 0.6], [0.7])}[shape]
     values = [torch.tensor(value, dtype=torch.float64) for value in start]
     la = fitted(problem, "all", "gp", n_subset=5, independent_outputs=independent, sigma_noise=values[1])
     leaves = [value.clone().requires_grad_() for value in values]

@@ -264,6 +264,16 @@ def test_the_probit_energy() -> None:
     assert_close(found, scaled.log_softmax(1)[:, 1] / 2, "algebra")
 
 
+def test_the_bound_at_another_temperature() -> None:
+    problem = catalogue.get("mlp_regression")
+    la = made(problem, problem.x[:4])
+    la.fit(problem.batches(4), iterations=2, lr=0.05)
+    temperature = torch.tensor(1.4, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(la.marglik(temperature=temperature), temperature)
+    up, down = (la.marglik(temperature=1.4 + step).item() for step in (1e-5, -1e-5))
+    assert_close(gradient, (up - down) / 2e-5, "finite_difference")
+
+
 def test_gradients_and_tuning_of_the_bound() -> None:
     problem = catalogue.get("mlp_regression")
     noise = torch.tensor([0.4, 0.6], dtype=torch.float64)

@@ -10,6 +10,7 @@ from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis, ThinBasis
 from laplace.errors import StateError
 from laplace.jacobian.blocks import Block, DenseBlock, MappedBlock, PickedBlock, SumBlock, from_state
 from laplace.jacobian.contractions import ProductBasis
+from laplace.jacobian.factored import unpicked
 from laplace.jacobian.grouped import GroupedBlock
 from laplace.jacobian.head_rows import HeadRows
 from laplace.jacobian.heads import HeadBlock, RotatedHeadBlock, as_head
@@ -177,6 +178,36 @@ def test_a_block_in_a_product_of_bases(is_thin: bool, name: str, sides: str, out
     check_contractions(GroupedBlock(block, 2).in_basis(basis), grouped)
     assert_close(basis.rotate(block.dense()), truth, "algebra")
     assert_close(basis.rotate(truth, back=True), block.dense(), "algebra")
+
+
+@pytest.mark.parametrize(
+    "name", ["weight", "stored by input", "table", "dense", "many positions", "groups", "groups by input", "head"]
+)
+@pytest.mark.parametrize("widths", [(1, None), (None, 1), (1, 2), (2, 1)])
+def test_a_block_in_bases_of_subspaces(name: str, widths: tuple[int | None, int | None]) -> None:
+    """Fewer vectors than entries on either side, whatever order is the least work; single entries have their whole."""
+    others = {
+        "many positions": (lambda: outer(20), (1, 2, 5), True),
+        "groups": (lambda: outer(2, 3), (3, 2, 5), True),
+        "groups by input": (lambda: outer(2, 3, input_first=True), (3, 5, 2), False),
+        "head": (lambda: HeadBlock(draw(B, 5), K), (1, K, 5), True),
+    }
+    make, shape, output_first = others.get(name) or (MATRICES[name][0], (1, *MATRICES[name][1]), name == "weight")
+    sides = [
+        None if r is None else DenseBasis(torch.linalg.qr(draw(shape[0], n, n))[0][..., :r])
+        for r, n in zip(widths, shape[1:], strict=True)
+    ]
+    basis, block = ProductBasis(sides[0], sides[1], shape, output_first), make()
+    u, v = (
+        torch.eye(n, dtype=torch.float64).expand(shape[0], -1, -1) if side is None else side.vectors
+        for side, n in zip(sides, shape[1:], strict=True)
+    )
+    truth = torch.einsum("kbgcd,gce,gdf->kbgef", block.dense().unflatten(2, shape), u, v).flatten(2)
+    rotated = block.in_basis(basis)
+    assert rotated.size == basis.size == truth.shape[2]
+    check_contractions(rotated, truth)
+    assert_close(basis.rotate(block.dense()), truth, "algebra")
+    assert unpicked(PickedBlock(PickedBlock(block, torch.arange(3)), torch.arange(2))) is unpicked(block) is block
 
 
 def basis_of(n: int, *, is_thin: bool) -> OrthogonalBasis:

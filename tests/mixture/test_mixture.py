@@ -170,6 +170,9 @@ def test_evidence_at_other_hyperparameters_is_assigned_and_differentiable() -> N
     assert torch.autograd.gradcheck(lambda p, s: mixture.log_marginal_likelihood(p, s), (prior, sigma))
     assert_close(mixture.prior_precision, [1.5], "float32_solve")
     assert not mixture.prior_precision.requires_grad
+    temperature = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: mixture.log_marginal_likelihood(temperature=t), (temperature,))
+    assert not mixture.temperature.requires_grad
     with pytest.raises(InvalidArgument, match="prior_precision must be positive"):
         mixture.log_marginal_likelihood(torch.tensor(-1.0))
     assert mixture.prior_precision.item() > 0

@@ -31,9 +31,9 @@ class Several(nn.Module):
         return self.last(self.norm(hidden))
 
 
-def fitted(structure: str) -> Any:
+def fitted(structure: str, **options: Any) -> Any:
     torch.manual_seed(0)
-    la = Laplace(Several().double(), "classification", "all", structure)
+    la = Laplace(Several().double(), "classification", "all", structure, **options)
     x = torch.cat([torch.randn(6, 30), torch.randint(5, (6, 1))], 1).double()
     la.fit([(x, torch.randint(3, (6,)))])
     return la
@@ -48,9 +48,12 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore::laplace.errors.ApproximationWarning")
-@pytest.mark.parametrize("structure", SEPARABLE)
-def test_parts_make_the_whole(structure: str) -> None:
-    la = fitted(structure)
+@pytest.mark.parametrize(
+    ("structure", "options"),
+    [(name, {}) for name in SEPARABLE] + [("lowrank_kron", {"structure_kwargs": {"corrected": True}})],
+)
+def test_parts_make_the_whole(structure: str, options: dict[str, Any]) -> None:
+    la = fitted(structure, **options)
     curvature, layout = la.fitted().curvature, la.problem.layout
     separation, weights = curvature.separation, torch.ones(1, dtype=torch.float64)
     units = separation.units(curvature, layout)

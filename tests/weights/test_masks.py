@@ -152,8 +152,6 @@ def test_largest_variance_along_swag(model, loader):
     torch.set_rng_state(before)
     with pytest.raises(InvalidArgument, match="loader"):
         LargestVarianceSWAGSubnetMask(model, 4).select()
-    with pytest.raises(InvalidArgument, match="accepted are"):
-        LargestVarianceSWAGSubnetMask(model, 4, likelihood="poisson")
 
 
 def test_swag_variance_is_that_of_the_snapshots():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from laplace.weights.problem import Problem
 
 
 class DiagSum:
-    """Diagonal of the curvature, `[E, P]`, or of Uᵀ H U with a basis U for every tensor.
+    """Diagonal of the curvature, `[E, P]`, or of Uᵀ H U with a basis U for every tensor, of its number of vectors.
 
     Args:
         problem: The random parameters.
@@ -42,9 +43,11 @@ class DiagSum:
         bases: Bases | None = None,
         running: Tensor | None = None,
     ) -> None:
-        self.slices = problem.layout.slices
+        sizes = problem.layout.sizes if bases is None else tuple(basis.size for basis in bases)
+        starts = tuple(accumulate(sizes, initial=0))
+        self.slices = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=False))
         self.bases = bases
-        zeros = (n_terms, problem.layout.n_params)
+        zeros = (n_terms, starts[-1])
         self.values = torch.zeros(zeros, dtype=dtype, device=problem.device) if running is None else running
 
     def in_basis(self, slot: int, block: Block) -> Block:
@@ -54,7 +57,10 @@ class DiagSum:
     def add(self, blocks: Mapping[int, Block], first: int) -> None:
         """Adds the squares of weighted blocks whose cotangents begin at term `first`."""
         for slot, block in blocks.items():
-            target, own = self.values[:, self.slices[slot]], self.in_basis(slot, block)
+            target = self.values[:, self.slices[slot]]
+            if not target.shape[1]:
+                continue
+            own = self.in_basis(slot, block)
             if len(target) > 1:
                 _add_terms(target, own.squares_apart(), first)
             else:
