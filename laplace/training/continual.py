@@ -38,6 +38,7 @@ from laplace.posterior.first_outputs import call_of
 from laplace.posterior.learning import measured, require_held
 from laplace.structures.base import Precision
 from laplace.training.online import check_step_size
+from laplace.training.trained_weights import random_weights
 from laplace.tuning.optimise import minimise
 
 # The pieces.
@@ -61,7 +62,7 @@ def quadratic_penalty(la: ParametricLaplace, theta: Tensor | None = None) -> Ten
         UnsupportedError: Curvature that is known by products at the former weights alone.
     """
     require_held(la.snapshot(), "a penalty on weights that train on")
-    theta = _random_weights(la) if theta is None else theta
+    theta = random_weights(la) if theta is None else theta
     if not la.is_fitted:
         return 0.5 * la.prior.quad(theta)
     return _HalfQuadratic.apply(theta - la.snapshot().mean, la.posterior())  # pyright: ignore[reportReturnType]
@@ -375,12 +376,6 @@ def _negative_log_likelihood(la: ParametricLaplace, x: Inputs, y: Tensor) -> Ten
     return -likelihood.log_likelihood(
         terms, float(likelihood.count(f, y)), f.shape[1], la.sigma_noise.detach(), la.temperature.detach()
     )
-
-
-def _random_weights(la: ParametricLaplace) -> Tensor:
-    """Random entries of the model's weights, `[P]`, with their graph."""
-    tensors = [slot.take(tensor) for slot, tensor in zip(la.problem.slots, la.params, strict=True)]
-    return torch.cat(tensors).to(la.prior_mean.dtype)
 
 
 def _keep_fixed_entries(la: ParametricLaplace) -> None:
