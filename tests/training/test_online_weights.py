@@ -221,7 +221,9 @@ def test_the_rest_has_a_prior_of_its_own() -> None:
     norms = []
     for rest in (0.0, 1.0, 100.0):
         model = network()
-        online = OnlineLaplace(model, batches(), subset_of_weights="last_layer", prior_prec_rest=rest)
+        online = OnlineLaplace(
+            model, batches(), subset_of_weights="last_layer", prior_prec_rest=rest, marglik_frequency=20
+        )
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
         for epoch in range(1, 61):
             for x, y in batches():
