@@ -7,6 +7,7 @@ tasks for a prior it does not: diagonal, Kronecker-factored, and Kronecker-facto
 evidence adapts during every task. After every task the accuracy on the held-out digits of all tasks seen is averaged.
 
     python examples/experiments/permuted_digits.py            # 10 tasks, 3 seeds
+    python examples/experiments/permuted_digits.py --products # with the Kronecker products of every task, too
     python examples/experiments/permuted_digits.py --small    # 2 tasks, 1 seed, to try it out
 """
 
@@ -16,6 +17,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from sklearn.datasets import load_digits
@@ -25,6 +27,7 @@ from laplace import Laplace, ParametricLaplace
 from laplace.metrics import accuracy
 from laplace.plotting import new_figure
 from laplace.training.continual import train_task
+from laplace.training.task_memory import TaskMemory
 
 # Chosen on seeds that are not reported (docs/continual_learning.md), the same for every method.
 LEARNING_RATE, BATCH_SIZE = 1e-2, 128
@@ -37,11 +40,13 @@ Results = dict[str, list[list[float]]]
 class Method:
     """A way to remember: a structure, or None for the prior alone, and whether the evidence adapts the prior.
 
-    A fixed prior has one precision, an adapted one starts there and has a precision per tensor.
+    A fixed prior has one precision, an adapted one starts there and has a precision per tensor. The curvatures of all
+    tasks are summed by the posterior, or kept apart for the penalty, around the last weights or those of each task.
     """
 
     structure: str | None
     tuned: bool = False
+    memory: Literal["last", "own"] | None = None
 
 
 METHODS = {
@@ -49,6 +54,13 @@ METHODS = {
     "diag": Method("diag"),
     "Kron": Method("kron"),
     "Kron, tuned prior": Method("kron", tuned=True),
+}
+# Sums of Kronecker products, which take a product per former task in every step.
+OF_PRODUCTS = {
+    "products": Method("kron", memory="last"),
+    "products, tuned": Method("kron", tuned=True, memory="last"),
+    "products, own": Method("kron", memory="own"),
+    "products, own, tuned": Method("kron", tuned=True, memory="own"),
 }
 
 
@@ -113,7 +125,7 @@ def run(method: Method, tasks: list[Task], seed: int, n_epochs: int, prior_preci
         prior = torch.full((n_values,), prior_precision)
         return Laplace(model, "classification", "all", method.structure or "diag", prior_precision=prior)
 
-    la = posterior()
+    la, memory = posterior(), None if method.memory is None else TaskMemory(method.memory)
     for task in tasks:
         if method.structure is None:
             la = posterior()  # a new one for every task: the prior alone is left of the former ones
@@ -125,6 +137,7 @@ def run(method: Method, tasks: list[Task], seed: int, n_epochs: int, prior_preci
             fix_prior_precision=not method.tuned,
             n_hypersteps=HYPER_STEPS,
             lr_hyp=HYPER_RATE,
+            memory=memory,
         )
         score()
     return scores
@@ -162,6 +175,7 @@ def main(
     seeds: tuple[int, ...] = (0, 1, 2),
     prior_precision: float = 0.1,
     output: Path = Path("outputs/permuted_digits.png"),
+    products: bool = False,
 ) -> Results:
     """Runs everything and returns the average accuracies by method: one list per seed, one entry per task.
 
@@ -170,12 +184,14 @@ def main(
         seeds: Of the split, the permutations, the network and the order of the batches.
         prior_precision: The fixed prior precision, and where the adapted one starts.
         output: Where the plot goes.
+        products: Also with the Kronecker products of every task in the penalty.
     """
     torch.set_num_threads(1)  # the matrices are small: threads would only wait for each other
-    results: Results = {name: [] for name in METHODS}
+    methods = METHODS | OF_PRODUCTS if products else METHODS
+    results: Results = {name: [] for name in methods}
     for seed in seeds[:1] if small else seeds:
         tasks = make_tasks(2 if small else 10, seed)
-        for name, method in METHODS.items():
+        for name, method in methods.items():
             results[name].append(run(method, tasks, seed, 2 if small else 50, prior_precision))
             print(f"seed {seed}, {name}: {results[name][-1][-1]:.3f} after the last task", flush=True)
     print()
@@ -191,5 +207,6 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--prior-precision", type=float, default=0.1, help="fixed, or where the adapted one starts")
     parser.add_argument("--output", type=Path, default=Path("outputs/permuted_digits.png"), help="where the plot goes")
+    parser.add_argument("--products", action="store_true", help="also keep the Kronecker products of every task")
     arguments = parser.parse_args()
-    main(arguments.small, tuple(arguments.seeds), arguments.prior_precision, arguments.output)
+    main(arguments.small, tuple(arguments.seeds), arguments.prior_precision, arguments.output, arguments.products)
