@@ -87,6 +87,8 @@ class BlockCurvature(AdditiveCurvature):
     matrix_dims = 3
     options = BlockOptions
     separation = BlockSeparation()
+    is_variational = True
+    is_projection = True
     is_wide = True
 
     @cached_property

@@ -53,6 +53,7 @@ class DiagCurvature(AdditiveCurvature):
     options = SignedOptions
     is_diagonal = True
     is_variational = True
+    is_projection = True
 
     @property
     def n_terms(self) -> int:
