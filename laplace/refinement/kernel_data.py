@@ -37,8 +37,8 @@ class Features:
         m, c = kernel.shape[:2]
         matrix = widened(kernel).reshape(m * c, m * c)
         values, vectors = algebra.eigh(0.5 * (matrix + matrix.T))
-        kept = values > len(values) * torch.finfo(values.dtype).eps * values.amax().clamp(min=0)
-        roots, vectors = values[kept].sqrt(), vectors[:, kept]
+        nonzero = values > len(values) * torch.finfo(values.dtype).eps * values.amax().clamp(min=0)
+        roots, vectors = values[nonzero].sqrt(), vectors[:, nonzero]
         return cls((vectors * roots).view(m, c, -1), (vectors / roots).view(m, c, -1))
 
     @property
@@ -133,6 +133,8 @@ class KernelCovariance(Covariance):
         weighted = scale.sqrt().expand(roots.shape[1]).view(-1, 1) * roots
         factors: list[Tensor] = []
         for part, root in zip(data.features, data.of_outputs(weighted), strict=True):
+            if part.width == 1:  # one column says all of one output
+                root = root.square().sum(2, keepdim=True).sqrt()
             rows = torch.einsum("mck,mcr->mkr", root, part.root).flatten(0, 1)
             identity = torch.eye(part.rank, dtype=rows.dtype, device=rows.device)
             factors.append(torch.linalg.cholesky(identity + rows.T @ rows))

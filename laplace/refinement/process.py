@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,6 +63,7 @@ class ProcessRefiner(Refiner[KernelCovariance]):
         self.data = KernelData(KernelBatch(f + away, self.subset.y), features, n_data)
         n = sum(part.rank for part in features)
         self.model = LinearModel.standard(self.data, posterior.likelihood, self.scale, n)
+        self.start = self._started()
 
     def _read(self, loader: Iterable[Any]) -> tuple[Fit, Subset]:
         """The fit to a subset as large as that of the posterior, with what the network says of it."""
@@ -88,15 +88,14 @@ class ProcessRefiner(Refiner[KernelCovariance]):
         """J v of a step v `[P]`, or of a step per output `[C, P]`, `[M, C]`."""
         return torch.cat([moved_by(part, step) for part in self.curvature.dual.parts])
 
-    @cached_property
-    def start(self) -> Tensor:
+    def _started(self) -> Tensor:
         """One Newton step from the outputs that the posterior has: from a mode, the mode."""
         step, f = self.posterior.refined_step, widened(self.subset.f)
         f = f if step is None else f + self._pushed(widened(step))
         likelihood, y = self.posterior.likelihood, self.subset.y
         hessian, away = likelihood.hessian(f, y), f - self.data.batch.f
         right = self.data.pull([self.scale * (hessian.times(away) - likelihood.gradient(f, y))])
-        near = KernelCovariance.of(self.data, columns(hessian), self.scale)
+        self._near = near = KernelCovariance.of(self.data, columns(hessian), self.scale)
 
         def product(vector: Tensor) -> Tensor:
             return vector + self.data.curvature_product([hessian], self.scale, vector)
@@ -112,7 +111,7 @@ class ProcessRefiner(Refiner[KernelCovariance]):
         return True
 
     def covariance(self) -> KernelCovariance:
-        return self.expected(self.model, self.start)
+        return self._near
 
     def expected(self, model: LinearModel, at: Tensor) -> KernelCovariance:
         return KernelCovariance.of(self.data, columns(model.hessians(at)[0]), self.scale)

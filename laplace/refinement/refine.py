@@ -45,7 +45,8 @@ def refine(posterior: Posterior, loader: Iterable[Any], method: str, options: Re
         refined = _METHODS[method](refiner(posterior, loader, options))
     if not refined.converged:
         warn(
-            f"{refined!r}: give more max_steps, or a larger tolerance than this precision of numbers allows.",
+            f"{refined!r}: give more max_steps, a larger tolerance than this precision of numbers allows, or, where "
+            "expectations are over random points, more n_samples.",
             ApproximationWarning,
         )
     return refined

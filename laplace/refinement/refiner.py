@@ -81,12 +81,14 @@ class Refiner(ABC, Generic[S]):
     Attributes:
         engine: Knows the network at θ*.
         model: The linear model.
+        start: Parameters that a search begins with, `[n]`, float64: those of a former refinement, or of the network.
 
     Raises:
         UnsupportedError: The curvature is not the library's GGN, or data have weights.
     """
 
     model: LinearModel
+    start: Tensor
 
     def __init__(self, posterior: Posterior, options: RefineOptions) -> None:
         choices, engine = posterior.choices, posterior.engine
@@ -119,11 +121,6 @@ class Refiner(ABC, Generic[S]):
                 f"the loader gave {n_data:g} data that count, the fit has seen {seen:g}; a refinement replaces the fit "
                 "and needs all of its data."
             )
-
-    @property
-    @abstractmethod
-    def start(self) -> Tensor:
-        """Parameters that a search begins with, `[n]`, float64: those of a former refinement, or of the network."""
 
     @property
     @abstractmethod

@@ -101,9 +101,11 @@ class Smoothing:
         half = len(values) // 2
         pairs, points = 0.5 * (values[:half] + values[half:]), self.points[:half]
         row, column = torch.triu_indices(points.shape[1], points.shape[1], device=points.device)
-        known = torch.cat([torch.ones_like(points[:, :1]), points[:, row] * points[:, column]], 1)
-        if half <= 2 * known.shape[1]:
-            known = known[:, :1]
+        one = torch.ones_like(points[:, :1])
+        for products in (points[:, row] * points[:, column], points.square(), points[:, :0]):
+            known = torch.cat([one, products], 1)
+            if half > 2 * known.shape[1]:
+                break
         basis = torch.linalg.qr(known).Q
         rest = pairs - basis @ (basis.T @ pairs)
         free = half - known.shape[1]

@@ -55,13 +55,13 @@ class _State(Generic[S]):
     elbo: float
 
     def gain(self, former: _State[S]) -> tuple[float, float]:
-        """How much larger the bound is than another one, and the standard error of that: by the same points."""
+        """The bound less a former one, and the standard error of that: by the same points."""
         return self.elbo - former.elbo, self.model.smoothing.standard_error(self.bounds - former.bounds)
 
 
 @dataclass(frozen=True, eq=False)
 class _End(Generic[S]):
-    """Where a search ended.
+    """The end of a search.
 
     Attributes:
         state: The Gaussian.

@@ -43,12 +43,12 @@ class WeightCovariance(Covariance):
 
     def of_outputs(self, *, diagonal: bool) -> list[Tensor]:
         contract = self.precision.functional_diagonal if diagonal else self.precision.functional_variance
-        found: list[Tensor] = []
+        parts: list[Tensor] = []
         for batch in self.source.data.batches:
             with torch.no_grad():
                 pieces: Iterable[tuple[Jacobian, Tensor]] = self.source.engine.jacobian(batch.x)
-                found.append(torch.cat([contract(replace(jacobian, wide=True)) for jacobian, _ in pieces]))
-        return found
+                parts.append(torch.cat([contract(replace(jacobian, wide=True)) for jacobian, _ in pieces]))
+        return parts
 
     def divergence(self) -> float:
         delta = self.source.model.prior_precision
@@ -81,11 +81,8 @@ class WeightRefiner(Refiner[WeightCovariance]):
             prior_precision=widened(prior.diagonal().detach()),
             offset=widened(posterior.expansion_point) - widened(prior.mean.detach()),
         )
-
-    @property
-    def start(self) -> Tensor:
-        step = self.posterior.refined_step
-        return torch.zeros_like(self.model.offset) if step is None else widened(step)
+        step = posterior.refined_step
+        self.start = torch.zeros_like(self.model.offset) if step is None else widened(step)
 
     @property
     def dtype(self) -> torch.dtype:
