@@ -64,7 +64,7 @@ class Refinement:
             "converged": self.converged,
             "distance": self.distance,
             "values": list(self.values),
-            "standard_error": self.standard_error,
+            **({"standard_error": self.standard_error} if self.standard_error else {}),
         }
 
     @classmethod
@@ -81,5 +81,5 @@ class Refinement:
             state["converged"],
             state["distance"],
             tuple(state["values"]),
-            state.get("standard_error", 0.0),  # states of before it was known
+            state.get("standard_error", 0.0),
         )

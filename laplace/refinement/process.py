@@ -106,10 +106,6 @@ class ProcessRefiner(Refiner[KernelCovariance]):
     def dtype(self) -> torch.dtype:
         return wide_dtype(self.subset.f.device)
 
-    @property
-    def follows_gradient(self) -> bool:
-        return True
-
     def covariance(self) -> KernelCovariance:
         return self._near
 

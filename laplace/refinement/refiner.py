@@ -127,11 +127,6 @@ class Refiner(ABC, Generic[S]):
     def dtype(self) -> torch.dtype:
         """Dtype in which outputs of the linear model are known."""
 
-    @property
-    @abstractmethod
-    def follows_gradient(self) -> bool:
-        """True if `expected` is where the natural gradient of the bound leads, and no approximation of it."""
-
     @abstractmethod
     def covariance(self) -> S:
         """Covariance of the posterior as it is."""

@@ -9,7 +9,9 @@ or, within a family of structured precisions, the part of it that the structure 
 layers, both of which are the natural gradients of these families, or Kronecker factors, which approximate it (noisy
 K-FAC; Zhang et al., 2018). S⁻¹ stays a curvature plus the prior, so that it is kept as one. The step in the mean,
 along S ∇_m, is repeated to the minimum, which for log-concave likelihoods is unique: with S fixed the bound is concave
-in m. A step is taken only if the bound does not sink, and is shortened until it does not.
+in m. A step is taken only if the bound grows, and is shortened until it does; the search ends where such a step,
+however short, changes the bound no more. That is a maximum where the step is along a gradient. Sampled expectations,
+Kronecker factors, and likelihoods whose `hessian` is a Fisher information, know it up to an error.
 """
 
 from __future__ import annotations
@@ -29,11 +31,7 @@ from laplace.refinement.refiner import Refiner, S
 from laplace.refinement.smoothing import Smoothing
 
 _SHORTER = 0.25
-_SMALLEST_RATE = 1e-3
-"""Below it a natural gradient step gains nothing but rounding."""
-
-_ERRORS = 2.0
-"""Standard errors within which a loss is one of the sample."""
+"""Factor of a step that would lower the bound."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,10 +51,6 @@ class _State(Generic[S]):
     at: Tensor
     bounds: Tensor
     elbo: float
-
-    def gain(self, former: _State[S]) -> tuple[float, float]:
-        """The bound less a former one, and the standard error of that: by the same points."""
-        return self.elbo - former.elbo, self.model.smoothing.standard_error(self.bounds - former.bounds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,18 +91,15 @@ def _climbed(refiner: Refiner[S], state: _State[S]) -> _End[S]:
                 target = refiner.expected(state.model, state.at)
             covariance = target if rate == 1 else refiner.between(state.covariance, target, rate)
             new = _at(refiner, state.model.smoothing, covariance, state.at)
-            (gain, error), size = new.gain(state), max(1.0, abs(new.elbo))
+            gain, size = new.elbo - state.elbo, max(1.0, abs(new.elbo))
             if abs(gain) <= tolerance * size:
                 return _End(state, tuple(values), abs(gain) / size, True)
             if gain > 0:
                 state, target, change = new, None, gain / size
                 values.append(state.elbo)
                 rate = min(1.0, rate / _SHORTER)
-            elif rate * _SHORTER < _SMALLEST_RATE:  # no step gains: the sample, or the structure, knows no better one
-                best = not refiner.follows_gradient or -gain <= _ERRORS * error
-                return _End(state, tuple(values), -gain / size, best)
             else:
-                rate *= _SHORTER  # too long a step
+                rate *= _SHORTER  # too long a step, or no ascent at all, of which short ones change nothing
     return _End(state, tuple(values), change, False)
 
 

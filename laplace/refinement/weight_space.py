@@ -88,10 +88,6 @@ class WeightRefiner(Refiner[WeightCovariance]):
     def dtype(self) -> torch.dtype:
         return self.engine.dtype
 
-    @property
-    def follows_gradient(self) -> bool:
-        return self.posterior.choices.structure.is_projection
-
     def covariance(self) -> WeightCovariance:
         return WeightCovariance(self, self.posterior.fit, self.posterior.precision())
 

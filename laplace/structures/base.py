@@ -164,8 +164,6 @@ class Curvature(ABC):
         is_diagonal: Whether the posterior's variances say everything of it.
         is_variational: Whether a variational posterior can have this structure: its precision is any that is a sum of
             curvature and prior.
-        is_projection: Whether it holds some entries of H, all that precisions of this structure have: the natural
-            gradient of a bound is exact then.
         refined_by_kernels: Whether a refinement is over the outputs of the data that it holds, and not over weights.
         by_hand: Form in which users assign it and sum it up themselves; None where they cannot.
         separation: How it is taken apart by tensors; None where they are coupled.
@@ -184,7 +182,6 @@ class Curvature(ABC):
     weighed: bool = True
     is_diagonal: bool = False
     is_variational: bool = False
-    is_projection: bool = False
     refined_by_kernels: bool = False
     by_hand: ByHand | None = None
     separation: Separation[Any] | None = None

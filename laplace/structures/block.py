@@ -88,7 +88,6 @@ class BlockCurvature(AdditiveCurvature):
     options = BlockOptions
     separation = BlockSeparation()
     is_variational = True
-    is_projection = True
     is_wide = True
 
     @cached_property

@@ -53,7 +53,6 @@ class DiagCurvature(AdditiveCurvature):
     options = SignedOptions
     is_diagonal = True
     is_variational = True
-    is_projection = True
 
     @property
     def n_terms(self) -> int:

@@ -55,7 +55,6 @@ class FullCurvature(AdditiveCurvature):
     by_hand = MatrixByHand()
     options = SignedOptions
     is_variational = True
-    is_projection = True
     is_wide = True
 
     @classmethod

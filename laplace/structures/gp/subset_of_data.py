@@ -78,7 +78,6 @@ class SubsetCurvature(Curvature):
     exact_ggn = True
     weighs_data = False
     is_variational = True
-    is_projection = True
     refined_by_kernels = True
     options = SubsetOptions
 
