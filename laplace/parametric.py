@@ -340,12 +340,14 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
 
         The network's weights are its mode only where training converged; `"map"` finds the mode (a convex problem) and
         the curvature there, in the posterior's structure. `"variational"` finds the Gaussian that maximises the
-        evidence lower bound, with a full or a diagonal covariance (Immer et al., 2021, appendices A.3.2 and B.3).
+        evidence lower bound among those of the structure, full, block, Kronecker-factored or diagonal (Immer et al.,
+        2021, appendices A.3.2 and B.3). A Gaussian process on a subset (`"gp"`) is refined in function space, by the
+        kernel of its M data, which are chosen from the loader as `fit` does.
         Afterwards predictions of `pred_type="glm"` have the mean f(x, θ*) + J (θ̂ − θ*); the evidence is
         log p(D | f_lin(θ̂)) − ½ (log det P − log det P₀ + (θ̂ − μ₀)ᵀ P₀ (θ̂ − μ₀)). A fit that follows removes it.
 
         Args:
-            loader: All data of the fit; they are read once and held.
+            loader: All data of the fit; they are read once and held (of a Gaussian process its M data).
             method: `"map"` or `"variational"`.
             max_steps: Newton steps, or updates of the variational covariance.
             tolerance: Distance from the mode in posterior standard deviations, or relative change of the bound; None

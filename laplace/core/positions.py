@@ -37,14 +37,22 @@ class OutputRows:
         return cls(f.flatten(lead, -2), tuple(f.shape[lead + 1 : -1]))
 
 
-def require_none(positions: tuple[int, ...], what: str) -> None:
+def require_none(positions: tuple[int, ...], what: str, instead: str) -> None:
     """Raises for outputs with positions.
+
+    Args:
+        positions: Those of the outputs.
+        what: Words for what takes none, with its argument.
+        instead: Words for what does.
 
     Raises:
         UnsupportedError: There are some.
     """
     if positions:
-        raise UnsupportedError(f"the network's outputs have positions, {list(positions)}; {what} takes outputs [B, C].")
+        raise UnsupportedError(
+            f"{what} takes outputs [B, C], but those of the network have positions, {list(positions)}. {instead}; or "
+            "say by forward_fn=lambda model, x: model(x)[:, t] which position t is meant, with its targets alone."
+        )
 
 
 @dataclass(frozen=True)

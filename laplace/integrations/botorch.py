@@ -29,7 +29,7 @@ from laplace.network.model_guard import autograd_mode
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.posterior import Posterior as Snapshot
 from laplace.posterior.predictor import PosteriorPredictor, sampler
-from laplace.predictive.latent import jacobians, moved_by, shifted
+from laplace.predictive.latent import jacobians, shifted
 
 
 class LaplaceModel(Model, FantasizeMixin):
@@ -389,7 +389,7 @@ class FunctionSamples(SamplePath):
         graph = torch.is_grad_enabled() and X.requires_grad
         with autograd_mode(), torch.set_grad_enabled(graph):
             pieces = shifted(jacobians(self._posterior.engine, x, None, create_graph=graph), None)
-            values = torch.cat([f + moved_by(jacobian, self._steps) for jacobian, f in pieces], 1)
+            values = torch.cat([f + jacobian.apply(self._steps) for jacobian, f in pieces], 1)
         return widened(values).to(X.device).unflatten(1, X.shape[:-1])
 
 

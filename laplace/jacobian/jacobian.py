@@ -100,6 +100,15 @@ class Jacobian:
         """
         return Jacobian(tuple(block.detached() for block in self.blocks))
 
+    def cast(self, dtype: torch.dtype) -> Jacobian:
+        """The same in another dtype."""
+        return replace(self, blocks=tuple(block.cast(dtype) for block in self.blocks))
+
+    def apply(self, vectors: Tensor) -> Tensor:
+        """J v of vectors `[S, P]`, `[S, B, K]`."""
+        parts = vectors.split([block.size for block in self.blocks], 1)
+        return self.sum_over_blocks(lambda i, block: block.apply(parts[i]))
+
     def summed_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which covariances are summed: this one, or float64 where that is wanted."""
         return wide_dtype(self.blocks[0].bound().device) if self.wide else dtype

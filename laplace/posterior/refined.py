@@ -18,14 +18,15 @@ class Refinement:
 
     Attributes:
         method: `"map"` or `"variational"`.
-        mean: θ̂, `[P]`.
+        mean: θ̂, `[P]`; where every output is a Gaussian process of its own, the weights of each, `[C, P]`.
         fit: H and the loss, both at f_lin(x, θ̂); of a variational Gaussian H is in expectation over it.
         steps: Newton steps for the mode, updates of the covariance for a variational Gaussian.
         converged: Whether the tolerance was reached.
         distance: About how far the minimum is, in posterior standard deviations (`"map"`); the last change of the
             bound relative to its size (`"variational"`).
-        values: −log joint density up to a constant (`"map"`), or the evidence lower bound (`"variational"`), in order;
-            the latter may sink within its sampling error where expectations are over random points.
+        values: −log joint density up to a constant (`"map"`), or the evidence lower bound (`"variational"`), in order:
+            of every step that was taken.
+        standard_error: Of the last bound, in nats, where expectations are over random points; else 0.
     """
 
     method: str
@@ -35,6 +36,7 @@ class Refinement:
     converged: bool
     distance: float
     values: tuple[float, ...]
+    standard_error: float = 0.0
 
     @property
     def elbo(self) -> float | None:
@@ -43,7 +45,8 @@ class Refinement:
 
     def __repr__(self) -> str:
         end = "converged" if self.converged else "NOT converged"
-        bound = "" if self.elbo is None else f", elbo={self.elbo:.6g}"
+        error = f" ± {self.standard_error:.2g}" if self.standard_error else ""
+        bound = "" if self.elbo is None else f", elbo={self.elbo:.6g}{error}"
         return f"Refinement({self.method!r}, {end} in {self.steps} steps, distance={self.distance:.2g}{bound})"
 
     def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Refinement:
@@ -61,6 +64,7 @@ class Refinement:
             "converged": self.converged,
             "distance": self.distance,
             "values": list(self.values),
+            **({"standard_error": self.standard_error} if self.standard_error else {}),
         }
 
     @classmethod
@@ -77,4 +81,5 @@ class Refinement:
             state["converged"],
             state["distance"],
             tuple(state["values"]),
+            state.get("standard_error", 0.0),
         )

@@ -25,6 +25,7 @@ from laplace.engines.outputs import outputs
 from laplace.errors import InvalidData, OutOfMemory
 from laplace.jacobian.jacobian import Jacobian, group_left_over, joined, whole_groups
 from laplace.structures.base import Precision
+from laplace.structures.gp.dual import moved_by
 
 _COPIES = 3
 """Of covariances: a sum, what is taken away from it, and what is left."""
@@ -102,7 +103,7 @@ class LinearisedOutputs(GaussianSource):
         engine: Gives Jacobians at θ*.
         precision: P.
         x: Inputs of B data.
-        step: θ̂ − θ*, `[P]`; None where it is zero, as before a refinement.
+        step: θ̂ − θ*, `[P]`, or one per output `[C, P]`; None where it is zero, as before a refinement.
         create_graph: Whether results can be differentiated, with respect to hyper-parameters or x.
         check: Raises where the network is not that of the posterior any more.
         through_x: Whether they can be with respect to x.
@@ -168,7 +169,7 @@ def linearised(
         x: Inputs of B data.
         form: `"full"` (covariance `[B, C, C]`), `"diagonal"` (`[B, C]`) or `"joint"` (`[B·C, B·C]`); of outputs with
             positions, B are rows, data × positions.
-        step: θ̂ − θ*, `[P]`; None where it is zero.
+        step: θ̂ − θ*, `[P]`, or one per output `[C, P]`; None where it is zero.
         create_graph: Whether mean and covariance can be differentiated with respect to x.
         wide: Whether covariances are summed in float64, since samples are to be drawn.
         choice: Which outputs; None for all.
@@ -263,22 +264,16 @@ def shifted(pieces: Generator[tuple[Jacobian, Tensor]], step: Tensor | None) -> 
 
     Args:
         pieces: Jacobians and outputs f at θ*.
-        step: `[P]`, or None for zero.
+        step: `[P]`, or one per output `[C, P]`, or None for zero.
     """
     with closing(pieces):
         for jacobian, f in pieces:
             mean = f.to(widest(f))
-            yield jacobian, mean if step is None else mean + moved_by(jacobian, step.unsqueeze(0))[0]
-
-
-def moved_by(jacobian: Jacobian, steps: Tensor) -> Tensor:
-    """J v of steps v `[S, P]`, `[S, B, C]`."""
-    parts = steps.split([block.size for block in jacobian.blocks], 1)
-    return jacobian.sum_over_blocks(lambda i, block: block.apply(parts[i]))
+            yield jacobian, mean if step is None else mean + moved_by(jacobian, step)
 
 
 def linearised_mean(pieces: Generator[tuple[Jacobian, Tensor]], step: Tensor) -> OutputRows:
-    """f(x, θ*) + J step, `[B, C]`, of Jacobians and outputs f, without a covariance."""
+    """f(x, θ*) + J step, `[B, C]`, of Jacobians and outputs f, and a step as of `shifted`; without a covariance."""
     return _together((mean, jacobian.positions, jacobian.outputs) for jacobian, mean in shifted(pieces, step))
 
 

@@ -18,7 +18,7 @@ from laplace.core.positions import OutputRows, unrolled
 from laplace.engines.engine import CurvatureEngine, detached
 from laplace.errors import InvalidData, UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
-from laplace.predictive.latent import SampleSource, moved_by, widest
+from laplace.predictive.latent import SampleSource, widest
 from laplace.predictive.sampled_weights import outputs_at
 from laplace.weights.problem import Problem
 
@@ -114,7 +114,7 @@ def finite(samples: Tensor) -> Tensor:
 
 def _at_samples(jacobian: Jacobian, f: Tensor, steps: Tensor) -> Tensor:
     """F + J (θ_s − θ*), `[S, B, C]`."""
-    return f.to(widest(f)) + moved_by(jacobian, steps)
+    return f.to(widest(f)) + jacobian.apply(steps)
 
 
 def with_arguments(problem: Problem, model_kwargs: dict[str, Any]) -> Problem:

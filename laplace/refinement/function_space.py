@@ -1,13 +1,12 @@
 """The mode of a Gaussian process under any log-concave likelihood: refinement in function space.
 
-Newton's method for Ψ(f) = log p(y | f) − ½ (f − m)ᵀ K⁻¹ (f − m) (Rasmussen and Williams, 2006, chapter 3), with several
+The maximum of Ψ(f) = log p(y | f) − ½ (f − m)ᵀ K⁻¹ (f − m) (Rasmussen and Williams, 2006, chapter 3), with several
 outputs, a prior mean m, and no inverse of K, which may be singular.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +14,9 @@ from torch import Tensor
 from laplace.core.precision_policy import widened
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
-from laplace.refinement.newton import backtracked
+from laplace.refinement.glm import LinearModel
+from laplace.refinement.kernel_data import Features, KernelBatch, KernelCovariance, KernelData, columns
+from laplace.refinement.newton import minimise
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,8 +26,8 @@ class FunctionMode:
     Attributes:
         f: The mode f̂, `[M, C]`.
         dual: a with f̂ = m + K a, `[M, C]`: the mean elsewhere is m(x) + k(x, X) a.
-        root: S with S Sᵀ = Λ(f̂) / (σ²T), `[MC, R]`.
-        factor: Cholesky factor of I + Sᵀ K S, `[R, R]`.
+        basis: U λ^(−½) of K = U λ Uᵀ, `[MC, r]`: k(x, X) times it are coordinates.
+        factor: Cholesky factor of their posterior precision, `[r, r]`.
         value: Ψ(f̂), without the normaliser of the likelihood.
         steps: Newton steps.
         distance: Newton decrement at the end: about how far Ψ is from its maximum is half its square.
@@ -35,7 +36,7 @@ class FunctionMode:
 
     f: Tensor
     dual: Tensor
-    root: Tensor
+    basis: Tensor
     factor: Tensor
     value: float
     steps: int
@@ -44,7 +45,7 @@ class FunctionMode:
 
     @property
     def half_logdet(self) -> Tensor:
-        """½ log det(I + Sᵀ K S), 0-dim: log p(y) ≈ Ψ(f̂) − this + the likelihood's normaliser."""
+        """½ log det(I + Λ^½ K Λ^½), 0-dim: log p(y) ≈ Ψ(f̂) − this + the likelihood's normaliser."""
         return self.factor.diagonal().log().sum()
 
     def mean(self, prior_mean: Tensor, cross: Tensor) -> Tensor:
@@ -57,14 +58,15 @@ class FunctionMode:
         return prior_mean + (cross @ self.dual.flatten()).view_as(prior_mean)
 
     def covariance(self, prior: Tensor, cross: Tensor) -> Tensor:
-        """K_** − K_*X S (I + Sᵀ K S)⁻¹ Sᵀ K_X*, `[..., BC, BC]` of the prior's shape.
+        """K_** − K_*X (K + Λ⁻¹)⁻¹ K_X*, `[..., BC, BC]` of the prior's shape.
 
         Args:
             prior: K_**, `[BC, BC]`.
             cross: k(x, X), `[BC, MC]`.
         """
-        gain = torch.linalg.solve_triangular(self.factor, (cross @ self.root).mT, upper=False)
-        return prior - gain.mT @ gain
+        inside = cross @ self.basis
+        gain = torch.linalg.solve_triangular(self.factor, inside.mT, upper=False)
+        return prior - inside @ inside.mT + gain.mT @ gain
 
 
 def dense_kernel(blocks: Tensor) -> Tensor:
@@ -107,51 +109,17 @@ def mode(
     n = prior_mean.numel()
     if kernel.shape != (n, n):
         raise InvalidArgument(f"kernel has shape {list(kernel.shape)}; for a mean {list(prior_mean.shape)}: {[n, n]}.")
-    K, m, scale = widened(kernel), widened(prior_mean), widened(scale.detach())
+    m, scale = widened(prior_mean), widened(scale.detach())
     y = likelihood.check_targets(m, y)
-    dual = torch.zeros_like(m) if start is None else widened(start)
+    features = Features.of(kernel.view(*m.shape, *m.shape))
+    data = KernelData(KernelBatch(m, y), (features,), float(likelihood.count(m, y)))
+    model = LinearModel.standard(data, likelihood, scale, features.rank)
+    begin = data.pull([torch.zeros_like(m) if start is None else widened(start)])
 
-    def evaluated(a: Tensor) -> tuple[Tensor, float]:
-        shift = (K @ a.flatten()).view_as(m)
-        loss = float((scale * likelihood.loss_terms(m + shift, y)).sum())
-        return m + shift, -loss - 0.5 * float((a * shift).sum())
+    def around(at: Tensor) -> KernelCovariance:
+        return KernelCovariance.of(data, columns(model.hessians(at)[0]), scale)
 
-    def lowered(a: Tensor, along: Tensor, step: float) -> tuple[tuple[Tensor, Tensor], float]:
-        reached, objective = evaluated(a + step * along)
-        return (a + step * along, reached), -objective
-
-    f, value = evaluated(dual)
-    steps, distance = 0, float("inf")
-    root, factor = _curved(K, likelihood, f, y, scale)
-    for steps in range(max_steps + 1):
-        # With g the gradient of −log p(y | f), the gradient of −Ψ in a is K (g + a).
-        slack = scale * likelihood.gradient(f, y) + dual
-        direction = -_woodbury(K, root, factor, slack.flatten()).view_as(dual)
-        decrease = float(slack.flatten() @ (K @ direction.flatten()))
-        distance = max(0.0, -decrease) ** 0.5
-        if distance <= tolerance or steps == max_steps:
-            break
-        attempt = backtracked(partial(lowered, dual, direction), -value, decrease)
-        if attempt is None:
-            break
-        (dual, f), value = attempt[0], -attempt[1]
-        root, factor = _curved(K, likelihood, f, y, scale)
-    return FunctionMode(f, dual, root, factor, value, steps, distance, distance <= tolerance)
-
-
-def _curved(kernel: Tensor, likelihood: Likelihood, f: Tensor, y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """S `[MC, MC]` and the Cholesky factor of I + Sᵀ K S."""
-    columns = likelihood.hessian(f, y).root() * scale.sqrt()  # [R, M, C]
-    r, n, c = columns.shape
-    data = torch.arange(n, device=f.device)
-    root = f.new_zeros(n, c, n, r)
-    root[data, :, data] = columns.permute(1, 2, 0)
-    root = root.reshape(n * c, n * r)
-    identity = torch.eye(n * r, dtype=f.dtype, device=f.device)
-    return root, torch.linalg.cholesky(identity + root.mT @ kernel @ root)
-
-
-def _woodbury(kernel: Tensor, root: Tensor, factor: Tensor, vector: Tensor) -> Tensor:
-    """(I + Λ K)⁻¹ v = v − S (I + Sᵀ K S)⁻¹ Sᵀ K v."""
-    inner = torch.cholesky_solve((root.mT @ (kernel @ vector)).unsqueeze(1), factor).squeeze(1)
-    return vector - root @ inner
+    end = minimise(model, begin, around(begin).solve, tolerance=tolerance, max_steps=max_steps)
+    f, (dual,), (factor,) = m + data.push(end.at)[0], data.duals(end.at), around(end.at).factors
+    basis = features.inverse.flatten(0, 1)
+    return FunctionMode(f, dual, basis, factor, -end.values[-1], len(end.values) - 1, end.distance, end.converged)

@@ -17,7 +17,11 @@ from laplace.engines.engine import as_count
 from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.linear_maps import GraphMap, HeadMap
 from laplace.errors import InvalidData
+from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.network import next_token
+
+_INSTEAD = "Predictions, evidence and tuning of a posterior that is not refined take them"
+"""What to do with outputs that have positions."""
 
 KEPT_BYTES = 2**28
 """Bytes of graphs or features that are kept from one product to the next: fixed, as results must not depend on it."""
@@ -47,12 +51,12 @@ class LinearBatch:
         if self.engine.problem.head is not None:
             parts = list(self.engine.jacobian(self.x))
             if parts and all(jacobian.is_head for jacobian, _ in parts):
-                require_none(parts[0][0].positions, "a refinement")
+                require_none(parts[0][0].positions, "refine(...)", _INSTEAD)
                 self._outputs = torch.cat([f for _, f in parts])
                 heads = [jacobian.head_features() for jacobian, _ in parts]
                 return HeadMap(widened(torch.cat([phi for phi, _ in heads])), heads[0][1])
         linear = self.engine.linear(self.x)
-        require_none(tuple(linear.f.shape[1:-1]), "a refinement")
+        require_none(linear.positions, "refine(...)", _INSTEAD)
         self._outputs = linear.f
         return GraphMap(linear, linear.f.shape[-1])
 
@@ -114,7 +118,7 @@ class LinearData:
             batch.linear.add_pull(u.unsqueeze(0), total)
         return total[0]
 
-    def curvature_product(self, inner: Sequence[Any], scale: Tensor, vector: Tensor) -> Tensor:
+    def curvature_product(self, inner: Sequence[OutputHessian], scale: Tensor, vector: Tensor) -> Tensor:
         """Σ Jᵀ (scale · Λ) J v, `[P]`, with an output Hessian per batch; one map per batch serves both directions."""
         total = torch.zeros_like(vector).unsqueeze(0)
         for batch, hessian in zip(self.batches, inner, strict=True):

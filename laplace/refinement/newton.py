@@ -81,7 +81,7 @@ def minimise(
             if distance <= tolerance:
                 break
             relative = min(1e-2, max(0.1 * tolerance, distance))
-            direction = _solved(function.hessian_at(at), -gradient, precondition, relative)
+            direction = solved(function.hessian_at(at), -gradient, precondition, relative)
             slope = float(gradient @ direction)
             step = backtracked(partial(_stepped, function, at, direction), values[-1], slope)
             bar.update()
@@ -94,7 +94,7 @@ def minimise(
     return Minimum(at, tuple(values), distance, distance <= tolerance)
 
 
-def _solved(
+def solved(
     product: Callable[[Tensor], Tensor], right: Tensor, precondition: Callable[[Tensor], Tensor], relative: float
 ) -> Tensor:
     """H⁻¹ r of r `[P]`, to a residual relative to r in the norm of the preconditioner."""

@@ -12,8 +12,10 @@ from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.refined import Refinement
 from laplace.posterior.sharding import refuse_sharded
+from laplace.refinement.process import ProcessRefiner
 from laplace.refinement.refiner import RefineOptions, Refiner
 from laplace.refinement.variational import variational
+from laplace.refinement.weight_space import WeightRefiner
 
 
 def refine(posterior: Posterior, loader: Iterable[Any], method: str, options: RefineOptions) -> Refinement:
@@ -33,27 +35,28 @@ def refine(posterior: Posterior, loader: Iterable[Any], method: str, options: Re
     structure = posterior.choices.structure
     if method == "variational" and not structure.is_variational:
         raise UnsupportedError(
-            f"method='variational' has a full or a diagonal covariance, hessian_structure={structure.name!r} is "
-            "neither; use hessian_structure='full' or 'diag', or method='map', which every structure takes."
+            f"method='variational' with hessian_structure={structure.name!r}, whose precision is no sum of curvature "
+            "and prior that natural gradients could move; use hessian_structure='full', 'block', 'kron', 'diag' or "
+            "'gp' (with functional_approximation='sod'), or method='map', which every structure takes."
         )
     with autograd_mode(), torch.no_grad(), same_random_state(posterior.model):
         posterior.check_unchanged()
-        refined = _METHODS[method](Refiner(posterior, loader, options))
+        refiner = ProcessRefiner if structure.refined_by_kernels else WeightRefiner
+        refined = _METHODS[method](refiner(posterior, loader, options))
     if not refined.converged:
         warn(
-            f"{refined!r}: give more max_steps, or a larger tolerance than this precision of numbers allows.",
+            f"{refined!r}: give more max_steps, a larger tolerance than this precision of numbers allows, or, where "
+            "expectations are over random points, more n_samples.",
             ApproximationWarning,
         )
     return refined
 
 
-def _mode(refiner: Refiner) -> Refinement:
+def _mode(refiner: Refiner[Any]) -> Refinement:
     """The mode, and the curvature there."""
-    end = refiner.minimum(
-        refiner.model, refiner.start, refiner.posterior.precision(), show=refiner.options.progress_bar
-    )
-    return refiner.result("map", end.at, refiner.fit_at(end.at), end)
+    end = refiner.minimum(refiner.model, refiner.start, refiner.covariance(), show=refiner.options.progress_bar)
+    return refiner.result("map", refiner.expected(refiner.model, end.at), end)
 
 
-_METHODS: dict[str, Callable[[Refiner], Refinement]] = {"map": _mode, "variational": variational}
+_METHODS: dict[str, Callable[[Refiner[Any]], Refinement]] = {"map": _mode, "variational": variational}
 """What `la.refine` can find."""

@@ -1,35 +1,26 @@
-"""Common ground of all refinements: the linearised network, its data and the present hyper-parameters."""
+"""Common ground of all refinements: a linear model at the present hyper-parameters, Gaussians over its parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from laplace import fitting
 from laplace.core.precision_policy import widened
 from laplace.core.random_numbers import check_generator
 from laplace.engines.engine import same_count
 from laplace.engines.native.ggn import GGNEngine
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
-from laplace.fitting import Fit, ReadOptions
+from laplace.fitting import Fit
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.refined import Refinement
 from laplace.refinement.glm import LinearModel
-from laplace.refinement.likelihood_at_mode import Shifted
-from laplace.refinement.linear import LinearData
 from laplace.refinement.newton import Minimum, minimise
-from laplace.refinement.smoothing import NOWHERE, Smoothing
-from laplace.structures.base import Precision
 
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""In posterior standard deviations: what products with a Jacobian of this precision can resolve."""
-
-BOUND_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
-"""Of a bound that cannot grow any more, relative to its size."""
+S = TypeVar("S", bound="Covariance")
 
 
 @dataclass(frozen=True)
@@ -42,6 +33,10 @@ class RefineOptions:
         n_samples: Points of the expectations of softmax likelihoods.
         generator: Their source.
         progress_bar: Show one.
+
+    Raises:
+        InvalidArgument: Options that are not accepted.
+        InvalidType: The generator is no `torch.Generator`.
     """
 
     max_steps: int = 100
@@ -50,104 +45,130 @@ class RefineOptions:
     generator: torch.Generator | None = None
     progress_bar: bool = False
 
+    def __post_init__(self) -> None:
+        if self.max_steps < 1 or self.n_samples < 2:
+            raise InvalidArgument(
+                f"max_steps={self.max_steps} and n_samples={self.n_samples}; at least 1 and 2 are accepted."
+            )
+        if self.tolerance is not None and not 0 < self.tolerance < 1:
+            raise InvalidArgument(f"tolerance={self.tolerance}; it must lie in (0, 1).")
+        check_generator(self.generator)
 
-class Refiner:
-    """The linearised network with its data at the present hyper-parameters.
+
+class Covariance(ABC):
+    """Covariance S of a Gaussian over the n parameters of a linear model: S⁻¹ is a curvature plus the prior P₀."""
+
+    @abstractmethod
+    def solve(self, vector: Tensor) -> Tensor:
+        """S v of a vector `[n]`, float64."""
+
+    @abstractmethod
+    def of_outputs(self, *, diagonal: bool) -> list[Tensor]:
+        """Covariances J S Jᵀ of the outputs of every datum, a tensor `[B, C, C]` per batch, or variances `[B, C]`."""
+
+    @abstractmethod
+    def divergence(self) -> float:
+        """tr(P₀ S) − n + log det S⁻¹ − log det P₀: twice KL(q ‖ p), less the distance of the means."""
+
+
+class Refiner(ABC, Generic[S]):
+    """A linear model of the data of a fit at the present hyper-parameters, and how a posterior is made of its end.
 
     Args:
         posterior: A fitted posterior.
-        loader: The data of the fit, read once.
-        options: How.
+        options: How it is refined.
+
+    Attributes:
+        engine: Knows the network at θ*.
+        model: The linear model.
+        start: Parameters that a search begins with, `[n]`, float64: those of a former refinement, or of the network.
 
     Raises:
-        UnsupportedError: The curvature is not the library's GGN.
-        InvalidData: Other data than those of the fit.
-        InvalidArgument: Options that are not accepted.
-        InvalidType: The generator is no `torch.Generator`.
+        UnsupportedError: The curvature is not the library's GGN, or data have weights.
     """
 
-    def __init__(self, posterior: Posterior, loader: Iterable[Any], options: RefineOptions) -> None:
+    model: LinearModel
+    start: Tensor
+
+    def __init__(self, posterior: Posterior, options: RefineOptions) -> None:
         choices, engine = posterior.choices, posterior.engine
         if not isinstance(engine, GGNEngine):
             raise UnsupportedError(
                 f"backend={choices.backend_cls.__name__} cannot refine: the curvature of the linearised network is a "
                 "GGN at its own outputs; use backend=NativeGGN, the default."
             )
-        if options.max_steps < 1 or options.n_samples < 2:
-            raise InvalidArgument(
-                f"max_steps={options.max_steps} and n_samples={options.n_samples}; at least 1 and 2 are accepted."
-            )
-        if options.tolerance is not None and not 0 < options.tolerance < 1:
-            raise InvalidArgument(f"tolerance={options.tolerance}; it must lie in (0, 1).")
-        check_generator(options.generator)
         if posterior.map_fit.is_weighed:
             raise UnsupportedError(
                 "the fit has data with weights of their own (weight_fn=, dict_key_weight=), which a refinement does "
                 "not know; weigh classes by the likelihood, Categorical(class_weight=...), which it does."
             )
         self.posterior = posterior
-        self.engine = engine
+        self.engine: GGNEngine = engine
         self.options = options
-        self.data = LinearData(engine, loader, choices.dict_key_y, progress_bar=options.progress_bar)
-        seen = posterior.map_fit.n_data
-        if not same_count(self.data.n_data, seen):
+        self.evidence = posterior.evidence
+        scale = posterior.likelihood.curvature_scale(engine.kind, self.evidence.sigma_noise, self.evidence.temperature)
+        self.scale = widened(scale.detach())
+
+    def require_all(self, n_data: float) -> None:
+        """Compares the number of data that were read with that of the fit.
+
+        Raises:
+            InvalidData: It is another one.
+        """
+        seen = self.posterior.map_fit.n_data
+        if not same_count(n_data, seen):
             raise InvalidData(
-                f"the loader gave {self.data.n_data:g} data that count, the fit has seen {seen:g}; a refinement "
-                "replaces the fit and needs all of its data."
+                f"the loader gave {n_data:g} data that count, the fit has seen {seen:g}; a refinement replaces the fit "
+                "and needs all of its data."
             )
-        self.evidence = evidence = posterior.evidence
-        scale = posterior.likelihood.curvature_scale(engine.kind, evidence.sigma_noise, evidence.temperature)
-        self.model = LinearModel(
-            data=self.data,
-            likelihood=posterior.likelihood,
-            scale=widened(scale.detach()),
-            prior_precision=widened(evidence.prior.diagonal().detach()),
-            offset=widened(posterior.expansion_point) - widened(evidence.prior.mean.detach()),
-        )
 
     @property
-    def start(self) -> Tensor:
-        """The step from θ* that a search begins with, `[P]`, float64: that of a former refinement, or zero."""
-        step = self.posterior.refined_step
-        return torch.zeros_like(self.model.offset) if step is None else widened(step)
-
-    @property
+    @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Dtype of the numbers that the network computes."""
-        return self.engine.dtype
+        """Dtype in which outputs of the linear model are known."""
 
-    def minimum(self, model: LinearModel, start: Tensor, precision: Precision, *, show: bool) -> Minimum:
-        """The minimum of a model, searched from a step `[P]`."""
-        dtype = self.posterior.expansion_point.dtype
+    @abstractmethod
+    def covariance(self) -> S:
+        """Covariance of the posterior as it is."""
 
-        def precondition(vector: Tensor) -> Tensor:
-            return widened(precision.solve(vector.to(dtype).unsqueeze(0))[0])
+    @abstractmethod
+    def expected(self, model: LinearModel, at: Tensor) -> S:
+        """Covariance with the (expected) curvature of a model at parameters `[n]`."""
 
+    @abstractmethod
+    def between(self, first: S, second: S, rate: float) -> S:
+        """Covariance with the curvature (1 − ρ) H + ρ H′ of two, 0 < ρ < 1."""
+
+    @abstractmethod
+    def fit(self, covariance: S, at: Tensor) -> Fit:
+        """The curvature of a covariance, in the posterior's structure, and the loss at parameters `[n]`."""
+
+    @abstractmethod
+    def mean(self, at: Tensor) -> Tensor:
+        """θ̂ of parameters `[n]`, as `Refinement` holds it."""
+
+    def minimum(self, model: LinearModel, start: Tensor, covariance: S, *, show: bool) -> Minimum:
+        """The minimum of a model, searched from parameters `[n]`."""
         tolerance = self.options.tolerance or _TOLERANCE[self.dtype]
-        max_steps = max(self.options.max_steps, 1)
-        return minimise(model, start, precondition, tolerance=tolerance, max_steps=max_steps, progress_bar=show)
-
-    def fit_at(self, step: Tensor, smoothing: Smoothing = NOWHERE, roots: Sequence[Tensor] | None = None) -> Fit:
-        """Curvature, in the posterior's structure, and loss at f_lin(x, θ* + step)."""
-        choices, engine, first = self.posterior.choices, self.engine, self.data.batches[0]
-        shifted = Shifted(self.posterior.likelihood, smoothing, first.y[0], first.f.shape[1], rooted=roots is not None)
-        own = GGNEngine(engine.problem, shifted, replace(engine.options, stochastic=False, generator=None))
-        known = [None] * len(self.data.batches) if roots is None else roots
-        pushed = self.data.push(step)
-        loader = [
-            (batch.x, shifted.pack(shift, root, batch.y))
-            for batch, shift, root in zip(self.data.batches, pushed, known, strict=True)
-        ]
-        return fitting.accumulate(
-            loader, own, choices.structure, choices.structure_options, ReadOptions(choices.dict_key_y)
+        return minimise(
+            model, start, covariance.solve, tolerance=tolerance, max_steps=self.options.max_steps, progress_bar=show
         )
 
-    def precision(self, fit: Fit) -> Precision:
-        """P of another fit at the present hyper-parameters."""
-        return replace(self.evidence, fit=fit).precision
+    @property
+    def bound_tolerance(self) -> float:
+        """Change of a bound, relative to its size, that counts as none."""
+        return self.options.tolerance or _BOUND_TOLERANCE[self.dtype]
 
-    def result(self, method: str, step: Tensor, fit: Fit, end: Minimum) -> Refinement:
-        """A refinement with the mean θ* + step."""
-        centre = self.posterior.expansion_point
-        steps = len(end.values) - 1
-        return Refinement(method, centre + step.to(centre.dtype), fit, steps, end.converged, end.distance, end.values)
+    def result(self, method: str, covariance: S, end: Minimum, standard_error: float = 0.0) -> Refinement:
+        """The refinement at the end of a search."""
+        return Refinement(
+            method, self.mean(end.at), self.fit(covariance, end.at), len(end.values) - 1, end.converged, end.distance,
+            end.values, standard_error,
+        )  # fmt: skip
+
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""In posterior standard deviations: what products with a Jacobian of this precision can resolve."""
+
+_BOUND_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
+"""Of a bound that cannot grow any more, relative to its size."""

@@ -82,9 +82,34 @@ class Smoothing:
         moved = self.points.unsqueeze(1) * root if self.independent else torch.einsum("bcd,sd->sbc", root, self.points)
         return list(zip(self.weights.tolist(), f + moved, strict=True))
 
-    def loss_terms(self, likelihood: Likelihood, f: Tensor, root: Tensor | None, y: Tensor) -> Tensor:
-        """E of `Likelihood.loss_terms`, `[1]` or `[C]`."""
-        return torch.stack([w * likelihood.loss_terms(h, y) for w, h in self.around(f, root)]).sum(0)
+    def losses(self, likelihood: Likelihood, f: Tensor, root: Tensor | None, y: Tensor) -> Tensor:
+        """`Likelihood.loss_terms` at every point, `[S, 1]` or `[S, C]`."""
+        return torch.stack([likelihood.loss_terms(h, y) for _, h in self.around(f, root)])
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The expectation of values `[S, …]` at every point; of one point, that value."""
+        return values[0] if len(values) == 1 else torch.tensordot(self.weights.to(values), values, 1)
+
+    def standard_error(self, values: Tensor) -> float:
+        """Standard error of the expectation of values `[S]`; 0 where points are no random ones.
+
+        Pairs ε, −ε have one mean. Where the second moments of the points are those of a normal, the expectation of what
+        is quadratic in ε has no error: what is left beside it counts. Too few points for that overstate the error.
+        """
+        if self.independent or len(values) == 1:
+            return 0.0
+        half = len(values) // 2
+        pairs, points = 0.5 * (values[:half] + values[half:]), self.points[:half]
+        row, column = torch.triu_indices(points.shape[1], points.shape[1], device=points.device)
+        one = torch.ones_like(points[:, :1])
+        for products in (points[:, row] * points[:, column], points.square(), points[:, :0]):
+            known = torch.cat([one, products], 1)
+            if half > 2 * known.shape[1]:
+                break
+        basis = torch.linalg.qr(known).Q
+        rest = pairs - basis @ (basis.T @ pairs)
+        free = half - known.shape[1]
+        return float((rest.square().sum() / (free * half)).sqrt()) if free > 0 else math.inf
 
     def gradient(self, likelihood: Likelihood, f: Tensor, root: Tensor | None, y: Tensor) -> Tensor:
         """E of `Likelihood.gradient`, `[B, C]`."""

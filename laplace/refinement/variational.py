@@ -1,135 +1,140 @@
-"""Gaussian variational inference in the linearised model, by natural gradients (Khan and Lin, 2017; Immer et al., B.3).
+"""Gaussian variational inference in a linear model, by natural gradients (Khan and Lin, 2017; Immer et al., B.3).
 
 For a model that is linear in θ and q = N(m, S) the natural gradient step of size ρ is, by the theorems of Bonnet and
 Price,
 
-    S⁻¹ ← (1 − ρ) S⁻¹ + ρ (δ + Σ_n J_nᵀ E_q[Λ(f_n)] J_n / (σ²T)),    f_n ~ N(f_lin(x_n, m), J_n S J_nᵀ),
+    S⁻¹ ← (1 − ρ) S⁻¹ + ρ (P₀ + Σ_n J_nᵀ E_q[Λ(f_n)] J_n / (σ²T)),    f_n ~ N(f_lin(x_n, m), J_n S J_nᵀ),
 
-or its diagonal. S⁻¹ stays a curvature plus the prior, so that it is kept as one. The step in the mean, along
-S ∇_m, is repeated to the minimum, which for log-concave likelihoods is unique: with S fixed the bound is concave in m.
+or, within a family of structured precisions, the part of it that the structure keeps: the diagonal, the blocks of
+layers, both of which are the natural gradients of these families, or Kronecker factors, which approximate it (noisy
+K-FAC; Zhang et al., 2018). S⁻¹ stays a curvature plus the prior, so that it is kept as one. The step in the mean,
+along S ∇_m, is repeated to the minimum, which for log-concave likelihoods is unique: with S fixed the bound is concave
+in m. A step is taken only if the bound grows, and is shortened until it does; the search ends where such a step,
+however short, changes the bound no more. That is a maximum where the step is along a gradient. Sampled expectations,
+Kronecker factors, and likelihoods whose `hessian` is a Fisher information, know it up to an error.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Generic
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from laplace.core.precision_policy import widened
-from laplace.fitting import Fit
 from laplace.posterior.refined import Refinement
 from laplace.refinement.glm import LinearModel
 from laplace.refinement.newton import Minimum
-from laplace.refinement.refiner import BOUND_TOLERANCE, Refiner
+from laplace.refinement.refiner import Refiner, S
 from laplace.refinement.smoothing import Smoothing
-from laplace.structures.base import Curvature, Precision
 
-_SMALLEST_RATE = 1e-3
-"""Below it a natural gradient step gains nothing but rounding."""
+_SHORTER = 0.25
+"""Factor of a step that would lower the bound."""
 
 
 @dataclass(frozen=True, eq=False)
-class _State:
+class _State(Generic[S]):
     """A Gaussian q, and its bound.
 
     Attributes:
-        curvature: H of S⁻¹ = s H + δ.
-        precision: S⁻¹.
+        covariance: S.
         model: The expected model under the covariance of the outputs.
-        step: m − θ*.
-        elbo: The bound.
+        at: m, as parameters of the model.
+        bounds: E_q[log p(D | f_lin)] − KL(q ‖ p) by every point of the expectation, `[S]`, in nats.
+        elbo: Their mean.
     """
 
-    curvature: Curvature
-    precision: Precision
+    covariance: S
     model: LinearModel
-    step: Tensor
+    at: Tensor
+    bounds: Tensor
     elbo: float
 
 
-def variational(refiner: Refiner) -> Refinement:
+@dataclass(frozen=True, eq=False)
+class _End(Generic[S]):
+    """The end of a search.
+
+    Attributes:
+        state: The Gaussian.
+        values: The bounds on the way.
+        change: Last change of the bound, relative to its size.
+        converged: Whether no step changes it any more.
+    """
+
+    state: _State[S]
+    values: tuple[float, ...]
+    change: float
+    converged: bool
+
+
+def variational(refiner: Refiner[S]) -> Refinement:
     """The variational Gaussian; the search begins at the posterior."""
-    precision = refiner.posterior.precision()
-    options, like = refiner.options, refiner.data.batches[0].f
-    likelihood = refiner.posterior.likelihood
-    widest = _widest(refiner, precision) if likelihood.independent_outputs else 1.0
-    smoothing = Smoothing.of(likelihood, like.shape[1], options.n_samples, options.generator, like, widest)
-    tolerance = options.tolerance or BOUND_TOLERANCE[refiner.dtype]
-    # Steps are natural gradients of the bound itself; among random points their end is not the sampled bound's maximum.
-    slack = tolerance if smoothing.independent else max(tolerance, 1 / len(smoothing.points))
-    fit = refiner.posterior.fit
-    state = _at(refiner, smoothing, fit, precision, refiner.start)
-    values, rate, change = [state.elbo], 1.0, float("inf")
+    covariance = refiner.covariance()
+    end = _climbed(refiner, _at(refiner, _points(refiner, covariance), covariance, refiner.start))
+    state = end.state
+    minimum = Minimum(state.at, end.values, end.change, end.converged)
+    error = state.model.smoothing.standard_error(state.bounds)
+    return refiner.result("variational", state.covariance, minimum, error)
+
+
+def _climbed(refiner: Refiner[S], state: _State[S]) -> _End[S]:
+    """Natural gradient steps, none of which lowers the bound, until it does not change."""
+    options, tolerance = refiner.options, refiner.bound_tolerance
+    values, rate, change, target = [state.elbo], 1.0, float("inf"), None
     with tqdm(total=options.max_steps, desc="refine", disable=not options.progress_bar) as bar:
         for _ in range(options.max_steps):
             bar.update()
-            target = refiner.fit_at(state.step, smoothing, state.model.roots)
-            new = _towards(refiner, smoothing, fit, state, target, rate)
-            if new.elbo < state.elbo - slack * max(1.0, abs(state.elbo)):
-                rate /= 2  # too long a step
-                if rate < _SMALLEST_RATE:
-                    break
-                continue
-            change = abs(new.elbo - state.elbo) / max(1.0, abs(new.elbo))
-            state = new
-            values.append(state.elbo)
-            if change <= tolerance:
-                break
-    final = replace(refiner.fit_at(state.step), curvature=state.curvature)
-    end = Minimum(state.step, tuple(values), change, change <= tolerance)
-    return refiner.result("variational", state.step, final, end)
+            if target is None:
+                target = refiner.expected(state.model, state.at)
+            covariance = target if rate == 1 else refiner.between(state.covariance, target, rate)
+            new = _at(refiner, state.model.smoothing, covariance, state.at)
+            gain, size = new.elbo - state.elbo, max(1.0, abs(new.elbo))
+            if abs(gain) <= tolerance * size:
+                return _End(state, tuple(values), abs(gain) / size, True)
+            if gain > 0:
+                state, target, change = new, None, gain / size
+                values.append(state.elbo)
+                rate = min(1.0, rate / _SHORTER)
+            else:
+                rate *= _SHORTER  # too long a step, or no ascent at all, of which short ones change nothing
+    return _End(state, tuple(values), change, False)
 
 
-def _widest(refiner: Refiner, precision: Precision) -> float:
-    """The largest standard deviation of an output, with room for one that grows."""
-    largest = 0.0
-    for batch in refiner.data.batches:
-        with torch.no_grad():
-            parts = [precision.functional_diagonal(jacobian) for jacobian, _ in refiner.engine.jacobian(batch.x)]
-        largest = max(largest, *(float(part.max()) for part in parts))
-    return 1.5 * largest**0.5
+def _points(refiner: Refiner[S], covariance: S) -> Smoothing:
+    """Points of all expectations: the same from the first step to the last, so that bounds can be compared."""
+    options, model = refiner.options, refiner.model
+    likelihood, widest = model.likelihood, 1.0
+    if likelihood.independent_outputs:  # with room for a standard deviation that grows
+        widest = 1.5 * max(float(part.max()) for part in covariance.of_outputs(diagonal=True)) ** 0.5
+    like = model.data.batches[0].f
+    return Smoothing.of(likelihood, model.n_outputs, options.n_samples, options.generator, like, widest)
 
 
-def _towards(refiner: Refiner, smoothing: Smoothing, fit: Fit, state: _State, target: Fit, rate: float) -> _State:
-    """The state after a natural gradient step of the covariance, with its best mean."""
-    curvature = target.curvature
-    if rate < 1:
-        curvature = state.curvature.scaled(1 - rate) + target.curvature.scaled(rate)
-    moved = replace(fit, curvature=curvature)
-    return _at(refiner, smoothing, moved, refiner.precision(moved), state.step)
-
-
-def _at(refiner: Refiner, smoothing: Smoothing, fit: Fit, precision: Precision, start: Tensor) -> _State:
+def _at(refiner: Refiner[S], smoothing: Smoothing, covariance: S, start: Tensor) -> _State[S]:
     """The best mean under a covariance, and the bound there."""
-    roots: list[Tensor] = []
-    contract = precision.functional_diagonal if smoothing.independent else precision.functional_variance
-    for batch in refiner.data.batches:
-        with torch.no_grad():
-            parts = [contract(replace(jacobian, wide=True)) for jacobian, _ in refiner.engine.jacobian(batch.x)]
-        roots.append(smoothing.root(torch.cat(parts)))
-    model = replace(refiner.model, smoothing=smoothing, roots=roots)
-    minimum = refiner.minimum(model, start, precision, show=False)
-    return _State(fit.curvature, precision, model, minimum.at, _bound(refiner, model, precision, minimum.at))
+    model, spread = refiner.model, covariance.of_outputs(diagonal=smoothing.independent)
+    model = LinearModel(
+        model.data, model.likelihood, model.scale, model.prior_precision, model.offset, smoothing,
+        [smoothing.root(part) for part in spread],
+    )  # fmt: skip
+    at = refiner.minimum(model, start, covariance, show=False).at
+    bounds = _bounds(refiner, model, covariance, at)
+    return _State(covariance, model, at, bounds, float(smoothing.mean(bounds)))
 
 
-def _bound(refiner: Refiner, model: LinearModel, precision: Precision, step: Tensor) -> float:
-    """E_q[log p(D | f_lin)] − KL(q ‖ p), in nats.
+def _bounds(refiner: Refiner[S], model: LinearModel, covariance: S, at: Tensor) -> Tensor:
+    """Log p(D | f_lin) − KL(q ‖ p) at every point of the expectation, `[S]`, in nats.
 
-    2 KL = tr(diag(δ) S) + (m − μ₀)ᵀ diag(δ) (m − μ₀) − P + log det S⁻¹ − log det diag(δ).
+    2 KL = tr(P₀ S) + (m − μ₀)ᵀ P₀ (m − μ₀) − n + log det S⁻¹ − log det P₀.
     """
-    evidence, delta = refiner.evidence, model.prior_precision
-    terms = model.loss_terms(step)
-    n_outputs = refiner.data.batches[0].f.shape[1]
-    expected = model.likelihood.log_likelihood(
-        terms,
-        refiner.data.n_data,
-        n_outputs,
-        widened(evidence.sigma_noise.detach()),
-        widened(evidence.temperature.detach()),
-    )
-    theta = model.offset + step
-    trace = delta @ widened(precision.diagonal_of_inverse())
-    twice = trace + (delta * theta) @ theta - len(delta) + widened(precision.logdet_ratio().detach())
-    return float(expected - 0.5 * twice)
+    evidence, theta = refiner.evidence, model.offset + at
+    sigma, temperature = (widened(value.detach()) for value in (evidence.sigma_noise, evidence.temperature))
+    n_data, n_outputs = model.data.n_data, model.n_outputs
+    expected = [
+        model.likelihood.log_likelihood(terms, n_data, n_outputs, sigma, temperature) for terms in model.losses(at)
+    ]
+    distance = (model.prior_precision * theta) @ theta
+    return torch.stack(expected) - 0.5 * (covariance.divergence() + distance)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from typing import Any, TypeVar
@@ -19,7 +19,6 @@ from laplace.core.precision_policy import wide_dtype
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
-from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import fields
 from laplace.structures.by_hand import ByHand
 from laplace.structures.cost import Cost
@@ -27,7 +26,7 @@ from laplace.structures.diag_precision import DiagPrecision
 from laplace.structures.fields import move
 from laplace.structures.precision import Precision
 from laplace.structures.separation import Separation
-from laplace.structures.variances_over_priors import VariancesOverPriors, one_by_one
+from laplace.structures.variances_over_priors import OneByOne, VariancesOverPriors
 
 C = TypeVar("C", bound="Curvature")
 
@@ -165,6 +164,7 @@ class Curvature(ABC):
         is_diagonal: Whether the posterior's variances say everything of it.
         is_variational: Whether a variational posterior can have this structure: its precision is any that is a sum of
             curvature and prior.
+        refined_by_kernels: Whether a refinement is over the outputs of the data that it holds, and not over weights.
         by_hand: Form in which users assign it and sum it up themselves; None where they cannot.
         separation: How it is taken apart by tensors; None where they are coupled.
         is_wide: Whether its sums are float64 whatever the dtype of the posterior, in which `la.H` shows them.
@@ -182,6 +182,7 @@ class Curvature(ABC):
     weighed: bool = True
     is_diagonal: bool = False
     is_variational: bool = False
+    refined_by_kernels: bool = False
     by_hand: ByHand | None = None
     separation: Separation[Any] | None = None
     is_wide: bool = False
@@ -324,7 +325,7 @@ class Curvature(ABC):
 
         By a precision of every prior, unless a structure has a basis in which priors only rescale.
         """
-        return _OneByOne(lambda prior: self.precision(weights.detach(), prior, **options), layout)
+        return OneByOne(lambda prior: self.precision(weights.detach(), prior, **options), layout)
 
     # What is saved and shown.
 
@@ -359,26 +360,6 @@ class Curvature(ABC):
 def narrowed(curvature: C, dtype: torch.dtype) -> C:
     """Wide sums in the dtype of the posterior, to whose rounding their terms are known; others as they are."""
     return curvature.from_state(move(curvature.state(), None, dtype)) if curvature.is_wide else curvature
-
-
-@dataclass(frozen=True)
-class _OneByOne(VariancesOverPriors):
-    """Functional variances at many scalar priors, each by a precision of its own.
-
-    Attributes:
-        precision: P at a prior.
-        layout: The parameters.
-    """
-
-    precision: Callable[[GaussianPrior], Precision]
-    layout: Layout
-
-    def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
-        def at(delta: Tensor) -> Tensor:
-            precision = self.precision(GaussianPrior(delta.detach(), delta.new_zeros(()), self.layout))
-            return precision.functional_diagonal(jacobian) if diagonal else precision.functional_variance(jacobian)
-
-        return one_by_one(at)
 
 
 def those_known(**sums: Tensor | None) -> dict[str, Tensor]:

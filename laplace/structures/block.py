@@ -87,6 +87,7 @@ class BlockCurvature(AdditiveCurvature):
     matrix_dims = 3
     options = BlockOptions
     separation = BlockSeparation()
+    is_variational = True
     is_wide = True
 
     @cached_property

@@ -79,6 +79,7 @@ class KronCurvature(AdditiveCurvature):
     by_hand = KronByHand()
     separation = KronSeparation()
     needs_columns = True
+    is_variational = True
     exact_prior = False
 
     @property

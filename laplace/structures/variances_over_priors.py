@@ -9,8 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace.core.hyperparameters import GaussianPrior
+from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
 from laplace.jacobian.jacobian import Jacobian
+from laplace.structures.precision import Precision
 
 
 class VariancesOverPriors(ABC):
@@ -58,3 +61,23 @@ class SpectralScan(VariancesOverPriors):
             return projected.sum_over_blocks(lambda i, block: block.weighted_gram_each(inverses[i]))
 
         return at
+
+
+@dataclass(frozen=True)
+class OneByOne(VariancesOverPriors):
+    """Functional variances at many scalar priors, each by a precision of its own.
+
+    Attributes:
+        precision: P at a prior.
+        layout: The parameters.
+    """
+
+    precision: Callable[[GaussianPrior], Precision]
+    layout: Layout
+
+    def variances(self, jacobian: Jacobian, *, diagonal: bool) -> Callable[[Tensor], Tensor]:
+        def at(delta: Tensor) -> Tensor:
+            precision = self.precision(GaussianPrior(delta.detach(), delta.new_zeros(()), self.layout))
+            return precision.functional_diagonal(jacobian) if diagonal else precision.functional_variance(jacobian)
+
+        return one_by_one(at)

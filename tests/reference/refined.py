@@ -53,17 +53,37 @@ def mode(at: Tensor, f: Tensor, jacobian: Tensor, y: Tensor, likelihood: str, sc
     return theta
 
 
+def _nodes(count: int) -> tuple[Tensor, Tensor]:
+    """Gauss–Hermite points and weights of a standard normal, `[count]` each."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(count)
+    return torch.as_tensor(nodes), torch.as_tensor(weights) / math.sqrt(2 * math.pi)
+
+
+def _expected(centre: Tensor, rows: Tensor, y: Tensor) -> Tensor:
+    """E log p(y | f) of every datum under N(centre, rows rowsᵀ), `[B]`: of binary targets, or of labels of 3 classes.
+
+    A softmax of 3 classes sees two differences of its outputs, over which the expectation is a product of sums.
+    """
+    if y.is_floating_point():
+        nodes, weights = _nodes(60)
+        points = centre.unsqueeze(-1) + rows.square().sum(-1).sqrt().unsqueeze(-1) * nodes
+        targets = y.view_as(centre).unsqueeze(-1).expand_as(points)
+        return -(functional.binary_cross_entropy_with_logits(points, targets, reduction="none") @ weights).sum(1)
+    nodes, weights = _nodes(40)
+    points = torch.cartesian_prod(nodes, nodes)
+    differences = torch.tensor([[1.0, 0.0, -1.0], [0.0, 1.0, -1.0]], dtype=torch.float64)
+    own, spread = centre @ differences.T, differences @ rows
+    root = torch.linalg.cholesky(spread @ spread.mT)
+    logits = functional.pad(own.unsqueeze(1) + torch.einsum("bij,sj->bsi", root, points), (0, 1))
+    labels = y.view(-1, 1, 1).expand(-1, len(points), 1)
+    return logits.log_softmax(2).gather(2, labels).squeeze(2) @ torch.outer(weights, weights).flatten()
+
+
 def elbo(
     mean: Tensor, root: Tensor, at: Tensor, f: Tensor, jacobian: Tensor, y: Tensor, scale: float, delta: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Evidence lower bound of a Bernoulli model under N(mean, root rootᵀ), by Gauss–Hermite with 60 points."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
-    nodes, weights = torch.as_tensor(nodes), torch.as_tensor(weights) / math.sqrt(2 * math.pi)
-    centre = f + jacobian @ (mean - at)
-    spread = (jacobian @ root).square().sum(-1).sqrt()
-    points = centre.unsqueeze(-1) + spread.unsqueeze(-1) * nodes
-    targets = y.view_as(f).unsqueeze(-1).expand_as(points)
-    expected = -functional.binary_cross_entropy_with_logits(points, targets, reduction="none") @ weights
+    """Evidence lower bound of binary targets, or of 3 classes, under N(mean, root rootᵀ), by Gauss–Hermite points."""
+    expected = _expected(f + jacobian @ (mean - at), jacobian @ root, y)
     covariance = root @ root.T
     kl = 0.5 * (
         delta @ covariance.diagonal() + (delta * mean) @ mean - len(mean) - delta.log().sum()
@@ -99,3 +119,27 @@ def best_elbo(
     with torch.no_grad():
         value = elbo(mean, root(), at, f, jacobian, y, scale, delta)
         return float(value), mean.detach(), root() @ root().T
+
+
+def expected_slopes(mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """E of gradient `[B, C]` and Hessian `[B, C, C]` of the loss of labels under N(mean, covariance), of C outputs.
+
+    By the derivatives of E log p in mean and covariance (Opper and Archambeau, 2009), on 24 points per output.
+    """
+    nodes, weights = _nodes(24)
+    c = mean.shape[1]
+    points = torch.cartesian_prod(*[nodes] * c)
+    mass = torch.cartesian_prod(*[weights] * c).prod(1)
+    root = torch.linalg.cholesky(covariance)
+    f = mean.unsqueeze(1) + torch.einsum("bij,sj->bsi", root, points)
+    p = f.softmax(2)
+    gradient = torch.einsum("bsc,s->bc", p, mass) - functional.one_hot(y, c)
+    second = torch.diag_embed(torch.einsum("bsc,s->bc", p, mass)) - torch.einsum("bsc,bsd,s->bcd", p, p, mass)
+    return gradient, second
+
+
+def expected_slopes_of_binary(mean: Tensor, variance: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """E of gradient and second derivative of the loss of binary targets under N(mean, variance), `[B, C]` each."""
+    nodes, weights = _nodes(60)
+    p = (mean.unsqueeze(-1) + variance.sqrt().unsqueeze(-1) * nodes).sigmoid()
+    return p @ weights - y, (p * (1 - p)) @ weights

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace import Laplace, ParametricLaplace
 from laplace.curvature import NativeEF
@@ -177,8 +177,8 @@ def test_refusals_change_nothing() -> None:
     plain = la(x)
     with pytest.raises(InvalidArgument, match="variational"):
         la.refine(grid.batches(), method="vi")
-    with pytest.raises(UnsupportedError, match="'full' or 'diag'"):
-        la.refine(grid.batches(), method="variational")
+    with pytest.raises(UnsupportedError, match="'full', 'block'"):
+        fitted(structure="ekfac").refine(grid.batches(), method="variational")
     with pytest.raises(InvalidData, match="5 data"):
         la.refine(grid.batches()[:1])
     with pytest.raises(InvalidData, match="batch 0"):
@@ -202,3 +202,24 @@ def test_graphs_that_are_not_kept_change_nothing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(linear, "KEPT_BYTES", 0)
     second.refine(iter(grid.batches()))  # read once: an iterator will do
     assert torch.equal(first.mean, second.mean)
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_positions_are_refused_with_what_takes_them(weights: str) -> None:
+    """Refinement and function space take outputs of one position; the messages say how to ask for it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, y = torch.randn(8, 5, 3), torch.randint(0, 2, (8, 5))
+    la = Laplace(model, "classification", weights, "kron")
+    la.fit([(x, y)])
+    with pytest.raises(UnsupportedError, match=r"refine.*positions, \[5\].*forward_fn="):
+        la.refine([(x, y)])
+    for options in ({"n_subset": 4}, {"n_subset": 4, "selection": "top"}):
+        process = Laplace(model, "classification", weights, "gp", **options)
+        with pytest.raises(UnsupportedError, match=r"hessian_structure='gp'.*'full'.*forward_fn="):
+            process.fit([(x, y)])
+    for structure, options in (("kron", {}), ("gp", {"n_subset": 4})):
+        one = Laplace(model, "classification", weights, structure, forward_fn=lambda m, x: m(x)[:, 2], **options)
+        one.fit([(x, y[:, 2])])
+        assert one.refine([(x, y[:, 2])]).converged
+        assert one(x).shape == (8, 2)

@@ -24,7 +24,7 @@ def test_sigmoid_expectations(deviation: float) -> None:
     curvature = (f.sigmoid() * (-f).sigmoid()) @ mass
     root = torch.full_like(MEANS, deviation)
     torch.testing.assert_close(
-        smoothing.loss_terms(likelihood, MEANS, root, Y), loss.sum(0, keepdim=True), rtol=1e-6, atol=0
+        smoothing.mean(smoothing.losses(likelihood, MEANS, root, Y)), loss.sum(0, keepdim=True), rtol=1e-6, atol=0
     )
     residual = f.sigmoid() @ mass - Y.squeeze(1)
     torch.testing.assert_close(
@@ -45,3 +45,23 @@ def test_saturated_softmax_has_a_root() -> None:
     expected = a * torch.tensor([[2.0, -1.0, -1.0], [-1.0, 1.0, 0.0], [-1.0, 0.0, 1.0]], dtype=torch.float64)
     again = torch.einsum("kbc,kbd->bcd", columns, columns)[0]
     torch.testing.assert_close(again[1:], expected[1:], rtol=1e-3, atol=1e-3 * float(a))
+
+
+@pytest.mark.parametrize(("n_outputs", "n_samples"), [(2, 200), (3, 200), (10, 400)])
+def test_the_standard_error_is_that_of_other_points(n_outputs: int, n_samples: int) -> None:
+    """The error of an expectation as its spread over seeds: not that of plain points, of which it is a fraction."""
+    generator = torch.Generator().manual_seed(0)
+    f = torch.randn(20, n_outputs, dtype=torch.float64, generator=generator)
+    y = torch.randint(n_outputs, (20,), generator=generator)
+    root = torch.eye(n_outputs, dtype=torch.float64) + 0.3 * torch.randn(
+        20, n_outputs, n_outputs, dtype=torch.float64, generator=generator
+    )
+    means, errors = [], []
+    for seed in range(60):
+        smoothing = Smoothing.of(Categorical(), n_outputs, n_samples, torch.Generator().manual_seed(seed), f)
+        losses = smoothing.losses(Categorical(), f, root, y)[:, 0]
+        means.append(smoothing.mean(losses))
+        errors.append(smoothing.standard_error(losses))
+    spread, error = float(torch.stack(means).std()), sum(errors) / len(errors)
+    assert 0.6 * spread < error < 1.6 * spread
+    assert Smoothing.of(Bernoulli(), 1, 2, None, f).standard_error(f[:, 0]) == 0

@@ -28,13 +28,15 @@ class Linearised:
         capture: A forward pass that was captured with `create_graph`.
 
     Attributes:
-        f: Outputs `[B, C]`.
+        f: Outputs `[B, C]`; with positions, T, `[B, T·C]`.
+        positions: The dimensions whose product is T; empty for outputs `[B, C]`.
         n_bytes: About how much the graph holds.
     """
 
     def __init__(self, problem: Problem, capture: Capture) -> None:
         self.problem = problem
         self.f = capture.f
+        self.positions = capture.positions
         self.loop = capture.loop
         self.n_bytes = _COPIES * self.f.element_size() * (self.f.numel() + sum(u.shape.numel() for u in capture.calls))
         self.tensors = [capture.stand_ins[slot.name] for slot in problem.slots]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.precision_policy import wide_dtype, widened
+from laplace.errors import UnsupportedError
 from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.kernels import Scales, kernel, kernel_at, kernel_diagonal
@@ -99,14 +100,17 @@ class Dual(Span):
         count = len(self.parts[0].blocks)
         return tuple(_symmetric([Jacobian((part.blocks[i],)) for part in self.parts]) for i in range(count))
 
+    def kernel_under(self, scales: Scales) -> Tensor:
+        """K_MM under a prior variance per tensor, `[M, C, M, C]`, float64, differentiable in it."""
+        if scales is None:
+            return self.kernel
+        zero = torch.zeros((), dtype=wide_dtype(self.roots.device), device=self.roots.device)
+        return sum((widened(s).reshape(()) * k for s, k in zip(scales, self.kernels, strict=True)), zero)
+
     def gram(self, weights: Tensor | None, scales: Scales) -> Tensor:
         with algebra.kept_for_later():
-            values = self.kernel if scales is None else sum(
-                (widened(s).reshape(()) * k for s, k in zip(scales, self.kernels, strict=True)),
-                torch.zeros((), dtype=wide_dtype(self.roots.device), device=self.roots.device),
-            )  # fmt: skip
             roots = self._weighted(weights)
-            half = torch.einsum("mcnd,ndl->mcnl", values, roots)
+            half = torch.einsum("mcnd,ndl->mcnl", self.kernel_under(scales), roots)
             return torch.einsum("mck,mcnl->mknl", roots, half).reshape(roots.shape[0] * roots.shape[2], -1)
 
     def _weighted(self, weights: Tensor | None) -> Tensor:
@@ -197,6 +201,29 @@ class Projected:
         if self.outside.ndim < self.inside.ndim:
             return self.outside / prior + self.inside.square() @ gain
         return self.outside / prior + (self.inside * gain) @ self.inside.mT
+
+
+def each_output(jacobian: Jacobian) -> Iterator[Jacobian]:
+    """The Jacobian of every output by itself, of Gaussian processes of their own.
+
+    Raises:
+        UnsupportedError: It is of chosen outputs.
+    """
+    if jacobian.outputs is not None:
+        raise UnsupportedError(
+            "outputs= with independent_outputs=True, where every output is a Gaussian process of its own: ask for all "
+            "outputs, or use independent_outputs=False."
+        )
+    for c in range(jacobian.n_cotangents // jacobian.group_size):
+        yield jacobian.select_outputs(one_output(jacobian, c))
+
+
+def moved_by(jacobian: Jacobian, step: Tensor) -> Tensor:
+    """J v of a step v `[P]`, or of one per output, `[C, P]`, where every output has weights of its own: `[B, C]`."""
+    if step.ndim == 1:
+        return jacobian.apply(step.unsqueeze(0))[0]
+    pairs = zip(each_output(jacobian), step, strict=True)
+    return torch.cat([one.apply(own.unsqueeze(0))[0] for one, own in pairs], 1)
 
 
 def one_output(jacobian: Jacobian, c: int) -> Tensor:

@@ -17,6 +17,12 @@ from laplace.structures.base import DataPass, require_finite
 HOLDS_INPUTS = "held with the inputs of the layers there, which in a first layer are data"
 """Text that `repr` says of a posterior whose states and pickles hold data: those that its kernels are between."""
 
+POSITIONS = (
+    "hessian_structure='gp', a posterior over functions,",
+    "Posteriors over weights take them: hessian_structure='full', 'kron', 'diag', 'lowrank' or 'matrix_free'",
+)
+"""Text that refuses outputs with positions, and says what takes them."""
+
 
 def jacobians(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -> Iterator[tuple[Jacobian, Tensor]]:
     """Jacobians and outputs `[b, C]` of consecutive parts of a batch, differentiable in x with `create_graph`.
@@ -25,7 +31,7 @@ def jacobians(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False)
         UnsupportedError: Outputs with positions.
     """
     for jacobian, f in engine.jacobian(x, create_graph=create_graph):
-        require_none(jacobian.positions, "an approximation in function space")
+        require_none(jacobian.positions, *POSITIONS)
         yield jacobian, f
 
 

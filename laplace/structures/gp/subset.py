@@ -17,7 +17,7 @@ from laplace.engines.engine import CurvatureEngine
 from laplace.engines.outputs import outputs
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.jacobian.kernels import kernel_at
-from laplace.structures.gp.observed import observed
+from laplace.structures.gp.observed import POSITIONS, observed
 
 SELECTIONS = ("random", "top", "leverage")
 """Names of the scores."""
@@ -173,7 +173,7 @@ def make_score(selection: str, engine: CurvatureEngine, generator: torch.Generat
 
 def _trace(engine: CurvatureEngine, x: Inputs, y: Tensor) -> Tensor:
     rows = outputs(engine, x)
-    require_none(rows.positions, "an approximation in function space")
+    require_none(rows.positions, *POSITIONS)
     f = rows.values
     y = engine.checked(f, y)
     return engine.likelihood.hessian(f, y).diagonal().sum(1)

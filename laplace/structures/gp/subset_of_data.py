@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -77,6 +77,8 @@ class SubsetCurvature(Curvature):
     name = "gp"
     exact_ggn = True
     weighs_data = False
+    is_variational = True
+    refined_by_kernels = True
     options = SubsetOptions
 
     @property
@@ -104,6 +106,14 @@ class SubsetCurvature(Curvature):
             f"subset of {self.n_subset} of {self.n_seen:g} data, {outputs}, "
             f"prior precision times {self.prior_factor:.4g}; {HOLDS_INPUTS}"
         )
+
+    def with_roots(self, roots: Tensor) -> SubsetCurvature:
+        """The curvature of the same data at other outputs, by roots of their Λ, `[M, C, K]`."""
+        return replace(self, dual=Dual(self.dual.parts, roots.to(self.dual.roots)))
+
+    def cast(self, dtype: torch.dtype) -> SubsetCurvature:
+        """The same with Jacobians in another dtype."""
+        return replace(self, dual=Dual(tuple(part.cast(dtype) for part in self.dual.parts), self.dual.roots))
 
     @cached_property
     def duals(self) -> tuple[Dual, ...]:
@@ -176,17 +186,36 @@ class SubsetCurvature(Curvature):
         return self.dual.kernel.reshape(size, size).to(self.dual.roots.dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class Subset:
+    """The data that a reading has picked.
+
+    Attributes:
+        curvature: Their curvature.
+        f: Outputs of the network, `[M, C]`.
+        y: Checked targets.
+    """
+
+    curvature: SubsetCurvature
+    f: Tensor
+    y: Tensor
+
+
 class SubsetPass(ObservingPass):
     """One reading: the inputs of the subset are picked as the data pass by, and differentiated at the end.
 
     Args:
         engine: Computes Jacobians.
         options: How the subset is chosen.
+
+    Attributes:
+        found: The data, with what the network says of them; None before the end.
     """
 
     def __init__(self, engine: CurvatureEngine, options: SubsetOptions) -> None:
         super().__init__(engine)
         self.options = options
+        self.found: Subset | None = None
         # The numbers that decide do not depend on the device.
         generator = torch.Generator().manual_seed(options.seed)
         self.pool = Pool(options.n_subset, make_score(options.selection, engine, generator))
@@ -196,20 +225,20 @@ class SubsetPass(ObservingPass):
         return uncounted(y)
 
     def finish(self) -> SubsetCurvature:
-        parts: list[Jacobian] = []
-        roots: list[Tensor] = []
-        for rows in self.pool.chunks():
-            for jacobian, root in self._differentiated(rows):
-                parts.append(jacobian)
-                roots.append(root)
+        rows = [row for chunk in self.pool.chunks() for row in self._differentiated(chunk)]
+        parts, roots, f, y = zip(*rows, strict=True)
         root = torch.cat(roots)
         terms = root.shape[1] if self.engine.split_outputs else 1
-        return SubsetCurvature(
-            Dual(tuple(parts), root), self.pool.seen, self.options.independent_outputs, self.options.prior_factor, terms
+        curvature = SubsetCurvature(
+            Dual(parts, root), self.pool.seen, self.options.independent_outputs, self.options.prior_factor, terms
         )
+        self.found = Subset(curvature, torch.cat(f), torch.cat(y))
+        return curvature
 
-    def _differentiated(self, rows: Rows) -> Iterator[tuple[Jacobian, Tensor]]:
-        """Jacobians and roots of Λ of consecutive data; the loss is that of the subset, the number that of all data.
+    def _differentiated(self, rows: Rows) -> Iterator[tuple[Jacobian, Tensor, Tensor, Tensor]]:
+        """Jacobians, roots of Λ, outputs and targets of consecutive data.
+
+        The loss is that of the subset, the number that of all data.
 
         Raises:
             InvalidData: A target or an output cannot be used.
@@ -218,4 +247,4 @@ class SubsetPass(ObservingPass):
             for jacobian, f, targets in self.observed(rows.x, rows.y):
                 root = self.engine.likelihood.hessian(f, targets).root().permute(1, 2, 0)
                 require_finite(root.isfinite())
-                yield jacobian.detached(), root.contiguous()
+                yield jacobian.detached(), root.contiguous(), f, targets

@@ -16,7 +16,7 @@ from laplace.errors import UnsupportedError
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.kernels import Scales, kernel, kernel_at, kernel_diagonal
 from laplace.structures import algebra
-from laplace.structures.gp.dual import Basis, Projected, Span, one_output, pulled
+from laplace.structures.gp.dual import Basis, Projected, Span, each_output, pulled
 from laplace.structures.powers import shrinking_slopes
 from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import VariancesOverPriors
@@ -129,9 +129,8 @@ class SubsetPrecision(DualPrecision):
 
     def _push(self, vectors: Tensor) -> Tensor:
         """A v of `[S, P]`, `[S, R]`."""
-        dual, steps = self.duals[0], self.prior.layout.split(vectors)
-        applied = [part.sum_over_blocks(lambda i, block: block.apply(steps[i])) for part in dual.parts]
-        return dual.lower(torch.cat(applied, 1), self.weights)
+        dual = self.duals[0]
+        return dual.lower(torch.cat([part.apply(vectors) for part in dual.parts], 1), self.weights)
 
     def _pull(self, rows: Tensor) -> Tensor:
         """Aᵀ u of `[S, R]`, `[S, P]`."""
@@ -209,13 +208,7 @@ class IndependentPrecision(DualPrecision):
         return self.weights[i].unsqueeze(0) if self.weights.numel() > 1 else self.weights
 
     def _outputs(self, jacobian: Jacobian) -> Iterator[tuple[Basis, Jacobian]]:
-        if jacobian.outputs is not None:
-            raise UnsupportedError(
-                "outputs= with independent_outputs=True, where every output is a Gaussian process of its own: ask for "
-                "all outputs, or use independent_outputs=False."
-            )
-        for c, basis in enumerate(self.bases):
-            yield basis, jacobian.select_outputs(one_output(jacobian, c))
+        yield from zip(self.bases, each_output(jacobian), strict=True)
 
     def functional_variance(self, jacobian: Jacobian) -> Tensor:
         if jacobian.group_size == 1:  # an output of one row: variances say everything
@@ -288,7 +281,7 @@ class DualScan(VariancesOverPriors):
             projected = basis.diagonal(jacobian) if diagonal else basis.variance(jacobian)
             dtype = self.dtype if diagonal else jacobian.summed_in(self.dtype)
             return lambda deltas: torch.stack([self._at(projected, delta) for delta in deltas]).to(dtype)
-        parts = [b.diagonal(jacobian.select_outputs(one_output(jacobian, c))) for c, b in enumerate(self.bases)]
+        parts = [basis.diagonal(one) for basis, one in zip(self.bases, each_output(jacobian), strict=True)]
 
         def at(deltas: Tensor) -> Tensor:
             variances = torch.stack([torch.cat([self._at(part, delta) for part in parts], 1) for delta in deltas])

@@ -1,0 +1,129 @@
+"""Refinement of a Gaussian process on a subset of the data, in function space (Immer et al., 2021, appendix A.3.2).
+
+The prior over functions is the process's own, with the precision δ N/M (appendix A.2.2); its M data are all it sees:
+
+    Ψ(f) = Σ_m log p(y_m | f_m) − ½ (f − m)ᵀ K⁻¹ (f − m),    m = f(X, θ*) + J (μ₀ − θ*),    K = J (δ N/M)⁻¹ Jᵀ.
+
+Its mode is that of log p(D_M | f_lin) + log p(θ) over weights under that prior: θ̂ = μ₀ + (δ N/M)⁻¹ Jᵀ a, with the dual
+a of f̂ = m + K a. With a process for every output each has its own dual, and its own weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace import fitting
+from laplace.core.precision_policy import wide_dtype, widened
+from laplace.errors import InvalidData
+from laplace.fitting import Fit, ReadOptions
+from laplace.likelihoods.output_hessian import OutputHessian
+from laplace.posterior.posterior import Posterior
+from laplace.refinement.glm import LinearModel
+from laplace.refinement.kernel_data import Features, KernelBatch, KernelCovariance, KernelData, columns
+from laplace.refinement.newton import solved
+from laplace.refinement.refiner import RefineOptions, Refiner
+from laplace.structures.gp.dual import Dual, moved_by, pulled
+from laplace.structures.gp.subset_of_data import Subset, SubsetPass
+
+_START = 1e-8
+"""Residual of the Newton step that a search begins with, relative to its gradient."""
+
+
+class ProcessRefiner(Refiner[KernelCovariance]):
+    """A Gaussian process as a linear model of its coordinates.
+
+    The subset is chosen from the loader as `fit` does: a loader that shuffles gives another one.
+
+    Args:
+        posterior: A fitted posterior of a subset of the data.
+        loader: The data of the fit, read once.
+        options: How.
+
+    Raises:
+        UnsupportedError: The curvature is not the library's GGN.
+        InvalidData: Other data than those of the fit.
+    """
+
+    def __init__(self, posterior: Posterior, loader: Iterable[Any], options: RefineOptions) -> None:
+        super().__init__(posterior, options)
+        self.base, self.subset = self._read(loader)
+        self.require_all(self.base.n_data)
+        f = widened(self.subset.f)
+        self.curvature = curvature = self.subset.curvature.cast(f.dtype)
+        present = replace(self.evidence, fit=self.base).constant()
+        self.prior = replace(present.prior, precision=curvature.prior_factor * present.prior.precision)
+        features = tuple(Features.of(self._kernel(dual)) for dual in curvature.duals)
+        away = self._pushed(widened(self.prior.mean) - widened(posterior.expansion_point))
+        n_data = float(posterior.likelihood.count(f, self.subset.y))
+        self.data = KernelData(KernelBatch(f + away, self.subset.y), features, n_data)
+        n = sum(part.rank for part in features)
+        self.model = LinearModel.standard(self.data, posterior.likelihood, self.scale, n)
+        self.start = self._started()
+
+    def _read(self, loader: Iterable[Any]) -> tuple[Fit, Subset]:
+        """The fit to a subset as large as that of the posterior, with what the network says of it."""
+        posterior, choices = self.posterior, self.posterior.choices
+        size = round(posterior.map_fit.curvature.share * posterior.map_fit.n_data)
+        chosen = SubsetPass(self.engine, replace(choices.structure_options, n_subset=size))
+        reading = ReadOptions(
+            choices.dict_key_y, progress_bar=self.options.progress_bar, first_pass=lambda engine: chosen
+        )
+        fit = fitting.accumulate(loader, self.engine, choices.structure, choices.structure_options, reading)
+        if chosen.found is None:
+            raise InvalidData(fitting.NO_DATA)
+        return fit, chosen.found
+
+    def _kernel(self, dual: Dual) -> Tensor:
+        """K of a process, under its prior."""
+        if self.prior.is_scalar:
+            return dual.kernel / widened(self.prior.precision)
+        return dual.kernel_under([1 / delta for delta in self.prior.per_block()])
+
+    def _pushed(self, step: Tensor) -> Tensor:
+        """J v of a step v `[P]`, or of a step per output `[C, P]`, `[M, C]`."""
+        return torch.cat([moved_by(part, step) for part in self.curvature.dual.parts])
+
+    def _started(self) -> Tensor:
+        """One Newton step from the outputs that the posterior has: from a mode, the mode."""
+        step, f = self.posterior.refined_step, widened(self.subset.f)
+        f = f if step is None else f + self._pushed(widened(step))
+        likelihood, y = self.posterior.likelihood, self.subset.y
+        hessian, away = likelihood.hessian(f, y), f - self.data.batch.f
+        right = self.data.pull([self.scale * (hessian.times(away) - likelihood.gradient(f, y))])
+        self._near = near = KernelCovariance.of(self.data, columns(hessian), self.scale)
+
+        def product(vector: Tensor) -> Tensor:
+            return vector + self.data.curvature_product([hessian], self.scale, vector)
+
+        return solved(product, right, near.solve, _START)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return wide_dtype(self.subset.f.device)
+
+    def covariance(self) -> KernelCovariance:
+        return self._near
+
+    def expected(self, model: LinearModel, at: Tensor) -> KernelCovariance:
+        return KernelCovariance.of(self.data, columns(model.hessians(at)[0]), self.scale)
+
+    def between(self, first: KernelCovariance, second: KernelCovariance, rate: float) -> KernelCovariance:
+        mixed = (1 - rate) * first.roots @ first.roots.mT + rate * second.roots @ second.roots.mT
+        hessian = OutputHessian(mixed.diagonal(dim1=1, dim2=2), dense=mixed)
+        return KernelCovariance.of(self.data, columns(hessian), self.scale)
+
+    def fit(self, covariance: KernelCovariance, at: Tensor) -> Fit:
+        curvature = self.subset.curvature.with_roots(covariance.roots)
+        losses = self.model.loss_terms(at).to(self.base.loss_terms)
+        return replace(self.base, curvature=curvature, loss_terms=losses)
+
+    def mean(self, at: Tensor) -> Tensor:
+        centre, variance = self.posterior.expansion_point, 1 / widened(self.prior.diagonal())
+        pairs = zip(self.curvature.duals, self.data.duals(at), strict=True)
+        rows = [widened(self.prior.mean) + variance * pulled(dual.parts, a) for dual, a in pairs]
+        return (torch.stack(rows) if self.curvature.independent else rows[0]).to(centre)
