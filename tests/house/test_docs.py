@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 import re
 from pathlib import Path
 
@@ -58,22 +57,26 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @each_page_of_the_site
 def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text("utf-8"))
+    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", _prose(page))
     assert not [target for target in targets if not (page.parent / target).exists()]
 
 
 @each_page_of_the_site
 def test_links_lead_to_headings(page: Path) -> None:
-    targets = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text("utf-8"))
+    targets = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", _prose(page))
     assert not [
         target for target in targets if target[1] not in _headings(page.parent / target[0] if target[0] else page)
     ]
 
 
+def _prose(page: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
 def _headings(page: Path) -> set[str]:
     """The headings of a page, as links name them."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
-    lines = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    lines = re.findall(r"^#+ (.*)$", _prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
 
 
@@ -191,7 +194,8 @@ def test_reference_has_every_public_name(module: str) -> None:
 
 
 def _object(dotted: str) -> object:
-    return pkgutil.resolve_name(dotted)
+    module, _, name = dotted.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:
