@@ -108,19 +108,21 @@ class MeanField:
     model: nn.Sequential
     variational: nn.Sequential
 
-    @torch.no_grad()
     def networks(self, n_samples: int) -> list[nn.Module]:
         """Sampled networks, to be given to `mean_probabilities`; their noise follows that of the training."""
-        models: list[nn.Module] = []
-        for _ in range(n_samples):
-            sampled = copy.deepcopy(self.model)
-            targets = (layer for layer in sampled if isinstance(layer, nn.Linear | nn.Conv2d))
-            for target, layer in zip(targets, _layers(self.variational), strict=True):
-                means = (layer.mean, layer.bias_mean)
-                for tensor, mean, noise in zip(target.parameters(), means, layer.noise(), strict=True):
-                    tensor.copy_(mean + noise)
-            models.append(sampled.eval())
-        return models
+        pairs = list(zip(self.model, self.variational, strict=True))
+        return [nn.Sequential(*(_sampled(*pair) for pair in pairs)).eval() for _ in range(n_samples)]
+
+
+@torch.no_grad()
+def _sampled(layer: nn.Module, variational: nn.Module) -> nn.Module:
+    """A layer with sampled weights; one without is the trained one, batch normalisation above all."""
+    if not isinstance(variational, Flipout):
+        return copy.deepcopy(variational)
+    sampled, means = copy.deepcopy(layer), (variational.mean, variational.bias_mean)
+    for tensor, mean, noise in zip(sampled.parameters(), means, variational.noise(), strict=True):
+        tensor.copy_(mean + noise)
+    return sampled
 
 
 def fit_flipout(

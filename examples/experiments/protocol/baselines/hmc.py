@@ -158,3 +158,15 @@ def networks(model: nn.Module, chains: Chains, n_samples: int) -> list[nn.Module
     flat = chains.weights.flatten(0, 1)
     index = torch.linspace(0, len(flat) - 1, n_samples).round().long()
     return with_weights((copy.deepcopy(model) for _ in range(n_samples)), flat[index])
+
+
+def predictions(model: nn.Module, chains: Chains, x: Tensor) -> Tensor:
+    """Class probabilities of every sample, `[K, S, B, C]`, for their R̂."""
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+
+    def probabilities(theta: Tensor) -> Tensor:
+        parts = theta.split([shape.numel() for shape in shapes.values()])
+        weights = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        return functional_call(model, weights, (x,)).softmax(-1)
+
+    return vmap(vmap(probabilities))(chains.weights)

@@ -50,6 +50,10 @@ class SwagSettings:
     weight_decay: float = 5e-4
     batch_size: int = 64
 
+    def at(self, rate: float) -> SwagSettings:
+        """The same with another learning rate."""
+        return replace(self, rate=rate)
+
 
 @dataclass(frozen=True)
 class Swag:
@@ -145,7 +149,7 @@ def choose_rate(
     et al., 2021, F.4).
     """
     for rate in sorted(rates, reverse=True):
-        posterior = fit_swag(model, data, replace(how, rate=rate), seed)
+        posterior = fit_swag(model, data, how.at(rate), seed)
         networks = posterior.networks(n_samples, data, torch.Generator().manual_seed(seed))
         p = mean_probabilities(networks, validation.x)
         if float(mean_confidence(p)) >= threshold:  # false for weights that are not finite, too
