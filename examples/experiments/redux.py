@@ -10,8 +10,8 @@ As in the paper: MAP with weight decay 5e-4, a cosine schedule and 100 epochs; a
 with flipout, that prior and KL × 0.1; SWAG with 40 iterates, 30 samples, its learning rate from the paper's grid by the
 threshold on confidence; LA (last layer, Kronecker GGN, probit) and LA* (last layer, full empirical Fisher, probit),
 both with the prior precision of the largest evidence, which needs no validation data (the paper does not say how its
-own was chosen). What differs besides the data: HMC is exact HMC with five chains instead of the cyclical stochastic one, on
-a network of some 200 weights, for which all methods are run once more; batches are smaller, so that 100 epochs are
+own was chosen). What differs besides the data: HMC is exact HMC with five chains instead of the cyclical stochastic
+one, on a network of 199 weights, for which all methods are run once more; batches are smaller, so that 100 epochs are
 some 1,000 steps; variational Bayes is always trained by Adam.
 
     python examples/experiments/redux.py            # 10 seeds
@@ -296,8 +296,8 @@ def main(options: Options) -> None:
 
 PROTOCOL = (
     "Theirs: 100 epochs with weight decay 5e-4 and a cosine schedule, five members, flipout with KL × 0.1, SWAG with "
-    "40 iterates and 30 samples, LA and LA*, whose prior precision is here that of the largest evidence. Different: 200 "
-    "noisy digits and 700 coloured ones of seven classes for MNIST and CIFAR-10, CNNs for LeNet and the Wide ResNet "
+    "40 iterates and 30 samples, LA and LA*, whose prior precision is here that of the largest evidence. Different: "
+    "200 noisy digits and 700 coloured ones of seven classes for MNIST and CIFAR-10, CNNs for LeNet and the Wide ResNet "
     "(with batch normalisation and SGD for the latter), exact HMC with five chains on a network of 199 weights, for "
     "which all methods are run once more on 150 digits of 4 × 4 pixels."
 )
