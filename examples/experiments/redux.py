@@ -298,8 +298,8 @@ PROTOCOL = (
     "Theirs: 100 epochs with weight decay 5e-4 and a cosine schedule, five members, flipout with KL × 0.1, SWAG with "
     "40 iterates and 30 samples, LA and LA*, whose prior precision is here that of the largest evidence. Different: "
     "200 noisy digits and 700 coloured ones of seven classes for MNIST and CIFAR-10, CNNs for LeNet and the Wide "
-    "ResNet (with batch normalisation and SGD for the latter), exact HMC with five chains on a network of 199 weights, for "
-    "which all methods are run once more on 150 digits of 4 × 4 pixels."
+    "ResNet (with batch normalisation and SGD for the latter), exact HMC with five chains on a network of 199 weights, "
+    "for which all methods are run once more on 150 digits of 4 × 4 pixels."
 )
 MISSING = (
     ("CSGHMC", "exact HMC on the small network stands in for it"),
