@@ -167,7 +167,7 @@ def one_seed(settings: Settings, path: Path | None, seed: int) -> Scores:
 
 # What the paper claims.
 
-METHODS = ("MAP", "DE", "VB", "HMC", "SWAG", "LA", "LA*")
+METHODS: tuple[str, ...] = ("MAP", "DE", "VB", "HMC", "SWAG", "LA", "LA*")
 TABLE_1 = {
     "digits": {
         "confidence": (75.0, 65.7, 73.2, 69.2, 75.8, 67.5, 56.1),
