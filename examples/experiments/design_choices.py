@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from laplace import Laplace, OnlineLaplace, ParametricLaplace
 from laplace.curvature import NativeEF, NativeGGN
+from laplace.enums import StructureName, WeightsName
 from laplace.likelihoods.links import LINKS, softmax
 from laplace.plotting import COLOURS, new_figure
 from protocol.claims import Claim
@@ -125,8 +126,8 @@ class Configuration:
     """
 
     tuning: str
-    weights: str
-    structure: str
+    weights: WeightsName
+    structure: StructureName
     curvature: str
 
     def method(self, link: str) -> str:
@@ -302,7 +303,7 @@ def claims_of_structures() -> list[Claim]:
     made = []
     for measure, (first, second) in product(("NLL", "AUROC"), (("kron", "diag"), ("full", "kron"))):
         methods = [names(structure=(each,), curvature=("GGN",)) for each in (first, second)]
-        made.append(better("figure 8a, b", f"{first} > {second}", measure, *methods))
+        made.append(better("figure 8a, b", f"{first} > {second}", measure, methods[0], methods[1]))
     ef, ggn = names(curvature=("EF",)), names(curvature=("GGN",))
     return [
         *made,

@@ -14,7 +14,7 @@ own was chosen). What differs besides the data: HMC is exact HMC with five chain
 one, on a network of 199 weights, for which all methods are run once more; batches are smaller, so that 100 epochs are
 some 1,000 steps; variational Bayes is always trained by Adam.
 
-    python examples/experiments/redux.py            # 10 seeds
+    python examples/experiments/redux.py            # 5 seeds
     python examples/experiments/redux.py --small    # one seed, few data and epochs, to try it out
 """
 
@@ -308,4 +308,4 @@ MISSING = (
 
 
 if __name__ == "__main__":
-    main(parse(__doc__, "redux", range(10)))
+    main(parse(__doc__, "redux"))

@@ -10,7 +10,7 @@ from torch import Tensor, distributions, nn
 
 from protocol.baselines.ensemble import MEMBER_SEEDS, deep_ensemble, mean_probabilities
 from protocol.baselines.flipout import Flipout, FlipoutSettings, fit_flipout
-from protocol.baselines.hmc import HmcSettings, hmc, log_posterior, networks, split_r_hat, start_of
+from protocol.baselines.hmc import HmcSettings, hmc, log_posterior, networks, predictions, split_r_hat, start_of
 from protocol.baselines.swag import Swag, SwagSettings, choose_rate, fit_swag, renew_batch_norm
 from protocol.data import Part
 from protocol.networks import cnn, mlp
@@ -150,8 +150,14 @@ def test_hmc_samples_the_weights_of_a_network() -> None:
     start = start_of(models)
     loss = nn.functional.cross_entropy(models[1](data.x), data.y, reduction="sum")
     torch.testing.assert_close(density(start)[1][1], -loss - start[1].square().sum())
+    (-loss).backward()
+    gradient = torch.cat([p.grad.flatten() for p in models[1].parameters()]) - 2 * start[1]
+    torch.testing.assert_close(density(start)[0][1], gradient)
     chains = hmc(density, start, HmcSettings(50, 50, 8), 0)
     assert chains.weights.shape == (3, 50, 9) and chains.log_density.shape == (3, 50)
     sampled = networks(models[0], chains, 5)
+    p = predictions(models[0], chains, data.x)
+    assert p.shape == (3, 50, 50, 3) and float(split_r_hat(p).min()) > 0
+    torch.testing.assert_close(p[-1, -1], sampled[-1](data.x).softmax(1))
     torch.testing.assert_close(start_of(sampled)[-1], chains.weights[-1, -1])
     assert float((mean_probabilities(sampled, data.x).argmax(1) == data.y).float().mean()) > 0.8

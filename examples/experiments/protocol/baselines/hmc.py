@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import functional_call, vmap
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
@@ -60,20 +60,38 @@ class Chains:
     step: float
 
 
+def _called(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """The network as a function of its weights `[P]` and inputs."""
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    sizes = [shape.numel() for shape in shapes.values()]
+
+    def outputs(theta: Tensor, x: Tensor) -> Tensor:
+        parts = theta.split(sizes)
+        weights = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        return functional_call(model, weights, (x,))
+
+    return outputs
+
+
 def log_posterior(
     model: nn.Module, data: Part, prior_precision: float, loss: Callable[..., Tensor] = F.cross_entropy
 ) -> Gradients:
     """Gradients and values of log p(D | θ) + log N(θ; 0, 1/δ) but for a constant, for several θ at once."""
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    sizes = [shape.numel() for shape in shapes.values()]
+    outputs = _called(model)
 
     def log_density(theta: Tensor) -> Tensor:
-        parts = theta.split(sizes)
-        weights = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
-        misfit = loss(functional_call(model, weights, (data.x,)), data.y, reduction="sum")
+        misfit = loss(outputs(theta, data.x), data.y, reduction="sum")
         return -misfit - 0.5 * prior_precision * theta.square().sum()
 
-    return vmap(grad_and_value(log_density))
+    of_each = vmap(log_density)
+
+    def gradients(theta: Tensor) -> tuple[Tensor, Tensor]:
+        theta = theta.detach().requires_grad_()
+        values = of_each(theta)
+        (gradient,) = torch.autograd.grad(values.sum(), theta)  # the sum's gradients are those of every chain alone
+        return gradient, values.detach()
+
+    return gradients
 
 
 class _Step:
@@ -162,11 +180,6 @@ def networks(model: nn.Module, chains: Chains, n_samples: int) -> list[nn.Module
 
 def predictions(model: nn.Module, chains: Chains, x: Tensor) -> Tensor:
     """Class probabilities of every sample, `[K, S, B, C]`, for their R̂."""
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-
-    def probabilities(theta: Tensor) -> Tensor:
-        parts = theta.split([shape.numel() for shape in shapes.values()])
-        weights = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
-        return functional_call(model, weights, (x,)).softmax(-1)
-
-    return vmap(vmap(probabilities))(chains.weights)
+    outputs = _called(model)
+    with torch.no_grad():
+        return vmap(vmap(lambda theta: outputs(theta, x).softmax(-1)))(chains.weights)
