@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from laplace import Laplace
 from laplace.curvature import NativeEF
+from laplace.errors import TuningWarning
 from laplace.metrics import accuracy
 from protocol.baselines.ensemble import deep_ensemble, mean_probabilities
 from protocol.baselines.flipout import FlipoutSettings, fit_flipout
@@ -19,6 +21,8 @@ from protocol.data import Split
 from protocol.training import Training
 
 Predict = Callable[[Tensor], Tensor]
+BY_VALIDATION = "LA, δ by validation"
+PRECISIONS = {"prior_precision": torch.logspace(-2, 4, 61)}
 
 
 @dataclass(frozen=True)
@@ -107,12 +111,20 @@ def _add_hmc(
 
 
 def _add_laplace(fitted: Fitted, model: nn.Module, parts: Split) -> None:
-    """LA, the library's default, and LA*; both with the prior precision of the largest evidence."""
-    loader = [(parts.train.x, parts.train.y)]
-    default = Laplace(model, "classification")
-    robust = Laplace(model, "classification", "last_layer", "full", backend=NativeEF)
-    for name, la in {"LA": default, "LA*": robust}.items():
-        la.fit(loader)
-        la.optimize_hyperparameters()
+    """LA, the library's default, and LA*, by the evidence; and LA by the NLL of validation data, to compare with."""
+    data, validation = ([(part.x, part.y)] for part in (parts.train, parts.validation))
+    posteriors = {
+        "LA": Laplace(model, "classification"),
+        "LA*": Laplace(model, "classification", "last_layer", "full", backend=NativeEF),
+        BY_VALIDATION: Laplace(model, "classification"),
+    }
+    for name, la in posteriors.items():
+        la.fit(data)
+        if name == BY_VALIDATION:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", TuningWarning)  # an end of so wide a grid will do
+                la.optimize_hyperparameters(objective="nll", val_loader=validation, grid=PRECISIONS)
+        else:
+            la.optimize_hyperparameters()
         fitted.predict[name] = la
         fitted.checks[name] = {"prior precision": float(la.prior_precision)}
