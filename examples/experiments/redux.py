@@ -1,10 +1,10 @@
 """Predictive uncertainty of MAP, ensembles, variational Bayes, HMC, SWAG and Laplace approximations on shifted images.
 
 Daxberger et al. (2021, "Laplace Redux"), section 4.2: tables 1, 3 and 4, figures 4 and 9. Their MNIST is here 200 noisy
-8×8 digits of seven classes, LeNet a CNN of 4,000 weights; their CIFAR-10 is 700 coloured digits before a background,
+8×8 digits of seven classes, LeNet a CNN of 3,600 weights; their CIFAR-10 is 700 coloured digits before a background,
 the Wide ResNet a CNN with batch normalisation, trained by SGD. Test digits are rotated, coloured ones noisy and
-blurred; other data are digits of the three classes left out and images that are no digits. So few data make MAP
-overconfident, as the paper's is: its mean confidence on test data is above its accuracy.
+blurred; other data are digits of the three classes left out and images that are no digits. So few data make the
+MAP of both overconfident, as the paper's are: the mean confidence on test data is above the accuracy.
 
 As in the paper: MAP with weight decay 5e-4, a cosine schedule and 100 epochs; an ensemble of five; variational Bayes
 with flipout, that prior and KL × 0.1; SWAG with 40 iterates, 30 samples, its learning rate from the paper's grid by the
