@@ -28,9 +28,19 @@ from torch import Tensor, nn
 
 from laplace import Laplace, OnlineLaplace, ParametricLaplace
 from laplace.curvature import NativeEF, NativeGGN
-from laplace.enums import StructureName, WeightsName
 from laplace.likelihoods.links import LINKS, softmax
 from laplace.plotting import COLOURS, new_figure
+from protocol.choices import (
+    LINK_NAMES,
+    ONLINE,
+    POST_HOC,
+    STRUCTURES,
+    Configuration,
+    StructureName,
+    WeightsName,
+    kron,
+    names,
+)
 from protocol.claims import Claim
 from protocol.data import Part, rotated
 from protocol.measures import classification, detection
@@ -42,8 +52,6 @@ from protocol.shifts import N_CLASSES, ShiftedTask, rotated_digits
 from protocol.training import Training, train
 
 PAPER = "Daxberger et al. (2021), 4.1 and C.1"
-STRUCTURES = ("diag", "kron", "full")
-LINK_NAMES = ("map", "probit", "mc", "bridge")
 MEASURES = ("accuracy", "NLL", "ECE", "AUROC")
 TRAINING = Training(60, 16, 1e-2)
 
@@ -112,35 +120,6 @@ def settings_of_networks(s: Settings, size: int) -> Iterator[Setting]:
 
 
 CONDITIONS = tuple(f"{name}{end}" for name in ("CNN", "MLP") for end in ("", ", augmented"))
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """A posterior.
-
-    Attributes:
-        tuning: "post-hoc" or "online".
-        weights: "all" or "last_layer".
-        structure: Of the curvature.
-        curvature: "GGN" or "EF".
-    """
-
-    tuning: str
-    weights: WeightsName
-    structure: StructureName
-    curvature: str
-
-    def method(self, link: str) -> str:
-        """Its name in the scores with a link."""
-        weights = self.weights.replace("_", " ")
-        return f"{self.tuning}, {weights}, {self.structure}, {self.curvature}, {link}"
-
-
-POST_HOC = tuple(
-    Configuration("post-hoc", weights, structure, curvature)
-    for weights, structure, curvature in product(("all", "last_layer"), STRUCTURES, ("GGN", "EF"))
-)
-ONLINE = tuple(Configuration("online", "all", structure, "GGN") for structure in STRUCTURES)
 
 
 def post_hoc(model: nn.Module, data: Part, choice: Configuration) -> ParametricLaplace:
@@ -236,23 +215,6 @@ def one_seed(s: Settings, path: Path | None, seed: int) -> Scores:
 
 # What the paper claims.
 
-Choices = Sequence[str]
-
-
-def names(
-    tuning: Choices = ("post-hoc",),
-    weights: Choices = ("all", "last_layer"),
-    structure: Choices = STRUCTURES,
-    curvature: Choices = ("GGN", "EF"),
-    link: Choices = ("probit",),
-) -> list[str]:
-    """All methods with these choices."""
-    return [
-        Configuration(*choice).method(name)
-        for *choice, name in product(tuning, weights, structure, curvature, link)
-        if choice[0] == "post-hoc" or (choice[1] == "all" and choice[3] == "GGN")
-    ]
-
 
 def average(scores: Scores, conditions: Iterable[str], methods: Sequence[str], measure: str) -> float:
     """The mean of a measure over conditions and methods."""
@@ -276,11 +238,6 @@ def better(
 PLAIN, AUGMENTED = CONDITIONS[::2], CONDITIONS[1::2]
 
 
-def kron(weights: str, link: str = "probit", tuning: str = "post-hoc") -> list[str]:
-    """Posteriors with Kronecker-factored GGN."""
-    return names((tuning,), (weights,), ("kron",), ("GGN",), (link,))
-
-
 def claims() -> list[Claim]:
     """Section 4.1 in its order, then table 2."""
     last, on, on_map = kron("last_layer"), kron("all", tuning="online"), kron("all", "map", "online")
@@ -300,8 +257,9 @@ def claims() -> list[Claim]:
 
 def claims_of_structures() -> list[Claim]:
     """More expressive covariances are better; the empirical Fisher is better on other data, the GGN in distribution."""
+    pairs: tuple[tuple[StructureName, StructureName], ...] = (("kron", "diag"), ("full", "kron"))
     made = []
-    for measure, (first, second) in product(("NLL", "AUROC"), (("kron", "diag"), ("full", "kron"))):
+    for measure, (first, second) in product(("NLL", "AUROC"), pairs):
         methods = [names(structure=(each,), curvature=("GGN",)) for each in (first, second)]
         made.append(better("figure 8a, b", f"{first} > {second}", measure, methods[0], methods[1]))
     ef, ggn = names(curvature=("EF",)), names(curvature=("GGN",))
@@ -349,7 +307,9 @@ def tables(records: Records) -> list[Table]:
     for condition in CONDITIONS:
         methods = names() + names(("online",)) + names(("online",), link=("map",))
         made.append(select(records, condition, f"{condition} (figures 3, 8a, 8b)", methods, MEASURES))
-    posteriors = (("last_layer", "post-hoc"), ("all", "post-hoc"), ("all", "online"))
+    posteriors: tuple[tuple[WeightsName, str], ...] = (
+        ("last_layer", "post-hoc"), ("all", "post-hoc"), ("all", "online")
+    )  # fmt: skip
     links = [name for weights, tuning in posteriors for link in LINK_NAMES for name in kron(weights, link, tuning)]
     made.append(select(records, "CNN", "CNN, links (figure 8c, d)", links, MEASURES))
     online_methods = names(("online",), link=("mc",))
