@@ -37,3 +37,16 @@ def cnn(
             nn.Flatten(), nn.Linear(wide * (size // 4) ** 2, 4 * n_channels), activation(),
             nn.Linear(4 * n_channels, n_outputs),
         )  # fmt: skip
+
+
+def cnn_with_batch_norm(n_outputs: int, seed: int, n_channels: int = 16, n_inputs: int = 3) -> nn.Sequential:
+    """Three convolutions of width 3 with batch normalisation, then a head on channels averaged over the image."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        wide = 2 * n_channels
+        return nn.Sequential(
+            nn.Conv2d(n_inputs, n_channels, 3, padding=1), nn.BatchNorm2d(n_channels), nn.ReLU(),
+            nn.Conv2d(n_channels, n_channels, 3, padding=1), nn.BatchNorm2d(n_channels), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(n_channels, wide, 3, padding=1), nn.BatchNorm2d(wide), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * wide, n_outputs),
+        )  # fmt: skip
