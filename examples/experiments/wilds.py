@@ -78,8 +78,8 @@ SMALL = Settings(Sizes(100, 60, 40), 80, Training(1), Training(1), 20, 50)
 PROTOCOL = """Five generated tasks in the shape of WILDS' (images of 62 classes with 1,024 features, tissue, comments, \
 reviews, wealth), 1,000 training data each, trunks trained on a sibling task first. MAP, temperature scaling, \
 hyper-parameter ensembles of five, last-layer Laplace (Kronecker factors for FMoW, else full) with 10,000 linearised \
-samples, all tuned by the NLL of validation data of known domains. RCE is the regression calibration error, MCE the mean \
-calibration error over bins. The paper has its numbers in figures alone."""
+samples, all tuned by the NLL of validation data of known domains. RCE is the regression calibration error, MCE the \
+mean calibration error over bins. The paper has its numbers in figures alone."""
 MISSING = [("figures 6 and 10", "WILDS itself and its networks are not here; `--data` takes arrays in their place")]
 Predicted = dict[str, tuple[Tensor, ...]]
 """By method: probabilities `[N, C]`, or means and variances of y, `[N, 1]` each."""

@@ -80,7 +80,7 @@ def _frequencies() -> Tensor:
 
 
 def _comments(n: int, toxic_by_group: Tensor, generator: torch.Generator) -> Part:
-    """Comments that name a group, which goes with toxicity by `[N_GROUPS]` probabilities; a tenth of labels is wrong."""
+    """Comments that name a group, with probabilities `[N_GROUPS]` of toxic ones; a tenth of the labels is wrong."""
     x = _texts(_frequencies().expand(3 * n, -1), generator)
     group = torch.randint(N_GROUPS, (3 * n,), generator=generator)
     x[:, 0] = FIRST_GROUP + group
