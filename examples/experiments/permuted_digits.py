@@ -28,7 +28,7 @@ from laplace import Laplace
 from laplace.metrics import accuracy
 from laplace.plotting import new_figure
 from laplace.training.continual import train_task
-from laplace.training.kept_tasks import KeptTasks
+from laplace.training.task_memory import TaskMemory
 from protocol.baselines.vogn import Vogn, VognSettings
 from protocol.claims import Claim
 from protocol.data import Part, digits, split
@@ -66,7 +66,7 @@ class Settings:
 
 
 FULL = Settings(10, 50, 128, 1e-2, (1.0, 0.1, 10.0), 1, 0.1, VognSettings(), 1.0)
-SMALL = Settings(2, 1, 256, 1e-2, (1.0, 0.1), 1, 0.1, VognSettings(n_epochs=1, n_samples=1), 1.0)
+SMALL = Settings(2, 1, 256, 1e-2, (1.0,), 1, 0.1, VognSettings(n_epochs=1, n_samples=1), 1.0)
 
 
 @dataclass(frozen=True)
@@ -146,14 +146,14 @@ def remember(method: Method, tasks: list[Task], settings: Settings, seed: int) -
     def posterior() -> Laplace:
         return Laplace(model, "classification", "all", method.structure or "diag", prior_precision=prior)
 
-    la, kept, found = posterior(), KeptTasks() if method.products else None, []
+    la, memory, found = posterior(), TaskMemory() if method.products else None, []
     for number, task in enumerate(tasks, 1):
         if method.structure is None:
             la = posterior()  # a new one for every task: the prior alone is left of the former ones
         train_task(
             la, Batches(task.train, settings.batch_size, seed), n_epochs=settings.n_epochs,
             optimizer_kwargs={"lr": settings.rate}, fix_prior_precision=not method.tuned,
-            n_hypersteps=settings.n_hypersteps, lr_hyp=settings.hyper_rate, kept=kept,
+            n_hypersteps=settings.n_hypersteps, lr_hyp=settings.hyper_rate, memory=memory,
         )  # fmt: skip
         found.append(mean_accuracy(model, tasks[:number]))
     return found
