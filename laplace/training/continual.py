@@ -8,7 +8,8 @@ N(θ_{t−1}, P_{t−1}⁻¹), so that task t minimises
 
 with the curvature H_{t'} of every task at the weights θ_{t'} at which it ended, s = 1/(σ²T), and one prior in all.
 A posterior that is fitted with `override=False` holds exactly θ_{t−1} and the sum: nothing else is kept between tasks.
-Kronecker factors are summed one by one, which approximates the sum of the products (Ritter et al., 2018).
+Kronecker factors are summed one by one, which approximates the sum of the products (Ritter et al., 2018); `TaskMemory`
+keeps the products of every task for the penalty.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,67 +37,13 @@ from laplace.network.misfits import called
 from laplace.network.model_guard import autograd_mode, flags_put_back
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.first_outputs import call_of
-from laplace.posterior.learning import measured, require_held
-from laplace.structures.base import Precision
+from laplace.posterior.learning import measured
 from laplace.training.online import check_step_size
+from laplace.training.penalty import quadratic_penalty
+from laplace.training.task_memory import TaskMemory
 from laplace.tuning.optimise import minimise
 
 # The pieces.
-
-
-def quadratic_penalty(la: ParametricLaplace, theta: Tensor | None = None) -> Tensor:
-    """½ (θ − θ*)ᵀ P (θ − θ*), the negative log density of the posterior without its normaliser, in nats.
-
-    Before `fit` it is that of the prior, ½ (θ − μ₀)ᵀ diag(δ) (θ − μ₀): the first task needs no case of its own. It is
-    to be added to the *summed* loss of a task, or with 1/N to the mean. Value and gradient cost one product P v.
-
-    Args:
-        la: The posterior of the former tasks.
-        theta: Where, `[P]`; None for the network's present weights, with the graph that leads to them.
-
-    Returns:
-        0-dim, differentiable in θ.
-
-    Raises:
-        NotFittedError: The last layer is not known yet.
-        UnsupportedError: Curvature that is known by products at the former weights alone.
-    """
-    require_held(la.snapshot(), "a penalty on weights that train on")
-    theta = _random_weights(la) if theta is None else theta
-    if not la.is_fitted:
-        return 0.5 * la.prior.quad(theta)
-    return _HalfQuadratic.apply(theta - la.snapshot().mean, la.posterior())  # pyright: ignore[reportReturnType]
-
-
-class _HalfQuadratic(torch.autograd.Function):
-    """½ vᵀ P v, whose gradient P v is known with the value: autograd would pay for it a second time."""
-
-    @staticmethod
-    def forward(ctx: Any, vector: Tensor, precision: Precision) -> Tensor:
-        product = precision.product(vector)
-        ctx.save_for_backward(vector, product)
-        ctx.precision = precision
-        return 0.5 * (vector @ product)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        vector, product = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            product = _Product.apply(vector, ctx.precision)
-        return grad_outputs[0] * product, None
-
-
-class _Product(torch.autograd.Function):
-    """P v, whose gradient is one more product."""
-
-    @staticmethod
-    def forward(ctx: Any, vector: Tensor, precision: Precision) -> Tensor:
-        ctx.precision = precision
-        return precision.product(vector)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _Product.apply(grad_outputs[0], ctx.precision), None  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)
@@ -248,6 +196,7 @@ def train_task(
     n_hypersteps: int = 10,
     lr_hyp: float = 0.1,
     progress_bar: bool = False,
+    memory: TaskMemory | None = None,
 ) -> TaskResult:
     """Learns one task with the posterior of the former ones for a prior, then adds it to the posterior.
 
@@ -267,6 +216,8 @@ def train_task(
         n_hypersteps: Steps of Adam on log δ per adaptation.
         lr_hyp: Their size.
         progress_bar: Show one.
+        memory: The former tasks one by one, for a penalty that sums their curvatures exactly; the task is added to it.
+            None for the penalty of the posterior, which sums Kronecker factors.
 
     Returns:
         Prior precision, log evidence and losses.
@@ -281,7 +232,8 @@ def train_task(
     check_step_size(lr_hyp)
     require_rereadable(train_loader, "training reads train_loader once per epoch")
     former = _copied(la)  # whose prior precision moves with the training, which may fail
-    descent = _Descent(former, train_loader, optimizer_cls, optimizer_kwargs, scheduler_cls, scheduler_kwargs)
+    penalty = partial(quadratic_penalty, former) if memory is None else memory.penalty(former)
+    descent = _Descent(former, train_loader, penalty, optimizer_cls, optimizer_kwargs, scheduler_cls, scheduler_kwargs)
     losses: list[float] = []
     for epoch in trange(1, n_epochs + 1, desc="task", disable=not progress_bar):
         losses.append(descent.epoch())
@@ -295,6 +247,8 @@ def train_task(
         evidence = task.log_marginal_likelihood().item()
     task.finish()
     la.set_posterior(former.snapshot())
+    if memory is not None:
+        memory.add(task.fit, former.snapshot().mean)
     return TaskResult(la.prior_precision.detach().clone(), evidence, losses)
 
 
@@ -312,12 +266,13 @@ class _Descent:
         self,
         la: ParametricLaplace,
         loader: Iterable[Any],
+        penalty: Callable[[], Tensor],
         optimizer_cls: type[torch.optim.Optimizer],
         optimizer_kwargs: dict[str, Any] | None,
         scheduler_cls: type[torch.optim.lr_scheduler.LRScheduler] | None,
         scheduler_kwargs: dict[str, Any] | None,
     ) -> None:
-        self.la, self.loader = la, loader
+        self.la, self.loader, self.penalty = la, loader, penalty
         self.n_data = sum(len(y) for _, y in self._batches())
         if self.n_data == 0:
             raise InvalidData("train_loader gave no data that count; a task needs at least one datum.")
@@ -344,7 +299,7 @@ class _Descent:
     def _step(self, x: Inputs, y: Tensor) -> float:
         def objective() -> float:
             self.optimizer.zero_grad()
-            value = _negative_log_likelihood(self.la, x, y) / len(y) + quadratic_penalty(self.la) / self.n_data
+            value = _negative_log_likelihood(self.la, x, y) / len(y) + self.penalty() / self.n_data
             value.backward()
             _keep_fixed_entries(self.la)
             return value.item()
@@ -375,12 +330,6 @@ def _negative_log_likelihood(la: ParametricLaplace, x: Inputs, y: Tensor) -> Ten
     return -likelihood.log_likelihood(
         terms, float(likelihood.count(f, y)), f.shape[1], la.sigma_noise.detach(), la.temperature.detach()
     )
-
-
-def _random_weights(la: ParametricLaplace) -> Tensor:
-    """Random entries of the model's weights, `[P]`, with their graph."""
-    tensors = [slot.take(tensor) for slot, tensor in zip(la.problem.slots, la.params, strict=True)]
-    return torch.cat(tensors).to(la.prior_mean.dtype)
 
 
 def _keep_fixed_entries(la: ParametricLaplace) -> None:

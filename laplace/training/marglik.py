@@ -23,6 +23,8 @@ from laplace.enums import (
     PriorStructure,
     PriorStructureName,
     StructureName,
+    SubsetOfWeights,
+    WeightsName,
 )
 from laplace.errors import TuningWarning, warn
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
@@ -31,6 +33,7 @@ from laplace.network.model_guard import flags_put_back
 from laplace.parametric import ParametricLaplace
 from laplace.structures.base import Curvature
 from laplace.training.online import OnlineLaplace
+from laplace.weights.base import Weights
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -62,6 +65,8 @@ def marglik_training(
     dict_key_x: str = "input_ids",
     dict_key_y: str = "labels",
     *,
+    subset_of_weights: WeightsName | type[Weights] = SubsetOfWeights.ALL,
+    prior_prec_rest: float = 1.0,
     forward_fn: ForwardFn | None = None,
     laplace_kwargs: dict[str, Any] | None = None,
     group: ProcessGroup | None = None,
@@ -95,8 +100,11 @@ def marglik_training(
         enable_backprop: For the posterior that is returned.
         dict_key_x: Key of the inputs in mappings.
         dict_key_y: Key of the targets in mappings.
+        subset_of_weights: Which weights are random, as of `OnlineLaplace`; the others are trained by MAP.
+        prior_prec_rest: Their prior precision.
         forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
-        laplace_kwargs: Further options of the posterior's class (`backend_kwargs`, `damping`, `prior_mean`).
+        laplace_kwargs: Further options of the posterior's class (`backend_kwargs`, `damping`, `prior_mean`,
+            `last_layer_name`, `subnetwork_indices`).
         group: As of `OnlineLaplace`; the model is a `DistributedDataParallel` then.
 
     Returns:
@@ -109,11 +117,12 @@ def marglik_training(
     """
     check_counts(n_epochs=n_epochs)
     online = OnlineLaplace(
-        model, train_loader, likelihood, hessian_structure, backend, lr_hyp=lr_hyp, prior_structure=prior_structure,
-        n_epochs_burnin=n_epochs_burnin, n_hypersteps=n_hypersteps, marglik_frequency=marglik_frequency,
-        prior_prec_init=prior_prec_init, sigma_noise_init=sigma_noise_init, temperature=temperature,
-        fix_sigma_noise=fix_sigma_noise, enable_backprop=enable_backprop, dict_key_x=dict_key_x,
-        dict_key_y=dict_key_y, forward_fn=forward_fn, laplace_kwargs=laplace_kwargs, group=group,
+        model, train_loader, likelihood, hessian_structure, backend, subset_of_weights=subset_of_weights,
+        lr_hyp=lr_hyp, prior_structure=prior_structure, n_epochs_burnin=n_epochs_burnin, n_hypersteps=n_hypersteps,
+        marglik_frequency=marglik_frequency, prior_prec_init=prior_prec_init, prior_prec_rest=prior_prec_rest,
+        sigma_noise_init=sigma_noise_init, temperature=temperature, fix_sigma_noise=fix_sigma_noise,
+        enable_backprop=enable_backprop, dict_key_x=dict_key_x, dict_key_y=dict_key_y, forward_fn=forward_fn,
+        laplace_kwargs=laplace_kwargs, group=group,
     )  # fmt: skip
     losses: list[float] = []
     with torch.inference_mode(False), torch.enable_grad(), flags_put_back(model):
@@ -172,7 +181,8 @@ def _without_decay(optimizer: Optimizer) -> Optimizer:
     if decays:
         warn(
             f"the optimiser's weight_decay={decays.pop():g} is not used: the prior precision is the weight decay, and "
-            "the evidence chooses it. Pass optimizer_kwargs={'weight_decay': 0, ...}, or start it by prior_prec_init.",
+            "the evidence chooses it. Pass optimizer_kwargs={'weight_decay': 0, ...}, or start it by prior_prec_init; "
+            "of weights that are not random it is prior_prec_rest.",
             TuningWarning,
         )
     for group in optimizer.param_groups:

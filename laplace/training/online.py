@@ -21,7 +21,6 @@ from laplace.core import batch as batches
 from laplace.core.arguments import CheckedConstructor
 from laplace.core.batch import ForwardFn, Inputs, require_rereadable
 from laplace.core.hyperparameters import check_counts
-from laplace.core.layout import flatten
 from laplace.core.positions import as_rows
 from laplace.core.processes import Processes
 from laplace.curvature import CurvatureInterface
@@ -33,6 +32,7 @@ from laplace.enums import (
     PriorStructureName,
     StructureName,
     SubsetOfWeights,
+    WeightsName,
 )
 from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
 from laplace.factory import from_names
@@ -45,7 +45,9 @@ from laplace.network.spread import require_whole
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.first_outputs import call_of
 from laplace.structures.base import Curvature
+from laplace.training.trained_weights import RestOfWeights, find_random_weights, random_weights
 from laplace.tuning.settings import spread
+from laplace.weights.base import Weights
 from laplace.weights.feature_extractor import network_of
 
 if TYPE_CHECKING:
@@ -83,6 +85,10 @@ class OnlineLaplace(CheckedConstructor):
     and every `marglik_frequency` epochs log δ and log σ climb the log evidence of a Laplace approximation of all
     trainable weights, fitted at the present ones, by `n_hypersteps` steps of one Adam for the whole training.
 
+    With `subset_of_weights="last_layer"` or `"subnetwork"` δ is the precision of the random weights alone, and the
+    evidence is that of their posterior given the others, p(D | θ_F, δ, σ). These are trained beside them by MAP, under
+    N(0, 1/ε): ε ‖θ_F‖² / (2 N w) is added to L(θ), and ε is not learnt.
+
     Example:
         online = OnlineLaplace(model, train_loader, "regression", "kron")
         for epoch in range(1, 301):
@@ -100,12 +106,15 @@ class OnlineLaplace(CheckedConstructor):
         likelihood: A name or a likelihood object.
         hessian_structure: Structure of the curvature.
         backend: Curvature backend, a class; None for the native GGN.
+        subset_of_weights: Which weights are random, as of `Laplace`: `"all"`, `"last_layer"`, or `"subnetwork"` with
+            `laplace_kwargs={"subnetwork_indices": ...}`. What is frozen is not trained.
         lr_hyp: Step size of Adam on log δ and log σ.
         prior_structure: `"scalar"`, `"layerwise"` (one δ per tensor) or `"diag"` (one per parameter).
         n_epochs_burnin: First epoch, counted from 1, after which the evidence may be estimated.
         n_hypersteps: Steps on the hyper-parameters per estimate.
         marglik_frequency: Epochs between estimates, F.
         prior_prec_init: δ at the start, one number or one per entry of the structure.
+        prior_prec_rest: ε, the prior precision of trainable weights that are not random, 0 for none.
         sigma_noise_init: σ at the start, one or one per output; 1 for a likelihood without noise.
         temperature: T of the likelihood p(y | f)^(1/T), as everywhere in this library.
         fix_sigma_noise: Keep σ at its start.
@@ -113,17 +122,19 @@ class OnlineLaplace(CheckedConstructor):
         dict_key_x: Key of the inputs whose first dimension is the batch, for mappings.
         dict_key_y: Key of the targets, for mappings.
         forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
-        laplace_kwargs: Further options of the posterior's class (`backend_kwargs`, `damping`, `prior_mean`).
+        laplace_kwargs: Further options of the posterior's class (`backend_kwargs`, `damping`, `prior_mean`,
+            `last_layer_name`, `subnetwork_indices`).
         group: As of `la.fit`: processes that train the same network, as `DistributedDataParallel` does, each with a
             loader of its shard; the evidence, N and the hyper-parameters are then those of all data.
 
     Attributes:
         la: The posterior, fitted anew by every estimate; its hyper-parameters are the present ones.
+        rest: Trainable weights that are not random.
         margliks: Negative log evidences, one per step on the hyper-parameters, in nats.
         best: State with the largest log evidence so far, by the last step of an estimate; None before the first.
 
     Raises:
-        InvalidArgument: An option is out of range, or the loader can be read only once.
+        InvalidArgument: An option is out of range, the random weights are frozen, or the loader can be read only once.
         UnsupportedError: Classes have weights.
     """
 
@@ -135,12 +146,14 @@ class OnlineLaplace(CheckedConstructor):
         hessian_structure: StructureName | type[Curvature] = HessianStructure.KRON,
         backend: type[CurvatureInterface] | None = None,
         *,
+        subset_of_weights: WeightsName | type[Weights] = SubsetOfWeights.ALL,
         lr_hyp: float = 0.1,
         prior_structure: PriorStructureName = PriorStructure.LAYERWISE,
         n_epochs_burnin: int = 0,
         n_hypersteps: int = 10,
         marglik_frequency: int = 1,
         prior_prec_init: float | Tensor = 1.0,
+        prior_prec_rest: float = 1.0,
         sigma_noise_init: float | Tensor = 1.0,
         temperature: float = 1.0,
         fix_sigma_noise: bool = False,
@@ -154,7 +167,7 @@ class OnlineLaplace(CheckedConstructor):
         check_counts(n_hypersteps=n_hypersteps, marglik_frequency=marglik_frequency)
         check_step_size(lr_hyp)
         self.la: ParametricLaplace = _of_equal_classes(from_names(
-            model, likelihood, SubsetOfWeights.ALL, hessian_structure, sigma_noise=sigma_noise_init,
+            model, likelihood, subset_of_weights, hessian_structure, sigma_noise=sigma_noise_init,
             temperature=temperature, backend=backend, enable_backprop=enable_backprop, dict_key_x=dict_key_x,
             dict_key_y=dict_key_y, forward_fn=forward_fn, **(laplace_kwargs or {}),
         ))  # fmt: skip
@@ -166,17 +179,22 @@ class OnlineLaplace(CheckedConstructor):
         self.n_epochs_burnin = n_epochs_burnin
         self.margliks: list[float] = []
         self.best: Checkpoint | None = None
+        find_random_weights(self.la, train_loader, Processes.of(group))
+        self.rest = RestOfWeights.of(self.la, prior_prec_rest)
         self._n_counted = self._counted_together()
-        la, structure = self.la, str(prior_structure)
-        la.prior_precision = spread(
-            prior_prec_init, structure, la.problem.layout, la.prior_mean, name="prior_prec_init"
+        self.la.prior_precision = spread(
+            prior_prec_init, str(prior_structure), self.la.problem.layout, self.la.prior_mean, name="prior_prec_init"
         )
+        self._optimizer = Adam(self._hyperparameters(fix_sigma_noise=fix_sigma_noise), lr=lr_hyp)
+
+    def _hyperparameters(self, *, fix_sigma_noise: bool) -> list[Tensor]:
+        """The leaves that Adam moves: log δ and, where it is learnt, log σ."""
+        la = self.la
         learns_noise = la.likelihood_object.has_noise and not fix_sigma_noise
         with torch.inference_mode(False):
             self._log_prior = la.prior_precision.detach().log().requires_grad_()
             self._log_noise = la.sigma_noise.detach().log().requires_grad_() if learns_noise else None
-        learnt = [self._log_prior] + ([] if self._log_noise is None else [self._log_noise])
-        self._optimizer = Adam(learnt, lr=lr_hyp)
+        return [self._log_prior] + ([] if self._log_noise is None else [self._log_noise])
 
     @property
     def prior_precision(self) -> Tensor:
@@ -233,11 +251,8 @@ class OnlineLaplace(CheckedConstructor):
         y = self.la.engine.checked(f, y)
         w = likelihood.curvature_scale("ggn", self.sigma_noise, self.la.temperature).detach()
         data = (w / w.mean() * likelihood.loss_terms(f, y)).sum() / max(1, likelihood.count(f, y))
-        return data + self.la.prior.quad(self._theta()) / (2 * self.n_data * w.mean())
-
-    def _theta(self) -> Tensor:
-        """Trainable weights with their graph, `[P]`."""
-        return flatten([tensor.to(self.prior_precision.dtype) for tensor in self.la.params])
+        penalty = self.la.prior.quad(random_weights(self.la)) + self.rest.quad()
+        return data + penalty / (2 * self.n_data * w.mean())
 
     def is_due(self, epoch: int) -> bool:
         """True if the evidence is estimated after this epoch, counted from 1."""

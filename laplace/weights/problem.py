@@ -79,7 +79,8 @@ class ParameterSlice:
 
     def take(self, tensor: Tensor) -> Tensor:
         """Random entries `[p]` of a tensor of this slot's shape."""
-        return self.take_rows(tensor.unsqueeze(0))[0]
+        flat = tensor.reshape(-1)
+        return flat if self.entries is None else flat[self.entries.to(flat.device)]
 
     def take_rows(self, tensors: Tensor) -> Tensor:
         """Random entries `[R, p]` of tensors `[R, *shape]`."""

@@ -405,17 +405,20 @@ def training_follows_the_evidence_of_all_data(rank: int) -> None:
     both = TensorDataset(x[:22], y[:22])
     options: dict[str, Any] = {"n_epochs": 4, "n_hypersteps": 3, "optimizer_kwargs": {"lr": 0.05}}
     sampler = DistributedSampler(both, shuffle=False)
-    model = nn.parallel.DistributedDataParallel(network())
-    la, trained, margliks, _ = marglik_training(
-        model, DataLoader(both, 11, sampler=sampler), "classification", "kron", group=distributed.group.WORLD, **options
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ApproximationWarning)
-        single = DataLoader(both, 22)
-        other, _, expected, _ = marglik_training(network(), single, "classification", "kron", **options)
-    torch.testing.assert_close(torch.tensor(margliks), torch.tensor(expected), rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(la.prior_precision, other.prior_precision, rtol=1e-6, atol=1e-8)
-    assert trained is model and la.n_data == other.n_data == 22
+    for weights in ("last_layer", "all"):
+        chosen: dict[str, Any] = {"subset_of_weights": weights, **options}
+        model = nn.parallel.DistributedDataParallel(network())
+        la, trained, margliks, _ = marglik_training(
+            model, DataLoader(both, 11, sampler=sampler), "classification", "kron", group=distributed.group.WORLD,
+            **chosen,
+        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ApproximationWarning)
+            single = DataLoader(both, 22)
+            other, _, expected, _ = marglik_training(network(), single, "classification", "kron", **chosen)
+        torch.testing.assert_close(torch.tensor(margliks), torch.tensor(expected), rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(la.prior_precision, other.prior_precision, rtol=1e-6, atol=1e-8)
+        assert trained is model and la.n_data == other.n_data == 22
     padded = DataLoader(TensorDataset(x, y), 12, sampler=DistributedSampler(TensorDataset(x, y)))
     assert OnlineLaplace(model, padded, group=distributed.group.WORLD).n_data == 23
 

@@ -190,6 +190,11 @@ def one_process_may_ask_for_the_number_of_data(rank: int) -> None:
     empty = OnlineLaplace(network(), [], group=distributed.group.WORLD)
     with pytest.raises(LaplaceError, match="no data"):
         _ = empty.n_data
+    shard = batches() if rank else []
+    last = OnlineLaplace(network(), shard, subset_of_weights="last_layer", group=distributed.group.WORLD)
+    assert last.la.problem.head is not None and last.n_data == 23
+    with pytest.raises(LaplaceError, match="no data"):
+        OnlineLaplace(network(), [], subset_of_weights="last_layer", group=distributed.group.WORLD)
 
 
 CHECKS = [

@@ -1,0 +1,131 @@
+"""The curvature of every task on its own: a penalty with the sum of Kronecker products (Ritter et al., 2018).
+
+Kronecker factors of tasks that are summed one by one, as those of data are, stand for more than the sum of their
+products: (B_1 + B_2) ⊗ (A_1 + A_2) has cross terms. Kept apart, the products are summed exactly, in the penalty, at a
+product with each of them: time and memory grow with the number of tasks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from laplace.core.arguments import CheckedConstructor
+from laplace.core.hyperparameters import GaussianPrior
+from laplace.errors import InvalidArgument
+from laplace.fitting import Fit
+from laplace.parametric import ParametricLaplace
+from laplace.posterior.learning import require_held
+from laplace.structures.base import Precision
+from laplace.training.penalty import half_quadratic
+from laplace.training.trained_weights import random_weights
+
+
+class TaskMemory(CheckedConstructor):
+    """Curvature H_t and weights θ_t of every task that ended, for `train_task(la, loader, memory=...)`.
+
+    The penalty of the next task is, with s = 1/(σ²T),
+
+        ½ (θ − θ_T)ᵀ (Σ_t s H_t + diag(δ)) (θ − θ_T)                    centre="last", the recursion of Bayes' rule
+        Σ_t ½ s (θ − θ_t)ᵀ H_t (θ − θ_t) + ½ (θ − μ₀)ᵀ diag(δ) (θ − μ₀)   centre="own", a quadratic per task
+
+    (Ritter et al., 2018, "Online structured Laplace approximations for overcoming catastrophic forgetting"; the latter
+    with Kirkpatrick et al.'s centres, 2017). The first is `quadratic_penalty` where curvatures add up exactly, as
+    `full`, `block` and `diag` do. Predictions and the evidence are those of the posterior, whose factors are summed.
+
+    Example:
+        memory = TaskMemory()
+        for loader in loaders:
+            train_task(la, loader, memory=memory)
+
+    Args:
+        centre: `"last"` or `"own"`.
+
+    Attributes:
+        fits: Curvature and loss of every task alone.
+        means: Weights at which each of them ended, `[P]`.
+
+    Raises:
+        InvalidArgument: Another centre.
+    """
+
+    def __init__(self, centre: Literal["last", "own"] = "last") -> None:
+        if centre not in ("last", "own"):
+            raise InvalidArgument(f"centre={centre!r}; 'last' and 'own' are accepted.")
+        self.centre = centre
+        self.fits: list[Fit] = []
+        self.means: list[Tensor] = []
+
+    def add(self, fit: Fit, mean: Tensor) -> None:
+        """Keeps a task that has ended.
+
+        Args:
+            fit: Its own, `TaskFit.fit`.
+            mean: θ_t, `[P]`.
+        """
+        self.fits.append(fit)
+        self.means.append(mean)
+
+    def penalty(self, la: ParametricLaplace) -> MemoryPenalty:
+        """The penalty at the present noise and temperature; of the prior precision it reads the one of the moment.
+
+        Args:
+            la: The posterior of the same tasks; not fitted, if there are none.
+
+        Raises:
+            InvalidArgument: The posterior is of other data.
+            UnsupportedError: Curvature that is known by products at the former weights alone.
+        """
+        require_held(la.snapshot(), "a penalty on weights that train on")
+        n_kept, n_data = float(sum(fit.n_data for fit in self.fits)), float(la.n_data) if la.is_fitted else 0.0
+        if n_kept != n_data:
+            raise InvalidArgument(
+                f"the tasks that are kept have {n_kept:g} data, the posterior {n_data:g}; give train_task the same "
+                "TaskMemory from the first task on, and a new one with a new posterior."
+            )
+        if not self.fits:
+            return MemoryPenalty(la, (), (), self.centre)
+        with torch.no_grad():
+            # Without a prior a precision is s H.
+            prior = GaussianPrior(la.prior_mean.new_zeros(1), la.prior_mean.new_zeros(()), la.problem.layout)
+            alone = [replace(la.evidence(), fit=fit, prior=prior).constant().precision for fit in self.fits]
+        return MemoryPenalty(la, tuple(alone), tuple(self.means), self.centre)
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryPenalty:
+    """A penalty of `TaskMemory`, in nats: to be added to the summed loss of a task, or with 1/N to the mean.
+
+    Attributes:
+        la: The posterior of the tasks, whose prior precision and present weights it reads.
+        precisions: s H_t of every task.
+        means: θ_t of every task, `[P]`.
+        centre: `"last"` or `"own"`.
+    """
+
+    la: ParametricLaplace
+    precisions: tuple[Precision, ...]
+    means: tuple[Tensor, ...]
+    centre: str
+
+    def __call__(self, theta: Tensor | None = None) -> Tensor:
+        """The penalty, 0-dim, differentiable in θ.
+
+        Args:
+            theta: Where, `[P]`; None for the network's present weights, with the graph that leads to them.
+        """
+        theta, prior = random_weights(self.la) if theta is None else theta, self.la.prior
+        if not self.means:
+            return 0.5 * prior.quad(theta)
+        if self.centre == "last":
+            last = self.means[-1]
+            return half_quadratic(theta - last, self) + 0.5 * replace(prior, mean=last).quad(theta)
+        tasks = zip(self.means, self.precisions, strict=True)
+        return sum((half_quadratic(theta - mean, alone) for mean, alone in tasks), 0.5 * prior.quad(theta))
+
+    def product(self, vectors: Tensor) -> Tensor:
+        """Σ_t s H_t v of vectors `[..., P]`, same shape, without gradient."""
+        return torch.stack([alone.product(vectors) for alone in self.precisions]).sum(0)
