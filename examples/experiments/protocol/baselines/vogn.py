@@ -5,7 +5,7 @@ N(μ₀, diag(λ)⁻¹) for a prior. At sampled weights, with the gradients g_i 
 
     s ← (1 − β₂) s + β₂ mean_i g_i²,    m ← β₁ m + (1 − β₁) (mean_i g_i + λ/N (μ − μ₀)),    μ ← μ − α m̂ / (s + λ/N),
 
-where m̂ = m / (1 − β₁ᵗ). Khan et al. have β₁ = 0.9 and β₂ = 0.001.
+where m̂ = m / (1 − β₁ᵗ). Khan et al. have β₁ = 0.9 and β₂ = 0.001, for more steps than a task of few data has.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class VognSettings:
     """
 
     n_epochs: int = 50
-    rate: float = 1e-3
+    rate: float = 0.1
     momentum: float = 0.9
-    forgetting: float = 1e-3
-    initial: float = 1e-2
+    forgetting: float = 1e-2
+    initial: float = 1.0
     n_samples: int = 2
 
 
