@@ -74,7 +74,7 @@ class Settings:
 
 
 FULL = Settings(Sizes(1000, 400, 600), 1500, Training(10, 64, 1e-3, 1e-4), Training(30, 64, 2e-3, 1e-5), 1000, 10_000)
-SMALL = Settings(Sizes(100, 60, 40), 80, Training(1), Training(1), 20, 50)
+SMALL = Settings(Sizes(64, 40, 30), 64, Training(1), Training(1), 10, 20)
 PROTOCOL = """Five generated tasks in the shape of WILDS' (images of 62 classes with 1,024 features, tissue, comments, \
 reviews, wealth), 1,000 training data each, trunks trained on a sibling task first. MAP, temperature scaling, \
 hyper-parameter ensembles of five, last-layer Laplace (Kronecker factors for FMoW, else full) with 10,000 linearised \

@@ -55,7 +55,7 @@ def test_moments_are_those_of_gradients_one_by_one() -> None:
 
 def test_vogn_ends_where_its_natural_gradient_is_zero() -> None:
     data = blobs(150)
-    how = VognSettings(n_epochs=600, rate=1e-2, forgetting=1e-2, n_samples=4)
+    how = VognSettings(n_epochs=600, rate=1e-2, forgetting=1e-2, initial=1e-2, n_samples=4)
     vogn = Vogn(nn.Sequential(nn.Linear(2, 3)), 2.0, how, 0)
     vogn.learn([(data.x, data.y)], len(data))
     samples = vogn.mean + vogn.precision.rsqrt() * torch.randn(4000, 9, generator=torch.Generator().manual_seed(1))
