@@ -81,6 +81,10 @@ hyper-parameter ensembles of five, last-layer Laplace (Kronecker factors for FMo
 samples, all tuned by the NLL of validation data of known domains. RCE is the regression calibration error, MCE the \
 mean calibration error over bins. The paper has its numbers in figures alone."""
 MISSING = [("figures 6 and 10", "WILDS itself and its networks are not here; `--data` takes arrays in their place")]
+SHARED_VARIANCE = """A softmax does not see the variance that all outputs share, which is most of what few data leave \
+open, so that Monte-Carlo averages cannot come as close to uniform as a temperature. On seed 100, with 48 features, \
+the smallest NLL of validation data over all prior precisions was 1.77 by Monte Carlo, 1.46 by the probit \
+approximation, which counts that variance, and 1.45 with a temperature."""
 Predicted = dict[str, tuple[Tensor, ...]]
 """By method: probabilities `[N, C]`, or means and variances of y, `[N, 1]` each."""
 
@@ -212,7 +216,8 @@ def claims() -> list[Claim]:
         rivals = ("temperature", "DE") if task.likelihood == "classification" else ("DE",)
         for rival in rivals:
             condition = f"{task.name}, {UNKNOWN}"
-            found.append(lower("figure 6", condition, "NLL", "LA", rival, margin=0.05))
+            note = SHARED_VARIANCE if task is REVIEWS and rival == "temperature" else ""
+            found.append(lower("figure 6", condition, "NLL", "LA", rival, margin=0.05, note=note))
             found.append(lower("figure 6", condition, error, "LA", rival, margin=0.02 if error == "ECE" else 0.005))
     return found
 
