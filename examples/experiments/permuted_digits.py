@@ -1,212 +1,263 @@
-"""Continual learning on permuted digits: how much of ten tasks a network remembers that sees each of them only once.
+"""Continual learning on permuted digits: Daxberger et al. (2021), section 4.4, appendix C.4, figure 7.
 
-Every task is the same handwritten digits with the pixels in another fixed order, as in the permuted MNIST of Daxberger
-et al. (2021, section 4.4, appendix C.4 and figure 7), on scikit-learn's 8×8 images. A network with two hidden layers of
-100 units learns the tasks one after the other. Without a memory it forgets; with a Laplace approximation of the former
-tasks for a prior it does not: diagonal, Kronecker-factored, and Kronecker-factored with a prior precision that the
-evidence adapts during every task. After every task the accuracy on the held-out digits of all tasks seen is averaged.
+Every task is the same handwritten digits with the pixels in another fixed order, on scikit-learn's 8 × 8 images. A
+network with two hidden layers of 100 units learns ten tasks one after the other. After every task the accuracy on
+held-out digits of all tasks seen is averaged. What is remembered:
 
-    python examples/experiments/permuted_digits.py            # 10 tasks, 3 seeds
-    python examples/experiments/permuted_digits.py --products # with the Kronecker products of every task, too
-    python examples/experiments/permuted_digits.py --small    # 2 tasks, 1 seed, to try it out
+- "none": nothing, MAP with the prior alone;
+- "diag", "Kron": the Laplace approximation of the former tasks, Kronecker factors summed over tasks as in the paper;
+- "products": the Kronecker products of every task in the penalty, the first form of Ritter et al. (2018);
+- "VOGN": the variational posterior of Osawa et al. (2019).
+
+The prior precision is fixed, or starts there and is adapted by the evidence during every task ("tuned").
+
+    python examples/experiments/permuted_digits.py
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from laplace import Laplace, ParametricLaplace
+from laplace import Laplace
 from laplace.metrics import accuracy
 from laplace.plotting import new_figure
 from laplace.training.continual import train_task
 from laplace.training.task_memory import TaskMemory
+from protocol.baselines.vogn import Vogn, VognSettings
+from protocol.claims import Claim
+from protocol.data import Part, digits, split
+from protocol.networks import mlp
+from protocol.options import Options, parse
+from protocol.records import Records, Scores
+from protocol.report import Table, finish
 
-# Chosen on seeds that are not reported (docs/continual_learning.md), the same for every method.
-LEARNING_RATE, BATCH_SIZE = 1e-2, 128
-# Slow steps on log δ: one of this size every ten epochs, and one more after the last.
-HYPER_STEPS, HYPER_RATE = 1, 0.1
-Results = dict[str, list[list[float]]]
+
+@dataclass(frozen=True)
+class Settings:
+    """What is run, the same for every method.
+
+    Attributes:
+        n_tasks: One after the other.
+        n_epochs: Of every task.
+        batch_size: Of its batches.
+        rate: Of Adam.
+        priors: Fixed prior precisions, and where the tuned ones start; the first is that of diag.
+        n_hypersteps: Of Adam on log δ, every ten epochs and after the last.
+        hyper_rate: Their size.
+        vogn: The settings of that baseline.
+        vogn_prior: Its prior precision.
+    """
+
+    n_tasks: int
+    n_epochs: int
+    batch_size: int
+    rate: float
+    priors: tuple[float, ...]
+    n_hypersteps: int
+    hyper_rate: float
+    vogn: VognSettings
+    vogn_prior: float
+
+
+FULL = Settings(10, 50, 128, 1e-2, (1.0, 0.1, 10.0), 1, 0.1, VognSettings(), 1.0)
+SMALL = Settings(2, 1, 256, 1e-2, (1.0,), 1, 0.1, VognSettings(n_epochs=1, n_samples=1), 1.0)
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to remember: a structure, or None for the prior alone, and whether the evidence adapts the prior.
+    """A way to remember.
 
-    A fixed prior has one precision, an adapted one starts there and has a precision per tensor. The curvatures of all
-    tasks are summed by the posterior, or kept apart for the penalty, around the last weights or those of each task.
+    Attributes:
+        structure: Of the curvature; None for nothing.
+        prior: The prior precision, or where it starts.
+        tuned: By the evidence, one per tensor.
+        products: The former tasks' products are kept.
     """
 
     structure: str | None
+    prior: float
     tuned: bool = False
-    memory: Literal["last", "own"] | None = None
+    products: bool = False
+
+    @property
+    def name(self) -> str:
+        """As tables show it."""
+        structure = "none" if self.structure is None else "products" if self.products else self.structure
+        return f"{structure}, {'tuned from' if self.tuned else 'fixed'} {self.prior:g}"
 
 
-METHODS = {
-    "none": Method(None),
-    "diag": Method("diag"),
-    "Kron": Method("kron"),
-    "Kron, tuned prior": Method("kron", tuned=True),
-}
-# Sums of Kronecker products, which take a product per former task in every step.
-OF_PRODUCTS = {
-    "products": Method("kron", memory="last"),
-    "products, tuned": Method("kron", tuned=True, memory="last"),
-    "products, own": Method("kron", memory="own"),
-    "products, own, tuned": Method("kron", tuned=True, memory="own"),
-}
+def methods(settings: Settings) -> list[Method]:
+    """All but VOGN."""
+    first = settings.priors[0]
+    kron = [
+        Method("kron", prior, tuned, products)
+        for products in (False, True)
+        for prior in settings.priors
+        for tuned in (False, True)
+    ]
+    return [Method(None, first), Method("diag", first), Method("diag", first, tuned=True), *kron]
 
 
 @dataclass(frozen=True)
 class Task:
-    """Digits with permuted pixels: images `[N, 64]` in [0, 1], labels `[N]`."""
+    """Digits with permuted pixels, `[N, D]`."""
 
-    x_train: Tensor
-    y_train: Tensor
-    x_test: Tensor
-    y_test: Tensor
-
-    def loader(self, seed: int) -> Batches:
-        """The training data in random order."""
-        return Batches(self.x_train, self.y_train, torch.Generator().manual_seed(seed))
+    train: Part
+    test: Part
 
 
 class Batches:
-    """Batches in a new random order every time they are read; for data in memory much faster than a `DataLoader`."""
+    """Batches in a new random order every time they are read."""
 
-    def __init__(self, x: Tensor, y: Tensor, generator: torch.Generator) -> None:
-        self.x, self.y, self.generator = x, y, generator
+    def __init__(self, data: Part, size: int, seed: int) -> None:
+        self.data, self.size, self.generator = data, size, torch.Generator().manual_seed(seed)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for index in torch.randperm(len(self.y), generator=self.generator).split(BATCH_SIZE):
-            yield self.x[index], self.y[index]
+        return self.data.batches(self.size, self.generator)
 
 
-def make_tasks(n_tasks: int, seed: int) -> list[Task]:
+def make_tasks(n_tasks: int, path: Path | None, seed: int) -> list[Task]:
     """Tasks of one split (70 % training, 30 % test); the first has the pixels in order."""
     generator = torch.Generator().manual_seed(seed)
-    digits = load_digits()
-    order = torch.randperm(len(digits.target), generator=generator)
-    x, y = torch.tensor(digits.data, dtype=torch.float32)[order] / 16, torch.tensor(digits.target)[order]
-    cut = int(0.7 * len(x))
-    pixels = [torch.arange(64)] + [torch.randperm(64, generator=generator) for _ in range(n_tasks - 1)]
-    return [Task(x[:cut, p], y[:cut], x[cut:, p], y[cut:]) for p in pixels]
+    images = digits(path)
+    parts = split(Part(images.x.flatten(1), images.y), (0.7, 0.0), generator)
+    n_pixels = parts.train.x.shape[1]
+    orders = [torch.arange(n_pixels), *(torch.randperm(n_pixels, generator=generator) for _ in range(n_tasks - 1))]
+    return [Task(*(Part(part.x[:, order], part.y) for part in (parts.train, parts.test))) for order in orders]
 
 
-def make_network(seed: int) -> nn.Module:
-    """64 pixels, two hidden layers of 100 units, ten classes."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return nn.Sequential(
-            nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10)
-        )  # fmt: skip
+@torch.no_grad()
+def mean_accuracy(model: nn.Module, tasks: list[Task]) -> float:
+    """Over the test data of tasks."""
+    return sum(float(accuracy(model(task.test.x).softmax(1), task.test.y)) for task in tasks) / len(tasks)
 
 
-def run(method: Method, tasks: list[Task], seed: int, n_epochs: int, prior_precision: float = 0.1) -> list[float]:
-    """Learns the tasks in turn; the accuracy after each of them, averaged over the tasks seen."""
-    model = make_network(seed)
-    scores: list[float] = []
+def remember(method: Method, tasks: list[Task], settings: Settings, seed: int) -> list[float]:
+    """Learns the tasks in turn; the mean accuracy over the tasks seen, after each of them."""
+    model = network(tasks, seed)
+    prior = torch.full((len(list(model.parameters())) if method.tuned else 1,), method.prior)
 
-    def score(*_: object) -> None:
-        seen = tasks[: len(scores) + 1]
-        with torch.no_grad():
-            accuracies = [float(accuracy(model(task.x_test).softmax(1), task.y_test)) for task in seen]
-        scores.append(sum(accuracies) / len(seen))
-
-    def posterior() -> ParametricLaplace:
-        n_values = len(list(model.parameters())) if method.tuned else 1  # the evidence tells the tensors apart
-        prior = torch.full((n_values,), prior_precision)
+    def posterior() -> Laplace:
         return Laplace(model, "classification", "all", method.structure or "diag", prior_precision=prior)
 
-    la, memory = posterior(), None if method.memory is None else TaskMemory(method.memory)
-    for task in tasks:
+    la, memory, found = posterior(), TaskMemory() if method.products else None, []
+    for number, task in enumerate(tasks, 1):
         if method.structure is None:
             la = posterior()  # a new one for every task: the prior alone is left of the former ones
         train_task(
-            la,
-            task.loader(seed),
-            n_epochs=n_epochs,
-            optimizer_kwargs={"lr": LEARNING_RATE},
-            fix_prior_precision=not method.tuned,
-            n_hypersteps=HYPER_STEPS,
-            lr_hyp=HYPER_RATE,
-            memory=memory,
-        )
-        score()
+            la, Batches(task.train, settings.batch_size, seed), n_epochs=settings.n_epochs,
+            optimizer_kwargs={"lr": settings.rate}, fix_prior_precision=not method.tuned,
+            n_hypersteps=settings.n_hypersteps, lr_hyp=settings.hyper_rate, memory=memory,
+        )  # fmt: skip
+        found.append(mean_accuracy(model, tasks[:number]))
+    return found
+
+
+def remember_by_vogn(tasks: list[Task], settings: Settings, seed: int) -> list[float]:
+    """The same by VOGN, with predictions at its mean."""
+    vogn = Vogn(network(tasks, seed), settings.vogn_prior, settings.vogn, seed)
+    found = []
+    for number, task in enumerate(tasks, 1):
+        vogn.learn(Batches(task.train, settings.batch_size, seed), len(task.train))
+        found.append(mean_accuracy(vogn.model, tasks[:number]))
+    return found
+
+
+def network(tasks: list[Task], seed: int) -> nn.Sequential:
+    """Two hidden layers of 100 units."""
+    flat = mlp((tasks[0].train.x.shape[1], 100, 100, int(tasks[0].train.y.max()) + 1), seed)
+    return flat[1:]  # inputs are flat already
+
+
+def seen(number: int) -> str:
+    """Name of the condition."""
+    return f"after {number} tasks"
+
+
+def one_seed(settings: Settings, path: Path | None, seed: int) -> Scores:
+    """All methods on the same tasks."""
+    scores, tasks = Scores(), make_tasks(settings.n_tasks, path, seed)
+    of_methods = {each.name: partial(remember, each) for each in methods(settings)} | {"VOGN": remember_by_vogn}
+    for name, run in of_methods.items():
+        for number, value in enumerate(run(tasks, settings, seed), 1):
+            scores.add(seen(number), name, {"accuracy": value})
     return scores
 
 
-def print_table(results: Results) -> None:
-    """Prints the mean over seeds after every task, and mean and standard deviation after the last."""
-    n_tasks = len(next(iter(results.values()))[0])
-    print(f"{'tasks seen':<20}" + "".join(f"{n:>7}" for n in range(1, n_tasks + 1)) + "   (standard deviation)")
-    for name, runs in results.items():
-        scores = torch.tensor(runs)
-        spread = f"   ({scores[:, -1].std():.3f})" if len(runs) > 1 else ""
-        print(f"{name:<20}" + "".join(f"{value:>7.3f}" for value in scores.mean(0).tolist()) + spread)
+def claims(settings: Settings) -> list[Claim]:
+    """What section 4.4 and appendix C.4 say, and Ritter et al. of their two forms."""
+    last, first = seen(settings.n_tasks), settings.priors[0]
+
+    def gap(better: str, worse: str, scores: Scores) -> float:
+        return scores[last, better, "accuracy"] - scores[last, worse, "accuracy"]
+
+    def over(method: str, least: float, scores: Scores) -> float:
+        return scores[last, method, "accuracy"] - least
+
+    def compared(better: str, worse: str, theirs: str = "") -> Claim:
+        return Claim("figure 7", f"{last}: accuracy of {better} > {worse}", partial(gap, better, worse), theirs)
+
+    none, kron, products = f"none, fixed {first:g}", f"kron, tuned from {first:g}", f"products, tuned from {first:g}"
+    found = [compared(other, none, "fails catastrophically") for other in (f"diag, tuned from {first:g}", kron, "VOGN")]
+    found += [compared(kron, f"diag, tuned from {first:g}"), compared(kron, "VOGN", "closely followed")]
+    found += [compared(products, kron), compared(products, "VOGN")]
+    for structure in ("kron", "products"):
+        found += [compared(f"{structure}, tuned from {prior:g}", f"{structure}, fixed {prior:g}", "tuning improves")
+                  for prior in settings.priors]  # fmt: skip
+    found += [Claim("4.4", f"{last}: accuracy of {method} > 0.85", partial(over, method, 0.85), "0.96 on MNIST")
+              for method in (kron, products)]  # fmt: skip
+    return found
 
 
-def draw(results: Results, output: Path) -> None:
-    """Saves the plot of figure 7: average accuracy against the number of tasks seen, a band of one deviation."""
-    figure, (axes,) = new_figure(n_columns=1, width=5.5, height=3.6)
-    for name, runs in results.items():
-        scores = torch.tensor(runs)
-        mean, spread = scores.mean(0), scores.std(0) if len(runs) > 1 else torch.zeros(scores.shape[1])
-        n_seen = list(range(1, scores.shape[1] + 1))
-        (line,) = axes.plot(n_seen, mean.tolist(), marker="o", markersize=3, label=name)
-        axes.fill_between(
-            n_seen, (mean - spread).tolist(), (mean + spread).tolist(), color=line.get_color(), alpha=0.2, linewidth=0
-        )
-    axes.set(xlabel="tasks seen", ylabel="average accuracy", ylim=(0, 1), title="Permuted digits")
+def accuracy_table(records: Records, n_tasks: int) -> Table:
+    """Methods × numbers of tasks."""
+    numbers = sorted({*range(2, n_tasks + 1, 2), 1})
+    rows = [
+        (method, *(str(records.estimate(seen(number), method, "accuracy")) for number in numbers))
+        for method in records.methods(seen(1))
+    ]
+    return Table("figure 7: mean accuracy on the tasks seen", ("tasks seen", *map(str, numbers)), tuple(rows))
+
+
+def draw(records: Records, settings: Settings, output: Path) -> None:
+    """Figure 7: mean accuracy against the number of tasks seen, with standard errors."""
+    figure, (axes,) = new_figure(width=5.5, height=3.8)
+    first, numbers = settings.priors[0], list(range(1, settings.n_tasks + 1))
+    shown = ("none, fixed", "diag, tuned from", "kron, fixed", "kron, tuned from", "products, tuned from")
+    for method in (*(f"{name} {first:g}" for name in shown), "VOGN"):
+        found = [records.estimate(seen(number), method, "accuracy") for number in numbers]
+        axes.errorbar(numbers, [e.mean for e in found], [e.error for e in found], marker="o", ms=3, label=method)
+    axes.set(xlabel="tasks seen", ylabel="mean accuracy", ylim=(0, 1), title="Permuted digits")
     axes.legend(frameon=False, fontsize=8, loc="lower left")
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=110)
+    figure.savefig(output, dpi=80)
 
 
-def main(
-    small: bool = False,
-    seeds: tuple[int, ...] = (0, 1, 2),
-    prior_precision: float = 0.1,
-    output: Path = Path("outputs/permuted_digits.png"),
-    products: bool = False,
-) -> Results:
-    """Runs everything and returns the average accuracies by method: one list per seed, one entry per task.
+PROTOCOL = """The paper's protocol on scikit-learn's digits, 8 × 8 pixels and 1,258 to train on instead of MNIST's \
+60,000. Settings were chosen on seeds from 100 on: those of Laplace approximations for a fixed prior and a tuned one, \
+VOGN's rate, decay of squares, start and prior for itself. Of every method the weights predict at which a task ends."""
+
+
+def main(options: Options) -> None:
+    """Runs and reports.
 
     Args:
-        small: Two tasks of two epochs and the first seed only, to try the script out.
-        seeds: Of the split, the permutations, the network and the order of the batches.
-        prior_precision: The fixed prior precision, and where the adapted one starts.
-        output: Where the plot goes.
-        products: Also with the Kronecker products of every task in the penalty.
+        options: Of the command line.
     """
-    torch.set_num_threads(1)  # the matrices are small: threads would only wait for each other
-    methods = METHODS | OF_PRODUCTS if products else METHODS
-    results: Results = {name: [] for name in methods}
-    for seed in seeds[:1] if small else seeds:
-        tasks = make_tasks(2 if small else 10, seed)
-        for name, method in methods.items():
-            results[name].append(run(method, tasks, seed, 2 if small else 50, prior_precision))
-            print(f"seed {seed}, {name}: {results[name][-1][-1]:.3f} after the last task", flush=True)
-    print()
-    print_table(results)
-    draw(results, output)
-    print(f"\nplot: {output}")
-    return results
+    settings = SMALL if options.small else FULL
+    records = options.run(settings, lambda seed: one_seed(settings, options.data, seed))
+    finish(
+        options, records, script="permuted_digits", paper="Daxberger et al. (2021), 4.4, C.4", protocol=PROTOCOL,
+        tables=[accuracy_table(records, settings.n_tasks)], claims=claims(settings),
+    )  # fmt: skip
+    draw(records, settings, options.output)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="two tasks, two epochs, one seed")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--prior-precision", type=float, default=0.1, help="fixed, or where the adapted one starts")
-    parser.add_argument("--output", type=Path, default=Path("outputs/permuted_digits.png"), help="where the plot goes")
-    parser.add_argument("--products", action="store_true", help="also keep the Kronecker products of every task")
-    arguments = parser.parse_args()
-    main(arguments.small, tuple(arguments.seeds), arguments.prior_precision, arguments.output, arguments.products)
+    main(parse(__doc__, "permuted_digits"))
