@@ -20,8 +20,7 @@ from laplace.weights.discovery import find_last_layer, require_linear
 class HeadCall:
     """Calls a network of M heads for the outputs of one: a `forward_fn`.
 
-    With one input x the network sees it M times, as it predicts; with a tuple of M inputs it sees each of them in its
-    own place, as it is trained, and head m predicts the target of input m.
+    Head m predicts the target of input m: of one input x, which the network sees M times, or of M inputs.
 
     Attributes:
         head: Which one, from 0.
@@ -37,18 +36,33 @@ class HeadCall:
         Raises:
             InvalidData: Another number of inputs, or outputs that are not those of M heads.
         """
-        inputs = (x,) * self.n_heads if isinstance(x, Tensor) else x
-        if not isinstance(inputs, tuple) or len(inputs) != self.n_heads:
-            raise InvalidData(f"give one tensor, or a tuple of {self.n_heads}, one for each head of the network.")
-        outputs = model(torch.cat(inputs, 1))
-        if outputs.ndim == 2 and outputs.shape[1] % self.n_heads == 0:
-            outputs = outputs.unflatten(1, (self.n_heads, -1))
-        if outputs.ndim != 3 or outputs.shape[1] != self.n_heads:
-            raise InvalidData(
-                f"the network's outputs have shape {tuple(outputs.shape)}; those of {self.n_heads} heads are [B, M·C], "
-                "head after head, or [B, M, C]."
-            )
-        return outputs[:, self.head]
+        return mimo_outputs(model, x, self.n_heads)[:, self.head]
+
+
+def mimo_outputs(model: nn.Module, x: Any, n_heads: int) -> Tensor:
+    """Outputs of every head of a network with M inputs and M heads, `[B, M, C]`.
+
+    Args:
+        model: Takes M inputs concatenated along dimension 1, returns `[B, M·C]`, head after head, or `[B, M, C]`.
+        x: One input `[B, D, …]`, which the network sees M times, as it predicts, or a tuple of M of them, each seen in
+            its own place, as it is trained.
+        n_heads: M.
+
+    Raises:
+        InvalidData: Another number of inputs, or outputs that are not those of M heads.
+    """
+    inputs = (x,) * n_heads if isinstance(x, Tensor) else x
+    if not isinstance(inputs, tuple) or len(inputs) != n_heads:
+        raise InvalidData(f"give one tensor, or a tuple of {n_heads}, one for each head of the network.")
+    outputs = model(torch.cat(inputs, 1))
+    if outputs.ndim == 2 and outputs.shape[1] % n_heads == 0:
+        outputs = outputs.unflatten(1, (n_heads, -1))
+    if outputs.ndim != 3 or outputs.shape[1] != n_heads:
+        raise InvalidData(
+            f"the network's outputs have shape {tuple(outputs.shape)}; those of {n_heads} heads are [B, M·C], "
+            "head after head, or [B, M, C]."
+        )
+    return outputs
 
 
 def last_layer_of(model: nn.Module, n_heads: int, last_layer_name: str | None, example: Tensor | None) -> str:

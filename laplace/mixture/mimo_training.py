@@ -1,0 +1,136 @@
+"""Training of multi-input multi-output networks (Havasi et al., 2021): their batches and their loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.core import batch as batches
+from laplace.core import checks
+from laplace.core.arguments import CheckedConstructor, checked
+from laplace.core.hyperparameters import check_counts
+from laplace.core.random_numbers import check_generator, uniform
+from laplace.enums import LikelihoodName
+from laplace.errors import InvalidArgument, InvalidData
+from laplace.likelihoods import Likelihood, get_likelihood
+
+
+class MimoBatches(CheckedConstructor):
+    """Batches on which a network with M inputs and M heads is trained, made of those of a loader.
+
+    Every batch `(x, y)` of B data becomes one of n = R·B rows, `((x_1, …, x_M), targets)`, with inputs `[n, D, …]` of
+    every head and targets `[n, M, …]`. The rows of a head are its data of the batch, each R times, in an order of its
+    own, so that the inputs of a row are independent of each other and the heads learn to be, too. A row repeats its
+    input with probability ρ: then all heads see the same datum there, as they do in predictions.
+
+    Every reading draws anew. To fit head m at the inputs of its training, with each datum once per batch, read
+    `MimoBatches(loader, M)` once: `rows = list(...)`, and fit `mimo.components[m]` with
+    `[(x, y[:, m]) for x, y in rows]`.
+
+    Args:
+        loader: Batches `(x, y)` with x `[B, D, …]`, the targets in any form that the likelihood takes.
+        n_heads: M.
+        input_repetition: ρ, in [0, 1].
+        batch_repetition: R; with more, a gradient is of more combinations of the same data.
+        generator: Source of randomness; the global one if None.
+
+    Raises:
+        InvalidArgument: A number is out of range, or the loader can be read only once.
+        InvalidType: No loader, or no generator.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        n_heads: int,
+        input_repetition: float = 0.0,
+        batch_repetition: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        check_counts(n_heads=n_heads, batch_repetition=batch_repetition)
+        if not isinstance(input_repetition, Real) or not 0 <= input_repetition <= 1:
+            raise InvalidArgument(f"input_repetition={input_repetition!r}; a probability, from 0 to 1, is accepted.")
+        check_generator(generator)
+        batches.require_loader(loader, "loader")
+        batches.require_rereadable(loader, "training reads it once per epoch")
+        self.loader, self.n_heads, self.generator = loader, n_heads, generator
+        self.input_repetition, self.batch_repetition = float(input_repetition), batch_repetition
+
+    def __iter__(self) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+        """Inputs of every head, M times `[n, D, …]`, and targets `[n, M, …]`, of every batch.
+
+        Raises:
+            InvalidData: Inputs that are no tensor `[B, D, …]`, or as many targets.
+        """
+        for batch in self.loader:
+            x, y = batches.split(batch, batches.LABELS)
+            _check_pair(x, y)
+            rows = self._rows(x)
+            yield tuple(x[row] for row in rows), torch.stack([y[row] for row in rows.to(y.device)], 1)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Index of the datum that every head sees in every row, `[M, n]`."""
+        data = torch.arange(len(x), device=x.device).repeat(self.batch_repetition)
+        numbers = uniform((self.n_heads + 1, len(data)), x, self.generator)
+        repeated = numbers[0] < self.input_repetition
+        # Rows that do not repeat their input are first; a head has them in an order of its own, the others as they are.
+        places = repeated.int().argsort(stable=True)
+        order = numbers[1:].masked_fill(repeated, 1.0).argsort(dim=1, stable=True)
+        return torch.empty_like(order).scatter_(1, places.expand_as(order), data[order])
+
+
+def _check_pair(x: Any, y: Tensor) -> None:
+    """Requires one tensor of inputs, and a target for each of them.
+
+    Raises:
+        InvalidData: Others.
+    """
+    if not isinstance(x, Tensor) or x.ndim < 2:
+        given = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise InvalidData(
+            f"the inputs of a batch are {given}; those of heads are one tensor [B, D, …], of which the network takes M "
+            "concatenated along dimension 1: for x of shape [B] give x.unsqueeze(1)."
+        )
+    if len(x) != len(y):
+        raise InvalidData(f"a batch has {len(x)} inputs and {len(y)} targets; give a target for every datum.")
+
+
+@checked
+def mimo_loss(f: Tensor, y: Tensor, likelihood: Likelihood | LikelihoodName = "classification") -> Tensor:
+    """Loss of a network with M heads, the sum over heads of their mean losses, 0-dim.
+
+        L(θ) = Σ_m (1/n_m) Σ_b ℓ(f_m(x_b1, …, x_bM), y_bm)
+
+    with the unit negative log likelihood ℓ (cross-entropy, or half the squared error summed over outputs) and the n_m
+    rows of head m that count, by their weights where classes have some. It is the data term of Havasi et al. (2021),
+    to which a weight decay adds the prior.
+
+    Args:
+        f: Outputs of every head, `[n, M, C]`, as `mimo_outputs` gives them, with their graph.
+        y: Targets of every head, `[n, M, …]`, as `MimoBatches` gives them.
+        likelihood: A name or a likelihood object.
+
+    Raises:
+        InvalidData: Shapes of other heads, outputs that are not finite, or targets that do not fit them.
+    """
+    known = get_likelihood(likelihood)
+    if f.ndim != 3 or y.shape[:2] != f.shape[:2]:
+        raise InvalidData(
+            f"the outputs have shape {list(f.shape)}, the targets {list(y.shape)}; those of M heads are [n, M, C] and "
+            "[n, M, …]: see mimo_outputs and MimoBatches."
+        )
+    wide = f.to(torch.promote_types(f.dtype, torch.float32))
+    with checks.together():
+        means = [_mean_loss(known, *head) for head in zip(wide.unbind(1), y.to(f.device).unbind(1), strict=True)]
+    return torch.stack(means).sum()
+
+
+def _mean_loss(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    """Mean unit loss of the rows of one head that count, 0-dim; zero where none does."""
+    y = likelihood.check_targets(f, y)
+    count = torch.as_tensor(likelihood.count(f, y), device=f.device, dtype=f.dtype)
+    return likelihood.loss(f, y) / torch.where(count > 0, count, 1)
