@@ -92,7 +92,7 @@ def test_methods_predict_everything(task: Task, networks) -> None:
     x = task.everything()[:70]
     found = six(networks, task.parts, x, FEW, 0)
     assert list(found.p) == ["MAP", "DE", "SWAG", "MSWAG", "LLLA", "MoLA"]
-    more = {n: each for n, each in by_number(networks, task.parts, x, FEW)}
+    more = dict(by_number(networks, task.parts, x, FEW))
     torch.testing.assert_close(more[1].p["MoLA"], found.p["LLLA"])
     torch.testing.assert_close(more[2].p["MoLA"], found.p["MoLA"])
     torch.testing.assert_close(more[1].p["DE"], found.p["MAP"])

@@ -7,12 +7,16 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import convert_conv2d_weight_memory_format
 
-from laplace import Laplace, MixtureLaplace, ParametricLaplace
+from laplace import MixtureLaplace, ParametricLaplace
+from laplace.enums import StructureName
 from laplace.errors import InvalidArgument, TuningWarning
+from laplace.factory import from_names
 from laplace.metrics import accuracy
 from laplace.mixture import MimoBatches, mimo_loss, mimo_outputs
 from laplace.tuning import Thresholds
@@ -24,8 +28,9 @@ from protocol.training import Training
 
 CHUNK = 1000
 LARGEST = 1e3
-STRUCTURES = ("diag", "kron", "full")
-LINKS = ("mc", "probit")
+STRUCTURES: tuple[StructureName, ...] = ("diag", "kron", "full")
+Link = Literal["mc", "probit"]
+LINKS: tuple[Link, ...] = ("mc", "probit")
 
 
 @dataclass(frozen=True)
@@ -87,9 +92,14 @@ def threshold(model: nn.Module, validation: Part, margin: float) -> float:
 
 
 def tune(
-    la: ParametricLaplace | MixtureLaplace, validation: Part, wanted: float, n_precisions: int, link: str = "probit",
-    n_samples: int = 100, seed: int = 0,
-) -> float:  # fmt: skip
+    la: ParametricLaplace | MixtureLaplace,
+    validation: Part,
+    wanted: float,
+    n_precisions: int,
+    link: Link = "probit",
+    n_samples: int = 100,
+    seed: int = 0,
+) -> float:
     """Sets the smallest prior precision of the grid with the wanted mean confidence; the largest if none has it."""
     grid = {"prior_precision": torch.logspace(-4, 3, n_precisions)}
     generator = torch.Generator().manual_seed(seed) if link == "mc" else None
@@ -110,9 +120,11 @@ def _report(prior_precision: float, wanted: float) -> dict[str, float]:
     return {"log10 δ": math.log10(prior_precision), "threshold": wanted, "met": float(prior_precision < LARGEST)}
 
 
-def last_layers(networks: Sequence[nn.Module], data: Part, structure: str = "kron") -> list[ParametricLaplace]:
+def last_layers(
+    networks: Sequence[nn.Module], data: Part, structure: StructureName = "kron"
+) -> list[ParametricLaplace]:
     """Fitted last-layer posteriors of trained networks."""
-    made = [Laplace(model, "classification", "last_layer", structure) for model in networks]
+    made = [from_names(model, "classification", "last_layer", structure) for model in networks]
     for la in made:
         la.fit([(data.x, data.y)])
     return made
@@ -141,7 +153,8 @@ def six(networks: Sequence[nn.Module], parts: Split, x: Tensor, how: MethodSetti
 def _swag(model: nn.Module, data: Part, x: Tensor, how: MethodSettings, seed: int) -> Tensor:
     gaussian = fit_swag(model, data, how.swag, seed)
     networks = gaussian.networks(how.n_swag_samples, data, torch.Generator().manual_seed(seed))
-    networks = [each.to(memory_format=torch.channels_last) for each in networks]  # twice as fast
+    for each in networks:
+        convert_conv2d_weight_memory_format(each, torch.channels_last)  # twice as fast
     return in_chunks(lambda x: mean_probabilities(networks, x), x)
 
 
@@ -193,7 +206,7 @@ def train_mimo(n_channels: int, data: Part, training: Training, how: MethodSetti
     """A network of M inputs and M heads, trained like the others (Havasi et al., 2021; ρ = 0, batch repetition 4)."""
     n_classes, size = int(data.y.max()) + 1, data.x.shape[-1]
     model = cnn(how.n_heads * n_classes, seed, n_channels, how.n_heads * data.x.shape[1], size)
-    model = model.to(memory_format=torch.channels_last)
+    convert_conv2d_weight_memory_format(model, torch.channels_last)
     generator = torch.Generator().manual_seed(seed)
     batches = MimoBatches(
         _Shuffled(data, training.batch_size, generator), how.n_heads, 0.0, how.batch_repetition, generator
