@@ -16,9 +16,9 @@ protocol:
 - MIMO with three heads, no input repetition, batch repetition 4, and its mixture with the full GGN of every head.
 
 What differs: a small convolutional network instead of LeNet and a wide ResNet; Adam's rate is 3e-3, for there are few
-steps; the grid of SWAG's rate on corrupted digits reaches up to 0.2, since at 0.1 it hardly leaves MAP; MIMO's network
-is twice as wide and trained for twice as many epochs, since the smaller one underfits (its threshold is its own
-accuracy); costs are processor time on one core, on a wider network that is not trained.
+steps; the grid of SWAG's rate on corrupted digits reaches up to 0.2, since at 0.1 it hardly leaves MAP and at 0.3 it
+diverges; MIMO's network is twice as wide and trained for twice as many epochs, since the smaller one underfits (its
+threshold is its own accuracy); costs are processor time on one core, on a wider network that is not trained.
 
     python examples/experiments/mixtures.py            # every seed
     python examples/experiments/mixtures.py --small    # one seed, tiny networks, to try it out

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def draw(records: Records, output: Path) -> None:
     """Saves NLL and ECE against the level of the shift, of the variants, and against the number of components."""
-    figure, axes = new_figure(n_columns=3, n_rows=2, width=4, height=3)
+    figure, axes = new_figure(n_columns=3, n_rows=2, width=3.5, height=2.6)
     for row, (task, xlabel) in enumerate((("turned", "rotation in degrees"), ("corrupted", "severity"))):
         for panel, measure in zip(axes[3 * row :], ("NLL", "ECE"), strict=False):
             for method in records.methods(f"{task}, shifted"):
@@ -34,7 +34,7 @@ def draw(records: Records, output: Path) -> None:
         _line(axes[5], numbers(records), found, method)
     axes[5].set(xlabel="components", ylabel="NLL", title="corrupted digits, all severities")
     for panel in (axes[2], axes[3], axes[5]):
-        panel.legend(frameon=False, fontsize=7)
+        panel.legend(frameon=False, fontsize=6)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=80)
 
