@@ -231,16 +231,16 @@ _CLAIMS: list[Claim] = [
 # Why a claim fails, or does not show, where it was measured; by the claims' texts.
 
 _KRONECKER = (
-    "The Kronecker factors: with the full GGN the AUROC of LLLA is 0.877 ± 0.014 with either link, with Kronecker "
-    "factors 0.862 ± 0.016, that of MAP 0.882 ± 0.013."
+    "Partly the Kronecker factors: with the full GGN the AUROC of LLLA is 0.877 ± 0.014 with either link, with "
+    "Kronecker factors 0.862 ± 0.016, that of MAP 0.882 ± 0.013."
 )
 _ACCURACY = (
     "Five networks are more accurate under corruption than one, 0.795 against 0.754, and ten 0.804, which no posterior "
     "of one network mends."
 )
 _LINK = (
-    "The probit link with Kronecker factors costs accuracy: 0.740, where the Monte-Carlo link has that of MAP, 0.754. "
-    "See the variants."
+    "The probit link with Kronecker factors costs LLLA accuracy: 0.740, where the Monte-Carlo link has that of MAP, "
+    "0.754. See the variants."
 )
 _UNDERCONFIDENT = (
     "The threshold is the accuracy of MAP, above which the mixture is: on test data its confidence is 0.911 and its "
