@@ -1,0 +1,1 @@
+"""The parts of `mixtures.py`: its tasks, methods, costs, claims and plot."""

@@ -1,0 +1,119 @@
+"""The two tasks of Eschenhagen et al. (2021) that stand for MNIST-R and CIFAR-10-C, and what is measured on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from laplace.metrics import maximum_calibration_error
+from protocol.corruptions import CORRUPTIONS, SEVERITIES, corrupted
+from protocol.data import Part, Split, digits, noisy, other_images, rotated, split
+from protocol.measures import classification, detection
+
+Predict = Callable[[Tensor], Tensor]
+ANGLES = (15, 30, 45, 60, 90, 120, 150, 180)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Data to train and tune on, and shifted and foreign images.
+
+    Attributes:
+        name: Begins the names of its conditions.
+        parts: Training, validation and test data.
+        shifts: Test inputs by the level of their shift (an angle, a severity), one tensor `[N, …]` per kind of shift.
+        foreign: Images that are of no class, by name.
+    """
+
+    name: str
+    parts: Split
+    shifts: dict[int, list[Tensor]]
+    foreign: dict[str, Tensor]
+
+    def everything(self) -> Tensor:
+        """All inputs that are predicted, in the order in which `scores` reads them: test, shifted, foreign."""
+        shifted = [x for kinds in self.shifts.values() for x in kinds]
+        return torch.cat([self.parts.test.x, *shifted, *self.foreign.values()])
+
+    def scores(self, p: Tensor) -> dict[str, dict[str, float]]:
+        """The measures of probabilities `[·, C]` of everything, by condition.
+
+        Of a level they are the means over the kinds of shift, and "shifted" is the mean over all levels (figure 10).
+        """
+        y, name = self.parts.test.y, self.name
+        blocks = iter(p.split(len(y)))
+        inside = next(blocks)
+        found = {f"{name}, test": _measures(inside, y)}
+        for level, kinds in self.shifts.items():
+            found[f"{name}, level {level}"] = mean_of([_measures(next(blocks), y) for _ in kinds])
+        found[f"{name}, shifted"] = mean_of([found[f"{name}, level {level}"] for level in self.shifts])
+        apart = {kind: detection(inside, next(blocks)) for kind in self.foreign}
+        found |= {f"{name}, {kind}": measures for kind, measures in apart.items()}
+        found[f"{name}, foreign"] = mean_of(list(apart.values()))
+        return found
+
+
+def _measures(p: Tensor, y: Tensor) -> dict[str, float]:
+    return classification(p, y) | {"MCE": float(maximum_calibration_error(p, y))}
+
+
+def mean_of(found: list[dict[str, float]]) -> dict[str, float]:
+    """Mean of every measure."""
+    return {measure: sum(each[measure] for each in found) / len(found) for measure in found[0]}
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """How many data, and their noise.
+
+    Attributes:
+        n_train: Images to train on.
+        n_validation: Images to tune on.
+        n_test: Images to test on, at most.
+        noise: Standard deviation of the noise of every image, in units of the brightest pixel.
+    """
+
+    n_train: int = 700
+    n_validation: int = 450
+    n_test: int = 400
+    noise: float = 0.2
+
+
+def noisy_digits(how: DataSettings, path: Path | None, generator: torch.Generator) -> Split:
+    """Digits, every one with noise of its own that it keeps."""
+    data = digits(path)
+    parts = split(data, (how.n_train / len(data), how.n_validation / len(data)), generator)
+    train, validation, test = (
+        Part(noisy(part.x, how.noise, generator), part.y)
+        for part in (parts.train, parts.validation, parts.test[: how.n_test])
+    )
+    return Split(train, validation, test)
+
+
+def turned_task(how: DataSettings, seed: int, path: Path | None = None) -> Task:
+    """In place of MNIST-R: test digits turned by up to 180 degrees."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = noisy_digits(how, path, generator)
+    shifts = {angle: [rotated(parts.test.x, angle)] for angle in ANGLES}
+    return Task("turned", parts, shifts, other_images(parts.test.x, generator))
+
+
+def corrupted_task(how: DataSettings, seed: int, path: Path | None = None) -> Task:
+    """In place of CIFAR-10-C: test digits with eight corruptions at five severities."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = noisy_digits(how, path, generator)
+    shifts = {
+        severity: [corrupted(parts.test.x, name, severity, generator) for name in CORRUPTIONS]
+        for severity in SEVERITIES
+    }
+    return Task("corrupted", parts, shifts, other_images(parts.test.x, generator))
+
+
+MAKERS: Mapping[str, Callable[[DataSettings, int, Path | None], Task]] = {
+    "turned": turned_task,
+    "corrupted": corrupted_task,
+}
