@@ -295,7 +295,7 @@ def bands(axes: Axes, x: Tensor, samples: Tensor, mean: Tensor | None = None) ->
 
 def draw(found: dict[str, Outcome], x: Tensor, output: Path) -> None:
     """Saves figure B.2, and the right part of figure B.1 as its last row."""
-    figure, axes = new_figure(n_columns=len(found), n_rows=4, width=2.6, height=2.2)
+    figure, axes = new_figure(n_columns=len(found), n_rows=4, width=2.1, height=1.8)
     rows = [axes[i : i + len(found)] for i in range(0, len(axes), len(found))]
     at_query = int((x - X_QUERY).abs().argmin())
     for panels, (name, outcome) in zip(zip(*rows, strict=True), found.items(), strict=True):

@@ -27,7 +27,9 @@ class Steps:
     rate: float = 1e-2
     milestones: tuple[float, ...] = (0.8, 0.93)
 
-    def optimizer(self, parameters: Sequence[Tensor]) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.MultiStepLR]:
+    def optimizer(
+        self, parameters: Sequence[Tensor]
+    ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.MultiStepLR]:
         """Adam and its schedule."""
         adam = torch.optim.Adam(parameters, self.rate, foreach=True)
         ends = [round(share * self.n_steps) for share in self.milestones]
