@@ -3,7 +3,7 @@
 The network is trained on the digits 0 to 7 until it is certain of every training image. It is compared with
 temperature scaling, the usual remedy, and with Laplace approximations of its last layer and of all its weights. The
 temperature and the prior precisions are chosen on the same validation images. Scores are of held-out images, and of
-telling these from inputs of other kinds, by confidence alone: the unseen digits 8 and 9, turned digits, and noise.
+telling these from inputs of other kinds, by confidence alone: the unseen digits 8 and 9, rotated digits, and noise.
 Scaling by a temperature is one number for all inputs; a posterior is less certain where the data said little.
 
     python examples/calibration.py
@@ -50,7 +50,7 @@ def load_data() -> Data:
     train, validation, test = ((seen[part], y[part]) for part in known.split([600, 300, len(known) - 900]))
     others = {
         "digits 8 and 9": seen[y >= KNOWN],
-        "turned by 90°": test[0].rot90(dims=(2, 3)),
+        "rotated by 90°": test[0].rot90(dims=(2, 3)),
         "noise": torch.rand(300, 1, 8, 8, generator=generator),
     }
     return Data(train, validation, test, others)

@@ -1,18 +1,18 @@
-"""What uncertainty looks like in the plane: predictives of a network on two interleaved bananas.
+"""What uncertainty looks like in the plane: predictives of networks with one, two and three layers on two bananas.
 
-Appendix B.2 of Immer et al. (2021), figures 4 and B.3: 265 points in the plane, a network with two hidden layers of 20
-tanh units (the paper: 50), its prior precision chosen on 265 others. For the full and diagonal Laplace-GGN posteriors,
-sampled weights ("nn"), the linearised network ("glm") and its variational refinement: mean, standard deviation,
-aleatoric and epistemic part (equation B.1) on a grid over [−4, 4]². The paper's data set, "banana", is not one that
-comes with scikit-learn; here `make_moons` gives two bananas that overlap.
+Appendix B.2 of Immer et al. (2021), figures 4 and B.3 to B.5: 265 points in the plane, tanh networks with 50 units in
+every hidden layer, ten prior precisions chosen on 265 other points (of MAP for all Laplace posteriors, of mean-field
+variational inference for itself). For the full and diagonal Laplace-GGN posteriors, sampled weights ("nn"), the
+linearised network ("GLM") and, with two layers, its variational refinement: mean, standard deviation, aleatoric and
+epistemic part (equation B.1) on a grid over [−4, 4]². The paper's data set, "banana", is read from a .csv or .npz
+(`--data`); else `make_moons` gives two bananas that overlap.
 
-    python examples/experiments/banana.py            # 3 seeds
-    python examples/experiments/banana.py --small    # a small network and few points, to try it out
+    python examples/experiments/banana.py            # 5 seeds
+    python examples/experiments/banana.py --small    # small networks and few points, to try it out
 """
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,43 +23,53 @@ from torch import Tensor, nn
 from laplace import Laplace, ParametricLaplace
 from laplace.metrics import nll
 from laplace.plotting import COLOURS, new_figure
+from protocol.baselines.mean_field import MeanField, mean_field
+from protocol.claims import Claim, lower
+from protocol.data import Part, Split, read
+from protocol.measures import SMALLEST, class_probabilities
+from protocol.options import parse
+from protocol.records import Scores
+from protocol.report import Table, finish, table
+from protocol.stacked import Steps, map_networks, sizes_of
 
 REACH = 4.0
+SPREAD = 1.5
 NOISE = 0.3
 MAPS = ("mean", "standard deviation", "aleatoric", "epistemic")
-Scores = dict[str, dict[str, list[float]]]
+PROTOCOL = """Two bananas by `make_moons` with noise 0.3 in place of the data set "banana" (`--data` takes it): 265
+points for training, 265 for validation, 1,000 for tests. Tanh networks with 50 units per hidden layer, 3,000 steps of
+Adam on all data, prior precisions from the paper's grids of ten, 1,000 samples, as the paper's. Maps have 50 × 50
+points (the paper: 100 × 100); "far" are those more than 1 from every training point, "near" the others. "std" is the
+mean standard deviation of y. Mean-field VI ("MFVI") starts at standard deviations of 0.05, which the paper leaves open;
+with three layers "MFVI, narrow" has 5 units per layer."""
 
 
 @dataclass(frozen=True)
-class Size:
+class Settings:
     """How large everything is.
 
     Attributes:
-        n_hidden: Units of each of the two hidden layers.
-        n_epochs: Of full-batch Adam; the rate falls by ten after 80 % and after 93 % of them.
+        n_hidden: Units of each hidden layer.
+        n_narrow: The same, of the mean-field network with three layers that the paper shows.
+        n_steps: Of full-batch Adam; the rate falls by ten after 80 % and after 93 % of them.
         n_precisions: Prior precisions that are tried.
         n_grid: Points per axis of the maps.
-        n_samples: Of the weights, for "nn".
-        n_data: Of the training set, and of the validation and test sets each.
+        n_samples: Of weights and outputs.
+        n_data: Of the training and the validation set.
+        n_test: Of the test set.
     """
 
-    n_hidden: int = 20
-    n_epochs: int = 3000
-    n_precisions: int = 5
+    n_hidden: int = 50
+    n_narrow: int = 5
+    n_steps: int = 3000
+    n_precisions: int = 10
     n_grid: int = 50
     n_samples: int = 1000
     n_data: int = 265
+    n_test: int = 1000
 
 
-SMALL = Size(5, 50, 1, 8, 20, 40)
-
-
-@dataclass(frozen=True)
-class Points:
-    """Inputs `[N, 2]` and labels 0 and 1, `[N, 1]`."""
-
-    x: Tensor
-    y: Tensor
+SMALL = Settings(5, 3, 20, 2, 8, 20, 30, 30)
 
 
 @dataclass(frozen=True)
@@ -70,9 +80,17 @@ class Maps:
     aleatoric: Tensor
     epistemic: Tensor
 
+    @classmethod
+    def of_samples(cls, p: Tensor) -> Maps:
+        """Of samples of p(y = 1), `[S, B]`."""
+        return cls(p.mean(0), (p * (1 - p)).mean(0), p.var(0, correction=0))
+
     def map(self, name: str) -> Tensor:
         """One of `MAPS`."""
         return (self.aleatoric + self.epistemic).sqrt() if name == "standard deviation" else getattr(self, name)
+
+    def __getitem__(self, part: slice) -> Maps:
+        return Maps(self.mean[part], self.aleatoric[part], self.epistemic[part])
 
 
 @dataclass(frozen=True)
@@ -98,34 +116,37 @@ METHODS = {
     "GLM refined": Method("full", refined=True),
     "GLM refined diag": Method("diag", refined=True),
 }
+REFINED_LAYERS = 2
+"""The depth whose refinement the paper shows."""
 
 
-def make_points(size: Size, seed: int) -> tuple[Points, Points, Points]:
-    """Training, validation and test data with mean 0 and standard deviation 1.5."""
-    x, y = make_moons(3 * size.n_data, noise=NOISE, random_state=seed)
-    inputs = torch.tensor(x, dtype=torch.float64)
-    inputs = 1.5 * (inputs - inputs.mean(0)) / inputs.std(0)
-    labels = torch.tensor(y, dtype=torch.float64).unsqueeze(1)
-    one, two, three = (Points(a, b) for a, b in zip(inputs.chunk(3), labels.chunk(3), strict=True))
-    return one, two, three
+def make_points(settings: Settings, seed: int, path: Path | None) -> Split:
+    """Inputs `[N, 2]` with mean 0 and standard deviation 1.5, labels 0 and 1, `[N]`."""
+    n = 2 * settings.n_data + settings.n_test
+    if path is None:
+        x, y = (torch.tensor(each) for each in make_moons(n, noise=NOISE, random_state=seed))
+    else:
+        data = read(path)
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:n]
+        x, y = data.x[order].double(), (data.y == data.y.max()).long()[order]
+    data = Part(SPREAD * (x - x.mean(0)) / x.std(0), y)
+    first = settings.n_data
+    return Split(data[:first], data[first : 2 * first], data[2 * first :])
 
 
-def train(data: Points, prior_precision: float, size: Size, seed: int) -> nn.Module:
-    """The MAP network of a prior precision."""
-    h = size.n_hidden
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(2, h), nn.Tanh(), nn.Linear(h, h), nn.Tanh(), nn.Linear(h, 1)).double()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    steps = [int(0.8 * size.n_epochs), int(0.93 * size.n_epochs)]
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, steps, gamma=0.1)
-    for _ in range(size.n_epochs):
-        optimizer.zero_grad()
-        misfit = nn.functional.binary_cross_entropy_with_logits(model(data.x), data.y, reduction="sum")
-        (misfit + 0.5 * prior_precision * sum(p.square().sum() for p in model.parameters())).backward()
-        optimizer.step()
-        schedule.step()
-    return model
+def loss(p: Tensor, data: Part) -> float:
+    """Negative log likelihood of labels under p(y = 1) `[B]`."""
+    return float(nll(class_probabilities(p.unsqueeze(1)).clamp(SMALLEST, 1), data.y))
+
+
+def map_model(settings: Settings, data: Split, n_layers: int, seed: int) -> tuple[nn.Module, float]:
+    """The MAP network that is best on the validation data, and its prior precision."""
+    largest = 0.4 if n_layers == 1 else 2.0
+    precisions = torch.linspace(largest / 20, largest, settings.n_precisions).tolist()
+    sizes = sizes_of(2, settings.n_hidden, n_layers, 2)
+    models = map_networks(sizes, data.train, precisions, Steps(settings.n_steps), seed)
+    pairs = list(zip(models, precisions, strict=True))
+    return min(pairs, key=lambda pair: loss(map_probability(pair[0], data.validation.x), data.validation))
 
 
 def map_probability(model: nn.Module, x: Tensor) -> Tensor:
@@ -134,15 +155,21 @@ def map_probability(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).sigmoid().squeeze(1)
 
 
-def loss(probability: Tensor, data: Points) -> float:
-    """Negative log likelihood of labels under p(y = 1) `[B]`."""
-    return float(nll(torch.stack([1 - probability, probability], 1), data.y.squeeze(1).long()))
+def variational_network(settings: Settings, data: Split, n_layers: int, n_hidden: int, seed: int) -> MeanField:
+    """The mean-field network that is best on the validation data."""
+    precisions = torch.logspace(-3, 0, settings.n_precisions).tolist()
+    sizes = sizes_of(2, n_hidden, n_layers, 2)
+    found = mean_field(sizes, data.train, precisions, Steps(settings.n_steps, 0.1), seed)
+    generator = torch.Generator().manual_seed(seed)
+    p = found.predict(data.validation.x, settings.n_samples // 5, generator).squeeze(2)
+    losses = [loss(each, data.validation) for each in p]
+    return found.picked(losses.index(min(losses)))
 
 
-def posterior(method: Method, model: nn.Module, data: Points, prior_precision: float) -> ParametricLaplace:
+def posterior(method: Method, model: nn.Module, data: Part, prior_precision: float) -> ParametricLaplace:
     """The posterior of a method."""
     la = Laplace(model, "bernoulli", "all", method.structure, prior_precision=prior_precision)
-    loader = [(data.x, data.y)]
+    loader = [(data.x, data.y.double().unsqueeze(1))]
     la.fit(loader)
     if method.refined:
         la.refine(loader, "variational", tolerance=1e-6)
@@ -157,160 +184,187 @@ def maps(la: ParametricLaplace, method: Method, x: Tensor, n_samples: int, seed:
     return Maps(prediction.probabilities.squeeze(1), parts.aleatoric.squeeze(1), parts.epistemic.squeeze(1))
 
 
-def grid(size: Size) -> Tensor:
+def grid(n_grid: int) -> Tensor:
     """The points of the maps, `[n_grid², 2]`, with the first coordinate slowest."""
-    line = torch.linspace(-REACH, REACH, size.n_grid, dtype=torch.float64)
+    line = torch.linspace(-REACH, REACH, n_grid, dtype=torch.float64)
     return torch.cartesian_prod(line, line)
 
 
-def numbers(found: Maps, at_test: Tensor, test: Points, far: Tensor) -> dict[str, float]:
-    """What a map comes to: means over the points near the training data and far from them (`far` says which)."""
-    deviation = found.map("standard deviation")
+def predictives(settings: Settings, data: Split, n_layers: int, x: Tensor, seed: int) -> dict[str, Maps]:
+    """The predictives of all methods with a number of hidden layers."""
+    model, delta = map_model(settings, data, n_layers, seed)
+    p = map_probability(model, x)
+    found = {"MAP": Maps(p, p * (1 - p), torch.zeros_like(p))}
+    widths = {"MFVI": settings.n_hidden}
+    if n_layers > REFINED_LAYERS:
+        widths[NARROW] = settings.n_narrow
+    for name, width in widths.items():
+        q = variational_network(settings, data, n_layers, width, seed)
+        samples = q.samples(x, settings.n_samples, torch.Generator().manual_seed(seed))
+        found[name] = Maps.of_samples(samples[:, 0, :, 0].double())
+    posteriors: dict[tuple[str, bool], ParametricLaplace] = {}
+    for name, method in METHODS.items():
+        if method.refined and n_layers != REFINED_LAYERS:
+            continue
+        key = (method.structure, method.refined)
+        if key not in posteriors:
+            posteriors[key] = posterior(method, model, data.train, delta)
+        found[name] = maps(posteriors[key], method, x, settings.n_samples, seed)
+    return found
+
+
+def numbers(found: Maps, n_grid_points: int, test: Part, far: Tensor) -> dict[str, float]:
+    """What a predictive at the grid and the test data comes to; `far` says which points of the grid are far."""
+    drawn = found[:n_grid_points]
+    deviation = drawn.map("standard deviation")
     return {
-        "test NLL": loss(at_test, test),
+        "NLL": loss(found.mean[n_grid_points:], test),
         "std": float(deviation.mean()),
         "std near": float(deviation[~far].mean()),
         "std far": float(deviation[far].mean()),
-        "aleatoric near": float(found.aleatoric[~far].mean()),
-        "aleatoric far": float(found.aleatoric[far].mean()),
-        "epistemic near": float(found.epistemic[~far].mean()),
-        "epistemic far": float(found.epistemic[far].mean()),
+        "aleatoric near": float(drawn.aleatoric[~far].mean()),
+        "epistemic near": float(drawn.epistemic[~far].mean()),
+        "epistemic far": float(drawn.epistemic[far].mean()),
     }
 
 
-def run(seed: int, size: Size) -> tuple[dict[str, dict[str, float]], dict[str, Maps], Points]:
-    """Numbers and maps of all methods at one seed, and the training data."""
-    training, validation, test = make_points(size, seed)
-    candidates = torch.linspace(0.1, 2.0, size.n_precisions).tolist()
-    trained = [(train(training, delta, size, seed), delta) for delta in candidates]
-    model, delta = min(trained, key=lambda pair: loss(map_probability(pair[0], validation.x), validation))
-    x = grid(size)
-    far = torch.cdist(x, training.x).amin(1) > 1
-    p = map_probability(model, x)
-    found = {"MAP": Maps(p, p * (1 - p), torch.zeros_like(p))}
-    scores = {"MAP": numbers(found["MAP"], map_probability(model, test.x), test, far)}
-    posteriors: dict[tuple[str, bool], ParametricLaplace] = {}
-    for name, method in METHODS.items():
-        key = (method.structure, method.refined)
-        if key not in posteriors:
-            posteriors[key] = posterior(method, model, training, delta)
-        found[name] = maps(posteriors[key], method, x, size.n_samples, seed)
-        at_test = maps(posteriors[key], method, test.x, size.n_samples, seed).mean
-        scores[name] = numbers(found[name], at_test, test, far)
-    print(f"seed {seed}: prior precision {delta:.2g}", flush=True)
-    for name, found_scores in scores.items():
-        alike = {"GLM refined": "GLM", "GLM refined diag": "GLM diag"}.get(name, name)
-        difference = found[name].map("standard deviation") - found[alike].map("standard deviation")
-        found_scores["change of std"] = float(difference.abs().mean())
-    return scores, found, training
+def depth(n_layers: int) -> str:
+    """The name of a condition."""
+    return f"{n_layers} layer" + ("s" if n_layers > 1 else "")
+
+
+def change(found: dict[str, Maps], n_grid_points: int, one: str, other: str) -> float:
+    """Mean change of the standard deviation on the grid."""
+    maps_of = [found[name][:n_grid_points].map("standard deviation") for name in (one, other)]
+    return float((maps_of[0] - maps_of[1]).abs().mean())
 
 
 # What the paper claims.
 
-CLAIMS: list[tuple[str, str, str, str]] = [
-    # measure, the smaller one, the larger one, the claim
-    ("std", "GLM refined", "GLM", "Laplace is less confident than the refined posterior"),
-    ("std", "GLM refined diag", "GLM diag", "the same with diagonal covariances"),
-    ("test NLL", "GLM", "GLM diag", "a diagonal posterior is worse"),
-    ("test NLL", "GLM refined", "GLM refined diag", "a diagonal refined posterior is worse"),
-    ("std", "GLM", "GLM diag", "the diagonal Laplace posterior is underconfident"),
-    ("std", "GLM refined diag", "GLM refined", "the diagonal refined posterior is overconfident"),
-    ("change of std", "GLM refined", "GLM refined diag", "refinement changes less with a full covariance"),
-    ("std", "GLM", "nn", "sampled weights overestimate the variance"),
-    ("std near", "GLM", "nn", "also near the data: they underfit"),
-    ("test NLL", "GLM", "nn", "sampled weights are worse"),
-    ("test NLL", "GLM diag", "nn diag", "the same with diagonal covariances"),
-]
+FITS = "MFVI"
+NARROW = "MFVI, narrow"
 
 
-def average(values: list[float]) -> float:
-    """Mean over seeds."""
-    return sum(values) / len(values)
+def deeper(measure: str, method: str, small: int, large: int, item: str, text: str) -> Claim:
+    """A measure of a method is smaller with one depth than with another."""
+    one, other = depth(small), depth(large)
+    words = f"{text}: {measure} of {method}, {one} < {other}"
+    return Claim(item, words, lambda scores: scores[other, method, measure] - scores[one, method, measure])
 
 
-def check_claims(scores: Scores) -> list[str]:
-    """One line per claim of appendix B.2: whether the means over seeds agree."""
-    lines = []
-    for measure, small, large, text in CLAIMS:
-        a, b = average(scores[small][measure]), average(scores[large][measure])
-        lines.append(f"{'holds' if a < b else 'FAILS'}  {text}: {measure}, {small} < {large}: {a:.4g}, {b:.4g}")
-    a, b = average(scores["GLM"]["epistemic near"]), average(scores["GLM"]["epistemic far"])
-    lines.append(
-        f"{'holds' if a < b else 'FAILS'}  GLM: epistemic uncertainty grows away from the data: {a:.4g}, {b:.4g}"
-    )
-    return lines
+def grows(item: str, where: str) -> Claim:
+    """The epistemic part is larger far from the data."""
+
+    def statistic(scores: Scores) -> float:
+        return scores[where, "GLM", "epistemic far"] - scores[where, "GLM", "epistemic near"]
+
+    return Claim(item, f"{where}: epistemic part of GLM grows away from the data", statistic)
 
 
-def print_table(scores: Scores) -> None:
-    """Means over seeds and standard errors."""
-    columns = list(next(iter(scores.values())))
-    print(f"\n{'':<17}" + "".join(f"{column:>17}" for column in columns))
-    for name, found in scores.items():
-        cells = []
-        for column in columns:
-            values = torch.tensor(found[column], dtype=torch.float64)
-            error = f" ± {values.std() / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
-            cells.append(f"{values.mean():.3f}{error}")
-        print(f"{name:<17}" + "".join(f"{cell:>17}" for cell in cells))
+def claims() -> list[Claim]:
+    """Those of appendix B.2."""
+    found = []
+    for n_layers, item in ((1, "figure B.4"), (2, "figure 4"), (3, "figure B.5")):
+        where = depth(n_layers)
+        mean_field_name = NARROW if n_layers == 3 else FITS
+        found += [
+            lower(item, where, "std", "GLM", "nn"),
+            lower(item, where, "std near", "GLM", "nn"),
+            lower(item, where, "NLL", "GLM", "nn"),
+            lower(item, where, "NLL", "GLM diag", "nn diag"),
+            lower(item, where, "std far", "MAP", "GLM"),
+            lower(item, where, "std far", mean_field_name, "GLM"),
+            grows(item, where),
+        ]
+    found += [
+        deeper("NLL", "nn", 1, 2, "figure B.4", "fewer weights improve sampled weights"),
+        deeper("std", "GLM", 2, 1, "figure B.4", "one layer is less confident"),
+        deeper("std", "MAP", 2, 1, "figure B.4", "one layer is less confident"),
+        deeper("std", "GLM", 3, 2, "figure B.5", "three layers are more confident"),
+        deeper("std", "MAP", 3, 2, "figure B.5", "three layers are more confident"),
+        deeper("NLL", "nn diag", 2, 3, "figure B.5", "three layers make sampled weights fail"),
+        deeper("NLL", FITS, 2, 3, "figure B.5", "three layers of 50 units are hard to fit"),
+        lower("figure B.5", depth(3), "NLL", NARROW, FITS),
+    ]
+    where, item = depth(REFINED_LAYERS), "figure B.3"
+    found += [
+        lower(item, where, "std", "GLM refined", "GLM"),
+        lower(item, where, "std", "GLM refined diag", "GLM diag"),
+        lower(item, where, "NLL", "GLM", "GLM diag"),
+        lower(item, where, "NLL", "GLM refined", "GLM refined diag"),
+        lower(item, where, "std", "GLM", "GLM diag"),
+        lower(item, where, "std", "GLM refined diag", "GLM refined"),
+        Claim(
+            item, f"{where}: refinement changes the std less with a full covariance",
+            lambda scores: scores[where, "GLM refined diag", "change"] - scores[where, "GLM refined", "change"],
+        ),
+    ]  # fmt: skip
+    return found
 
 
-def draw(found: dict[str, Maps], data: Points, n_grid: int, output: Path) -> None:
-    """Saves the maps of figure B.3, with MAP and sampled weights: one column per method."""
-    figure, axes = new_figure(n_columns=len(found), n_rows=len(MAPS), width=1.9, height=1.8)
-    extent = (-REACH, REACH, -REACH, REACH)
+def draw(found: dict[str, dict[str, Maps]], data: Part, n_grid: int, output: Path) -> None:
+    """Saves the maps: of two layers all four, of one and three layers mean and standard deviation."""
+    rows = [(depth(REFINED_LAYERS), what) for what in MAPS]
+    rows += [(where, what) for where in found if where != depth(REFINED_LAYERS) for what in MAPS[:2]]
+    n_columns = max(map(len, found.values()))
+    figure, axes = new_figure(n_columns=n_columns, n_rows=len(rows), width=1.15, height=1.15)
     largest = {"mean": 1.0, "standard deviation": 0.5, "aleatoric": 0.25, "epistemic": 0.25}
-    for row, what in enumerate(MAPS):
-        for column, (name, maps_of) in enumerate(found.items()):
-            panel = axes[row * len(found) + column]
-            image = maps_of.map(what).view(n_grid, n_grid).T.tolist()
+    for row, (where, what) in enumerate(rows):
+        panels = axes[row * n_columns : (row + 1) * n_columns]
+        for panel in panels[len(found[where]) :]:
+            panel.set_axis_off()
+        for panel, (name, maps_of) in zip(panels, found[where].items(), strict=False):
+            image = maps_of[: n_grid**2].map(what).view(n_grid, n_grid).T.tolist()
             style = {"cmap": "RdBu_r" if what == "mean" else "viridis", "vmin": 0, "vmax": largest[what]}
-            panel.imshow(image, origin="lower", extent=extent, **style)
-            for label, colour in ((0, COLOURS[2]), (1, COLOURS[0])):
-                x = data.x[data.y.squeeze(1) == label]
-                panel.plot(*x.T.tolist(), ".", markersize=1, color=colour)
-            panel.set(
-                xlim=extent[:2],
-                ylim=extent[2:],
-                xticks=[],
-                yticks=[],
-                ylabel=what if column == 0 else "",
-                title=name if row == 0 else "",
-            )
+            panel.imshow(image, origin="lower", extent=(-REACH, REACH, -REACH, REACH), **style)
+            if what == "mean":
+                for label, colour in ((0, COLOURS[2]), (1, COLOURS[0])):
+                    panel.plot(*data.x[data.y == label].T.tolist(), ".", markersize=0.8, color=colour)
+                panel.set_title(name, fontsize=7)
+            panel.set(xlim=(-REACH, REACH), ylim=(-REACH, REACH), xticks=[], yticks=[])
+            if name == "MAP":
+                panel.set_ylabel(f"{where}\n{what}", fontsize=6)
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=90)
+    figure.savefig(output, dpi=80)
 
 
-def main(
-    small: bool = False, seeds: tuple[int, ...] = (0, 1, 2), output: Path = Path("outputs/banana.png")
-) -> tuple[Scores, list[str]]:
-    """Runs everything; returns the numbers by method and name, one per seed, and the lines of the checks.
+def run(settings: Settings, seed: int, path: Path | None, output: Path | None) -> Scores:
+    """All depths with one seed; where `output` is given the maps are drawn."""
+    data = make_points(settings, seed, path)
+    x = torch.cat([grid(settings.n_grid), data.test.x])
+    n_points = settings.n_grid**2
+    far = torch.cdist(x[:n_points], data.train.x).amin(1) > 1
+    scores, drawn = Scores(), {}
+    for n_layers in (1, 2, 3):
+        where = depth(n_layers)
+        drawn[where] = predictives(settings, data, n_layers, x, seed)
+        for name, found in drawn[where].items():
+            scores.add(where, name, numbers(found, n_points, data.test, far))
+    refined = drawn[depth(REFINED_LAYERS)]
+    for name in ("GLM", "GLM diag"):
+        after = name.replace("GLM", "GLM refined")
+        scores.add(depth(REFINED_LAYERS), after, {"change": change(refined, n_points, name, after)})
+    if output is not None:
+        draw(drawn, data.train, settings.n_grid, output)
+    return scores
 
-    Args:
-        small: A small network, few points and the first seed only, to try the script out.
-        seeds: Of the data, the network and the samples; the last one is drawn.
-        output: Where the plot goes.
-    """
-    torch.set_num_threads(1)  # the matrices are small: threads would only wait for each other
-    size = SMALL if small else Size()
-    scores: Scores = {}
-    found: dict[str, Maps] = {}
-    for seed in seeds[:1] if small else seeds:
-        measured, found, data = run(seed, size)
-        for name, row in measured.items():
-            for measure, value in row.items():
-                scores.setdefault(name, {}).setdefault(measure, []).append(value)
-        draw(found, data, size.n_grid, output)
-    print_table(scores)
-    checks = check_claims(scores)
-    print("\nWhat the paper claims:", *checks, sep="\n")
-    print(f"\nplot: {output}")
-    return scores, checks
+
+def main() -> None:
+    """Runs the experiment."""
+    options = parse(__doc__, "banana")
+    settings = SMALL if options.small else Settings()
+
+    def one_seed(seed: int) -> Scores:
+        return run(settings, seed, options.data, options.output if seed == options.seeds[0] else None)
+
+    records = options.run(settings, one_seed)
+    figures = {depth(1): "figure B.4", depth(2): "figures 4 and B.3", depth(3): "figure B.5"}
+    tables: list[Table] = [table(records, where, f"{where} ({item})") for where, item in figures.items()]
+    finish(
+        options, records, script="banana", paper="Immer et al. (2021), B.2", protocol=PROTOCOL, tables=tables,
+        claims=claims(),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="small network, few points, one seed")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--output", type=Path, default=Path("outputs/banana.png"), help="where the plot goes")
-    arguments = parser.parse_args()
-    main(arguments.small, tuple(arguments.seeds), arguments.output)
+    main()

@@ -1,7 +1,7 @@
 """Which weights, structure, curvature, tuning and link of a Laplace approximation: all combinations on small networks.
 
 Daxberger et al. (2021, "Laplace Redux"), section 4.1 and appendix C.1: figures 3 and 8, and table 2. A CNN and an MLP
-of some 600 weights learn 300 noisy 8×8 digits of seven classes, with and without augmentation (images turned by up to
+of some 600 weights learn 300 noisy 8×8 digits of seven classes, with and without augmentation (images rotated by up to
 ten degrees); other data are digits of the three classes left out and images that are no digits. After training
 ("post-hoc", δ by the evidence): all weights or the last layer × diagonal, Kronecker or full × GGN or empirical Fisher.
 During training ("online", one δ per tensor): all weights × the three structures, GGN. Each predicts by the network
@@ -88,8 +88,8 @@ class Settings:
 SMALL = Settings(40, 40, 0.2, 1, 2, Training(1, 20, 1e-2), 1, 1, 1, 5)
 
 
-def turned(x: Tensor, generator: torch.Generator) -> Tensor:
-    """A batch of images turned by up to ten degrees."""
+def slightly_rotated(x: Tensor, generator: torch.Generator) -> Tensor:
+    """A batch of images rotated by up to ten degrees."""
     return rotated(x, float(torch.rand((), generator=generator) * 20 - 10))
 
 
@@ -116,7 +116,7 @@ def settings_of_networks(s: Settings, size: int) -> Iterator[Setting]:
     }
     for name, make in kinds.items():
         yield Setting(name, make, None)
-        yield Setting(f"{name}, augmented", make, turned)
+        yield Setting(f"{name}, augmented", make, slightly_rotated)
 
 
 CONDITIONS = tuple(f"{name}{end}" for name in ("CNN", "MLP") for end in ("", ", augmented"))
@@ -345,7 +345,7 @@ def draw(records: Records, output: Path) -> None:
 PROTOCOL = (
     "Theirs: weights × structure × curvature × tuning × link, networks with and without augmentation, δ by the "
     "evidence, online Laplace of all weights only. Different: a CNN and an MLP of some 600 weights on 300 noisy digits "
-    "of seven classes, turned by up to ten degrees as augmentation. A claim is of means over the four networks where "
+    "of seven classes, rotated by up to ten degrees as augmentation. A claim is of means over the four networks where "
     "it names none, and over all posteriors with the choice that it names: of the GGN where it is about structures."
 )
 MISSING = (

@@ -1,13 +1,13 @@
-"""Mixtures of Laplace approximations on noisy digits: turned, corrupted, and images that are no digits.
+"""Mixtures of Laplace approximations on noisy digits: rotated, corrupted, and images that are no digits.
 
 Eschenhagen et al. (2021, "Mixtures of Laplace approximations for improved post-hoc uncertainty in deep learning"):
 tables 1 to 4, figures 2 to 4, 6 to 8 and 10, theorem 2, equation 10 and MIMO. Their MNIST-R is here scikit-learn's
-digits that are turned, their CIFAR-10-C digits with eight corruptions at five severities, their foreign data sets
+digits that are rotated, their CIFAR-10-C digits with eight corruptions at five severities, their OOD data sets
 inverted digits, digits of shuffled pixels, and smooth noise. Every image has noise of its own, and there are 700 to
 train on, so that the networks are as overconfident as theirs, which clean digits do not make them. The rest is their
 protocol:
 
-- networks by Adam (turned) and by SGD with Nesterov's momentum, rate 0.1 (corrupted), a cosine schedule, 100 epochs of
+- networks by Adam (rotated) and by SGD with Nesterov's momentum, rate 0.1 (corrupted), a cosine schedule, 100 epochs of
   batches of 128, weight decay 5e-4; five to an ensemble, in figure 10 one to ten;
 - LLLA and MoLA with Kronecker factors and the probit link, one prior precision for all components, the smallest of 100
   candidates whose mean confidence on validation data reaches the accuracy of MAP there less 0.01 (F.4); the six
@@ -38,7 +38,7 @@ from protocol.mola.costs import CostSettings, costs
 from protocol.mola.methods import MethodSettings, Predictions, by_number, heads, six, train_mimo, variants
 from protocol.mola.plot import draw
 from protocol.mola.tables import tables
-from protocol.mola.tasks import DataSettings, Task, corrupted_task, turned_task
+from protocol.mola.tasks import DataSettings, Task, corrupted_task, rotated_task
 from protocol.mola.theory import add_theory
 from protocol.networks import cnn
 from protocol.options import parse
@@ -57,10 +57,10 @@ class Settings:
         data: How many, how noisy.
         n_channels: Of the networks' first convolution.
         n_mimo_channels: Of MIMO's.
-        turned: Training on the first task.
+        rotated: Training on the first task.
         corrupted: Training on the second.
         mimo: Training of MIMO, on the second.
-        turned_methods: What the methods take on the first task.
+        rotated_methods: What the methods take on the first task.
         corrupted_methods: What they take on the second.
         cost: What table 2 measures.
     """
@@ -68,10 +68,10 @@ class Settings:
     data: DataSettings = field(default_factory=DataSettings)
     n_channels: int = 16
     n_mimo_channels: int = 32
-    turned: Training = field(default_factory=lambda: Training(100, 128, 3e-3))
+    rotated: Training = field(default_factory=lambda: Training(100, 128, 3e-3))
     corrupted: Training = field(default_factory=lambda: Training(100, 128, 0.1, momentum=0.9))
     mimo: Training = field(default_factory=lambda: Training(200, 128, 0.1, momentum=0.9))
-    turned_methods: MethodSettings = field(default_factory=MethodSettings)
+    rotated_methods: MethodSettings = field(default_factory=MethodSettings)
     corrupted_methods: MethodSettings = field(default_factory=lambda: MethodSettings(swag_rates=FINE_RATES))
     cost: CostSettings = field(default_factory=CostSettings)
 
@@ -88,9 +88,9 @@ SMALL = Settings(
 def one_seed(settings: Settings, path: Path | None, seed: int) -> Scores:
     """All numbers of one seed."""
     scores = Scores()
-    task = turned_task(settings.data, seed, path)
-    networks = ensemble(task, settings.n_channels, settings.turned, seed, settings.turned_methods.n_components)
-    add(scores, task, six(networks, task.parts, task.everything(), settings.turned_methods, seed))
+    task = rotated_task(settings.data, seed, path)
+    networks = ensemble(task, settings.n_channels, settings.rotated, seed, settings.rotated_methods.n_components)
+    add(scores, task, six(networks, task.parts, task.everything(), settings.rotated_methods, seed))
 
     how = settings.corrupted_methods
     task = corrupted_task(settings.data, seed, path)
@@ -129,7 +129,7 @@ def add(scores: Scores, task: Task, predictions: Predictions, prefix: str = "") 
 PROTOCOL = (__doc__ or "").split("\n\n", 1)[1].rsplit("\n\n", 1)[0]
 MISSING = (
     ("figures 5, 9 (ImageNet-C)", "no data of that size, nor the wide ResNet 50-2"),
-    ("real MNIST and CIFAR-10 with their foreign data sets", "not at hand; MNIST is read by --data, as the digits"),
+    ("real MNIST and CIFAR-10 with their OOD data sets", "not at hand; MNIST is read by --data, as the digits"),
 )
 
 

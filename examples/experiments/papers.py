@@ -34,7 +34,7 @@ This page is written by `examples/experiments/papers.py` from the results of the
 def verdicts(rows: Iterable[Row]) -> str:
     """How many claims hold, fail and are undecided."""
     counts = Counter(row.verdict for row in rows)
-    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("holds", "fails", "undecided"))
+    return f"{counts['holds']} hold, {counts['fails']} fail, {counts['undecided']} undecided"
 
 
 def summary(reports: list[Report]) -> str:

@@ -3,20 +3,20 @@
 Appendix B.1 of Immer et al. (2021), figures B.1 and B.2: inputs −6, −4, −2 of class 0 and 2, 4, 6 of class 1, the
 network f = 5 tanh(wx + b), the prior N(0, 1) of w and b. Gaussian posteriors put mass on slopes w < 0, which the data
 rule out. Networks with such weights predict the other class, and a mean over sampled weights underfits ("nn"); the
-linearised network of the same posterior does not ("glm"). The truth is had by quadrature over (w, b) on a grid. The
-damping of Ritter et al. (2018), (Q + √δ) ⊗ (W + √δ), is taken twice: of the exact GGN, which with one row of weights is
-Q ⊗ W with Q = 1, so that with δ = 1 the precision is 2 GGN + 2; and of the Kronecker factors of
-`hessian_structure="kron"`, which take inputs and gradients for independent, so that their product exceeds the GGN here.
+linearised network of the same posterior does not ("glm"). The truth is had by quadrature over (w, b) on a grid.
 
-    python examples/experiments/tanh.py            # 3 seeds
+The damping of Ritter et al. (2018), (Q + √δ) ⊗ (W + √δ), is taken three times. Of the exact GGN, which with one row of
+weights is Q ⊗ W with Q = 1, so that with δ = 1 the precision is 2 GGN + 2. Of Kronecker factors of which one is a sum
+over data and one a mean, `damping=True`: a product that exceeds the GGN, since it takes inputs and gradients for
+independent. Of two sums, `damping="sum"`, as the paper's equations A.2 and A.4 have it.
+
+    python examples/experiments/tanh.py            # 5 seeds, of the start of the training and of the samples
     python examples/experiments/tanh.py --small    # a coarse grid and few samples, to try it out
 """
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,10 @@ from torch import Tensor, nn
 from laplace import KronLaplace, Laplace, ParametricLaplace
 from laplace.curvature import NativeHessian
 from laplace.plotting import COLOURS, new_figure
+from protocol.claims import Claim, higher, lower
+from protocol.options import parse
+from protocol.records import Scores
+from protocol.report import finish, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +39,29 @@ Y = (X > 0).double()
 X_QUERY = 3.0
 REACH = 7.0  # the posterior is below exp(-18) of its mode outside
 N_DECILES = 10
-Scores = dict[str, dict[str, list[float]]]
+CONDITION = "six points"
+PROTOCOL = """As the paper's; the true posterior is had by quadrature, the paper's by 100,000 samples of HMC. "distance"
+is the mean of |p − truth| over x in [−8, 8], "gap at 3" the same at x = 3, "p in [0, 0.1]" the mass of p(y = 1 | x = 3)
+there, the second mode of figure B.1. Seeds are those of the start of the training and of the samples; the paper prints
+no numbers."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How fine everything is.
+
+    Attributes:
+        n_grid: Nodes per axis of the quadrature.
+        n_samples: Of weights and outputs.
+        n_inputs: Of the plot, in [−8, 8].
+    """
+
+    n_grid: int = 561
+    n_samples: int = 20_000
+    n_inputs: int = 161
+
+
+SMALL = Settings(241, 1_000, 17)
 
 
 class Feature(nn.Module):
@@ -71,6 +97,7 @@ METHODS = {
     "GGN, glm": Method("full", "glm", {}),
     "damped GGN, nn": Method("full", "nn", {"prior_precision": 2.0, "temperature": 0.5}),
     "damped Kron, nn": Method("kron", "nn", {"damping": True}),
+    "damped Kron (sums), nn": Method("kron", "nn", {"damping": "sum"}),
 }
 
 
@@ -183,68 +210,76 @@ def approximate(
     return Outcome(weights, prediction.latent_samples.squeeze(2)[:, :-1], mean, numbers)
 
 
-def run(seed: int, x: Tensor, n_grid: int, n_samples: int) -> dict[str, Outcome]:
+def outcomes(settings: Settings, x: Tensor, seed: int) -> dict[str, Outcome]:
     """All methods with one seed, of the start of the training and of the samples."""
     generator = torch.Generator().manual_seed(seed)
     model = find_map(seed)
-    exact = truth(x, n_grid, n_samples, generator)
-    found = {name: approximate(method, model, x, exact.mean, n_samples, generator) for name, method in METHODS.items()}
+    exact = truth(x, settings.n_grid, settings.n_samples, generator)
+    found = {
+        name: approximate(method, model, x, exact.mean, settings.n_samples, generator)
+        for name, method in METHODS.items()
+    }
     return {**found, "truth": exact}
+
+
+def scores_of(found: dict[str, Outcome]) -> Scores:
+    """The numbers of all methods, with their distance from the truth at x = 3."""
+    scores = Scores()
+    exact = found["truth"].numbers["p(y=1|x=3)"]
+    for name, outcome in found.items():
+        gap = abs(outcome.numbers["p(y=1|x=3)"] - exact)
+        scores.add(CONDITION, name, {**outcome.numbers, "gap at 3": gap})
+    return scores
 
 
 # What the paper claims.
 
-
-DAMPED = ("damped GGN, nn", "damped Kron, nn")
+DAMPED = ("damped GGN, nn", "damped Kron, nn", "damped Kron (sums), nn")
 SAMPLED = ("Laplace, nn", "GGN, nn", *DAMPED)
+NARROWER = (
+    "The Kronecker product of a sum and a mean takes inputs and gradients for independent: it exceeds the GGN here, "
+    "and that of two sums is N times larger, so that these posteriors are narrower than damping alone would make them."
+)
 
 
-def check_claims(scores: Scores) -> list[str]:
-    """One line per claim of appendix B.1: whether the means over seeds agree."""
-    number = {name: {key: sum(v) / len(v) for key, v in found.items()} for name, found in scores.items()}
-    lines: list[str] = []
+def has_mass(name: str, present: bool) -> Claim:
+    """A posterior puts mass on w < 0, or none: more or less than 0.001."""
+    sign = 1 if present else -1
+    text = f"{name} puts {'' if present else 'no '}mass on w < 0"
+    note = NARROWER if "Kron" in name else ""
+    return Claim("figure B.2, top", text, lambda scores: sign * (scores[CONDITION, name, "p(w<0)"] - 1e-3), note=note)
 
-    def claim(text: str, holds: bool, *values: float) -> None:
-        lines.append(f"{'holds' if holds else 'FAILS'}  {text}: " + ", ".join(f"{value:.4g}" for value in values))
 
-    def ordered(text: str, key: str, *names: str) -> None:
-        """The numbers of these methods rise from one to the next."""
-        values = [number[name][key] for name in names]
-        claim(text, all(a < b for a, b in pairwise(values)), *values)
+def has_second_mode(name: str, present: bool) -> Claim:
+    """The density of p(y = 1 | x = 3) is larger in [0, 0.1] than in [0.4, 0.5], or smaller."""
+    sign = 1 if present else -1
+    text = f"{name}: {'a' if present else 'no'} second mode of p(y = 1 | x = 3), at 0"
 
-    mass = number["truth"]["p(w<0)"]
-    claim("the truth puts no mass on w < 0 (below 0.001)", mass < 1e-3, mass)
-    for name in SAMPLED:
-        mass = number[name]["p(w<0)"]
-        claim(f"{name.split(',')[0]} puts mass on w < 0 (above 0.001)", mass > 1e-3, mass)
+    def statistic(scores: Scores) -> float:
+        return sign * (scores[CONDITION, name, "p in [0, 0.1]"] - scores[CONDITION, name, "p in [0.4, 0.5]"])
+
+    return Claim("figure B.1, right", text, statistic)
+
+
+def claims() -> list[Claim]:
+    """Those of appendix B.1."""
+    found = [has_mass("truth", False), *(has_mass(name, True) for name in SAMPLED)]
     for name in DAMPED:
-        ordered(f"log det: {name.split(',')[0]} < Laplace < GGN", "log det", name, "Laplace, nn", "GGN, nn")
-    for key, what in (("distance", "mean |p - truth| over x"), ("gap at 3", "|p - truth| at x = 3")):
+        note = NARROWER if "Kron" in name else ""
+        found.append(lower("figure B.2, top", CONDITION, "log det", name, "Laplace, nn", note=note))
+    found.append(lower("figure B.2, top", CONDITION, "log det", "Laplace, nn", "GGN, nn"))
+    for measure in ("distance", "gap at 3"):
         for name in SAMPLED:
-            ordered(f"{what}: GGN, glm < {name}", key, "GGN, glm", name)
-        for name in DAMPED:
-            ordered(f"{what}: {name} < Laplace, nn < GGN, nn", key, name, "Laplace, nn", "GGN, nn")
-    low, middle = "p in [0, 0.1]", "p in [0.4, 0.5]"
-    for name, second in (("GGN, nn", True), ("GGN, glm", False), ("truth", False)):
-        values = number[name][low], number[name][middle]
-        text = "a" if second else "no"
-        claim(f"{name}: {text} second mode of p(y=1|x=3), at 0", (values[0] > values[1]) == second, *values)
-    return lines
+            note = NARROWER if "Kron" in name else ""
+            found.append(lower("figure B.2, bottom", CONDITION, measure, "GGN, glm", name, note=note))
+        pairs = [*((name, "Laplace, nn") for name in DAMPED), ("Laplace, nn", "GGN, nn")]
+        found += [lower("figure B.2, bottom", CONDITION, measure, better, worse) for better, worse in pairs]
+    found += [has_second_mode("GGN, nn", True), has_second_mode("GGN, glm", False), has_second_mode("truth", False)]
+    found.append(higher("figure B.1, right", CONDITION, "p in [0.9, 1]", "GGN, glm", "GGN, nn"))
+    return found
 
 
-COLUMNS = ("p(y=1|x=3)", "distance", "p(w<0)", "log det", "p in [0, 0.1]", "p in [0.4, 0.5]", "p in [0.9, 1]")
-
-
-def print_table(scores: Scores) -> None:
-    """Means over seeds and standard deviations, which are those of the samples."""
-    print(f"\n{'':<16}" + "".join(f"{column:>18}" for column in COLUMNS))
-    for name, found in scores.items():
-        cells = []
-        for column in COLUMNS:
-            values = torch.tensor(found[column], dtype=torch.float64)
-            spread = f" ± {values.std():.4f}" if len(values) > 1 else ""
-            cells.append(f"{values.mean():.4f}{spread}")
-        print(f"{name:<16}" + "".join(f"{cell:>18}" for cell in cells))
+COLUMNS = ("p(y=1|x=3)", "distance", "gap at 3", "p(w<0)", "log det", "p in [0, 0.1]", "p in [0.9, 1]")
 
 
 def bands(axes: Axes, x: Tensor, samples: Tensor, mean: Tensor | None = None) -> None:
@@ -258,12 +293,12 @@ def bands(axes: Axes, x: Tensor, samples: Tensor, mean: Tensor | None = None) ->
         axes.plot(x.tolist(), mean.tolist(), color=COLOURS[0], linestyle="--")
 
 
-def draw(outcomes: dict[str, Outcome], x: Tensor, output: Path) -> None:
+def draw(found: dict[str, Outcome], x: Tensor, output: Path) -> None:
     """Saves figure B.2, and the right part of figure B.1 as its last row."""
-    figure, axes = new_figure(n_columns=len(outcomes), n_rows=4, width=2.6, height=2.2)
-    rows = [axes[i : i + len(outcomes)] for i in range(0, len(axes), len(outcomes))]
+    figure, axes = new_figure(n_columns=len(found), n_rows=4, width=2.1, height=1.8)
+    rows = [axes[i : i + len(found)] for i in range(0, len(axes), len(found))]
     at_query = int((x - X_QUERY).abs().argmin())
-    for panels, (name, outcome) in zip(zip(*rows, strict=True), outcomes.items(), strict=True):
+    for panels, (name, outcome) in zip(zip(*rows, strict=True), found.items(), strict=True):
         extent = [[-2, 4], [-3, 3]]
         panels[0].hist2d(*outcome.weights.T.tolist(), bins=60, range=extent, cmap="Blues")
         panels[0].axvline(0, color="0.6", linewidth=0.8)
@@ -276,42 +311,28 @@ def draw(outcomes: dict[str, Outcome], x: Tensor, output: Path) -> None:
         panels[3].hist(outcome.logits[:, at_query].sigmoid().tolist(), bins=30, range=(0, 1), density=True)
         panels[3].set(xlabel=f"p(y = 1 | x = {X_QUERY:g})", ylabel="density", yscale="log")
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=90)
+    figure.savefig(output, dpi=80)
 
 
-def main(
-    small: bool = False, seeds: tuple[int, ...] = (0, 1, 2), output: Path = Path("outputs/tanh.png")
-) -> tuple[Scores, list[str]]:
-    """Runs everything; returns the numbers by method and name, one per seed, and the lines of the checks.
+def main() -> None:
+    """Runs the experiment."""
+    options = parse(__doc__, "tanh")
+    settings = SMALL if options.small else Settings()
+    x = torch.linspace(-8, 8, settings.n_inputs, dtype=torch.float64)
 
-    Args:
-        small: A coarse grid, few samples and the first seed only, to try the script out.
-        seeds: Of the start of the training and of the samples.
-        output: Where the plot goes.
-    """
-    torch.set_num_threads(1)  # the matrices are small: threads would only wait for each other
-    x = torch.linspace(-8, 8, 17 if small else 161, dtype=torch.float64)
-    scores: Scores = {}
-    outcomes: dict[str, Outcome] = {}
-    for seed in seeds[:1] if small else seeds:
-        outcomes = run(seed, x, *((241, 1_000) if small else (561, 20_000)))
-        exact = outcomes["truth"].numbers["p(y=1|x=3)"]
-        for name, outcome in outcomes.items():
-            gap = abs(outcome.numbers["p(y=1|x=3)"] - exact)
-            for key, value in {**outcome.numbers, "gap at 3": gap}.items():
-                scores.setdefault(name, {}).setdefault(key, []).append(value)
-    print_table(scores)
-    checks = check_claims(scores)
-    print("\nWhat the paper claims:", *checks, sep="\n")
-    draw(outcomes, x, output)
-    print(f"\nplot: {output}")
-    return scores, checks
+    def one_seed(seed: int) -> Scores:
+        found = outcomes(settings, x, seed)
+        if seed == options.seeds[0]:
+            draw(found, x, options.output)
+        return scores_of(found)
+
+    records = options.run(settings, one_seed)
+    shown = table(records, CONDITION, "Six points, two weights (figures B.1 and B.2)", COLUMNS)
+    finish(
+        options, records, script="tanh", paper="Immer et al. (2021), B.1", protocol=PROTOCOL, tables=[shown],
+        claims=claims(),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="coarse grid, few samples, one seed")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--output", type=Path, default=Path("outputs/tanh.png"), help="where the plot goes")
-    arguments = parser.parse_args()
-    main(arguments.small, tuple(arguments.seeds), arguments.output)
+    main()

@@ -36,13 +36,13 @@ from protocol.baselines.ensemble import MEMBER_SEEDS, mean_probabilities
 from protocol.baselines.temperature import best_temperature
 from protocol.claims import Claim, lower
 from protocol.data import Part
+from protocol.domains import Domains, DomainTask, Sizes
 from protocol.measures import classification
 from protocol.options import Options, parse
 from protocol.records import Records, Scores
 from protocol.report import finish, table
 from protocol.shifted_images import LAND_USE, TISSUE, WEALTH
 from protocol.shifted_texts import COMMENTS, REVIEWS
-from protocol.domains import Domains, DomainTask, Sizes
 from protocol.training import Training, train
 
 TASKS = (TISSUE, LAND_USE, COMMENTS, REVIEWS, WEALTH)

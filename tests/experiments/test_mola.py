@@ -26,7 +26,7 @@ from protocol.mola.methods import (
     tune,
     variants,
 )
-from protocol.mola.tasks import DataSettings, Task, corrupted_task, turned_task
+from protocol.mola.tasks import DataSettings, Task, corrupted_task, rotated_task
 from protocol.networks import cnn
 from protocol.training import Training
 
@@ -56,7 +56,7 @@ def test_corruptions_leave_images_and_grow_with_the_severity(name: str) -> None:
     assert distances == sorted(distances) and distances[0] > 0
 
 
-@pytest.mark.parametrize("make", [turned_task, corrupted_task])
+@pytest.mark.parametrize("make", [rotated_task, corrupted_task])
 def test_scores_are_those_of_the_inputs_in_their_order(make) -> None:
     task = make(DataSettings(100, 50, 30), 0)
     x, n_data, y = task.everything(), 30, task.parts.test.y
@@ -65,11 +65,11 @@ def test_scores_are_those_of_the_inputs_in_their_order(make) -> None:
         return (5 * x.flatten(1)[:, 10:20]).softmax(1)
 
     scores, level = task.scores(predict(x)), list(task.shifts)[-1]
-    assert len(x) == n_data * (1 + sum(len(kinds) for kinds in task.shifts.values()) + len(task.foreign))
+    assert len(x) == n_data * (1 + sum(len(kinds) for kinds in task.shifts.values()) + len(task.ood))
     kinds = [classification(predict(x), y) for x in task.shifts[level]]
     expected = sum(each["NLL"] for each in kinds) / len(kinds)
     assert scores[f"{task.name}, level {level}"]["NLL"] == pytest.approx(expected)
-    confidence = float(mean_confidence(predict(task.foreign["shuffled"])))
+    confidence = float(mean_confidence(predict(task.ood["shuffled"])))
     assert scores[f"{task.name}, shuffled"]["confidence"] == pytest.approx(confidence)
     assert scores[f"{task.name}, test"]["NLL"] == pytest.approx(classification(predict(task.parts.test.x), y)["NLL"])
 

@@ -82,6 +82,21 @@ def digits(path: Path | None = None) -> Part:
     return Part(x.unsqueeze(1) if x.ndim == 3 else x, data.y.long())
 
 
+def waveform(n_data: int, generator: torch.Generator) -> Part:
+    """Breiman's generator (Breiman et al., 1984): 21 noisy points of a mixture of two of three triangles.
+
+    With h₁(i) = max(6 − |i − 11|, 0), h₂(i) = h₁(i − 4) and h₃(i) = h₁(i + 4), i = 1 … 21, a datum of a class is
+    u h + (1 − u) h′ + ε of the class's pair, (1, 2), (1, 3) or (2, 3), u uniform on [0, 1], ε standard normal.
+    """
+    place = torch.arange(1.0, 22.0)
+    waves = torch.stack([(6 - (place - centre).abs()).clamp(min=0) for centre in (11.0, 15.0, 7.0)])
+    y = torch.randint(3, (n_data,), generator=generator)
+    u = torch.rand(n_data, 1, generator=generator)
+    one, other = waves[torch.tensor([0, 0, 1])], waves[torch.tensor([1, 2, 2])]
+    noise = torch.randn(n_data, 21, generator=generator)
+    return Part(u * one[y] + (1 - u) * other[y] + noise, y)
+
+
 def read(path: Path) -> Part:
     """A real data set, all of its parts together.
 
@@ -121,7 +136,7 @@ def _read_idx(folder: Path, name: str) -> np.ndarray:
 
 
 def rotated(x: Tensor, degrees: float) -> Tensor:
-    """Images turned around their centre, by bilinear interpolation."""
+    """Images rotated around their centre, by bilinear interpolation."""
     turn = torch.deg2rad(torch.tensor(float(degrees)))
     matrix = torch.tensor([[turn.cos(), -turn.sin(), 0.0], [turn.sin(), turn.cos(), 0.0]])
     grid = F.affine_grid(matrix.expand(len(x), 2, 3), list(x.shape), align_corners=False)

@@ -15,7 +15,7 @@ AUROC = {
         "MAP": "91.7, 94.3, 90.0", "DE": "95.4, 96.0, 91.3", "SWAG": "91.6, 94.0, 88.2", "MSWAG": "95.6, 95.6, 91.1",
         "LLLA": "93.6, 95.4, 90.8", "MoLA": "96.2, 96.9, 92.0",
     },
-    "turned": {
+    "rotated": {
         "MAP": "99.0, 93.7, 97.1", "DE": "99.3, 95.2, 98.4", "SWAG": "99.0, 93.6, 97.1", "MSWAG": "99.3, 95.2, 98.5",
         "LLLA": "99.2, 94.4, 97.5", "MoLA": "99.5, 95.7, 98.5",
     },
@@ -25,12 +25,12 @@ CONFIDENCE = {
         "MAP": "77.5, 71.7, 79.2", "DE": "62.8, 59.2, 70.7", "SWAG": "69.3, 62.2, 73.0", "MSWAG": "57.0, 56.3, 65.5",
         "LLLA": "60.5, 54.5, 64.8", "MoLA": "52.3, 48.3, 61.2",
     },
-    "turned": {
+    "rotated": {
         "MAP": "64.1, 83.6, 77.4", "DE": "55.2, 75.8, 66.0", "SWAG": "64.6, 84.2, 78.6", "MSWAG": "55.6, 76.1, 66.3",
         "LLLA": "48.2, 71.5, 63.3", "MoLA": "44.0, 67.4, 56.8",
     },
 }  # fmt: skip
-ITEMS = {"corrupted": ("tables 1, 3", "figures 2, 4, 8"), "turned": ("table 4", "figures 4, 7")}
+ITEMS = {"corrupted": ("tables 1, 3", "figures 2, 4, 8"), "rotated": ("table 4", "figures 4, 7")}
 
 
 def _against(numbers: dict[str, str], better: str, worse: str) -> str:
@@ -54,9 +54,9 @@ def _keeps_confidence(task: str, theirs: str) -> Claim:
     return Claim(ITEMS[task][0], text, statistic, theirs)
 
 
-def _of_foreign(task: str) -> list[Claim]:
+def _of_ood(task: str) -> list[Claim]:
     """Tables 1, 3 and 4: all ensembles above all single networks, and MoLA above all."""
-    item, condition = ITEMS[task][0], f"{task}, foreign"
+    item, condition = ITEMS[task][0], f"{task}, OOD"
     confident = [("MoLA", other) for other in OTHERS] + [("LLLA", "MAP"), ("DE", "MAP")]
     apart = [("MoLA", other) for other in OTHERS] + [("DE", "MAP"), ("DE", "LLLA"), ("MSWAG", "LLLA"), ("LLLA", "MAP")]
     claims = [
@@ -202,11 +202,11 @@ THEORY = [
 
 _CLAIMS: list[Claim] = [
     _premise("corrupted", "97.2 with 94.8 % accuracy"),
-    _premise("turned", "99.4 with 99.2 % accuracy"),
-    *_of_foreign("corrupted"),
+    _premise("rotated", "99.4 with 99.2 % accuracy"),
+    *_of_ood("corrupted"),
     _keeps_confidence("corrupted", "93.8 with 94.8 % accuracy of MAP"),
-    *_of_foreign("turned"),
-    _keeps_confidence("turned", "98.3 with 99.2 % accuracy of MAP"),
+    *_of_ood("rotated"),
+    _keeps_confidence("rotated", "98.3 with 99.2 % accuracy of MAP"),
     *_of_shift("corrupted", [
         *((measure, "MoLA", other) for measure in ("NLL", "ECE", "Brier") for other in OTHERS),
         ("NLL", "LLLA", "MAP"), ("NLL", "LLLA", "SWAG"), ("NLL", "LLLA", "DE"), ("ECE", "LLLA", "DE"),
@@ -216,11 +216,11 @@ _CLAIMS: list[Claim] = [
     _every_severity("ECE"),
     Claim("D.2", "corrupted: the lead of MoLA over MSWAG in NLL grows with the severity", _multi_swag_falls_behind),
     higher("H.3", "corrupted, shifted", "accuracy", "MoLA", "MSWAG", margin=0.01),
-    *_of_shift("turned", [
+    *_of_shift("rotated", [
         *((measure, "MoLA", other) for measure in ("NLL", "ECE", "Brier", "confidence") for other in OTHERS),
         ("NLL", "LLLA", "DE"), ("NLL", "LLLA", "MAP"),
     ]),
-    higher("H.2", "turned, shifted", "accuracy", "MSWAG", "MoLA"),
+    higher("H.2", "rotated, shifted", "accuracy", "MSWAG", "MoLA"),
     *_mimo_claims(),
     *_variant_claims(),
     *_number_claims(),
@@ -253,9 +253,9 @@ _MIMO = (
 _FACTORS = "Factors of 10² and 257² entries beside a network of 208,000 weights; theirs has 2.7 million."
 _EVIDENCE = "The spread is 11 to 49 %, with 700 data; the largest weight is above 0.99 with 4 of 5 seeds."
 NOTES = {
-    "corrupted, foreign: AUROC of MoLA > DE": _KRONECKER,
-    "corrupted, foreign: AUROC of MoLA > MSWAG": _KRONECKER,
-    "corrupted, foreign: AUROC of LLLA > MAP": _KRONECKER,
+    "corrupted, OOD: AUROC of MoLA > DE": _KRONECKER,
+    "corrupted, OOD: AUROC of MoLA > MSWAG": _KRONECKER,
+    "corrupted, OOD: AUROC of LLLA > MAP": _KRONECKER,
     "corrupted, shifted: NLL of LLLA < DE": _ACCURACY,
     "corrupted, shifted: ECE of LLLA < DE": _ACCURACY,
     "corrupted, shifted: NLL of LLLA < MSWAG": _ACCURACY,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def draw(records: Records, output: Path) -> None:
     """Saves NLL and ECE against the level of the shift, of the variants, and against the number of components."""
     figure, axes = new_figure(n_columns=3, n_rows=2, width=3.5, height=2.6)
-    for row, (task, xlabel) in enumerate((("turned", "rotation in degrees"), ("corrupted", "severity"))):
+    for row, (task, xlabel) in enumerate((("rotated", "rotation in degrees"), ("corrupted", "severity"))):
         for panel, measure in zip(axes[3 * row :], ("NLL", "ECE"), strict=False):
             for method in records.methods(f"{task}, shifted"):
                 found = [records.estimate(f"{task}, level {level}", method, measure) for level in LEVELS[task]]

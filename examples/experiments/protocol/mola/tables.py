@@ -9,7 +9,7 @@ from protocol.mola.tasks import ANGLES
 from protocol.records import Records
 from protocol.report import Table, table
 
-LEVELS = {"turned": ANGLES, "corrupted": SEVERITIES}
+LEVELS = {"rotated": ANGLES, "corrupted": SEVERITIES}
 KINDS = ("inverted", "shuffled", "noise")
 MEASURES = ("accuracy", "NLL", "Brier", "ECE", "MCE", "confidence")
 
@@ -19,10 +19,10 @@ def tables(records: Records) -> list[Table]:
     found: list[Table] = []
     for task, item, shift in (
         ("corrupted", "tables 1 and 3", "figure 8: means over corruptions and severities"),
-        ("turned", "table 4", "figure 7: means over angles"),
+        ("rotated", "table 4", "figure 7: means over angles"),
     ):
         found += [
-            _foreign(records, task, f"Foreign images, networks of {task} digits ({item})"),
+            _ood(records, task, f"OOD images, networks of {task} digits ({item})"),
             table(records, f"{task}, test", f"{task}: test data", MEASURES),
             table(records, f"{task}, shifted", f"{task}: shifted test data ({shift})", MEASURES),
             *(_levels(records, task, measure) for measure in ("NLL", "ECE")),
@@ -38,10 +38,10 @@ def tables(records: Records) -> list[Table]:
     ]
 
 
-def _foreign(records: Records, task: str, title: str) -> Table:
+def _ood(records: Records, task: str, title: str) -> Table:
     columns = ("method", "confidence, test", *(f"{kind}: {m}" for kind in KINDS for m in ("confidence", "AUROC")))
     rows = []
-    for method in records.methods(f"{task}, foreign"):
+    for method in records.methods(f"{task}, OOD"):
         keys = [(f"{task}, {kind}", measure) for kind in KINDS for measure in ("confidence", "AUROC")]
         every = [(f"{task}, test", "confidence"), *keys]
         rows.append((method, *_cells(records, method, every)))
@@ -54,7 +54,7 @@ def _levels(records: Records, task: str, measure: str) -> Table:
         (method, *_cells(records, method, [(f"{task}, level {level}", measure) for level in levels]))
         for method in records.methods(f"{task}, level {levels[0]}")
     ]
-    names = tuple(f"{level}°" if task == "turned" else f"severity {level}" for level in levels)
+    names = tuple(f"{level}°" if task == "rotated" else f"severity {level}" for level in levels)
     return Table(f"{task}: {measure} (figure 4)", ("method", *names), tuple(rows))
 
 

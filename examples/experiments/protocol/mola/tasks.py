@@ -20,24 +20,24 @@ ANGLES = (15, 30, 45, 60, 90, 120, 150, 180)
 
 @dataclass(frozen=True)
 class Task:
-    """Data to train and tune on, and shifted and foreign images.
+    """Data to train and tune on, and shifted and OOD images.
 
     Attributes:
         name: Begins the names of its conditions.
         parts: Training, validation and test data.
         shifts: Test inputs by the level of their shift (an angle, a severity), one tensor `[N, …]` per kind of shift.
-        foreign: Images that are of no class, by name.
+        ood: Images that are of no class, by name.
     """
 
     name: str
     parts: Split
     shifts: dict[int, list[Tensor]]
-    foreign: dict[str, Tensor]
+    ood: dict[str, Tensor]
 
     def everything(self) -> Tensor:
-        """All inputs that are predicted, in the order in which `scores` reads them: test, shifted, foreign."""
+        """All inputs that are predicted, in the order in which `scores` reads them: test, shifted, OOD."""
         shifted = [x for kinds in self.shifts.values() for x in kinds]
-        return torch.cat([self.parts.test.x, *shifted, *self.foreign.values()])
+        return torch.cat([self.parts.test.x, *shifted, *self.ood.values()])
 
     def scores(self, p: Tensor) -> dict[str, dict[str, float]]:
         """The measures of probabilities `[·, C]` of everything, by condition.
@@ -51,9 +51,9 @@ class Task:
         for level, kinds in self.shifts.items():
             found[f"{name}, level {level}"] = mean_of([_measures(next(blocks), y) for _ in kinds])
         found[f"{name}, shifted"] = mean_of([found[f"{name}, level {level}"] for level in self.shifts])
-        apart = {kind: detection(inside, next(blocks)) for kind in self.foreign}
+        apart = {kind: detection(inside, next(blocks)) for kind in self.ood}
         found |= {f"{name}, {kind}": measures for kind, measures in apart.items()}
-        found[f"{name}, foreign"] = mean_of(list(apart.values()))
+        found[f"{name}, OOD"] = mean_of(list(apart.values()))
         return found
 
 
@@ -94,12 +94,12 @@ def noisy_digits(how: DataSettings, path: Path | None, generator: torch.Generato
     return Split(train, validation, test)
 
 
-def turned_task(how: DataSettings, seed: int, path: Path | None = None) -> Task:
-    """In place of MNIST-R: test digits turned by up to 180 degrees."""
+def rotated_task(how: DataSettings, seed: int, path: Path | None = None) -> Task:
+    """In place of MNIST-R: test digits rotated by up to 180 degrees."""
     generator = torch.Generator().manual_seed(seed)
     parts = noisy_digits(how, path, generator)
     shifts = {angle: [rotated(parts.test.x, angle)] for angle in ANGLES}
-    return Task("turned", parts, shifts, other_images(parts.test.x, generator))
+    return Task("rotated", parts, shifts, other_images(parts.test.x, generator))
 
 
 def corrupted_task(how: DataSettings, seed: int, path: Path | None = None) -> Task:
@@ -114,6 +114,6 @@ def corrupted_task(how: DataSettings, seed: int, path: Path | None = None) -> Ta
 
 
 MAKERS: Mapping[str, Callable[[DataSettings, int, Path | None], Task]] = {
-    "turned": turned_task,
+    "rotated": rotated_task,
     "corrupted": corrupted_task,
 }

@@ -1,0 +1,252 @@
+"""Tables B2 and B3 of Immer et al. (2021): posteriors of small tanh networks and how they predict, on small data sets.
+
+Of every method a prediction is made at every prior precision that it tries; the one that it keeps has the smallest
+negative log likelihood on the validation data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+
+from laplace import Laplace, ParametricLaplace
+from laplace.metrics import accuracy, expected_calibration_error, nll
+from protocol.baselines.mean_field import mean_field
+from protocol.data import Part, Split
+from protocol.measures import SMALLEST, class_probabilities
+from protocol.records import Scores
+from protocol.stacked import Steps, map_networks, n_outputs, probabilities, sizes_of, stacked_outputs
+
+N_BINS = 10
+MOST_WEIGHTS = 2000
+"""Of a variational Gaussian with a full covariance: every one of its steps factorises a matrix of this size."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set.
+
+    Attributes:
+        load: Gives inputs `[N, D]` and labels `[N]` for a seed, which matters where they are generated.
+        n_classes: Of the labels.
+        exponents: Powers of ten between which the prior precisions lie.
+    """
+
+    load: Callable[[int], Part]
+    n_classes: int
+    exponents: tuple[float, float] = (-2.0, 2.0)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How large everything is.
+
+    Attributes:
+        n_hidden: Units of a hidden layer.
+        layers: Numbers of hidden layers.
+        map_steps: Of full-batch Adam.
+        mean_field_steps: Of Adam on batches.
+        batch_size: Of these.
+        n_precisions: Prior precisions that are tried.
+        every: Of these, how many apart those are that variational refinement tries.
+        every_full: The same, of the methods with a full covariance.
+        n_samples: Of the outputs, per predictive.
+        n_networks: Of sampled weights.
+        n_points: Of the expectations of variational refinement, for softmax.
+        n_data: The first of every data set only; None for all.
+    """
+
+    n_hidden: int = 50
+    layers: tuple[int, ...] = (2, 1)
+    map_steps: int = 1000
+    mean_field_steps: int = 2000
+    batch_size: int = 100
+    n_precisions: int = 10
+    every: int = 3
+    every_full: int = 1
+    n_samples: int = 1000
+    n_networks: int = 200
+    n_points: int = 200
+    n_data: int | None = None
+
+
+SMALL = Settings(3, (2, 1), 20, 20, 20, 1, 1, 1, 20, 10, 10, 80)
+
+
+def make_split(task: Task, settings: Settings, seed: int) -> Split:
+    """70, 15 and 15 % of the data, stratified by the labels, in units of the training data's deviations."""
+    data = task.load(seed)
+    x, y = data.x.numpy(), data.y.numpy()
+    if settings.n_data is not None:
+        chosen = np.random.default_rng(seed).permutation(len(y))[: settings.n_data]
+        x, y = x[chosen], y[chosen]
+    x, x_rest, y, y_rest = train_test_split(x, y, train_size=0.7, stratify=y, random_state=seed)
+    x_one, x_two, y_one, y_two = train_test_split(x_rest, y_rest, train_size=0.5, stratify=y_rest, random_state=seed)
+    mean, spread = np.mean(x, axis=0), np.std(x, axis=0)
+    spread[spread == 0] = 1
+    parts = ((x, y), (x_one, y_one), (x_two, y_two))
+    return Split(*(Part(torch.tensor((a - mean) / spread, dtype=torch.float64), torch.tensor(b)) for a, b in parts))
+
+
+@dataclass
+class Candidates:
+    """Predictions of one method at the prior precisions that it tries.
+
+    Attributes:
+        losses: NLL of the validation data.
+        predictions: Probabilities `[B, C]` of the test data.
+        precisions: Which they are.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    predictions: list[Tensor] = field(default_factory=list)
+    precisions: list[float] = field(default_factory=list)
+
+    def add(self, p: Tensor, split: Split, precision: float) -> None:
+        """Keeps probabilities of validation and test data, one after the other."""
+        p = class_probabilities(p.double()).clamp(SMALLEST, 1)
+        n_validation = len(split.validation)
+        self.losses.append(float(nll(p[:n_validation], split.validation.y)))
+        self.predictions.append(p[n_validation:])
+        self.precisions.append(precision)
+
+    def measures(self, y: Tensor) -> dict[str, float]:
+        """Of the best on the validation data."""
+        best = self.losses.index(min(self.losses))
+        p = self.predictions[best]
+        return {
+            "NLL": float(nll(p, y)),
+            "accuracy": float(accuracy(p, y)),
+            "ECE": float(expected_calibration_error(p, y, N_BINS)),
+            "log10 δ": float(np.log10(self.precisions[best])),
+        }
+
+
+@dataclass(frozen=True)
+class Posteriors:
+    """The posteriors of one network.
+
+    Attributes:
+        model: Its network, at the mode.
+        precision: δ.
+        task: Its data set.
+        split: Its data.
+        settings: How large everything is.
+        seed: Of the samples.
+    """
+
+    model: nn.Sequential
+    precision: float
+    task: Task
+    split: Split
+    settings: Settings
+    seed: int
+
+    @property
+    def n_weights(self) -> int:
+        """P."""
+        return sum(each.numel() for each in self.model.parameters())
+
+    @property
+    def inputs(self) -> Tensor:
+        """Validation and test data."""
+        return torch.cat([self.split.validation.x, self.split.test.x])
+
+    def loader(self) -> list[tuple[Tensor, Tensor]]:
+        """The training data, targets as the likelihood takes them."""
+        data = self.split.train
+        return [(data.x, data.y.double().unsqueeze(1) if self.task.n_classes == 2 else data.y)]
+
+    def fitted(self, structure: str, refine: str | None = None) -> ParametricLaplace:
+        """A posterior; that of a full covariance in whichever space is smaller, of weights or of functions."""
+        options: dict[str, int] = {}
+        n_data = len(self.split.train)
+        in_functions = n_data * n_outputs(self.task.n_classes) < self.n_weights and refine != "variational"
+        if structure == "full" and in_functions:
+            structure, options = "gp", {"n_subset": n_data}
+        likelihood = "bernoulli" if self.task.n_classes == 2 else "classification"
+        la = Laplace(self.model, likelihood, "all", structure, prior_precision=self.precision, **options)
+        la.fit(self.loader())
+        if refine == "map":
+            la.refine(self.loader(), tolerance=1e-4)
+        elif refine == "variational":
+            la.refine(self.loader(), "variational", n_samples=self.settings.n_points, tolerance=1e-3)
+        return la
+
+    def linearised(self, la: ParametricLaplace) -> Tensor:
+        """Probabilities of the linearised network."""
+        generator = torch.Generator().manual_seed(self.seed)
+        n_samples = self.settings.n_samples
+        return la.predict(self.inputs, n_samples=n_samples, link_approx="mc", generator=generator).probabilities
+
+    def sampled(self, la: ParametricLaplace) -> Tensor:
+        """Probabilities by networks of sampled weights."""
+        weights = la.sample(self.settings.n_networks, generator=torch.Generator().manual_seed(self.seed)).float()
+        tensors, at = [], 0
+        for each in self.model.parameters():
+            flat = weights[:, at : at + each.numel()]
+            tensors.append(flat.view(-1, *each.shape).mT if each.ndim == 2 else flat.unsqueeze(1))
+            at += each.numel()
+        return probabilities(stacked_outputs(tensors, self.inputs.float())).mean(0)
+
+    def predictions(self, place: int) -> Iterator[tuple[str, Tensor]]:
+        """Every method and its prediction at this prior precision, the grid's number `place`."""
+        with torch.no_grad():
+            yield "MAP", probabilities(self.model(self.inputs))
+        if place % self.settings.every_full == 0:
+            la = self.fitted("full")
+            yield "nn", self.sampled(la)
+            yield "GLM", self.linearised(la)
+            yield "GLM mode", self.linearised(self.fitted("full", "map"))
+        yield "GLM diag", self.linearised(self.fitted("diag"))
+        yield "GLM mode diag", self.linearised(self.fitted("diag", "map"))
+        if place % self.settings.every == 0:
+            if self.n_weights <= MOST_WEIGHTS:
+                yield "GLM VI", self.linearised(self.fitted("full", "variational"))
+            yield "GLM VI diag", self.linearised(self.fitted("diag", "variational"))
+
+
+def compared(task: Task, settings: Settings, split: Split, n_layers: int, seed: int) -> dict[str, Candidates]:
+    """All methods at all prior precisions that they try."""
+    sizes = sizes_of(split.train.x.shape[1], settings.n_hidden, n_layers, task.n_classes)
+    precisions = torch.logspace(*task.exponents, settings.n_precisions).tolist()
+    models = map_networks(sizes, split.train, precisions, Steps(settings.map_steps, 1e-2, (0.7, 0.9)), seed)
+    found: dict[str, Candidates] = {"MAP": Candidates(), "MFVI": Candidates()}
+    for place, (model, precision) in enumerate(zip(models, precisions, strict=True)):
+        posteriors = Posteriors(model, precision, task, split, settings, seed)
+        for name, p in posteriors.predictions(place):
+            found.setdefault(name, Candidates()).add(p, split, precision)
+    how = Steps(settings.mean_field_steps, 1e-2, (0.7, 0.9))
+    q = mean_field(sizes, split.train, precisions, how, seed, settings.batch_size)
+    inputs = torch.cat([split.validation.x, split.test.x])
+    every_p = q.predict(inputs, settings.n_networks, torch.Generator().manual_seed(seed))
+    for p, precision in zip(every_p, precisions, strict=True):
+        found["MFVI"].add(p, split, precision)
+    return found
+
+
+def depth(task: str, n_layers: int) -> str:
+    """The name of a condition."""
+    return f"{task}, {n_layers} layer" + ("s" if n_layers > 1 else "")
+
+
+def scores_of(tasks: dict[str, Task], settings: Settings, seed: int) -> Scores:
+    """All methods on all data sets with one split."""
+    scores = Scores()
+    for name, task in tasks.items():
+        split = make_split(task, settings, seed)
+        for n_layers in settings.layers:
+            found = compared(task, settings, split, n_layers, seed)
+            for method, candidates in found.items():
+                scores.add(depth(name, n_layers), method, candidates.measures(split.test.y))
+    return scores
+
+
+def conditions(tasks: Sequence[str], settings: Settings) -> list[tuple[str, int]]:
+    """Data set and number of layers of every condition."""
+    return [(task, n_layers) for n_layers in settings.layers for task in tasks]
