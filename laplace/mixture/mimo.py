@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace.core.hyperparameters import check_counts
 from laplace.core.layout import flatten
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.network.model_guard import model_lock, require_module, unwrap
@@ -49,8 +50,10 @@ def mimo_outputs(model: nn.Module, x: Any, n_heads: int) -> Tensor:
         n_heads: M.
 
     Raises:
+        InvalidArgument: No head.
         InvalidData: Another number of inputs, or outputs that are not those of M heads.
     """
+    check_counts(n_heads=n_heads)
     inputs = (x,) * n_heads if isinstance(x, Tensor) else x
     if not isinstance(inputs, tuple) or len(inputs) != n_heads:
         raise InvalidData(f"give one tensor, or a tuple of {n_heads}, one for each head of the network.")

@@ -10,7 +10,7 @@ from torch import Tensor
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.parametric import ParametricLaplace
-from laplace.tuning.group import PosteriorGroup
+from laplace.tuning.group import PosteriorGroup, require_same_data
 
 RULES = ("uniform", "evidence")
 """The ways to choose weights that have a name."""
@@ -97,8 +97,4 @@ def check_same_data(posteriors: Sequence[ParametricLaplace]) -> None:
     Raises:
         InvalidArgument: The components saw different numbers of data.
     """
-    counts = [la.fitted().n_data for la in posteriors]
-    if any(count != counts[0] for count in counts):
-        raise InvalidArgument(
-            f"the components were fitted to {counts} data; evidences can only be compared, or added, for the same data."
-        )
+    require_same_data([la.fitted().n_data for la in posteriors])

@@ -106,10 +106,13 @@ class Smoothing:
             known = torch.cat([one, products], 1)
             if half > 2 * known.shape[1]:
                 break
+        if half <= known.shape[1]:
+            return math.inf
         basis = torch.linalg.qr(known).Q
         rest = pairs - basis @ (basis.T @ pairs)
-        free = half - known.shape[1]
-        return float((rest.square().sum() / (free * half)).sqrt()) if free > 0 else math.inf
+        # What is left at far points, where products are large, was fitted most and would be largest (White, 1980; HC2).
+        freedom = (1 - basis.square().sum(1)).clamp(min=torch.finfo(rest.dtype).eps)
+        return float((rest.square() / freedom).sum().sqrt() / half)
 
     def gradient(self, likelihood: Likelihood, f: Tensor, root: Tensor | None, y: Tensor) -> Tensor:
         """E of `Likelihood.gradient`, `[B, C]`."""

@@ -17,7 +17,7 @@ from laplace.posterior.sharding import refuse_sharded
 from laplace.structures.base import Curvature
 from laplace.tuning.gradient_loss import SmoothLoss
 from laplace.tuning.grid import Grid, search_grid
-from laplace.tuning.group import PosteriorGroup, log_mean_exp, negative_evidence
+from laplace.tuning.group import PosteriorGroup, log_mean_exp, negative_evidence, require_same_data
 from laplace.tuning.optimise import Climb, Evaluate, Search
 from laplace.tuning.settings import NAMES, Coordinates, checked_names, restructured, spread
 from laplace.tuning.validation import ValidationLoss
@@ -127,7 +127,13 @@ def coordinates_of(
 
 
 def by_evidence(group: PosteriorGroup, coordinates: Coordinates, climb: Climb) -> TuningResult:
-    """The hyper-parameters of the largest evidence, with notes where the curvature misleads it."""
+    """The hyper-parameters of the largest evidence, with notes where the curvature misleads it.
+
+    Raises:
+        InvalidArgument: The mean of evidences of different numbers of data; their product may be maximised.
+    """
+    if group.combined is log_mean_exp:
+        require_same_data([posterior.fit.n_data for posterior in group.posteriors])
     result = _climbed(negative_evidence(group, coordinates), coordinates, climb, sign=-1)
     curvatures = [posterior.fit.curvature for posterior in group.posteriors]
     notes = (_cut(result, max(curvature.tail for curvature in curvatures)), _cancelled(coordinates, curvatures))

@@ -29,6 +29,19 @@ def log_mean_exp(values: Tensor) -> Tensor:
     return values.logsumexp(0) - torch.tensor(float(len(values)), dtype=values.dtype, device=values.device).log()
 
 
+def require_same_data(counts: Sequence[float]) -> None:
+    """Requires evidences to be of as many data.
+
+    Raises:
+        InvalidArgument: Their numbers differ.
+    """
+    if any(count != counts[0] for count in counts):
+        raise InvalidArgument(
+            f"the components were fitted to {list(counts)} data; evidences can only be compared, or added, for the "
+            "same data."
+        )
+
+
 @dataclass(frozen=True)
 class PosteriorGroup:
     """Posteriors that share their hyper-parameters; one posterior is a mixture of one.

@@ -211,8 +211,8 @@ class Tunable(ABC):
 
         Raises:
             InvalidArgument: Arguments that do not belong together, no finite objective, thresholds that no candidate
-                meets, or components of a mixture that differ in what is not tuned; the hyper-parameters are left as
-                they were, as after every error.
+                meets, or components of a mixture that differ in what is not tuned or, for `"evidence"`, in the number
+                of their data; the hyper-parameters are left as they were, as after every error.
             InvalidData: A loader without data.
             UnsupportedError: A score without a meaning for this likelihood.
 

@@ -12,7 +12,7 @@ import torch
 from protocol.claims import Claim, check, higher, lower
 from protocol.data import Part, blurred, digits, noisy, other_images, read, rotated, shifted, split, standardised
 from protocol.measures import classification, detection, entropy
-from protocol.options import Options
+from protocol.options import Options, parse
 from protocol.records import Records, Scores, load_scores, save_scores
 from protocol.report import finish, load_report, table
 
@@ -66,6 +66,16 @@ def test_finished_seeds_are_not_run_again(tmp_path: Path) -> None:
     assert runs == [0, 1]
     options.run("width 20", one_seed)
     assert runs == [0, 1, 0, 1]
+
+
+def test_a_seed_counts_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Equal seeds would make standard errors too small, and verdicts of nothing."""
+    monkeypatch.setattr("sys.argv", ["some.py", "--seeds", "0", "1", "0"])
+    with pytest.raises(SystemExit):
+        parse(None, "some")
+    assert "give each once" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["some.py", "--seeds", "2", "1"])
+    assert parse(None, "some").seeds == (2, 1)
 
 
 def test_scores_load_as_they_were_saved(tmp_path: Path) -> None:

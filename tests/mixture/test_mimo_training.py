@@ -84,6 +84,12 @@ def test_equal_seeds_give_equal_batches_and_readings_differ() -> None:
     assert len({tuple(first(one).flatten().tolist()) for _ in range(5)}) == 5
 
 
+@pytest.mark.parametrize("n_heads", [0, 2.5])
+def test_outputs_are_of_a_number_of_heads(n_heads: Any) -> None:
+    with pytest.raises(InvalidArgument, match=f"n_heads={n_heads}"):
+        mimo_outputs(nn.Flatten(), torch.zeros(3, 2), n_heads)
+
+
 def test_images_and_rows_of_targets() -> None:
     x, y = torch.randn(4, 3, 5, 5), torch.randn(4, 2)
     ((inputs, targets),) = MimoBatches([(x, y)], HEADS, batch_repetition=2)

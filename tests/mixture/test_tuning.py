@@ -205,3 +205,18 @@ def test_refusals() -> None:
         mixture.optimize_hyperparameters("temperature", "nll", val_loader=validation("classification"))
     with pytest.raises(InvalidArgument, match="val_loader"):
         mixture.optimize_hyperparameters(objective="nll")
+
+
+def test_evidences_of_different_data_are_not_averaged() -> None:
+    """Their product may be maximised: every factor is a number of its own."""
+    mixture = fitted("classification", "uniform")
+    mixture.components[0].fit(batches("classification")[:1])
+    before = [la.prior_precision.clone() for la in mixture.components]
+    with pytest.raises(InvalidArgument, match="same data"):
+        mixture.optimize_hyperparameters()
+    with pytest.raises(InvalidArgument, match="same data"):
+        mixture.optimize_prior_precision(method="marglik")
+    assert all(torch.equal(la.prior_precision, one) for la, one in zip(mixture.components, before, strict=True))
+    found = mixture.optimize_hyperparameters(objective="joint_evidence")
+    total = sum(la.log_marginal_likelihood() for la in mixture.components)
+    assert_close(torch.tensor(found.value, dtype=torch.float64), total, "algebra")

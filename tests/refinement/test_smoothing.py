@@ -65,3 +65,21 @@ def test_the_standard_error_is_that_of_other_points(n_outputs: int, n_samples: i
     spread, error = float(torch.stack(means).std()), sum(errors) / len(errors)
     assert 0.6 * spread < error < 1.6 * spread
     assert Smoothing.of(Bernoulli(), 1, 2, None, f).standard_error(f[:, 0]) == 0
+
+
+@pytest.mark.parametrize("n_outputs", [3, 5])
+def test_the_standard_error_is_not_too_small(n_outputs: int) -> None:
+    """Expectations under wide Gaussians, whose loss is least quadratic at the far points that a fit follows most."""
+    generator = torch.Generator().manual_seed(0)
+    f = torch.randn(10, n_outputs, dtype=torch.float64, generator=generator)
+    y = torch.randint(n_outputs, (10,), generator=generator)
+    half = torch.randn(10, n_outputs, n_outputs, dtype=torch.float64, generator=generator)
+    root = torch.linalg.cholesky(1.5 * half @ half.mT / n_outputs + 0.1 * torch.eye(n_outputs, dtype=torch.float64))
+    means, errors = [], []
+    for seed in range(300):
+        smoothing = Smoothing.of(Categorical(), n_outputs, 200, torch.Generator().manual_seed(seed), f)
+        losses = smoothing.losses(Categorical(), f, root, y)[:, 0]
+        means.append(float(smoothing.mean(losses)))
+        errors.append(smoothing.standard_error(losses))
+    spread = float(torch.tensor(means).std())
+    assert 0.87 * spread < float(torch.tensor(errors).square().mean().sqrt()) < 1.1 * spread

@@ -68,5 +68,7 @@ def parse(description: str | None, name: str, seeds: Sequence[int] = (0, 1, 2, 3
     parser.add_argument("--data", type=Path, help="the real data set: a file .npz or .csv, or a folder of IDX files")
     parser.add_argument("--folder", type=Path, default=Path("outputs/seeds") / name, help="scores of finished seeds")
     given = parser.parse_args()
+    if len(set(given.seeds)) < len(given.seeds):
+        parser.error(f"seeds {given.seeds}: give each once, for a seed that counts twice makes errors too small.")
     chosen = tuple(given.seeds[:1] if given.small else given.seeds)
     return Options(given.small, chosen, given.output, given.data, given.folder)

@@ -152,7 +152,7 @@ def _variant_claims() -> list[Claim]:
 
 
 def _cost(text: str, measure: str, cheap: str, dear: str, factor: float, theirs: str) -> Claim:
-    """A ratio of costs, on a logarithmic scale."""
+    """By how much a ratio of costs exceeds a factor."""
 
     def statistic(scores: Scores) -> float:
         return scores["cost", dear, measure] / scores["cost", cheap, measure] - factor
