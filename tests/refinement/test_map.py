@@ -129,7 +129,7 @@ def test_state_copies_and_moves() -> None:
 def test_a_loaded_posterior_keeps_a_term_per_output(structure: str) -> None:
     """Under several noises its engine, which is made anew, must split outputs as that of the fit does."""
     x, batches = grid.data("regression")[0], grid.batches("regression")
-    sigma = torch.tensor([0.5, 1.5])
+    sigma = torch.tensor([0.5, 1.0, 1.5])
     size: dict[str, Any] = {"n_subset": 6} if structure == "gp" else {}
     la = fitted("regression", structure, sigma_noise=sigma, **size)
     other = Laplace(grid.network("regression"), "regression", "all", structure, sigma_noise=sigma, **size)
