@@ -271,7 +271,7 @@ def _largest(
 
 
 def _first_of(values: Tensor, count: int, rounding: float) -> Tensor:
-    """Which of non-negative values `[n]` are the largest; of those that equal the last one but for rounding the first.
+    """Indices of the largest of non-negative values `[n]`; of those that equal the last but for rounding the first.
 
     The outputs of a regression all have the same eigenvalues: rounding must not decide which of them have a column.
     """
