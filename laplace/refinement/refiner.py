@@ -92,6 +92,9 @@ class Refiner(ABC, Generic[S]):
 
     def __init__(self, posterior: Posterior, options: RefineOptions) -> None:
         choices, engine = posterior.choices, posterior.engine
+        split = posterior.map_fit.curvature.n_terms > 1
+        if engine.split_outputs != split:  # a loaded or copied posterior has one that was made for predictions
+            engine = choices.engine(posterior.weights, posterior.problem, split_outputs=split)
         if not isinstance(engine, GGNEngine):
             raise UnsupportedError(
                 f"backend={choices.backend_cls.__name__} cannot refine: the curvature of the linearised network is a "

@@ -148,8 +148,8 @@ def remaining_matrix(total: Tensor, removed: Tensor, *, signed: bool = False) ->
         return total - removed
     with kept_for_later():
         values, vectors = torch.linalg.eigh(_checked(total) - _checked(removed))
-        rounding = _rounding(total.dtype) * torch.linalg.eigvalsh(_checked(total)).abs().amax(-1, keepdim=True)
-        if (values < -rounding).any():
+        zero = rounding(total.dtype) * torch.linalg.eigvalsh(_checked(total)).abs().amax(-1, keepdim=True)
+        if (values < -zero).any():
             raise _removed_too_much(float(values.min()))
         if (values >= 0).all():
             return total - removed
@@ -165,12 +165,12 @@ def remaining_entries(total: Tensor, removed: Tensor, *, signed: bool = False) -
     left = total - removed
     if signed:
         return left
-    if (left < -_rounding(total.dtype) * total.abs()).any():
+    if (left < -rounding(total.dtype) * total.abs()).any():
         raise _removed_too_much(float(left.min()))
     return left.clamp(min=0)
 
 
-def _rounding(dtype: torch.dtype) -> float:
+def rounding(dtype: torch.dtype) -> float:
     """Relative error that a sum over many data may have in this dtype."""
     return _ROUNDING * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.kron_parts import KronBlock
 from laplace.jacobian.contractions import CHUNK_BYTES, TensorShape, total
+from laplace.structures import algebra
 from laplace.structures.low_rank_factors import Side
 
 _BYTES = 8
@@ -256,9 +257,9 @@ def _largest(
     rows: Tensor | None = None,
 ) -> Columns:
     """The columns with the largest values `[E, G, r_in, r_out]`, with some `rows` of a table, or all of it."""
-    totals = values.sum(0)
-    order = totals.flatten().argsort(descending=True, stable=True)[:rank]
-    floor = totals.max() * torch.finfo(output.basis.dtype).eps
+    totals, dtype = values.sum(0), output.basis.dtype
+    order = _first_of(totals.flatten(), rank, algebra.rounding(dtype))
+    floor = totals.max() * torch.finfo(dtype).eps
     order = order[totals.flatten()[order] > floor]  # what is less is rounding
     group, i, j = order // totals[0].numel(), order // totals.shape[2] % totals.shape[1], order % totals.shape[2]
     at = i if rows is None else rows[i]
@@ -267,6 +268,16 @@ def _largest(
     groups = torch.nn.functional.one_hot(group, len(totals)).to(left)
     left = (groups.unsqueeze(2) * left.unsqueeze(1)).flatten(1)
     return Columns(left, right, values.flatten(1)[:, order], block.index)
+
+
+def _first_of(values: Tensor, count: int, rounding: float) -> Tensor:
+    """Indices of the largest of non-negative values `[n]`; of those that equal the last but for rounding the first.
+
+    The outputs of a regression all have the same eigenvalues: rounding must not decide which of them have a column.
+    """
+    last = values.topk(min(count, len(values))).values[-1:]
+    level = (values >= (1 - rounding) * last).int() + (values > (1 + rounding) * last)
+    return level.argsort(descending=True, stable=True)[:count]
 
 
 def _input_values(inputs: Side | Tensor | None, output: Side, rank: int) -> tuple[Tensor | None, Tensor]:

@@ -114,5 +114,16 @@ class Side:
     def _truncated(cls, basis: Tensor, cores: Tensor, rank: int) -> Side:
         """The eigenvectors of Σ_e M_e with the largest eigenvalues; `cores` in float64."""
         cores = 0.5 * (cores + cores.mT)
-        vectors = algebra.eigh(cores.sum(0))[1].flip(-1)[..., :rank]  # the largest first
+        vectors = algebra.eigh(_without_ties(cores.sum(0), basis.dtype))[1].flip(-1)[..., :rank]  # the largest first
         return cls(basis @ vectors.to(basis), (vectors.mT @ cores @ vectors).to(basis))
+
+
+def _without_ties(total: Tensor, dtype: torch.dtype) -> Tensor:
+    """Matrices `[G, w, w]`, exact multiples of the identity where they are such but for the rounding of `dtype`.
+
+    Where all outputs of a regression are alike every basis is one of eigenvectors: rounding must not choose it.
+    """
+    level = total.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    equal = level * torch.eye(total.shape[-1], dtype=total.dtype, device=total.device)
+    apart = (total - equal).abs().amax((-2, -1), keepdim=True)
+    return torch.where(apart <= algebra.rounding(dtype) * level, equal, total)

@@ -238,3 +238,26 @@ def test_state_round_trip_and_words() -> None:
     assert torch.equal(la(case.problem.x), other(case.problem.x))
     words = {form.partition(" → ")[2] for form in la.coverage().values()}
     assert any(form.endswith("corrected Kronecker columns and the exact diagonal") for form in words)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("n_outputs", [3, 25])
+@pytest.mark.parametrize("is_corrected", [False, True])
+def test_outputs_that_are_alike(is_corrected: bool, n_outputs: int, dtype: torch.dtype) -> None:
+    """All outputs of a regression have the same eigenvalues: no rounding decides which have columns, and in what basis.
+
+    Of 25 outputs the search finds 20 directions, any of which would do; of 3 two have a column.
+    """
+    torch.manual_seed(0)
+    size = {"rank": 2, "oversampling": 1} if n_outputs == 3 else {}
+    model = nn.Sequential(nn.Linear(4, 15), nn.Tanh(), nn.Linear(15, n_outputs)).to(dtype)
+    x, y = torch.randn(41, 4, dtype=dtype), torch.randn(41, n_outputs, dtype=dtype)
+    variances: list[Tensor] = []
+    for sizes in ([5, 36], [41], [3, 1, 37]):
+        sigma = torch.linspace(0.4, 1.3, n_outputs, dtype=dtype)
+        options: dict[str, Any] = {"sigma_noise": sigma, "structure_kwargs": {"corrected": is_corrected, **size}}
+        la = Laplace(model, "regression", "last_layer", "lowrank_kron", prior_precision=0.7, **options)
+        la.fit(list(zip(x.split(sizes), y.split(sizes), strict=True)))
+        variances.append(la.predict(x).latent_covariance)
+    for other in variances[1:]:
+        assert_close(other, variances[0], "backend" if dtype == torch.float64 else "float32")

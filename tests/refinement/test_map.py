@@ -125,6 +125,24 @@ def test_state_copies_and_moves() -> None:
     assert torch.equal(other(x), plain)
 
 
+@pytest.mark.parametrize("structure", ["full", "kron", "gp"])
+def test_a_loaded_posterior_keeps_a_term_per_output(structure: str) -> None:
+    """Under several noises its engine, which is made anew, must split outputs as that of the fit does."""
+    x, batches = grid.data("regression")[0], grid.batches("regression")
+    sigma = torch.tensor([0.5, 1.0, 1.5])
+    size: dict[str, Any] = {"n_subset": 6} if structure == "gp" else {}
+    la = fitted("regression", structure, sigma_noise=sigma, **size)
+    other = Laplace(grid.network("regression"), "regression", "all", structure, sigma_noise=sigma, **size)
+    other.load_state_dict(copy.deepcopy(la.state_dict()))
+    copied = copy.deepcopy(la)
+    for each in (la, other, copied):
+        each.refine(batches)
+    for same in (other, copied):
+        for value, expected in zip(same(x), la(x), strict=True):
+            assert torch.equal(value, expected)
+        assert torch.equal(same.log_marginal_likelihood(), la.log_marginal_likelihood())
+
+
 def test_a_fit_that_follows_removes_it() -> None:
     la, x = fitted(), grid.data()[0]
     plain, data = la(x), grid.batches()
