@@ -31,7 +31,7 @@ myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 4
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(ROOT / "build" / "tutorials")
-nb_execution_timeout = 120
+nb_execution_timeout = 600  # seconds of wall time per cell: a busy machine is slow
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 
