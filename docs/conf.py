@@ -13,6 +13,7 @@ import laplace  # noqa: E402
 
 project = "laplace"
 author = "The laplace authors"
+copyright = author
 version = release = laplace.__version__
 
 extensions = [
@@ -48,6 +49,7 @@ napoleon_use_rtype = False
 html_theme = "furo"
 html_title = "laplace"
 html_static_path = ["_static"]
+html_css_files = ["laplace.css"]
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
 

@@ -129,13 +129,13 @@ def print_summary(network: Scores, laplace: Scores) -> None:
 
 def draw(results: dict[str, Scores], models: dict[str, Predict], data: Digits, output: Path) -> None:
     """Saves the plot: scores against rotation above, calibration and the unseen digits below."""
-    figure, axes = new_figure(n_columns=3, n_rows=2, width=4, height=3.2)
+    figure, axes = new_figure(n_columns=3, n_rows=2, width=3.3, height=2.9)
     titles = {"NLL": "Rotated digits: NLL", "ECE": "… calibration error", "confidence": "… mean confidence"}
     for place, (column, title) in zip(axes, titles.items(), strict=False):
         shift_curve(place, ANGLES, {name: scores[column] for name, scores in results.items()}, column)
         place.set(title=title, xticks=ANGLES, ylim=(0, None if column == "NLL" else 1.02))
     accuracies = results["network"]["accuracy"]
-    axes[2].plot(ANGLES, accuracies, "--", color="0.3", linewidth=1.2, label="accuracy of the network")
+    axes[2].plot(ANGLES, accuracies, "--", color="0.3", linewidth=1.2, label="accuracy")
     axes[2].legend(frameon=False, fontsize=8, loc="center right")
     test = data.noisy(data.x_test)
     reliability_diagram(axes[3], {name: predict(test) for name, predict in models.items()}, data.y_test)
@@ -144,7 +144,7 @@ def draw(results: dict[str, Scores], models: dict[str, Predict], data: Digits, o
         known, unseen = confidences(predict, data)
         score_histogram(place, {f"digits 0–{KNOWN_DIGITS - 1}": known, "unseen 8 and 9": unseen}, n_bins=10)
         place.legend(frameon=False, fontsize=8, loc="upper left")
-        place.set(title=f"{name}: unseen digits, AUROC {results[name]['AUROC'][0]:.3f}", ylim=(0, 1))
+        place.set(title=f"{name}: AUROC {results[name]['AUROC'][0]:.3f}", ylim=(0, 1))
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=110)
 
