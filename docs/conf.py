@@ -13,6 +13,7 @@ import laplace  # noqa: E402
 
 project = "laplace"
 author = "The laplace authors"
+copyright = author
 version = release = laplace.__version__
 
 extensions = [
@@ -31,7 +32,7 @@ myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 4
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(ROOT / "build" / "tutorials")
-nb_execution_timeout = 120
+nb_execution_timeout = 600  # seconds of wall time per cell: a busy machine is slow
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 
@@ -48,6 +49,7 @@ napoleon_use_rtype = False
 html_theme = "furo"
 html_title = "laplace"
 html_static_path = ["_static"]
+html_css_files = ["laplace.css"]
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
 
