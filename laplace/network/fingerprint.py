@@ -298,19 +298,23 @@ def _sums(rows: Sequence[Tensor | None], ends: list[Tensor]) -> Tensor:
         if full is not None:
             every = torch.cat([full, last[n : n + 1]])
             sums[n, :2] = every.sum(0)
-            sums[n, 2] = every[:, 0] @ _weights(len(every), every.device)
+            sums[n, 2] = every[:, 0] @ _weights(len(every), every.device, every.dtype)
     return sums
 
 
-@cache
 def _column_weights(device: torch.device) -> Tensor:
+    return _kept_weights(device, wide_dtype(device))
+
+
+@cache
+def _kept_weights(device: torch.device, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):
-        return _weights(_PERIOD, device)
+        return _weights(_PERIOD, device, dtype)
 
 
-def _weights(count: int, device: torch.device) -> Tensor:
+def _weights(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Weights that differ from place to place, `[count]`."""
-    return torch.cos(torch.arange(1, count + 1, device=device, dtype=wide_dtype(device)))
+    return torch.cos(torch.arange(1, count + 1, device=device, dtype=dtype))
 
 
 def same_sums(a: Tensor, b: Tensor) -> bool:
