@@ -47,6 +47,7 @@ napoleon_use_rtype = False
 
 html_theme = "furo"
 html_title = "laplace"
+html_static_path = ["_static"]
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
 
