@@ -108,7 +108,7 @@ def _check_indices(f: Tensor, y: Tensor, ignore_index: int | None) -> Tensor:
         also = "" if ignore_index is None else f" (or {ignore_index}, which is ignored)"
         return InvalidData(
             f"Label {int(labels[wrong][0])} is out of range: {n_classes} outputs accept 0 to {n_classes - 1}{also}. "
-            "Mend the labels or the width of the last layer."
+            "Correct the labels or the width of the last layer."
         )
 
     require(~wrong, out_of_range)

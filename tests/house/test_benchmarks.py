@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from benchmarks.peer import growth, run
+from benchmarks import cost_table, models
+from benchmarks.peer import growth, run, summary
 from benchmarks.peer.protocol import Begin, Failed
 from benchmarks.peer.side import ROOT, Side
 from benchmarks.peer.workloads import GROWTH, Setting, Workload, workloads
@@ -94,3 +97,39 @@ def test_names_are_unique() -> None:
     names = [workload.name for workload in workloads()]
     assert len(set(names)) == len(names)
     assert {workload.axis for workload in workloads()} == {*GROWTH, ""}
+
+
+def test_costs_are_measured_and_shown() -> None:
+    tiny = cost_table.Setting("tiny", partial(models.mlp, 3, 4, 2), (3,), 2, 8)
+    line = cost_table.measured(tiny, "all", "kron")
+    assert line.fit > 1 and line.predict > 0 and line.factorisation >= 0 and line.forward > 0
+    assert line.state > 4 * (16 + 9 + 4 + 16)  # bytes of the two layers' factors alone
+    shown = cost_table.PAGE.read_text("utf-8").partition(cost_table.BEGIN)[2].partition(cost_table.END)[0]
+    rows = re.findall(r"^\| `(\w+)`, `(\w+)` \|", shown, re.MULTILINE)
+    assert rows == [choice for _, choices in cost_table.CHOICES for choice in choices]
+
+
+def test_summary_says_what_the_table_says(tmp_path: Path) -> None:
+    text = summary.PAGE.read_text("utf-8")
+    found = summary.Summary.read(text)
+    kinds = {kind: found.of(kind) for kind in summary.KINDS}
+    assert sum(len(tasks.ratios) for tasks in kinds.values()) == len(found.ratios)
+    said = text.partition("## How it was measured")[0]
+    fits, predictions, sampled = (kinds[kind] for kind in list(kinds)[:3])
+    for words in (
+        f"Over the {len(found.ratios)} tasks",
+        f"**{found.mean:.2g} times as fast",
+        f"{fits.mean:.2g} times\nfor fits, {predictions.mean:.2g} times for predictions",
+        f"Another {len(found.failures)} tasks",
+        f"slower in {found.n_slower}\ntasks (orange): {fits.n_slower} fits",
+        f"{sampled.n_slower} predictions by sampled weights and {predictions.n_slower} other prediction",
+    ):
+        assert words in said
+    summary.plot(found, tmp_path / "speed.png")
+    assert 0 < summary.PICTURE.stat().st_size < 100_000
+    assert (tmp_path / "speed.png").stat().st_size > 1000
+
+
+def test_summary_refuses_other_tables() -> None:
+    with pytest.raises(ValueError, match="another form"):
+        summary.Summary.read(f"{summary.HEADING}\n```text\nheader\na line\n```")

@@ -73,7 +73,7 @@ DIFFERENCES = (
         "mlp/regression/all/kron/default/evidence gradient: σ",
     ),
     Difference(
-        "`BackPackGGN`, `kron`, convolutions (a convention of its own, here KFAC-expand): evidence",
+        "`BackPackGGN`, `kron`, convolutions (a convention of its own; this library has KFAC-expand): evidence",
         lambda p, q: (
             (p.model, p.subset, p.structure, p.backend) == ("lenet", "all", "kron", "BackPackGGN")
             and q not in _CURVATURE_FREE
@@ -81,7 +81,7 @@ DIFFERENCES = (
         "lenet/classification/all/kron/BackPackGGN/evidence",
     ),
     Difference(
-        "tuning by evidence where Adam goes too far (the last δ there, the best one here): δ",
+        "tuning by evidence where Adam goes too far (laplace-torch keeps the last δ, this library the best): δ",
         lambda p, q: q == "tuned δ",
         "mlp/classification/all/kron/default/tuned δ",
         there="tuned δ, last",

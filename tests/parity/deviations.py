@@ -308,7 +308,7 @@ PROBES = (
     Probe("`gp`, a second fit: its loss by that of the first", process_loss),
     Probe("`kron`, a layer that is called twice: trace of the curvature", reused),
     Probe("4 of 8 labels are −100: trace of the curvature", ignored),
-    Probe('one logit: trace of the curvature (here by `likelihood="bernoulli"`)', single_logit),
+    Probe('one logit: trace of the curvature (this library: `likelihood="bernoulli"`)', single_logit),
     Probe("reward modelling, `predictive_samples` of one item, its posterior a point", rewards, digits=4),
     Probe("sampled curvature of one datum, 30 batches: how many different ones", sampled_curvature),
     Probe("grid search over 10⁻⁴, …, 10⁴, classification: the chosen δ", chosen, digits=4),

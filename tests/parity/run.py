@@ -67,20 +67,20 @@ def page(found: Comparison, there: Numbers, here: Numbers, state: Path) -> str:
         f" {len(work.posteriors())} posteriors: curvature, evidence and its gradients, variances, the probabilities of"
         f" every link, moments of samples, tuned priors. {found.equal} agree to ten digits, sampled ones to five"
         f" standard errors; {differing} differ for the reasons in the first {len(DIFFERENCES)} rows;"
-        f" {len(found.failing)} posteriors cannot be fitted there. Ours agree with a dense oracle in the same way,"
-        " wherever the tests have one: all but the training and Kronecker factors of `nn.TransformerEncoderLayer`. The"
-        " other rows are scripts of their own."
+        f" {len(found.failing)} posteriors cannot be fitted with laplace-torch. This library's numbers agree with a"
+        " dense oracle in the same way, wherever the tests have one: all but the training and Kronecker factors of"
+        " `nn.TransformerEncoderLayer`. The other rows are scripts of their own."
     )
     lines = [
         *textwrap.wrap(told, 120),
         "",
-        "| what | there | here | truth |",
+        "| what | laplace-torch | this library | truth |",
         "|---|---|---|---|",
         *map(str, rows(there, here, state)),
         "",
-        "What cannot be fitted there, and is fitted here:",
+        "What cannot be fitted with laplace-torch, and is fitted by this library:",
         "",
-        "| network | posterior | backend | error there |",
+        "| network | posterior | backend | error |",
         "|---|---|---|---|",
         *_failures(found.failing),
     ]
