@@ -28,16 +28,16 @@ _NAMED = 4
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes and seconds of one structure for one choice of weights.
+    """Estimated memory and time of one structure for one choice of weights.
 
     Attributes:
         weights: `"all"`, `"last_layer"` or `"subnetwork"`.
         structure: Name of the structure.
-        peak_bytes: Most memory that a fit takes above what is held before it.
-        kept_bytes: What the fitted curvature holds.
-        seconds: Of a fit to all batches, or to one where their number is unknown.
-        predict_bytes: Most memory that the first prediction takes above what is held after the fit.
-        predict_seconds: Of the first prediction of one batch, with the factorisation.
+        peak_bytes: Peak memory of the fit, on top of what is allocated before it.
+        kept_bytes: Memory of the fitted curvature.
+        seconds: Time of the fit to all batches, or to one batch if their number is unknown.
+        predict_bytes: Peak memory of the first prediction, on top of what is allocated after the fit.
+        predict_seconds: Time of the first prediction of one batch, including the factorisation.
     """
 
     weights: str
@@ -58,15 +58,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class FitPlan:
-    """Costs that `la.plan(loader)` predicts from one batch; nothing has been fitted.
+    """Estimated cost of a fit, which `la.plan(loader)` returns; nothing has been fitted. `print` shows a table.
 
-    Memory is counted from shapes and is right to a factor of two where it exceeds some tens of MiB (libraries beneath
-    take that much for themselves); seconds come from a few timed pieces and are a rough guide.
+    Memory is computed from shapes, and is right to within a factor of two above some tens of MiB. Seconds are
+    extrapolated from a few timed operations: take them as a rough guide.
 
     Attributes:
-        chosen: This posterior.
-        cheaper: Other choices whose fit takes less memory, the largest first.
-        n_batches: Number of batches, or None where the loader has no length: seconds are then those of one batch.
+        chosen: The estimate for this posterior.
+        cheaper: Estimates for other choices that need less memory, in descending order.
+        n_batches: Number of batches; None if the loader has no length, and seconds are then those of one batch.
     """
 
     chosen: Estimate
@@ -75,27 +75,27 @@ class FitPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Most memory that the fit takes above what is held before it."""
+        """Peak memory of the fit, on top of what is allocated before it."""
         return self.chosen.peak_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """Memory that the fitted curvature holds."""
+        """Memory of the fitted curvature."""
         return self.chosen.kept_bytes
 
     @property
     def seconds(self) -> float:
-        """Duration of the fit to all batches, or to one if their number is unknown."""
+        """Time of the fit to all batches, or to one batch if their number is unknown."""
         return self.chosen.seconds
 
     @property
     def predict_bytes(self) -> int:
-        """Most memory that the first prediction takes above what is held after the fit."""
+        """Peak memory of the first prediction, on top of what is allocated after the fit."""
         return self.chosen.predict_bytes
 
     @property
     def predict_seconds(self) -> float:
-        """Duration of the first prediction of one batch, with the factorisation."""
+        """Time of the first prediction of one batch, including the factorisation."""
         return self.chosen.predict_seconds
 
     def __str__(self) -> str:
