@@ -259,8 +259,8 @@ class AsdlInterface(CurvatureInterface):
         likelihood: Its likelihood.
         last_layer: The last layer only.
         subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
     """
 
 

@@ -239,8 +239,8 @@ class CurvlinopsInterface(CurvatureInterface):
         likelihood: Its likelihood.
         last_layer: The last layer only.
         subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
     """
 
 
@@ -252,8 +252,8 @@ class CurvlinopsGGN(CurvlinopsInterface, PackageGGN):
         likelihood: Its likelihood.
         last_layer: The last layer only.
         subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
         stochastic: The Monte-Carlo Fisher instead of the exact GGN.
         num_samples: Targets drawn per datum.
         mc_samples: Another name of `num_samples`, which it replaces.
@@ -301,8 +301,8 @@ class CurvlinopsEF(CurvlinopsInterface, PackageInterface, EFInterface):
         likelihood: Its likelihood.
         last_layer: The last layer only.
         subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
         kfac_approx: `"expand"` or `"reduce"`.
         memory_budget: Bytes of activations that vectorised passes may hold.
 

@@ -50,8 +50,8 @@ class CurvatureInterface:
         likelihood: A name in `laplace.likelihoods.LIKELIHOODS`, e.g. `"classification"`, or a likelihood object.
         last_layer: Differentiate with respect to the last layer only.
         subnetwork_indices: Differentiate with respect to these entries of the flattened trainable parameters.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
 
     Attributes:
         kind: `"ggn"`, `"ef"` or `"hessian"`: how the curvature scales with noise and temperature.
@@ -313,8 +313,8 @@ class GGNInterface(CurvatureInterface):
         likelihood: Its likelihood.
         last_layer: The last layer only.
         subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
         stochastic: Replace Λ by gradients at targets drawn from the model (the Monte-Carlo Fisher).
         num_samples: Targets drawn per datum.
     """

@@ -19,8 +19,8 @@ class NativeGGN(GGNInterface):
         likelihood: Its likelihood.
         last_layer: The last layer only.
         subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
         stochastic: Replace Λ by gradients at targets drawn from the model: the Monte-Carlo Fisher.
         num_samples: Targets drawn per datum.
         generator: Source of those draws; the default is a new one with the seed of `torch.manual_seed`.
@@ -64,8 +64,8 @@ class NativeEF(EFInterface):
         likelihood: Its likelihood.
         last_layer: The last layer only.
         subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
         kfac_approx: `"expand"` or `"reduce"`.
         memory_budget: Bytes of output gradients held at once.
         max_passes: Backward passes that a batch of outputs with positions may take, one per position.
@@ -103,8 +103,8 @@ class NativeHessian(CurvatureInterface):
         likelihood: Its likelihood.
         last_layer: The last layer only.
         subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
         memory_budget: Bytes of activations that vectorised products may hold.
         max_passes: Backward passes that a linearised prediction of outputs with positions may take.
     """

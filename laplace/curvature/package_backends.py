@@ -18,8 +18,8 @@ class PackageInterface(CurvatureInterface):
         likelihood: Its likelihood.
         last_layer: The last layer only.
         subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
         memory_budget: Bytes of Jacobians, or of activations of vectorised passes, that are held at once.
 
     Raises:
@@ -51,8 +51,8 @@ class PackageGGN(PackageInterface, GGNInterface):
         likelihood: Its likelihood.
         last_layer: The last layer only.
         subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
         stochastic: The Monte-Carlo Fisher instead of the exact GGN.
         num_samples: Targets drawn per datum.
         generator: Source of the draws; the default is a new one with the seed of `torch.manual_seed`.

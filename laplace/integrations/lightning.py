@@ -49,7 +49,7 @@ class OnlineLaplaceCallback(Callback):
     Args:
         likelihood: A name or a likelihood object.
         hessian_structure: Structure of the curvature.
-        backend: Curvature backend, a class; None for the native GGN.
+        backend: Class that computes the curvature; None for the native GGN.
         model: The network; None for the Lightning module itself, whose `forward` it then is.
         train_loader: Data of the evidence; None for the trainer's training data.
         **options: Further ones of `OnlineLaplace`.

@@ -79,7 +79,7 @@ def measured(
     Args:
         posterior: The former posterior.
         train_loader: Batches.
-        progress_bar: Show one.
+        progress_bar: Show a progress bar.
         check_memory: Whether to ask first if memory holds the fit.
         go_on: Whether to use the former fit's engine, whose random draws go on.
         subset: Of how many data the curvature is; None for all.

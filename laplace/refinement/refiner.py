@@ -32,7 +32,7 @@ class RefineOptions:
         tolerance: None for what the precision of the numbers allows.
         n_samples: Points of the expectations of softmax likelihoods.
         generator: Their source.
-        progress_bar: Show one.
+        progress_bar: Show a progress bar.
 
     Raises:
         InvalidArgument: Options that are not accepted.

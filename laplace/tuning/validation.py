@@ -36,7 +36,7 @@ class Validation:
         loader: Validation data, batches as `fit` takes them.
         ood_loader: Inputs from elsewhere, with or without targets, which are not read; or None.
         ood_weight: λ of equation 12 of Daxberger et al. (2021).
-        progress_bar: Show one for every pass over the data.
+        progress_bar: Show a progress bar for each pass over the data.
         processes: Those whose loaders have the other shards of the data; None where all data are here.
 
     Raises:
