@@ -61,14 +61,14 @@ class Objective:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """An objective: the smallest prior precision whose predictions are certain and good enough.
+    """Objective of tuning: the smallest prior precision at which predictions are confident and accurate enough.
 
-    (Eschenhagen et al., 2021, "Mixtures of Laplace approximations", appendices B.2 and F.4; the confidence there is
-    slightly below the accuracy of the network on the validation data.)
+    From Eschenhagen et al., 2021, "Mixtures of Laplace approximations", appendices B.2 and F.4. They set `confidence`
+    slightly below the accuracy of the network on the validation data.
 
     Attributes:
-        confidence: Smallest mean confidence that is accepted, in (0, 1), or None.
-        brier: Largest Brier score that is accepted, or None.
+        confidence: Smallest acceptable mean confidence on the validation data, in (0, 1), or None.
+        brier: Largest acceptable Brier score, or None.
 
     Raises:
         InvalidArgument: Neither is given, or one is out of range.
@@ -87,7 +87,7 @@ class Thresholds:
 
 
 class MeanScore(Running):
-    """Mean of a score over the data that count.
+    """Mean of a score over the data whose label is not ignored.
 
     Args:
         score: The score.
