@@ -114,7 +114,9 @@ def _networks(model: Any, recipe: Mapping[str, Any], count: int) -> list[Any]:
     if "components" not in recipe or (isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList)):
         return [model] * count
     if len(model) != count:
-        raise InvalidArgument(f"{len(model)} networks were given, it is of {count}, in their order.")
+        raise InvalidArgument(
+            f"{len(model)} networks were given, it has {count} components; give as many, in their order."
+        )
     return [*model]
 
 
@@ -127,7 +129,7 @@ def _spread(objects: Mapping[str, Any], count: int) -> dict[str, list[Any]]:
     spread = {name: value if isinstance(value, list) else [value] * count for name, value in objects.items()}
     for name, values in spread.items():
         if len(values) != count:
-            raise InvalidArgument(f"{name}= has {len(values)} entries, it is of {count} components.")
+            raise InvalidArgument(f"{name}= has {len(values)} entries, it has {count} components.")
     return spread
 
 
@@ -148,7 +150,8 @@ def _made(recipe: Mapping[str, Any], model: Any, objects: Mapping[str, Any]) -> 
     for name in _COMPARED:
         if name in own and described(own[name]) != recipe["objects"][name]:
             raise InvalidArgument(
-                f"{name}={own[name]!r} was given, a {described(own[name])}; it was a {recipe['objects'][name]}."
+                f"{name}={own[name]!r} was given, a {described(own[name])}; it was saved with a "
+                f"{recipe['objects'][name]}."
             )
     cls = class_of(Cell.of(tuple(recipe["cell"])))
     if described(cls) != recipe["cls_name"]:

@@ -357,7 +357,7 @@ class RunningNLLMetric:
 
 
 def _counted(probs: Tensor, y: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Rows that count, `[N, C]`, and labels `[N]` or `[N, C]`, with N > 0."""
+    """Rows that are not ignored, `[N, C]`, and labels `[N]` or `[N, C]`, with N > 0."""
     probs, y = _flattened(probs, y, ignore_index)
     if len(y) == 0:
         raise InvalidData(f"no label is left to score: the batch is empty or all labels are {ignore_index}.")
@@ -394,6 +394,6 @@ def _check_indices(y: Tensor, n_classes: int, ignore_index: int) -> Tensor:
     if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < n_classes:
         raise InvalidData(
             f"labels lie in [{int(counted.min())}, {int(counted.max())}]; "
-            f"accepted are 0 to {n_classes - 1}, and {ignore_index} for a label that does not count."
+            f"accepted are 0 to {n_classes - 1}, and {ignore_index} for an ignored label."
         )
     return labels

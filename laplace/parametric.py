@@ -93,7 +93,7 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
         self._posterior.check_unchanged()
 
     def coverage(self) -> dict[str, str]:
-        """For every random tensor, by name: which rule computed its curvature, and in which form it is stored.
+        """Rule by which the curvature of each random tensor was computed, and the form in which it is stored, by name.
 
         Raises:
             NotFittedError: Before `fit`.

@@ -71,8 +71,7 @@ class NativeEF(EFInterface):
         kfac_approx: Kronecker factors of layers that share weights over tokens or pixels: `"expand"` or `"reduce"`.
         memory_budget: Bytes of output gradients that may be stored at once.
         max_passes: Largest number of backward passes for a batch, where outputs are per token or pixel: one per
-            position.
-            More raise an error.
+            position. More raise an error.
     """
 
     engine_options = ("kfac_approx", "memory_budget", "max_passes")

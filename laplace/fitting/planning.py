@@ -171,7 +171,7 @@ def _estimate(
 def first_counted(
     loader: Iterable[Any], dict_key_y: str, device: torch.device, likelihood: Likelihood, model: nn.Module
 ) -> tuple[Inputs, Tensor]:
-    """The data that count of the first batch that has any.
+    """The data of the first batch that has any, without ignored ones.
 
     Raises:
         InvalidData: No such batch.
@@ -180,7 +180,7 @@ def first_counted(
         data = next_token.counted(batch, dict_key_y, device, likelihood, model)
         if data is not None:
             return data
-    raise InvalidData("the loader gave no data that count; a plan needs at least one datum.")
+    raise InvalidData("the loader gave no data, or all are ignored; a plan needs at least one datum.")
 
 
 def length(loader: Iterable[Any]) -> int | None:
@@ -244,8 +244,8 @@ class MemoryCheck:
         plan = make_plan(profile, self.problem, self.structure, self.options, self.n_batches)
         return OutOfMemory(
             f"a fit of subset_of_weights={plan.chosen.weights!r}, hessian_structure={plan.chosen.structure!r} would "
-            f"take {in_units(plan.peak_bytes)} more than is held now, but only {in_units(there.size)} are available "
-            f"({there.source}). {self._advice(profile, plan, there)} fit(..., check_memory=False) begins all the same."
+            f"take {in_units(plan.peak_bytes)} more than is in use now, but only {in_units(there.size)} are available "
+            f"({there.source}). {self._advice(profile, plan, there)} fit(..., check_memory=False) tries it anyway."
         )
 
     def _advice(self, profile: BatchProfile, plan: FitPlan, there: Available) -> str:

@@ -174,6 +174,6 @@ def _refuse_weight_decay(trainer: Trainer) -> None:
     decays = [group.get("weight_decay", 0) for optimizer in trainer.optimizers for group in optimizer.param_groups]
     if any(decays):
         raise InvalidArgument(
-            f"the optimiser has weight_decay={max(decays)}: a second prior, beside the one whose precision follows the "
-            "evidence and which OnlineLaplaceCallback.loss holds. Make the optimiser with weight_decay=0."
+            f"the optimiser has weight_decay={max(decays)}: a second prior, besides the one that "
+            "OnlineLaplaceCallback.loss contains. Make the optimiser with weight_decay=0."
         )

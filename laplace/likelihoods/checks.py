@@ -108,7 +108,7 @@ def _check_indices(f: Tensor, y: Tensor, ignore_index: int | None) -> Tensor:
         also = "" if ignore_index is None else f" (or {ignore_index}, which is ignored)"
         return InvalidData(
             f"Label {int(labels[wrong][0])} is out of range: {n_classes} outputs accept 0 to {n_classes - 1}{also}. "
-            "Mend the labels or the width of the last layer."
+            "Correct the labels or the width of the last layer."
         )
 
     require(~wrong, out_of_range)
@@ -139,7 +139,7 @@ def check_soft_labels(f: Tensor, y: Tensor) -> Tensor:
         lambda: InvalidData(
             f"Targets {list(y.shape)} are probabilities of the classes, whose sum must be 1 in every row; sums reach "
             f"from {sums.min().item():.6g} to {sums.max().item():.6g}: give y / y.sum(-1, keepdim=True), or say by "
-            "channel_dim= which dimension of outputs with positions holds the classes."
+            "channel_dim= which dimension of the outputs holds the classes."
         ),
     )
     return (rows / sums).to(f.dtype)

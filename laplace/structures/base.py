@@ -159,7 +159,7 @@ class Curvature(ABC):
         tail: Largest absolute eigenvalue that was seen and left out; 0 where nothing is.
         exact_ggn: True if it is of Jacobians and exact output Hessians, which backends of other curvature lack.
         needs_columns: Whether it is of factors of outer products, which curvature known by its products alone lacks.
-        weighs_data: Whether it can be of data that count more or less than once.
+        weighs_data: Whether it can be of weighted data.
         weighed: Whether noise and temperature scale it in the precision, and not in the bound of the evidence alone.
         is_diagonal: Whether the posterior's variances say everything of it.
         is_variational: Whether a variational posterior can have this structure: its precision is any that is a sum of
@@ -256,7 +256,7 @@ class Curvature(ABC):
         """Curvature of both sets of data."""
 
     def scaled(self: C, factor: float) -> C:
-        """The curvature of data that count `factor` times each.
+        """The curvature of data with the weight `factor` each.
 
         Raises:
             UnsupportedError: The structure is no sum over data.
@@ -279,7 +279,8 @@ class Curvature(ABC):
     def _no_sum(self, verb: str) -> UnsupportedError:
         return UnsupportedError(
             f"curvature of structure {self.name!r} is no sum over data and cannot be {verb}; use "
-            "hessian_structure='diag', 'kron', 'block' or 'full', or fit the data that are to count with override=True."
+            "hessian_structure='diag', 'kron', 'block' or 'full', or fit the data that you want to keep with "
+            "override=True."
         )
 
     @property

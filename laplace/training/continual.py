@@ -276,7 +276,7 @@ class _Descent:
         self.la, self.loader, self.penalty = la, loader, penalty
         self.n_data = sum(len(y) for _, y in self._batches())
         if self.n_data == 0:
-            raise InvalidData("train_loader gave no data that count; a task needs at least one datum.")
+            raise InvalidData("train_loader gave no data, or all are ignored; a task needs at least one datum.")
         self.optimizer = optimizer_cls(la.params, **(optimizer_kwargs or {}))
         for decay in (group.get("weight_decay", 0) for group in self.optimizer.param_groups):
             if decay:  # of some optimisers, AdamW for one, it is the default
@@ -312,7 +312,7 @@ class _Descent:
         return value
 
     def _batches(self) -> Iterator[tuple[Inputs, Tensor]]:
-        """The data that count, on the model's device."""
+        """The data that are not ignored, on the model's device."""
         la = self.la
         for batch in self.loader:
             device, rules = la.prior_mean.device, la.engine.target_rules

@@ -212,7 +212,7 @@ class OnlineLaplace(CheckedConstructor):
         if self._n_counted is None:
             self._n_counted = self._count()
         if self._n_counted == 0:
-            raise InvalidData("train_loader gave no data that count; training needs at least one datum.")
+            raise InvalidData("train_loader gave no data, or all are ignored; training needs at least one datum.")
         return self._n_counted
 
     def _counted_together(self) -> int | None:

@@ -171,8 +171,8 @@ def by_gradient(group: PosteriorGroup, coordinates: Coordinates, loss: Validatio
         refuse_sharded(posterior, "tuning on validation data")
     if loss.data.processes is not None:
         raise UnsupportedError(
-            f"group= with method={climb.method!r} on validation data, whose gradients are of those of one process; use "
-            "method='grid', objective='evidence', which needs no data, or leave group at None in a "
+            f"group= with method={climb.method!r} on validation data, where gradients would be those of one process's "
+            "data only; use method='grid', or objective='evidence', which needs no data, or leave group at None in a "
             "process that has all of them."
         )
     return _climbed(SmoothLoss(group, coordinates, loss), coordinates, climb, sign=1)

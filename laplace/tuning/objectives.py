@@ -239,7 +239,7 @@ def _numbers(value: Any, name: str) -> Tensor:
 
 
 def _counted(likelihood: Likelihood, y: Tensor, n_data: int) -> Tensor | None:
-    """Indices of the data that count, `[n]`; None for all."""
+    """Indices of the data that are not ignored, `[n]`; None for all."""
     if likelihood.ignore_index is None or y.shape != (n_data,):
         return None
     return (y != likelihood.ignore_index).nonzero().flatten()
@@ -271,7 +271,7 @@ def make_objective(loss: Any, likelihood: Likelihood) -> Objective:
     if isinstance(loss, RunningMetric) and not isinstance(loss, type):
         if getattr(loss, "higher_is_better", False):
             raise InvalidArgument(
-                f"{type(loss).__name__} says that large values are good (higher_is_better), but a loss is made small; "
+                f"{type(loss).__name__} says that large values are good (higher_is_better), but a loss is minimised; "
                 "give 1 - metric, or another loss."
             )
         return Objective(type(loss).__name__, lambda: UsersMetric(loss), many=False, whole_covariance=True)
@@ -279,5 +279,5 @@ def make_objective(loss: Any, likelihood: Likelihood) -> Objective:
         return Objective("the loss", lambda: UsersFunction(loss), many=False, whole_covariance=True)
     raise InvalidArgument(
         f"{loss!r} is no objective; accepted are 'nll', 'brier', 'crps', 'ece', laplace.tuning.Thresholds, a running "
-        "metric (update, compute, reset) and a callable; no classes, but objects of theirs."
+        "metric (update, compute, reset) and a callable; give an object, not a class."
     )

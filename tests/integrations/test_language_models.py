@@ -338,7 +338,7 @@ def test_the_model_is_left_as_it_is() -> None:
 
 def test_one_token_has_no_next_one() -> None:
     given = {key: value[:, :1] for key, value in batch().items()}
-    with pytest.raises(InvalidData, match="no data that count"):
+    with pytest.raises(InvalidData, match="gave no data"):
         fitted(trained("gpt2"), given)
 
 
