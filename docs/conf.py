@@ -77,7 +77,7 @@ def _as_text(app: object, what: str, name: str, obj: object, options: object, li
             text[-1] += ":"
             done += [*_escaped(text), "", *block, ""]
             text, waiting = [], waiting[len(block) :]
-    head = ["..", ""] if what in ("attribute", "property") else []  # or "a: b" in the first line would be read as a type
+    head = ["..", ""] if what in ("attribute", "property") else []  # or "a: b" at the head would be read as a type
     lines[:] = [*head, *done, *_escaped(text)]
 
 

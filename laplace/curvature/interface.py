@@ -97,7 +97,7 @@ class CurvatureInterface:
 
     @property
     def lossfunc(self) -> Loss:
-        """PyTorch's summed loss: `MSELoss` or `CrossEntropyLoss`, …
+        """The loss as a PyTorch module with `reduction="sum"`, e.g. `CrossEntropyLoss`.
 
         You can assign a function that calls it with transformed targets, of another shape or scale, say: later fits
         then use these targets. A loss that does anything else is refused by the next fit.

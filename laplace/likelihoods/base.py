@@ -73,7 +73,7 @@ class Likelihood(ABC):
 
     @property
     def target_kind(self) -> str:
-        """Name of the kind of target: `"class"`, `"binary"`, `"real"`, …"""
+        """Name of the kind of target, such as `"class"`, `"binary"` or `"real"`."""
         return self.target.kind
 
     @property

@@ -58,7 +58,7 @@ class Prediction:
 
     @property
     def target(self) -> Target:
-        """What the likelihood says of y: its mean, variance and distribution, given f."""
+        """The part of the likelihood that derives mean, variance and distribution of y from those of f."""
         return self.rows.target
 
     # Latents.
