@@ -9,6 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
+from sphinx.pycode import ModuleAnalyzer  # noqa: E402
+from sphinx.util.inspect import TypeAliasForwardRef  # noqa: E402
+
 import laplace  # noqa: E402
 
 project = "laplace"
@@ -40,6 +43,8 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_class_signature = "mixed"
+autodoc_type_aliases = {"ArrayLike": "ArrayLike"}
+TypeAliasForwardRef.__repr__ = lambda self: self.name  # type: ignore[method-assign]  # shown in `ArrayLike | None`
 autodoc_inherit_docstrings = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -74,7 +79,8 @@ def _as_text(app: object, what: str, name: str, obj: object, options: object, li
             text[-1] += ":"
             done += [*_escaped(text), "", *block, ""]
             text, waiting = [], waiting[len(block) :]
-    lines[:] = [*done, *_escaped(text)]
+    head = ["..", ""] if what in ("attribute", "property") else []  # or "a: b" at the head would be read as a type
+    lines[:] = [*head, *done, *_escaped(text)]
 
 
 def _block_after(line: str, following: list[str]) -> list[str]:
@@ -95,6 +101,15 @@ def _escaped(lines: list[str]) -> list[str]:
     return "".join(parts).split("\n")
 
 
+def _one_signature(app: object, what: str, name: str, obj: object, *_: object) -> None:
+    """Readers see one signature with all arguments: overloads are for type checkers."""
+    if what in ("function", "method"):
+        analyzer = ModuleAnalyzer.for_module(str(obj.__module__))
+        analyzer.analyze()
+        analyzer.overloads.clear()
+
+
 def setup(app: object) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", _as_text, priority=400)  # type: ignore[attr-defined]
+    app.connect("autodoc-process-signature", _one_signature)  # type: ignore[attr-defined]

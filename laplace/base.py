@@ -42,35 +42,35 @@ Given = float | Tensor | None
 
 
 class BaseLaplace(CheckedConstructor, ABC):
-    """A Gaussian posterior around trained weights, in weight space or in function space.
+    """Base of every Laplace approximation: a Gaussian posterior around a network's trained weights.
 
-    An object holds one reference to an immutable posterior; whatever changes it makes another one, and takes that over
-    once nothing can fail any more. Constructors of named classes pass what they are given to this one (`named.py`).
+    An object refers to one immutable posterior. Every call that changes it makes a new one first, and replaces the
+    former only when nothing can fail any more: after an error the object is as it was before.
 
     Args:
-        model: The trained network, which is left as it is.
+        model: The trained network; its weights are not changed.
         likelihood: A name in `laplace.likelihoods.LIKELIHOODS`, e.g. `"classification"`, or a likelihood object.
-        sigma_noise: Standard deviation of the observation noise, one or one per output (regression only).
-        prior_precision: δ: one, one per parameter tensor, or one per parameter.
-        prior_mean: μ₀: one, or one per parameter.
-        temperature: T of the likelihood p(y | f)^(1/T).
+        sigma_noise: σ, the standard deviation of the observation noise: one number, or one per output (regression).
+        prior_precision: δ, the inverse variance of the prior: one number, one per parameter tensor or per parameter.
+        prior_mean: μ₀, the mean of the prior: one number, or one per parameter.
+        temperature: T of the tempered likelihood p(y | f)^(1/T); below 1 the posterior is narrower.
         enable_backprop: Whether predictions can be differentiated with respect to the inputs.
-        dict_key_x: Key of the inputs whose first dimension is the batch, for mappings.
-        dict_key_y: Key of the targets, for mappings.
-        backend: Curvature backend, a class; None for the native GGN.
-        backend_kwargs: Its constructor's options; never written to.
-        asdl_fisher_kwargs: Options for the ASDL backends.
-        forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
-        structure_kwargs: Options of the structure (low rank: `rank`, …).
-        channel_dim: Dimension of the network's outputs that holds the classes (or the outputs of a position): −1 for
-            `[B, C]` and `[B, T, C]`, 1 for pixels `[B, C, H, W]`. None for what the shape of labels says at the first
-            fit, as PyTorch's losses read it; without labels of positions it is the last one.
+        dict_key_x: Where batches are mappings: key of an input whose first dimension is the batch.
+        dict_key_y: Where batches are mappings: key of the targets.
+        backend: Class that computes the curvature, e.g. `laplace.curvature.NativeEF`; None for the native GGN.
+        backend_kwargs: Keyword arguments of the backend's constructor.
+        asdl_fisher_kwargs: Keyword arguments that the ASDL backends pass on to ASDL.
+        forward_fn: `forward_fn(model, x)` returns the outputs, for models that need another call than `model(x)`.
+        structure_kwargs: Options of the structure, e.g. `{"rank": 20}` with `"lowrank"`.
+        channel_dim: Dimension of the outputs that holds the classes, or the outputs of one token or pixel: −1 for
+            `[B, C]` and `[B, T, C]`, 1 for images `[B, C, H, W]`. None: found from the shape of the labels at the first
+            fit, by the convention of PyTorch's losses; where these do not tell, the last dimension.
         weights_options: Options of the choice of weights.
         precision_options: Options of the structure's precision.
 
     Raises:
-        InvalidArgument: A hyper-parameter is not positive or not finite, or has a length that fits nothing.
-        UnsupportedError: The class chooses no structure, whose curvature its `fit` would sum.
+        InvalidArgument: A hyper-parameter is not positive or not finite, or its length matches nothing.
+        UnsupportedError: A class of your own without a structure, so that `fit` has no curvature to sum.
     """
 
     structure: type[Curvature] = OwnCurvature
@@ -158,18 +158,18 @@ class BaseLaplace(CheckedConstructor, ABC):
     # The one reference.
 
     def snapshot(self) -> Posterior:
-        """The posterior as a value: what is assigned to the object later changes nothing of it."""
+        """An immutable copy of the posterior, which later assignments to this object do not change."""
         now = self._posterior
         return replace(now, data=None if now.data is None else now.data.settled(), owner=self)
 
     def set_posterior(self, posterior: Posterior) -> None:
-        """Takes over a posterior."""
+        """Replaces the posterior of this object, e.g. by one of `snapshot()`."""
         self._posterior = posterior if posterior.owner is None else replace(posterior, owner=None)
         posterior.weights.announce()
 
     @contextmanager
     def holding(self, posterior: Posterior) -> Iterator[Any]:
-        """The object with another posterior for the length of a block: for what users' methods compute of it."""
+        """Context manager: this object with another posterior within the block, and its own one afterwards."""
         former = self._posterior
         self.set_posterior(posterior)
         try:
@@ -179,15 +179,15 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     # What was chosen.
 
-    likelihood_object = Chosen[Likelihood]("What the data are distributed by.", fixed=True)
-    backend_cls = Chosen[type[CurvatureInterface]]("Class of the curvature backend.")
-    backend_kwargs = Chosen[dict[str, Any]]("Options of the backend's constructor.")
-    asdl_fisher_kwargs = Chosen[dict[str, Any]]("Options of the ASDL backends.")
-    forward_fn = Chosen["ForwardFn | None"]("How the user calls the network; None for `model(x)`.", fixed=True)
+    likelihood_object = Chosen[Likelihood]("The likelihood p(y | f), an object.", fixed=True)
+    backend_cls = Chosen[type[CurvatureInterface]]("Class that computes the curvature.")
+    backend_kwargs = Chosen[dict[str, Any]]("Keyword arguments of the backend's constructor.")
+    asdl_fisher_kwargs = Chosen[dict[str, Any]]("Keyword arguments that the ASDL backends pass on to ASDL.")
+    forward_fn = Chosen["ForwardFn | None"]("The `forward_fn` that was given; None for `model(x)`.", fixed=True)
     structure_options = Chosen[Any]("Options of the structure, an object.")
     precision_options = Chosen[dict[str, Any]]("Options of the structure's precision.")
-    dict_key_x = Chosen[str]("Key of the inputs, for mappings.")
-    dict_key_y = Chosen[str]("Key of the targets, for mappings.")
+    dict_key_x = Chosen[str]("Key of the inputs, where batches are mappings.")
+    dict_key_y = Chosen[str]("Key of the targets, where batches are mappings.")
 
     @property
     def weights(self) -> Weights:
@@ -196,36 +196,36 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     @property
     def channel_dim(self) -> int:
-        """Dimension of the network's outputs that holds the channels."""
+        """Dimension of the network's outputs that holds the C classes or values: -1 or 1."""
         return self._posterior.channel_dim
 
     @property
     def channels_known(self) -> bool:
-        """True if that was given, or told by the shape of labels."""
+        """True if `channel_dim` was given, or has been found from the shape of labels."""
         return self._posterior.choices.channel_dim is not None
 
     @property
     def problem(self) -> Problem:
-        """The network and its random tensors, as backends see them.
+        """The network and its random tensors, as backends use them.
 
         Raises:
-            NotFittedError: The last layer is found at `fit`, or by `last_layer_name=`.
+            NotFittedError: The last layer is not known yet: call `fit`, or give `last_layer_name=`.
         """
         return self._posterior.problem
 
     @property
     def backend(self) -> CurvatureInterface:
-        """The curvature backend as users call it: `la.backend.jacobians(x)`, `la.backend.diag(x, y)`."""
+        """The curvature backend, for direct calls such as `la.backend.jacobians(x)` and `la.backend.diag(x, y)`."""
         return self._posterior.backend
 
     @property
     def engine(self) -> CurvatureEngine:
-        """The engine of Jacobians and curvature, made on first use."""
+        """The engine that computes Jacobians and curvature, made on first use."""
         return self._posterior.engine
 
     @property
     def params(self) -> list[Tensor]:
-        """The random tensors of the model, in order."""
+        """The parameter tensors of the model that are random under the posterior, in order."""
         return [self.problem.tensor(slot.name) for slot in self.problem.slots]
 
     @property
@@ -236,19 +236,19 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     @property
     def n_params(self) -> int | None:
-        """P, or None while the last layer is unknown."""
+        """P, the number of random parameters; None while the last layer is not known yet."""
         return None if self.weights.problem is None else self.weights.problem.layout.n_params
 
     @property
     def n_layers(self) -> int | None:
-        """Number of random tensors, or None while the last layer is unknown."""
+        """Number of random parameter tensors; None while the last layer is not known yet."""
         return None if self.weights.problem is None else self.weights.problem.layout.n_tensors
 
     # Hyper-parameters.
 
     @property
     def prior_precision(self) -> Tensor:
-        """δ, `[1]`, `[n_tensors]` or `[P]`."""
+        """δ, the inverse variance of the prior, `[1]`, `[n_tensors]` or `[P]`; can be assigned at any time."""
         return self._posterior.hypers.prior_precision
 
     @prior_precision.setter
@@ -257,7 +257,7 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     @property
     def prior_mean(self) -> Tensor:
-        """μ₀, 0-dim, `[1]` or `[P]`."""
+        """μ₀, the mean of the prior, 0-dim, `[1]` or `[P]`; can be assigned."""
         return self._posterior.hypers.prior_mean
 
     @prior_mean.setter
@@ -266,7 +266,7 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     @property
     def sigma_noise(self) -> Tensor:
-        """σ, 0-dim or `[C]`."""
+        """σ, the standard deviation of the observation noise, 0-dim or `[C]`; can be assigned."""
         return self._posterior.hypers.sigma_noise
 
     @sigma_noise.setter
@@ -275,7 +275,7 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     @property
     def temperature(self) -> Tensor:
-        """T, 0-dim."""
+        """T of the tempered likelihood p(y | f)^(1/T), 0-dim; can be assigned."""
         return self._posterior.hypers.temperature
 
     @temperature.setter
@@ -296,38 +296,38 @@ class BaseLaplace(CheckedConstructor, ABC):
         """Fits the posterior to the data of a loader."""
 
     def evidence(self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None) -> Evidence:
-        """The terms of the log evidence at the present, or at other, hyper-parameters; refused by a class of users."""
+        """The terms of the log evidence, at the present hyper-parameters or at those that are given."""
         raise overrides.undefined(self, "evidence", "log_marginal_likelihood")
 
     def posterior(self) -> Precision:
-        """The posterior precision with its factorisation; refused by a class of users that has no weight space."""
+        """The posterior precision P with its factorisation."""
         raise overrides.undefined(self, "posterior", "__call__")
 
     @property
     def log_likelihood(self) -> Tensor:
-        """Log p(D | θ*), 0-dim, differentiable in noise and temperature."""
+        """Log p(D | θ*), the log likelihood of the training data, 0-dim; differentiable in σ and T."""
         return self.evidence().log_likelihood.to(self._posterior.hypers.dtype)
 
     @property
     def scatter(self) -> Tensor:
-        """(θ* − μ₀)ᵀ diag(δ) (θ* − μ₀), 0-dim."""
+        """(θ* − μ₀)ᵀ diag(δ) (θ* − μ₀), the prior's penalty at the trained weights, 0-dim."""
         return self.evidence().scatter.to(self._posterior.hypers.dtype)
 
     @property
     def log_det_ratio(self) -> Tensor:
-        """Log det P − log det P₀, 0-dim."""
+        """Log det P − log det P₀ of the posterior and the prior precision, 0-dim."""
         if is_overridden(self, "log_det_posterior_precision", "log_det_prior_precision", "posterior_precision"):
             return self.log_det_posterior_precision - self.log_det_prior_precision
         return self.evidence().log_det_ratio.to(self._posterior.hypers.dtype)
 
     @property
     def log_det_prior_precision(self) -> Tensor:
-        """Log det P₀, 0-dim."""
+        """Log det P₀ of the prior precision P₀ = diag(δ), 0-dim."""
         return self.evidence().effective_prior.logdet().to(self._posterior.hypers.dtype)
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
-        """Log det P, 0-dim."""
+        """Log det P of the posterior precision, 0-dim."""
         return self._precision().logdet().to(self._posterior.hypers.dtype)
 
     def _precision(self) -> Precision:
@@ -338,21 +338,21 @@ class BaseLaplace(CheckedConstructor, ABC):
     def log_marginal_likelihood(
         self, prior_precision: Given = None, sigma_noise: Given = None, temperature: Given = None
     ) -> Tensor:
-        """Laplace approximation of the log evidence, differentiable in its arguments.
+        """Log evidence (log marginal likelihood) of the training data, differentiable; higher is better.
 
         log p(D) ≈ log p(D | θ*) − ½ (log det P − log det P₀ + scatter)   (Daxberger et al., 2021, equation 6).
 
         Args:
-            prior_precision: δ to evaluate at; it is also assigned, without its graph.
-            sigma_noise: σ to evaluate at, likewise (regression only).
-            temperature: T to evaluate at, likewise: of the tempered posterior, with the loss and H over T and a noise's
-                normaliser as it is. Values at two T do not compare: p(y | f)^(1/T) is no normalised density.
+            prior_precision: δ to evaluate at. It is also assigned to `la.prior_precision`, without its graph.
+            sigma_noise: σ to evaluate at, also assigned (regression only).
+            temperature: T to evaluate at, also assigned. Do not compare values at different T: the tempered likelihood
+                p(y | f)^(1/T) is no normalised density.
 
         Returns:
-            0-dim tensor.
+            0-dim tensor, in nats.
 
         Raises:
-            InvalidArgument: A value is not accepted, or a noise is given without a Gaussian likelihood.
+            InvalidArgument: A value is not accepted, or the likelihood has no observation noise.
             NotFittedError: Before `fit`.
         """
         if sigma_noise is not None and not self.likelihood_object.has_noise:
@@ -378,7 +378,7 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     @checked
     def marglik(self, prior_precision: Given = None, sigma_noise: Given = None, temperature: Given = None) -> Tensor:
-        """`log_marginal_likelihood`, by the name of the Laplace Redux paper."""
+        """The same as `log_marginal_likelihood`, under its name in the Laplace Redux paper."""
         more = {} if temperature is None else {"temperature": temperature}  # users' own evidences need not know it
         return self.log_marginal_likelihood(prior_precision, sigma_noise, **more)
 

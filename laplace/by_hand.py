@@ -17,7 +17,7 @@ from laplace.posterior.posterior import Posterior
 
 
 class FittedByHand:
-    """An object whose data can be assigned, part by part; `fit` makes all of them at once.
+    """An object that can be fitted in a loop of your own, instead of by `fit`.
 
     Example:
         la.start_fit()
@@ -34,43 +34,46 @@ class FittedByHand:
 
     mean = Part["Tensor | None"](
         lambda now: None if now.weights.problem is None else now.mean.clone(),
-        "θ*, `[P]`; before `fit` the prior's mean, or None while the last layer is unknown; θ̂ after `refine`. One that "
-        "is assigned is the mean of samples, densities and the evidence; linearised predictions stay as they are. "
-        "Every reading is a copy, so that `la.mean += …` leaves θ* and the prior's mean.",
+        "Mean of the posterior, `[P]`: the trained weights θ*, after `refine` θ̂; before `fit` the prior's mean, or "
+        "None while the last layer is not known yet. An assigned mean is used by samples, densities and the evidence, "
+        "not by linearised predictions. Reading it gives a copy.",
     )
     loss = Part["float | Tensor"](
         lambda now: 0.0 if now.data is None else now.data.present.loss_terms.sum(),
-        "Summed unit negative log likelihood of the data, 0-dim; the number 0 before `fit`.",
+        "Summed loss of the training data, 0-dim: the negative log likelihood at σ = T = 1, without constants; 0 "
+        "before `fit`.",
     )
     n_data = Part[float](
         lambda now: 0 if now.data is None else now.data.source.n_data,
-        "Data seen that count, a sum of weights where some faded; 0 before `fit`.",
+        "Number of training data, without ignored labels; if they have weights, the sum of these. 0 before `fit`.",
     )
-    n_outputs = Part[int](lambda now: 0 if now.data is None else now.data.source.n_outputs, "C; 0 before `fit`.")
+    n_outputs = Part[int](
+        lambda now: 0 if now.data is None else now.data.source.n_outputs, "Number of outputs, C; 0 before `fit`."
+    )
     H = Part[Any](
         lambda now: now.H,
-        "The unit curvature: `[P, P]`, `[P]`, or a `KronDecomposed`; zero before `fit`. One that is assigned is used "
-        "as it is until something is computed of it: a loop of `la.H += …` copies nothing.",
+        "Curvature of the training data at σ = T = 1: `[P, P]`, `[P]` (diagonal), or a `KronDecomposed`; zero before "
+        "`fit`. It can be assigned, and summed in a loop by `la.H += …`, which makes no copies.",
     )
 
     @checked
     def start_fit(self) -> None:
-        """Starts a fit by hand: no data, H, loss and numbers zero, around the network's present weights.
+        """Starts a fit in a loop of your own: sets H, loss, `n_data` and `n_outputs` to zero, at the present weights.
 
         Raises:
-            NotFittedError: The last layer is found at `fit`, or by `last_layer_name=`.
+            NotFittedError: The last layer is not known yet: give `last_layer_name=`.
             UnsupportedError: The structure has no curvature that could be summed by hand.
         """
         self._posterior = without_data(self._posterior)
 
     @checked
     def restart_H(self) -> None:
-        """Sets H alone to zero, around the network's present weights; loss, numbers and `la.H_facs` stay as they are.
+        """Sets only H to zero, at the network's present weights; loss, `n_data` and `la.H_facs` keep their values.
 
-        From then on `la.H_facs` is apart from H, for loops that add new factors to those of former data.
+        From then on `la.H_facs` is stored apart from H, for loops that add new factors to those of former data.
 
         Raises:
-            NotFittedError: The last layer is found at `fit`, or by `last_layer_name=`.
+            NotFittedError: The last layer is not known yet: give `last_layer_name=`.
             UnsupportedError: The structure has no curvature that could be summed by hand.
         """
         former = self._posterior.data
@@ -79,20 +82,21 @@ class FittedByHand:
 
     @checked
     def curvature_of(self, x: Inputs, y: Tensor, n_data: int) -> tuple[Tensor, Any]:
-        """Loss and curvature of one batch, as `fit` computes them, which add up over the batches of N data.
+        """Loss and curvature of one batch, as in `fit`; sum them over all batches.
 
         Args:
             x: Inputs of the batch.
-            y: Its targets.
-            n_data: N, the number of rows of all targets, of which a batch's Kronecker factors on the input side are a
-                share; positions and ignored labels make no difference.
+            y: Targets of the batch.
+            n_data: N, the number of data in all batches together, by which Kronecker factors are normalised: the sum of
+                `len(y)`, however many tokens or pixels and ignored labels there are.
 
         Returns:
-            The unit negative log likelihood, 0-dim, and H of the form of `la.H` (a `Kron` for Kronecker factors).
+            The negative log likelihood at σ = T = 1, 0-dim, and H in the form of `la.H` (a `Kron` for Kronecker
+            factors).
 
         Raises:
             InvalidData: A batch that cannot be used.
-            NotFittedError: The last layer is found at `fit`, or by `last_layer_name=`.
+            NotFittedError: The last layer is not known yet: give `last_layer_name=`.
             UnsupportedError: The structure has no curvature that could be summed by hand.
         """
         check_counts(n_data=n_data)

@@ -41,14 +41,14 @@ Unit = tuple[int, ...]
 
 
 def save(la: ParametricLaplace, path: str | os.PathLike[str]) -> None:
-    """Writes a sharded posterior, every process its own part; all of them call it.
+    """Saves a sharded posterior: call it in every process; each writes its own part.
 
     Args:
-        la: Fitted with `sharded=True`.
-        path: A folder that all processes see, which is made.
+        la: A posterior fitted with `sharded=True`.
+        path: A folder that all processes can access; it is created.
 
     Raises:
-        UnsupportedError: The posterior is not sharded: `torch.save(la.state_dict(), path)` writes it.
+        UnsupportedError: The posterior is not sharded: use `la.save(path)`.
         ProcessError: Another process failed.
     """
     from torch.distributed import checkpoint
@@ -69,13 +69,13 @@ def save(la: ParametricLaplace, path: str | os.PathLike[str]) -> None:
 
 
 def load(la: ParametricLaplace, path: str | os.PathLike[str], *, group: ProcessGroup | None = None) -> None:
-    """Takes over a posterior that `save` wrote, for the same model.
+    """Loads a posterior that `save` wrote, of the same model, into `la`.
 
     Args:
-        la: Made as the one that was saved; its posterior is replaced.
+        la: An object constructed like the one that was saved; its posterior is replaced.
         path: The folder.
-        group: Processes that all call it, and hold a part each, of whatever number of them wrote it; None for this
-            process alone, which then holds all of it.
+        group: Process group in which every process makes this call and stores a part; their number may differ from the
+            number that saved. None: this process stores the whole posterior.
 
     Raises:
         StateError: The folder holds no such posterior, or one of another class, model, likelihood or choice of weights.

@@ -17,28 +17,40 @@ class _Name(str, Enum):
 
 
 class SubsetOfWeights(_Name):
-    """Choices of the random coordinates among the parameters."""
+    """Choices of the weights that are random under the posterior."""
 
     ALL = "all"
+    """All trainable parameters."""
     LAST_LAYER = "last_layer"
+    """The weights of the last layer; the layers below are a fixed feature map."""
     SUBNETWORK = "subnetwork"
+    """Chosen single weights; all others keep their trained values."""
 
 
 WeightsName = SubsetOfWeights | Literal["all", "last_layer", "subnetwork"]
 
 
 class HessianStructure(_Name):
-    """Shapes of the curvature."""
+    """Approximations of the curvature matrix, by how much of it is kept."""
 
     FULL = "full"
+    """The dense matrix, `[P, P]`."""
     KRON = "kron"
+    """Kronecker factors, one pair per layer (K-FAC)."""
     DIAG = "diag"
+    """The diagonal."""
     LOWRANK = "lowrank"
+    """The dominant eigenpairs of the full matrix."""
     BLOCK = "block"
+    """A dense block for every layer."""
     EKFAC = "ekfac"
+    """The exact diagonal in the eigenbasis of the Kronecker factors (EK-FAC)."""
     LOWRANK_KRON = "lowrank_kron"
+    """The dominant eigenvectors of the Kronecker factors plus the exact diagonal; for large networks and adapters."""
     MATRIX_FREE = "matrix_free"
+    """The full matrix through matrix–vector products, never formed."""
     GP = "gp"
+    """The same posterior in function space, as a Gaussian process."""
 
 
 StructureName = (
@@ -47,25 +59,34 @@ StructureName = (
 
 
 class FunctionalApproximation(_Name):
-    """Approximations of a function-space posterior."""
+    """Approximations of a posterior over functions, with `hessian_structure="gp"`."""
 
     SOD = "sod"
+    """A Gaussian process on a subset of the data."""
     NYSTROM = "nystrom"
+    """The Nyström approximation of the kernel (ELLA)."""
     VARIATIONAL = "variational"
+    """A sparse variational posterior with inducing points (VaLLA)."""
 
 
 FamilyName = FunctionalApproximation | Literal["sod", "nystrom", "variational"]
 
 
 class Likelihood(_Name):
-    """The likelihoods that have a name; objects of `laplace.likelihoods` are accepted as well."""
+    """Likelihoods by name; objects of `laplace.likelihoods` are accepted as well."""
 
     REGRESSION = "regression"
+    """Gaussian noise σ around the outputs."""
     CLASSIFICATION = "classification"
+    """Softmax over C classes; the outputs are logits."""
     REWARD_MODELING = "reward_modeling"
+    """Bradley–Terry preferences between pairs; the output is a reward."""
     BERNOULLI = "bernoulli"
+    """Independent binary labels; the outputs are logits."""
     POISSON = "poisson"
+    """Counts; the outputs are log rates."""
     HETEROSCEDASTIC = "heteroscedastic"
+    """Gaussian with an input-dependent variance, which the network predicts."""
 
 
 LikelihoodName = (
@@ -74,58 +95,76 @@ LikelihoodName = (
 
 
 class PredType(_Name):
-    """The predictive: linearised network (`glm`), sampled weights (`nn`) or Gaussian process (`gp`)."""
+    """Ways to predict from the posterior over weights."""
 
     GLM = "glm"
+    """The linearised network: Gaussian outputs. The default."""
     NN = "nn"
+    """The network at sampled weights."""
     GP = "gp"
+    """The linearised network in function space, for `hessian_structure="gp"`."""
 
 
 PredTypeName = PredType | Literal["glm", "nn", "gp"]
 
 
 class LinkApprox(_Name):
-    """Ways in which a Gaussian over the network's outputs becomes a distribution over targets."""
+    """Link approximations: from a Gaussian over the network's outputs to class probabilities."""
 
     MC = "mc"
+    """Monte-Carlo samples of the outputs."""
     PROBIT = "probit"
+    """Closed form: logits scaled by (1 + π/8 · variance)^(−1/2). The default."""
     BRIDGE = "bridge"
+    """Laplace bridge: a Dirichlet with matching Laplace approximation."""
     BRIDGE_NORM = "bridge_norm"
+    """Laplace bridge after the variances are normalised."""
     DELTA = "delta"
+    """Second-order expansion (delta method) of the softmax at the mean."""
 
 
 LinkName = LinkApprox | Literal["mc", "probit", "bridge", "bridge_norm", "delta"]
 
 
 class TuningMethod(_Name):
-    """Methods that choose the prior precision; `CV` is the Laplace Redux paper's name of `gridsearch`."""
+    """Methods that choose the prior precision."""
 
     MARGLIK = "marglik"
+    """Maximise the evidence (log marginal likelihood) by gradients."""
     GRIDSEARCH = "gridsearch"
+    """Minimise a loss on validation data over a grid."""
     CV = "CV"
+    """The same as `gridsearch`."""
     EM = "em"
+    """Fixed-point iteration of the evidence."""
 
 
 TuningMethodName = TuningMethod | Literal["marglik", "gridsearch", "CV", "em"]
 
 
 class PriorStructure(_Name):
-    """Numbers of prior precisions: one, one per parameter tensor, one per parameter."""
+    """Shapes of the prior precision."""
 
     SCALAR = "scalar"
+    """One number."""
     DIAG = "diag"
+    """One per parameter."""
     LAYERWISE = "layerwise"
+    """One per parameter tensor."""
 
 
 PriorStructureName = PriorStructure | Literal["scalar", "diag", "layerwise"]
 
 
 class FeatureReduction(_Name):
-    """Reductions of features with positions, `[B, T, D]`, to `[B, D]`."""
+    """Reductions of the features of a sequence, `[B, T, D]`, to `[B, D]`."""
 
     PICK_FIRST = "pick_first"
+    """Features of the first token."""
     PICK_LAST = "pick_last"
+    """Features of the last token."""
     AVERAGE = "average"
+    """Mean over all tokens."""
 
 
 FeatureReductionName = FeatureReduction | Literal["pick_first", "pick_last", "average"]

@@ -251,33 +251,35 @@ def Laplace(
     functional_approximation: FamilyName = FunctionalApproximation.SOD,
     **kwargs: Any,
 ) -> ParametricLaplace:
-    """A Laplace approximation of the posterior over a network's weights.
+    """Makes a Laplace approximation of the posterior over a network's weights; call `fit` on it next.
 
-    Of a model with adapters (of PEFT) the defaults are `"all"` with `"lowrank_kron"` (Yang et al., 2024) where neither
-    `subset_of_weights` nor `hessian_structure` is given.
+    For a model with adapters (PEFT), the defaults are `"all"` and `"lowrank_kron"` (Yang et al., 2024), if you give
+    neither `subset_of_weights` nor `hessian_structure`.
 
     Args:
         model: The trained network.
-        likelihood: A name in `laplace.likelihoods.LIKELIHOODS`, e.g. `"classification"`, or a likelihood object.
-        subset_of_weights: `"all"`, `"last_layer"` or `"subnetwork"`; or what is registered in
-            `laplace.weights.WEIGHTS`, by its name or its class.
-        hessian_structure: `"full"`, `"block"`, `"kron"`, `"ekfac"`, `"diag"`, `"lowrank"`, `"lowrank_kron"`,
-            `"matrix_free"` or `"gp"`; or what is registered in `laplace.structures.STRUCTURES`, by its name or its
-            class, which type checkers know.
-        *args: Positional arguments of the class.
-        functional_approximation: Which function-space posterior `hessian_structure="gp"` stands for.
-        **kwargs: Keyword arguments of the class.
+        likelihood: How the network's outputs give a distribution over targets: `"classification"`, `"regression"`,
+            `"bernoulli"`, `"poisson"`, `"heteroscedastic"` or `"reward_modeling"`, or a likelihood object.
+        subset_of_weights: Which weights are random: `"all"`, `"last_layer"` or `"subnetwork"`; or a name or class of
+            your own in `laplace.weights.WEIGHTS`.
+        hessian_structure: How the curvature is approximated: `"full"`, `"block"`, `"kron"`, `"ekfac"`, `"diag"`,
+            `"lowrank"`, `"lowrank_kron"`, `"matrix_free"` or `"gp"`; or a name or class of your own in
+            `laplace.structures.STRUCTURES`.
+        *args: Further positional arguments of the class.
+        functional_approximation: Which approximation `hessian_structure="gp"` uses: `"sod"` (a Gaussian process on a
+            subset of data), `"nystrom"` or `"variational"`.
+        **kwargs: Further keyword arguments of the class, e.g. `prior_precision`.
 
     Returns:
-        An object of the class for these names, e.g. `KronLLLaplace` for the default.
+        An object of the class for these names, e.g. `KronLLLaplace` for the defaults.
 
     Raises:
-        InvalidArgument: No class for these names, or a functional approximation of a weight-space structure; adapters
-            that are all merged or switched off, where neither weights nor structure were given.
-        InvalidCall: An argument of the class is missing, or not known.
+        InvalidArgument: There is no class for these names; `functional_approximation` is given without `"gp"`; or all
+            adapters are merged or disabled, and neither weights nor structure are given.
+        InvalidCall: An argument of the class is missing or unknown.
 
     Warns:
-        ApproximationWarning: Weights and structure were chosen for a model with adapters.
+        ApproximationWarning: Weights and structure were chosen automatically, for a model with adapters.
     """
     weights, structure = WEIGHTS.name_of(subset_of_weights), STRUCTURES.name_of(hessian_structure)
     cell = Cell(weights, structure, str(functional_approximation))

@@ -33,29 +33,28 @@ def load(
     device: torch.device | str | None = None,
     **objects: Any,
 ) -> Any:
-    """The posterior that `la.save` wrote to a file, of the same network.
+    """Loads a posterior that `la.save` wrote, given the same network.
 
-    No code of the file runs. Classes and likelihoods are found by their names among those that are registered, so that
-    users' own are registered first.
+    No code from the file is run. Classes and likelihoods are looked up by name: register your own before the call.
 
     Args:
         path: The file.
-        model: The network, with the weights at which the posterior was fitted; of a mixture those of the components, in
-            their order, or one that all of them share.
-        device: Where both are moved to, as by `la.to`; None for where the network is.
-        **objects: Arguments of the constructor that the file cannot hold: a `backend` other than the native GGN, a
-            likelihood object, `forward_fn`, and `backend_kwargs` with objects in them. Of a mixture they are those of
-            every component that has one, or a list with one entry for each component.
+        model: The network, with the weights at which the posterior was fitted. For a mixture: the networks of the
+            components, in their order, or the one network that all of them share.
+        device: Device to which posterior and network are moved, as by `la.to`; None for where the network is.
+        **objects: Constructor arguments that the file cannot store: a `backend` other than the native GGN, a likelihood
+            object, `forward_fn`, and `backend_kwargs` with objects in them. For a mixture: one for all components, or a
+            list with one entry per component.
 
     Returns:
-        An object of the class that was saved, with equal predictions.
+        An object of the class that was saved, which makes the same predictions.
 
     Raises:
         FileNotFoundError: There is no such file.
         InvalidCall: An object is missing, or one too many was given; the message names it.
         MissingDependency: safetensors is not installed.
-        StateError: The file is damaged, of another version, no file of `la.save`, or of another network; its class is
-            not registered; or an object is of another class than the one that was saved.
+        StateError: The file is damaged, of another version, not written by `la.save`, or of another network; its class
+            is not registered; or an object has another class than the one in use when the file was saved.
     """
     saved = files.read(path)
     with _told(path):
@@ -115,7 +114,9 @@ def _networks(model: Any, recipe: Mapping[str, Any], count: int) -> list[Any]:
     if "components" not in recipe or (isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList)):
         return [model] * count
     if len(model) != count:
-        raise InvalidArgument(f"{len(model)} networks were given, it is of {count}, in their order.")
+        raise InvalidArgument(
+            f"{len(model)} networks were given, it has {count} components; give as many, in their order."
+        )
     return [*model]
 
 
@@ -128,7 +129,7 @@ def _spread(objects: Mapping[str, Any], count: int) -> dict[str, list[Any]]:
     spread = {name: value if isinstance(value, list) else [value] * count for name, value in objects.items()}
     for name, values in spread.items():
         if len(values) != count:
-            raise InvalidArgument(f"{name}= has {len(values)} entries, it is of {count} components.")
+            raise InvalidArgument(f"{name}= has {len(values)} entries, it has {count} components.")
     return spread
 
 
@@ -149,7 +150,8 @@ def _made(recipe: Mapping[str, Any], model: Any, objects: Mapping[str, Any]) -> 
     for name in _COMPARED:
         if name in own and described(own[name]) != recipe["objects"][name]:
             raise InvalidArgument(
-                f"{name}={own[name]!r} was given, a {described(own[name])}; it was a {recipe['objects'][name]}."
+                f"{name}={own[name]!r} was given, a {described(own[name])}; it was saved with a "
+                f"{recipe['objects'][name]}."
             )
     cls = class_of(Cell.of(tuple(recipe["cell"])))
     if described(cls) != recipe["cls_name"]:

@@ -9,17 +9,20 @@ from laplace.structures.solve_report import SolveReport
 
 
 class MatrixFreeLaplace(ParametricLaplace):
-    """All weights, the full curvature by its products; options as `structure_kwargs={"tolerance": 1e-3, …}`."""
+    """All weights, the full curvature by matrix–vector products, without forming the matrix.
+
+    Options are given as `structure_kwargs={"tolerance": 1e-3, …}`.
+    """
 
     _key = ("all", "matrix_free")
     structure = MatrixFreeCurvature
 
     @property
     def solve_reports(self) -> dict[str, SolveReport]:
-        """The residual of the last answer to every kind of question, and the standard error of the log determinant.
+        """Accuracy of the last iterative solves: their residuals, and the standard error of the log determinant.
 
-        Questions are `"variances"`, `"samples"`, `"log determinant"` and `"solutions"`; those that were not asked since
-        the fit are missing, all of them where the matrix was formed (`dense_below`), whose answers are exact.
+        Keys are `"variances"`, `"samples"`, `"log determinant"` and `"solutions"`, as far as computed since the fit.
+        Empty if the network is so small that the matrix was formed (`dense_below`): results are exact then.
 
         Raises:
             NotFittedError: Before `fit`.
@@ -29,12 +32,12 @@ class MatrixFreeLaplace(ParametricLaplace):
 
 
 class MatrixFreeLLLaplace(LLLaplace, MatrixFreeLaplace):
-    """The last layer, the full curvature by its products."""
+    """The last layer, the full curvature by matrix–vector products."""
 
     _key = ("last_layer", "matrix_free")
 
 
 class MatrixFreeSubnetLaplace(SubnetLaplace, MatrixFreeLaplace):
-    """A subnetwork, the full curvature by its products."""
+    """A subnetwork, the full curvature by matrix–vector products."""
 
     _key = ("subnetwork", "matrix_free")

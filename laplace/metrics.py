@@ -30,11 +30,12 @@ def nll(probs: Tensor, y: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
 
     Args:
         probs: Class probabilities `[..., C]`.
-        y: Integer labels `[...]`, or soft ones `[..., C]`.
-        ignore_index: Label of the rows that do not count.
+        y: Integer labels `[...]`, or class probabilities (soft labels) `[..., C]`.
+        ignore_index: Label of rows to be ignored.
 
     Raises:
-        InvalidData: Shapes do not match, a label is out of range, a probability is outside [0, 1], or no row counts.
+        InvalidData: Shapes do not match, a label is out of range, a probability is outside [0, 1], or all labels are
+            ignored.
     """
     probs, y = _counted(probs, y, ignore_index)
     return -scores.class_log_probability(probs, y).mean()
@@ -45,8 +46,8 @@ def brier(probs: Tensor, y: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
 
     Args:
         probs: Class probabilities `[..., C]`.
-        y: Integer labels `[...]`, or soft ones `[..., C]`.
-        ignore_index: Label of the rows that do not count.
+        y: Integer labels `[...]`, or class probabilities (soft labels) `[..., C]`.
+        ignore_index: Label of rows to be ignored.
 
     Raises:
         InvalidData: As for `nll`.
@@ -60,8 +61,8 @@ def accuracy(probs: Tensor, y: Tensor, ignore_index: int = IGNORE_INDEX) -> Tens
 
     Args:
         probs: Class probabilities `[..., C]`.
-        y: Integer labels `[...]`, or soft ones `[..., C]`.
-        ignore_index: Label of the rows that do not count.
+        y: Integer labels `[...]`, or class probabilities (soft labels) `[..., C]`.
+        ignore_index: Label of rows to be ignored.
 
     Raises:
         InvalidData: As for `nll`.
@@ -88,9 +89,9 @@ def calibration_bins(
 
     Args:
         probs: Class probabilities `[..., C]`.
-        y: Integer labels `[...]`, or soft ones `[..., C]`.
+        y: Integer labels `[...]`, or class probabilities (soft labels) `[..., C]`.
         n_bins: Number of bins M of equal width.
-        ignore_index: Label of the rows that do not count.
+        ignore_index: Label of rows to be ignored.
 
     Returns:
         Number of rows, mean confidence and accuracy of every bin, `[M]` each; the last two are 0 for an empty bin.
@@ -117,9 +118,9 @@ def expected_calibration_error(probs: Tensor, y: Tensor, n_bins: int = 15, ignor
 
     Args:
         probs: Class probabilities `[..., C]`.
-        y: Integer labels `[...]`, or soft ones `[..., C]`.
+        y: Integer labels `[...]`, or class probabilities (soft labels) `[..., C]`.
         n_bins: Number of bins of equal width over the confidence.
-        ignore_index: Label of the rows that do not count.
+        ignore_index: Label of rows to be ignored.
 
     Raises:
         InvalidArgument: `n_bins` is not positive.
@@ -131,14 +132,14 @@ def expected_calibration_error(probs: Tensor, y: Tensor, n_bins: int = 15, ignor
 
 
 def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
-    """Area under the receiver operating curve: P(s_in > s_out) + ½ P(s_in = s_out) over all pairs.
+    """Area under the ROC curve of out-of-distribution detection: P(s_in > s_out) + ½ P(s_in = s_out) over all pairs.
 
     The Mann–Whitney statistic, exact with ties: 1 if every inlier scores above every outlier, ½ if the scores say
     nothing.
 
     Args:
-        scores_in: Scores of inliers, `[N]`, high where the model feels at home (the largest class probability, say).
-        scores_out: Scores of outliers, `[M]`.
+        scores_in: Scores of in-distribution inputs, `[N]`, e.g. the largest class probability.
+        scores_out: Scores of out-of-distribution inputs, `[M]`.
 
     Raises:
         InvalidData: A set is empty or holds NaN.
@@ -157,9 +158,9 @@ def mean_calibration_error(probs: Tensor, y: Tensor, n_bins: int = 15, ignore_in
 
     Args:
         probs: Class probabilities `[..., C]`.
-        y: Integer labels `[...]`, or soft ones `[..., C]`.
+        y: Integer labels `[...]`, or class probabilities (soft labels) `[..., C]`.
         n_bins: Number of bins of equal width over the confidence.
-        ignore_index: Label of the rows that do not count.
+        ignore_index: Label of rows to be ignored.
 
     Raises:
         InvalidArgument: `n_bins` is not positive.
@@ -302,17 +303,17 @@ def accepted_by(metric: AccumulatingMetric, row: tuple[Tensor, ...]) -> tuple[Te
 
 
 class RunningNLLMetric:
-    """Mean negative log likelihood of labels over batches of class probabilities, in nats per counted label.
+    """Mean negative log likelihood of labels over batches of class probabilities, in nats per label.
 
     Batches accumulate until `reset`: the result does not depend on how the data were cut into batches. A label of
     probability zero makes it infinite. It follows the `torchmetrics` protocol without needing that package.
 
     Args:
-        ignore_index: Label of the entries that do not count.
+        ignore_index: Label of entries to be ignored.
 
     Attributes:
         nll_sum: Sum of the negative log likelihoods, 0-dim, float64.
-        n_valid_labels: Number of labels that counted.
+        n_valid_labels: Number of labels that were not ignored.
     """
 
     def __init__(self, ignore_index: int = IGNORE_INDEX) -> None:
@@ -329,7 +330,7 @@ class RunningNLLMetric:
 
         Args:
             probs: Class probabilities `[..., C]`.
-            targets: Integer labels `[...]`, or soft ones `[..., C]`.
+            targets: Integer labels `[...]`, or class probabilities (soft labels) `[..., C]`.
 
         Raises:
             InvalidData: Shapes do not match, a label is out of range, or a probability is outside [0, 1].
@@ -340,10 +341,10 @@ class RunningNLLMetric:
         self.n_valid_labels += len(targets)
 
     def compute(self) -> Tensor:
-        """Mean over all counted labels since the last reset, 0-dim, float64.
+        """Mean over all labels since the last reset, 0-dim, float64.
 
         Raises:
-            InvalidData: No label was counted.
+            InvalidData: There was no label, or all were ignored.
         """
         if self.n_valid_labels == 0:
             raise InvalidData("no label was counted; call update with at least one label that is not ignore_index.")
@@ -356,7 +357,7 @@ class RunningNLLMetric:
 
 
 def _counted(probs: Tensor, y: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Rows that count, `[N, C]`, and labels `[N]` or `[N, C]`, with N > 0."""
+    """Rows that are not ignored, `[N, C]`, and labels `[N]` or `[N, C]`, with N > 0."""
     probs, y = _flattened(probs, y, ignore_index)
     if len(y) == 0:
         raise InvalidData(f"no label is left to score: the batch is empty or all labels are {ignore_index}.")
@@ -393,6 +394,6 @@ def _check_indices(y: Tensor, n_classes: int, ignore_index: int) -> Tensor:
     if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < n_classes:
         raise InvalidData(
             f"labels lie in [{int(counted.min())}, {int(counted.max())}]; "
-            f"accepted are 0 to {n_classes - 1}, and {ignore_index} for a label that does not count."
+            f"accepted are 0 to {n_classes - 1}, and {ignore_index} for an ignored label."
         )
     return labels

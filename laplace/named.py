@@ -72,17 +72,18 @@ class FullLaplace(ParametricLaplace):
 
 
 class KronLaplace(ParametricLaplace):
-    """All weights, Kronecker-factored curvature.
+    """All weights, Kronecker-factored curvature (K-FAC): B ⊗ A for every layer.
 
     Args:
-        damping: (√s B + √δ) ⊗ (√s A + √δ) instead of s B ⊗ A + δ (Ritter et al., 2018): True with the factors as they
-            are, B a sum and A a mean; `"mean"` with √N times means, as there; `"sum"` with sums (Immer et al., 2021).
+        damping: False for the exact prior, P = s B ⊗ A + δ. Otherwise P = (√s B + √δ) ⊗ (√s A + √δ), a cheaper form
+            (Ritter et al., 2018), with Kronecker factors normalised differently: True, B is a sum over the data and A a
+            mean; `"mean"`, both are √N times means, as in that paper; `"sum"`, both are sums (Immer et al., 2021).
     """
 
     _key = ("all", "kron")
     structure = KronCurvature
-    damping = property(lambda la: la.precision_options["damping"], doc="Form of (√s B + √δ) ⊗ (√s A + √δ), or False.")
-    H_facs = Part[Any](_factors, "Kronecker factors, a `Kron`, or None; assigned ones are H, if not set apart from it.")
+    damping = property(lambda la: la.precision_options["damping"], doc="The `damping` that was given, or False.")
+    H_facs = Part[Any](_factors, "Kronecker factors of H, a `Kron`, or None; assigning them also assigns H.")
 
     def __init__(
         self,
@@ -114,21 +115,21 @@ class DiagLaplace(ParametricLaplace):
 
 
 class BlockLaplace(ParametricLaplace):
-    """All weights, an exact dense block for every layer; `structure_kwargs={"max_block": …}` limits its size."""
+    """All weights, an exact dense block for every layer; `structure_kwargs={"max_block": …}` limits its width."""
 
     _key = ("all", "block")
     structure = BlockCurvature
 
 
 class LowRankLaplace(ParametricLaplace):
-    """All weights, the dominant eigenpairs of the curvature; `structure_kwargs={"rank": k}` says how many.
+    """All weights, the dominant eigenpairs of the full curvature; their number is `structure_kwargs={"rank": k}`.
 
-    Scripts written for older versions may say `backend_kwargs={"low_rank": k}`.
+    `backend_kwargs={"low_rank": k}` is an older form of the same.
     """
 
     _key = ("all", "lowrank")
     structure = LowRankCurvature
-    residual = property(_residual, doc="‖H U − U Λ‖ / ‖Λ‖ of the eigenpairs: how well they are found.")
+    residual = property(_residual, doc="‖H U − U Λ‖ / ‖Λ‖ of the eigenpairs (U, Λ); 0 if they are exact.")
 
     def __init__(
         self,
@@ -153,16 +154,17 @@ class LowRankLaplace(ParametricLaplace):
 
 
 class EkfacLaplace(ParametricLaplace):
-    """All weights, the exact diagonal of the curvature in the eigenbasis of its Kronecker factors."""
+    """All weights, the exact diagonal of the curvature in the eigenbasis of its Kronecker factors (EK-FAC)."""
 
     _key = ("all", "ekfac")
     structure = EkfacCurvature
 
 
 class LowRankKronLaplace(ParametricLaplace):
-    """All weights, dominant Kronecker eigenvectors, `structure_kwargs={"rank": k}` of them, and the exact diagonal.
+    """All weights, the k dominant eigenvectors of the Kronecker factors plus the exact diagonal of the curvature.
 
-    With `"corrected": True` they are chosen by the exact diagonal of the curvature in them (Lee et al., 2020).
+    k is `structure_kwargs={"rank": k}`. With `"corrected": True` the eigenvectors are chosen by the exact diagonal of
+    the curvature in their basis (Lee et al., 2020).
     """
 
     _key = ("all", "lowrank_kron")
@@ -173,18 +175,18 @@ class OfLastLayer:
     """The attributes of every posterior over a last layer.
 
     Args:
-        feature_reduction: How features with positions `[B, T, D]` become `[B, D]`: `"pick_first"`, `"pick_last"` or
-            `"average"`; None where the model does that.
-        last_layer_name: Name of the layer, a linear one or a convolution; None to find it at `fit`.
+        feature_reduction: How the features of a sequence, `[B, T, D]`, become `[B, D]`: `"pick_first"`, `"pick_last"`
+            or `"average"`; None if the model does that itself.
+        last_layer_name: Name of the last layer, linear or convolutional; None to determine it at `fit`.
     """
 
     weights_type = LastLayer
-    last_layer_name = property(attrgetter("weights.name"), doc="Name of the layer, None before it is found.")
-    feature_reduction = property(attrgetter("weights.reduction"), doc="How positions are reduced, or None.")
+    last_layer_name = property(attrgetter("weights.name"), doc="Name of the last layer; None while it is not known.")
+    feature_reduction = property(attrgetter("weights.reduction"), doc="The `feature_reduction` that was given.")
 
 
 class LLLaplace(OfLastLayer, ParametricLaplace):
-    """The last layer, which is found at `fit` unless `last_layer_name` is given."""
+    """Base of the posteriors over the last layer, which is determined at `fit` unless `last_layer_name` is given."""
 
     def __init__(
         self,
@@ -254,7 +256,7 @@ class DiagLLLaplace(LLLaplace, DiagLaplace):
 
 
 class BlockLLLaplace(LLLaplace, BlockLaplace):
-    """The last layer, an exact dense block for every layer: of a head of one module, the full curvature."""
+    """The last layer, an exact dense block: the same as the full curvature, if the head is one module."""
 
     _key = ("last_layer", "block")
 
@@ -278,25 +280,24 @@ class LowRankKronLLLaplace(LLLaplace, LowRankKronLaplace):
 
 
 class SubnetLaplace(ParametricLaplace):
-    """Single entries of the flattened trainable parameters; all others keep their trained values.
+    """Base of the posteriors over a subnetwork: chosen single weights are random, all others keep their trained values.
 
     Args:
-        subnetwork_indices: Which entries, `[p]`, distinct and int64, as the masks of `laplace.utils` choose them.
-        damping: As of `KronLaplace`; of a Kronecker-factored subnetwork.
+        subnetwork_indices: Indices of the random weights in the flattened trainable parameters, `[p]`, int64, distinct.
+            The masks of `laplace.utils` compute them.
+        damping: As in `KronLaplace`, with `hessian_structure="kron"`.
     """
 
     weights_type = Subnetwork
     subnetwork_indices = property(
-        attrgetter("weights.indices"), doc="Indices of the random entries, as they were given, `[p]`."
+        attrgetter("weights.indices"), doc="Indices of the random weights, as they were given, `[p]`."
     )
-    n_params_subnet = property(attrgetter("n_params"), doc="Number of random entries, p.")
-    mean_subnet = property(attrgetter("mean"), doc="θ* of the random entries, `[p]`.")
+    n_params_subnet = property(attrgetter("n_params"), doc="Number of random weights, p.")
+    mean_subnet = property(attrgetter("mean"), doc="Trained values θ* of the random weights, `[p]`.")
     assemble_full_samples = property(
         attrgetter("weights.embed"), doc="Function from samples `[S, p]` to samples of all trainable parameters."
     )
-    damping = property(
-        lambda la: la.precision_options["damping"], doc="Form of damping of a Kronecker-factored subnetwork, or False."
-    )
+    damping = property(lambda la: la.precision_options["damping"], doc="The `damping` that was given, or False.")
 
     def __init__(
         self,

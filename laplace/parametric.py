@@ -46,10 +46,7 @@ CELLS: KeyedClasses[ParametricLaplace] = KeyedClasses()
 
 
 class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
-    """Base of all weight-space posteriors; a concrete class binds `structure` and `weights_type`.
-
-    The arguments are those of `BaseLaplace`.
-    """
+    """Base of all posteriors over weights; what `Laplace(...)` returns is of a class derived from it."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Files a class with a `_key` of its own, by which `Laplace(...)` finds it."""
@@ -61,11 +58,11 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
 
     @property
     def is_fitted(self) -> bool:
-        """True if `fit` or `load_state_dict` gave a posterior."""
+        """True after `fit` or `load_state_dict`."""
         return self._posterior.data is not None
 
     def fitted(self) -> Fit:
-        """Curvature and loss of the data; after `refine`, at the outputs of the linearised network.
+        """Curvature and loss of the training data; after `refine`, at the outputs of the linearised network.
 
         Raises:
             NotFittedError: Before `fit`.
@@ -74,7 +71,7 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
         return self._posterior.fit
 
     def unrefined(self) -> Fit:
-        """Curvature and loss of the data at the network's own outputs.
+        """Curvature and loss of the training data at the network's own outputs, also after `refine`.
 
         Raises:
             NotFittedError: Before `fit`.
@@ -88,15 +85,15 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
 
     @property
     def fingerprint(self) -> Fingerprint | None:
-        """Fingerprint of the network at the fit; None before it."""
+        """Checksums of the network's weights at the fit, which tell later changes; None before `fit`."""
         return None if self._posterior.data is None else self._posterior.data.watch.fingerprint
 
     def check_unchanged(self) -> None:
-        """Raises `ModelChangedError` if the network's weights, or its outputs at data of the fit, are not as then."""
+        """Raises `ModelChangedError` if the network's weights, or its outputs at training data, changed since `fit`."""
         self._posterior.check_unchanged()
 
     def coverage(self) -> dict[str, str]:
-        """The layer rule or fallback that explains every random tensor, and the form in which its curvature is held.
+        """Rule by which the curvature of each random tensor was computed, and the form in which it is stored, by name.
 
         Raises:
             NotFittedError: Before `fit`.
@@ -115,14 +112,14 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
 
     @property
     def refinement(self) -> Refinement | None:
-        """The result of `refine`; None without one, and after a fit that followed."""
+        """The result of the last `refine`; None without one, and again None after the next `fit`."""
         return self._posterior.refinement
 
     # Moments and evidence.
 
     @property
     def prior(self) -> GaussianPrior:
-        """N(μ₀, diag(δ)⁻¹)."""
+        """The prior N(μ₀, diag(δ)⁻¹) over the random parameters."""
         prior = GaussianPrior(self.prior_precision, self.prior_mean, self.problem.layout)
         if not is_overridden(self, "prior_precision_diag"):
             return prior
@@ -130,7 +127,7 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
 
     @property
     def prior_precision_diag(self) -> Tensor:
-        """δ of every random parameter, `[P]`."""
+        """Prior precision δ of every random parameter, `[P]`."""
         return GaussianPrior(self.prior_precision, self.prior_mean, self.problem.layout).diagonal()
 
     def evidence(self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None) -> Evidence:
@@ -143,39 +140,39 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
             return self.evidence()
 
     def posterior(self) -> Precision:
-        """The posterior precision with its factorisation, kept until a hyper-parameter or the fit changes.
+        """The posterior precision P = s H + diag(δ) with its factorisation; of a GGN s = 1 / (σ² T).
 
-        Where a hyper-parameter requires a gradient it is made anew, with the graph that leads to it, and not kept; so
-        is one that a user's class computes.
+        It is cached until a hyper-parameter or the fit changes; where a hyper-parameter requires a gradient it is
+        computed at every call, with its graph.
         """
         self._require_data()
         return overridden.own_posterior(self, self._posterior)
 
     def predictive_posterior(self) -> Precision:
-        """The posterior as predictions and samples see it: with what users' classes override."""
+        """The posterior precision that predictions and samples use, with overrides of your own class applied."""
         return overridden.predictive_posterior(self)
 
     @property
     def posterior_precision(self) -> Any:
-        """P: `[P, P]`, `[P]`, or a `KronDecomposed` with `diag()`, `to_matrix()`, `logdet()`, `bmm()`."""
+        """Posterior precision P: `[P, P]`, `[P]` (diagonal), or a `KronDecomposed`, whose `to_matrix()` is dense."""
         return self.evidence().precision.public
 
     @property
     def posterior_covariance(self) -> Tensor:
-        """P⁻¹, `[P, P]`."""
+        """Posterior covariance P⁻¹, dense, `[P, P]`."""
         return overridden.posterior_before(self, "posterior_covariance").covariance
 
     @property
     def posterior_variance(self) -> Tensor:
-        """Diagonal of P⁻¹, `[P]`."""
+        """Posterior variance of every random parameter, the diagonal of P⁻¹, `[P]`."""
         return overridden.posterior_before(self, "posterior_variance").diagonal_of_inverse()
 
     @property
     def posterior_scale(self) -> Tensor:
-        """L with L Lᵀ = P⁻¹: lower-triangular (full), symmetric (Kron), or standard deviations `[P]` (diag).
+        """Root L of the posterior covariance, L Lᵀ = P⁻¹: triangular (full), symmetric (Kron) or `[P]` (diag).
 
-        Any root `[P, P]`, or `[P]`, can be assigned: it is that of predictions, samples and moments until another
-        hyper-parameter or other data are given. The evidence and `posterior_precision` stay those of H and the prior.
+        You may assign a root of your own, `[P, P]` or `[P]`. Predictions, samples and moments use it until a
+        hyper-parameter or the data change; the evidence and `posterior_precision` do not.
         """
         return overridden.posterior_before(self, "posterior_scale").scale
 
@@ -184,11 +181,11 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
         self._posterior = with_root(self._posterior, root)
 
     def square_norm(self, value: Tensor) -> Tensor:
-        """(θ − θ*)ᵀ P (θ − θ*) of `[..., P]`; the prior's before `fit`."""
+        """(θ − θ*)ᵀ P (θ − θ*) at weights θ, `[..., P]`; before `fit` with mean and precision of the prior."""
         return self._density().quad(self.problem.layout.checked(value) - self.snapshot().mean)
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
-        """Log density of the posterior at θ `[..., P]`; the prior's before `fit`."""
+        """Log density of the posterior at weights θ, `[..., P]`; before `fit` that of the prior."""
         own = is_overridden(self, "square_norm")
         precision = self._density()
         value = self.problem.layout.checked(value)
@@ -223,42 +220,44 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
         weight_fn: WeightFn | None = None,
         dict_key_weight: str | None = None,
     ) -> None:
-        """Fits the Gaussian to the curvature of the data at the model's present weights.
+        """Fits the posterior: one pass over the data sums their curvature at the network's trained weights.
 
         Args:
-            train_loader: Batches `(x, y)`, tuples `(x1, …, y)` or mappings with `dict_key_y`.
-            override: Start anew; False adds the data to those of the former fit.
-            progress_bar: Show one.
-            decay: With `override=False`, how often former data count from now on, in (0, 1]; the prior does not fade.
-            subset: M: take the curvature of M data drawn at random, times N/M, which is unbiased (Immer et al., 2021,
-                appendix A.3.1); loss and number are those of all N. The data are read once more.
-            generator: Source of that choice; None for the global one, which leads to another choice each time.
-            check_memory: Refuse a fit that takes more memory than there is: above 1 GiB, under Linux and on CUDA.
-            group: Processes of `torch.distributed`, each of which calls `fit` with a loader of its shard of the data;
-                all have the sums of all data then. What `DistributedSampler` repeats counts once.
-            sharded: Whether afterwards each of them keeps some tensors only (of `"kron"`, `"ekfac"`, `"diag"`,
-                `"block"`, `"lowrank_kron"`): all must then ask the same, predictions or evidence, at the same time.
-            resume: File to which the sums are written now and then (of a group: one each), from which a fit that was
-                killed goes on, to the same bits; removed at the end.
-            save_every: Batches, or time, from one writing to the next; None for ten minutes.
-            weight_fn: How often every datum counts, in loss, curvature and `n_data`: `weight_fn(x, y)`, `[B]` of at
-                least 0, of a batch as the loader gives it; None for once. Of 0 a datum is left out.
-            dict_key_weight: Key of such numbers in batches that are mappings; the model does not get them.
+            train_loader: The training data: batches `(x, y)`, tuples `(x1, …, y)` or mappings with the key
+                `dict_key_y`.
+            override: Start from scratch; False adds these data to those of the former fit.
+            progress_bar: Show a progress bar.
+            decay: With `override=False`: factor in (0, 1] on the curvature and loss of all former data. The prior is
+                not scaled.
+            subset: M: estimate the curvature from M data drawn at random, scaled by N/M, which is unbiased (Immer et
+                al., 2021, appendix A.3.1). The loss is still that of all N data. Costs one more pass over the loader.
+            generator: Random generator of that draw; None for PyTorch's global one.
+            check_memory: Raise `OutOfMemory` before a fit that needs more than the free memory (checked from 1 GiB on,
+                under Linux and on CUDA).
+            group: Process group of `torch.distributed`. Every process calls `fit` with a loader over its shard, and all
+                get the sums over all data. Data that `DistributedSampler` repeats are counted once.
+            sharded: With `group`: each process stores the curvature of some layers only (`"kron"`, `"ekfac"`,
+                `"diag"`, `"block"`, `"lowrank_kron"`). All processes must then make the same calls together.
+            resume: File to which the sums are saved now and then (one per process). If the fit is killed, the same call
+                continues from it, with bitwise equal results. It is removed at the end.
+            save_every: Number of batches, or time, between two saves; None for ten minutes.
+            weight_fn: Weights of the data in loss, curvature and `n_data`: `weight_fn(x, y)` returns `[B]`, at least 0,
+                for a batch as the loader gives it; 0 leaves a datum out. None: all weights are 1.
+            dict_key_weight: Where batches are mappings: key of such weights. The model does not get that entry.
 
         Raises:
-            OutOfMemory: Memory does not hold the fit; the message names choices that take less.
-            StateError: The file is of another fit.
-            InvalidData: A batch cannot be used; the former posterior is kept, as after every error.
-            InvalidArgument: A hyper-parameter's length does not fit the random parameters or the outputs, or a decay,
-                a subset, another group, or a loader (of `resume`: whose order cannot be had again), not accepted.
-            InvalidType: What is given for the loader cannot be iterated over, or targets are given beside it.
-            ProcessError: Another process of the group failed, or has another network or settings; all of them raise.
-            UnsupportedError: The structure is no sum over data, and the fit cannot fade, be of a group or resumed; or
-                it is no sum over tensors, and cannot be sharded; or what is summed knows no weights of data.
+            OutOfMemory: The fit does not fit into memory; the message names choices that need less.
+            StateError: The file of `resume` belongs to another fit.
+            InvalidData: A batch cannot be used. As after every error, the former posterior is kept.
+            InvalidArgument: A hyper-parameter's length matches neither the random parameters nor the outputs; or
+                `decay`, `subset`, `group` or the loader is not accepted (`resume` needs a repeatable order).
+            InvalidType: The loader cannot be iterated over, or targets are given as a second argument.
+            ProcessError: Another process of the group failed, or has another network or other settings; all raise.
+            UnsupportedError: The structure has no `decay`, `group`, `resume`, `sharded` or weights of data.
 
         Warns:
-            ApproximationWarning: Random outputs, several heads with a last layer, one of several processes without
-                `group`, processes that read the same data, or many weights that Kronecker factors could not hold.
+            ApproximationWarning: Random outputs, several heads with a last layer, several processes without `group`,
+                processes that read the same data, or many weights whose Kronecker factors would be too large.
         """
         posterior = learning.fitted_to(
             self.snapshot(), train_loader, override=override, progress_bar=progress_bar, decay=decay, subset=subset,
@@ -278,26 +277,26 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
         weight_fn: WeightFn | None = None,
         dict_key_weight: str | None = None,
     ) -> None:
-        """Removes the contribution of data from the fit: their curvature, their loss and their number.
+        """Removes data from the fit: subtracts their curvature, their loss and their number.
 
-        The curvature is then that of a fit without them. The mean stays, for it is the network's weights, which were
-        trained with the data; without all data the posterior is a Gaussian around them with the prior's precision.
+        The curvature is then that of a fit without these data. The mean stays, since it is the trained weights, which
+        still depend on them.
 
         Args:
-            loader: Batches of data that were fitted, at the weights that the network still has.
-            progress_bar: Show one.
-            weight: How often the data count in the fit: 1, or `decay**k` for data that faded in k later fits.
-            group: As of `fit`.
-            weight_fn: The weights with which they were fitted, as of `fit`.
-            dict_key_weight: The same by their key.
+            loader: Batches of data that were fitted before, at the network's present weights.
+            progress_bar: Show a progress bar.
+            weight: Weight of these data in the fit: 1, or `decay**k` if k later fits had that `decay`.
+            group: As in `fit`.
+            weight_fn: The weights with which the data were fitted, as in `fit`.
+            dict_key_weight: The key of these weights, as in `fit`.
 
         Raises:
             NotFittedError: Before `fit`.
-            ModelChangedError: The weights are not those of the fit any more, at which the curvature was computed.
-            InvalidData: More data than the fit has seen, or data that cannot be used.
+            ModelChangedError: The network's weights are no longer those of the fit.
+            InvalidData: More data than were fitted, or data that cannot be used.
             CurvatureError: The curvature would be indefinite: these data were not fitted.
-            UnsupportedError: The structure is no sum over data, or its curvature is a random sample. After every error
-                the former posterior is kept.
+            UnsupportedError: The structure is no sum over data, or its curvature is a random estimate. After every
+                error the former posterior is kept.
         """
         self._require_data()
         posterior = learning.without(
@@ -308,17 +307,17 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
 
     @checked
     def plan(self, train_loader: Iterable[Any]) -> FitPlan:
-        """Predicts memory and time of `fit` and of a prediction from the first batch; nothing is fitted or drawn.
+        """Estimates memory and time of `fit` and of a prediction from the first batch; fits nothing.
 
-        Where the last layer is not known yet, it is found, as `fit` would.
+        If the last layer is not known yet, it is determined as in `fit`.
 
         Args:
-            train_loader: What `fit` would be given; one batch of it is read.
+            train_loader: The loader that `fit` would be given; one batch of it is read.
 
         Raises:
-            InvalidArgument: A loader that can be read only once: a fit would miss that batch.
-            InvalidData: No data that count.
-            UnsupportedError: A user's own backend or structure, which does not say what it takes.
+            InvalidArgument: The loader can be read only once: a fit would miss that batch.
+            InvalidData: The loader gives no data.
+            UnsupportedError: A backend or structure of your own that has no estimate of its cost.
         """
         posterior, plan = learning.planned(self._posterior, train_loader)
         self.set_posterior(posterior)
@@ -336,34 +335,34 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
         generator: torch.Generator | None = None,
         progress_bar: bool = False,
     ) -> Refinement:
-        """Inference in the linearised model f(x, θ*) + J (θ − θ*), at the present hyper-parameters, and takes it over.
+        """Improves the posterior by exact inference in the linearised network, f(x, θ*) + J (θ − θ*).
 
-        The network's weights are its mode only where training converged; `"map"` finds the mode (a convex problem) and
-        the curvature there, in the posterior's structure. `"variational"` finds the Gaussian that maximises the
-        evidence lower bound among those of the structure, full, block, Kronecker-factored or diagonal (Immer et al.,
-        2021, appendices A.3.2 and B.3). A Gaussian process on a subset (`"gp"`) is refined in function space, by the
-        kernel of its M data, which are chosen from the loader as `fit` does.
-        Afterwards predictions of `pred_type="glm"` have the mean f(x, θ*) + J (θ̂ − θ*); the evidence is
-        log p(D | f_lin(θ̂)) − ½ (log det P − log det P₀ + (θ̂ − μ₀)ᵀ P₀ (θ̂ − μ₀)). A fit that follows removes it.
+        The trained weights θ* are the mode of the linearised model only if training converged. `"map"` finds its mode
+        θ̂ (a convex problem) and the curvature there, in the posterior's structure. `"variational"` finds the Gaussian
+        of this structure (full, block, Kronecker-factored or diagonal) that maximises the evidence lower bound (Immer
+        et al., 2021, appendices A.3.2 and B.3). A Gaussian process (`"gp"`) is refined in function space, on its subset
+        of M data. Hyper-parameters stay as they are.
+        Afterwards predictions with `pred_type="glm"` have the mean f(x, θ*) + J (θ̂ − θ*); the evidence is
+        log p(D | f_lin(θ̂)) − ½ (log det P − log det P₀ + (θ̂ − μ₀)ᵀ P₀ (θ̂ − μ₀)). The next `fit` undoes it.
 
         Args:
-            loader: All data of the fit; they are read once and held (of a Gaussian process its M data).
+            loader: All data of the fit; they are read once and kept in memory (for `"gp"` only M of them).
             method: `"map"` or `"variational"`.
-            max_steps: Newton steps, or updates of the variational covariance.
-            tolerance: Distance from the mode in posterior standard deviations, or relative change of the bound; None
-                for what the precision of the numbers allows.
-            n_samples: Points of the expectations of softmax likelihoods (others take quadrature).
-            generator: Source of those points; None for seed 0.
-            progress_bar: Show one.
+            max_steps: Largest number of Newton steps, or of updates of the variational covariance.
+            tolerance: Distance to the mode in posterior standard deviations, or relative change of the bound, at which
+                to stop; None for what floating-point precision allows.
+            n_samples: Number of samples in expectations under softmax likelihoods (others use quadrature).
+            generator: Random generator of these samples; None for seed 0.
+            progress_bar: Show a progress bar.
 
         Returns:
-            How it ended, `la.refinement`.
+            Number of steps and whether it converged; also `la.refinement`.
 
         Raises:
             NotFittedError: Before `fit`.
             InvalidArgument: An unknown method, or options that are not accepted.
-            InvalidData: Other data than those of the fit.
-            UnsupportedError: A backend other than the GGN of this library, or a structure without a variational form.
+            InvalidData: The data are not those of the fit.
+            UnsupportedError: A backend other than this library's GGN, or a structure without a variational form.
                 After every error the former posterior is kept.
 
         Warns:

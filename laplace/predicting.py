@@ -50,12 +50,13 @@ class OutputSampling(ABC):
         group_size: int | None = None,
         **model_kwargs: Any,
     ) -> Tensor:
-        """Samples of the latent outputs, `[S, B, C]`: per input, or with `joint` of all inputs together, or of groups.
+        """Samples of the network's outputs f under the posterior, `[S, B, C]`, without observation noise.
 
-        With `outputs`, as of `__call__`, those of some outputs, `[S, B, K]`; `group_size` is as there.
+        S is `n_samples`. Samples are independent between inputs, unless `joint` draws them for all inputs together (or
+        for groups of `group_size`). The arguments are those of `__call__`; with `outputs` the shape is `[S, B, K]`. For
+        a network with an output per token or pixel it is `[S, *shape of the network's outputs]`.
 
-        Of outputs with positions `[S, *shape of the network's outputs]`, positions being inputs in this sense. Of a
-        mixture a component is drawn per sample, then a sample of it (Eschenhagen et al., 2021, equation 8).
+        For a mixture, each sample comes from a component drawn at random (Eschenhagen et al., 2021, equation 8).
         """
         request = Request(
             pred_type, n_samples, diagonal_output, generator, joint, outputs=outputs, group_size=group_size
@@ -76,11 +77,10 @@ class OutputSampling(ABC):
         group_size: int | None = None,
         **model_kwargs: Any,
     ) -> Tensor:
-        """Samples of the target's mean, `[S, B, C]`: probabilities, or the latents of a regression or of rewards.
+        """Samples of the mean of y, `[S, B, C]`: class probabilities, or the network's outputs f in a regression.
 
-        With `outputs`, as of `__call__`, those of some outputs, `[S, B, K]`; `group_size` is as there.
-
-        Reward modelling gives preference probabilities for pairs (C = 2) and latent rewards for single items.
+        They are the samples of `functional_samples` after softmax or sigmoid, with the same arguments and shapes.
+        Reward modelling gives preference probabilities for pairs (C = 2) and rewards for single items.
         """
         request = Request(
             pred_type, n_samples, diagonal_output, generator, joint, outputs=outputs, group_size=group_size
@@ -93,24 +93,24 @@ class OutputSampling(ABC):
 
     @checked
     def export(self, example_x: Inputs, *, generator: torch.Generator | None = None, **options: Any) -> nn.Module:
-        """The prediction `la(x, **options)` as a plain module of PyTorch, with buffers alone, for batches of any size.
+        """The prediction `la(x, **options)` as a plain PyTorch module that needs this library no longer.
 
-        It is traced from the prediction, and compared with it at `example_x`. `torch.export.export` takes it with a
-        dynamic batch, so do `torch.onnx.export` and `torch.compile(fullgraph=True)`, and what they save is loaded
-        without this library. It returns what `la(x)` returns, and has gradients with respect to x. What is sampled is
-        stored: all data share the numbers of one datum, so that each is predicted as alone with the same generator.
+        The module holds buffers only, takes batches of any size, returns what `la(x)` returns, and can be
+        differentiated with respect to x. It can be passed to `torch.export.export` with a dynamic batch dimension, to
+        `torch.onnx.export` and to `torch.compile(fullgraph=True)`. It is traced at `example_x`, and checked against the
+        prediction there. Random numbers are drawn now and stored: every datum uses the same ones.
 
         Args:
-            example_x: Inputs, a tensor, tuple or mapping, of at least one datum. The module takes the tensors among
-                them: `module(x)`, `module(x0, x1)`, or by the keys of the mapping, `module(**x)`.
-            generator: Source of the numbers that are stored.
-            **options: Of `la(x, ...)`: `link_approx`, `diagonal_output`, `observation_noise`, …
+            example_x: Inputs of at least one datum: a tensor, tuple or mapping. The module is called with the tensors
+                in it: `module(x)`, `module(x0, x1)`, or by the keys of the mapping, `module(**x)`.
+            generator: Random generator of the stored numbers.
+            **options: Options of `la(x, ...)`: `link_approx`, `diagonal_output`, `observation_noise`, …
 
         Raises:
             NotFittedError: Before `fit`.
-            InvalidData: No data, or a key that is no name of an argument.
-            UnsupportedError: The prediction is no fixed graph of operations, or another one for other batches; of a
-                posterior that is spread over processes; or the module differs from the prediction.
+            InvalidData: No data, or a key that cannot be the name of an argument.
+            UnsupportedError: The prediction cannot be traced, or its graph depends on the batch; the posterior is
+                sharded over processes; or the module's result differs from the prediction.
         """
         self._predictor.check_whole("the export")
         return exported(self, example_x, generator, options)
@@ -147,35 +147,35 @@ class Predicting(OutputSampling):
         group_size: int | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Predictive distribution at x.
+        """Predictive distribution at x: class probabilities, or mean and variance.
 
-        Regression (and rewards) return the latent Gaussian `(mean, variance)`: `[B, C]` with `[B, C, C]`,
-        `[B, C]` (`diagonal_output`), `[B·C]` with `[B·C, B·C]` (`joint`), or `[B/n, n·C]` with `[B/n, n·C, n·C]` of
-        groups of n inputs (`group_size`); the variance is that of f, plus σ² with `observation_noise`. Classification
-        returns probabilities `[B, C]`. Counts (`"poisson"`) and a noise that depends on the input (`"heteroscedastic"`)
-        return mean and variance of y, `[B, C]` each.
+        Classification returns probabilities `[B, C]`. Regression (and reward modelling) returns `(mean, variance)` of
+        the network's outputs f: mean `[B, C]` with covariances `[B, C, C]`, or variances `[B, C]` with
+        `diagonal_output`; with `joint` one Gaussian over all inputs, `[B·C]` and `[B·C, B·C]`; with `joint` and
+        `group_size=n` one per group, `[B/n, n·C]` and `[B/n, n·C, n·C]`. The variance is that of f, plus σ² with
+        `observation_noise`. `"poisson"` and `"heteroscedastic"` return mean and variance of y, `[B, C]` each.
 
-        Of a network with outputs `[B, T, C]` (or `[B, C, H, W]` with `channel_dim=1`) means, variances and
-        probabilities have that shape; covariances, one per position, are `[B, T, C, C]` (`[B, H, W, C, C]`).
+        For a network with an output per token or pixel, `[B, T, C]` or (with `channel_dim=1`) `[B, C, H, W]`, means,
+        variances and probabilities have that shape, and covariances are `[B, T, C, C]` or `[B, H, W, C, C]`.
 
         Args:
-            x: Inputs, a tensor, tuple or mapping.
-            pred_type: `"glm"`, the linearised network (Immer et al., 2021), or `"nn"`, sampled weights.
-            joint: Covariance over all inputs; with classification, samples of `link_approx="mc"` are joint.
-            link_approx: One of the links of the likelihood, names in `laplace.likelihoods.links.LINKS`; `"nn"` always
-                samples.
-            n_samples: Monte-Carlo samples.
-            diagonal_output: Only variances of the outputs.
-            generator: Source of randomness; equal seeds give equal bits.
-            fitting: Return preference probabilities of pairs with reward modelling.
+            x: Inputs of B data: a tensor, tuple or mapping.
+            pred_type: `"glm"`: the linearised network (Immer et al., 2021), recommended. `"nn"`: sampled weights.
+            joint: Also compute covariances between inputs; in classification, `link_approx="mc"` draws joint samples.
+            link_approx: Link approximation, from a Gaussian over f to probabilities: `"probit"`, `"mc"`, `"bridge"`,
+                `"bridge_norm"` or `"delta"`. Ignored by `pred_type="nn"`, which always samples.
+            n_samples: Number of Monte-Carlo samples, where samples are drawn.
+            diagonal_output: Compute variances of the outputs only, no covariances between them.
+            generator: Random generator; equal seeds give bitwise equal results.
+            fitting: In reward modelling: return preference probabilities of pairs.
             observation_noise: Add σ² to the variance (regression).
-            outputs: Which outputs are predicted: indices `[K]`, or of each row its own, `[B, K]` (with positions in the
-                network's own shape, `[B, T, K]`), or an integer K for the K largest means, the largest first. Results
-                have K in place of C, and are those of a network without the other outputs: probabilities are given
-                that y is one of the K. None for all.
-            group_size: n, with `joint`: inputs that follow each other n by n are joint, and covariances between such
-                groups are not computed.
-            **model_kwargs: For the model, with `pred_type="nn"`.
+            outputs: Which of the C outputs to predict: indices `[K]`; or indices per input, `[B, K]` (per token
+                `[B, T, K]`); or an integer K for the K largest means, in descending order. Results have K in place of
+                C, as if the network had no other outputs: probabilities are conditional on y being one of these K. None
+                for all.
+            group_size: n, with `joint`: consecutive groups of n inputs get a joint Gaussian each, without covariances
+                between groups.
+            **model_kwargs: Passed on to the model, with `pred_type="nn"`.
 
         Raises:
             NotFittedError: Before `fit`.
@@ -218,35 +218,35 @@ class Predicting(OutputSampling):
         progress_bar: bool = False,
         **model_kwargs: Any,
     ) -> Any:
-        """The predictive distribution at x as one object; each of its quantities is computed when it is first read.
+        """The predictive distribution at x as one object, whose quantities are computed when you first read them.
 
-        Of a loader, an iterator that gives one such object for every batch, as it is asked for: of `(x, y)` or of a
-        mapping with labels only the inputs are read. A quantity is to be read before the next batch, or keeps what it
-        is computed from.
+        `la.predict(x).mean`, `.variance`, `.entropy`, `.interval(0.95)`, …: see `Prediction`. Given a loader it returns
+        an iterator with one such object per batch. Batches may have labels, `(x, y)`: only the inputs are used. Read
+        what you need before the next batch, so that the memory of this one can be freed.
 
         Args:
-            x: Inputs, a tensor, tuple or mapping; or a loader, any other iterable of batches, a list among them.
-            pred_type: `"glm"`, the linearised network (Immer et al., 2021), or `"nn"`, sampled weights.
-            joint: Covariance over all inputs.
-            link_approx: One of the links of the likelihood, names in `laplace.likelihoods.links.LINKS`; `"nn"` always
-                samples.
-            n_samples: Monte-Carlo samples, of whatever is sampled.
-            diagonal_output: Only variances of the outputs.
-            generator: Source of randomness; its state is copied, so that what is drawn does not depend on the order of
-                reading, and it is advanced once.
-            local_reparameterization: With `pred_type="nn"` and a diagonal posterior: draw noise on the pre-activations
-                of linear and convolutional layers instead of weights, for every datum anew (Kingma et al., 2015).
-            outputs: Which outputs are predicted, as of `__call__`; `Prediction.outputs` names them.
-            group_size: Inputs of a group, within which covariances are with `joint`, as of `__call__`.
-            progress_bar: Show one, of a loader.
-            **model_kwargs: For the model, with `pred_type="nn"`.
+            x: Inputs of B data: a tensor, tuple or mapping. Or a loader: any other iterable of batches, e.g. a list.
+            pred_type: `"glm"`: the linearised network (Immer et al., 2021), recommended. `"nn"`: sampled weights.
+            joint: Also compute covariances between inputs.
+            link_approx: Link approximation, from a Gaussian over f to probabilities: `"probit"`, `"mc"`, `"bridge"`,
+                `"bridge_norm"` or `"delta"`. Ignored by `pred_type="nn"`, which always samples.
+            n_samples: Number of Monte-Carlo samples, where samples are drawn.
+            diagonal_output: Compute variances of the outputs only, no covariances between them.
+            generator: Random generator. Its state is copied, so that results do not depend on the order in which you
+                read quantities; it is advanced once.
+            local_reparameterization: With `pred_type="nn"` and a diagonal posterior: sample the pre-activations of
+                linear and convolutional layers instead of the weights, independently per datum (Kingma et al., 2015).
+            outputs: Which of the outputs to predict, as in `__call__`; `Prediction.outputs` gives their indices.
+            group_size: Number of inputs in a group that gets a joint Gaussian, as in `__call__`.
+            progress_bar: Show a progress bar over the batches of a loader.
+            **model_kwargs: Passed on to the model, with `pred_type="nn"`.
 
         Raises:
             NotFittedError: Before `fit`.
-            InvalidArgument: An option is not accepted, of a loader `joint` among them.
-            InvalidData: A batch of a loader holds no inputs.
-            ModelChangedError: The network was trained further after `fit`; also when a quantity is read.
-            UnsupportedError: Local reparameterisation without a diagonal posterior over sampled weights.
+            InvalidArgument: An option is not accepted, such as `joint` with a loader.
+            InvalidData: A batch of a loader has no inputs.
+            ModelChangedError: The network was trained further after `fit`; also raised when a quantity is read.
+            UnsupportedError: `local_reparameterization` without a diagonal posterior, or without `pred_type="nn"`.
         """
         request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx, outputs, group_size)
         more = {"local_reparameterization": local_reparameterization, **model_kwargs}
@@ -256,12 +256,16 @@ class Predicting(OutputSampling):
 
     @checked
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
-        """Samples of the weights, `[S, P]`; of a subnetwork `[S, all trainable parameters]`.
+        """Samples of the weights from the posterior, `[S, P]`; for a subnetwork `[S, all trainable parameters]`.
+
+        Args:
+            n_samples: S.
+            generator: Random generator; None for PyTorch's global one.
 
         Raises:
             NotFittedError: Before `fit`.
             InvalidArgument: A negative number of samples.
-            ModelChangedError: The fixed weights around a subnetwork are not those of `fit` any more.
+            ModelChangedError: The fixed weights around a subnetwork are no longer those of `fit`.
         """
         check_counts(0, n_samples=n_samples)
         check_generator(generator)
@@ -276,12 +280,15 @@ class Predicting(OutputSampling):
 
     @checked
     def functional_variance(self, Js: Tensor | Jacobian) -> Tensor:
-        """J_b P⁻¹ J_bᵀ of Jacobians `[B, C, P]`, `[B, C, C]`."""
+        """Covariances of the outputs of each datum, J_b P⁻¹ J_bᵀ, `[B, C, C]`, given Jacobians `[B, C, P]`."""
         precision = precision_before(self._predictor.posterior, "functional_variance")
         return precision.functional_variance(self._jacobian(Js))
 
     def functional_covariance(self, Js: Tensor | Jacobian) -> Tensor:
-        """J P⁻¹ Jᵀ over all data of Jacobians `[B, C, P]`, `[B·C, B·C]`, data major."""
+        """Joint covariance of the outputs of all data, J P⁻¹ Jᵀ, `[B·C, B·C]`, given Jacobians `[B, C, P]`.
+
+        Row b·C + c belongs to output c of datum b.
+        """
         precision = precision_before(self._predictor.posterior, "functional_covariance")
         return precision.functional_covariance(self._jacobian(Js))
 
@@ -295,14 +302,14 @@ class Predicting(OutputSampling):
         outputs: Given = None,
         group_size: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Mean and covariance of the linearised network's outputs, without noise, under any likelihood.
+        """Mean and covariance of the linearised network's outputs f (logits, say), without noise, for any likelihood.
 
         Args:
             x: Inputs of B data.
-            joint: Whether the covariance is of all data together.
-            diagonal_output: Only variances of the outputs.
-            outputs: Which outputs, as of `__call__`; None for all.
-            group_size: Inputs of a group, as of `__call__`; None for all.
+            joint: Also compute covariances between data.
+            diagonal_output: Compute variances of the outputs only, no covariances between them.
+            outputs: Which outputs, as in `__call__`; None for all.
+            group_size: Number of inputs in a group, as in `__call__`; None for one group of all.
 
         Returns:
             `[B, C]` with `[B, C, C]`, or with `[B, C]` (`diagonal_output`), or `[B·C]` with `[B·C, B·C]` (`joint`), or
@@ -321,7 +328,7 @@ class Predicting(OutputSampling):
 
     @checked
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
-        """Mean and variances of the latent outputs at X, `[B, C]` each, without covariances between outputs."""
+        """Mean and variances of the outputs f at X, `[B, C]` each: `predictive_moments(X, diagonal_output=True)`."""
         gaussian = self._latent(X, "diagonal")
         with autograd_mode():
             return laid_out(gaussian, self._predictor.posterior.channel_dim)

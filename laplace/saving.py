@@ -86,7 +86,7 @@ class Saved(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides a prediction but the networks' weights."""
+        """The posterior as a dictionary of tensors, numbers and strings, without the weights of the networks."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -98,19 +98,19 @@ class Saved(ABC):
         """Class and arguments by which the object is made again, as a file holds them."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the posterior to a file of safetensors, without its network; `laplace.load(path, model)` reads it.
+        """Saves the posterior to a safetensors file, without the network; `laplace.load(path, model)` reads it.
 
-        The file has class, arguments and state; no pickle. It is replaced at once: after an error, or if the process
-        dies, a former file is there as it was. A likelihood object, a backend other than the native GGN and a
-        `forward_fn` cannot be in it, and are given to `laplace.load` again.
+        The file has the class, its arguments and the state, and no pickled code. It is replaced atomically: after an
+        error or a crash the former file is intact. A likelihood object, a backend other than the native GGN and a
+        `forward_fn` cannot be saved: give them to `laplace.load` again.
 
         Args:
             path: The file.
 
         Raises:
             NotFittedError: Before `fit`.
-            UnsupportedError: A class that is not registered, or a posterior that is sharded, or that has a method or a
-                loss that was assigned; the message says what to do.
+            UnsupportedError: The class is not registered, the posterior is sharded, or one of its methods or its loss
+                was assigned; the message says what to do.
             MissingDependency: safetensors is not installed.
         """
         files.write(path, {"recipe": self._recipe, "state": self.state_dict()})

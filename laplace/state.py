@@ -40,7 +40,7 @@ class Kept(Saved, BaseLaplace):
     """A posterior over weights that is saved, loaded, moved and described; the arguments are those of `BaseLaplace`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides a prediction but the model's weights: tensors, numbers and strings only.
+        """The posterior as a dictionary of tensors, numbers and strings, without the weights of the model.
 
         Raises:
             NotFittedError: Before `fit`.
@@ -48,7 +48,7 @@ class Kept(Saved, BaseLaplace):
         return save(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a saved posterior for the same model.
+        """Replaces this posterior by a saved one of the same model, as `state_dict` returned it.
 
         Raises:
             StateError: The state belongs to another class, model, likelihood or choice of weights.
@@ -61,7 +61,7 @@ class Kept(Saved, BaseLaplace):
         return Recipe.of(self).plain()
 
     def to(self: K, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> K:
-        """Moves the posterior (and the model, as `nn.Module.to` does) to a device or dtype; returns itself."""
+        """Moves the posterior and the model to a device or dtype, in place, as `nn.Module.to`; returns itself."""
         self.set_posterior(moved_with_model(self, device, dtype))
         return self
 

@@ -168,7 +168,7 @@ def test_mixtures_come_back(weights: Any, path: Path) -> None:
     again = laplace.load(path, [grid.network(), other])
     x = grid.data()[0]
     assert torch.equal(mixture(x), again(x)) and torch.equal(mixture.weights, again.weights)
-    with pytest.raises(StateError, match="1 networks were given, it is of 2"):
+    with pytest.raises(StateError, match="1 networks were given, it has 2"):
         laplace.load(path, [other])
     with pytest.raises(StateError, match="other weights"):
         laplace.load(path, [other, grid.network()])
@@ -195,7 +195,7 @@ def test_objects_of_a_mixture_are_given_for_all_or_each(path: Path) -> None:
     x = grid.data()[0]
     assert torch.equal(mixture(x), again(x))
     assert not torch.equal(mixture(x), laplace.load(path, grid.network(), forward_fn=calls[0])(x))
-    with pytest.raises(StateError, match="1 entries, it is of 2"):
+    with pytest.raises(StateError, match="1 entries, it has 2"):
         laplace.load(path, grid.network(), forward_fn=calls[:1])
 
 
@@ -284,12 +284,12 @@ def test_an_object_is_given_again(case: str, path: Path) -> None:
 def test_objects_of_other_classes_are_refused(path: Path) -> None:
     la = grid.fitted("all", "kron", backend=NativeEF)
     la.save(path)
-    with pytest.raises(StateError, match="it was a NativeEF"):
+    with pytest.raises(StateError, match="it was saved with a NativeEF"):
         laplace.load(path, grid.network(), backend=NativeGGN)
     la = Laplace(grid.network(), Categorical(), "all", "kron")
     la.fit(grid.batches())
     la.save(path)
-    with pytest.raises(StateError, match="it was a Categorical"):
+    with pytest.raises(StateError, match="it was saved with a Categorical"):
         laplace.load(path, grid.network(), likelihood="classification")
 
 
@@ -297,7 +297,7 @@ def test_a_likelihood_object_with_other_options_is_refused(path: Path) -> None:
     la = Laplace(grid.network(), Categorical(class_weight=[1, 2, 0.5]), "all", "kron")
     la.fit(grid.batches())
     la.save(path)
-    with pytest.raises(StateError, match=r"it was a Categorical\(class_weight=\(1.0, 2.0, 0.5\)\)"):
+    with pytest.raises(StateError, match=r"it was saved with a Categorical\(class_weight=\(1.0, 2.0, 0.5\)\)"):
         laplace.load(path, grid.network(), likelihood=Categorical(class_weight=[1, 1, 0.5]))
     assert_same(la, laplace.load(path, grid.network(), likelihood=Categorical(class_weight=[1, 2, 0.5])))
 

@@ -78,7 +78,7 @@ def without_ignored(x: Inputs, y: Tensor, ignore_index: int | None) -> tuple[Inp
 
 @dataclass(frozen=True, eq=False)
 class Weighed:
-    """A batch of data that count more or less than once.
+    """A batch of weighted data.
 
     Attributes:
         batch: What the loader gave, without the weights.

@@ -35,7 +35,7 @@ class DataWeights:
 
     @classmethod
     def of(cls, weight_fn: Any, dict_key_weight: Any) -> DataWeights | None:
-        """The weights that the arguments of `fit` ask for; None where all data count once.
+        """The weights that the arguments of `fit` ask for; None if all weights are 1.
 
         Raises:
             InvalidArgument: Both are given.

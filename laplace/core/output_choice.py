@@ -116,7 +116,7 @@ class OutputChoice:
             return sigma
         if self.indices is None or not self.is_shared:
             raise InvalidArgument(
-                "outputs= of every row its own, but every output has a noise of its own: give the same indices [K] for "
+                "outputs= differs between rows, but every output has a noise of its own: give the same indices [K] for "
                 "all rows."
             )
         self._check(self.indices, len(sigma))
@@ -141,7 +141,7 @@ class OutputChoice:
             (indices >= 0) & (indices < n_outputs),
             lambda: InvalidArgument(
                 f"outputs= has indices from {int(indices.min())} to {int(indices.max())}; the network has {n_outputs} "
-                f"outputs, 0 to {n_outputs - 1}. Labels that count nowhere, such as -100, are no outputs."
+                f"outputs, 0 to {n_outputs - 1}. Ignored labels, such as -100, are no outputs."
             ),
         )
         ordered = indices.sort(-1).values

@@ -50,8 +50,9 @@ def require_none(positions: tuple[int, ...], what: str, instead: str) -> None:
     """
     if positions:
         raise UnsupportedError(
-            f"{what} takes outputs [B, C], but those of the network have positions, {list(positions)}. {instead}; or "
-            "say by forward_fn=lambda model, x: model(x)[:, t] which position t is meant, with its targets alone."
+            f"{what} takes outputs [B, C], but those of the network have positions, {list(positions)} (tokens or "
+            f"pixels). {instead}; or choose one position t by forward_fn=lambda model, x: model(x)[:, t], with its "
+            "targets only."
         )
 
 

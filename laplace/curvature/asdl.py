@@ -256,11 +256,11 @@ class AsdlInterface(CurvatureInterface):
 
     Args:
         model: The network.
-        likelihood: Its likelihood.
-        last_layer: The last layer only.
-        subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
+        last_layer: Differentiate with respect to the last layer only.
+        subnetwork_indices: Differentiate with respect to these weights only: indices of flattened parameters, `[p]`.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
     """
 
 

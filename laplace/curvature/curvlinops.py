@@ -236,11 +236,11 @@ class CurvlinopsInterface(CurvatureInterface):
 
     Args:
         model: The network.
-        likelihood: Its likelihood.
-        last_layer: The last layer only.
-        subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
+        last_layer: Differentiate with respect to the last layer only.
+        subnetwork_indices: Differentiate with respect to these weights only: indices of flattened parameters, `[p]`.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
     """
 
 
@@ -249,16 +249,17 @@ class CurvlinopsGGN(CurvlinopsInterface, PackageGGN):
 
     Args:
         model: The network.
-        likelihood: Its likelihood.
-        last_layer: The last layer only.
-        subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
+        last_layer: Differentiate with respect to the last layer only.
+        subnetwork_indices: Differentiate with respect to these weights only: indices of flattened parameters, `[p]`.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
         stochastic: The Monte-Carlo Fisher instead of the exact GGN.
-        num_samples: Targets drawn per datum.
+        num_samples: Number of targets drawn per datum, with `stochastic`.
         mc_samples: Another name of `num_samples`, which it replaces.
         generator: Source of the draws; the default is a new one with the seed of `torch.manual_seed`.
-        kfac_approx: `"expand"` or `"reduce"` (Eschenhagen et al., 2023).
+        kfac_approx: Kronecker factors of layers that share weights over tokens or pixels: `"expand"` or `"reduce"`
+            (Eschenhagen et al., 2023).
         memory_budget: Bytes of activations that vectorised passes may hold.
 
     Raises:
@@ -298,12 +299,12 @@ class CurvlinopsEF(CurvlinopsInterface, PackageInterface, EFInterface):
 
     Args:
         model: The network.
-        likelihood: Its likelihood.
-        last_layer: The last layer only.
-        subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
-        kfac_approx: `"expand"` or `"reduce"`.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
+        last_layer: Differentiate with respect to the last layer only.
+        subnetwork_indices: Differentiate with respect to these weights only: indices of flattened parameters, `[p]`.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
+        kfac_approx: Kronecker factors of layers that share weights over tokens or pixels: `"expand"` or `"reduce"`.
         memory_budget: Bytes of activations that vectorised passes may hold.
 
     Raises:

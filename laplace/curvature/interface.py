@@ -43,21 +43,23 @@ _CHOICES = ("last_layer", "subnetwork_indices")
 
 
 class CurvatureInterface:
-    """Base of all backends: Jacobians and gradients; the curvature is what a derived class adds.
+    """Base of all backends: computes Jacobians and gradients; derived classes add the curvature.
+
+    `Laplace(..., backend=cls)` takes a class. Make an object yourself for direct calls only, such as `jacobians(x)`.
 
     Args:
-        model: The network (with `last_layer` a `FeatureExtractor` around it, or the network itself).
+        model: The network; with `last_layer` it may be wrapped in a `FeatureExtractor`.
         likelihood: A name in `laplace.likelihoods.LIKELIHOODS`, e.g. `"classification"`, or a likelihood object.
         last_layer: Differentiate with respect to the last layer only.
-        subnetwork_indices: Differentiate with respect to these entries of the flattened trainable parameters.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        subnetwork_indices: Differentiate with respect to these weights only: indices of flattened parameters, `[p]`.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
 
     Attributes:
-        kind: `"ggn"`, `"ef"` or `"hessian"`: how the curvature scales with noise and temperature.
-        engine_type: Class of the engine that computes it.
-        engine_options: Names of the options of the engine that the constructor takes and the object holds.
-        synonyms: Other names of options, in the constructor alone.
+        kind: `"ggn"`, `"ef"` or `"hessian"`, which decides how the curvature scales with noise and temperature.
+        engine_type: Class of the engine that computes the curvature.
+        engine_options: Names of the engine's options that the constructor takes and the object stores.
+        synonyms: Alternative names of options in the constructor.
     """
 
     kind: str = "ggn"
@@ -95,10 +97,10 @@ class CurvatureInterface:
 
     @property
     def lossfunc(self) -> Loss:
-        """The summed loss of PyTorch: `MSELoss` or `CrossEntropyLoss`.
+        """The loss as a PyTorch module with `reduction="sum"`, e.g. `CrossEntropyLoss`.
 
-        A loss around it can be assigned, which gives it other targets, of another shape or scale: the fits that follow
-        are then of these. What is no transform of the targets is refused by them.
+        You can assign a function that calls it with transformed targets, of another shape or scale, say: later fits
+        then use these targets. A loss that does anything else is refused by the next fit.
         """
         return get_likelihood(self.likelihood).torch_loss()[0] if self._loss is None else self._loss
 
@@ -109,22 +111,22 @@ class CurvatureInterface:
 
     @property
     def assigned_loss(self) -> Loss | None:
-        """The loss that was assigned; None of classes of users, which do what they like with it."""
+        """The loss that was assigned to `lossfunc`; None for backends of your own, which may use any loss."""
         return self._loss if is_ours(type(self)) else None
 
     @cached_property
     def factor(self) -> float:
-        """Factor that makes `lossfunc` the unit negative log likelihood: ½ for regression, else 1."""
+        """Factor from `lossfunc` to the negative log likelihood at σ = T = 1: ½ for regression, else 1."""
         return get_likelihood(self.likelihood).torch_loss()[1]
 
     @property
     def params(self) -> list[Tensor]:
-        """The tensors that are differentiated: trainable ones, in `parameters()` order."""
+        """The tensors of which derivatives are taken: trainable ones, in the order of `parameters()`."""
         return [p for p in self._model.parameters() if p.requires_grad]
 
     @property
     def params_dict(self) -> dict[str, Tensor]:
-        """The tensors that are differentiated, by name, detached; all tensors of a frozen head."""
+        """The tensors of which derivatives are taken, by name, detached; for a frozen last layer all of its tensors."""
         named = dict(self._model.named_parameters())
         tensors = {name: tensor for name, tensor in named.items() if tensor.requires_grad} or named
         return {name: tensor.detach() for name, tensor in tensors.items()}
@@ -310,13 +312,13 @@ class GGNInterface(CurvatureInterface):
 
     Args:
         model: The network.
-        likelihood: Its likelihood.
-        last_layer: The last layer only.
-        subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
+        last_layer: Differentiate with respect to the last layer only.
+        subnetwork_indices: Differentiate with respect to these weights only: indices of flattened parameters, `[p]`.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
         stochastic: Replace Λ by gradients at targets drawn from the model (the Monte-Carlo Fisher).
-        num_samples: Targets drawn per datum.
+        num_samples: Number of targets drawn per datum, with `stochastic`.
     """
 
     engine_type = GGNEngine

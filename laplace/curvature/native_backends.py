@@ -16,17 +16,19 @@ class NativeGGN(GGNInterface):
 
     Args:
         model: The network.
-        likelihood: Its likelihood.
-        last_layer: The last layer only.
-        subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
+        last_layer: Differentiate with respect to the last layer only.
+        subnetwork_indices: Differentiate with respect to these weights only: indices of flattened parameters, `[p]`.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
         stochastic: Replace Λ by gradients at targets drawn from the model: the Monte-Carlo Fisher.
-        num_samples: Targets drawn per datum.
-        generator: Source of those draws; the default is a new one with the seed of `torch.manual_seed`.
-        kfac_approx: `"expand"` or `"reduce"` (Eschenhagen et al., 2023).
-        memory_budget: Bytes of output gradients held at once; results do not depend on it but by rounding.
-        max_passes: Backward passes that a batch of outputs with positions may take, one per position and output.
+        num_samples: Number of targets drawn per datum, with `stochastic`.
+        generator: Random generator of these draws; by default a new one with the seed of `torch.manual_seed`.
+        kfac_approx: Kronecker factors of layers that share weights over tokens or pixels: `"expand"` or `"reduce"`
+            (Eschenhagen et al., 2023).
+        memory_budget: Bytes of output gradients that may be stored at once; results depend on it by rounding only.
+        max_passes: Largest number of backward passes for a batch, where outputs are per token or pixel: one per
+            position and output. More raise an error.
     """
 
     engine_options = ("stochastic", "num_samples", "generator", "kfac_approx", "memory_budget", "max_passes")
@@ -61,14 +63,15 @@ class NativeEF(EFInterface):
 
     Args:
         model: The network.
-        likelihood: Its likelihood.
-        last_layer: The last layer only.
-        subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
-        kfac_approx: `"expand"` or `"reduce"`.
-        memory_budget: Bytes of output gradients held at once.
-        max_passes: Backward passes that a batch of outputs with positions may take, one per position.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
+        last_layer: Differentiate with respect to the last layer only.
+        subnetwork_indices: Differentiate with respect to these weights only: indices of flattened parameters, `[p]`.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
+        kfac_approx: Kronecker factors of layers that share weights over tokens or pixels: `"expand"` or `"reduce"`.
+        memory_budget: Bytes of output gradients that may be stored at once.
+        max_passes: Largest number of backward passes for a batch, where outputs are per token or pixel: one per
+            position. More raise an error.
     """
 
     engine_options = ("kfac_approx", "memory_budget", "max_passes")
@@ -100,13 +103,13 @@ class NativeHessian(CurvatureInterface):
 
     Args:
         model: The network.
-        likelihood: Its likelihood.
-        last_layer: The last layer only.
-        subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
+        last_layer: Differentiate with respect to the last layer only.
+        subnetwork_indices: Differentiate with respect to these weights only: indices of flattened parameters, `[p]`.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
         memory_budget: Bytes of activations that vectorised products may hold.
-        max_passes: Backward passes that a linearised prediction of outputs with positions may take.
+        max_passes: Largest number of backward passes of a linearised prediction, where outputs are per token or pixel.
     """
 
     kind = "hessian"

@@ -15,11 +15,11 @@ class PackageInterface(CurvatureInterface):
 
     Args:
         model: The network.
-        likelihood: Its likelihood.
-        last_layer: The last layer only.
-        subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
+        last_layer: Differentiate with respect to the last layer only.
+        subnetwork_indices: Differentiate with respect to these weights only: indices of flattened parameters, `[p]`.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
         memory_budget: Bytes of Jacobians, or of activations of vectorised passes, that are held at once.
 
     Raises:
@@ -48,13 +48,13 @@ class PackageGGN(PackageInterface, GGNInterface):
 
     Args:
         model: The network.
-        likelihood: Its likelihood.
-        last_layer: The last layer only.
-        subnetwork_indices: These entries only.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
+        last_layer: Differentiate with respect to the last layer only.
+        subnetwork_indices: Differentiate with respect to these weights only: indices of flattened parameters, `[p]`.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
         stochastic: The Monte-Carlo Fisher instead of the exact GGN.
-        num_samples: Targets drawn per datum.
+        num_samples: Number of targets drawn per datum, with `stochastic`.
         generator: Source of the draws; the default is a new one with the seed of `torch.manual_seed`.
         memory_budget: Bytes of Jacobians, or of activations of vectorised passes, that are held at once.
 

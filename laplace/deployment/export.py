@@ -92,7 +92,7 @@ def exported(
     """
     if options.get("group_size") not in (None, 1):
         raise UnsupportedError(
-            "group_size= of an export: a module takes batches of any size, and these are whole groups alone. Export "
+            "group_size= of an export: a module takes batches of any size, not only whole groups. Export "
             "joint=True without it, and give the module one group at a time."
         )
     example = Example.of(example_x)
@@ -104,7 +104,7 @@ def exported(
         module = any_size.module((small, large), example.names, example.batched)
     if any_size.has_noise and options.get("joint"):
         raise UnsupportedError(
-            "joint=True of what is drawn: the stored numbers are those of one datum, for all data. Leave joint away."
+            "joint=True with sampling: the module stores the random numbers of one datum, for all data. Leave it out."
         )
     for x in _compared(example, apart=any_size.has_noise):
         numbers = {"generator": draws()} if any_size.has_noise else {}

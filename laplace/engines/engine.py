@@ -85,7 +85,7 @@ class BatchSummary:
 
     Attributes:
         loss_terms: Summed unit negative log likelihood, `[1]`, or `[C]` with one noise per output.
-        n_data: Data that count, or the sum of their weights; 0-dim where a device knows it.
+        n_data: Number of data without ignored ones, or the sum of their weights; 0-dim where a device knows it.
         n_outputs: C.
     """
 
@@ -177,7 +177,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         kind: `"ggn"`, `"ef"` or `"hessian"`: how the curvature scales with noise and temperature.
         name: The name that users know.
         generator: Source of the draws of sampled curvature, or None.
-        weighs_data: Whether its sums can be of data that count more or less than once.
+        weighs_data: Whether its sums can be of weighted data.
         data_weights: How often the data of the batch that is summed count, `[B]`; None for once, see `weighing`.
         inspect: Called once, by engines that can say, with what the next batch shows, before its curvature is summed.
         show: Called once, by engines that have them, with the network's outputs at the next batch, `[B, …]`.
@@ -206,7 +206,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         return self.likelihood if self.options.loss is None else TargetsAsGiven(self.likelihood.ignore_index)
 
     def require_weighing(self, what: str) -> None:
-        """Refuses what asks for data that count more or less than once.
+        """Refuses what asks for weighted data.
 
         Args:
             what: Its name, for the message.
@@ -375,8 +375,8 @@ def require_no_positions(positions: Sequence[int], name: str) -> None:
     """
     if positions:
         raise UnsupportedError(
-            f"the network's outputs have positions, {list(positions)} besides data and channels, which {name} does "
-            "not know; let backend=NativeGGN, the default, or NativeEF compute the curvature."
+            f"the network's outputs have positions (tokens or pixels), {list(positions)} besides data and channels, "
+            f"which {name} does not support; use backend=NativeGGN, the default, or NativeEF."
         )
 
 

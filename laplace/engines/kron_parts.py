@@ -123,7 +123,7 @@ class KronParts:
         return added(a, b, self.like.dtype)
 
     def scaled(self, factor: float) -> KronParts:
-        """Sums of data that count `factor` times each."""
+        """Sums of data with the weight `factor` each."""
         thin = {key: side.scaled(factor) for key, side in self.thin.items()}
         return KronParts({key: factor * value for key, value in self.factors.items()}, self.blocks, thin)
 

@@ -78,7 +78,7 @@ class ThinFactor:
         return total.view(*self.vectors.shape[:-1], self.width)
 
     def scaled(self, factor: float) -> ThinFactor:
-        """The factor of rows that count `factor` times each."""
+        """The factor of rows that are not ignored `factor` times each."""
         return replace(self, values=factor * self.values)
 
     def joined(self, other: ThinFactor) -> ThinFactor:

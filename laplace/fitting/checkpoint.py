@@ -27,7 +27,7 @@ class Checkpoint:
 
     Attributes:
         reading: Number of the reading, from 1.
-        batches: Number of its batches that were read, those without data that count among them.
+        batches: Number of its batches that were read, those of ignored data alone among them.
         digest: Digest of these batches.
         order: States of the generators of the loader's order at the beginning of the reading.
         data_pass: State of the pass over the data.

@@ -56,7 +56,7 @@ def check_weight(weight: float) -> None:
         InvalidArgument: It is not in (0, 1].
     """
     if not 0 < weight <= 1:
-        raise InvalidArgument(f"weight={weight}; data count once, or decay**k times after k fits with a decay: (0, 1].")
+        raise InvalidArgument(f"weight={weight}; it must be in (0, 1]: 1, or decay**k after k fits with that decay.")
 
 
 def require_rereadable(loader: Iterable[Any], structure: type[Curvature]) -> None:
@@ -89,9 +89,9 @@ def warn_of_diagonals(fit: Fit, problem: Problem) -> None:
     more = f" and {len(sizes) - _NAMED} more" if len(sizes) > _NAMED else ""
     warn(
         f"hessian_structure={fit.curvature.name!r}: {share:.1%} of the random weights have no Kronecker factors and "
-        f"are held by their exact diagonal, without correlations: {', '.join(map(repr, largest[:_NAMED]))}{more}. "
-        "la.coverage() names what explains every tensor; a layer of your own that works as a known one does gets its "
-        "factors by laplace.curvature.rules.like(known, own); hessian_structure='lowrank' needs no factors.",
+        f"are stored as their exact diagonal, without correlations: {', '.join(map(repr, largest[:_NAMED]))}{more}. "
+        "la.coverage() lists how each tensor was handled; laplace.curvature.rules.like(known, own) gives factors to a "
+        "layer of your own that computes the same as a known one; hessian_structure='lowrank' needs no factors.",
         ApproximationWarning,
     )
 
@@ -108,7 +108,8 @@ def warn_of_shards() -> None:
     if ranks > 1:
         warn(
             f"this process is one of {ranks} in a group, and every process fits the data that its own loader gives: "
-            "nothing is summed over processes. With a loader of a shard (DistributedSampler), posterior, evidence and "
-            "number of data are those of the shard. Give the loader all the data, or fit in one process.",
+            "nothing is summed over processes. If its loader has a shard of them (DistributedSampler), posterior and "
+            "evidence are those of the shard alone. To sum over processes pass group=torch.distributed.group.WORLD; "
+            "otherwise give the loader all the data, or fit in one process.",
             ApproximationWarning,
         )

@@ -23,7 +23,7 @@ from laplace.structures.base import Curvature, DataPass, narrowed
 _NOTHING = 1e-9
 """Share of the data below which a count, a sum of weights that faded, is zero."""
 
-NO_DATA = "the loader gave no data that count; a Laplace approximation needs at least one datum."
+NO_DATA = "the loader gave no data, or all are ignored; a Laplace approximation needs at least one datum."
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class Fit:
     Attributes:
         curvature: Unit curvature.
         loss_terms: Summed unit negative log likelihood, `[1]`, or `[C]` with one noise per output.
-        n_data: Data seen that count; data that faded by a decay count less than one each, weighted ones their weight.
+        n_data: Number of data without ignored ones, or the sum of their weights; a `decay` multiplies it.
         n_outputs: C.
         coverage: Which layer rule or fallback explained every random parameter.
         draws: State of the engine's random numbers after the fit, which a fit of further data goes on from.
@@ -73,7 +73,7 @@ class Fit:
         )
 
     def scaled(self, factor: float) -> Fit:
-        """The fit of data that count `factor` times each.
+        """The fit of data with the weight `factor` each.
 
         Raises:
             UnsupportedError: The structure is no sum over data.
@@ -104,7 +104,7 @@ class Fit:
         if left < -_NOTHING * self.n_data:
             raise InvalidData(
                 f"{removed.n_data:g} data are to be removed, but the fit has seen {self.n_data:g}; remove only data "
-                "that were fitted, once, and with the weight that they have by now."
+                "that were fitted, once, and with their present weight."
             )
         dtype = self.loss_terms.dtype  # in which terms differ that were computed in other batches
         curvature = narrowed(self.curvature, dtype).minus(narrowed(removed.curvature, dtype), signed=signed)
@@ -211,7 +211,7 @@ def _fitted(
             raise InvalidData(NO_DATA if first is None else _read_up(structure, number))
         if first is not None and not same_count(totals.count, first.count):
             raise InvalidData(
-                f"reading {number} of the loader gave {totals.n_data} data that count, the first one {first.n_data}; "
+                f"reading {number} of the loader gave {totals.n_data} data, the first one {first.n_data}; "
                 f"hessian_structure={structure.name!r} needs the same data every time."
             )
         first, number, options = first or totals, number + 1, replace(options, first_batch=None)

@@ -106,7 +106,7 @@ def _batch_size(groups: Any, loader: DataLoader[Any], repeated: str) -> int:
 
 @dataclass(frozen=True)
 class _Shortened:
-    """The batches of a loader that count.
+    """The batches of a loader without repeated data.
 
     Attributes:
         loader: Batches.

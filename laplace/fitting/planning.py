@@ -28,16 +28,16 @@ _NAMED = 4
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes and seconds of one structure for one choice of weights.
+    """Estimated memory and time of one structure for one choice of weights.
 
     Attributes:
         weights: `"all"`, `"last_layer"` or `"subnetwork"`.
         structure: Name of the structure.
-        peak_bytes: Most memory that a fit takes above what is held before it.
-        kept_bytes: What the fitted curvature holds.
-        seconds: Of a fit to all batches, or to one where their number is unknown.
-        predict_bytes: Most memory that the first prediction takes above what is held after the fit.
-        predict_seconds: Of the first prediction of one batch, with the factorisation.
+        peak_bytes: Peak memory of the fit, on top of what is allocated before it.
+        kept_bytes: Memory of the fitted curvature.
+        seconds: Time of the fit to all batches, or to one batch if their number is unknown.
+        predict_bytes: Peak memory of the first prediction, on top of what is allocated after the fit.
+        predict_seconds: Time of the first prediction of one batch, including the factorisation.
     """
 
     weights: str
@@ -58,15 +58,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class FitPlan:
-    """Costs that `la.plan(loader)` predicts from one batch; nothing has been fitted.
+    """Estimated cost of a fit, which `la.plan(loader)` returns; nothing has been fitted. `print` shows a table.
 
-    Memory is counted from shapes and is right to a factor of two where it exceeds some tens of MiB (libraries beneath
-    take that much for themselves); seconds come from a few timed pieces and are a rough guide.
+    Memory is computed from shapes, and is right to within a factor of two above some tens of MiB. Seconds are
+    extrapolated from a few timed operations: take them as a rough guide.
 
     Attributes:
-        chosen: This posterior.
-        cheaper: Other choices whose fit takes less memory, the largest first.
-        n_batches: Number of batches, or None where the loader has no length: seconds are then those of one batch.
+        chosen: The estimate for this posterior.
+        cheaper: Estimates for other choices that need less memory, in descending order.
+        n_batches: Number of batches; None if the loader has no length, and seconds are then those of one batch.
     """
 
     chosen: Estimate
@@ -75,27 +75,27 @@ class FitPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Most memory that the fit takes above what is held before it."""
+        """Peak memory of the fit, on top of what is allocated before it."""
         return self.chosen.peak_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """Memory that the fitted curvature holds."""
+        """Memory of the fitted curvature."""
         return self.chosen.kept_bytes
 
     @property
     def seconds(self) -> float:
-        """Duration of the fit to all batches, or to one if their number is unknown."""
+        """Time of the fit to all batches, or to one batch if their number is unknown."""
         return self.chosen.seconds
 
     @property
     def predict_bytes(self) -> int:
-        """Most memory that the first prediction takes above what is held after the fit."""
+        """Peak memory of the first prediction, on top of what is allocated after the fit."""
         return self.chosen.predict_bytes
 
     @property
     def predict_seconds(self) -> float:
-        """Duration of the first prediction of one batch, with the factorisation."""
+        """Time of the first prediction of one batch, including the factorisation."""
         return self.chosen.predict_seconds
 
     def __str__(self) -> str:
@@ -171,7 +171,7 @@ def _estimate(
 def first_counted(
     loader: Iterable[Any], dict_key_y: str, device: torch.device, likelihood: Likelihood, model: nn.Module
 ) -> tuple[Inputs, Tensor]:
-    """The data that count of the first batch that has any.
+    """The data of the first batch that has any, without ignored ones.
 
     Raises:
         InvalidData: No such batch.
@@ -180,7 +180,7 @@ def first_counted(
         data = next_token.counted(batch, dict_key_y, device, likelihood, model)
         if data is not None:
             return data
-    raise InvalidData("the loader gave no data that count; a plan needs at least one datum.")
+    raise InvalidData("the loader gave no data, or all are ignored; a plan needs at least one datum.")
 
 
 def length(loader: Iterable[Any]) -> int | None:
@@ -244,8 +244,8 @@ class MemoryCheck:
         plan = make_plan(profile, self.problem, self.structure, self.options, self.n_batches)
         return OutOfMemory(
             f"a fit of subset_of_weights={plan.chosen.weights!r}, hessian_structure={plan.chosen.structure!r} would "
-            f"take {in_units(plan.peak_bytes)} more than is held now, but only {in_units(there.size)} are available "
-            f"({there.source}). {self._advice(profile, plan, there)} fit(..., check_memory=False) begins all the same."
+            f"take {in_units(plan.peak_bytes)} more than is in use now, but only {in_units(there.size)} are available "
+            f"({there.source}). {self._advice(profile, plan, there)} fit(..., check_memory=False) tries it anyway."
         )
 
     def _advice(self, profile: BatchProfile, plan: FitPlan, there: Available) -> str:

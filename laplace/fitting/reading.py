@@ -129,7 +129,7 @@ class Reading:
         )  # fmt: skip
 
     def _counted(self, batch: Any) -> tuple[Inputs, Tensor, Tensor | None] | None:
-        """Inputs and targets that count, with their weights, or None."""
+        """Inputs and targets that are not ignored, with their weights, or None."""
         problem = self.engine.problem
         return next_token.weighed(
             batch, self.options.dict_key_y, problem.device, self.engine.target_rules, problem.module

@@ -129,7 +129,7 @@ class Resumable:
         """True of a batch that the sums hold already.
 
         Args:
-            data: Inputs and targets that count, and their weights, if there are any; None where none do.
+            data: Inputs and targets that are not ignored, and their weights, if there are any; None where none do.
 
         Raises:
             InvalidData: The batches up to this one are not those of the sums.
@@ -229,4 +229,4 @@ def _sources_of(sampler: Any) -> list[torch.Generator]:
 
 
 def _irreproducible(reason: str, remedy: str) -> InvalidArgument:
-    return InvalidArgument(f"resume= needs a loader whose order can be had again, but {reason}. Give {remedy}.")
+    return InvalidArgument(f"resume= needs a loader whose order can be repeated, but {reason}. Give {remedy}.")

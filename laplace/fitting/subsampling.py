@@ -112,12 +112,14 @@ def _losses(
         bar.add(len(y))
     bar.close()
     if total is None:
-        raise InvalidData("the loader gave no data that count; a Laplace approximation needs at least one datum.")
+        raise InvalidData(
+            "the loader gave no data, or all are ignored; a Laplace approximation needs at least one datum."
+        )
     return BatchSummary(total.detach(), n_data, n_outputs), n_inputs
 
 
 def _counted(loader: Iterable[Any], engine: CurvatureEngine, dict_key_y: str) -> Iterator[tuple[int, Inputs, Tensor]]:
-    """The data that count, batch by batch, with the number of the batch."""
+    """The data that are not ignored, batch by batch, with the number of the batch."""
     device, rules = engine.problem.device, engine.target_rules
     for number, item in enumerate(loader):
         with named(f"batch {number}"):
@@ -134,7 +136,7 @@ class _Chosen:
         loader: All data.
         engine: Knows which data count.
         dict_key_y: Key of the targets.
-        chosen: Sorted places among the data that count, `[M]`.
+        chosen: Sorted places among the data that are not ignored, `[M]`.
     """
 
     loader: Iterable[Any]

@@ -30,11 +30,10 @@ if TYPE_CHECKING:
 
 
 class BaseFunctionalLaplace(ParametricLaplace):
-    """Base of Gaussian processes, Nyström and variational approximations.
+    """Base of posteriors over functions: Gaussian processes, Nyström and variational approximations.
 
-    It predicts, is tuned and is saved as every other posterior: only its precision works with kernels between data. Its
-    predictive has the name `"gp"`, and is that of the linearised network, `"glm"`, under this posterior (Immer et al.,
-    2021, equations 15 and 16). The arguments are those of `BaseLaplace`.
+    You use them like any other posterior. Internally they work with kernels between data. Their predictive is called
+    `"gp"`: the linearised network under this posterior (Immer et al., 2021, equations 15 and 16).
     """
 
     pred_types = FUNCTION_SPACE
@@ -52,17 +51,17 @@ class BaseFunctionalLaplace(ParametricLaplace):
         fitting: bool = False,
         **options: Any,
     ) -> Any:
-        """Predictive distribution at x, as of `ParametricLaplace`.
+        """Predictive distribution at x, as for `ParametricLaplace`.
 
         Args:
-            x: Inputs, a tensor, tuple or mapping.
+            x: Inputs of B data: a tensor, tuple or mapping.
             pred_type: `"gp"`.
-            joint: Covariance over all inputs.
-            link_approx: Link of classification.
-            n_samples: Monte-Carlo samples.
-            diagonal_output: Only variances of the outputs.
-            generator: Source of randomness; equal seeds give equal bits.
-            fitting: Return preference probabilities of pairs with reward modelling.
+            joint: Also compute covariances between inputs.
+            link_approx: Link approximation of classification.
+            n_samples: Number of Monte-Carlo samples.
+            diagonal_output: Compute variances of the outputs only, no covariances between them.
+            generator: Random generator; equal seeds give bitwise equal results.
+            fitting: In reward modelling: return preference probabilities of pairs.
             **options: Further options of `ParametricLaplace.__call__`.
 
         Raises:
@@ -102,10 +101,10 @@ class BaseFunctionalLaplace(ParametricLaplace):
     ) -> None:
         """Chooses the prior precision and assigns it, as `ParametricLaplace.optimize_prior_precision` does.
 
-        `method=None` is `"gridsearch"` where there is a `val_loader`, else `"marglik"`.
+        `method=None` is `"gridsearch"` if `val_loader` is given, else `"marglik"`.
 
-        With a factor on the prior of a subset (`prior_factor`) only the product of both matters, so that this tunes
-        the factor as well (Immer et al., 2021, appendix A.2.2: it is "selected on the held-out validation set").
+        Only the product of prior precision and `prior_factor` matters, so that this tunes the factor as well (Immer et
+        al., 2021, appendix A.2.2: it is "selected on the held-out validation set").
         """
         self.pred_types.kind(pred_type)
         chosen = method or (TuningMethod.MARGLIK if val_loader is None else TuningMethod.GRIDSEARCH)

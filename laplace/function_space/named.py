@@ -29,35 +29,34 @@ from laplace.tuning.tunable import SearchName
 
 
 class FunctionalLaplace(BaseFunctionalLaplace):
-    """All weights, as a Gaussian process on a subset of the data (Immer et al., 2021, equations A.5 to A.7).
+    """All weights, as a Gaussian process on a subset of M data (Immer et al., 2021, equations A.5 to A.7).
 
-    `fit` keeps the factored Jacobians of M data; the covariance between outputs is K** − K*M (K_MM + Λ⁻¹)⁻¹ K_M*, with
-    the kernel of a prior precision δ·N/M. With M = N it is the full Laplace approximation. A prediction takes the
-    Jacobians of its batch and none of the subset.
+    The kernel is K = J J'ᵀ / δ with the network's Jacobians J, the posterior covariance K** − K*M (K_MM + Λ⁻¹)⁻¹ K_M*
+    with the output Hessian Λ. Since M of N data are used, the prior precision is δ·N/M. With M = N this equals the full
+    Laplace approximation. The evidence is that of the M data under this prior.
 
-    A factored Jacobian holds the inputs of every layer with random parameters, which in a first layer are the data
-    themselves: states and pickles hold these M data, or what can be read as them.
-
-    The evidence is that of the M data under this prior.
+    Privacy: the fitted posterior stores the Jacobians of the M data in factored form, which for a first layer contain
+    the inputs. Saved states and pickles hold them too.
 
     Args:
         model: The trained network.
-        likelihood: Name or object.
-        n_subset: M.
-        sigma_noise: Observation noise.
-        prior_precision: δ, one or one per parameter tensor.
-        prior_mean: μ₀.
-        temperature: T.
-        enable_backprop: Differentiable predictions.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
+        n_subset: M, the number of data in the subset.
+        sigma_noise: σ, the standard deviation of the observation noise (regression).
+        prior_precision: δ, the inverse variance of the prior: one number, or one per parameter tensor.
+        prior_mean: μ₀, the mean of the prior.
+        temperature: T of the tempered likelihood p(y | f)^(1/T).
+        enable_backprop: Whether predictions can be differentiated with respect to the inputs.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
         backend: A GGN backend; None for the native one.
         backend_kwargs: Its options.
-        independent_outputs: A Gaussian process per output, with the diagonal of Λ: M × M kernels instead of
-            M·C × M·C.
-        seed: Of random subsets.
-        selection: `"random"`; `"top"`: largest tr Λ (Pan et al., 2020); `"leverage"`: largest tr(Λ J Jᵀ).
-        prior_factor: What δ is multiplied with, or None for N/M.
+        independent_outputs: Use one Gaussian process per output, with the diagonal of Λ: C kernels of size M × M
+            instead of one of M·C × M·C.
+        seed: Seed of the random choice of data.
+        selection: How the M data are chosen: `"random"`; `"top"`, the largest tr Λ (Pan et al., 2020); or
+            `"leverage"`, the largest tr(Λ J Jᵀ).
+        prior_factor: Factor on δ; None for N/M.
         forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
 
     Raises:
@@ -66,10 +65,10 @@ class FunctionalLaplace(BaseFunctionalLaplace):
 
     _key = ("all", "gp")
     structure = SubsetCurvature
-    n_subset = property(attrgetter("structure_options.n_subset"), doc="M.")
+    n_subset = property(attrgetter("structure_options.n_subset"), doc="M, the number of data in the subset.")
     seed = property(attrgetter("structure_options.seed"), doc="Seed of random subsets.")
     independent_outputs = property(
-        attrgetter("structure_options.independent_outputs"), doc="Whether every output is by itself."
+        attrgetter("structure_options.independent_outputs"), doc="Whether there is one Gaussian process per output."
     )
     K_MM = property(attrgetter("H"), doc="The kernel J Jᵀ of the subset, `[M·C, M·C]`.")
 
@@ -139,29 +138,27 @@ def _directions(la: ELLA) -> Tensor:
 
 
 class ELLA(BaseFunctionalLaplace):
-    """All weights, by the Nyström approximation of the kernel (Deng et al., 2022).
+    """All weights, by the Nyström approximation of the kernel: ELLA (Deng et al., 2022).
 
-    The leading k directions of the Jacobians of M data span the posterior; all data are seen through them, in a second
-    reading of the loader. Outside of the span there is no variance. Where the directions span the Jacobians of all data
-    the predictions at those are those of the full Laplace approximation.
-
-    The evidence is that of a full Laplace approximation with the curvature in the span.
+    The k leading eigenvectors of the kernel of M data define k directions in weight space. The curvature of all data is
+    then summed within their span, in a second pass over the loader. Outside the span predictions have no variance. The
+    evidence is that of a full Laplace approximation with this curvature.
 
     Args:
         model: The trained network.
-        likelihood: Name or object.
-        subsample_size: M.
-        n_eigenvalues: k.
-        sigma_noise: Observation noise.
-        prior_precision: δ, one number.
-        prior_mean: μ₀.
-        temperature: T.
-        enable_backprop: Differentiable predictions.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
+        subsample_size: M, the number of data that define the directions.
+        n_eigenvalues: k, the number of directions.
+        sigma_noise: σ, the standard deviation of the observation noise (regression).
+        prior_precision: δ, the inverse variance of the prior, one number.
+        prior_mean: μ₀, the mean of the prior.
+        temperature: T of the tempered likelihood p(y | f)^(1/T).
+        enable_backprop: Whether predictions can be differentiated with respect to the inputs.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
         backend: A GGN backend; None for the native one.
         backend_kwargs: Its options.
-        seed: Of the choice of data.
+        seed: Seed of the random choice of data.
         forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
 
     Raises:
@@ -170,11 +167,11 @@ class ELLA(BaseFunctionalLaplace):
 
     _key = ("all", "gp", "nystrom")
     structure = NystromCurvature
-    subsample_size = property(attrgetter("structure_options.subsample_size"), doc="M.")
-    n_eigenvalues = property(attrgetter("structure_options.n_eigenvalues"), doc="k.")
+    subsample_size = property(attrgetter("structure_options.subsample_size"), doc="M, the number of data.")
+    n_eigenvalues = property(attrgetter("structure_options.n_eigenvalues"), doc="k, the number of directions.")
     seed = property(attrgetter("structure_options.seed"), doc="Seed of the choice of data.")
-    dual_directions = property(_directions, doc="V, `[P, k]`.")
-    feature_gram = property(attrgetter("H"), doc="G, `[k, k]`.")
+    dual_directions = property(_directions, doc="The directions V in weight space, `[P, k]`.")
+    feature_gram = property(attrgetter("H"), doc="The curvature G within the span of the directions, `[k, k]`.")
     fit_history_: dict[str, list[Any]]
 
     def __init__(
@@ -210,17 +207,17 @@ class ELLA(BaseFunctionalLaplace):
         balanced: bool = False,
         **options: Any,
     ) -> None:
-        """Finds the directions and the curvature in their span, in two passes over the loader.
+        """Fits in two passes over the loader: first the directions, then the curvature in their span.
 
         Args:
-            train_loader: Batches, which can be read several times.
-            override: True; the directions of other data cannot be added to.
-            progress_bar: Show one for every reading.
-            val_loader: Data whose negative log predictive density is recorded in `fit_history_["val_nll"]`, with the
-                number of data seen so far in `"processed_examples"`.
-            val_steps: Batches between records; None for one at the end.
-            balanced: Whether the classes take turns in the choice of data.
-            **options: As of `ParametricLaplace.fit`; former data cannot fade.
+            train_loader: The training data, as in `ParametricLaplace.fit`; it must be readable several times.
+            override: Must be True: data cannot be added to a former fit.
+            progress_bar: Show a progress bar for each pass over the data.
+            val_loader: Validation data, whose negative log predictive density is recorded in
+                `fit_history_["val_nll"]`, with the number of training data so far in `"processed_examples"`.
+            val_steps: Number of batches between records; None for one record at the end.
+            balanced: Choose data from the classes in turn, about equally many of each.
+            **options: Further options of `ParametricLaplace.fit`, except `decay`.
 
         Raises:
             InvalidData: A batch cannot be used; the former posterior is kept, as after every error.
@@ -266,12 +263,12 @@ class ELLA(BaseFunctionalLaplace):
         `fit_history_["tuning"]`.
 
         Args:
-            tune: What is tuned, by names; or the validation data.
-            objective: What is to be best; or the candidates.
-            method: As of `ParametricLaplace.optimize_hyperparameters`.
+            tune: Names of the hyper-parameters to tune; or the validation data.
+            objective: The objective, as in `ParametricLaplace.optimize_hyperparameters`; or the candidates.
+            method: As in `ParametricLaplace.optimize_hyperparameters`.
             val_loader: Validation data.
-            grid: Values of every tuned hyper-parameter, by names; or the candidates.
-            **options: As of `ParametricLaplace.optimize_hyperparameters`.
+            grid: Values to try for each tuned hyper-parameter, by name; or the candidates.
+            **options: As in `ParametricLaplace.optimize_hyperparameters`.
 
         Raises:
             InvalidArgument: Arguments that are not accepted, or no candidate with a finite loss; the hyper-parameters

@@ -30,35 +30,37 @@ from laplace.structures.gp.subset_precision import SubsetPrecision
 
 
 class VaLLA(BaseFunctionalLaplace):
-    """All weights, by a variational posterior of M inducing outputs (after Ortega et al., 2024).
+    """All weights, by a sparse variational posterior with M inducing points: VaLLA (after Ortega et al., 2024).
 
-    The mean is the network's output; the covariance between outputs is J (δ + J_Zᵀ L Lᵀ J_Z)⁻¹ Jᵀ with a lower triangle
-    L. `fit` trains L, the prior precision, the noise and the locations by Adam on α-energies of the data and the
-    divergence from the prior. The evidence is the lower bound `elbo`.
+    The predictive mean is the network's output. The covariance between outputs is J (δ + J_Zᵀ L Lᵀ J_Z)⁻¹ Jᵀ, with the
+    Jacobians J_Z at the inducing points Z and a lower-triangular matrix L. `fit` trains L, Z, the prior precision and
+    the noise by Adam, on α-energies of the data plus the divergence from the prior. The evidence is the lower bound
+    `elbo`.
 
-    States and pickles hold the locations, which may be data, and the inputs of the layers there.
+    Privacy: saved states and pickles hold the inducing points, which may be training data, and the inputs of the layers
+    there.
 
     Args:
         model: The trained network.
-        likelihood: Name or object.
-        inducing_locations: Inputs of M data; a tensor of real numbers is trained, other inputs stay. Or `"random"`,
-            data by `seed`; or `"kmeans"`, centres of the data.
-        num_inducing: M, of a strategy.
-        inducing_classes: Which output of every location, `[M]`. None is the first; of a strategy that of the label, or
-            all in turn where the targets are no labels.
-        sigma_noise: Observation noise, where it starts.
-        prior_precision: δ, one number, where it starts.
-        prior_mean: μ₀.
-        temperature: T.
-        enable_backprop: Differentiable predictions.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
+        inducing_locations: Initial inducing points: inputs of M data; `"random"`, a random choice of training data; or
+            `"kmeans"`, cluster centres of them. A floating-point tensor is trained, other inputs stay fixed.
+        num_inducing: M, with `"random"` and `"kmeans"`.
+        inducing_classes: Index of the output that each inducing point stands for, `[M]`. None: output 0; with
+            `"random"` and `"kmeans"` the label of the datum, or all outputs in turn if the targets are no labels.
+        sigma_noise: Initial standard deviation σ of the observation noise (regression).
+        prior_precision: Initial inverse variance δ of the prior, one number.
+        prior_mean: μ₀, the mean of the prior.
+        temperature: T of the tempered likelihood p(y | f)^(1/T).
+        enable_backprop: Whether predictions can be differentiated with respect to the inputs.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
         backend: A GGN backend; None for the native one.
         backend_kwargs: Its options.
-        seed: Of the choice of locations and of samples.
-        alpha: α of the energies: 0 is the evidence lower bound, 1 the predictive density.
-        mc_softmax_samples: Samples of the energies of a likelihood without noise; 0 for the probit approximation, which
-            is of α = 1.
+        seed: Seed of the choice of inducing points and of samples.
+        alpha: α of the energies: 0 gives the evidence lower bound, 1 the predictive density.
+        mc_softmax_samples: Number of samples in the energies of a likelihood without noise; 0 for the probit
+            approximation, which needs α = 1.
         forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
 
     Raises:
@@ -67,10 +69,10 @@ class VaLLA(BaseFunctionalLaplace):
 
     _key = ("all", "gp", "variational")
     structure = VariationalCurvature
-    num_inducing = property(attrgetter("structure_options.num_inducing"), doc="M of a strategy, or None.")
-    alpha = property(attrgetter("structure_options.alpha"), doc="α.")
+    num_inducing = property(attrgetter("structure_options.num_inducing"), doc="M, if it was given.")
+    alpha = property(attrgetter("structure_options.alpha"), doc="α of the energies.")
     mc_softmax_samples = property(attrgetter("structure_options.mc_softmax_samples"), doc="Samples of the energies.")
-    seed = property(attrgetter("structure_options.seed"), doc="Seed of the choice of locations and of samples.")
+    seed = property(attrgetter("structure_options.seed"), doc="Seed of inducing points and samples.")
     fit_history_: dict[str, list[float]]
 
     def __init__(
@@ -113,23 +115,24 @@ class VaLLA(BaseFunctionalLaplace):
         learn: Sequence[str] = LEARNT,
         **options: Any,
     ) -> None:
-        """Trains the posterior, and assigns the prior precision and the noise that were learnt.
+        """Trains the posterior, and assigns the learnt prior precision and noise.
 
-        The loader is read once to count (and to choose locations), then for the training, one step of Adam a batch,
-        and once for the bound. L starts at the posterior in which every inducing output stands for N·C/M outputs.
+        The loader is read once to count the data (and to choose inducing points), then for training, with one step of
+        Adam per batch, and once more for the evidence lower bound.
 
         Args:
-            train_loader: Batches, which can be read several times.
-            override: Start anew, with L and the locations; else go on from the former ones. The hyper-parameters go on
-                from their present values in either case.
-            progress_bar: Show one for every reading.
-            iterations: Steps; 0 keeps L as it starts.
-            lr: Step size of Adam, of L, log δ, log σ² and the locations.
-            n_epochs: Readings of the data, instead of `iterations`.
-            val_loader: Data whose negative log predictive density is recorded in `fit_history_["val_nll"]`.
-            val_steps: Steps between records; None for one at the end.
+            train_loader: The training data, as in `ParametricLaplace.fit`; it must be readable several times.
+            override: Start again with new L and inducing points; False continues from the former ones. Hyper-parameters
+                continue from their present values in both cases.
+            progress_bar: Show a progress bar for each pass over the data.
+            iterations: Number of Adam steps; 0 keeps the initial L.
+            lr: Step size of Adam, for L, log δ, log σ² and the inducing points.
+            n_epochs: Number of passes over the data, instead of `iterations`.
+            val_loader: Validation data, whose negative log predictive density is recorded in
+                `fit_history_["val_nll"]`.
+            val_steps: Number of steps between records; None for one record at the end.
             learn: Which of `"prior_precision"`, `"sigma_noise"` and `"inducing_locations"` are learnt besides L.
-            **options: As of `ParametricLaplace.fit`; former data cannot fade.
+            **options: Further options of `ParametricLaplace.fit`, except `decay`.
 
         Raises:
             InvalidData: A batch cannot be used; the former posterior is kept, as after every error.
@@ -176,17 +179,17 @@ class VaLLA(BaseFunctionalLaplace):
 
     @property
     def inducing_locations(self) -> Inputs:
-        """The locations as they were trained; before `fit` what was given."""
+        """The trained inducing points; before `fit` the argument."""
         return self._trained.places.x if self.is_fitted else self.structure_options.inducing_locations
 
     @property
     def inducing_classes(self) -> Tensor | None:
-        """The output of every location, `[M]`; before `fit` what was given."""
+        """Index of the output of each inducing point, `[M]`; before `fit` the argument."""
         return self._trained.places.classes if self.is_fitted else self.structure_options.inducing_classes
 
     @property
     def L(self) -> Tensor:
-        """The lower triangle, `[M, M]`, float64."""
+        """The lower-triangular matrix L, `[M, M]`, float64."""
         return self._trained.inducing.root
 
     @property
@@ -202,7 +205,7 @@ def _bind(la: VaLLA, given: Mapping[str, Any]) -> None:
 
 
 class LLVaLLA(OfLastLayer, VaLLA):
-    """The last layer, by a variational posterior of M inducing outputs."""
+    """The last layer, by a sparse variational posterior with M inducing points."""
 
     _key = ("last_layer", "gp", "variational")
 

@@ -33,27 +33,28 @@ from laplace.predictive.latent import jacobians, shifted
 
 
 class LaplaceModel(Model, FantasizeMixin):
-    """The Gaussian process of a linearised network under its posterior, as BoTorch asks for it.
+    """A Laplace posterior as a BoTorch model: the Gaussian process of the linearised network.
 
     Example:
         model = LaplaceModel(la)
         candidate, _ = optimize_acqf(LogExpectedImprovement(model, best_f=y.max()), bounds, 1, 8, 64)
 
-    The network takes points `[B, d]` and learnt from transformed inputs and outcomes where there are transforms, which
-    have seen the training data. Predictions have gradients with respect to X whatever `la.enable_backprop` is. The
-    posterior is that of `la` at the time of each call. Covariances are summed in float64, results have the dtype of X.
+    The network must take points `[B, d]`. Predictions can be differentiated with respect to X, whatever
+    `la.enable_backprop` is. Each call uses the posterior that `la` has at that time. Covariances are summed in float64;
+    results have the dtype of X.
 
     Args:
-        la: A fitted posterior of a regression.
-        input_transform: From X to what the network takes, e.g. `Normalize`.
-        outcome_transform: From Y to what the network learnt, e.g. `Standardize`, after it was called on the data.
+        la: A fitted posterior with `likelihood="regression"`.
+        input_transform: Transform from X to the inputs that the network was trained with, e.g. `Normalize`.
+        outcome_transform: Transform from Y to the targets that the network was trained with, e.g. `Standardize`; call
+            it on the training data first.
 
     Attributes:
         la: The posterior.
 
     Raises:
-        InvalidType: `la` is no posterior of one network.
-        UnsupportedError: It is not of a regression with one noise, or one of every output.
+        InvalidType: `la` is no Laplace posterior of a single network.
+        UnsupportedError: The likelihood is not `"regression"`.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class LaplaceModel(Model, FantasizeMixin):
 
     @property
     def likelihood(self) -> Any:
-        """Distribution of the data, whose noise fantasies have too."""
+        """The likelihood of `la`, with whose noise fantasies are drawn."""
         return self.la.snapshot().likelihood
 
     @property
@@ -92,7 +93,7 @@ class LaplaceModel(Model, FantasizeMixin):
 
     @property
     def batch_shape(self) -> torch.Size:
-        """Batch dimensions of the observations it was conditioned on; none of a posterior as it was fitted."""
+        """Batch dimensions of the observations that the model was conditioned on; empty without any."""
         return torch.Size() if self._observed is None else self._observed.batch_shape
 
     def posterior(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -102,18 +103,17 @@ class LaplaceModel(Model, FantasizeMixin):
         observation_noise: bool | Tensor = False,
         posterior_transform: PosteriorTransform | None = None,
     ) -> Posterior:
-        """Joint distribution of the outputs at the q points of every batch, in one pass of the network.
+        """Joint distribution of the outputs at the q points of each batch.
 
         Args:
             X: Points, `[*batch, q, d]`.
-            output_indices: Which outputs; None for all.
-            observation_noise: Whether the noise of the likelihood is added; or variances `[*batch, 1 or q, m]` of
-                transformed outcomes, which are.
-            posterior_transform: What is made of it in the end.
+            output_indices: Indices of the outputs; None for all.
+            observation_noise: True to add the noise of the likelihood; or the variances to add, of transformed
+                outcomes, `[*batch, 1 or q, m]`.
+            posterior_transform: Transform that is applied to the result.
 
         Returns:
-            Gaussians of batch shape `[*broadcast(batch, batch_shape)]`; over transformed outcomes what the transform
-            makes of them.
+            Gaussians with batch shape `[*broadcast(batch, batch_shape)]`, mapped back by the outcome transform.
         """
         self.eval()
         X = self.transform_inputs(X)
@@ -137,14 +137,14 @@ class LaplaceModel(Model, FantasizeMixin):
             m'(x) = m(x) + k(x, X) (k(X, X) + N)⁻¹ (Y − m(X))
             k'(x, x') = k(x, x') − k(x, X) (k(X, X) + N)⁻¹ k(X, x')
 
-        Every later call computes the covariances of its points with these ones within each batch, so that it suits
-        fantasies and pending points; many observations are for a fit.
+        Use it for fantasies and pending points: every later call also computes the covariances with these n points. For
+        many observations, fit the posterior again.
 
         Args:
             X: Points, `[*batch, n, d]`.
-            Y: Posterior, `[*more, *batch, n, m]`, as observed: they are transformed here.
-            noise: Variances of transformed outcomes, in the shape of Y or one that it is broadcast from; None for σ².
-            **kwargs: None is known.
+            Y: Observed outcomes, `[*more, *batch, n, m]`, in their original units.
+            noise: Variances of the transformed outcomes, broadcast to the shape of Y; None for σ².
+            **kwargs: No others are accepted.
 
         Raises:
             InvalidArgument: An unknown argument; outcomes that do not belong to the points, or are not finite.

@@ -26,11 +26,11 @@ except ImportError as error:
 
 
 class OnlineLaplaceCallback(Callback):
-    """A callback around `laplace.OnlineLaplace`, for the module's `training_step` to take its loss from.
+    """Callback that learns prior precision and noise during training, by `laplace.OnlineLaplace`.
 
-    The object is made when training starts, the model being where it is trained. After every epoch the evidence is
-    estimated, where it is due, and logged as `"log_marginal_likelihood"`; at the end the best weights are loaded. The
-    loss holds the prior: an optimiser with a weight decay, which would be a second one, is refused.
+    Return `callback.loss(f, y)` from your `training_step`. After an epoch in which it is due, the evidence is
+    estimated, and logged as `"log_marginal_likelihood"`; at the end the best weights are loaded. The loss contains the
+    prior: optimisers with a weight decay, which would add it twice, are refused.
 
     Example:
         class Net(lightning.LightningModule):
@@ -47,12 +47,12 @@ class OnlineLaplaceCallback(Callback):
         evidence.la(x)
 
     Args:
-        likelihood: A name or a likelihood object.
-        hessian_structure: Structure of the curvature.
-        backend: Curvature backend, a class; None for the native GGN.
-        model: The network; None for the Lightning module itself, whose `forward` it then is.
-        train_loader: Data of the evidence; None for the trainer's training data.
-        **options: Further ones of `OnlineLaplace`.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
+        hessian_structure: How the curvature is approximated, as in `Laplace`.
+        backend: Class that computes the curvature; None for the native GGN.
+        model: The network; None for the Lightning module itself, by its `forward`.
+        train_loader: Data on which the evidence is estimated; None for the trainer's training data.
+        **options: Further options of `OnlineLaplace`.
 
     Attributes:
         online: The `OnlineLaplace`; None before training.
@@ -75,7 +75,7 @@ class OnlineLaplaceCallback(Callback):
         self._model, self._loader, self._options = model, train_loader, options
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
-        """The loss of a batch with the prior, 0-dim: as of `OnlineLaplace.loss`.
+        """Training objective of a batch, 0-dim: `OnlineLaplace.loss`.
 
         Raises:
             NotFittedError: Before training.
@@ -97,7 +97,7 @@ class OnlineLaplaceCallback(Callback):
         self.online = OnlineLaplace(model, loader, *self._choice, **{"group": _group(trainer), **self._options})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Moves the hyper-parameters where that is due, and logs the evidence."""
+        """Estimates the evidence and updates the hyper-parameters, if due, and logs the evidence."""
         value = None if self.online is None else self.online.step(trainer.current_epoch + 1)
         if value is not None:
             pl_module.log("log_marginal_likelihood", value)
@@ -109,9 +109,9 @@ class OnlineLaplaceCallback(Callback):
 
 
 class LaplaceCallback(Callback):
-    """A callback that fits a posterior to the trainer's training data when the fit of the network ends.
+    """Callback that fits a posterior to the trainer's training data after training, at the last weights.
 
-    It is made when training starts, and fitted at the weights that the network has at the end, the last ones.
+    Arguments are checked when training starts.
 
     Example:
         posterior = LaplaceCallback("classification", model=net, tuning={})
@@ -119,9 +119,9 @@ class LaplaceCallback(Callback):
         posterior.la(x)
 
     Args:
-        likelihood: A name or a likelihood object.
-        model: The network; None for the Lightning module itself, whose `forward` it then is.
-        train_loader: Data of the fit; None for the trainer's training data.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
+        model: The network; None for the Lightning module itself, by its `forward`.
+        train_loader: Data to fit the posterior to; None for the trainer's training data.
         tuning: Options of `la.optimize_prior_precision`, which is called after the fit: `{}` for its defaults; None to
             keep the prior.
         **options: Further arguments of `Laplace`.
@@ -174,6 +174,6 @@ def _refuse_weight_decay(trainer: Trainer) -> None:
     decays = [group.get("weight_decay", 0) for optimizer in trainer.optimizers for group in optimizer.param_groups]
     if any(decays):
         raise InvalidArgument(
-            f"the optimiser has weight_decay={max(decays)}: a second prior, beside the one whose precision follows the "
-            "evidence and which OnlineLaplaceCallback.loss holds. Make the optimiser with weight_decay=0."
+            f"the optimiser has weight_decay={max(decays)}: a second prior, besides the one that "
+            "OnlineLaplaceCallback.loss contains. Make the optimiser with weight_decay=0."
         )

@@ -36,32 +36,32 @@ _TUNING = ("marglik", None)
 
 
 class LaplaceEstimator(BaseEstimator, ABC):
-    """Base of both estimators: a network that minimises the loss with a Gaussian prior, and the posterior around it.
+    """Base of both estimators: `fit` trains a network by MAP and fits a Laplace approximation around its weights.
 
-    A built-in network is a multilayer perceptron with tanh, in float64, whose inputs are standardised by the training
-    data; other networks get X as it is, in their own dtype and on their own device. The network that was given is
-    copied before it is trained.
+    The built-in network is a multilayer perceptron with tanh, in float64, which standardises its inputs by the training
+    data. Networks of your own get X as it is, in their own dtype and on their own device, and are copied before they
+    are trained.
 
     Args:
-        module: The network: an `nn.Module`; a function of the numbers of features and of outputs that gives one; None
-            for a multilayer perceptron.
-        hidden_layer_sizes: Widths of its hidden layers.
-        trained: The module is trained already, and used as it is.
-        max_epochs: Passes over the training data, by Adam, with a cosine schedule.
-        learning_rate: Its step size at the start.
-        batch_size: Data of a batch, in training, fit and predictions.
-        prior_precision: δ of the Gaussian prior of the weights, in training and where tuning starts.
-        tune: `"marglik"`: δ, and the noise of a regression, maximise the log evidence after the fit; None: they stay.
-        subset_of_weights: As of `laplace.Laplace`; with `"all"` hidden layers are uncertain too.
-        hessian_structure: As of `laplace.Laplace`.
-        laplace_options: Further options of `laplace.Laplace`, such as `{"temperature": 0.5}`.
-        random_state: Of the initial weights, the order of the data, and samples.
+        module: The network: an `nn.Module`; or a function `module(n_features, n_outputs)` that returns one; or None
+            for the built-in multilayer perceptron.
+        hidden_layer_sizes: Widths of the hidden layers of the built-in network.
+        trained: Set it to True if `module` is trained already, to use it as it is.
+        max_epochs: Number of passes over the training data, by Adam with a cosine schedule.
+        learning_rate: Initial step size of Adam.
+        batch_size: Number of data in a batch, in training, fit and predictions.
+        prior_precision: δ, the inverse variance of the Gaussian prior, in training and at the start of the tuning.
+        tune: `"marglik"`: choose δ (and in regression the noise) by the log evidence after the fit; None: keep them.
+        subset_of_weights: As in `laplace.Laplace`; with `"all"` the hidden layers are uncertain too.
+        hessian_structure: As in `laplace.Laplace`.
+        laplace_options: Further options of `laplace.Laplace`, e.g. `{"temperature": 0.5}`.
+        random_state: Seed of the initial weights, the order of the data, and samples.
 
     Attributes:
-        la_: The posterior.
-        module_: The network.
+        la_: The posterior, a Laplace object.
+        module_: The trained network.
         n_features_in_: Number of features.
-        feature_names_in_: Their names, of a DataFrame.
+        feature_names_in_: Names of the features, if X was a DataFrame.
     """
 
     _likelihood: str
@@ -99,7 +99,7 @@ class LaplaceEstimator(BaseEstimator, ABC):
         self.random_state = random_state
 
     def log_marginal_likelihood(self) -> float:
-        """The log evidence log p(D) of y in its own units, at the hyper-parameters of the fit, in nats."""
+        """Log evidence log p(D) of the training data in nats, with y in its original units; higher is better."""
         check_is_fitted(self)
         return float(self.la_.log_marginal_likelihood()) - self._log_scale
 
@@ -200,18 +200,18 @@ class LaplaceEstimator(BaseEstimator, ABC):
 
 
 class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
-    """Classification by a network whose posterior is a Laplace approximation.
+    """Classifier: a network with a Laplace approximation, whose probabilities average over its weights.
 
     Example:
         LaplaceClassifier().fit(X, y).predict_proba(X)
 
     Args:
-        module: As of `LaplaceEstimator`, as are all others.
-        link_approx: From the Gaussian over logits to probabilities: `"probit"`, `"mc"`, `"bridge"`, ...
-        n_samples: Samples of `"mc"`.
+        module: This and all other arguments are described in `LaplaceEstimator`.
+        link_approx: Link approximation, from a Gaussian over logits to probabilities: `"probit"`, `"mc"`, `"bridge"`, …
+        n_samples: Number of Monte-Carlo samples with `link_approx="mc"`.
 
     Attributes:
-        classes_: Labels, sorted.
+        classes_: The class labels, sorted.
     """
 
     _likelihood = "classification"
@@ -252,15 +252,16 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         self.n_samples = n_samples
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> LaplaceClassifier:
-        """Trains the network, unless it is trained, and fits its posterior.
+        """Trains the network, unless `trained=True`, and fits its posterior.
 
         Args:
             X: Inputs, `[N, D]`.
             y: Labels, `[N]`.
-            sample_weight: How often every datum counts, in training, curvature and evidence, `[N]`; None for once.
+            sample_weight: Weights of the data in training, curvature and evidence, `[N]`; None for 1.
 
         Raises:
-            InvalidArgument: Less than two classes, not as many as a trained network has outputs, or wrong weights.
+            InvalidArgument: Fewer than two classes; another number of classes than a given network has outputs; or
+                weights that are not accepted.
         """
         inputs, labels, weights = self._data(X, y, sample_weight)
         check_classification_targets(labels)
@@ -272,7 +273,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         return self
 
     def predict_proba(self, X: ArrayLike) -> NDArray[Any]:
-        """Predictive probabilities of the classes, `[N, C]`, with the uncertainty of the weights."""
+        """Class probabilities, `[N, C]`, averaged over the posterior of the weights."""
         batches = self._inputs(X)
         options: dict[str, Any] = {"link_approx": self.link_approx, "n_samples": self.n_samples}
         options["generator"] = torch.Generator(next(self.module_.parameters()).device).manual_seed(0)
@@ -292,34 +293,35 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
 
 
 class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
-    """Regression by a network whose posterior is a Laplace approximation, with Gaussian noise σ.
+    """Regressor: a network with a Laplace approximation and Gaussian observation noise σ, which gives error bars.
 
-    A network that is trained here learns y standardised by the training data; `la_` is its posterior, in these units.
-    Predictions are in the units of y.
+    Unless `trained=True`, the network learns standardised targets, (y − y_mean_) / y_scale_, and `la_` is in these
+    units. Predictions of this object are in the units of y.
 
     Example:
         mean, std = LaplaceRegressor().fit(X, y).predict(X, return_std=True)
 
     Args:
-        module: As of `LaplaceEstimator`, as are all others.
+        module: This and all other arguments are described in `LaplaceEstimator`.
 
     Attributes:
-        y_mean_: Mean of y, `[C]`; 0 where a trained network was given.
-        y_scale_: Standard deviation of y, `[C]`; 1 there.
+        y_mean_: Mean of y, `[C]`; 0 with `trained=True`.
+        y_scale_: Standard deviation of y, `[C]`; 1 with `trained=True`.
     """
 
     _likelihood = "regression"
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> LaplaceRegressor:
-        """Trains the network, unless it is trained, and fits its posterior.
+        """Trains the network, unless `trained=True`, and fits its posterior.
 
         Args:
             X: Inputs, `[N, D]`.
             y: Values, `[N]` or `[N, C]`.
-            sample_weight: How often every datum counts, in training, curvature and evidence, `[N]`; None for once.
+            sample_weight: Weights of the data in training, curvature and evidence, `[N]`; None for 1.
 
         Raises:
-            InvalidArgument: y has not as many columns as a given network has outputs, or wrong weights.
+            InvalidArgument: Another number of columns of y than a given network has outputs, or weights that are not
+                accepted.
         """
         inputs, values, weights = self._data(X, y, sample_weight, multi_output=True, y_numeric=True)
         if values.ndim == 2 and values.shape[1] == 1:
@@ -336,15 +338,15 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):
     def predict(
         self, X: ArrayLike, return_std: bool = False, return_cov: bool = False
     ) -> NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]:
-        """Predictive mean `[N]`, or `[N, C]` of several outputs; with the uncertainty of an observation on request.
+        """Predictive mean of y, `[N]` or `[N, C]`; on request with its uncertainty.
 
         Args:
-            X: Inputs.
-            return_std: Also the standard deviation of y, noise included, `[N]` or `[N, C]`.
-            return_cov: Also the covariance of y between inputs, `[N, N]` or `[N, N, C]`.
+            X: Inputs, `[N, D]`.
+            return_std: Also return the standard deviation of y, noise included, `[N]` or `[N, C]`.
+            return_cov: Also return the covariance of y between inputs, `[N, N]` or `[N, N, C]`.
 
         Raises:
-            InvalidArgument: Both are asked for.
+            InvalidArgument: Both are True.
         """
         if return_std and return_cov:
             raise InvalidArgument("return_std=True and return_cov=True; ask for one of them.")

@@ -28,11 +28,11 @@ except ImportError as error:
 class LaplaceCallback(TrainerCallback):
     """A callback of the `Trainer` that fits a posterior when training ends, and saves it beside the checkpoints.
 
-    The posterior is made when training begins, so that a wrong argument stops it there and not after it. At the end it
-    is fitted to the trainer's training data at the network's weights, the best ones with `load_best_model_at_end=True`,
-    and `la.state_dict()` is saved in the output directory. The network stays in the mode that it is in. The data are a
-    pass of the trainer's loader: `dataloader_drop_last=True` leaves the last ones out. In several processes every one
-    has the posterior of all data, and the first one saves it.
+    Arguments are checked when training begins. At its end the posterior is fitted to the trainer's training data, at
+    the final weights (with `load_best_model_at_end=True` the best ones), and `la.state_dict()` is saved in the output
+    directory. The data are one pass of the trainer's loader: `dataloader_drop_last=True` drops the last ones. With
+    several processes, each gets the posterior given all data, and the first one saves it. The network stays in its
+    mode, train or eval.
 
     Example:
         posterior = LaplaceCallback(hessian_structure="lowrank_kron", subset_of_weights="all")
@@ -40,10 +40,10 @@ class LaplaceCallback(TrainerCallback):
         posterior.la(batch)
 
     Args:
-        likelihood: A name or a likelihood object.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
         tuning: Options of `la.optimize_prior_precision`, which is called after the fit: `{}` for its defaults; None to
             keep the prior.
-        filename: Name of the state in the trainer's output directory.
+        filename: Name of the saved file in the trainer's output directory.
         **options: Further arguments of `Laplace`.
 
     Attributes:

@@ -17,7 +17,7 @@ from laplace.likelihoods.checks import check_outputs, check_tensor, require_fini
 
 
 class LikelihoodFromLoss(NoiseFreeLikelihood):
-    """Base of users' own likelihoods: write three methods and a name.
+    """Base of likelihoods of your own: write three methods and a name; derivatives are by automatic differentiation.
 
     The density should be log-concave in f, as its Hessian is the output Hessian of the GGN (otherwise
     `OutputHessian.root` raises). Predictions average `inverse_link` over samples, `link_approx="mc"`; list

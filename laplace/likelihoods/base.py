@@ -24,28 +24,32 @@ from laplace.likelihoods.targets import TARGETS
 
 
 class Likelihood(ABC):
-    """p(y | f), behind the names `"regression"`, `"classification"`, … and open to users' own objects.
+    """Base of all likelihoods p(y | f): how the network's outputs f give a distribution over targets y.
+
+    The names `"regression"`, `"classification"`, … stand for objects of such classes. For one of your own, derive from
+    `LikelihoodFromLoss`. The unit negative log likelihood, below, is −log p(y | f) at σ = T = 1 without constants, i.e.
+    the usual loss: cross-entropy, or half the squared error.
 
     Attributes:
-        name: The string users write.
-        target: What predictions say of y: its variance, entropy, intervals, distributions and scores; by samples
-            unless the class has one of `laplace.likelihoods.targets`, or one of its own. A class that writes
-            `target_kind`, `"class"`, `"binary"`, `"real"` or `"other"`, has the target of that name.
+        name: Name of the likelihood, for messages and saved states.
+        target: Computes variance, entropy, intervals, distributions and scores of y from a prediction of f. By default
+            from samples; `laplace.likelihoods.targets` has others. A class may set `target_kind` instead, to
+            `"class"`, `"binary"`, `"real"` or `"other"`.
         has_noise: True if `sigma_noise` is a parameter of this likelihood.
-        links: Link approximations that `predict` accepts, names in `laplace.likelihoods.links.LINKS`; empty if E[y]
-            needs none.
-        latent_prediction: True if `la(x)` is the latent Gaussian itself, (mean, variance).
-        moment_prediction: True if `la(x)` is (E[y], Var[y]).
-        ignore_index: Label that marks data which count nowhere, or None.
-        numeric_targets: True if targets are numbers in columns, `[B, n]`: batches that are mappings may give a single
-            column as `[B]`.
-        class_targets: True if targets are labels of classes, indices `[B]` or probabilities `[B, C]`.
-        independent_outputs: True if loss and inverse link act on every output alone.
-        some_outputs: True if any K outputs alone have a likelihood of this form, so that predictions can be asked for
-            some (`outputs=`): outputs act alone, or are classes, of which y is then one of K.
-        sums_to_zero: True if rows of the output Hessian do, so that an exact GGN takes C − 1 backward passes.
-        activation: `"softmax"` or `"sigmoid"` for a likelihood that takes it of the outputs, so that outputs of which
-            the network has taken it already are refused.
+        links: Names of the link approximations that `predict` accepts, out of `laplace.likelihoods.links.LINKS`; empty
+            if E[y] needs none.
+        latent_prediction: True if `la(x)` returns mean and variance of f.
+        moment_prediction: True if `la(x)` returns E[y] and Var[y].
+        ignore_index: Label of data to be ignored, or None.
+        numeric_targets: True if targets are numbers in columns, `[B, n]`; where batches are mappings, a single column
+            may then be given as `[B]`.
+        class_targets: True if targets are class labels: indices `[B]` or probabilities `[B, C]`.
+        independent_outputs: True if loss and inverse link act on each output separately.
+        some_outputs: True if any K of the outputs have a likelihood of the same form, so that predictions can be asked
+            for some of them (`outputs=`).
+        sums_to_zero: True if the rows of the output Hessian sum to zero; an exact GGN then takes C − 1 backward passes.
+        activation: `"softmax"` or `"sigmoid"`, if the likelihood applies it to the outputs; networks that have applied
+            it already are then refused.
     """
 
     name: str
@@ -69,17 +73,17 @@ class Likelihood(ABC):
 
     @property
     def target_kind(self) -> str:
-        """Name of the kind of target."""
+        """Name of the kind of target, such as `"class"`, `"binary"` or `"real"`."""
         return self.target.kind
 
     @property
     def links(self) -> tuple[str, ...]:
-        """Names in `LINKS`."""
+        """Names of the link approximations that `predict` accepts."""
         return ()
 
     @abstractmethod
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
-        """Validates and returns targets in the form the other methods take.
+        """Checks targets, and returns them in the form that the other methods take.
 
         Args:
             f: Outputs `[B, C]`.
@@ -99,7 +103,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def hessian(self, f: Tensor, y: Tensor | None = None) -> OutputHessian:
-        """Hessian (= Fisher, for the exponential families here) with respect to f; ignored labels in y count zero."""
+        """Hessian of the unit negative log likelihood of each datum with respect to f; zero for ignored labels."""
 
     @abstractmethod
     def sample_gradients(
@@ -113,11 +117,11 @@ class Likelihood(ABC):
 
     @property
     def peer_name(self) -> Likelihood | str:
-        """The likelihood as a user's own backend takes it: a name that it knows, or the object itself."""
+        """The likelihood as it is passed to backends of your own: its name, if they know it, or this object."""
         return self
 
     def torch_loss(self) -> tuple[nn.Module, float]:
-        """PyTorch's summed loss module, and the factor that makes it the unit negative log likelihood.
+        """PyTorch's loss module with `reduction="sum"`, and its factor to the unit negative log likelihood.
 
         Raises:
             UnsupportedError: There is none.
@@ -128,24 +132,24 @@ class Likelihood(ABC):
         )
 
     def as_targets(self, values: Tensor) -> Tensor:
-        """Values `[B, C]` that were computed, with their rounding, as targets of the form that loaders give."""
+        """Computed values `[B, C]`, such as means of y, as valid targets: rounding errors are removed."""
         return values
 
     @property
     def weighs_targets(self) -> bool:
-        """True if data count by what their targets are, see `weights`."""
+        """True if data are weighted by their targets, e.g. by class weights: see `weights`."""
         return False
 
     def weights(self, y: Tensor) -> Tensor | None:
-        """Number of times that every datum counts by its checked target, `[B]`; None where all count once.
+        """Weight of every datum given its checked target, `[B]`; None if all weights are 1.
 
-        Loss, gradient and Hessian are of data that count so often; gradients at targets that are drawn have the root.
+        Loss, gradient and Hessian are multiplied by it, gradients at sampled targets by its square root.
         """
         del y
         return None
 
     def count(self, f: Tensor, y: Tensor) -> int | Tensor:
-        """Number of data that count (ignored labels do not), a 0-dim tensor where a device knows it; y is checked."""
+        """Number of data without ignored labels, or the sum of their weights; a 0-dim tensor if it is on a device."""
         weights = self.weights(y)
         if weights is not None:
             return widened(weights).sum()
@@ -159,7 +163,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def curvature_scale(self, kind: str, sigma_noise: Tensor, temperature: Tensor) -> Tensor:
-        """Factor between the unit curvature and its share of the precision, 0-dim or `[C]`.
+        """Factor s of the curvature H in the posterior precision s H + δ, 0-dim or `[C]`.
 
         Args:
             kind: `"ggn"`, `"hessian"` (1/(σ²T)) or `"ef"` (1/(σ⁴T): an outer product of gradients).
@@ -173,7 +177,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def inverse_link(self, f: Tensor) -> Tensor:
-        """Mean of the target given latents `[..., C]` (softmax, sigmoid, identity), same shape."""
+        """Mean of the target given outputs f `[..., C]` (softmax, sigmoid, identity), same shape."""
 
     @abstractmethod
     def predict(
@@ -189,9 +193,9 @@ class Likelihood(ABC):
         Args:
             mean: `[B, C]`.
             covariance: `[B, C, C]` or, for a diagonal one, `[B, C]`.
-            link: One of `links`.
-            n_samples: Samples of `link="mc"`.
-            generator: Source of randomness of `link="mc"`.
+            link: Link approximation, one of `links`.
+            n_samples: Number of samples with `link="mc"`.
+            generator: Random generator with `link="mc"`.
 
         Raises:
             UnsupportedError: This likelihood has no such link.
@@ -211,29 +215,29 @@ class Likelihood(ABC):
 
     @abstractmethod
     def predictive_nll(self, prediction: Tensor, variance: Tensor | None, y: Tensor, sigma_noise: Tensor) -> Tensor:
-        """Negative log predictive density of each datum, `[B]`: what tuning minimises on validation data.
+        """Negative log predictive density of each datum, in nats, `[B]`: what tuning minimises on validation data.
 
         Args:
             prediction: Mean of the target, `[B, C]`.
-            variance: Latent variance `[B, C]` for likelihoods with noise (σ² is added here), else None.
-            y: Checked targets (ignored labels give NaN, to be left out of the mean).
+            variance: Variance of f, `[B, C]`, for likelihoods with noise (σ² is added here), else None.
+            y: Checked targets. Ignored labels give NaN, to be left out of the mean.
             sigma_noise: 0-dim or `[C]`.
         """
 
 
 class NoiseFreeLikelihood(Likelihood):
-    """A likelihood without a noise parameter: temperature alone scales it, `sigma_noise` is not read.
+    """Base of likelihoods without observation noise: `sigma_noise` is not used.
 
     Attributes:
-        response: `"softmax"` or `"sigmoid"` where `inverse_link` is that function, for which links are made; None for
-            any other.
+        response: `"softmax"` or `"sigmoid"`, if `inverse_link` is that function; it decides which link approximations
+            are available. None for any other.
     """
 
     response: str | None = None
 
     @property
     def links(self) -> tuple[str, ...]:
-        """Those that serve the inverse link."""
+        """Names of the link approximations for this inverse link."""
         return tuple(name for name, link in LINKS.items() if link.serves(self.response))
 
     def predict(

@@ -18,15 +18,15 @@ from laplace.likelihoods.softmax import SoftmaxLikelihood
 class Categorical(SoftmaxLikelihood):
     """p(y | f) = softmax(f)_y for integer labels, Π_c softmax(f)_c^{q_c} for soft ones.
 
-    With weights of classes it is softmax(f)_y^{w_y}: the loss is `CrossEntropyLoss(weight, reduction="sum")`, and a
-    datum of class y counts w_y times in loss, curvature, evidence and number of data, as if it were given so often.
+    With class weights w it is softmax(f)_y^{w_y}: the loss is `CrossEntropyLoss(weight, reduction="sum")`, and a datum
+    of class y has the weight w_y in loss, curvature, evidence and number of data, as if it occurred w_y times.
 
     Attributes:
-        ignore_index: Label of data that count nowhere; None for no such label.
-        class_weight: w, how often data of each class count, C numbers that are at least 0; None for once.
+        ignore_index: Label of data to be ignored; None for no such label.
+        class_weight: w, weights of the C classes, at least 0; None for 1.
 
     Raises:
-        InvalidArgument: Weights that are no numbers, negative, not finite, or all zero.
+        InvalidArgument: Class weights that are no numbers, negative, not finite, or all zero.
     """
 
     name = "classification"

@@ -139,7 +139,7 @@ def check_soft_labels(f: Tensor, y: Tensor) -> Tensor:
         lambda: InvalidData(
             f"Targets {list(y.shape)} are probabilities of the classes, whose sum must be 1 in every row; sums reach "
             f"from {sums.min().item():.6g} to {sums.max().item():.6g}: give y / y.sum(-1, keepdim=True), or say by "
-            "channel_dim= which dimension of outputs with positions holds the classes."
+            "channel_dim= which dimension of the outputs holds the classes."
         ),
     )
     return (rows / sums).to(f.dtype)

@@ -99,7 +99,7 @@ class Gaussian(Likelihood):
         return 1 / (sigma.pow(4) * temperature)
 
     def inverse_link(self, f: Tensor) -> Tensor:
-        """The latent is the mean."""
+        """The outputs themselves: they are the mean of y."""
         return f
 
     def predict(

@@ -20,7 +20,7 @@ class Labels(ABC):
     @property
     @abstractmethod
     def counts(self) -> Tensor:
-        """True for the data that count, `[B]`."""
+        """True for data whose label is not ignored, `[B]`."""
 
     @property
     @abstractmethod
@@ -46,7 +46,7 @@ class HardLabels(Labels):
 
     Attributes:
         y: Checked labels, `[B]`, int64.
-        ignore_index: Label of data that count nowhere, or None.
+        ignore_index: Label of data to be ignored, or None.
         class_weights: How often data of each class count, `[C]`; None for once.
     """
 

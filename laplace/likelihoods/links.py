@@ -178,7 +178,7 @@ def _warn_of(rows: Tensor, what: str) -> None:
     if is_true(rows.any()):
         warn(
             f"link_approx='delta': the variances of {int(rows.sum())} of {len(rows)} data are too large for a "
-            f"second-order expansion at the mean, {what}; they were cut. Use link_approx='probit' or 'mc'.",
+            f"second-order expansion at the mean, {what}; they were clipped. Use link_approx='probit' or 'mc'.",
             ApproximationWarning,
         )
 

@@ -50,7 +50,7 @@ class Observed:
         return self.data_weights.to(each) @ each
 
     def count(self, f: Tensor) -> int | Tensor:
-        """Σ_b w_b of the rows that count; 0-dim where a device knows it."""
+        """Σ_b w_b of the rows that are not ignored; 0-dim where a device knows it."""
         if self.data_weights is None:
             return self.likelihood.count(f, self.y)
         ignored = self.likelihood.ignore_index

@@ -35,10 +35,10 @@ class PreferenceTarget(ClassTarget):
 
 @dataclass(frozen=True)
 class Preference(SoftmaxLikelihood):
-    """p(item y is preferred | f) = softmax(f)_y, f being the rewards of the two items of a pair.
+    """Preferences between two items: p(item y is preferred | f) = softmax(f)_y, with the rewards f of both items.
 
-    A fit sees pairs: inputs `[B, 2, …]`, outputs `[B, 2]`, targets the index of the preferred item. Single
-    items, `[B, …]`, have outputs `[B, 1]`: rewards, predicted as latents with their variance.
+    Fit it to pairs: inputs `[B, 2, …]`, outputs `[B, 2]`, targets the index of the preferred item. It predicts
+    preference probabilities of pairs, or, for single items with outputs `[B, 1]`, rewards with their variance.
     """
 
     name = "reward_modeling"

@@ -65,6 +65,6 @@ def _targets(likelihood: Likelihood, values: Tensor, y: Tensor) -> Tensor:
 def _no_transform(likelihood: Likelihood) -> UnsupportedError:
     return UnsupportedError(
         f"the lossfunc that was assigned to the backend is not the loss of likelihood={likelihood.name!r}, summed over "
-        "the data, at other targets: curvature and evidence would not be of it. Pass a likelihood object with this "
+        "the data, at other targets: curvature and evidence would not belong to it. Pass a likelihood object with this "
         "loss (docs/extending.md, A likelihood)."
     )

@@ -16,17 +16,17 @@ from laplace.parametric import ParametricLaplace
 
 
 def confidence_bound(posterior: ParametricLaplace | MixtureLaplace, x: Inputs) -> Tensor:
-    """Upper bound on the probability of the predicted class at αx for every α > 0, `[B]`, float64.
+    """Upper bound on the confidence at αx for every α > 0, however far from the data: `[B]`, float64.
 
         Σ_k π_k / (1 + Σ_{i≠c} exp(−(b_i + b_c))),    b_i = ‖μ_i‖ / √((π/8) λ_min(Σ_i)),
 
-    for the probit link, c the class that component k predicts at x, μ_i and Σ_i mean and covariance of the weights of
-    output i, its bias among them (Eschenhagen et al., 2021, theorem 2; lemma 1 for one posterior). The theorem is of
-    ReLU networks without biases, whose features scale with x, and of α → ∞. The inequality behind it,
-    |m_i| / √(1 + (π/8) C_ii) ≤ b_i, holds for any features, so that the bound does for every network at x itself.
+    for the probit link; c is the class that component k predicts at x, μ_i and Σ_i are mean and covariance of the
+    weights of output i, with its bias (Eschenhagen et al., 2021, theorem 2; lemma 1 for one posterior). The theorem
+    assumes a ReLU network without biases, whose features scale with x, and α → ∞. At x itself the bound holds for every
+    network, since |m_i| / √(1 + (π/8) C_ii) ≤ b_i for any features.
 
     Args:
-        posterior: Last-layer posterior of a classification, or a mixture of such, fitted.
+        posterior: A fitted last-layer posterior for classification, or a mixture of such.
         x: Inputs of B data.
 
     Raises:

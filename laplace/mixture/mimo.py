@@ -44,14 +44,13 @@ def mimo_outputs(model: nn.Module, x: Any, n_heads: int) -> Tensor:
     """Outputs of every head of a network with M inputs and M heads, `[B, M, C]`.
 
     Args:
-        model: Takes M inputs concatenated along dimension 1, returns `[B, M·C]`, head after head, or `[B, M, C]`.
-        x: One input `[B, D, …]`, which the network sees M times, as it predicts, or a tuple of M of them, each seen in
-            its own place, as it is trained.
+        model: Takes M inputs concatenated along dimension 1; returns `[B, M·C]`, head after head, or `[B, M, C]`.
+        x: For prediction: one input `[B, D, …]`, repeated M times. For training: a tuple of M inputs, one per head.
         n_heads: M.
 
     Raises:
-        InvalidArgument: No head.
-        InvalidData: Another number of inputs, or outputs that are not those of M heads.
+        InvalidArgument: `n_heads` is not a positive integer.
+        InvalidData: The number of inputs is not M, or the shape of the outputs does not belong to M heads.
     """
     check_counts(n_heads=n_heads)
     inputs = (x,) * n_heads if isinstance(x, Tensor) else x

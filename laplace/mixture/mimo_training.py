@@ -20,27 +20,25 @@ from laplace.likelihoods import Likelihood, get_likelihood
 
 
 class MimoBatches(CheckedConstructor):
-    """Batches on which a network with M inputs and M heads is trained, made of those of a loader.
+    """Training batches of a network with M inputs and M heads (MIMO), made from those of a loader.
 
-    Every batch `(x, y)` of B data becomes one of n = R·B rows, `((x_1, …, x_M), targets)`, with inputs `[n, D, …]` of
-    every head and targets `[n, M, …]`. The rows of a head are its data of the batch, each R times, in an order of its
-    own, so that the inputs of a row are independent of each other and the heads learn to be, too. A row repeats its
-    input with probability ρ: then all heads see the same datum there, as they do in predictions.
+    Every batch `(x, y)` of B data becomes one of n = R·B rows, `((x_1, …, x_M), targets)`, with inputs `[n, D, …]` for
+    each head and targets `[n, M, …]`. Each head gets the data of the batch, R times, in a random order of its own, so
+    that the heads become independent. With probability ρ a row has the same datum for all heads, as in prediction.
 
-    Every reading draws anew. To fit head m at the inputs of its training, with each datum once per batch, read
-    `MimoBatches(loader, M)` once: `rows = list(...)`, and fit `mimo.components[m]` with
-    `[(x, y[:, m]) for x, y in rows]`.
+    Each iteration draws new random numbers. To fit head m at the inputs of its training, iterate once,
+    `rows = list(MimoBatches(loader, M))`, and fit `mimo.components[m]` to `[(x, y[:, m]) for x, y in rows]`.
 
     Args:
-        loader: Batches `(x, y)` with x `[B, D, …]`, the targets in any form that the likelihood takes.
+        loader: Batches `(x, y)` with x `[B, D, …]` and targets in any form that the likelihood accepts.
         n_heads: M.
         input_repetition: ρ, in [0, 1].
-        batch_repetition: R; with more, a gradient is of more combinations of the same data.
-        generator: Source of randomness; the global one if None.
+        batch_repetition: R, how often a batch is repeated, in different combinations.
+        generator: Random generator; None for PyTorch's global one.
 
     Raises:
         InvalidArgument: A number is out of range, or the loader can be read only once.
-        InvalidType: No loader, or no generator.
+        InvalidType: `loader` or `generator` has another type.
     """
 
     def __init__(
@@ -105,14 +103,14 @@ def mimo_loss(f: Tensor, y: Tensor, likelihood: Likelihood | LikelihoodName = "c
 
         L(θ) = Σ_m (1/n_m) Σ_b ℓ(f_m(x_b1, …, x_bM), y_bm)
 
-    with the unit negative log likelihood ℓ (cross-entropy, or half the squared error summed over outputs) and the n_m
-    rows of head m that count, by their weights where classes have some. It is the data term of Havasi et al. (2021),
-    to which a weight decay adds the prior.
+    with the loss ℓ (cross-entropy, or half the squared error summed over outputs) and the number n_m of rows of head m
+    whose label is not ignored (with class weights: the sum of their weights). It is the loss of Havasi et al. (2021)
+    without the weight decay.
 
     Args:
-        f: Outputs of every head, `[n, M, C]`, as `mimo_outputs` gives them, with their graph.
-        y: Targets of every head, `[n, M, …]`, as `MimoBatches` gives them.
-        likelihood: A name or a likelihood object.
+        f: Outputs of every head, `[n, M, C]`, from `mimo_outputs`.
+        y: Targets of every head, `[n, M, …]`, from `MimoBatches`.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
 
     Raises:
         InvalidData: Shapes of other heads, outputs that are not finite, or targets that do not fit them.

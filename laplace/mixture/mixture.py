@@ -48,9 +48,9 @@ from laplace.weights.feature_extractor import network_of
 
 
 class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):
-    """A mixture of Laplace approximations of several networks (MoLA; Eschenhagen et al., 2021).
+    """A mixture of Laplace approximations of several networks, MoLA (Eschenhagen et al., 2021).
 
-    The arguments are those of `MixturePosterior`.
+    Its predictions average those of the components, and it is fitted, tuned and saved like a single posterior.
     """
 
     @classmethod
@@ -67,22 +67,22 @@ class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):
         weights: Literal["uniform", "evidence"] | Tensor | Sequence[float] = "uniform",
         **options: Any,
     ) -> MixtureLaplace:
-        """One network with M inputs and M heads as a mixture of M (Havasi et al., 2021; appendix F.5).
+        """A multi-input multi-output network (MIMO; Havasi et al., 2021) with M heads, as a mixture of M.
 
-        Component m is the network x ↦ f_m(x, …, x) with the rows of the last layer that make head m random, or all
-        weights. Loaders give one x per target, `[B, D, …]`, which every head sees M times, as in prediction. To fit a
-        head at the inputs that it was trained with, fit its component with batches `(x_1, …, x_M, y_m)`.
+        Component m is the network x ↦ f_m(x, …, x), with head m's rows of the last layer (or all weights) random.
+        Loaders give one x per target, `[B, D, …]`, which is repeated M times, as in prediction. To fit a head at the
+        inputs it was trained with, fit its component with batches `(x_1, …, x_M, y_m)`.
 
         Args:
-            model: Takes M inputs concatenated along dimension 1, returns `[B, M·C]`, head after head, or `[B, M, C]`.
+            model: Takes M inputs concatenated along dimension 1; returns `[B, M·C]`, head after head, or `[B, M, C]`.
             n_heads: M.
-            likelihood: As of `Laplace`.
+            likelihood: As in `Laplace`.
             subset_of_weights: `"last_layer"` or `"all"`.
-            hessian_structure: Any; full per head, as in the paper, by default.
-            last_layer_name: The layer with the heads, an `nn.Linear`; or
-            example: inputs `[B, D, …]` by which it is found.
-            weights: π, as of the class.
-            **options: Further arguments of `Laplace`; no `forward_fn`.
+            hessian_structure: As in `Laplace`; by default a full matrix per head, as in the paper.
+            last_layer_name: Name of the layer with the heads, an `nn.Linear`. If you do not give it, give
+            example: inputs `[B, D, …]`, from which the layer is determined.
+            weights: Mixture weights π, as in the class.
+            **options: Further arguments of `Laplace`, except `forward_fn`.
 
         Raises:
             InvalidArgument: No such layer, a number of outputs that M does not divide, or another subset of weights.
@@ -121,19 +121,18 @@ class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):
     ) -> Any:
         """Predictive distribution of the mixture at x: Σ_k π_k p_k(y | x) (equation 9).
 
-        With samples (`link_approx="mc"`, `pred_type="nn"`) each p_k is the mean of as many of them, which is equation 4
-        stratified by the component. Regression returns mean and variance of the mixture of the components' Gaussians,
-        by the law of total variance, in the shapes of `ParametricLaplace.__call__`.
+        Shapes are those of `ParametricLaplace.__call__`. Regression returns mean and variance of the mixture, by the
+        law of total variance. Where samples are drawn, every component has `n_samples`.
 
         Args:
-            x: Inputs, a tensor, tuple or mapping.
-            pred_type: `"glm"` or `"nn"`.
-            joint: Covariance over all inputs.
-            link_approx: One of the links of the likelihood, names in `laplace.likelihoods.links.LINKS`.
-            n_samples: Monte-Carlo samples of every component.
-            diagonal_output: Only variances of the outputs.
-            generator: Source of randomness; equal seeds give equal bits.
-            **options: Further arguments of the components' predictions: `observation_noise`, `fitting`.
+            x: Inputs of B data: a tensor, tuple or mapping.
+            pred_type: `"glm"`: the linearised networks. `"nn"`: sampled weights.
+            joint: Also compute covariances between inputs.
+            link_approx: Link approximation, as in `ParametricLaplace.__call__`.
+            n_samples: Number of Monte-Carlo samples of each component.
+            diagonal_output: Compute variances of the outputs only, no covariances between them.
+            generator: Random generator; equal seeds give bitwise equal results.
+            **options: Further options of the components' predictions: `observation_noise`, `fitting`.
 
         Raises:
             NotFittedError: Before `fit`.
@@ -171,10 +170,10 @@ class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):
         progress_bar: bool = False,
         **options: Any,
     ) -> Any:
-        """The predictive distribution of the mixture as one object, like that of a single posterior; of a loader many.
+        """The predictive distribution of the mixture as one object; for a loader, an iterator with one per batch.
 
-        The arguments, and what they raise, are those of `ParametricLaplace.predict`; of what is sampled every
-        component has `n_samples`. The weights π are those of the call.
+        Arguments and errors are those of `ParametricLaplace.predict`. Every component draws `n_samples` samples.
+        Weights π that are assigned later have no effect on the object.
         """
         request = Request(pred_type, n_samples, diagonal_output, generator, joint, link_approx)
         if is_loader(x):
@@ -192,8 +191,8 @@ class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):
         """Samples of the weights: a component with probability π_k, then a sample of its Gaussian (equation 7).
 
         Returns:
-            The component of every sample, `[S]`, and the samples of every component, `[S_k, P_k]` with Σ S_k = S, in
-            the order in which the component was chosen.
+            Index of the component of each sample, `[S]`; and a list with the samples of each component, `[S_k, P_k]`
+            with Σ S_k = S, in the order in which they were drawn.
 
         Raises:
             NotFittedError: Before `fit`.
@@ -217,7 +216,7 @@ class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):
             la.set_posterior(posterior)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all components and the weights' rule: tensors, numbers and strings only.
+        """States of all components and the rule of the weights, as tensors, numbers and strings.
 
         Raises:
             NotFittedError: Before `fit`.
@@ -225,7 +224,7 @@ class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):
         return state.save(self.components, self._rule)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a saved mixture of the same networks.
+        """Replaces this mixture by a saved one of the same networks, as `state_dict` returned it.
 
         Raises:
             StateError: It belongs to other components; nothing is changed then.
@@ -237,7 +236,7 @@ class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):
         return state.recipe(self.components)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> MixtureLaplace:
-        """Moves every component (and its model, as `nn.Module.to` does) to a device or dtype; returns itself."""
+        """Moves all components and their models to a device or dtype, in place, as `nn.Module.to`; returns itself."""
         for la in self.components:
             la.to(device, dtype)
         return self

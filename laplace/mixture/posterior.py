@@ -32,23 +32,24 @@ if TYPE_CHECKING:
 
 
 class MixturePosterior(CheckedConstructor):
-    """Posterior of the weights of several networks; `MixtureLaplace` adds predictions, tuning and state.
+    """Posterior over the weights of several networks; `MixtureLaplace` adds predictions, tuning and saving.
 
     Args:
-        components: K trained networks, whose Laplace approximations are made by the next arguments, or Laplace objects
-            over weights, fitted or not; architectures, weights and structures may differ. They are not copied.
-        likelihood: As of `Laplace`; needed for networks.
-        subset_of_weights: Random weights of the networks.
-        hessian_structure: Structure of their curvature.
-        weights: π: `"uniform"`, `"evidence"` (equation 10, at the present hyper-parameters) or numbers `[K]`.
-        **options: Further arguments of `Laplace` for the networks.
+        components: K trained networks, or K Laplace objects, fitted or not. Architectures, weights and structures may
+            differ. The objects are used as they are, not copied.
+        likelihood: As in `Laplace`; required if components are networks.
+        subset_of_weights: As in `Laplace`, if components are networks.
+        hessian_structure: As in `Laplace`, if components are networks.
+        weights: Mixture weights π: `"uniform"`, `"evidence"` (proportional to p(D | M_k), equation 10) or numbers
+            `[K]`.
+        **options: Further arguments of `Laplace`, if components are networks.
 
     Attributes:
         components: The K Laplace objects.
 
     Raises:
-        InvalidArgument: No component, one twice, likelihoods that differ, or weights that are no distribution.
-        InvalidType: Components of another type.
+        InvalidArgument: No component, the same one twice, different likelihoods, or weights that are no distribution.
+        InvalidType: A component is neither a network nor a Laplace object.
     """
 
     def __init__(
@@ -68,16 +69,16 @@ class MixturePosterior(CheckedConstructor):
 
     @property
     def n_components(self) -> int:
-        """K."""
+        """Number of components, K."""
         return len(self.components)
 
     @property
     def weights(self) -> Tensor:
-        """Mixture weights π, `[K]`, float64; by the evidence, at the present hyper-parameters.
+        """Mixture weights π, `[K]`, float64; can be assigned. With `"evidence"` at the present hyper-parameters.
 
         Raises:
-            NotFittedError: By the evidence before `fit`.
-            InvalidArgument: By the evidence of components that were fitted to different numbers of data.
+            NotFittedError: `"evidence"` before `fit`.
+            InvalidArgument: `"evidence"`, but the components were fitted to different numbers of data.
         """
         return weights_now(self._rule, self.components)
 
@@ -87,7 +88,7 @@ class MixturePosterior(CheckedConstructor):
 
     @property
     def likelihood_object(self) -> Likelihood:
-        """Distribution of the data."""
+        """The likelihood p(y | f) of all components, an object."""
         return self.components[0].likelihood_object
 
     @property
@@ -97,7 +98,7 @@ class MixturePosterior(CheckedConstructor):
 
     @property
     def prior_precision(self) -> Tensor:
-        """δ of all components.
+        """Prior precision δ that all components share; can be assigned.
 
         Raises:
             InvalidArgument: They differ.
@@ -110,7 +111,7 @@ class MixturePosterior(CheckedConstructor):
 
     @property
     def sigma_noise(self) -> Tensor:
-        """σ of all components.
+        """Observation noise σ that all components share; can be assigned.
 
         Raises:
             InvalidArgument: They differ.
@@ -123,7 +124,7 @@ class MixturePosterior(CheckedConstructor):
 
     @property
     def temperature(self) -> Tensor:
-        """T of all components.
+        """Temperature T that all components share; can be assigned.
 
         Raises:
             InvalidArgument: They differ.
@@ -157,19 +158,19 @@ class MixturePosterior(CheckedConstructor):
         """Fits every component to the same data, as `ParametricLaplace.fit` does.
 
         Args:
-            train_loader: Batches; read once, or more often, by every component.
-            override: Start anew; False adds the data to those of the former fits.
-            progress_bar: Show one, for the components and for each of them.
-            decay: With `override=False`, how often former data count from now on.
-            check_memory: Whether to refuse a fit for which memory does not suffice.
-            group: Processes that have a shard of the data each, as of `ParametricLaplace.fit`, and the same components.
-            weight_fn: How often every datum counts, as of `ParametricLaplace.fit`.
-            dict_key_weight: Key of such numbers, for mappings.
+            train_loader: The training data; read at least once per component.
+            override: Start from scratch; False adds these data to those of the former fits.
+            progress_bar: Show progress bars, over the components and within each.
+            decay: With `override=False`: factor in (0, 1] on the curvature and loss of all former data.
+            check_memory: Raise `OutOfMemory` before a fit that needs more than the free memory.
+            group: Process group, as in `ParametricLaplace.fit`; all processes have the same components.
+            weight_fn: Weights of the data, as in `ParametricLaplace.fit`.
+            dict_key_weight: Where batches are mappings: key of such weights.
 
         Raises:
             InvalidData: A batch cannot be used.
             ProcessError: Another process failed, or has other components.
-            InvalidArgument: A stream that can be read only once, or networks with different numbers of outputs. After
+            InvalidArgument: The loader can be read only once, or the networks have different numbers of outputs. After
                 every error all former posteriors are kept.
         """
         check_repeatable(train_loader, self.n_components)
@@ -197,9 +198,9 @@ class MixturePosterior(CheckedConstructor):
         each p(D | M_k) by the Laplace approximation. The mixture weights do not enter it.
 
         Args:
-            prior_precision: δ of all components to evaluate at; it is also assigned, without its graph.
-            sigma_noise: σ, likewise (regression only).
-            temperature: T, likewise.
+            prior_precision: δ to evaluate at, for all components. It is also assigned, without its graph.
+            sigma_noise: σ to evaluate at, also assigned (regression only).
+            temperature: T to evaluate at, also assigned.
 
         Raises:
             NotFittedError: Before `fit`.

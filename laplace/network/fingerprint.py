@@ -113,8 +113,8 @@ class Fingerprint:
         if self.witness is None and names:
             warn(
                 f"the attributes {names} of the network's modules differ from those at fit; whether its outputs do "
-                "(after an adapter was switched, say) is not known, since the posterior holds no data: one that was "
-                "loaded or copied never does. Put them back, or call fit again.",
+                "(after an adapter was switched, say) is not known, since the posterior has no data to compare them "
+                "at: after loading or copying it has none. Put them back, or call fit again.",
                 ModelChangedWarning,
             )
         return replace(self, seen=present)

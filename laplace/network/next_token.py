@@ -86,7 +86,7 @@ def split(batch: Any, dict_key_y: str, model: nn.Module, rules: TargetRules | No
 def counted(
     batch: Any, dict_key_y: str, device: torch.device, rules: TargetRules, model: nn.Module
 ) -> tuple[Inputs, Tensor] | None:
-    """Inputs and targets of the data of a batch that count, on a device; None if there are none.
+    """Inputs and targets of a batch, without ignored ones, on a device; None if there are none.
 
     Raises:
         InvalidData: A batch of another form.
@@ -99,9 +99,9 @@ def counted(
 def weighed(
     batch: Any, dict_key_y: str, device: torch.device, rules: TargetRules, model: nn.Module
 ) -> tuple[Inputs, Tensor, Tensor | None] | None:
-    """Inputs and targets of the data of a batch that count, with their weights, `[B]`; None if there are none.
+    """Inputs and targets of a batch, without ignored ones, with their weights, `[B]`; None if there are none.
 
-    A datum with the weight 0 is left out, whatever its numbers are. Weights are None where all data count once.
+    A datum with the weight 0 is left out, whatever its numbers are. Weights are None if all weights are 1.
 
     Raises:
         InvalidData: A batch of another form, or weights that are none.
@@ -138,9 +138,9 @@ def _moves(model: nn.Module, x: Mapping[str, Any], y: Tensor) -> bool:
             moves = None  # of this batch, which may be at fault itself
         if moves is None and _sees(x, y):
             warn(
-                "the targets under 'labels' are the inputs: every position is asked for the token that it sees. For a "
-                "model of the next token give pairs (x, y) with y = labels[:, 1:] and -100 in the last column, or a "
-                "model whose forward takes labels and returns its loss, which says where they belong.",
+                "the targets under 'labels' are the inputs: every position has its own token as target. For next-token "
+                "prediction give pairs (x, y) with y = labels[:, 1:] and -100 in the last column, or a model whose "
+                "forward takes labels and returns its loss, which shows the shift.",
                 ApproximationWarning,
             )
     return _MOVES.get(model) is True

@@ -29,7 +29,7 @@ class FitByHand:
         H: The unit curvature as it was assigned.
         structure: Structure of the curvature that it becomes.
         loss_terms: Summed unit negative log likelihood, `[1]`.
-        n_data: Number of data that count.
+        n_data: Number of data, without ignored ones.
         n_outputs: C.
         coverage: As of `Fit`, of the fit before.
         draws: As of `Fit`.

@@ -79,7 +79,7 @@ def measured(
     Args:
         posterior: The former posterior.
         train_loader: Batches.
-        progress_bar: Show one.
+        progress_bar: Show a progress bar.
         check_memory: Whether to ask first if memory holds the fit.
         go_on: Whether to use the former fit's engine, whose random draws go on.
         subset: Of how many data the curvature is; None for all.
@@ -195,12 +195,12 @@ def _require_weighing(posterior: Posterior, subset: Subset | None, weights: Data
     what = "class_weight=" if weights is None else weights.name
     if not structure.weighs_data:
         raise UnsupportedError(
-            f"{what} with hessian_structure={structure.name!r}, which chooses among data that count alike; use 'full', "
+            f"{what} with hessian_structure={structure.name!r}, which chooses among data of equal weight; use 'full', "
             "'kron', 'diag' or another structure that sums over all of them."
         )
     if weights is not None and (subset is not None or posterior.overrides(*FITTING)):
         other = "a user's _curv_closure or curvature_of" if subset is None else f"subset={subset.size}"
-        raise UnsupportedError(f"{what} with {other}, which takes data that count alike; give one of them.")
+        raise UnsupportedError(f"{what} with {other}, which takes data of equal weight; give one of them.")
 
 
 def require_held(posterior: Posterior, what: str) -> None:
@@ -215,15 +215,15 @@ def require_held(posterior: Posterior, what: str) -> None:
     """
     if posterior.choices.structure.asks_network:
         raise UnsupportedError(
-            f"{what} with hessian_structure={posterior.choices.structure.name!r}, which asks the network of the fit, "
-            "as it was, for products with all of the data; use 'kron', 'diag' or 'full', whose curvature is held."
+            f"{what} with hessian_structure={posterior.choices.structure.name!r}, which asks the network, with the "
+            "weights of the fit, for products over all data; use 'kron', 'diag' or 'full', whose curvature is stored."
         )
 
 
 def _of_one_process(subset: Subset | None) -> UnsupportedError:
     what = "the loop of a user's _curv_closure" if subset is None else f"subset={subset.size}"
     return UnsupportedError(
-        f"group= with {what}, which is of the data of one process alone; leave group at None in a process that has all "
+        f"group= with {what}, which uses the data of one process only; leave group at None in a process that has all "
         "the data, or fit without it."
     )
 
@@ -337,8 +337,8 @@ def without(
     fitting.check_weight(weight)
     if posterior.choices.backend_kwargs.get("stochastic"):
         raise UnsupportedError(
-            "backend_kwargs has stochastic=True: other targets would be drawn than those of the fit, and the "
-            "difference would be no curvature of the data that are left. Use the exact GGN, or fit them anew."
+            "backend_kwargs has stochastic=True: other targets would be drawn than in the fit, so that the difference "
+            "would not be the curvature of the remaining data. Use the exact GGN, or fit the remaining data anew."
         )
     processes, settings = Processes.of(group), {"weight": weight, "data of the former fit": former.n_data}
     sharding.check_group(processes, sharded=False, former=posterior)
@@ -356,7 +356,7 @@ def planned(posterior: Posterior, train_loader: Iterable[Any]) -> tuple[Posterio
 
     Raises:
         InvalidArgument: A loader that can be read only once: a fit would miss that batch.
-        InvalidData: No data that count.
+        InvalidData: No data, or all are ignored.
         UnsupportedError: A user's own backend or structure, which does not say what it takes.
     """
     choices, model = posterior.choices, posterior.model

@@ -127,12 +127,12 @@ class PosteriorPredictor(Predictor):
         if not likelihood.some_outputs:
             raise UnsupportedError(
                 f"outputs= with likelihood={likelihood.name!r}, which reads the outputs of a datum together: ask for "
-                "all of them. A likelihood of one's own that has this form for some outputs says some_outputs = True."
+                "all of them. A likelihood of your own allows it by some_outputs = True."
             )
         if posterior.overrides(*PREDICTIONS[1:]):  # besides `__call__`, which is not asked here
             raise UnsupportedError(
                 f"outputs= with a class that defines one of {', '.join(PREDICTIONS[1:])}, which predict all outputs: "
-                "leave it out, and take those that are asked for of the result."
+                "leave it out, and select them from the result."
             )
         return options
 

@@ -29,7 +29,8 @@ def check(posterior: Posterior, *, override: bool, sharded: bool) -> None:
     if sharded and structure.separation is None:
         raise UnsupportedError(
             f"sharded=True with hessian_structure={structure.name!r}, whose precision couples all tensors, so that "
-            "processes cannot hold them apart; use 'kron', 'ekfac', 'diag', 'block' or 'lowrank_kron', or leave it out."
+            "processes cannot store them separately; use 'kron', 'ekfac', 'diag', 'block' or 'lowrank_kron', or leave "
+            "it out."
         )
     if sharded and posterior.overrides(*POSTERIOR, *EVIDENCE):
         raise UnsupportedError(
@@ -78,7 +79,7 @@ def refuse_sharded(posterior: Posterior, what: str) -> None:
     """
     if shards_of(posterior) is not None:
         raise UnsupportedError(
-            f"{what} of a sharded posterior, of which every process holds some tensors only; fit with sharded=False, "
+            f"{what} of a sharded posterior, of which every process stores some tensors only; fit with sharded=False, "
             "or write it by laplace.checkpoint.save and load it in one process."
         )
 

@@ -86,7 +86,7 @@ def started_together(
     if len(known) > 1 and len({word.batch for word in known}) == 1:
         warn(
             f"all of the {len(known)} processes with data read the same first batch; with all data in every process "
-            f"they count {len(known)} times. Give every process a shard: DataLoader(data, sampler="
+            f"they are counted {len(known)} times. Give every process a shard: DataLoader(data, sampler="
             "DistributedSampler(data)).",
             ApproximationWarning,
         )

@@ -21,21 +21,21 @@ from laplace.predictive.posterior_outputs import MixedOutputs, PosteriorOutputs,
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prediction:
-    """The predictive distribution at B inputs; every quantity is computed when it is first read, and kept.
+    """The predictive distribution at B inputs; each quantity is computed when you first read it, and cached.
 
-    The posterior is that of the call: hyper-parameters that are set afterwards change nothing here. Quantities that
-    are drawn start from the same state of the generator, whichever is read first.
+    f are the network's outputs, y is the target. Hyper-parameters assigned after the call of `la.predict` have no
+    effect. Random quantities start from the same state of the generator, in whichever order you read them.
 
-    Of a mixture, moments are those of the mixture by the law of total variance; intervals, entropies and distributions
-    are of the mixture itself, whose components disagree by what counts as epistemic.
+    For a network with an output per token or pixel, `[B, C]` below stands for the shape of the outputs (`[B, T, C]`, or
+    `[B, C, H, W]` with `channel_dim=1`), `[B]` for one number per token or pixel, and covariances have two trailing
+    dimensions. With `outputs=` in the call, C is the number of these outputs.
 
-    Of a network with positions, what is `[B, C]` below has the shape of its outputs (`[B, T, C]`, or `[B, C, H, W]`
-    with `channel_dim=1`), what is `[B]` has one number per position, and covariances, one per position, come last.
-    Of some outputs (`outputs=`) C is their number, and the prediction is that of a network which has no others.
+    For a mixture, means and variances are those of the mixture, by the law of total variance, and so are intervals,
+    entropies and distributions; disagreement between its components is epistemic.
 
     Attributes:
-        rows: Outputs of every row (an input, or a position of one) under each component.
-        channel_dim: Where the network's outputs have their channels.
+        rows: Outputs under each component of a mixture; rows are inputs, or their tokens or pixels.
+        channel_dim: Dimension of the network's outputs that holds the C classes or values.
     """
 
     rows: MixedOutputs
@@ -53,85 +53,85 @@ class Prediction:
 
     @property
     def create_graph(self) -> bool:
-        """True if results can be differentiated, with respect to hyper-parameters or the inputs."""
+        """True if results can be differentiated with respect to hyper-parameters or inputs."""
         return self.rows.create_graph
 
     @property
     def target(self) -> Target:
-        """The target of the likelihood."""
+        """The part of the likelihood that derives mean, variance and distribution of y from those of f."""
         return self.rows.target
 
     # Latents.
 
     @property
     def outputs(self) -> Tensor | None:
-        """Indices of the outputs that were asked for, `[B, K]`, the largest first if they were; None for all."""
+        """Indices of the predicted outputs, `[B, K]` (for the K largest in descending order); None for all outputs."""
         chosen = self.rows.outputs
         return None if chosen is None else self._outputs(chosen)
 
     @property
     def latent(self) -> Gaussian:
-        """Gaussian of the network's outputs in the form that was asked for; of positions, one per row."""
+        """Gaussian distribution of the outputs f, an object with mean and covariance; one row per token or pixel."""
         return self.rows.latent
 
     @property
     def latent_mean(self) -> Tensor:
-        """Mean of the network's outputs, `[B, C]`; alone it costs one forward pass (refined: one Jacobian more)."""
+        """Mean of the outputs f, `[B, C]`. Alone it costs one forward pass; after `refine` also the Jacobian."""
         return self._outputs(self.rows.latent_mean)
 
     @property
     def latent_covariance(self) -> Tensor:
-        """Covariance of the outputs: `[B, C, C]`, `[B, C]` (`diagonal_output`) or `[B·C, B·C]` (`joint`).
+        """Covariance of the outputs f, `[B, C, C]`.
 
-        With groups of n inputs `[B/n, n·C, n·C]`.
+        With `diagonal_output` variances, `[B, C]`; with `joint` `[B·C, B·C]`, or `[B/n, n·C, n·C]` with `group_size=n`.
         """
         return laid_out(self.rows.latent, self.channel_dim, joint=self.rows.options.form == "joint")[1]
 
     @property
     def latent_variance(self) -> Tensor:
-        """Variances of the outputs, without observation noise, `[B, C]`."""
+        """Variances of the outputs f, without observation noise, `[B, C]`."""
         return self._outputs(self.rows.latent_variance)
 
     @property
     def latent_samples(self) -> Tensor:
-        """Samples of the outputs, `[S, B, C]`."""
+        """Samples of the outputs f, `[S, B, C]`, with S the `n_samples` of the call."""
         return self._outputs(self.rows.latent_samples, 1)
 
     # Targets.
 
     @property
     def mean(self) -> Tensor:
-        """Mean of the target, `[B, C]`: that of a regression, or probabilities."""
+        """Mean of the target y, `[B, C]`; in classification the class probabilities."""
         return self._outputs(self.rows.mean)
 
     @property
     def sigma_noise(self) -> Tensor:
-        """σ at the time of the call, 0-dim or `[C]`."""
+        """Standard deviation σ of the observation noise at the time of the call, 0-dim or `[C]`."""
         return self.rows.sigma_noise
 
     @property
     def probabilities(self) -> Tensor:
-        """Probabilities of the classes or labels by the link, `[B, C]`.
+        """Probabilities of the classes or labels, `[B, C]`, by the link approximation of the call.
 
         Raises:
-            UnsupportedError: The target has none (a regression, single rewards).
+            UnsupportedError: The target has none (regression, rewards of single items).
         """
         self.target.require_probabilities("probabilities", self.rows)
         return self.mean
 
     @property
     def probability_samples(self) -> Tensor:
-        """Samples of the probabilities, `[S, B, C]`: p(y | f) at `latent_samples`.
+        """Samples of the probabilities, `[S, B, C]`, which are p(y | f) at `latent_samples`.
 
         Raises:
-            UnsupportedError: The target has none.
+            UnsupportedError: The target has no probabilities.
         """
         self.target.require_probabilities("probability_samples", self.rows)
         return self._outputs(self.rows.mean_samples, 1)
 
     @lazy
     def variance(self) -> Tensor:
-        """Variance of the target, `[B, C]`: with observation noise, or p (1 − p) of an indicator.
+        """Variance of the target y, `[B, C]`, observation noise included; p (1 − p) for each class or label.
 
         Raises:
             UnsupportedError: The likelihood does not say what a prediction means for the target.
@@ -140,7 +140,7 @@ class Prediction:
 
     @lazy
     def entropy(self) -> Tensor:
-        """Entropy of the predictive distribution of the target in nats, `[B]`: of `probabilities`, or differential.
+        """Entropy of the predictive distribution of y, in nats, `[B]`; differential entropy for a real y.
 
         Raises:
             UnsupportedError: The likelihood does not say what a prediction means for the target.
@@ -149,12 +149,11 @@ class Prediction:
 
     @lazy
     def decomposition(self) -> Decomposition:
-        """Aleatoric and epistemic parts, in variances and entropies; their `mutual_information` is BALD.
+        """Aleatoric and epistemic parts of the uncertainty about y, as variances and as entropies.
 
-        Regression: exact for the Gaussian of the latents. Bernoulli: by quadrature over it. Classification: of the
-        Dirichlet with `link_approx="bridge"` and `"bridge_norm"`, else over samples of the latents. With
-        `pred_type="nn"`: over the samples (regression: their Gaussian). What is drawn comes from the `generator` of
-        `la.predict`: equal seeds give equal bits.
+        `decomposition.mutual_information` is the BALD score of active learning. Regression: exact. Bernoulli: by
+        quadrature. Classification: exact for the Dirichlet of `link_approx="bridge"` and `"bridge_norm"`, otherwise
+        from samples of f. With `pred_type="nn"`: from the samples. Equal seeds of `generator` give equal results.
 
         Raises:
             UnsupportedError: The likelihood does not say what a prediction means for the target.
@@ -163,17 +162,18 @@ class Prediction:
         return parts.map(lambda part: self._outputs(part) if part.ndim == 2 else self._inputs(part))
 
     def interval(self, level: float = 0.95, *, observation_noise: bool = True) -> tuple[Tensor, Tensor]:
-        """Central credible interval of every output, `[B, C]` each: lower and upper ends.
+        """Central credible interval: its lower and upper ends, `[B, C]` each.
 
-        Of a real target, or of f without `observation_noise`; of the *probability* of a class or label otherwise.
-        Gaussian quantiles where the latents are Gaussian (a sigmoid carries them over), else those of the samples.
+        In regression the interval is one for y, or for f without `observation_noise`; in classification it is one for
+        the *probability* of each class or label. Quantiles are Gaussian where f is Gaussian (for labels carried through
+        the sigmoid), otherwise those of the samples.
 
         Args:
-            level: Probability that the interval holds, in (0, 1).
-            observation_noise: Of the target y, not of f (regression).
+            level: Probability of the interval, in (0, 1).
+            observation_noise: Whether the interval is one for y rather than for f (regression).
 
         Raises:
-            InvalidArgument: A level that is no probability.
+            InvalidArgument: `level` is not in (0, 1).
             UnsupportedError: The likelihood does not say what a prediction means for the target.
         """
         if not 0 < level < 1:
@@ -183,24 +183,24 @@ class Prediction:
             return self._outputs(lower), self._outputs(upper)
 
     def distribution(self, of: Literal["target", "latent", "probabilities"] = "target") -> Distribution:
-        """The predictive as a distribution of PyTorch.
+        """The predictive as an object of `torch.distributions`.
 
-        | of | regression | classification | Bernoulli |
-        |---|---|---|---|
-        | `"target"` | `MultivariateNormal` (`Normal` with `diagonal_output`) with noise | `Categorical` | `Bernoulli` |
-        | `"latent"` | `MultivariateNormal` (`Normal`) of f | the same | the same |
-        | `"probabilities"` | – | `Dirichlet`, with the bridge links | – |
+        `"target"`, the distribution of y: `MultivariateNormal` with observation noise for regression (`Normal` with
+        `diagonal_output`), `Categorical` for classification, `Bernoulli` for labels.
 
-        Batch shape `[B]` (`Normal` and `Bernoulli`: `[B, C]`; with `joint` none, and events `[B·C]`), with positions
-        `[B, *positions]`, wherever the channels of the network are. Of sampled latents the Gaussians are those with
-        their moments. Of a mixture a `MixtureSameFamily` of what the components have, where that is no `Categorical` or
-        `Bernoulli`; of `Normal`, every output is a mixture of its own.
+        `"latent"`, the distribution of f: `MultivariateNormal`, or `Normal` with `diagonal_output`.
+
+        `"probabilities"`: `Dirichlet`, for classification with the links `"bridge"` and `"bridge_norm"`.
+
+        The batch shape is `[B]` (`Normal` and `Bernoulli`: `[B, C]`), or `[B, *tokens or pixels]`; with `joint` it is
+        empty, and the event shape `[B·C]`. Where f is sampled, the Gaussians have the moments of the samples. For a
+        mixture it is a `MixtureSameFamily` of the components' distributions, except for `Categorical` and `Bernoulli`.
 
         Args:
             of: `"target"`, `"latent"` or `"probabilities"`.
 
         Raises:
-            InvalidArgument: Another name.
+            InvalidArgument: `of` is another name.
             UnsupportedError: There is no such distribution for this likelihood, link or predictive.
             CurvatureError: The covariance is singular.
         """

@@ -122,7 +122,9 @@ class Predictor(ABC):
         if request.joint:
             raise InvalidArgument("joint=True is over all inputs, which a loader gives a few at a time; give a tensor.")
         if isinstance(request.outputs, Tensor) and request.outputs.ndim > 1:
-            raise InvalidArgument("outputs= of every row are of one batch; of a loader give indices [K], or a number.")
+            raise InvalidArgument(
+                "outputs= with indices per row fits one batch only; for a loader give indices [K], or a number."
+            )
         return self._streamed(loader, request, DataBar("predict", loader, shown=progress_bar), more)
 
     def _streamed(

@@ -38,7 +38,7 @@ class Data(Protocol):
 
     @property
     def n_data(self) -> float:
-        """Number of data that count."""
+        """Number of data, without ignored ones."""
         ...
 
     def push(self, vector: Tensor) -> list[Tensor]:

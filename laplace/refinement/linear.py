@@ -76,7 +76,7 @@ class LinearData:
         progress_bar: Whether to show one.
 
     Raises:
-        InvalidData: No data that count, or a batch that cannot be used.
+        InvalidData: No data, or all are ignored, or a batch that cannot be used.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class LinearData:
             bar.add(len(batch.f))
         bar.close()
         if not self.batches:
-            raise InvalidData("the loader gave no data that count; a refinement needs those of the fit.")
+            raise InvalidData("the loader gave no data, or all are ignored; a refinement needs those of the fit.")
 
     @property
     def n_data(self) -> float:

@@ -71,7 +71,7 @@ def minimise(
         precondition: An approximate inverse of the Hessian, symmetric and positive definite.
         tolerance: Largest `Minimum.distance` that counts as converged.
         max_steps: Newton steps.
-        progress_bar: Show one.
+        progress_bar: Show a progress bar.
     """
     at, values = start, [function.value(start)]
     gradient = function.gradient(at)

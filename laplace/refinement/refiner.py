@@ -32,7 +32,7 @@ class RefineOptions:
         tolerance: None for what the precision of the numbers allows.
         n_samples: Points of the expectations of softmax likelihoods.
         generator: Their source.
-        progress_bar: Show one.
+        progress_bar: Show a progress bar.
 
     Raises:
         InvalidArgument: Options that are not accepted.
@@ -103,7 +103,7 @@ class Refiner(ABC, Generic[S]):
         if posterior.map_fit.is_weighed:
             raise UnsupportedError(
                 "the fit has data with weights of their own (weight_fn=, dict_key_weight=), which a refinement does "
-                "not know; weigh classes by the likelihood, Categorical(class_weight=...), which it does."
+                "not support; for class weights use Categorical(class_weight=...), which it supports."
             )
         self.posterior = posterior
         self.engine: GGNEngine = engine
@@ -121,7 +121,7 @@ class Refiner(ABC, Generic[S]):
         seen = self.posterior.map_fit.n_data
         if not same_count(n_data, seen):
             raise InvalidData(
-                f"the loader gave {n_data:g} data that count, the fit has seen {seen:g}; a refinement replaces the fit "
+                f"the loader gave {n_data:g} data, the fit has seen {seen:g}; a refinement replaces the fit "
                 "and needs all of its data."
             )
 

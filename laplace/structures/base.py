@@ -149,23 +149,23 @@ class NoOptions:
 
 
 class Curvature(ABC):
-    """Unit curvature H of the data seen so far, in one structure; a frozen dataclass.
+    """Base of all structures: the curvature H of the data so far, at σ = T = 1; a frozen dataclass.
 
     Attributes:
-        name: What users call it.
+        name: Name of the structure, as in `hessian_structure=`.
         options: Class of its options, whose fields are the keys of `structure_kwargs`.
-        n_passes: How many times the data are read, at least.
-        exact_prior: Whether a prior that varies within a tensor is added as it is, and not in an eigenbasis.
-        tail: Largest absolute eigenvalue that was seen and left out; 0 where nothing is.
+        n_passes: Smallest number of passes over the data.
+        exact_prior: Whether a prior that varies within a tensor is added exactly, not by its diagonal in an eigenbasis.
+        tail: Largest absolute eigenvalue that was computed and left out; 0 if none was.
         exact_ggn: True if it is of Jacobians and exact output Hessians, which backends of other curvature lack.
         needs_columns: Whether it is of factors of outer products, which curvature known by its products alone lacks.
-        weighs_data: Whether it can be of data that count more or less than once.
+        weighs_data: Whether data can have weights.
         weighed: Whether noise and temperature scale it in the precision, and not in the bound of the evidence alone.
         is_diagonal: Whether the posterior's variances say everything of it.
         is_variational: Whether a variational posterior can have this structure: its precision is any that is a sum of
             curvature and prior.
         refined_by_kernels: Whether a refinement is over the outputs of the data that it holds, and not over weights.
-        by_hand: Form in which users assign it and sum it up themselves; None where they cannot.
+        by_hand: Form in which it can be assigned and summed in a loop of your own; None if it cannot.
         separation: How it is taken apart by tensors; None where they are coupled.
         is_wide: Whether its sums are float64 whatever the dtype of the posterior, in which `la.H` shows them.
         asks_network: Whether its precisions ask the network of the fit for products: they take an `engine` then.
@@ -209,7 +209,7 @@ class Curvature(ABC):
 
     @classmethod
     def check(cls, layout: Layout, options: Any) -> None:
-        """Refuses a choice that cannot be held, before any data are read.
+        """Refuses a choice that needs too much memory, before any data are read.
 
         Args:
             layout: The random parameter tensors.
@@ -256,7 +256,7 @@ class Curvature(ABC):
         """Curvature of both sets of data."""
 
     def scaled(self: C, factor: float) -> C:
-        """The curvature of data that count `factor` times each.
+        """The curvature multiplied by a factor, as by `decay`.
 
         Raises:
             UnsupportedError: The structure is no sum over data.
@@ -279,7 +279,8 @@ class Curvature(ABC):
     def _no_sum(self, verb: str) -> UnsupportedError:
         return UnsupportedError(
             f"curvature of structure {self.name!r} is no sum over data and cannot be {verb}; use "
-            "hessian_structure='diag', 'kron', 'block' or 'full', or fit the data that are to count with override=True."
+            "hessian_structure='diag', 'kron', 'block' or 'full', or fit the data that you want to keep with "
+            "override=True."
         )
 
     @property
@@ -349,11 +350,11 @@ class Curvature(ABC):
         return None
 
     def forms(self) -> tuple[str, ...]:
-        """Form in which each tensor's block is held, in words; empty where there is only one."""
+        """Form in which each tensor's block is stored, in words; empty if there is only one form."""
         return ()
 
     def public(self) -> Any:
-        """H as users see it in `la.H`."""
+        """H as it is shown in `la.H`."""
         return self
 
 

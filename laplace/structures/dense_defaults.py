@@ -81,7 +81,7 @@ class DenseDefaults(Curvature):
             _told.add(type(self))
             warn(
                 f"{missing}: it follows from dense matrices of {n_params:,} × {n_params:,} numbers, which is slow. "
-                f"{remedy}. Of other methods that it lacks nothing more is said.",
+                f"{remedy}. Further missing methods are not reported.",
                 SlowWarning,
             )
 
@@ -122,7 +122,7 @@ class DenseDefaults(Curvature):
             raise UnsupportedError(
                 f"hessian_structure={self.name!r} has no {method} of its own, and its fields are no sums over data: "
                 f"their multiples are not those of its matrix. Write {method} of {type(self).__name__}, or fit the "
-                "data that are to count with override=True."
+                "data that you want to keep with override=True."
             )
 
     @classmethod

@@ -154,9 +154,9 @@ class MatrixFreeCurvature(Curvature):
             return NotImplemented
         if not torch.equal(self.mean, other.mean):
             raise UnsupportedError(
-                "hessian_structure='matrix_free' asks the network for products, and its weights are not those of the "
-                "former fit any more, at which that curvature was. Fit all data together with override=True, or use "
-                "hessian_structure='kron', 'diag' or 'full', whose curvature is held."
+                "hessian_structure='matrix_free' asks the network for products, and its weights are no longer those of "
+                "the former fit. Fit all data together with override=True, or use hessian_structure='kron', 'diag' or "
+                "'full', whose curvature is stored."
             )
         factors = None if self.factors is None or other.factors is None else self.factors + other.factors
         return replace(self, factors=factors, data=(*self.data, *other.data))
@@ -195,8 +195,8 @@ class MatrixFreeCurvature(Curvature):
     def _system(self, engine: CurvatureEngine | None) -> System:
         if engine is None:
             raise UnsupportedError(
-                "curvature of hessian_structure='matrix_free' is known by products that a network is asked for; ask "
-                "the posterior (la.posterior(), la.evidence()) for its precision."
+                "curvature of hessian_structure='matrix_free' is known only through products, which the network "
+                "computes; take its precision from the posterior (la.posterior(), la.evidence())."
             )
         return self._recent(engine, lambda: self._made(engine))
 

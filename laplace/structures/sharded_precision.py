@@ -35,7 +35,7 @@ _INSTEAD = "ask for la.posterior_variance, la.sample or la(x)"
 def apart(what: str, instead: str) -> UnsupportedError:
     """The error of what no process could compute from its own tensors."""
     return UnsupportedError(
-        f"{what} of a sharded posterior, of which every process holds some tensors only: {instead}; or fit with "
+        f"{what} of a sharded posterior, of which every process stores some tensors only: {instead}; or fit with "
         "sharded=False."
     )
 

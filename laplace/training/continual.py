@@ -48,12 +48,12 @@ from laplace.tuning.optimise import minimise
 
 @dataclass(frozen=True)
 class TaskFit:
-    """Fit to the data of one task at the network's present weights θ_t, beside the posterior of former tasks.
+    """Fit to the data of one task at the network's present weights θ_t; the former posterior is not changed yet.
 
     Attributes:
-        former: The posterior of the former tasks, or a posterior that is not fitted: the prior.
-        fit: The task's own curvature and loss.
-        posterior: The posterior after the task, a copy of the former one with the task added.
+        former: The posterior of the former tasks; not fitted before the first task.
+        fit: Curvature and loss of this task alone.
+        posterior: The posterior after the task: a copy of the former one with the task added.
     """
 
     former: ParametricLaplace
@@ -62,12 +62,12 @@ class TaskFit:
 
     @classmethod
     def of(cls, la: ParametricLaplace, train_loader: Iterable[Any], *, progress_bar: bool = False) -> TaskFit:
-        """Measures a task's data; the posterior is left as it is.
+        """Fits a task; the posterior `la` is not changed.
 
         Args:
             la: The posterior of the former tasks.
-            train_loader: The task's data.
-            progress_bar: Show one.
+            train_loader: Data of the task.
+            progress_bar: Show a progress bar.
 
         Raises:
             InvalidData: A batch cannot be used.
@@ -82,11 +82,11 @@ class TaskFit:
 
         log p(D_t | D_<t) ≈ log p(D_t | θ_t) − ½ (log det P_t − log det P_{t−1} + Δᵀ P_{t−1} Δ),   Δ = θ_t − θ_{t−1}
 
-        is equation 6 of Daxberger et al. (2021) with the former posterior for a prior, the normaliser of their equation
+        is equation 6 of Daxberger et al. (2021) with the former posterior as prior, the normaliser of their equation
         15. For the first task it is the log evidence of the fit.
 
         Args:
-            prior_precision: δ, `[1]`, `[n_tensors]` or `[P]`, of which P_t and P_{t−1} are made; None for the present.
+            prior_precision: δ in P_t and P_{t−1}, `[1]`, `[n_tensors]` or `[P]`; None for the present one.
         """
         delta = self.former.prior_precision if prior_precision is None else prior_precision
         joint = self.posterior.evidence(prior_precision=delta)
@@ -103,13 +103,13 @@ class TaskFit:
         )
 
     def tuned_prior_precision(self, n_steps: int = 100, lr: float = 0.1) -> Tensor:
-        """The prior precision after steps towards the maximum of the log evidence, in the form of the present one.
+        """The prior precision after some steps towards a larger evidence, in the shape of the present one.
 
-        Adam on log δ, from the present value; the best value seen, so that few steps adapt slowly. Appendix C.4.2 of
-        Daxberger et al. (2021): the prior is adapted in every task, the curvature of former tasks is what it is.
+        Adam on log δ, starting from the present value; returns the best value seen. The prior is adapted in every task,
+        the curvature of former tasks stays (appendix C.4.2 of Daxberger et al., 2021).
 
         Args:
-            n_steps: Steps.
+            n_steps: Number of steps.
             lr: Step size on log δ.
 
         Raises:
@@ -127,19 +127,19 @@ class TaskFit:
         return minimise(evaluate, start.log(), method="adam", n_steps=n_steps, lr=lr, tolerance=0.0).best.exp()
 
     def finish(self) -> None:
-        """Ends the task: its curvature and the present weights go over to the posterior, as by `override=False`."""
+        """Ends the task: adds its curvature to the former posterior and moves its mean to the present weights."""
         after = self.posterior.snapshot()
         self.former.set_posterior(after.at(self.former.snapshot().hypers))
 
 
 @dataclass(frozen=True, eq=False)
 class TaskResult:
-    """Result of a task.
+    """Result of one task.
 
     Attributes:
-        prior_precision: δ, `[1]`, `[n_tensors]` or `[P]`.
+        prior_precision: Prior precision δ, `[1]`, `[n_tensors]` or `[P]`.
         log_marginal_likelihood: Log evidence of the task given the former ones, in nats.
-        losses: Objective per datum, in nats, mean over each epoch.
+        losses: Training objective per datum, in nats: its mean over each epoch.
     """
 
     prior_precision: Tensor
@@ -157,13 +157,14 @@ def continual_training(
     after_task: Callable[[int, TaskResult], object] | None = None,
     **options: Any,
 ) -> list[TaskResult]:
-    """Trains a network on one task after the other, by recursive Bayes; `la` is the posterior of all tasks in the end.
+    """Trains a network on one task after another: the posterior of each task is the prior of the next.
 
     Args:
-        la: A posterior, not fitted yet, or that of former tasks; its model is trained.
-        train_loaders: One loader per task. Each is asked for when the former task has ended, and is not kept.
-        after_task: Called with the number of tasks learned and the result of the last one.
-        **options: Those of `train_task`.
+        la: A posterior that is not fitted yet, or that of former tasks. Its model is trained; in the end `la` is the
+            posterior given all tasks.
+        train_loaders: One loader per task; an iterator is advanced when the former task has ended.
+        after_task: `after_task(n, result)`, called after each task, with the number of tasks so far.
+        **options: Options of `train_task`.
 
     Returns:
         One result per task.
@@ -198,34 +199,34 @@ def train_task(
     progress_bar: bool = False,
     memory: TaskMemory | None = None,
 ) -> TaskResult:
-    """Learns one task with the posterior of the former ones for a prior, then adds it to the posterior.
+    """Learns one task with the posterior of the former tasks as prior, then adds the task to the posterior.
 
-    The random weights alone are trained: all, the last layer, or a subnetwork's entries.
+    Only the random weights are trained: all weights, the last layer, or a subnetwork.
 
     Args:
-        la: The posterior of the former tasks, or one that is not fitted: the prior. Its model is trained.
-        train_loader: The task's data, read once per epoch.
-        n_epochs: Epochs.
-        optimizer_cls: Optimiser, a new one for every task; one that needs a closure (L-BFGS) is fine.
-        optimizer_kwargs: Its options, the step size `lr` among them; never written to.
-        scheduler_cls: Scheduler of the step size, stepped after every batch.
-        scheduler_kwargs: Its options.
-        fix_prior_precision: Leave the prior precision as it is, instead of adapting it by the evidence.
-        n_epochs_burnin: Epochs before it is adapted for the first time.
-        marglik_frequency: Epochs between adaptations; one more follows the last epoch.
+        la: The posterior of the former tasks; not fitted before the first task. Its model is trained.
+        train_loader: Data of the task, read once per epoch.
+        n_epochs: Number of epochs.
+        optimizer_cls: Class of the optimiser, created anew for every task; L-BFGS works too.
+        optimizer_kwargs: Options of the optimiser, e.g. `{"lr": 1e-3}`.
+        scheduler_cls: Class of the learning-rate scheduler, stepped after every batch.
+        scheduler_kwargs: Options of the scheduler.
+        fix_prior_precision: Keep the prior precision, instead of adapting it by the evidence.
+        n_epochs_burnin: Number of epochs before it is adapted for the first time.
+        marglik_frequency: Number of epochs between adaptations; one more follows the last epoch.
         n_hypersteps: Steps of Adam on log δ per adaptation.
-        lr_hyp: Their size.
-        progress_bar: Show one.
-        memory: The former tasks one by one, for a penalty that sums their curvatures exactly; the task is added to it.
-            None for the penalty of the posterior, which sums Kronecker factors.
+        lr_hyp: Step size of Adam on log δ.
+        progress_bar: Show a progress bar.
+        memory: Stores the curvature of every task, for a penalty that sums Kronecker products exactly; this task is
+            added to it. None: the penalty of the posterior, whose Kronecker factors are summed.
 
     Returns:
         Prior precision, log evidence and losses.
 
     Raises:
         InvalidArgument: An option is not accepted, or the loader can be read only once.
-        InvalidData: A batch cannot be used, or training diverged to outputs that are not finite; the posterior is that
-            of the former tasks.
+        InvalidData: A batch cannot be used, or outputs became infinite in training; the posterior then stays that of
+            the former tasks.
         NotFittedError: The last layer is not known; pass `last_layer_name=` to the posterior.
     """
     check_counts(n_epochs=n_epochs, marglik_frequency=marglik_frequency, n_hypersteps=n_hypersteps)
@@ -275,7 +276,7 @@ class _Descent:
         self.la, self.loader, self.penalty = la, loader, penalty
         self.n_data = sum(len(y) for _, y in self._batches())
         if self.n_data == 0:
-            raise InvalidData("train_loader gave no data that count; a task needs at least one datum.")
+            raise InvalidData("train_loader gave no data, or all are ignored; a task needs at least one datum.")
         self.optimizer = optimizer_cls(la.params, **(optimizer_kwargs or {}))
         for decay in (group.get("weight_decay", 0) for group in self.optimizer.param_groups):
             if decay:  # of some optimisers, AdamW for one, it is the default
@@ -311,7 +312,7 @@ class _Descent:
         return value
 
     def _batches(self) -> Iterator[tuple[Inputs, Tensor]]:
-        """The data that count, on the model's device."""
+        """The data that are not ignored, on the model's device."""
         la = self.la
         for batch in self.loader:
             device, rules = la.prior_mean.device, la.engine.target_rules

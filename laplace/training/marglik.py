@@ -71,45 +71,46 @@ def marglik_training(
     laplace_kwargs: dict[str, Any] | None = None,
     group: ProcessGroup | None = None,
 ) -> tuple[ParametricLaplace, nn.Module, list[float], list[float]]:
-    """Trains a network together with its prior precision and noise (algorithm 1 of Daxberger et al., 2021).
+    """Trains a network together with its prior precision and noise, by the evidence; no validation data are needed.
 
-    The objective is that of `OnlineLaplace.loss`. During training the model is in train mode (submodules that are in
-    eval mode while the model itself is in train mode stay there); afterwards its flags are as they were.
+    This is algorithm 1 of Daxberger et al. (2021), with the objective `OnlineLaplace.loss`. During training the model
+    is in train mode, except for submodules that you set to eval mode; afterwards all modes are as before.
 
     Args:
-        model: The network; it is trained.
+        model: The network; its weights are trained.
         train_loader: Batches `(x, y)`, tuples `(x1, …, y)` or mappings with `dict_key_y`, read once per epoch.
-        likelihood: A name or a likelihood object.
-        hessian_structure: Structure of the curvature.
-        backend: Curvature backend, a class; None for the native GGN.
-        optimizer_cls: Optimiser of the weights.
-        optimizer_kwargs: Its options; never written to. A `weight_decay` is not used: the prior is the decay.
-        scheduler_cls: Schedule of its step size, stepped per batch (`ReduceLROnPlateau` per epoch, by the loss).
-        scheduler_kwargs: Its options.
-        n_epochs: Epochs.
-        lr_hyp: Step size of Adam on log δ and log σ.
-        prior_structure: `"scalar"`, `"layerwise"` or `"diag"`.
-        n_epochs_burnin: First epoch, counted from 1, after which the evidence may be estimated.
-        n_hypersteps: Steps on the hyper-parameters per estimate.
-        marglik_frequency: Epochs between estimates.
-        prior_prec_init: δ at the start.
-        sigma_noise_init: σ at the start, one or one per output.
-        temperature: T of the likelihood p(y | f)^(1/T).
-        fix_sigma_noise: Keep σ at its start.
-        progress_bar: Show one, over epochs.
-        enable_backprop: For the posterior that is returned.
-        dict_key_x: Key of the inputs in mappings.
-        dict_key_y: Key of the targets in mappings.
-        subset_of_weights: Which weights are random, as of `OnlineLaplace`; the others are trained by MAP.
-        prior_prec_rest: Their prior precision.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
+        hessian_structure: How the curvature is approximated, as in `Laplace`.
+        backend: Class that computes the curvature; None for the native GGN.
+        optimizer_cls: Class of the optimiser of the weights.
+        optimizer_kwargs: Options of the optimiser, e.g. `{"lr": 1e-3}`. `weight_decay` is ignored: the prior replaces
+            it.
+        scheduler_cls: Class of the learning-rate scheduler, stepped per batch (`ReduceLROnPlateau`: per epoch).
+        scheduler_kwargs: Options of the scheduler.
+        n_epochs: Number of epochs.
+        lr_hyp: Step size of Adam on the logarithms of prior precision δ and noise σ.
+        prior_structure: `"scalar"`, `"layerwise"` (one δ per parameter tensor) or `"diag"` (one per parameter).
+        n_epochs_burnin: Number of epochs before the evidence is estimated for the first time.
+        n_hypersteps: Steps on the hyper-parameters per estimate of the evidence.
+        marglik_frequency: Number of epochs between estimates.
+        prior_prec_init: Initial prior precision δ.
+        sigma_noise_init: Initial noise σ, one number or one per output.
+        temperature: T of the tempered likelihood p(y | f)^(1/T).
+        fix_sigma_noise: Keep σ at its initial value.
+        progress_bar: Show a progress bar over the epochs.
+        enable_backprop: Whether predictions of the returned posterior can be differentiated with respect to inputs.
+        dict_key_x: Where batches are mappings: key of the inputs.
+        dict_key_y: Where batches are mappings: key of the targets.
+        subset_of_weights: Which weights are random, as in `OnlineLaplace`; the others are trained by MAP.
+        prior_prec_rest: Prior precision of these other weights.
         forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
         laplace_kwargs: Further options of the posterior's class (`backend_kwargs`, `damping`, `prior_mean`,
             `last_layer_name`, `subnetwork_indices`).
-        group: As of `OnlineLaplace`; the model is a `DistributedDataParallel` then.
+        group: Process group, as in `OnlineLaplace`; the model must then be a `DistributedDataParallel`.
 
     Returns:
-        The posterior fitted at the largest evidence; the same model with the weights of that moment; the negative log
-        evidences, one per step on the hyper-parameters; the mean objective of every epoch.
+        Four values: the posterior, fitted where the evidence was largest; the model, with the weights at that time; the
+        negative log evidences, one per step on the hyper-parameters; and the mean training objective of each epoch.
 
     Raises:
         InvalidArgument: An option is out of range, or the loader can be read only once.

@@ -56,14 +56,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """The best state that training passed through.
+    """The state of training with the largest evidence so far.
 
     Attributes:
-        epoch: When it was seen.
-        log_marginal_likelihood: Its log evidence, in nats.
-        prior_precision: δ at which that was evaluated, `[1]`, `[n_tensors]` or `[P]`.
-        sigma_noise: σ, 0-dim or `[C]`.
-        state_dict: The model's.
+        epoch: Number of the epoch.
+        log_marginal_likelihood: Log evidence, in nats.
+        prior_precision: Prior precision δ there, `[1]`, `[n_tensors]` or `[P]`.
+        sigma_noise: Noise σ there, 0-dim or `[C]`.
+        state_dict: The `state_dict` of the model.
     """
 
     epoch: int
@@ -74,20 +74,19 @@ class Checkpoint:
 
 
 class OnlineLaplace(CheckedConstructor):
-    """Hyper-parameters of a training loop that follow the evidence; `laplace.marglik_training` is such a loop.
+    """Learns prior precision and noise by the evidence, within a training loop of your own.
 
-    With w = 1/(σ²T), the factor of the unit negative log likelihood ℓ (cross-entropy, half the squared error), a loop
-    minimises the negative log joint density divided by N w, whose data term is on the usual scale of a loss whatever
-    the noise is:
+    `laplace.marglik_training` is such a loop, ready-made. The loop minimises the usual loss plus the prior's penalty,
 
         L(θ) = (1/B) Σ_b ℓ(f(x_b), y_b) + (θ − μ₀)ᵀ diag(δ) (θ − μ₀) / (2 N w)
 
-    and every `marglik_frequency` epochs log δ and log σ climb the log evidence of a Laplace approximation of all
-    trainable weights, fitted at the present ones, by `n_hypersteps` steps of one Adam for the whole training.
+    with the loss ℓ (cross-entropy, half the squared error), N data, and w = 1/(σ²T): this is the negative log joint
+    density divided by N w. Every `marglik_frequency` epochs a Laplace approximation is fitted at the present weights,
+    and δ and σ take `n_hypersteps` steps of Adam, on their logarithms, towards a larger evidence.
 
-    With `subset_of_weights="last_layer"` or `"subnetwork"` δ is the precision of the random weights alone, and the
-    evidence is that of their posterior given the others, p(D | θ_F, δ, σ). These are trained beside them by MAP, under
-    N(0, 1/ε): ε ‖θ_F‖² / (2 N w) is added to L(θ), and ε is not learnt.
+    With `subset_of_weights="last_layer"` or `"subnetwork"`, δ is the prior precision of the random weights only. The
+    other weights θ_F are trained by MAP under the prior N(0, 1/ε): ε ‖θ_F‖² / (2 N w) is added to L(θ). The evidence is
+    then p(D | θ_F, δ, σ), and ε is not learnt.
 
     Example:
         online = OnlineLaplace(model, train_loader, "regression", "kron")
@@ -100,42 +99,41 @@ class OnlineLaplace(CheckedConstructor):
         la = online.finish()
 
     Args:
-        model: The network, on the device where it is trained.
-        train_loader: Data of the evidence, read once per estimate: the training data, or a view of them without
-            augmentation.
-        likelihood: A name or a likelihood object.
-        hessian_structure: Structure of the curvature.
-        backend: Curvature backend, a class; None for the native GGN.
-        subset_of_weights: Which weights are random, as of `Laplace`: `"all"`, `"last_layer"`, or `"subnetwork"` with
-            `laplace_kwargs={"subnetwork_indices": ...}`. What is frozen is not trained.
+        model: The network, on the device on which it is trained.
+        train_loader: The training data, ideally without augmentation; read once per estimate of the evidence.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object.
+        hessian_structure: How the curvature is approximated, as in `Laplace`.
+        backend: Class that computes the curvature; None for the native GGN.
+        subset_of_weights: Which weights are random, as in `Laplace`: `"all"`, `"last_layer"`, or `"subnetwork"` with
+            `laplace_kwargs={"subnetwork_indices": ...}`. Frozen weights are not trained.
         lr_hyp: Step size of Adam on log δ and log σ.
-        prior_structure: `"scalar"`, `"layerwise"` (one δ per tensor) or `"diag"` (one per parameter).
-        n_epochs_burnin: First epoch, counted from 1, after which the evidence may be estimated.
-        n_hypersteps: Steps on the hyper-parameters per estimate.
-        marglik_frequency: Epochs between estimates, F.
-        prior_prec_init: δ at the start, one number or one per entry of the structure.
-        prior_prec_rest: ε, the prior precision of trainable weights that are not random, 0 for none.
-        sigma_noise_init: σ at the start, one or one per output; 1 for a likelihood without noise.
-        temperature: T of the likelihood p(y | f)^(1/T), as everywhere in this library.
-        fix_sigma_noise: Keep σ at its start.
-        enable_backprop: For the posterior: predictions can be differentiated with respect to the inputs.
-        dict_key_x: Key of the inputs whose first dimension is the batch, for mappings.
-        dict_key_y: Key of the targets, for mappings.
+        prior_structure: `"scalar"`, `"layerwise"` (one δ per parameter tensor) or `"diag"` (one per parameter).
+        n_epochs_burnin: Number of epochs before the evidence is estimated for the first time.
+        n_hypersteps: Steps on the hyper-parameters per estimate of the evidence.
+        marglik_frequency: Number of epochs between estimates.
+        prior_prec_init: Initial prior precision δ: one number, or as many as `prior_structure` has.
+        prior_prec_rest: ε, the prior precision of trainable weights that are not random; 0 for no prior.
+        sigma_noise_init: Initial noise σ: one number, or one per output; 1 for a likelihood without noise.
+        temperature: T of the tempered likelihood p(y | f)^(1/T).
+        fix_sigma_noise: Keep σ at its initial value.
+        enable_backprop: Whether predictions of the posterior can be differentiated with respect to the inputs.
+        dict_key_x: Where batches are mappings: key of an input whose first dimension is the batch.
+        dict_key_y: Where batches are mappings: key of the targets.
         forward_fn: `forward_fn(model, x)`, for models that need another call than `model(x)`.
         laplace_kwargs: Further options of the posterior's class (`backend_kwargs`, `damping`, `prior_mean`,
             `last_layer_name`, `subnetwork_indices`).
-        group: As of `la.fit`: processes that train the same network, as `DistributedDataParallel` does, each with a
-            loader of its shard; the evidence, N and the hyper-parameters are then those of all data.
+        group: Process group, as in `la.fit`, of processes that train the same network (`DistributedDataParallel`), each
+            with a loader over its shard. Evidence, N and hyper-parameters are then those of all data.
 
     Attributes:
-        la: The posterior, fitted anew by every estimate; its hyper-parameters are the present ones.
+        la: The posterior, fitted again at every estimate, with the present hyper-parameters.
         rest: Trainable weights that are not random.
         margliks: Negative log evidences, one per step on the hyper-parameters, in nats.
-        best: State with the largest log evidence so far, by the last step of an estimate; None before the first.
+        best: State with the largest log evidence so far; None before the first estimate.
 
     Raises:
         InvalidArgument: An option is out of range, the random weights are frozen, or the loader can be read only once.
-        UnsupportedError: Classes have weights.
+        UnsupportedError: The likelihood has class weights.
     """
 
     def __init__(
@@ -198,23 +196,23 @@ class OnlineLaplace(CheckedConstructor):
 
     @property
     def prior_precision(self) -> Tensor:
-        """δ at present, `[1]`, `[n_tensors]` or `[P]`."""
+        """Present prior precision δ, `[1]`, `[n_tensors]` or `[P]`."""
         return self.la.prior_precision
 
     @property
     def sigma_noise(self) -> Tensor:
-        """σ at present, 0-dim or `[C]`."""
+        """Present noise σ, 0-dim or `[C]`."""
         return self.la.sigma_noise
 
     @property
     def n_data(self) -> int:
-        """N: data of the loader that count, by one pass over it before the first estimate."""
+        """N, the number of training data without ignored labels; counted in one pass before the first estimate."""
         if self.la.is_fitted:
             return round(self.la.n_data)
         if self._n_counted is None:
             self._n_counted = self._count()
         if self._n_counted == 0:
-            raise InvalidData("train_loader gave no data that count; training needs at least one datum.")
+            raise InvalidData("train_loader gave no data, or all are ignored; training needs at least one datum.")
         return self._n_counted
 
     def _counted_together(self) -> int | None:
@@ -223,20 +221,20 @@ class OnlineLaplace(CheckedConstructor):
         return None if processes is None else sum(processes.agreed(self._count))
 
     def _count(self) -> int:
-        """Data of this process's loader that count."""
+        """Number of data of this process's loader, without ignored labels."""
         loader = self.train_loader if self.group is None else without_padding(self.train_loader, self.la.dict_key_y)
         # A loader draws its shuffling from the global random state.
         with autograd_mode(), torch.no_grad(), same_random_state(self.model):
             return _count(loader, self.la)
 
     def forward(self, x: Inputs) -> Tensor:
-        """Outputs `[B, C]` of the network on inputs that lie anywhere."""
+        """Outputs `[B, C]` of the network; inputs are moved to its device."""
         return batches.latent(called(self.model, self.forward_fn, batches.to_device(x, self.prior_precision.device)))
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
-        """Objective of the weights: the mean loss of a batch plus its share of the prior, L(θ) of the class, 0-dim.
+        """Training objective of a batch, L(θ) above, 0-dim: its mean loss plus the penalty of the prior.
 
-        Under one noise per output the data term is weighted by w_c / mean(w), and mean(w) stands for w.
+        With one noise per output, output c has the weight w_c / mean(w), and w is mean(w).
 
         Args:
             f: Outputs `[B, C]`, with their graph.

@@ -13,21 +13,21 @@ from laplace.training.trained_weights import random_weights
 
 
 def quadratic_penalty(la: ParametricLaplace, theta: Tensor | None = None) -> Tensor:
-    """½ (θ − θ*)ᵀ P (θ − θ*), the negative log density of the posterior without its normaliser, in nats.
+    """Quadratic penalty ½ (θ − θ*)ᵀ P (θ − θ*): the posterior's negative log density, without its normaliser.
 
-    Before `fit` it is that of the prior, ½ (θ − μ₀)ᵀ diag(δ) (θ − μ₀): the first task needs no case of its own. It is
-    to be added to the *summed* loss of a task, or with 1/N to the mean. Value and gradient cost one product P v.
+    Before `fit` it is the one of the prior, ½ (θ − μ₀)ᵀ diag(δ) (θ − μ₀), so that the first task needs no special case.
+    Add it to the *summed* loss of a task, or divided by N to the mean loss.
 
     Args:
         la: The posterior of the former tasks.
-        theta: Where, `[P]`; None for the network's present weights, with the graph that leads to them.
+        theta: Weights θ, `[P]`; None for the network's present weights, with their graph.
 
     Returns:
-        0-dim, differentiable in θ.
+        The penalty in nats, 0-dim, differentiable in θ.
 
     Raises:
         NotFittedError: The last layer is not known yet.
-        UnsupportedError: Curvature that is known by products at the former weights alone.
+        UnsupportedError: A structure (`"matrix_free"`) whose curvature cannot be used after the weights change.
     """
     require_held(la.snapshot(), "a penalty on weights that train on")
     theta = random_weights(la) if theta is None else theta

@@ -25,7 +25,7 @@ from laplace.training.trained_weights import random_weights
 
 
 class TaskMemory(CheckedConstructor):
-    """Curvature H_t and weights θ_t of every task that ended, for `train_task(la, loader, memory=...)`.
+    """Stores the curvature H_t and the weights θ_t of every finished task, for `train_task(la, loader, memory=...)`.
 
     The penalty of the next task is, with s = 1/(σ²T),
 
@@ -42,14 +42,14 @@ class TaskMemory(CheckedConstructor):
             train_task(la, loader, memory=memory)
 
     Args:
-        centre: `"last"` or `"own"`.
+        centre: `"last"`: all penalties are centred at the last weights θ_T; `"own"`: each at its own θ_t.
 
     Attributes:
-        fits: Curvature and loss of every task alone.
-        means: Weights at which each of them ended, `[P]`.
+        fits: Curvature and loss of each task alone.
+        means: Weights at the end of each task, `[P]`.
 
     Raises:
-        InvalidArgument: Another centre.
+        InvalidArgument: `centre` is another name.
     """
 
     def __init__(self, centre: Literal["last", "own"] = "last") -> None:
@@ -60,24 +60,24 @@ class TaskMemory(CheckedConstructor):
         self.means: list[Tensor] = []
 
     def add(self, fit: Fit, mean: Tensor) -> None:
-        """Keeps a task that has ended.
+        """Stores a finished task.
 
         Args:
-            fit: Its own, `TaskFit.fit`.
-            mean: θ_t, `[P]`.
+            fit: Curvature and loss of the task alone, `TaskFit.fit`.
+            mean: Weights θ_t at its end, `[P]`.
         """
         self.fits.append(fit)
         self.means.append(mean)
 
     def penalty(self, la: ParametricLaplace) -> MemoryPenalty:
-        """The penalty at the present noise and temperature; of the prior precision it reads the one of the moment.
+        """The penalty as a function of the weights, at the present noise and temperature.
 
         Args:
-            la: The posterior of the same tasks; not fitted, if there are none.
+            la: The posterior of the same tasks; not fitted, if there are none. Its prior precision may change later.
 
         Raises:
-            InvalidArgument: The posterior is of other data.
-            UnsupportedError: Curvature that is known by products at the former weights alone.
+            InvalidArgument: The posterior was fitted to other data.
+            UnsupportedError: A structure (`"matrix_free"`) whose curvature cannot be used after the weights change.
         """
         require_held(la.snapshot(), "a penalty on weights that train on")
         n_kept, n_data = float(sum(fit.n_data for fit in self.fits)), float(la.n_data) if la.is_fitted else 0.0

@@ -96,7 +96,7 @@ def find_random_weights(la: ParametricLaplace, train_loader: Iterable[Any], proc
 
     Raises:
         InvalidArgument: A prior whose length does not fit its weights.
-        InvalidData: No data that count.
+        InvalidData: No data, or all are ignored.
         ProcessError: Another process failed.
     """
     if la.weights.problem is not None:
@@ -114,13 +114,13 @@ def find_random_weights(la: ParametricLaplace, train_loader: Iterable[Any], proc
     outcomes = [find()] if processes is None else processes.agreed(find)
     known = [outcome for outcome in outcomes if outcome is not None]
     if not known:
-        raise InvalidData("train_loader gave no data that count; training needs at least one datum.")
+        raise InvalidData("train_loader gave no data, or all are ignored; training needs at least one datum.")
     posterior = informed(la.snapshot(), *known[0])
     la.set_posterior(posterior.at(restricted(posterior.hypers, posterior.weights)))
 
 
 def _first(la: ParametricLaplace, train_loader: Iterable[Any]) -> tuple[Any, Tensor] | None:
-    """The data that count of the first batch that has any; None without one."""
+    """The data of the first batch that has any, without ignored ones; None without one."""
     rules, model = la.likelihood_object, la.weights.model
     read = (next_token.counted(batch, la.dict_key_y, la.prior_mean.device, rules, model) for batch in train_loader)
     return next((data for data in read if data is not None), None)

@@ -30,19 +30,18 @@ EVIDENCES: dict[str, Callable[[Tensor], Tensor]] = {EVIDENCE: log_mean_exp, "joi
 
 @dataclass(frozen=True, eq=False)
 class TuningResult:
-    """Result of a tuning, and the way to it.
+    """Result of `optimize_hyperparameters`: the values that were assigned, and the course of the search.
 
     Attributes:
-        prior_precision: δ, `[1]`, `[n_tensors]` or `[P]`.
-        sigma_noise: σ, 0-dim or `[C]`.
-        temperature: T, 0-dim.
-        value: The objective there: the log evidence (large is good), or the loss (small is good).
-        values: The objective at every step, `[n]`, or at every candidate, in the shape of the grid; float64, not
-            finite where it does not exist.
-        grid: Values of every tuned hyper-parameter, `[n]` each, in the order of the dimensions of `values`; empty
+        prior_precision: Prior precision δ, `[1]`, `[n_tensors]` or `[P]`.
+        sigma_noise: Observation noise σ, 0-dim or `[C]`.
+        temperature: Temperature T, 0-dim.
+        value: The objective at these values: the log evidence (higher is better) or the loss (lower is better).
+        values: The objective at every step, `[n]`, or at every point of the grid, in its shape; float64.
+        grid: Values of each tuned hyper-parameter, `[n]` each, in the order of the dimensions of `values`; empty
             without a grid.
-        converged: Whether the search ended by itself; True for a grid.
-        notes: What is worth knowing, in words: flat objectives, edges, values that are not finite.
+        converged: Whether the search converged; True for a grid.
+        notes: Remarks, e.g. that the objective is flat, or that the best value is on an edge of the grid.
     """
 
     prior_precision: Tensor
@@ -55,11 +54,11 @@ class TuningResult:
     notes: tuple[str, ...]
 
     def noting(self, note: str) -> TuningResult:
-        """The same with a note before the others."""
+        """A copy with one more note, before the others."""
         return replace(self, notes=(note, *self.notes))
 
     def values_of(self, names: Sequence[str] = NAMES) -> dict[str, Tensor]:
-        """The hyper-parameters of some names."""
+        """The hyper-parameters as a dictionary, by name."""
         return {name: getattr(self, name) for name in names}
 
 
@@ -178,8 +177,8 @@ def by_gradient(group: PosteriorGroup, coordinates: Coordinates, loss: Validatio
         refuse_sharded(posterior, "tuning on validation data")
     if loss.data.processes is not None:
         raise UnsupportedError(
-            f"group= with method={climb.method!r} on validation data, whose gradients are of those of one process; use "
-            "method='grid', objective='evidence', which needs no data, or leave group at None in a "
+            f"group= with method={climb.method!r} on validation data, where gradients would be those of one process's "
+            "data only; use method='grid', or objective='evidence', which needs no data, or leave group at None in a "
             "process that has all of them."
         )
     return _climbed(SmoothLoss(group, coordinates, loss), coordinates, climb, sign=1)
@@ -224,7 +223,7 @@ def _accepted(axes: dict[str, Tensor], loss: ValidationLoss) -> dict[str, Tensor
 
 
 def report(result: TuningResult) -> None:
-    """Warns whoever called the library, once, of all that there is to note."""
+    """Issues the notes of a result as one `TuningWarning`."""
     if result.notes:
         what = "grid search" if result.grid else "tuning"
         warn(f"{what}: {'; '.join(result.notes)}.", TuningWarning)

@@ -46,7 +46,7 @@ def prior_by_fixed_point(
         init: Where it begins; a vector keeps its structure.
         structure: `"scalar"`, `"layerwise"` or `"diag"`.
         n_steps: Steps at most.
-        progress_bar: Show one.
+        progress_bar: Show a progress bar.
 
     Raises:
         UnsupportedError: Several posteriors, whose mixture has no such equation.

@@ -197,7 +197,9 @@ class Losses:
     def _take(self, seen: list[_Seen]) -> None:
         """Puts the sums of all processes in the place of this one's."""
         if not seen:
-            raise InvalidData("the validation loaders gave no data that count; the hyper-parameters are as they were.")
+            raise InvalidData(
+                "the validation loaders gave no data, or all are ignored; the hyper-parameters are as they were."
+            )
         self.n_data, self._failed, self._running = sum(one.n_data for one in seen), set(), []
         for i, rows in enumerate(zip(*(one.scores for one in seen), strict=True)):
             running = self.objective.fresh()

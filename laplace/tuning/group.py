@@ -44,13 +44,12 @@ def require_same_data(counts: Sequence[float]) -> None:
 
 @dataclass(frozen=True)
 class PosteriorGroup:
-    """Posteriors that share their hyper-parameters; one posterior is a mixture of one.
+    """Posteriors that are tuned together and share their hyper-parameters; a single posterior is a group of one.
 
     Attributes:
         posteriors: K fitted posteriors.
-        weigh: The mixture weights π `[K]` of such a group, with their graph; None for one posterior.
-        combined: The evidence of the group from the logarithms of its components' `[K]`: of their mean, or of their
-            product.
+        weigh: Function from a group to its mixture weights π, `[K]`, with their graph; None for a single posterior.
+        combined: Function from the components' log evidences `[K]` to that of the group.
     """
 
     posteriors: tuple[Posterior, ...]
@@ -71,12 +70,12 @@ class PosteriorGroup:
 
     @property
     def first(self) -> Posterior:
-        """The posterior whose likelihood, layout and device count."""
+        """The first posterior, whose likelihood, layout and device are used."""
         return self.posteriors[0]
 
     @property
     def likelihood(self) -> Likelihood:
-        """Distribution of the data."""
+        """The likelihood p(y | f), an object."""
         return self.first.likelihood
 
     @property

@@ -61,14 +61,14 @@ class Objective:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """An objective: the smallest prior precision whose predictions are certain and good enough.
+    """Objective of tuning: the smallest prior precision at which predictions are confident and accurate enough.
 
-    (Eschenhagen et al., 2021, "Mixtures of Laplace approximations", appendices B.2 and F.4; the confidence there is
-    slightly below the accuracy of the network on the validation data.)
+    From Eschenhagen et al., 2021, "Mixtures of Laplace approximations", appendices B.2 and F.4. They set `confidence`
+    slightly below the accuracy of the network on the validation data.
 
     Attributes:
-        confidence: Smallest mean confidence that is accepted, in (0, 1), or None.
-        brier: Largest Brier score that is accepted, or None.
+        confidence: Smallest acceptable mean confidence on the validation data, in (0, 1), or None.
+        brier: Largest acceptable Brier score, or None.
 
     Raises:
         InvalidArgument: Neither is given, or one is out of range.
@@ -87,7 +87,7 @@ class Thresholds:
 
 
 class MeanScore(Running):
-    """Mean of a score over the data that count.
+    """Mean of a score over the data whose label is not ignored.
 
     Args:
         score: The score.
@@ -239,7 +239,7 @@ def _numbers(value: Any, name: str) -> Tensor:
 
 
 def _counted(likelihood: Likelihood, y: Tensor, n_data: int) -> Tensor | None:
-    """Indices of the data that count, `[n]`; None for all."""
+    """Indices of the data that are not ignored, `[n]`; None for all."""
     if likelihood.ignore_index is None or y.shape != (n_data,):
         return None
     return (y != likelihood.ignore_index).nonzero().flatten()
@@ -271,7 +271,7 @@ def make_objective(loss: Any, likelihood: Likelihood) -> Objective:
     if isinstance(loss, RunningMetric) and not isinstance(loss, type):
         if getattr(loss, "higher_is_better", False):
             raise InvalidArgument(
-                f"{type(loss).__name__} says that large values are good (higher_is_better), but a loss is made small; "
+                f"{type(loss).__name__} says that large values are good (higher_is_better), but a loss is minimised; "
                 "give 1 - metric, or another loss."
             )
         return Objective(type(loss).__name__, lambda: UsersMetric(loss), many=False, whole_covariance=True)
@@ -279,5 +279,5 @@ def make_objective(loss: Any, likelihood: Likelihood) -> Objective:
         return Objective("the loss", lambda: UsersFunction(loss), many=False, whole_covariance=True)
     raise InvalidArgument(
         f"{loss!r} is no objective; accepted are 'nll', 'brier', 'crps', 'ece', laplace.tuning.Thresholds, a running "
-        "metric (update, compute, reset) and a callable; no classes, but objects of theirs."
+        "metric (update, compute, reset) and a callable; give an object, not a class."
     )

@@ -76,7 +76,7 @@ class Climb:
         lr: Step size of Adam.
         tolerance: Of the gradient; None makes all steps.
         label: Name of the progress bar.
-        progress_bar: Show one.
+        progress_bar: Show a progress bar.
     """
 
     method: str
@@ -130,7 +130,7 @@ def minimise(
         lr: Step size of Adam; L-BFGS finds its own.
         tolerance: The search ends where no entry of the gradient exceeds it times max(1, |value|); 0 never ends early.
         label: Name of the progress bar.
-        progress_bar: Show one.
+        progress_bar: Show a progress bar.
 
     Raises:
         InvalidArgument: No step, a step size or tolerance out of range, an unknown method, or no finite value at the

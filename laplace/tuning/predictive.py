@@ -20,13 +20,13 @@ from laplace.tuning.scores import Prediction
 
 @dataclass(frozen=True)
 class Predictive:
-    """Kind of prediction that settings are compared by.
+    """The kind of prediction that a validation loss evaluates.
 
     Attributes:
         pred_type: `"glm"` or `"nn"`.
-        link_approx: Link of classification.
-        n_samples: Monte-Carlo samples.
-        generator: Source of randomness, the same for every setting; None for seed 0.
+        link_approx: Link approximation of classification.
+        n_samples: Number of Monte-Carlo samples.
+        generator: Random generator; every setting sees the same random numbers. None for seed 0.
     """
 
     pred_type: str = "glm"
@@ -35,7 +35,7 @@ class Predictive:
     generator: torch.Generator | None = None
 
     def kind(self, posterior: Posterior) -> PredType:
-        """Linearised or sampled, by the names that a posterior has for them.
+        """The predictive, linearised or sampled, after its names were checked for a posterior.
 
         Raises:
             InvalidArgument: Unknown predictive or link, or no samples.

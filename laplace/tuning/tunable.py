@@ -56,12 +56,11 @@ SearchName = Literal["lbfgs", "adam", "grid"]
 
 
 class Tunable(ABC):
-    """Object whose hyper-parameters can be chosen: a posterior, or a mixture, whose components share them.
+    """Base of objects whose hyper-parameters can be tuned: a posterior, or a mixture, whose components share them.
 
-    The evidence of a mixture is that of `MixtureLaplace.log_marginal_likelihood`, a validation loss that of its
-    predictions (Eschenhagen et al., 2021, appendix B.2); the search of their appendix F.4 is
-    `loss=laplace.tuning.Thresholds(...)`. Where tuned values differ between the components the search starts at their
-    geometric mean.
+    For a mixture the evidence is `MixtureLaplace.log_marginal_likelihood`, and a validation loss is that of its
+    predictions (Eschenhagen et al., 2021, appendix B.2; the search of their appendix F.4 is
+    `loss=laplace.tuning.Thresholds(...)`). If the components' values differ, the search starts at their geometric mean.
     """
 
     @property
@@ -96,39 +95,39 @@ class Tunable(ABC):
         *,
         group: ProcessGroup | None = None,
     ) -> None:
-        """Chooses the prior precision and assigns it.
+        """Chooses the prior precision δ and assigns it to `la.prior_precision`. No new fit is needed.
 
-        `method="marglik"` maximises the log evidence by Adam on log δ and keeps the best value seen.
-        `method="gridsearch"` (the paper's `"CV"`) minimises a validation loss over scalar candidates
-        `base^min … base^max`; the network runs once over the validation data. `method="em"` looks for the δ at which
-        the gradient of the evidence vanishes, by its fixed point δ ← γ / ‖θ* − μ₀‖²: in few steps, without step sizes.
+        `method="marglik"` maximises the log evidence over log δ, by Adam, and keeps the best value seen; it needs no
+        validation data. `method="em"` finds a stationary point of the evidence by the fixed-point iteration
+        δ ← γ / ‖θ* − μ₀‖² with γ the effective number of parameters: few steps, no step size. `method="gridsearch"`
+        (`"CV"` in the Laplace Redux paper) minimises a loss on validation data over a grid of scalars
+        `base^min … base^max`; the network runs once over these data.
 
         Args:
-            pred_type: Predictive of the grid search.
-            method: `"marglik"`, `"gridsearch"`, `"CV"` or `"em"`.
-            n_steps: Steps of Adam, or of the fixed point at most.
-            lr: Its step size on log δ.
-            init_prior_prec: Where Adam starts; a vector keeps its structure.
-            prior_structure: `"scalar"`, `"layerwise"` or `"diag"`.
+            pred_type: `"glm"` or `"nn"`: the predictive that the grid search evaluates.
+            method: `"marglik"`, `"em"`, `"gridsearch"` or `"CV"`.
+            n_steps: Number of Adam steps, or the largest number of fixed-point steps.
+            lr: Step size of Adam on log δ.
+            init_prior_prec: Value at which Adam or the fixed point starts; a vector keeps its length.
+            prior_structure: `"scalar"`: one δ; `"layerwise"`: one per parameter tensor; `"diag"`: one per parameter.
             val_loader: Validation data of the grid search.
-            loss: A running metric (`update`, `compute`, `reset`), or `loss(prediction, y)`,
-                `loss(mean, variance, y)` for regression; None for the negative log predictive density. Further names
-                are those of `optimize_hyperparameters`.
-            log_prior_prec_min: Exponent of the smallest candidate.
-            log_prior_prec_max: Exponent of the largest.
-            grid_size: Number of candidates.
-            link_approx: Link of the grid search.
-            n_samples: Its Monte-Carlo samples.
+            loss: Loss of the grid search, lower is better: a function `loss(probabilities, y)`, or
+                `loss(mean, variance, y)` for regression; a running metric (`update`, `compute`, `reset`); or a name as
+                in `optimize_hyperparameters`. None for the negative log predictive density.
+            log_prior_prec_min: Exponent of the smallest value on the grid.
+            log_prior_prec_max: Exponent of the largest value on the grid.
+            grid_size: Number of values on the grid.
+            link_approx: Link approximation of the grid search.
+            n_samples: Number of Monte-Carlo samples of the grid search.
             verbose: Print the result.
-            progress_bar: Show one.
+            progress_bar: Show a progress bar.
             log_prior_prec_base: Base of the grid.
-            generator: Source of randomness of the grid search, the same for every candidate.
-            group: As of `fit`: processes whose validation loaders each give a shard of the data of the grid search.
+            generator: Random generator of the grid search; every value sees the same random numbers.
+            group: Process group, as in `fit`: every process gives a shard of the validation data.
 
         Raises:
-            InvalidArgument: Unknown method or structure, no validation data, no candidate with a finite loss, or a
-                prior per tensor or per parameter of a mixture's components with different ones; the prior precision is
-                left as it was.
+            InvalidArgument: Unknown method or structure; no validation data; no value with a finite loss; or several
+                prior precisions for a mixture of different networks. The prior precision is not changed then.
         """
         check_predictive(pred_type)
         posteriors, structure = self._group, str(prior_structure)
@@ -181,44 +180,47 @@ class Tunable(ABC):
         progress_bar: bool = False,
         group: ProcessGroup | None = None,
     ) -> TuningResult:
-        """Chooses prior precision, noise and temperature together and assigns them; the search starts where they are.
+        """Chooses prior precision δ, observation noise σ and temperature T together, and assigns them.
+
+        Searches start from the present values. No new fit is needed afterwards.
 
         Args:
-            tune: One or more of `"prior_precision"`, `"sigma_noise"` (in the shape that it has) and `"temperature"`.
-            objective: `"evidence"`, which of a mixture is the log of the mean, (1/K) Σ_k p(D | M_k): the best network
-                alone decides; `"joint_evidence"`, Σ_k log p(D | M_k), in which all count alike (Eschenhagen et al.,
-                2021, appendix B.2, "the components' marginal likelihoods"); or a loss on validation data: `"nll"`,
+            tune: One or more of `"prior_precision"`, `"sigma_noise"` and `"temperature"`.
+            objective: `"evidence"`, maximised on the training data; or a loss on validation data, minimised: `"nll"`,
                 `"brier"`, `"crps"` (regression), `"ece"` (classification), a `laplace.tuning.Thresholds`, a running
-                metric or a callable, as `loss` of `optimize_prior_precision`.
-            method: `"lbfgs"` or `"adam"` on logarithms, which keep the best value seen and need a differentiable
-                objective; `"grid"`, for validation losses, whose prior is a scalar. None is `"lbfgs"` for the evidence,
-                else `"grid"`.
+                metric or a function, as `loss` of `optimize_prior_precision`. For a mixture of K networks `"evidence"`
+                is log (1/K) Σ_k p(D | M_k), which the best network dominates, and `"joint_evidence"` is
+                Σ_k log p(D | M_k), with equal weights (Eschenhagen et al., 2021, appendix B.2).
+            method: `"lbfgs"` or `"adam"`: search over logarithms, for differentiable objectives; the best value seen
+                is kept. `"grid"`: for validation losses, with a scalar prior precision. None: `"lbfgs"` for the
+                evidence, else `"grid"`.
             prior_structure: `"scalar"`, `"layerwise"` or `"diag"`; None keeps the present one.
             val_loader: Validation data.
-            ood_loader: Inputs from elsewhere, on which predictions are to be uncertain (Daxberger et al., 2021,
-                eq. 12); targets are not read.
-            ood_weight: λ of that equation.
-            grid: Values of each tuned hyper-parameter, `[n]`; powers of 10 where there are none.
-            n_steps: Steps of Adam, iterations of L-BFGS.
+            ood_loader: Out-of-distribution inputs, at which predictions shall be uncertain (Daxberger et al., 2021,
+                equation 12); targets are not read.
+            ood_weight: λ of that equation, the weight of the out-of-distribution term.
+            grid: Values to try for each tuned hyper-parameter, `[n]`, by name; default: powers of 10.
+            n_steps: Number of Adam steps or L-BFGS iterations.
             lr: Step size of Adam.
-            tolerance: Convergence: largest slope per log unit, relative to max(1, |objective|).
-            pred_type: Predictive of validation losses; `"nn"` on a grid alone.
-            link_approx: Link of classification.
-            n_samples: Monte-Carlo samples.
-            generator: Source of randomness, the same for every candidate.
-            progress_bar: Show one.
-            group: As of `fit`: processes whose validation loaders each give a shard of the data of a grid.
+            tolerance: Stop when the largest gradient entry, per unit of a logarithm and relative to
+                max(1, |objective|), is below this.
+            pred_type: The predictive that validation losses evaluate; `"nn"` only with `method="grid"`.
+            link_approx: Link approximation of classification.
+            n_samples: Number of Monte-Carlo samples.
+            generator: Random generator; every value sees the same random numbers.
+            progress_bar: Show a progress bar.
+            group: Process group, as in `fit`: with `"grid"` every process gives a shard of the validation data.
 
         Raises:
-            InvalidArgument: Arguments that do not belong together, no finite objective, thresholds that no candidate
-                meets, or components of a mixture that differ in what is not tuned or, for `"evidence"`, in the number
-                of their data; the hyper-parameters are left as they were, as after every error.
-            InvalidData: A loader without data.
-            UnsupportedError: A score without a meaning for this likelihood.
+            InvalidArgument: Arguments that contradict each other; no finite objective; thresholds that no value meets;
+                or components of a mixture that differ in what is not tuned or, for `"evidence"`, in the number of their
+                data. As after every error, the hyper-parameters are not changed.
+            InvalidData: A loader gives no data.
+            UnsupportedError: A score that is not defined for this likelihood.
 
         Warns:
-            TuningWarning: The objective is flat or was not finite somewhere, the best value is on an edge, or the
-                search did not converge.
+            TuningWarning: The objective is flat, or not finite somewhere; the best value is on an edge of the grid; or
+                the search did not converge.
         """
         structure = None if prior_structure is None else str(prior_structure)
         posteriors, combined = self._group, EVIDENCES.get(objective) if isinstance(objective, str) else None

@@ -36,7 +36,7 @@ class Validation:
         loader: Validation data, batches as `fit` takes them.
         ood_loader: Inputs from elsewhere, with or without targets, which are not read; or None.
         ood_weight: λ of equation 12 of Daxberger et al. (2021).
-        progress_bar: Show one for every pass over the data.
+        progress_bar: Show a progress bar for each pass over the data.
         processes: Those whose loaders have the other shards of the data; None where all data are here.
 
     Raises:
@@ -56,7 +56,7 @@ class Validation:
             )
 
     def batches(self, posterior: Posterior, label: str = "validation") -> Iterator[tuple[str, Inputs, Tensor]]:
-        """Name of a batch, inputs and targets of the validation data that count, on the posterior's device.
+        """Name of a batch, inputs and targets of the validation data, without ignored ones, on the posterior's device.
 
         Args:
             posterior: The posterior.
@@ -78,7 +78,9 @@ class Validation:
                 bar.add(len(data[1]))
         bar.close()
         if empty and self.processes is None:
-            raise InvalidData("the validation loader gave no data that count; the hyper-parameters are as they were.")
+            raise InvalidData(
+                "the validation loader gave no data, or all are ignored; the hyper-parameters are as they were."
+            )
 
     def ood_inputs(self, posterior: Posterior) -> Iterator[tuple[str, Inputs]]:
         """Name of a batch and out-of-distribution inputs, on the posterior's device.
@@ -104,7 +106,7 @@ class Validation:
             loss: Mean over the validation data.
             entropy: Mean over the out-of-distribution inputs.
             n_ood: Their number.
-            n_data: Number of validation data that count.
+            n_data: Number of validation data, without ignored ones.
         """
         return loss - self.ood_weight * n_ood / n_data * entropy
 
@@ -130,7 +132,7 @@ class Targets:
 
     Attributes:
         y: One for every row of the outputs; zeros `[B]` of out-of-distribution inputs, which have none.
-        rows: Rows that count, of outputs with positions; None for all.
+        rows: Rows that are not ignored, of outputs with positions; None for all.
     """
 
     y: Tensor
@@ -151,7 +153,7 @@ class Targets:
 
     @property
     def n_data(self) -> int:
-        """Rows that count."""
+        """Rows that are not ignored."""
         return len(self.y) if self.rows is None else len(self.rows)
 
     def update(self, running: Running, prediction: Prediction, sigma: Tensor) -> None:

@@ -31,7 +31,7 @@ class AllWeights(Weights):
             raise InvalidArgument(
                 "every parameter of the model is frozen (requires_grad=False) or has no entries, so no weight can be "
                 "random; unfreeze some (adapters of PEFT are loaded frozen without is_trainable=True), or use "
-                "subset_of_weights='last_layer', which treats a frozen head."
+                "subset_of_weights='last_layer', which works with a frozen head."
             )
         slots = tuple(ParameterSlice(name, tensor.shape) for name, tensor in tensors.items())
         self._whole = Problem(self.model, slots, forward_fn)

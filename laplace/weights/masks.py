@@ -24,10 +24,12 @@ from laplace.weights.feature_extractor import network_of
 
 
 class SubnetMask(CheckedConstructor, ABC):
-    """Base of all masks: a subclass says which entries are chosen, `select` turns them into indices once.
+    """Base of all subnetwork masks, which choose single weights or whole tensors of a network.
+
+    Call `select`, and pass its result to `Laplace(..., subset_of_weights="subnetwork", subnetwork_indices=...)`.
 
     Args:
-        model: The network; it is only read.
+        model: The network; it is not changed.
 
     Raises:
         InvalidArgument: Every parameter is frozen.
@@ -47,7 +49,7 @@ class SubnetMask(CheckedConstructor, ABC):
 
     @property
     def indices(self) -> Tensor:
-        """Selected indices, sorted, `[p]`.
+        """Indices of the selected weights among the flattened trainable parameters, sorted, `[p]`, int64.
 
         Raises:
             NotFittedError: `select` was not called.
@@ -58,20 +60,20 @@ class SubnetMask(CheckedConstructor, ABC):
 
     @property
     def n_params_subnet(self) -> int | None:
-        """Number of selected parameters p; None as long as it is not known."""
+        """Number of selected weights, p; None while it is not known."""
         return self._n_kept
 
     def select(self, train_loader: Iterable[Any] | None = None) -> Tensor:
         """Chooses the subnetwork.
 
         Args:
-            train_loader: Data, for masks that look at it.
+            train_loader: Training data, for masks that need them.
 
         Returns:
-            Sorted indices `[p]`, int64.
+            Indices of the selected weights among the flattened trainable parameters, sorted, `[p]`, int64.
 
         Raises:
-            InvalidArgument: It was chosen before, or the mask needs data and got none.
+            InvalidArgument: `select` was called before, or the mask needs data and got none.
         """
         if self._indices is not None:
             raise InvalidArgument(
@@ -122,7 +124,7 @@ class ParamNameSubnetMask(WholeTensorSubnetMask):
 
     Args:
         model: The network.
-        parameter_names: Names of trainable parameters; either name of a tied one will do.
+        parameter_names: Names of trainable parameters; of a tied parameter either name works.
 
     Raises:
         InvalidArgument: No name is given, or one is unknown or that of a frozen parameter.
@@ -166,8 +168,8 @@ class LastLayerSubnetMask(WholeTensorSubnetMask):
 
     Args:
         model: The network.
-        last_layer_name: Its name; found by one forward pass on the first batch if None.
-        dict_key_y: Key of the targets in batches that are mappings.
+        last_layer_name: Name of the layer; None to determine it by a forward pass on the first batch.
+        dict_key_y: Where batches are mappings: key of the targets.
 
     Raises:
         InvalidArgument: The name is not that of an `nn.Linear`; on `select`, no loader to find it or nothing to train.

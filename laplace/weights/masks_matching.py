@@ -14,9 +14,9 @@ from laplace.weights.masks import SubnetMask, WholeTensorSubnetMask
 
 
 class RegexSubnetMask(WholeTensorSubnetMask):
-    r"""Selects the trainable parameter tensors whose name in `model.named_parameters()` holds a match.
+    r"""Selects the trainable parameter tensors whose name in `model.named_parameters()` matches a regular expression.
 
-    `re.search` is used: anchor the pattern by `^` and `$` for whole names. Of a tied tensor every name counts.
+    `re.search` is used: anchor the pattern by `^` and `$` to match whole names. For a tied tensor all names are tried.
 
     Args:
         model: The network; it is only read.
@@ -48,7 +48,7 @@ class RegexSubnetMask(WholeTensorSubnetMask):
 
 
 class ModuleTypeSubnetMask(WholeTensorSubnetMask):
-    """Selects the trainable parameters of all modules of some types, those of their submodules included.
+    """Selects the trainable parameters of all modules of given types, including those of their submodules.
 
     Args:
         model: The network; it is only read.

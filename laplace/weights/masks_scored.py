@@ -32,11 +32,11 @@ class VarianceModel(Protocol):
 
 
 class ScoreBasedSubnetMask(SubnetMask):
-    """Base of the masks that keep the largest scores; of equal scores the first wins.
+    """Base of the masks that select the weights with the largest scores; among equal scores the first.
 
     Args:
-        model: The network; it is only read.
-        n_params_subnet: Number of parameters to keep, n, 1 to P.
+        model: The network; it is not changed.
+        n_params_subnet: n, the number of weights to select, from 1 to P.
 
     Raises:
         InvalidArgument: n is None or out of range.
@@ -74,12 +74,12 @@ class ScoreBasedSubnetMask(SubnetMask):
 
 
 class RandomSubnetMask(ScoreBasedSubnetMask):
-    """Keeps parameters at random, each set of n with the same probability.
+    """Selects n weights at random.
 
     Args:
         model: The network.
-        n_params_subnet: Number of parameters to keep.
-        generator: Source of randomness, used on its own device; the global one if None.
+        n_params_subnet: n, the number of weights to select.
+        generator: Random generator; None for PyTorch's global one.
     """
 
     def __init__(self, model: nn.Module, n_params_subnet: int, generator: torch.Generator | None = None) -> None:
@@ -95,7 +95,7 @@ class RandomSubnetMask(ScoreBasedSubnetMask):
 
 
 class LargestMagnitudeSubnetMask(ScoreBasedSubnetMask):
-    """Keeps the parameters of the largest absolute value."""
+    """Selects the weights with the largest absolute values."""
 
     def compute_param_scores(self, train_loader: Iterable[Any] | None) -> Tensor:
         """|θ|, `[P]`."""
@@ -103,13 +103,13 @@ class LargestMagnitudeSubnetMask(ScoreBasedSubnetMask):
 
 
 class LargestVarianceDiagLaplaceSubnetMask(ScoreBasedSubnetMask):
-    """Keeps the parameters of the largest marginal variance under a diagonal Laplace approximation.
+    """Selects the weights with the largest posterior variance under a diagonal Laplace approximation.
 
     After Daxberger et al., "Bayesian Deep Learning via Subnetwork Inference" (2021).
 
     Args:
         model: The network.
-        n_params_subnet: Number of parameters to keep.
+        n_params_subnet: n, the number of weights to select.
         diag_laplace_model: A `DiagLaplace` of the same network; it is fitted by `select`.
     """
 
@@ -128,19 +128,19 @@ class LargestVarianceDiagLaplaceSubnetMask(ScoreBasedSubnetMask):
 
 
 class LargestVarianceSWAGSubnetMask(ScoreBasedSubnetMask):
-    """Keeps the parameters of the largest marginal variance along further training (diagonal SWAG).
+    """Selects the weights with the largest variance over snapshots of further training by SGD (diagonal SWAG).
 
     Args:
-        model: The network; a copy is trained.
-        n_params_subnet: Number of parameters to keep.
-        likelihood: A name or a likelihood object, whose loss is trained (`MeanLoss`).
+        model: The network; a copy of it is trained.
+        n_params_subnet: n, the number of weights to select.
+        likelihood: A name, e.g. `"classification"`, or a likelihood object; its mean loss is minimised.
         swag_n_snapshots: Number of snapshots.
-        swag_snapshot_freq: Epochs per snapshot.
+        swag_snapshot_freq: Number of epochs between snapshots.
         swag_lr: Learning rate.
-        generator: Seeds the training's randomness; the global state if None.
+        generator: Random generator that seeds the training; None for PyTorch's global one.
 
     Raises:
-        InvalidArgument: A likelihood that is not known.
+        InvalidArgument: The likelihood is unknown.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """The mean of −log p(y | f) over the targets that count, but for constants: a criterion for any likelihood.
+    """The mean of −log p(y | f) over the targets that are not ignored, without constants: for any likelihood.
 
     Outputs that are independent are targets of their own, as in PyTorch's losses, and a noise is σ² = ½: of a
     classification it is the cross-entropy, of a regression the mean squared error.

@@ -736,7 +736,7 @@ def test_users_backends_know_no_positions() -> None:
 
 def test_all_data_ignored() -> None:
     case = net("tokens")
-    with pytest.raises(InvalidData, match="no data that count"):
+    with pytest.raises(InvalidData, match="gave no data"):
         Laplace(case.model, "classification", channel_dim=-1).fit([(case.x, torch.full_like(case.y, -100))])
 
 

@@ -403,7 +403,7 @@ def test_mixture_takes_weights() -> None:
         (lambda x, y: torch.ones(len(y) - 1), r"shape \[5\]"),
         (lambda x, y: torch.ones(len(y), 1), r"shape \[6, 1\]"),
         (lambda x, y: 1.0, "type float"),
-        (lambda x, y: torch.zeros(len(y)), "no data that count"),
+        (lambda x, y: torch.zeros(len(y)), "gave no data"),
     ],
 )
 def test_weights_that_are_none_are_refused(weigh: Any, message: str) -> None:

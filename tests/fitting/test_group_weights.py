@@ -90,5 +90,5 @@ def test_weights_that_are_none_are_errors_of_all(tmp_path: Path) -> None:
         assert negative[0]
         assert "from -1 to -1" in negative[1]
         assert none[0]
-        assert "no data that count" in none[1]
+        assert "gave no data" in none[1]
         assert negative[2] == none[2] == 23

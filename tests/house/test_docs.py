@@ -159,7 +159,7 @@ def test_places_of_formulas_exist(file: str, name: str) -> None:
 
 # The reference has every public name.
 
-_DIRECTIVE = re.compile(r"^\.\. auto\w+:: ([\w.]+)", re.MULTILINE)
+_DIRECTIVE = re.compile(r"^\.\. auto(?:class|function|data|module):: ([\w.]+)", re.MULTILINE)
 PUBLIC = (
     "laplace",
     "laplace.likelihoods",

@@ -295,7 +295,7 @@ TARGETS: dict[str, Row] = {
         lambda: Laplace(nn.Embedding(5, 5), C, "all", "diag", dict_key_x="input").fit(
             [{"input": (ids := torch.randint(5, (3, 4))), "labels": ids}]
         ),
-        "labels", "every position is asked for the token that it sees",
+        "labels", "every position has its own token as target",
     ),
     "channels that may be anywhere": row(InvalidData, ambiguous_layout, "channel_dim=1"),
     "labels without those of a prompt": row(

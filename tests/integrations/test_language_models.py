@@ -281,7 +281,7 @@ class Wrapped(nn.Module):
 def test_a_model_that_says_nothing_of_its_loss_is_warned_of_once() -> None:
     model = Wrapped(trained("gpt2"))
     la = Laplace(model, "classification", "last_layer", "diag")
-    with pytest.warns(ApproximationWarning, match=r"the token that it sees.*pairs"):
+    with pytest.warns(ApproximationWarning, match=r"its own token as target.*pairs"):
         la.fit([batch()])
     la.fit([batch()])  # not again
     other = batch()
@@ -338,7 +338,7 @@ def test_the_model_is_left_as_it_is() -> None:
 
 def test_one_token_has_no_next_one() -> None:
     given = {key: value[:, :1] for key, value in batch().items()}
-    with pytest.raises(InvalidData, match="no data that count"):
+    with pytest.raises(InvalidData, match="gave no data"):
         fitted(trained("gpt2"), given)
 
 

@@ -516,7 +516,7 @@ def test_errors_name_the_argument(options: dict[str, Any], message: str) -> None
 
 
 def test_an_empty_loader_is_an_error() -> None:
-    with pytest.raises(InvalidData, match="no data that count"):
+    with pytest.raises(InvalidData, match="gave no data"):
         train(loader=[])
 
 

@@ -346,5 +346,5 @@ def test_frozen_random_weights_are_refused() -> None:
 
 
 def test_an_empty_loader_is_an_error() -> None:
-    with pytest.raises(InvalidData, match="no data that count"):
+    with pytest.raises(InvalidData, match="gave no data"):
         OnlineLaplace(network(), [], subset_of_weights="last_layer")

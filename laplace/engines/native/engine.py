@@ -165,8 +165,8 @@ class NativeEngine(CurvatureEngine):
             )
         head = "subset_of_weights='last_layer', which takes none; or " if self.problem.head is None else ""
         raise UnsupportedError(
-            f"{what} of outputs with positions takes {count:,} backward passes for every batch here, one per position "
-            f"and output; the budget is max_passes={self.max_passes:,}. {remedy}; or {head}raise it by "
+            f"{what} of outputs per token or pixel takes {count:,} backward passes for every batch, one per position "
+            f"and output; the limit is max_passes={self.max_passes:,}. {remedy}; or {head}raise it by "
             f"backend_kwargs={{'max_passes': {count}}}."
         )
 

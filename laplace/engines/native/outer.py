@@ -117,8 +117,8 @@ class OuterEngine(NativeEngine):
     def _input_weights(self, batch: ForwardPass, targets: Observed) -> list[Tensor | None]:
         """Weights of the data among the inputs of each tensor's layer; None for ones.
 
-        Data of a layer that is applied by row are the rows that count, `[n]`; of others the data of the batch, `[B]`,
-        each with the mean weight of its rows that count.
+        For a layer that is applied by row these are the rows that are not ignored, `[n]`; for others the batch, `[B]`,
+        each with the mean weight of its rows that are not ignored.
         """
         weights = targets.weights
         if weights is None:
@@ -206,7 +206,7 @@ class OuterEngine(NativeEngine):
             self._accumulate_mixed(batch, columns, step, [i for i in rest if i in mixed], total)
 
     def _counted(self, batch: ForwardPass, targets: Observed) -> Tensor | None:
-        """Rows that count, `[n]`; None for all."""
+        """Rows that are not ignored, `[n]`; None for all."""
         return rows_that_count(targets.y, batch.positions, self.likelihood.ignore_index)
 
     def _accumulate_mixed(self, batch: ForwardPass, columns: Columns, step: int, only: list[int], total: _Sum) -> None:

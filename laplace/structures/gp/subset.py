@@ -102,7 +102,7 @@ class Pool:
         """
         if self.seen < self.size:
             raise InvalidData(
-                f"{self.size} data are to be kept, but the loader gave only {self.seen} that count; give a smaller "
+                f"{self.size} data are to be kept, but the loader gave only {self.seen}; give a smaller "
                 "n_subset (subsample_size, num_inducing)."
             )
         pending: Rows | None = None
