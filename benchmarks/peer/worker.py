@@ -47,8 +47,8 @@ def limit_memory(n_bytes: int) -> None:
 def free_a_large_block() -> None:
     """Frees 31 MiB once, as every process does that has trained a network.
 
-    Until then the C library gives the memory of large activations back after every layer and fetches the pages anew. The
-    one package frees such a block in its own work and the other does not, which is no difference between the two.
+    Until then the C library gives the memory of large activations back after every layer and fetches the pages anew.
+    One package frees such a block in its own work, the other does not: the state of the allocator would be compared.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8)
 
