@@ -2,7 +2,7 @@
 
 Daxberger et al. (2021, "Laplace Redux"), section 4.1 and appendix C.1: figures 3 and 8, and table 2. A CNN and an MLP
 of some 600 weights learn 300 noisy 8×8 digits of seven classes, with and without augmentation (images rotated by up to
-ten degrees); other data are digits of the three classes left out and images that are no digits. After training
+ten degrees); out of distribution are digits of the three classes left out and images that are no digits. After training
 ("post-hoc", δ by the evidence): all weights or the last layer × diagonal, Kronecker or full × GGN or empirical Fisher.
 During training ("online", one δ per tensor): all weights × the three structures, GGN. Each predicts by the network
 alone ("map"), probit, Monte Carlo (100 samples of the linearised network's outputs) and the Laplace bridge.
@@ -244,8 +244,8 @@ def claims() -> list[Claim]:
     made = [
         better("figure 3", "post-hoc last layer > post-hoc all weights, less underfitting", "NLL", last, kron("all")),
         better("4.1", "online, MAP alone predicts well in distribution: > post-hoc last layer", "NLL", on_map, last),
-        better("4.1", "online, probit > MAP alone on other data", "AUROC", on, on_map),
-        better("4.1", "online, MC > MAP alone on other data", "AUROC", kron("all", "mc", "online"), on_map),
+        better("4.1", "online, probit > MAP alone out of distribution", "AUROC", on, on_map),
+        better("4.1", "online, MC > MAP alone out of distribution", "AUROC", kron("all", "mc", "online"), on_map),
     ]
     for measure in ("accuracy", "AUROC"):
         text = "without augmentation online > post-hoc last layer"
@@ -256,7 +256,7 @@ def claims() -> list[Claim]:
 
 
 def claims_of_structures() -> list[Claim]:
-    """More expressive covariances are better; the empirical Fisher is better on other data, the GGN in distribution."""
+    """More expressive covariances are better; the EF is better out of distribution, the GGN within."""
     pairs: tuple[tuple[StructureName, StructureName], ...] = (("kron", "diag"), ("full", "kron"))
     made = []
     for measure, (first, second) in product(("NLL", "AUROC"), pairs):
@@ -265,7 +265,7 @@ def claims_of_structures() -> list[Claim]:
     ef, ggn = names(curvature=("EF",)), names(curvature=("GGN",))
     return [
         *made,
-        better("4.1", "EF > GGN on other data", "AUROC", ef, ggn),
+        better("4.1", "EF > GGN out of distribution", "AUROC", ef, ggn),
         better("4.1", "GGN > EF in distribution", "NLL", ggn, ef),
     ]
 

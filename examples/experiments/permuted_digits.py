@@ -200,13 +200,13 @@ def claims(settings: Settings) -> list[Claim]:
     def over(method: str, least: float, scores: Scores) -> float:
         return scores[last, method, "accuracy"] - least
 
-    def compared(better: str, worse: str, theirs: str = "") -> Claim:
-        return Claim("figure 7", f"{last}: accuracy of {better} > {worse}", partial(gap, better, worse), theirs)
+    def compared(better: str, worse: str, theirs: str = "", item: str = "figure 7") -> Claim:
+        return Claim(item, f"{last}: accuracy of {better} > {worse}", partial(gap, better, worse), theirs)
 
     none, kron, products = f"none, fixed {first:g}", f"kron, tuned from {first:g}", f"products, tuned from {first:g}"
     found = [compared(other, none, "fails catastrophically") for other in (f"diag, tuned from {first:g}", kron, "VOGN")]
     found += [compared(kron, f"diag, tuned from {first:g}"), compared(kron, "VOGN", "closely followed")]
-    found += [compared(products, kron), compared(products, "VOGN")]
+    found += [compared(products, other, item="Ritter et al.") for other in (kron, "VOGN")]
     for structure in ("kron", "products"):
         found += [compared(f"{structure}, tuned from {prior:g}", f"{structure}, fixed {prior:g}", "tuning improves")
                   for prior in settings.priors]  # fmt: skip
@@ -241,7 +241,9 @@ def draw(records: Records, settings: Settings, output: Path) -> None:
 
 PROTOCOL = """The paper's protocol on scikit-learn's digits, 8 × 8 pixels and 1,258 to train on instead of MNIST's \
 60,000. Settings were chosen on seeds from 100 on: those of Laplace approximations for a fixed prior and a tuned one, \
-VOGN's rate, decay of squares, start and prior for itself. Of every method the weights predict at which a task ends."""
+VOGN's rate, decay of squares, start and prior for itself. Of every method the weights predict at which a task ends. \
+That products of every task are better than summed factors is expected from Ritter et al. (2018), not claimed by this \
+paper; 0.85 is a level set for these small images, where the paper has 0.96 on MNIST."""
 
 
 def main(options: Options) -> None:
