@@ -84,10 +84,13 @@ samples, all tuned by the NLL of validation data of known domains. "Known" domai
 of 0.005. RCE is the regression calibration error, MCE the \
 mean calibration error over bins. The paper has its numbers in figures alone."""
 MISSING = [("figures 6 and 10", "WILDS itself and its networks are not here; `--data` takes arrays in their place")]
-SHARED_VARIANCE = """A softmax does not see the variance that all outputs share, which is most of what few data leave \
-open, so that Monte-Carlo averages cannot come as close to uniform as a temperature. On seed 100, with 48 features, \
-the smallest NLL of validation data over all prior precisions was 1.77 by Monte Carlo, 1.46 by the probit \
-approximation, which counts that variance, and 1.45 with a temperature."""
+IMPROBABLE = """Classes that the network holds improbable have next to no curvature, so that their outputs vary most, \
+and with a small prior precision samples prefer them. On seed 100, δ = 0.1, the output of the least probable class had \
+7 to 12 times the variance of the others (less what all share), and the accuracy by Monte Carlo was 0.33, that of the \
+network 0.46 (in float64 the same). The smallest NLL of validation data over all prior precisions was 1.78; with the \
+same variance for all classes 1.44, by the probit approximation 1.39, with a temperature 1.35."""
+CALIBRATED = """MAP is calibrated on known domains here, so that nothing is left to improve: its confidence is 0.80 \
+at an accuracy of 0.79 (Camelyon17), and its noise is that of validation data (PovertyMap)."""
 Predicted = dict[str, tuple[Tensor, ...]]
 """By method: probabilities `[N, C]`, or means and variances of y, `[N, 1]` each."""
 
@@ -215,11 +218,12 @@ def claims() -> list[Claim]:
         error = "ECE" if task.likelihood == "classification" else "RCE"
         for where in (KNOWN, UNKNOWN):
             condition = f"{task.name}, {where}"
-            found += [lower("figure 6", condition, measure, "LA", "MAP") for measure in ("NLL", error)]
+            note = CALIBRATED if task in (TISSUE, WEALTH) and where == KNOWN else ""
+            found += [lower("figure 6", condition, measure, "LA", "MAP", note=note) for measure in ("NLL", error)]
         rivals = ("temperature", "DE") if task.likelihood == "classification" else ("DE",)
         for rival in rivals:
             condition = f"{task.name}, {UNKNOWN}"
-            note = SHARED_VARIANCE if task is REVIEWS and rival == "temperature" else ""
+            note = IMPROBABLE if task is REVIEWS and rival == "temperature" else ""
             found.append(lower("figure 6", condition, "NLL", "LA", rival, margin=0.05, note=note))
             found.append(lower("figure 6", condition, error, "LA", rival, margin=0.02 if error == "ECE" else 0.005))
     return found
