@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from laplace import Laplace
 from laplace.errors import TuningWarning
 from laplace.metrics import gaussian_nll, mean_calibration_error, regression_calibration_error
-from laplace.plotting import new_figure
+from laplace.plotting import COLOURS, new_figure
 from protocol.baselines.ensemble import MEMBER_SEEDS, mean_probabilities
 from protocol.baselines.temperature import best_temperature
 from protocol.claims import Claim, lower
@@ -47,6 +47,7 @@ from protocol.training import Training, train
 
 TASKS = (TISSUE, LAND_USE, COMMENTS, REVIEWS, WEALTH)
 KNOWN, UNKNOWN = "known domains", "other domains"
+METHODS = ("MAP", "temperature", "DE", "LA")
 MEMBERS = ((1.0, 1.0), (0.5, 1.0), (2.0, 1.0), (1.0, 10.0), (1.0, 0.1))
 """Factors of learning rate and weight decay, by which the networks of an ensemble differ. The first is MAP."""
 PRIORS, NOISES = torch.logspace(-4, 5, 19), torch.logspace(-1.3, 0.7, 61)
@@ -236,11 +237,14 @@ def draw(records: Records, output: Path) -> None:
         last = "ECE" if task.likelihood == "classification" else "RCE"
         for row, measure in enumerate(("NLL", last)):
             axis = axes[row * len(TASKS) + column]
-            methods = records.methods(f"{task.name}, {KNOWN}")
-            for place, method in enumerate(methods):
+            for method in records.methods(f"{task.name}, {KNOWN}"):
+                place = METHODS.index(method)
                 found = [records.estimate(f"{task.name}, {where}", method, measure) for where in (KNOWN, UNKNOWN)]
                 ends = [0 + 0.15 * (place - 1.5), 1 + 0.15 * (place - 1.5)]
-                axis.errorbar(ends, [e.mean for e in found], [e.error for e in found], fmt="o", ms=4, label=method)
+                axis.errorbar(
+                    ends, [e.mean for e in found], [e.error for e in found], fmt="o", ms=4, color=COLOURS[place],
+                    label=method,
+                )  # fmt: skip
             axis.set_xticks([0, 1], ["known", "other"])
             axis.set(title=f"{task.name}: {measure}", xlim=(-0.5, 1.5))
     axes[0].legend(frameon=False, fontsize=7)
