@@ -196,18 +196,20 @@ def claims(settings: Settings) -> list[Claim]:
     def over(method: str, least: float, scores: Scores) -> float:
         return scores[last, method, "accuracy"] - least
 
-    def compared(better: str, worse: str, theirs: str = "", item: str = "figure 7") -> Claim:
-        return Claim(item, f"{last}: accuracy of {better} > {worse}", partial(gap, better, worse), theirs)
+    def compared(better: str, worse: str, theirs: str = "", item: str = "figure 7", note: str = "") -> Claim:
+        return Claim(item, f"{last}: accuracy of {better} > {worse}", partial(gap, better, worse), theirs, note)
 
     none, kron, products = f"none, fixed {first:g}", f"kron, tuned from {first:g}", f"products, tuned from {first:g}"
     found = [compared(other, none, "fails catastrophically") for other in (f"diag, tuned from {first:g}", kron, "VOGN")]
     found += [compared(kron, f"diag, tuned from {first:g}"), compared(kron, "VOGN", "closely followed")]
     found += [compared(products, other, item="Ritter et al.") for other in (kron, "VOGN")]
     pairs = [("kron", prior) for prior in settings.priors] + [("products", first)]
-    found += [compared(f"{structure}, tuned from {prior:g}", f"{structure}, fixed {prior:g}", "tuning improves")
-              for structure, prior in pairs]  # fmt: skip
-    found += [Claim("4.4", f"{last}: accuracy of {method} > 0.85", partial(over, method, 0.85), "0.96 on MNIST")
-              for method in (kron, products)]  # fmt: skip
+    for structure, prior in pairs:
+        tuned, fixed = (f"{structure}, {how} {prior:g}" for how in ("tuned from", "fixed"))
+        found.append(compared(tuned, fixed, "tuning improves", note=LARGER))
+    for method in (kron, products):
+        text = f"{last}: accuracy of {method} > 0.85"
+        found.append(Claim("4.4", text, partial(over, method, 0.85), "0.96 on MNIST", AT_ONCE))
     return found
 
 
@@ -235,6 +237,11 @@ def draw(records: Records, settings: Settings, output: Path) -> None:
     figure.savefig(output, dpi=80)
 
 
+AT_ONCE = """The network is large enough: on seeds 100 and 101 it learnt all ten tasks at once to 0.97. What is lost \
+is lost by Gaussians of the former tasks, each of 1,258 data."""
+LARGER = """The evidence asks for larger δ, at every step of the first five tasks: on seed 100 from 1 to 1.65 after \
+one task, 12 after five and 18 to 90, by tensor, after ten, where the accuracy was 0.77. A fixed 10 remembers less \
+than a fixed 1, so that tuning can help from a small start alone."""
 PROTOCOL = """The paper's protocol on scikit-learn's digits, 8 × 8 pixels and 1,258 to train on instead of MNIST's \
 60,000. Settings were chosen on seeds from 100 on: those of Laplace approximations for a fixed prior and a tuned one, \
 VOGN's rate, decay of squares, start and prior for itself. Of every method the weights predict at which a task ends. \
