@@ -365,7 +365,8 @@ PROTOCOL = (
     "Theirs: weights × structure × curvature × tuning × link, networks with and without augmentation, δ by the "
     "evidence, online Laplace of all weights only. Different: a CNN and an MLP of some 600 weights on 300 noisy digits "
     "of seven classes, rotated by up to ten degrees as augmentation. A claim is of means over the four networks where "
-    "it names none, and over all posteriors with the choice that it names: of the GGN where it is about structures."
+    "it names none, and over all posteriors with the choice that it names: of the GGN where it is about structures; "
+    "“>” means better, of the NLL too."
 )
 MISSING = (
     ("functional (GP) posteriors and low rank", "in other scripts; the paper's figure has none either"),
