@@ -2,7 +2,7 @@
 
 Daxberger et al. (2021, "Laplace Redux"), section 4.1 and appendix C.1: figures 3 and 8, and table 2. A CNN and an MLP
 of some 600 weights learn 300 noisy 8×8 digits of seven classes, with and without augmentation (images rotated by up to
-ten degrees); other data are digits of the three classes left out and images that are no digits. After training
+ten degrees); out of distribution are digits of the three classes left out and images that are no digits. After training
 ("post-hoc", δ by the evidence): all weights or the last layer × diagonal, Kronecker or full × GGN or empirical Fisher.
 During training ("online", one δ per tensor): all weights × the three structures, GGN. Each predicts by the network
 alone ("map"), probit, Monte Carlo (100 samples of the linearised network's outputs) and the Laplace bridge.
@@ -223,7 +223,7 @@ def average(scores: Scores, conditions: Iterable[str], methods: Sequence[str], m
 
 def better(
     item: str, text: str, measure: str, first: Sequence[str], second: Sequence[str],
-    conditions: Sequence[str] = CONDITIONS, theirs: str = "", margin: float = 0.0,
+    conditions: Sequence[str] = CONDITIONS, theirs: str = "", margin: float = 0.0, note: str = "",
 ) -> Claim:  # fmt: skip
     """The first methods have a better mean than the second, or one that is worse by less than the margin."""
     sign = 1 if measure in ("accuracy", "AUROC") else -1
@@ -232,10 +232,24 @@ def better(
         difference = average(scores, conditions, first, measure) - average(scores, conditions, second, measure)
         return sign * difference + margin
 
-    return Claim(item, f"{measure}: {text}", statistic, theirs)
+    return Claim(item, f"{measure}: {text}", statistic, theirs, note)
 
 
 PLAIN, AUGMENTED = CONDITIONS[::2], CONDITIONS[1::2]
+UNDERCONFIDENT = (
+    "300 data leave most of some 600 weights open, and the richer the covariance, the larger the variances. On seeds "
+    "100 to 102, all weights of the CNN, diag, kron and full had mean variances of the outputs of 21, 38 and 96, and "
+    "confidences of 0.70, 0.57 and 0.46 at accuracies of 0.80 to 0.83: all are underconfident. With δ by the NLL of "
+    "validation data they did not differ, 0.523, 0.521 and 0.518."
+)
+SHARED = (
+    "The probit approximation counts the variance that all outputs share, which a softmax does not see. On seeds 100 "
+    "to 102 the NLL of the last layer, kron, was 0.68 with it and 0.53 without on the CNN, 0.56 and 0.38 on the MLP."
+)
+WEIGHTS = (
+    "It is the weights, not how δ is tuned: post-hoc posteriors of all weights have nearly the AUROC of online ones in "
+    "the tables above, last layers less."
+)
 
 
 def claims() -> list[Claim]:
@@ -244,28 +258,29 @@ def claims() -> list[Claim]:
     made = [
         better("figure 3", "post-hoc last layer > post-hoc all weights, less underfitting", "NLL", last, kron("all")),
         better("4.1", "online, MAP alone predicts well in distribution: > post-hoc last layer", "NLL", on_map, last),
-        better("4.1", "online, probit > MAP alone on other data", "AUROC", on, on_map),
-        better("4.1", "online, MC > MAP alone on other data", "AUROC", kron("all", "mc", "online"), on_map),
+        better("4.1", "online, probit > MAP alone out of distribution", "AUROC", on, on_map),
+        better("4.1", "online, MC > MAP alone out of distribution", "AUROC", kron("all", "mc", "online"), on_map),
     ]
     for measure in ("accuracy", "AUROC"):
         text = "without augmentation online > post-hoc last layer"
         made.append(better("figure 3", text, measure, on, last, PLAIN))
-        text = "augmented, post-hoc last layer reaches online, up to 0.01"
-        made.append(better("figure 3", text, measure, last, on, AUGMENTED, margin=0.01))
+        text, note = "augmented, post-hoc last layer reaches online, up to 0.01", WEIGHTS if measure == "AUROC" else ""
+        made.append(better("figure 3", text, measure, last, on, AUGMENTED, margin=0.01, note=note))
     return [*made, *claims_of_structures(), *claims_of_links(), *claims_of_table_2()]
 
 
 def claims_of_structures() -> list[Claim]:
-    """More expressive covariances are better; the empirical Fisher is better on other data, the GGN in distribution."""
+    """More expressive covariances are better; the EF is better out of distribution, the GGN within."""
     pairs: tuple[tuple[StructureName, StructureName], ...] = (("kron", "diag"), ("full", "kron"))
     made = []
     for measure, (first, second) in product(("NLL", "AUROC"), pairs):
         methods = [names(structure=(each,), curvature=("GGN",)) for each in (first, second)]
-        made.append(better("figure 8a, b", f"{first} > {second}", measure, methods[0], methods[1]))
+        note = UNDERCONFIDENT if measure == "NLL" else ""
+        made.append(better("figure 8a, b", f"{first} > {second}", measure, methods[0], methods[1], note=note))
     ef, ggn = names(curvature=("EF",)), names(curvature=("GGN",))
     return [
         *made,
-        better("4.1", "EF > GGN on other data", "AUROC", ef, ggn),
+        better("4.1", "EF > GGN out of distribution", "AUROC", ef, ggn),
         better("4.1", "GGN > EF in distribution", "NLL", ggn, ef),
     ]
 
@@ -273,7 +288,11 @@ def claims_of_structures() -> list[Claim]:
 def claims_of_links() -> list[Claim]:
     """Probit is best for the last layer, the bridge typically inferior."""
     probit, bridge = kron("last_layer"), kron("last_layer", "bridge")
-    return [better("figure 8c, d", "probit > bridge", measure, probit, bridge) for measure in ("NLL", "AUROC")]
+    text = "probit > bridge"
+    return [
+        better("figure 8c, d", text, "NLL", probit, bridge, note=SHARED),
+        better("figure 8c, d", text, "AUROC", probit, bridge),
+    ]
 
 
 def claims_of_table_2() -> list[Claim]:
@@ -346,7 +365,8 @@ PROTOCOL = (
     "Theirs: weights × structure × curvature × tuning × link, networks with and without augmentation, δ by the "
     "evidence, online Laplace of all weights only. Different: a CNN and an MLP of some 600 weights on 300 noisy digits "
     "of seven classes, rotated by up to ten degrees as augmentation. A claim is of means over the four networks where "
-    "it names none, and over all posteriors with the choice that it names: of the GGN where it is about structures."
+    "it names none, and over all posteriors with the choice that it names: of the GGN where it is about structures; "
+    "“>” means better, of the NLL too."
 )
 MISSING = (
     ("functional (GP) posteriors and low rank", "in other scripts; the paper's figure has none either"),

@@ -47,7 +47,7 @@ class Settings:
         n_epochs: Of every task.
         batch_size: Of its batches.
         rate: Of Adam.
-        priors: Fixed prior precisions, and where the tuned ones start; the first is that of diag.
+        priors: Fixed prior precisions, and where the tuned ones start; other methods than "kron" have the first.
         n_hypersteps: Of Adam on log δ, every ten epochs and after the last.
         hyper_rate: Their size.
         vogn: The settings of that baseline.
@@ -95,13 +95,9 @@ class Method:
 def methods(settings: Settings) -> list[Method]:
     """All but VOGN."""
     first = settings.priors[0]
-    kron = [
-        Method("kron", prior, tuned, products)
-        for products in (False, True)
-        for prior in settings.priors
-        for tuned in (False, True)
-    ]
-    return [Method(None, first), Method("diag", first), Method("diag", first, tuned=True), *kron]
+    kron = [Method("kron", prior, tuned) for prior in settings.priors for tuned in (False, True)]
+    products = [Method("kron", first, tuned, products=True) for tuned in (False, True)]
+    return [Method(None, first), Method("diag", first), Method("diag", first, tuned=True), *kron, *products]
 
 
 @dataclass(frozen=True)
@@ -200,18 +196,20 @@ def claims(settings: Settings) -> list[Claim]:
     def over(method: str, least: float, scores: Scores) -> float:
         return scores[last, method, "accuracy"] - least
 
-    def compared(better: str, worse: str, theirs: str = "") -> Claim:
-        return Claim("figure 7", f"{last}: accuracy of {better} > {worse}", partial(gap, better, worse), theirs)
+    def compared(better: str, worse: str, theirs: str = "", item: str = "figure 7", note: str = "") -> Claim:
+        return Claim(item, f"{last}: accuracy of {better} > {worse}", partial(gap, better, worse), theirs, note)
 
     none, kron, products = f"none, fixed {first:g}", f"kron, tuned from {first:g}", f"products, tuned from {first:g}"
     found = [compared(other, none, "fails catastrophically") for other in (f"diag, tuned from {first:g}", kron, "VOGN")]
     found += [compared(kron, f"diag, tuned from {first:g}"), compared(kron, "VOGN", "closely followed")]
-    found += [compared(products, kron), compared(products, "VOGN")]
-    for structure in ("kron", "products"):
-        found += [compared(f"{structure}, tuned from {prior:g}", f"{structure}, fixed {prior:g}", "tuning improves")
-                  for prior in settings.priors]  # fmt: skip
-    found += [Claim("4.4", f"{last}: accuracy of {method} > 0.85", partial(over, method, 0.85), "0.96 on MNIST")
-              for method in (kron, products)]  # fmt: skip
+    found += [compared(products, other, item="Ritter et al.") for other in (kron, "VOGN")]
+    pairs = [("kron", prior) for prior in settings.priors] + [("products", first)]
+    for structure, prior in pairs:
+        tuned, fixed = (f"{structure}, {how} {prior:g}" for how in ("tuned from", "fixed"))
+        found.append(compared(tuned, fixed, "tuning improves", note=LARGER))
+    for method in (kron, products):
+        text = f"{last}: accuracy of {method} > 0.85"
+        found.append(Claim("4.4", text, partial(over, method, 0.85), "0.96 on MNIST", AT_ONCE))
     return found
 
 
@@ -239,9 +237,16 @@ def draw(records: Records, settings: Settings, output: Path) -> None:
     figure.savefig(output, dpi=80)
 
 
+AT_ONCE = """The network is large enough: on seeds 100 and 101 it learnt all ten tasks at once to 0.97. What is lost \
+is lost by Gaussians of the former tasks, each of 1,258 data."""
+LARGER = """The evidence asks for larger δ, at every step of the first five tasks: on seed 100 from 1 to 1.65 after \
+one task, 12 after five and 18 to 90, by tensor, after ten, where the accuracy was 0.77. A fixed 10 remembers less \
+than a fixed 1, so that tuning can help from a small start alone."""
 PROTOCOL = """The paper's protocol on scikit-learn's digits, 8 × 8 pixels and 1,258 to train on instead of MNIST's \
 60,000. Settings were chosen on seeds from 100 on: those of Laplace approximations for a fixed prior and a tuned one, \
-VOGN's rate, decay of squares, start and prior for itself. Of every method the weights predict at which a task ends."""
+VOGN's rate, decay of squares, start and prior for itself. Of every method the weights predict at which a task ends. \
+That products of every task are better than summed factors is expected from Ritter et al. (2018), not claimed by this \
+paper; 0.85 is a level set for these small images, where the paper has 0.96 on MNIST."""
 
 
 def main(options: Options) -> None:
