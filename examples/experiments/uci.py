@@ -13,7 +13,6 @@ a generated set of the size and class frequencies of "glass". The paper's other 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,13 @@ import torch
 from sklearn.datasets import load_breast_cancer, load_digits, load_iris, load_wine, make_classification
 
 from laplace.plotting import COLOURS, new_figure
-from protocol.claims import Claim, higher, lower
+from protocol.claims import Claim, lower, orders
 from protocol.data import Part, waveform
 from protocol.linearised import SMALL, Settings, Task, conditions, depth, scores_of
 from protocol.options import parse
 from protocol.records import Records, Scores
 from protocol.report import Table, finish, table
-from protocol.uci_tables import METHODS, PAPER, TABLES, parsed
+from protocol.uci_tables import METHODS, PAPER, TABLES
 
 MEASURES = ("NLL", "accuracy", "ECE")
 GLASS = (70, 76, 17, 13, 9, 29)
@@ -90,18 +89,10 @@ PAIRS = (
 
 
 def claims_of_tables() -> list[Claim]:
-    """Orders of two methods in tables B2 and B3 that differ by more than their two standard errors together."""
-    found = []
-    for (name, n_layers), measure, pair in product(conditions(tuple(PAPER), Settings()), MEASURES, PAIRS):
-        theirs = [parsed(PAPER[name][n_layers][measure][method]) for method in pair]
-        apart = theirs[0][0] - theirs[1][0]
-        if abs(apart) <= theirs[0][1] + theirs[1][1]:
-            continue
-        best_first = (apart > 0) == (measure == "accuracy")
-        better, worse = pair if best_first else pair[::-1]
-        numbers = " and ".join(PAPER[name][n_layers][measure][method] for method in (better, worse))
-        make = higher if measure == "accuracy" else lower
-        found.append(make(TABLES[n_layers], depth(name, n_layers), measure, better, worse, numbers))
+    """Orders of two methods in tables B2 and B3."""
+    found: list[Claim] = []
+    for name, n_layers in conditions(tuple(PAPER), Settings()):
+        found += orders(TABLES[n_layers], depth(name, n_layers), PAPER[name][n_layers], PAIRS)
     return found
 
 

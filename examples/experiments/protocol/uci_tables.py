@@ -63,9 +63,3 @@ PAPER = {
     },
 }
 """By data set, hidden layers, measure and method; "glass-like" has the numbers of "glass"."""
-
-
-def parsed(cell: str) -> tuple[float, float]:
-    """Mean and standard error."""
-    mean, error = cell.split("±")
-    return float(mean), float(error)
