@@ -34,7 +34,7 @@ GLASS = (70, 76, 17, 13, 9, 29)
 PROTOCOL = """As the paper's, but for the data, of which there are fewer: 200 of the digits, 400 of "waveform", whose
 generator makes anew for every split; "glass-like" is generated, with 9 inputs, the 214 data and the six classes'
 frequencies of "glass". MAP takes 600 steps of Adam on all data at the rate 0.01 and mean-field VI ("MFVI") 1,000 on
-batches of 100 (the paper: 10,000 and 5,000 at 0.001). "BNN" is the full posterior with sampled weights (200 networks),
+batches of 100 (the paper: 10,000 and 5,000 at 0.001). "BNN" is the full posterior with sampled weights (50 networks),
 "KFAC" and "diag" its other structures. The paper does not say what its column "GLM refine" is; here "GLM refined" is
 the variational Gaussian at convergence, with 200 points per expectation, "GLM mode" the mode with the curvature there,
 both at two of the ten prior precisions alone (1.7 and 13; of digits 4.6 and 22), and "GP" a Gaussian process of 100

@@ -73,9 +73,9 @@ class Settings:
     n_precisions: int = 10
     refined: tuple[int, ...] = (5, 7)
     n_samples: int = 1000
-    n_networks: int = 200
+    n_networks: int = 50
     n_points: int = 200
-    tolerance: float = 1e-3
+    tolerance: float = 1e-2
     n_subset: int = 100
     n_data: int = 1000
 
