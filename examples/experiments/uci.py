@@ -6,7 +6,7 @@ negative log likelihood of the validation data, 1,000 samples per predictive and
 are scikit-learn's breast cancer, wine, iris and 200 of its digits, 400 data of Breiman's waveform by its generator, and
 a generated set of the size and class frequencies of "glass". The paper's other sets are no part of any package.
 
-    python examples/experiments/uci.py            # 10 splits
+    python examples/experiments/uci.py            # 4 splits
     python examples/experiments/uci.py --small    # 1 split, a tiny network and few data, to try it out
 """
 
@@ -31,14 +31,15 @@ from protocol.uci_tables import METHODS, PAPER, TABLES
 MEASURES = ("NLL", "accuracy", "ECE")
 GLASS = (70, 76, 17, 13, 9, 29)
 """Data of every class in "glass identification"."""
-PROTOCOL = """As the paper's, but for the data, of which there are fewer: 200 of the digits, 400 of "waveform", whose
-generator makes anew for every split; "glass-like" is generated, with 9 inputs, the 214 data and the six classes'
-frequencies of "glass". MAP takes 600 steps of Adam on all data at the rate 0.01 and mean-field VI ("MFVI") 1,000 on
-batches of 100 (the paper: 10,000 and 5,000 at 0.001). "BNN" is the full posterior with sampled weights (50 networks),
-"KFAC" and "diag" its other structures. The paper does not say what its column "GLM refine" is; here "GLM refined" is
-the variational Gaussian at convergence, with 200 points per expectation, "GLM mode" the mode with the curvature there,
-both at two of the ten prior precisions alone (1.7 and 13; of digits 4.6 and 22), and "GP" a Gaussian process of 100
-data and independent outputs. In brackets the paper's numbers, of "glass" for "glass-like"."""
+PROTOCOL = """As the paper's, but for the data, of which there are fewer, and four splits (the paper: ten): 200 of the
+digits, 400 of "waveform", whose generator makes anew for every split; "glass-like" is generated, with 9 inputs, the 214
+data and the six classes' frequencies of "glass". MAP takes 600 steps of Adam on all data at the rate 0.01 and
+mean-field VI ("MFVI") 1,000 on batches of 100 (the paper: 10,000 and 5,000 at 0.001). "BNN" is the full posterior with
+sampled weights (50 networks), "KFAC" and "diag" its other structures. The paper does not say what its column "GLM
+refine" is; here "GLM refined" is the variational Gaussian at convergence, with 200 points per expectation, "GLM mode"
+the mode with the curvature there, both at two of the ten prior precisions alone (1.7 and 13; of digits 4.6 and 22), and
+"GP" a Gaussian process of 100 data and independent outputs. In brackets the paper's numbers, of "glass" for
+"glass-like"."""
 MISSING = (
     ("australian, ionosphere, vehicle, satellite", "not in any package; `protocol/data.py` reads such files"),
     ("glass", "a generated set of its size and class frequencies stands in"),
@@ -149,7 +150,7 @@ def draw(records: Records, settings: Settings, output: Path) -> None:
     figure.savefig(output, dpi=80)
 
 
-def main(seeds: Sequence[int] = tuple(range(10))) -> None:
+def main(seeds: Sequence[int] = (0, 1, 2, 3)) -> None:
     """Runs the experiment.
 
     Args:
