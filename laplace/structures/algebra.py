@@ -27,6 +27,9 @@ T = TypeVar("T")
 _NEGATIVE = 1e-3
 """Relative size from which a negative eigenvalue is no rounding error of float32 sums."""
 
+_TINY = torch.finfo(torch.float32).tiny
+"""Below it numbers of float32 lose their digits: eigenvalues of this size are rounding, whatever the largest is."""
+
 _ROUNDING = 1e4
 """Multiple of the machine precision within which a difference of two sums over data counts as zero."""
 
@@ -117,7 +120,7 @@ def _not_finite() -> CurvatureError:
 def _clamped(values: Tensor) -> Tensor:
     """Eigenvalues in ascending order without rounding."""
     smallest, largest = values[..., :1], values[..., -1:]
-    least = -_NEGATIVE * torch.maximum(largest, -smallest)
+    least = -_NEGATIVE * torch.maximum(largest, -smallest) - _TINY
     require(
         smallest >= least,
         lambda: CurvatureError(

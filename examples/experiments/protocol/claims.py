@@ -7,7 +7,7 @@ distribution with n − 1 degrees of freedom the claim holds, below minus that i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,7 @@ from protocol.records import Estimate, Records, Scores, estimate
 
 Verdict = Literal["holds", "fails", "undecided"]
 LEVEL = 0.95
+LARGE_IS_GOOD = ("accuracy", "AUROC")
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,33 @@ def higher(
 
     relation = ">" if margin == 0 else f"> −{margin:g} +"
     return Claim(item, f"{condition}: {measure} of {better} {relation} {worse}", statistic, theirs, note)
+
+
+def orders(
+    item: str, condition: str, cells: dict[str, dict[str, str]], pairs: Sequence[tuple[str, str]], note: str = ""
+) -> list[Claim]:
+    """The orders of pairs of methods in a table of the paper, where they differ by more than both standard errors.
+
+    Args:
+        item: The table.
+        condition: Of the scores.
+        cells: "mean±standard error" by measure and method.
+        pairs: Of methods.
+        note: Of every claim.
+    """
+    found = []
+    for measure, row in cells.items():
+        for pair in pairs:
+            (one, its_error), (other, other_error) = (map(float, row[method].split("±")) for method in pair)
+            if abs(one - other) <= its_error + other_error:
+                continue
+            first, second = pair if one < other else pair[::-1]  # the smaller before the larger
+            if measure in LARGE_IS_GOOD:
+                theirs = f"{row[second]} > {row[first]}"
+                found.append(higher(item, condition, measure, second, first, theirs, note))
+            else:
+                found.append(lower(item, condition, measure, first, second, f"{row[first]} < {row[second]}", note))
+    return found
 
 
 @dataclass(frozen=True)

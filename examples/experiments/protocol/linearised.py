@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -23,8 +24,8 @@ from protocol.records import Scores
 from protocol.stacked import Steps, map_networks, n_outputs, probabilities, sizes_of, stacked_outputs
 
 N_BINS = 10
-MOST_WEIGHTS = 2000
-"""Of a variational Gaussian with a full covariance: every one of its steps factorises a matrix of this size."""
+STRUCTURES = {"full": "", "kron": " KFAC", "diag": " diag"}
+"""Of the curvature, and what they add to the name of a method."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,13 @@ class Task:
         load: Gives inputs `[N, D]` and labels `[N]` for a seed, which matters where they are generated.
         n_classes: Of the labels.
         exponents: Powers of ten between which the prior precisions lie.
+        n_data: A random part of the data only; None for all.
     """
 
     load: Callable[[int], Part]
     n_classes: int
     exponents: tuple[float, float] = (-2.0, 2.0)
+    n_data: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,38 +56,40 @@ class Settings:
         mean_field_steps: Of Adam on batches.
         batch_size: Of these.
         n_precisions: Prior precisions that are tried.
-        every: Of these, how many apart those are that variational refinement tries.
-        every_full: The same, of the methods with a full covariance.
+        refined: Those that refinement tries, by their places in the grid.
         n_samples: Of the outputs, per predictive.
         n_networks: Of sampled weights.
         n_points: Of the expectations of variational refinement, for softmax.
-        n_data: The first of every data set only; None for all.
+        tolerance: Of refinement.
+        n_subset: Data of the Gaussian process.
+        n_data: At most so many of every data set.
     """
 
     n_hidden: int = 50
     layers: tuple[int, ...] = (2, 1)
-    map_steps: int = 1000
-    mean_field_steps: int = 2000
+    map_steps: int = 600
+    mean_field_steps: int = 1000
     batch_size: int = 100
     n_precisions: int = 10
-    every: int = 3
-    every_full: int = 1
+    refined: tuple[int, ...] = (5, 7)
     n_samples: int = 1000
-    n_networks: int = 200
+    n_networks: int = 50
     n_points: int = 200
-    n_data: int | None = None
+    tolerance: float = 1e-2
+    n_subset: int = 100
+    n_data: int = 1000
 
 
-SMALL = Settings(3, (2, 1), 20, 20, 20, 1, 1, 1, 20, 10, 10, 80)
+SMALL = Settings(2, (2, 1), 10, 10, 20, 1, (0,), 20, 3, 4, 0.5, 10, 60)
 
 
 def make_split(task: Task, settings: Settings, seed: int) -> Split:
     """70, 15 and 15 % of the data, stratified by the labels, in units of the training data's deviations."""
     data = task.load(seed)
     x, y = data.x.numpy(), data.y.numpy()
-    if settings.n_data is not None:
-        chosen = np.random.default_rng(seed).permutation(len(y))[: settings.n_data]
-        x, y = x[chosen], y[chosen]
+    n_data = min(settings.n_data, len(y), task.n_data or len(y))
+    chosen = np.random.default_rng(seed).permutation(len(y))[:n_data]
+    x, y = x[chosen], y[chosen]
     x, x_rest, y, y_rest = train_test_split(x, y, train_size=0.7, stratify=y, random_state=seed)
     x_one, x_two, y_one, y_two = train_test_split(x_rest, y_rest, train_size=0.5, stratify=y_rest, random_state=seed)
     mean, spread = np.mean(x, axis=0), np.std(x, axis=0)
@@ -162,20 +167,17 @@ class Posteriors:
         data = self.split.train
         return [(data.x, data.y.double().unsqueeze(1) if self.task.n_classes == 2 else data.y)]
 
-    def fitted(self, structure: str, refine: str | None = None) -> ParametricLaplace:
+    def fitted(self, structure: str) -> ParametricLaplace:
         """A posterior; that of a full covariance in whichever space is smaller, of weights or of functions."""
-        options: dict[str, int] = {}
+        options: dict[str, int | bool] = {}
         n_data = len(self.split.train)
-        in_functions = n_data * n_outputs(self.task.n_classes) < self.n_weights and refine != "variational"
-        if structure == "full" and in_functions:
+        if structure == "full" and n_data * n_outputs(self.task.n_classes) < self.n_weights:
             structure, options = "gp", {"n_subset": n_data}
+        elif structure == "gp":
+            options = {"n_subset": min(self.settings.n_subset, n_data), "independent_outputs": True}
         likelihood = "bernoulli" if self.task.n_classes == 2 else "classification"
         la = Laplace(self.model, likelihood, "all", structure, prior_precision=self.precision, **options)
         la.fit(self.loader())
-        if refine == "map":
-            la.refine(self.loader(), tolerance=1e-4)
-        elif refine == "variational":
-            la.refine(self.loader(), "variational", n_samples=self.settings.n_points, tolerance=1e-3)
         return la
 
     def linearised(self, la: ParametricLaplace) -> Tensor:
@@ -194,21 +196,23 @@ class Posteriors:
             at += each.numel()
         return probabilities(stacked_outputs(tensors, self.inputs.float())).mean(0)
 
+    def refined(self, la: ParametricLaplace, method: Literal["map", "variational"]) -> Tensor:
+        """Probabilities of the linearised network after refinement."""
+        la.refine(self.loader(), method, n_samples=self.settings.n_points, tolerance=self.settings.tolerance)
+        return self.linearised(la)
+
     def predictions(self, place: int) -> Iterator[tuple[str, Tensor]]:
         """Every method and its prediction at this prior precision, the grid's number `place`."""
         with torch.no_grad():
             yield "MAP", probabilities(self.model(self.inputs))
-        if place % self.settings.every_full == 0:
-            la = self.fitted("full")
-            yield "nn", self.sampled(la)
-            yield "GLM", self.linearised(la)
-            yield "GLM mode", self.linearised(self.fitted("full", "map"))
-        yield "GLM diag", self.linearised(self.fitted("diag"))
-        yield "GLM mode diag", self.linearised(self.fitted("diag", "map"))
-        if place % self.settings.every == 0:
-            if self.n_weights <= MOST_WEIGHTS:
-                yield "GLM VI", self.linearised(self.fitted("full", "variational"))
-            yield "GLM VI diag", self.linearised(self.fitted("diag", "variational"))
+        for structure, name in STRUCTURES.items():
+            la = self.fitted(structure)
+            yield f"BNN{name}", self.sampled(la)
+            yield f"GLM{name}", self.linearised(la)
+            if structure != "kron" and place in self.settings.refined:
+                yield f"GLM mode{name}", self.refined(la, "map")
+                yield f"GLM refined{name}", self.refined(la, "variational")
+        yield "GP", self.linearised(self.fitted("gp"))
 
 
 def compared(task: Task, settings: Settings, split: Split, n_layers: int, seed: int) -> dict[str, Candidates]:
