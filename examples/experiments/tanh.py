@@ -311,7 +311,7 @@ def draw(found: dict[str, Outcome], x: Tensor, output: Path) -> None:
         panels[3].hist(outcome.logits[:, at_query].sigmoid().tolist(), bins=30, range=(0, 1), density=True)
         panels[3].set(xlabel=f"p(y = 1 | x = {X_QUERY:g})", ylabel="density", yscale="log")
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=80)
+    figure.savefig(output, dpi=70)
 
 
 def main() -> None:

@@ -80,7 +80,7 @@ class Settings:
     n_data: int = 1000
 
 
-SMALL = Settings(2, (2, 1), 10, 10, 20, 1, (0,), 20, 3, 4, 0.5, 10, 60)
+SMALL = Settings(2, (2,), 10, 10, 20, 1, (0,), 20, 3, 4, 0.5, 10, 80)
 
 
 def make_split(task: Task, settings: Settings, seed: int) -> Split:
