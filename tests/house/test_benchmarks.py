@@ -122,7 +122,7 @@ def test_summary_says_what_the_table_says(tmp_path: Path) -> None:
         f"{fits.mean:.2g} times\nfor fits, {predictions.mean:.2g} times for predictions",
         f"Another {len(found.failures)} tasks",
         f"slower in {found.n_slower}\ntasks (orange): {fits.n_slower} fits",
-        f"{sampled.n_slower} predictions by sampled weights and {predictions.n_slower} other prediction",
+        f"{sampled.n_slower} of sampled weights and {predictions.n_slower} other prediction",
     ):
         assert words in said
     summary.plot(found, tmp_path / "speed.png")
