@@ -43,6 +43,7 @@ from laplace.errors import (
     TuningWarning,
     UnsupportedError,
 )
+from laplace.metrics import nll
 from laplace.weights.masks_scored import LargestMagnitudeSubnetMask
 from tests.mistaken import (
     IMAGES,
@@ -492,6 +493,10 @@ CALLS: dict[str, Row] = {
     "saved before fit": row(NotFittedError, lambda: new().state_dict(), "fit(train_loader)"),
     "fit without data": row(InvalidCall, lambda: new().fit(), "train_loader", "[(x, y)]"),
     "a mapping spread": row(InvalidCall, lambda: fitted()(input_ids=X), "'x'", "la(batch)"),
+    "the network before its file": row(InvalidType, lambda: laplace.load(net(), "la"), "laplace.load(path, model)"),  # pyright: ignore
+    "a regression for probabilities": row(
+        InvalidData, lambda: nll(fitted(likelihood=R)(XR), Y), "probs is a tuple", "la.predict(x)"
+    ),
     "a path for a state": row(StateError, lambda: new().load_state_dict("la.pt"), "type str", "torch.load(path"),
     "prediction without inputs": row(InvalidCall, lambda: fitted()(), "'x'", "[B, …]"),
     "epochs of a fit": row(InvalidCall, lambda: new().fit([(X, Y)], epochs=3), "'epochs'", "train_loader, override"),
