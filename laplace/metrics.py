@@ -23,9 +23,7 @@ from laplace.errors import InvalidArgument, InvalidData
 from laplace.likelihoods.checks import check_soft_labels
 
 IGNORE_INDEX = -100
-_OF_REGRESSION = (
-    "for a regression use gaussian_nll(prediction.mean, prediction.variance, y), prediction = la.predict(x)."
-)
+_OF_REGRESSION = "for a regression use gaussian_nll(p.mean, p.variance, y) with p = la.predict(x)."
 
 
 def nll(probs: Tensor, y: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
