@@ -163,7 +163,11 @@ def _checked(la: BaseLaplace, state: dict[str, Any]) -> Problem:
         )
     missing = [key for key in _REQUIRED if key not in state]
     if missing:
-        raise StateError(f"the state lacks {missing}; it is truncated, or no state of this library.")
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise StateError(
+            f"the state lacks {missing[:3]}{more}; it is truncated, or no state of this library: that of a network "
+            "goes into model.load_state_dict."
+        )
     _expect("version", state["version"], VERSION)
     _expect("class", state["cls_name"], type(la).__name__)
     _expect("likelihood", state["likelihood"], la.likelihood_object.name)

@@ -497,6 +497,9 @@ CALLS: dict[str, Row] = {
     "a regression for probabilities": row(
         InvalidData, lambda: nll(fitted(likelihood=R)(XR), Y), "probs is a tuple", "la.predict(x)"
     ),
+    "a network for a state": row(
+        StateError, lambda: new().load_state_dict(net().state_dict()), "lacks ['version'", "model.load_state_dict"
+    ),
     "a path for a state": row(StateError, lambda: new().load_state_dict("la.pt"), "type str", "torch.load(path"),
     "prediction without inputs": row(InvalidCall, lambda: fitted()(), "'x'", "[B, …]"),
     "epochs of a fit": row(InvalidCall, lambda: new().fit([(X, Y)], epochs=3), "'epochs'", "train_loader, override"),
