@@ -13,7 +13,7 @@ from torch import nn
 from laplace.core import files
 from laplace.core.memory import ran_out
 from laplace.core.registry import Cell
-from laplace.errors import InvalidArgument, InvalidCall, LaplaceError, StateError
+from laplace.errors import InvalidArgument, InvalidCall, InvalidType, LaplaceError, StateError
 from laplace.factory import class_of
 from laplace.mixture import MixtureLaplace
 from laplace.mixture.mimo import HeadCall
@@ -52,10 +52,13 @@ def load(
     Raises:
         FileNotFoundError: There is no such file.
         InvalidCall: An object is missing, or one too many was given; the message names it.
+        InvalidType: The network was given in place of the file.
         MissingDependency: safetensors is not installed.
         StateError: The file is damaged, of another version, not written by `la.save`, or of another network; its class
             is not registered; or an object has another class than the one in use when the file was saved.
     """
+    if isinstance(path, nn.Module):
+        raise InvalidType(f"path is a {type(path).__name__}; the file comes first: laplace.load(path, model).")
     saved = files.read(path)
     with _told(path):
         recipe, state = saved["recipe"], saved["state"]

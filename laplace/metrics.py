@@ -23,6 +23,7 @@ from laplace.errors import InvalidArgument, InvalidData
 from laplace.likelihoods.checks import check_soft_labels
 
 IGNORE_INDEX = -100
+_OF_REGRESSION = "for a regression use gaussian_nll(p.mean, p.variance, y) with p = la.predict(x)."
 
 
 def nll(probs: Tensor, y: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
@@ -192,8 +193,8 @@ def gaussian_nll(mean: Tensor, var: Tensor, y: Tensor) -> Tensor:
 
     Args:
         mean: Predictive means `[B, C]`.
-        var: Predictive variances `[B, C]` or covariances `[B, C, C]` of the target. A posterior's functional variance
-            does not contain the observation noise: add σ² first.
+        var: Predictive variances `[B, C]` or covariances `[B, C, C]` of the target, the noise included: that is
+            `la.predict(x).variance`. The variance of `la(x)` is without the noise; the score would be wrong.
         y: Targets `[B, C]`.
 
     Raises:
@@ -366,6 +367,8 @@ def _counted(probs: Tensor, y: Tensor, ignore_index: int) -> tuple[Tensor, Tenso
 
 def _flattened(probs: Tensor, y: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Checked rows without the ignored ones, `[N, C]`, and labels `[N]` or `[N, C]`."""
+    if not isinstance(probs, Tensor):
+        raise InvalidData(f"probs is a {type(probs).__name__}; {_OF_REGRESSION}")
     if probs.ndim < 2 or y.shape not in (probs.shape, probs.shape[:-1]):
         raise InvalidData(
             f"got probs {tuple(probs.shape)} and labels {tuple(y.shape)}; accepted are [..., C] and [...] or [..., C]."
@@ -379,9 +382,7 @@ def _flattened(probs: Tensor, y: Tensor, ignore_index: int) -> tuple[Tensor, Ten
         rows, labels = rows[keep], labels[keep]
     # A little above 1 is rounding of a softmax in low precision; logits and log probabilities are not.
     if not bool(((rows >= 0) & (rows <= 1.01)).all()):
-        raise InvalidData(
-            "probs holds NaN or values outside [0, 1]; give probabilities, not logits (softmax them first)."
-        )
+        raise InvalidData("probs holds NaN or values outside [0, 1]; give probabilities, not logits (softmax first).")
     return rows, labels
 
 

@@ -156,9 +156,18 @@ def loaded(la: BaseLaplace, state: dict[str, Any], make: MakeCurvature | None = 
 
 def _checked(la: BaseLaplace, state: dict[str, Any]) -> Problem:
     """The problem that a state is of, if it is one of this object."""
-    missing = [key for key in _REQUIRED if not isinstance(state, dict) or key not in state]
+    if not isinstance(state, dict):
+        raise StateError(
+            f"the state is of type {type(state).__name__}; give what la.state_dict() returned: of a file "
+            "torch.load(path, weights_only=True). A file of la.save is read by laplace.load(path, model)."
+        )
+    missing = [key for key in _REQUIRED if key not in state]
     if missing:
-        raise StateError(f"the state lacks {missing}; it is truncated, or no state of this library.")
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise StateError(
+            f"the state lacks {missing[:3]}{more}; it is truncated, or no state of this library: that of a network "
+            "goes into model.load_state_dict."
+        )
     _expect("version", state["version"], VERSION)
     _expect("class", state["cls_name"], type(la).__name__)
     _expect("likelihood", state["likelihood"], la.likelihood_object.name)

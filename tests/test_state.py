@@ -179,7 +179,7 @@ REFUSED = {
     "version": (lambda: of(grid.fitted("all", "kron"), version=0), {}, "version is 0"),
     "truncated": (lambda: {k: v for k, v in grid.fitted("all", "kron").state_dict().items() if k != "H"}, {}, "'H'"),
     "empty": (dict, {}, "truncated"),
-    "no dict": (lambda: None, {}, "truncated"),
+    "no dict": (lambda: None, {}, "of type NoneType; give what la.state_dict"),
     "malformed": (lambda: of(grid.fitted("all", "kron"), H={"values": torch.zeros(3)}), {}, "malformed"),
     "short mean": (lambda: of(grid.fitted("all", "kron"), mean=torch.zeros(5)), {}, "length of the mean"),
     "bad prior": (lambda: of(grid.fitted("all", "kron"), prior_precision=-torch.ones(1)), {}, "positive"),

@@ -23,7 +23,8 @@ _CLOSE = 0.6
 """Similarity of two names (0 to 1) from which one may be a misspelling of the other."""
 
 _MISSING = {
-    "likelihood": "'classification', 'regression', 'bernoulli' or 'reward_modeling'",
+    "likelihood": "one of 'classification', 'regression', 'bernoulli', 'poisson', 'heteroscedastic' and "
+    "'reward_modeling'",
     "subnetwork_indices": "int64 indices of the flattened trainable parameters, which a mask of laplace.utils gives: "
     "LargestMagnitudeSubnetMask(model, n_params_subnet=100).select()",
     "n_subset": "how many data the Gaussian process is of, e.g. n_subset=200 (all data: their number)",
@@ -32,7 +33,7 @@ _MISSING = {
     "inducing_locations": "inputs at which the posterior is represented, [M, …], or None with num_inducing=, which "
     "takes training inputs",
     "train_loader": "batches (x, y), a DataLoader or a list: [(x, y)]",
-    "x": "inputs [B, …]",
+    "x": "inputs [B, …]; a mapping is one argument, la(batch)",
 }
 """What to pass for an argument without a default."""
 

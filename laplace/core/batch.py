@@ -141,6 +141,11 @@ def keys(x: Inputs) -> list[str] | None:
     return sorted(map(str, x.keys())) if isinstance(x, Mapping) else None
 
 
+def entries(x: Inputs) -> dict[str, Any]:
+    """Inputs of a mapping by name, in its order; none of others."""
+    return {str(key): value for key, value in x.items()} if isinstance(x, Mapping) else {}
+
+
 def transform(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
     """Applies a function to every tensor among the inputs, keeping the container's type where it can be kept.
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -98,6 +99,11 @@ def read(path: str | os.PathLike[str]) -> Any:
     path = Path(path)
     if path.is_dir():
         raise StateError(f"{str(path)!r} is a folder; laplace.checkpoint.load(la, path) reads what is in one.")
+    if is_zipfile(path):
+        raise StateError(
+            f"{str(path)!r} holds no posterior that could be loaded: torch.save wrote it, and this reads files of "
+            "la.save; a state of la.state_dict() goes into la.load_state_dict(torch.load(path, weights_only=True))."
+        )
     try:
         metadata, tensors = _contents(path)
         if metadata.get(_VERSION) != VERSION:

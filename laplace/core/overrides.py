@@ -77,6 +77,19 @@ HELD = frozenset({"_posterior"})
 _FIXED = {"model": "the network", "likelihood": "the likelihood", "structure": "the structure"}
 """Public attributes that are read when an object is made, and never again."""
 
+_MISSPELT = {
+    "prior_prec": "prior_precision",
+    "prior_precison": "prior_precision",
+    "prior_precisions": "prior_precision",
+    "precision": "prior_precision",
+    "delta": "prior_precision",
+    "noise": "sigma_noise",
+    "sigma": "sigma_noise",
+    "noise_sigma": "sigma_noise",
+    "temp": "temperature",
+}
+"""Names by which hyper-parameters are assigned by mistake; the assignment would leave them as they are."""
+
 _READ_ONLY: dict[str, str] = {
     "backend": "pass backend= (a class) and backend_kwargs= to the constructor",
     "last_layer_name": "pass last_layer_name= to the constructor",
@@ -252,6 +265,8 @@ def check_assignment(la: object, name: str, value: Any) -> None:
             f"{name} is assigned, but {_FIXED[name]} is read when the object is made: make a new one, "
             f"{type(la).__name__}(...)."
         )
+    if name in _MISSPELT and is_ours(type(la)) and _owner(type(la), name) is None:
+        raise ReadOnlyError(f"{name} is assigned, but nothing reads it; did you mean {_MISSPELT[name]!r}?")
     if name == "__call__":
         raise ReadOnlyError(
             "__call__ is assigned to an object, where Python never looks for it; override it in a class."

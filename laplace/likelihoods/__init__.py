@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from enum import Enum
 
@@ -42,7 +43,7 @@ def get_likelihood(spec: str | Enum | Likelihood) -> Likelihood:
     known = ", ".join(map(repr, LIKELIHOODS))
     hint = " (an object, not its class: add parentheses)" if isinstance(name, type) else ""
     raise InvalidArgument(
-        f"likelihood={spec!r} of type {type(spec).__name__} is not accepted; give one of {known} or a "
+        f"likelihood={reprlib.repr(spec):.60} of type {type(spec).__name__} is not accepted; give one of {known} or a "
         f"laplace.likelihoods.Likelihood object{hint}."
     )
 

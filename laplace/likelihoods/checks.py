@@ -39,6 +39,11 @@ def check_tensor(y: Tensor) -> Tensor:
     return y
 
 
+_OF_CLASSES = (
+    "integers [B] are labels of classes, of likelihood='classification'; for numbers give [B, C], one per output."
+)
+
+
 def check_values(f: Tensor, y: Tensor) -> Tensor:
     """Real-valued targets of the shape of the outputs, cast to their dtype and device.
 
@@ -47,9 +52,11 @@ def check_values(f: Tensor, y: Tensor) -> Tensor:
     """
     values = check_tensor(y)
     if values.shape != f.shape:
+        of_classes = f.ndim == 2 and f.shape[-1] > 1 and values.ndim == 1 and not values.is_floating_point()
+        remedy = "for one output give targets [B, 1], e.g. y.unsqueeze(-1)."
         raise InvalidData(
             f"Targets have shape {list(values.shape)}, outputs {list(f.shape)}; they must be equal, nothing is "
-            "broadcast: for one output give targets [B, 1], e.g. y.unsqueeze(-1)."
+            f"broadcast: {_OF_CLASSES if of_classes else remedy}"
         )
     require_finite_targets(values)
     return values.to(f)

@@ -26,6 +26,12 @@ _OF_DTYPES = re.compile(r"dtype|scalar type|Input type|not implemented for")
 _OF_SHAPES = re.compile(r"shape|size|dimension|channels|elements|\b[1-5]D\b")
 """Words of PyTorch's layers about what they are given."""
 
+_OF_PARTS = re.compile(r"invalid data type 'str'|too many indices for tensor")
+"""What PyTorch says of a tensor that is indexed by a name, depending on the name's length."""
+
+_TARGETS = ("labels", "label", "y", "target", "targets")
+"""Keys that are not likely to hold inputs."""
+
 _OF_OPERANDS = re.compile(r"shapes cannot be multiplied|size mismatch|must match the size|invalid for input of size")
 """Words of its operations, which a user's code is not likely to use."""
 
@@ -61,6 +67,11 @@ def called(model: nn.Module, forward_fn: ForwardFn | None, x: Inputs) -> Any:
 def _misfit(error: Exception, model: nn.Module, x: Inputs) -> str | None:
     """The fault of the inputs, or None if nothing that is known of them explains the error."""
     layer, given = _refusing(error)
+    if layer is None and isinstance(x, Tensor) and _OF_PARTS.search(str(error)):
+        return (
+            f"the inputs, {describe(x)}, are a tensor, of which the network or forward_fn takes a part that it has not "
+            f"({error}). Give inputs in the form of the training data, e.g. a mapping, la({{'x': x}})."
+        )
     if layer is None:
         return _of_operation(error, model, x) or _of_call(error, model, x, layer)
     if isinstance(error, TypeError) and not isinstance(given, Tensor):
@@ -161,9 +172,13 @@ def _of_call(error: Exception, model: nn.Module, x: Inputs, layer: nn.Module | N
         return None
     parameters = ", ".join(inspect.signature(model.forward).parameters)
     fault = f"the inputs, {describe(x)}, are not what {type(model).__name__}.forward({parameters}) takes"
-    keys = batches.keys(x)
-    if keys:
-        return f"{fault}: say what it takes of them, e.g. forward_fn=lambda model, x: model(x[{keys[0]!r}])."
+    entries = batches.entries(x)
+    if entries:
+        listed = sorted(key for key, value in entries.items() if isinstance(value, list | tuple))
+        if listed and not batches.tensors(x):
+            return f"the inputs under {listed} are lists: give tensors, of a tokenizer by return_tensors='pt'."
+        key = next((key for key in entries if key not in _TARGETS), next(iter(entries)))
+        return f"{fault}: say what it takes of them, e.g. forward_fn=lambda model, x: model(x[{key!r}])."
     return (
         f"{fault} ({error}). Batches are (x, y), or (x1, …, y), whose inputs are spread; predictions take inputs "
         "alone, la(x); anything else is said by forward_fn=lambda model, x: model(...)."

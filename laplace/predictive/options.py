@@ -49,7 +49,7 @@ class PredictiveNames:
 WEIGHT_SPACE = PredictiveNames(
     {"glm": PredType.GLM, "nn": PredType.NN},
     "accepted are 'glm' and 'nn' ('gp' is the predictive of hessian_structure='gp'). It follows the inputs, which are "
-    "given alone, without targets: la(x, pred_type='glm').",
+    "given alone, without targets: la(x, pred_type='glm'); several inputs are one tuple: la((x1, x2)).",
 )
 FUNCTION_SPACE = PredictiveNames(
     {"gp": PredType.GLM, "glm": PredType.GLM}, "a posterior over functions has the predictive 'gp'."

@@ -90,7 +90,8 @@ def marglik_training(
         n_epochs: Number of epochs.
         lr_hyp: Step size of Adam on the logarithms of prior precision δ and noise σ.
         prior_structure: `"scalar"`, `"layerwise"` (one δ per parameter tensor) or `"diag"` (one per parameter).
-        n_epochs_burnin: Number of epochs before the evidence is estimated for the first time.
+        n_epochs_burnin: Number of epochs before the evidence is estimated for the first time: as many as the training
+            loss needs to become flat. Before that the evidence is biased, and may prefer an untrained network.
         n_hypersteps: Steps on the hyper-parameters per estimate of the evidence.
         marglik_frequency: Number of epochs between estimates.
         prior_prec_init: Initial prior precision δ.

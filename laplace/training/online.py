@@ -34,7 +34,7 @@ from laplace.enums import (
     SubsetOfWeights,
     WeightsName,
 )
-from laplace.errors import CurvatureError, InvalidArgument, InvalidData, UnsupportedError
+from laplace.errors import CurvatureError, InvalidArgument, InvalidData, TuningWarning, UnsupportedError, warn
 from laplace.factory import from_names
 from laplace.fitting import without_padding
 from laplace.likelihoods.base import Likelihood as LikelihoodObject
@@ -108,7 +108,8 @@ class OnlineLaplace(CheckedConstructor):
             `laplace_kwargs={"subnetwork_indices": ...}`. Frozen weights are not trained.
         lr_hyp: Step size of Adam on log δ and log σ.
         prior_structure: `"scalar"`, `"layerwise"` (one δ per parameter tensor) or `"diag"` (one per parameter).
-        n_epochs_burnin: Number of epochs before the evidence is estimated for the first time.
+        n_epochs_burnin: Number of epochs before the evidence is estimated for the first time: as many as the training
+            loss needs to become flat. Before that the evidence is biased, and may prefer an untrained network.
         n_hypersteps: Steps on the hyper-parameters per estimate of the evidence.
         marglik_frequency: Number of epochs between estimates.
         prior_prec_init: Initial prior precision δ: one number, or as many as `prior_structure` has.
@@ -176,6 +177,7 @@ class OnlineLaplace(CheckedConstructor):
         self.n_hypersteps, self.marglik_frequency = n_hypersteps, marglik_frequency
         self.n_epochs_burnin = n_epochs_burnin
         self.margliks: list[float] = []
+        self._first_epoch = 0
         self.best: Checkpoint | None = None
         find_random_weights(self.la, train_loader, Processes.of(group))
         self.rest = RestOfWeights.of(self.la, prior_prec_rest)
@@ -276,6 +278,8 @@ class OnlineLaplace(CheckedConstructor):
         self.la.fit(self.train_loader, group=self.group)
         with torch.inference_mode(False), torch.enable_grad():
             values = [self._ascend() for _ in range(self.n_hypersteps)]
+        if not self.margliks:
+            self._first_epoch = epoch
         self.margliks += [-value for value in values]
         if self.best is None or values[-1] > self.best.log_marginal_likelihood:
             # At this point `la` holds the hyper-parameters at which the last value was computed.
@@ -308,10 +312,22 @@ class OnlineLaplace(CheckedConstructor):
         Without an estimate so far, weights and hyper-parameters are those at the end of training.
         """
         if self.best is not None:
+            self._warn_of_first(self.best.epoch)
             self.model.load_state_dict(self.best.state_dict)
             self.la.prior_precision, self.la.sigma_noise = self.best.prior_precision, self.best.sigma_noise
         self.la.fit(self.train_loader, group=self.group)
         return self.la
+
+    def _warn_of_first(self, epoch: int) -> None:
+        """Warns if training after the first of several estimates of the evidence was for nothing."""
+        n_estimates = len(self.margliks) // self.n_hypersteps
+        if epoch == self._first_epoch and n_estimates > 1:
+            warn(
+                f"the evidence was largest at its first estimate, after epoch {epoch}, so that the network is put back "
+                f"to that epoch; {n_estimates - 1} later estimates were smaller. Far from a minimum of the training "
+                "loss the evidence is biased: give n_epochs_burnin= the number of epochs until the loss is flat.",
+                TuningWarning,
+            )
 
 
 def check_step_size(lr_hyp: float) -> None:

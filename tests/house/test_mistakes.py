@@ -43,6 +43,7 @@ from laplace.errors import (
     TuningWarning,
     UnsupportedError,
 )
+from laplace.metrics import nll
 from laplace.weights.masks_scored import LargestMagnitudeSubnetMask
 from tests.mistaken import (
     IMAGES,
@@ -147,6 +148,13 @@ def without_rule() -> None:
     fit_kron(nn.Sequential(nn.Linear(3, 40), Sines(40), nn.Linear(40, 3)))
 
 
+def by_name() -> Any:
+    """A posterior whose network is given a mapping."""
+    la = new(words(), forward_fn=lambda model, x: model(x["ids"]))
+    la.fit([{"ids": torch.randint(5, (12, 2)), "labels": Y}])
+    return la
+
+
 def fit_kron(model: nn.Module) -> Any:
     la = new(model, structure="kron")
     la.fit([(X, Y)])
@@ -201,6 +209,15 @@ LOADING: dict[str, Row] = {
     ),
     "a mapping for a plain network": row(
         InvalidInputs, lambda: new(dict_key_y="y").fit([{"x": X, "y": Y}]), "batch 0", "['x', 'y']", "model(x['x'])"
+    ),
+    "a mapping whose targets come first": row(
+        InvalidInputs, lambda: new().fit([{"labels": Y, "x": X}]), "batch 0", "['labels', 'x']", "model(x['x'])"
+    ),
+    "lists of a tokenizer": row(
+        InvalidInputs, lambda: by_name()({"ids": [[1, 2], [3, 4]]}), "under ['ids'] are lists", "return_tensors='pt'"
+    ),
+    "a tensor for a mapping": row(
+        InvalidInputs, lambda: by_name()(torch.ones(2, 2).long()), "[2, 2]", "forward_fn takes a part", "la({'x': x})"
     ),
     "a third part in batches": row(
         InvalidInputs, lambda: new().fit([(X, Y, torch.arange(12))]), "batch 0", "forward(input)", "(x1, …, y)"
@@ -267,6 +284,7 @@ INPUTS: dict[str, Row] = {
     "nothing": row(InvalidData, lambda: fitted()(None), "type NoneType", "torch.as_tensor"),
     "a loader predicted": row(InvalidData, lambda: fitted()(DataLoader(TensorDataset(X))), "type DataLoader", "tensor"),
     "a pair predicted": row(InvalidInputs, lambda: fitted()((X, Y)), "2 parts", "la(x)"),
+    "several inputs beside each other": row(InvalidArgument, lambda: fitted()(X, X), "pred_type", "la((x1, x2))"),
     "targets beside inputs predicted": row(InvalidArgument, lambda: fitted()(X, Y), "pred_type", "without targets"),
     "no data predicted": row(InvalidData, lambda: fitted()(X[:0]), "no data"),
     "NaN": row(InvalidData, lambda: fit(X / 0 * 0, Y), "batch 0", "look at the inputs"),
@@ -282,7 +300,9 @@ TARGETS: dict[str, Row] = {
     "one-hot labels transposed": row(InvalidData, lambda: fit(X, nn.functional.one_hot(Y, 3).T), "batch 0", "give y.T"),
     "too few labels": row(InvalidData, lambda: fit(X, Y[:7]), "batch 0", "a label for every datum"),
     "names for labels": row(InvalidData, lambda: fit(X, ["cat"] * 12), "batch 0", "torch.as_tensor"),
-    "labels for regression": row(InvalidData, lambda: fit(X, Y, likelihood=R), "batch 0", "unsqueeze(-1)"),
+    "labels for regression": row(
+        InvalidData, lambda: fit(X, Y, likelihood=R), "batch 0", "likelihood='classification'"
+    ),
     "targets [B]": row(InvalidData, lambda: fit(XR, Y1[:, 0], net(1), R), "batch 0", "y.unsqueeze(-1)"),
     "targets transposed": row(InvalidData, lambda: fit(XR, YR.T, likelihood=R), "batch 0", "[3, 12]"),
     "NaN targets": row(InvalidData, lambda: fit(XR, YR / 0 * 0, likelihood=R), "batch 0", "remove those data"),
@@ -390,6 +410,15 @@ CHOICES: dict[str, Row] = {
         lambda: Laplace(net(), nn.CrossEntropyLoss()),  # pyright: ignore
         "likelihood", C,
     ),
+    "a loader for a likelihood": row(
+        InvalidArgument,
+        lambda: new(likelihood=[(X, Y)]),  # pyright: ignore
+        "likelihood=", "of type list", C,
+    ),
+    "a misspelt prior assigned": row(
+        LaplaceError, lambda: setattr(fitted(), "prior_prec", 2.0), "'prior_precision'", "nothing reads it"
+    ),
+    "a misspelt noise assigned": row(LaplaceError, lambda: setattr(fitted(), "sigma", 2.0), "'sigma_noise'"),
     "no likelihood": row(InvalidCall, lambda: Laplace(net()), "likelihood", C),  # pyright: ignore
     "likelihood third": row(InvalidArgument, lambda: Laplace(net(), "all", C), "subset_of_weights", "last_layer"),
     "a misspelt choice of weights": row(
@@ -463,6 +492,15 @@ CALLS: dict[str, Row] = {
     "evidence before fit": row(NotFittedError, lambda: new().log_marginal_likelihood(), "fit(train_loader)"),
     "saved before fit": row(NotFittedError, lambda: new().state_dict(), "fit(train_loader)"),
     "fit without data": row(InvalidCall, lambda: new().fit(), "train_loader", "[(x, y)]"),
+    "a mapping spread": row(InvalidCall, lambda: fitted()(input_ids=X), "'x'", "la(batch)"),
+    "the network before its file": row(InvalidType, lambda: laplace.load(net(), "la"), "laplace.load(path, model)"),  # pyright: ignore
+    "a regression for probabilities": row(
+        InvalidData, lambda: nll(fitted(likelihood=R)(XR), Y), "probs is a tuple", "la.predict(x)"
+    ),
+    "a network for a state": row(
+        StateError, lambda: new().load_state_dict(net().state_dict()), "lacks ['version'", "model.load_state_dict"
+    ),
+    "a path for a state": row(StateError, lambda: new().load_state_dict("la.pt"), "type str", "torch.load(path"),
     "prediction without inputs": row(InvalidCall, lambda: fitted()(), "'x'", "[B, …]"),
     "epochs of a fit": row(InvalidCall, lambda: new().fit([(X, Y)], epochs=3), "'epochs'", "train_loader, override"),
     "num_samples predicted": row(

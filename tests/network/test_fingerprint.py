@@ -245,7 +245,7 @@ def test_copies_hold_no_data_and_compare_attributes(way: str, read: bool) -> Non
     assert other.fingerprint.witness is None
     assert torch.equal(other(X), probabilities)
     other.model.active = None
-    with pytest.warns(ModelChangedWarning, match=r"\['active'\].*loaded or copied") as caught:
+    with pytest.warns(ModelChangedWarning, match=r"\['active'\].*after loading or copying") as caught:
         other(X)
     assert [w.filename for w in caught] == [__file__]
     other(X)  # said once

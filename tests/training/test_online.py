@@ -285,7 +285,8 @@ def test_the_best_state_is_returned() -> None:
                 parameter.mul_(3)
     (first, weights), *later = seen
     assert all(first > value for value, _ in later)
-    la = online.finish()
+    with pytest.warns(TuningWarning, match="after epoch 1, .* 2 later estimates .* n_epochs_burnin="):
+        la = online.finish()
     assert la is online.la
     assert online.best.epoch == 1
     assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())

@@ -381,8 +381,8 @@ def test_sums_and_wrappers_of_metrics() -> None:
     [
         (lambda p, y: None, "returned None"),
         (lambda p, y: p.sum(1), r"shape \[12\]"),
-        (RunningNLLMetric, "objects of theirs"),
-        (nn.NLLLoss, "objects of theirs"),
+        (RunningNLLMetric, "give an object, not a class"),
+        (nn.NLLLoss, "give an object, not a class"),
         (type("Accuracy", (Brier,), {"higher_is_better": True})(), "1 - metric"),
         (type("Names", (Brier,), {"compute": lambda self: {"a": 1.0}})(), "Names.compute"),
     ],
