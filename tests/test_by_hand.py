@@ -531,7 +531,7 @@ def test_what_fails_in_a_hook_leaves_the_posterior() -> None:
 
 def test_a_hook_knows_no_positions() -> None:
     la = hooked(DiagLaplace)(nn.Sequential(nn.Linear(2, 3)), "classification")
-    with pytest.raises(UnsupportedError, match=r"positions.*a _curv_closure does not know"):
+    with pytest.raises(UnsupportedError, match=r"positions.*a _curv_closure does not support"):
         la.fit([(torch.randn(4, 5, 2), torch.zeros(4, 5, dtype=torch.long))])
 
 
