@@ -50,7 +50,7 @@ lint: $(READY)  ## Check style and format
 	$(PY) -m ruff check $(SOURCES)
 	$(PY) -m ruff format --check $(SOURCES)
 
-format: $(READY)  ## Mend style and format
+format: $(READY)  ## Correct style and format
 	$(PY) -m ruff check --fix $(SOURCES)
 	$(PY) -m ruff format $(SOURCES)
 
