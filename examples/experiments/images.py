@@ -28,6 +28,7 @@ from protocol.claims import Claim, higher, lower, orders
 from protocol.data import Part
 from protocol.image_tables import METHODS, TABLE_B4, TABLE_B5
 from protocol.measures import SMALLEST, classification, entropy
+from protocol.method import Method
 from protocol.networks import cnn, mlp
 from protocol.options import parse
 from protocol.records import Records, Scores
@@ -84,21 +85,6 @@ class Settings:
 
 SMALL = Settings(40, 0.3, (4, 4, 4, 4), 2, 1, (1.0,), (5, 10), (1.0,), 2, 10, 30, 20)
 NETWORKS = ("MLP", "CNN")
-
-
-@dataclass(frozen=True)
-class Method:
-    """A posterior and how it predicts.
-
-    Attributes:
-        structure: Of the curvature.
-        pred_type: "nn" or "glm".
-        options: Of the posterior.
-    """
-
-    structure: str
-    pred_type: str
-    options: dict[str, Any]
 
 
 DAMPED: dict[str, Any] = {"damping": "sum"}

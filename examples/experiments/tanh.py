@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from laplace import KronLaplace, Laplace, ParametricLaplace
 from laplace.curvature import NativeHessian
 from laplace.plotting import COLOURS, new_figure
 from protocol.claims import Claim, higher, lower
+from protocol.method import Method
 from protocol.options import parse
 from protocol.records import Scores
 from protocol.report import finish, table
@@ -74,21 +75,6 @@ class Feature(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits `[B, 1]` of inputs `[B, 1]`."""
         return 5 * torch.tanh(self.linear(torch.cat([x, torch.ones_like(x)], 1)))
-
-
-@dataclass(frozen=True)
-class Method:
-    """A posterior and how it predicts.
-
-    Attributes:
-        structure: Of the curvature.
-        pred_type: "nn" or "glm".
-        options: Of the posterior.
-    """
-
-    structure: str
-    pred_type: str
-    options: dict[str, Any]
 
 
 METHODS = {
