@@ -47,7 +47,8 @@ of Ritter et al. (2018) with factors that are sums, as in equation A.4, "GP" a G
 the network that is best for MAP, its prior precision times N/M times ¼, 1, 4 or 16 by validation data, as in A.2.2. 50
 networks of sampled weights, 1,000 samples of outputs.
 "AUROC" is that of the entropy, a mean over four kinds of other images. Noise and sizes were chosen on a tuning seed, so
-that MAP is overconfident at the prior precision that validation chooses."""
+that MAP is overconfident at the prior precision that validation chooses. The reported seeds ran
+twice: the first version of the script lacked the factor of N/M, on which the rows of Gaussian processes alone depend."""
 
 
 @dataclass(frozen=True)

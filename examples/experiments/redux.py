@@ -238,7 +238,8 @@ _EVIDENCE = (
 )
 _FISHER = (
     "The network fits its training data, so that the gradients of the loss nearly vanish there, and with them the "
-    "empirical Fisher: what remains is a prior of small precision, and a confidence of 0.28 on test data."
+    "empirical Fisher: on seeds 100 and 101 its trace was 1.3 and 1.1, that of the GGN 199 and 190. What remains is a "
+    "prior of precision 0.1, and a confidence of 0.28 on test data."
 )
 NOTES = {
     **{f"{task}: ECE of LA < {other}": _EVIDENCE for task in ("digits", "coloured") for other in ("MAP", "DE", "SWAG")},
