@@ -48,7 +48,7 @@ the network that is best for MAP, its prior precision times N/M times ¼, 1, 4 o
 networks of sampled weights, 1,000 samples of outputs.
 "AUROC" is that of the entropy, a mean over four kinds of other images. Noise and sizes were chosen on a tuning seed, so
 that MAP is overconfident at the prior precision that validation chooses. The reported seeds ran
-twice: the first version of the script lacked the factor of N/M, on which the rows of Gaussian processes alone depend."""
+twice: the first version of the script lacked the factor of N/M, on which only the rows of Gaussian processes depend."""
 
 
 @dataclass(frozen=True)
