@@ -270,8 +270,21 @@ def _unspread(tensor: Tensor) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
+    """The entries `[n]`; of a sparse tensor (a graph's adjacency matrix, say) what it stores, indices and values."""
+    if tensor.layout is not torch.strided:
+        return torch.cat([_flat(part).to(wide_dtype(part.device)) for part in _stored(tensor.detach())])
     flat = tensor.detach().reshape(-1)
     return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+
+
+def _stored(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Indices and values of a sparse tensor."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return tensor.indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
 
 
 def _row_sums(rows: Tensor) -> Tensor:

@@ -49,7 +49,8 @@ class Prediction:
     def __repr__(self) -> str:
         """The options of the prediction; nothing is computed for them."""
         options = self.rows.options
-        return f"Prediction(link={options.link!r}, n_samples={options.n_samples}, form={options.form!r})"
+        link = "" if self.target.mean_is_latent else f"link={options.link!r}, "
+        return f"Prediction({link}n_samples={options.n_samples}, form={options.form!r})"
 
     @property
     def create_graph(self) -> bool:
@@ -137,6 +138,15 @@ class Prediction:
             UnsupportedError: The likelihood does not say what a prediction means for the target.
         """
         return self._outputs(self.target.variance(self.rows))
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviation of the target y, `[B, C]`: the square root of `variance`.
+
+        Raises:
+            UnsupportedError: The likelihood does not say what a prediction means for the target.
+        """
+        return self.variance.sqrt()
 
     @lazy
     def entropy(self) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.target import Score
 from laplace.metrics import RunningMetric, accepted_by
 from laplace.tuning.scores import Prediction, find_score
+
+_REGRESSION = 3
+"""Arguments of a user's loss in regression: mean, variance and targets."""
 
 
 class Running(ABC):
@@ -202,7 +206,10 @@ class UsersFunction(Running):
         self.targets: list[Tensor] = []
 
     def update(self, prediction: Prediction, y: Tensor, sigma: Tensor) -> None:
-        self.predictions.append(prediction if isinstance(prediction, tuple) else (prediction,))
+        parts = prediction if isinstance(prediction, tuple) else (prediction,)
+        if not self.predictions:
+            _require_arguments(self.function, len(parts) + 1)
+        self.predictions.append(parts)
         self.targets.append(y)
 
     def result(self) -> Tensor:
@@ -224,6 +231,21 @@ def _no_sum(name: str) -> UnsupportedError:
         f"group= with {name} as the loss, whose values for parts of the data do not add up; give 'nll', 'brier', "
         "'crps', 'ece' or laplace.tuning.Thresholds, or tune in one process."
     )
+
+
+def _require_arguments(function: Callable[..., Any], count: int) -> None:
+    """Raises `InvalidArgument` if a function says that it does not take so many arguments by position."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C say nothing
+        return
+    try:
+        signature.bind(*range(count))
+    except TypeError as error:
+        given = "(mean, variance, y), as for every regression" if count == _REGRESSION else "(prediction, y)"
+        raise InvalidArgument(
+            f"the loss has the signature {signature}, but it is called with {given}: give it these arguments."
+        ) from error
 
 
 def _numbers(value: Any, name: str) -> Tensor:

@@ -591,3 +591,35 @@ def test_a_network_that_no_longer_runs_on_these_data_has_changed() -> None:
     model.config.scale = None
     with pytest.raises(ModelChangedError, match="fit again"):
         la(X)
+
+
+class Graph(nn.Module):
+    """A layer that mixes its units by a sparse matrix, as networks of graphs do."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            self.first, self.last = nn.Linear(3, 6), nn.Linear(6, 3)
+            adjacency = (torch.rand(6, 6) > 0.5) + torch.eye(6)
+        self.register_buffer("adjacency", adjacency if layout is torch.strided else adjacency.to_sparse(layout=layout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((self.adjacency @ self.first(x).tanh().T).T)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* support is in beta:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_buffers(layout: torch.layout) -> None:
+    model = Graph(layout)
+    la, dense = (Laplace(network, "classification", "all", "full") for network in (model, Graph(torch.strided)))
+    la.fit(grid.batches())
+    dense.fit(grid.batches())
+    torch.testing.assert_close(la(X), dense(X))
+    other = Laplace(model, "classification", "all", "full")
+    other.load_state_dict(la.state_dict())
+    torch.testing.assert_close(other(X), la(X))
+    model.adjacency = (torch.eye(6) * 2).to_sparse(layout=layout)
+    for changed in (la, other):
+        with pytest.raises(ModelChangedError, match="buffers changed"):
+            changed(X)

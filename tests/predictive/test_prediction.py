@@ -107,6 +107,8 @@ def test_a_mean_pays_for_no_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_repr_is_short_and_computes_nothing() -> None:
     la, x = fitted("classification")
     assert repr(la.predict(x, link_approx="mc", n_samples=7)) == "Prediction(link='mc', n_samples=7, form='full')"
+    la, x = fitted("regression")
+    assert repr(la.predict(x, joint=True)) == "Prediction(n_samples=100, form='joint')"  # it has no link
 
 
 def test_regression() -> None:
@@ -124,7 +126,8 @@ def test_regression() -> None:
         assert_close(found.decomposition.total, found.variance, "float32")
         assert_close(found.decomposition.aleatoric, sigma.square().expand(12, 3), "float32")
     lower, upper = found.interval(0.9)
-    assert_close(upper - found.mean, 1.6448536 * found.variance.sqrt(), "float32")
+    assert_close(upper - found.mean, 1.6448536 * found.std, "float32")
+    assert_close(found.std.square(), found.variance, "float32")
     assert_close(found.mean - lower, upper - found.mean, "float32")
     assert (found.interval(0.9, observation_noise=False)[1] < upper).all()
     assert_close(la.predict(x).distribution("latent").covariance_matrix, la(x)[1], "float32")

@@ -244,6 +244,20 @@ def test_a_user_s_loss_sees_the_shapes_of_predictions() -> None:
     assert set(shapes) == {((12, 3), (12, 3), (12, 3))}
 
 
+@pytest.mark.parametrize(
+    ("likelihood", "loss", "called"),
+    [
+        ("regression", lambda mean, y: (mean - y).square().mean(), "mean, variance, y"),
+        ("classification", lambda mean, variance, y: variance.sum(), "prediction, y"),
+    ],
+)
+def test_a_loss_of_other_arguments_is_refused(likelihood: str, loss: Any, called: str) -> None:
+    la = grid.fitted("all", "diag", likelihood, prior_precision=3.0)
+    with pytest.raises(InvalidArgument, match=rf"called with \({called}\)"):
+        quiet(la, val_loader=validation(likelihood), loss=loss)
+    assert la.prior_precision.item() == 3.0
+
+
 def test_noise_counts_in_regression() -> None:
     """One noise per output too; the default objective is not the squared error, which knows no variance."""
     noise = torch.tensor([0.3, 0.6, 1.2])
