@@ -8,20 +8,24 @@ product with each of them: time and memory grow with the number of tasks.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from laplace.core.arguments import CheckedConstructor
 from laplace.core.hyperparameters import GaussianPrior
-from laplace.errors import InvalidArgument
+from laplace.errors import InvalidArgument, StateError
 from laplace.fitting import Fit
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.learning import require_held
-from laplace.structures.base import Precision
+from laplace.state import checked_device
+from laplace.structures.base import Curvature, Precision, move
 from laplace.training.penalty import half_quadratic
 from laplace.training.trained_weights import random_weights
+
+_VERSION = 1
+"""Version of the format of states."""
 
 
 class TaskMemory(CheckedConstructor):
@@ -69,6 +73,40 @@ class TaskMemory(CheckedConstructor):
         self.fits.append(fit)
         self.means.append(mean)
 
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> TaskMemory:
+        """Moves the tasks to a device or dtype, in place, as `la.to` moves the posterior; returns itself."""
+        to = None if device is None else checked_device(device)
+        self.fits = [fit.moved(to, dtype) for fit in self.fits]
+        self.means = [mean.to(device=to, dtype=dtype) for mean in self.means]
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """The tasks as tensors, numbers and strings, to be saved beside the posterior's own state."""
+        tasks = [_task(fit, mean) for fit, mean in zip(self.fits, self.means, strict=True)]
+        return {"version": _VERSION, "centre": self.centre, "tasks": tasks}
+
+    def load_state_dict(self, state_dict: dict[str, Any], la: ParametricLaplace) -> None:
+        """Replaces the tasks by saved ones.
+
+        Args:
+            state_dict: What `state_dict` returned.
+            la: The posterior of the same tasks, whose structure the curvatures have and to whose device they are moved.
+
+        Raises:
+            StateError: A state of another centre, structure or network, or none of this class.
+        """
+        _check(state_dict, {"version": _VERSION, "centre": self.centre})
+        posterior = la.snapshot()
+        structure, device = posterior.choices.structure, posterior.hypers.device
+        try:
+            for task in state_dict["tasks"]:
+                _check(task, {"structure": structure.name, "n_params": la.n_params})
+            fits = [_fit(task, structure, device) for task in state_dict["tasks"]]
+            means = [task["mean"].to(device) for task in state_dict["tasks"]]
+        except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+            raise StateError(f"the state is malformed: {error!r}; save it anew by memory.state_dict().") from error
+        self.fits, self.means = fits, means
+
     def penalty(self, la: ParametricLaplace) -> MemoryPenalty:
         """The penalty as a function of the weights, at the present noise and temperature.
 
@@ -93,6 +131,40 @@ class TaskMemory(CheckedConstructor):
             prior = GaussianPrior(la.prior_mean.new_zeros(1), la.prior_mean.new_zeros(()), la.problem.layout)
             alone = [replace(la.evidence(), fit=fit, prior=prior).constant().precision for fit in self.fits]
         return MemoryPenalty(la, tuple(alone), tuple(self.means), self.centre)
+
+
+def _task(fit: Fit, mean: Tensor) -> dict[str, Any]:
+    """The state of a task."""
+    return {
+        "structure": fit.curvature.name,
+        "n_params": len(mean),
+        "mean": mean.clone(),
+        "H": fit.curvature.state(),
+        "loss": fit.loss_terms.clone(),
+        "n_data": fit.n_data,
+        "n_outputs": fit.n_outputs,
+        "coverage": dict(fit.coverage),
+        "is_weighed": fit.is_weighed,
+    }
+
+
+def _fit(task: dict[str, Any], structure: type[Curvature], device: torch.device) -> Fit:
+    """Curvature and loss of a task's state."""
+    curvature, loss = structure.from_state(move(task["H"], device, None)), task["loss"].to(device)
+    size, coverage = (task["n_data"], task["n_outputs"]), dict(task["coverage"])
+    return Fit(curvature, loss, *size, coverage, is_weighed=task["is_weighed"])
+
+
+def _check(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Raises `StateError` unless a state has these entries."""
+    if not isinstance(state, dict):
+        raise StateError(f"the state is of type {type(state).__name__}; give what memory.state_dict() returned.")
+    for name, value in expected.items():
+        if state.get(name) != value:
+            raise StateError(
+                f"the state's {name} is {state.get(name)!r}, here it is {value!r}; give the state of a TaskMemory of "
+                "the same network, structure and centre."
+            )
 
 
 @dataclass(frozen=True, eq=False)

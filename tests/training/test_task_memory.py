@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
-from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
+from laplace.errors import InvalidArgument, InvalidData, StateError, UnsupportedError
 from laplace.structures import STRUCTURES
 from laplace.training.continual import TaskFit, continual_training, quadratic_penalty, train_task
 from laplace.training.task_memory import TaskMemory
@@ -200,4 +201,52 @@ def test_a_task_that_fails_is_not_kept() -> None:
     bad = [(x * float("nan"), y) for x, y in task(1)]
     with pytest.raises(InvalidData):
         train_task(la, [*task(1), *bad], n_epochs=1, memory=memory)
+    assert len(memory.fits) == 1
+
+
+@pytest.mark.parametrize("structure", HELD)
+def test_training_goes_on_from_saved_states(structure: str, tmp_path: Path) -> None:
+    la, memory = made(structure), TaskMemory()
+    learnt(la, memory, 2)
+    torch.save((la.weights.model.state_dict(), la.state_dict(), memory.state_dict()), tmp_path / "states.pt")
+    weights, of_la, of_memory = torch.load(tmp_path / "states.pt", weights_only=True)
+    other, loaded = made(structure), TaskMemory()
+    other.weights.model.load_state_dict(weights)
+    other.load_state_dict(of_la)
+    loaded.load_state_dict(of_memory, other)
+    theta = la.mean + 0.3
+    assert_close(loaded.penalty(other)(theta), memory.penalty(la)(theta), "algebra")
+    for posterior, kept in ((la, memory), (other, loaded)):
+        train_task(posterior, task(2), n_epochs=1, memory=kept)
+        assert len(kept.fits) == 3
+    assert_close(other.mean, la.mean, "algebra")
+
+
+def test_a_memory_is_moved_with_its_posterior() -> None:
+    la, memory = made(), TaskMemory("own")
+    learnt(la, memory, 2)
+    before = memory.penalty(la)(la.mean + 0.3)
+    la.to(dtype=torch.float32)
+    assert memory.to(dtype=torch.float32).means[0].dtype is torch.float32
+    after = memory.penalty(la)(la.mean + 0.3)
+    assert after.dtype is torch.float32
+    torch.testing.assert_close(after.double(), before, rtol=1e-5, atol=0)
+
+
+def test_states_of_other_memories_are_refused() -> None:
+    la, memory = made(), TaskMemory()
+    learnt(la, memory, 1)
+    state = memory.state_dict()
+    broken = {"version": 1, "centre": "last", "tasks": [{"structure": "kron", "n_params": la.n_params}]}
+    for given, other, message in (
+        (state, TaskMemory("own"), "centre is 'last'"),
+        ([state], TaskMemory(), "type list"),
+        ({}, TaskMemory(), "version is None"),
+        (broken, TaskMemory(), "malformed"),
+    ):
+        with pytest.raises(StateError, match=message):
+            other.load_state_dict(given, la)  # pyright: ignore[reportArgumentType]
+        assert not other.fits
+    with pytest.raises(StateError, match="structure is 'kron'"):
+        memory.load_state_dict(state, made("diag"))
     assert len(memory.fits) == 1
