@@ -50,12 +50,16 @@ def mimo_outputs(model: nn.Module, x: Any, n_heads: int) -> Tensor:
 
     Raises:
         InvalidArgument: `n_heads` is not a positive integer.
-        InvalidData: The number of inputs is not M, or the shape of the outputs does not belong to M heads.
+        InvalidData: The number of inputs is not M, their shapes differ, or the shape of the outputs does not belong to
+            M heads.
     """
     check_counts(n_heads=n_heads)
     inputs = (x,) * n_heads if isinstance(x, Tensor) else x
     if not isinstance(inputs, tuple) or len(inputs) != n_heads:
         raise InvalidData(f"give one tensor, or a tuple of {n_heads}, one for each head of the network.")
+    shapes = {tuple(part.shape): None for part in inputs}
+    if len(shapes) > 1:
+        raise InvalidData(f"the inputs of the {n_heads} heads have the shapes {list(shapes)}; give batches of one shape.")
     outputs = model(torch.cat(inputs, 1))
     if outputs.ndim == 2 and outputs.shape[1] % n_heads == 0:
         outputs = outputs.unflatten(1, (n_heads, -1))

@@ -90,6 +90,11 @@ def test_outputs_are_of_a_number_of_heads(n_heads: Any) -> None:
         mimo_outputs(nn.Flatten(), torch.zeros(3, 2), n_heads)
 
 
+def test_inputs_of_the_heads_have_one_shape() -> None:
+    with pytest.raises(InvalidData, match=r"shapes \[\(8, 5\), \(4, 5\)\]"):
+        mimo_outputs(nn.Flatten(), (torch.zeros(8, 5), torch.zeros(4, 5)), 2)
+
+
 def test_images_and_rows_of_targets() -> None:
     x, y = torch.randn(4, 3, 5, 5), torch.randn(4, 2)
     ((inputs, targets),) = MimoBatches([(x, y)], HEADS, batch_repetition=2)
