@@ -59,7 +59,7 @@ def mimo_outputs(model: nn.Module, x: Any, n_heads: int) -> Tensor:
         raise InvalidData(f"give one tensor, or a tuple of {n_heads}, one for each head of the network.")
     shapes = {tuple(part.shape): None for part in inputs}
     if len(shapes) > 1:
-        raise InvalidData(f"the inputs of the {n_heads} heads have the shapes {list(shapes)}; give batches of one shape.")
+        raise InvalidData(f"the inputs of the {n_heads} heads have the shapes {list(shapes)}; give one shape.")
     outputs = model(torch.cat(inputs, 1))
     if outputs.ndim == 2 and outputs.shape[1] % n_heads == 0:
         outputs = outputs.unflatten(1, (n_heads, -1))
