@@ -161,6 +161,10 @@ class Likelihood(ABC):
     ) -> Tensor:
         """Log likelihood of the data at a noise and temperature, 0-dim, from the fitted sums of `loss_terms`."""
 
+    def mean_squares(self, loss_terms: Tensor, n_data: float, n_outputs: int) -> Tensor | None:
+        """Mean squares of the residuals that a noise is the spread of, `[C]` or `[1]`; None without such a noise."""
+        return None
+
     @abstractmethod
     def curvature_scale(self, kind: str, sigma_noise: Tensor, temperature: Tensor) -> Tensor:
         """Factor s of the curvature H in the posterior precision s H + δ, 0-dim or `[C]`.

@@ -80,6 +80,10 @@ class Gaussian(Likelihood):
         log_sigma = sigma.log().sum() if sigma.ndim else n_outputs * sigma.log()
         return -data - n_data * (log_sigma + 0.5 * n_outputs * math.log(2 * math.pi))
 
+    def mean_squares(self, loss_terms: Tensor, n_data: float, n_outputs: int) -> Tensor:
+        """2 loss_c / N."""
+        return 2 * loss_terms / (n_data * n_outputs / loss_terms.numel())
+
     def curvature_scale(self, kind: str, sigma_noise: Tensor, temperature: Tensor) -> Tensor:
         """1/(σ²T), 0-dim or `[C]`; for the empirical Fisher 1/(σ⁴T), since a gradient carries 1/σ².
 

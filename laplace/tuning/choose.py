@@ -18,6 +18,7 @@ from laplace.structures.base import Curvature
 from laplace.tuning.gradient_loss import SmoothLoss
 from laplace.tuning.grid import Grid, search_grid
 from laplace.tuning.group import PosteriorGroup, log_mean_exp, negative_evidence, require_same_data
+from laplace.tuning.inflated_noise import inflated_noise
 from laplace.tuning.optimise import Climb, Evaluate, Search
 from laplace.tuning.settings import NAMES, Coordinates, checked_names, restructured, spread
 from laplace.tuning.validation import ValidationLoss
@@ -135,8 +136,10 @@ def by_evidence(group: PosteriorGroup, coordinates: Coordinates, climb: Climb) -
         require_same_data([posterior.fit.n_data for posterior in group.posteriors])
     result = _climbed(negative_evidence(group, coordinates), coordinates, climb, sign=-1)
     curvatures = [posterior.fit.curvature for posterior in group.posteriors]
-    notes = (_cut(result, max(curvature.tail for curvature in curvatures)), _cancelled(coordinates, curvatures))
-    return replace(result, notes=(*result.notes, *(note for note in notes if note)))
+    notes = [_cut(result, max(curvature.tail for curvature in curvatures)), _cancelled(coordinates, curvatures)]
+    if result.converged and "sigma_noise" in coordinates.names:
+        notes += [inflated_noise(one, result.sigma_noise, result.temperature) for one in group.posteriors]
+    return replace(result, notes=(*result.notes, *dict.fromkeys(note for note in notes if note)))
 
 
 def _cut(result: TuningResult, tail: float) -> str | None:
