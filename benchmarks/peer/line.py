@@ -32,11 +32,19 @@ class Half:
 
 @dataclass(frozen=True)
 class Line:
-    """A workload by both packages."""
+    """A workload by both packages.
+
+    Attributes:
+        workload: What was done.
+        theirs: By laplace-torch, with the backend that took least time.
+        ours: By this library.
+        backend: The name of that backend; empty where it has no part, or all fail.
+    """
 
     workload: Workload
     theirs: Half
     ours: Half
+    backend: str = ""
 
     @property
     def ratios(self) -> list[float]:
@@ -50,13 +58,13 @@ class Line:
         first = f"{self.theirs.first / self.ours.first:.3g}" if ratios else ""
         return (
             f"{self.workload.name:<58} {median:>7} {spread:<15} {first:>6} {_ms(self.theirs):>22} {_ms(self.ours):>22} "
-            f"{_mib(self.theirs):>8} {_mib(self.ours):>8}"
+            f"{_mib(self.theirs):>8} {_mib(self.ours):>8}  {self.backend.removesuffix('GGN'):<10}".rstrip()
         )
 
 
 HEADER = (
     f"{'workload':<58} {'median':>7} {'range':<15} {'first':>6} {'laplace-torch, ms':>22} {'laplace, ms':>22} "
-    f"{'MiB':>8} {'MiB':>8}"
+    f"{'MiB':>8} {'MiB':>8}  backend"
 )
 
 

@@ -16,11 +16,13 @@ class Begin:
         workload: What to do.
         state: File of weights and data.
         n_bytes: Memory that it may take.
+        backend: Class in `laplace.curvature` that computes the curvature; empty for the package's default.
     """
 
     workload: Workload
     state: Path
     n_bytes: int
+    backend: str = ""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import time
 from functools import cached_property
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.peer.protocol import Begin, Ended, Failed
 
@@ -68,11 +68,15 @@ class Side:
         self._pipe.send(begin)
         self._child = int(self._answer(START_SECONDS))
 
-    def ask(self) -> Any:
-        """What the first run, or another, measured: see `worker.Task`; or a `Failed`, after which the workload ends."""
+    def ask(self, what: Literal["run", "evidence"] = "run") -> Any:
+        """What the first run, or another, measured: see `worker.Task`; or a `Failed`, after which the workload ends.
+
+        Args:
+            what: A run, or after the first one the log evidence of a fit.
+        """
         if self._child is None:
             raise RuntimeError("no workload has begun, or it has ended: begin one before asking")
-        self._pipe.send("run")
+        self._pipe.send(what)
         if not self._in_time(self._child):
             os.kill(self._child, signal.SIGKILL)
             self._reap()

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.peer.workloads import Workload
 from benchmarks.timing import Job
-from laplace import Laplace
+from laplace import Laplace, curvature
 
 make: Callable[..., Any] = Laplace  # of names that are known at run time alone
 
@@ -48,16 +48,19 @@ class Work:
         workload: What to do.
         model: With the weights of the file.
         loader: Data of the file, on the device.
+        backend: Class in `laplace.curvature`, by its name; empty for the package's default.
     """
 
     workload: Workload
     model: nn.Module
     loader: Loader | DataLoader
+    backend: str = ""
 
     def fitted(self) -> Any:
         """A posterior after its fit."""
         w = self.workload
-        la = make(self.model, "classification", w.subset, w.structure, **w.options)
+        backend = {"backend": getattr(curvature, self.backend)} if self.backend else {}
+        la = make(self.model, "classification", w.subset, w.structure, **w.options, **backend)
         la.fit(self.loader)
         return la
 
@@ -66,6 +69,14 @@ class Work:
         la = self.fitted()
         la(self.loader.dataset[:1][0], **self.kind())
         return la
+
+    def job(self) -> Job:
+        """What to time."""
+        return ACTIONS[self.workload.action](self)
+
+    def evidence(self) -> float:
+        """Log marginal likelihood of a fit, by which backends are compared."""
+        return float(self.fitted().log_marginal_likelihood())
 
     def kind(self) -> dict[str, Any]:
         """What a prediction of the linearised network is called."""
@@ -121,8 +132,8 @@ ACTIONS: dict[str, Callable[[Work], Job]] = {
 }
 
 
-def job(workload: Workload, state: Path, device: torch.device) -> Job:
-    """What to time, from the file of weights and data."""
+def read(workload: Workload, state: Path, device: torch.device, backend: str) -> Work:
+    """What to do, from the file of weights and data."""
     warnings.simplefilter("ignore")
     saved = torch.load(state, weights_only=True)
     model = workload.setting.build()
@@ -131,4 +142,4 @@ def job(workload: Workload, state: Path, device: torch.device) -> Job:
     torch.manual_seed(0)
     if workload.structure == "gp":  # a subset of its data is read in batches of its own
         loader = DataLoader(loader.dataset, batch_size=loader.batch_size)
-    return ACTIONS[workload.action](Work(workload, model.to(device), loader))
+    return Work(workload, model.to(device), loader, backend)

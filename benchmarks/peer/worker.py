@@ -60,12 +60,14 @@ class Task:
         workload: What to do.
         state: File of weights and data.
         device: Where.
+        backend: Class of the curvature; empty for the default.
         shared: Whether processor time counts.
     """
 
-    def __init__(self, workload: Workload, state: Path, device: torch.device, *, shared: bool) -> None:
+    def __init__(self, workload: Workload, state: Path, device: torch.device, backend: str, *, shared: bool) -> None:
         free_a_large_block()
-        self.job = work.job(workload, state, device)
+        self.work = work.read(workload, state, device, backend)
+        self.job = self.work.job()
         self.device = device
         self.clock = time.process_time if shared else time.perf_counter
 
@@ -92,18 +94,21 @@ def answered(compute: Callable[[], Any]) -> Any:
 
 
 def serve(pipe: Connection, begin: Begin, device: torch.device, *, shared: bool) -> None:
-    """Answers `first`, and then `run` again and again, with what they measured or the failure, until told to end."""
+    """Answers `first`, and then `run` again and again, with what they measured or the failure, until told to end.
+
+    Asked for the evidence it answers with that of a fit.
+    """
     pipe.send(os.getpid())
     task: Task | None = None
 
     def first() -> tuple[float, float]:
         nonlocal task
         limit_memory(begin.n_bytes)
-        task = Task(begin.workload, begin.state, device, shared=shared)
+        task = Task(begin.workload, begin.state, device, begin.backend, shared=shared)
         return task.first()
 
-    while pipe.recv() != "end":
-        pipe.send(answered(first if task is None else task.run))
+    while (asked := pipe.recv()) != "end":
+        pipe.send(answered(first if task is None else task.work.evidence if asked == "evidence" else task.run))
 
 
 def versions() -> str:

@@ -13,6 +13,9 @@ from torch import nn
 from benchmarks import models
 from benchmarks.peer import networks
 
+BACKENDS = ("CurvlinopsGGN", "BackPackGGN", "AsdlGGN")
+"""Backends of laplace-torch that compute the GGN; the first is its default."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -69,6 +72,14 @@ class Workload:
     amount: int = 0
     axis: str = ""
     size: int = 0
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Backends of laplace-torch to choose from: classes in `laplace.curvature`; none where its default counts.
+
+        Samples of the weights and evidence steps begin after the fit, and no backend has a part in them.
+        """
+        return () if self.action in ("nn", "evidence") or self.structure == "lowrank" else BACKENDS
 
 
 LENET28, LENET8 = Setting("LeNet 28×28", 64, 32), Setting("LeNet 8×8", 128, 64)

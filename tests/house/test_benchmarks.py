@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,8 +50,41 @@ def test_both_run_in_turn(sides: tuple[Side, Side], state: Path) -> None:
         assert not half.failure
         assert len(half.seconds) == LIMITS.pairs
         assert half.first > 0 and half.extra_mib >= 0
+    assert line.backend in TINY.backends
     assert len(line.ratios) == LIMITS.pairs
     assert line.ratios[0] == line.theirs.seconds[0] / line.ours.seconds[0]
+
+
+class Told:
+    """A worker that answers with the numbers of a table: evidence and seconds of every backend, or a failure."""
+
+    def __init__(self, numbers: dict[str, tuple[float, float] | Failed]) -> None:
+        self.numbers = numbers
+        self.backend = ""
+
+    def begin(self, begin: Begin) -> None:
+        self.backend = begin.backend
+
+    def ask(self, what: str = "run") -> Any:
+        found = self.numbers[self.backend]
+        return found if isinstance(found, Failed) else found[0] if what == "evidence" else found[1]
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("numbers", "fastest"),
+    [
+        ({"CurvlinopsGGN": (-9.0, 3.0), "BackPackGGN": (-9.0, 2.0), "AsdlGGN": (-9.01, 4.0)}, ("BackPackGGN", None)),
+        ({"CurvlinopsGGN": (-9.0, 3.0), "BackPackGGN": (-8.0, 2.0), "AsdlGGN": (-9.01, 4.0)}, ("CurvlinopsGGN", None)),
+        ({"CurvlinopsGGN": Failed("A"), "BackPackGGN": Failed("B"), "AsdlGGN": (-9.0, 4.0)}, ("AsdlGGN", None)),
+        ({"CurvlinopsGGN": Failed("A"), "BackPackGGN": Failed("B"), "AsdlGGN": Failed("C")}, ("", Failed("A"))),
+    ],
+)
+def test_the_fastest_backend_of_equal_evidence(numbers: Any, fastest: Any, state: Path) -> None:
+    told: Any = Told(numbers)
+    assert run.fastest(told, Begin(TINY, state, 0)) == fastest
 
 
 def test_failures_are_named(sides: tuple[Side, Side], state: Path) -> None:
