@@ -22,8 +22,8 @@ from benchmarks.peer.workloads import Workload, workloads
 
 GIB = 2**30
 
-_SAME_EVIDENCE = 1e-2
-"""Relative difference of evidences up to which two backends compute the same."""
+_SAME = 1e-2
+"""Relative difference of results up to which two backends compute the same."""
 
 
 @dataclass(frozen=True)
@@ -49,26 +49,29 @@ QUICK, LONG = Limits(3, 3.0, 30.0), Limits(9, 30.0)
 def fastest(side: Side, begin: Begin) -> tuple[str, Failed | None]:
     """The backend of laplace-torch that takes least time in a second run, or what stopped the default one.
 
-    A backend with another evidence than the default, by more than a hundredth, does another thing, and is passed over.
+    A backend with another result than the default, by more than a hundredth, does another thing, and is passed over.
     """
     times: dict[str, float] = {}
-    evidence, failure = math.nan, None
+    result, failure = math.nan, None
     for backend in begin.workload.backends:
         side.begin(replace(begin, backend=backend))
         answers = [side.ask()]
-        for what in ("evidence", "run"):
+        for what in ("result", "run"):
             if not isinstance(answers[-1], Failed):
                 answers.append(side.ask(what))
         side.end()
         if isinstance(answers[-1], Failed):
             failure = failure or answers[-1]
             continue
-        if math.isnan(evidence):
-            evidence = answers[1]
-        if abs(answers[1] - evidence) <= _SAME_EVIDENCE * abs(evidence):
+        if math.isnan(result):
+            result = answers[1]
+        if abs(answers[1] - result) <= _SAME * abs(result):
             times[backend] = answers[2]
         else:
-            print(f"{begin.workload.name}: {backend} has the evidence {answers[1]:.6g}, others {evidence:.6g}")
+            print(
+                f"{begin.workload.name}: {backend} has the result {answers[1]:.6g}, others {result:.6g}",
+                file=sys.stderr,
+            )
     return (min(times, key=lambda name: times[name]), None) if times else ("", failure)
 
 

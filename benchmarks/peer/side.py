@@ -68,11 +68,11 @@ class Side:
         self._pipe.send(begin)
         self._child = int(self._answer(START_SECONDS))
 
-    def ask(self, what: Literal["run", "evidence"] = "run") -> Any:
+    def ask(self, what: Literal["run", "result"] = "run") -> Any:
         """What the first run, or another, measured: see `worker.Task`; or a `Failed`, after which the workload ends.
 
         Args:
-            what: A run, or after the first one the log evidence of a fit.
+            what: A run, or after the first one the result, by which backends are compared.
         """
         if self._child is None:
             raise RuntimeError("no workload has begun, or it has ended: begin one before asking")

@@ -74,9 +74,15 @@ class Work:
         """What to time."""
         return ACTIONS[self.workload.action](self)
 
-    def evidence(self) -> float:
-        """Log marginal likelihood of a fit, by which backends are compared."""
-        return float(self.fitted().log_marginal_likelihood())
+    def result(self) -> float:
+        """A number by which backends are compared: the log evidence of a fit.
+
+        Of a process in function space, of which not all have one, the sum of squares of the predicted probabilities.
+        """
+        if self.workload.structure != "gp":
+            return float(self.fitted().log_marginal_likelihood())
+        la = self.fitted()
+        return float(sum(la(x, **self.kind()).square().sum() for x, _ in self.loader))
 
     def kind(self) -> dict[str, Any]:
         """What a prediction of the linearised network is called."""

@@ -96,7 +96,7 @@ def answered(compute: Callable[[], Any]) -> Any:
 def serve(pipe: Connection, begin: Begin, device: torch.device, *, shared: bool) -> None:
     """Answers `first`, and then `run` again and again, with what they measured or the failure, until told to end.
 
-    Asked for the evidence it answers with that of a fit.
+    Asked for the result it answers with a number that fits of other backends have too.
     """
     pipe.send(os.getpid())
     task: Task | None = None
@@ -108,7 +108,7 @@ def serve(pipe: Connection, begin: Begin, device: torch.device, *, shared: bool)
         return task.first()
 
     while (asked := pipe.recv()) != "end":
-        pipe.send(answered(first if task is None else task.work.evidence if asked == "evidence" else task.run))
+        pipe.send(answered(first if task is None else task.work.result if asked == "result" else task.run))
 
 
 def versions() -> str:

@@ -56,7 +56,7 @@ def test_both_run_in_turn(sides: tuple[Side, Side], state: Path) -> None:
 
 
 class Told:
-    """A worker that answers with the numbers of a table: evidence and seconds of every backend, or a failure."""
+    """A worker that answers with the numbers of a table: result and seconds of every backend, or a failure."""
 
     def __init__(self, numbers: dict[str, tuple[float, float] | Failed]) -> None:
         self.numbers = numbers
@@ -67,7 +67,7 @@ class Told:
 
     def ask(self, what: str = "run") -> Any:
         found = self.numbers[self.backend]
-        return found if isinstance(found, Failed) else found[0] if what == "evidence" else found[1]
+        return found if isinstance(found, Failed) else found[0] if what == "result" else found[1]
 
     def end(self) -> None:
         pass
@@ -82,7 +82,7 @@ class Told:
         ({"CurvlinopsGGN": Failed("A"), "BackPackGGN": Failed("B"), "AsdlGGN": Failed("C")}, ("", Failed("A"))),
     ],
 )
-def test_the_fastest_backend_of_equal_evidence(numbers: Any, fastest: Any, state: Path) -> None:
+def test_the_fastest_backend_of_equal_results(numbers: Any, fastest: Any, state: Path) -> None:
     told: Any = Told(numbers)
     assert run.fastest(told, Begin(TINY, state, 0)) == fastest
 
