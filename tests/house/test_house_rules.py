@@ -88,6 +88,7 @@ MAPPINGS = {
     "network/settings.py",
     "structures/fields.py",
     "state.py",
+    "training/task_memory.py",
     "network/model_guard.py",
 }
 
