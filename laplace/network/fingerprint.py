@@ -14,10 +14,11 @@ from torch.nn.utils.rnn import pad_sequence
 from laplace.core import checks
 from laplace.core.precision_policy import wide_dtype
 from laplace.errors import ModelChangedError, ModelChangedWarning, warn
+from laplace.network.attributes import Seen, attributes_of, changed_names, digests
 from laplace.network.model_guard import model_lock, modules_of
 from laplace.network.settings import settings_of
-from laplace.network.spread import held, is_spread, rest_of, whole
-from laplace.network.witness import Attributes, Witness, attributes_of, changed_names, digests
+from laplace.network.spread import held, held_parts, is_spread, rest_of, whole
+from laplace.network.witness import Witness
 
 _PERIOD = 4096
 """Tensors are seen as rows of this length; their entries are weighed by column and by row."""
@@ -56,7 +57,7 @@ class Fingerprint:
     sums: Tensor
     attributes: Mapping[str, str]
     witness: Witness | None = field(default=None, repr=False)
-    seen: Attributes | None = field(default=None, repr=False)
+    seen: Seen | None = field(default=None, repr=False)
 
     @classmethod
     def of(
@@ -73,7 +74,7 @@ class Fingerprint:
             known = digests(attributes_of(model)) if attributes is None else dict(attributes)
             if witness is not None:
                 known = {name: digest for name, digest in known.items() if name not in witness.written}
-            tensors = _tensors(model)
+            tensors = _tensors(modules_of(model))
             return cls(_places(tensors), _versions(tensors), _norms(tensors), checksums(model), known, witness)
 
     def check(self, model: nn.Module) -> Fingerprint:
@@ -86,7 +87,8 @@ class Fingerprint:
             ModelChangedWarning: There is no witness, and attributes differ.
         """
         with model_lock(model):
-            return self._same_tensors(model)._same_outputs(model)
+            modules = modules_of(model)
+            return self._same_tensors(model, modules)._same_outputs(model, modules)
 
     def moved(self, model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> Fingerprint:
         """The fingerprint of the same model after it was moved."""
@@ -97,11 +99,13 @@ class Fingerprint:
         """State that is copied and pickled: no data."""
         return vars(self) | {"witness": None}
 
-    def _same_outputs(self, model: nn.Module) -> Fingerprint:
-        present = attributes_of(model)
-        if present == self.seen:
+    def _same_outputs(self, model: nn.Module, modules: list[nn.Module]) -> Fingerprint:
+        if self.seen is not None and self.seen.holds(modules):
             return self
-        names = changed_names(self.attributes, digests(present), common=self.witness is None)
+        present = Seen(model)
+        if self.seen is not None and self.seen.attributes == present.attributes:
+            return replace(self, seen=present)
+        names = changed_names(self.attributes, digests(present.attributes), common=self.witness is None)
         if self.witness is not None:
             names = [name for name in names if name not in self.witness.written]
         if self.witness is not None and not self.witness.agrees(model, changed=bool(names)):
@@ -119,8 +123,8 @@ class Fingerprint:
             )
         return replace(self, seen=present)
 
-    def _same_tensors(self, model: nn.Module) -> Fingerprint:
-        tensors = _tensors(model)
+    def _same_tensors(self, model: nn.Module, modules: list[nn.Module]) -> Fingerprint:
+        tensors = _tensors(modules)
         versions = _versions(tensors)
         norms = _norms(tensors)
         if versions == self.versions and _comparable(norms, self.norms):
@@ -138,7 +142,7 @@ class Fingerprint:
                 "the network's weights changed after fit, or were spread over processes after it (fully_shard): call "
                 "fit again."
             )
-        places = _places(_tensors(model))
+        places = _places(_tensors(modules_of(model)))
         if len(places) == len(self.places) and places != self.places:
             return ModelChangedError(
                 "the network was moved to another device or dtype after fit, and the posterior was not; move both by "
@@ -172,7 +176,7 @@ class Held:
         """That of a model now, and of the function that calls it."""
         with model_lock(model):
             settings, own = settings_of(model, call)
-            tensors = [*_tensors(model), *own]
+            tensors = [*_tensors(modules_of(model)), *own]
             return cls(_versions(tensors), _norms(tensors), settings)
 
     def same_as(self, other: Held) -> bool:
@@ -200,18 +204,17 @@ class ModelWatch:
         self.fingerprint = self.fingerprint.check(model)
 
 
-def _spread_tensors(model: nn.Module) -> list[Tensor]:
-    """Parameters, then buffers, each once."""
-    rest_of(model)
-    modules = modules_of(model)
+def _spread_tensors(modules: list[nn.Module]) -> list[Tensor]:
+    """Parameters, then buffers, of modules, each once."""
+    rest_of(modules)
     parameters = {id(t): t for module in modules for t in module._parameters.values() if t is not None}
     buffers = {id(t): t for module in modules for t in module._buffers.values() if t is not None}
     return [*parameters.values(), *buffers.values()]
 
 
-def _tensors(model: nn.Module) -> list[Tensor]:
+def _tensors(modules: list[nn.Module]) -> list[Tensor]:
     """The same; of those that are spread over processes the part that this one holds."""
-    return [held(tensor) for tensor in _spread_tensors(model)]
+    return held_parts(_spread_tensors(modules))
 
 
 def _versions(tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
@@ -223,11 +226,12 @@ def _places(tensors: list[Tensor]) -> tuple[tuple[torch.device, torch.dtype], ..
 
 
 def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    numbers = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.layout is torch.strided]
     by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.is_floating_point() and tensor.layout is torch.strided:
-            by_device.setdefault(tensor.device, []).append(tensor.detach())
-    return tuple(torch.stack(torch._foreach_norm(tensors)) for tensors in by_device.values())
+    for tensor in numbers:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    with torch.no_grad():
+        return tuple(torch.stack(torch._foreach_norm(tensors)) for tensors in by_device.values())
 
 
 def _comparable(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
@@ -251,7 +255,7 @@ def checksums(model: nn.Module, *, together: bool = True) -> Tensor:
     rows: dict[int, Tensor] = {}
     ends: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
     with torch.no_grad(), model_lock(model):
-        tensors = _spread_tensors(model)
+        tensors = _spread_tensors(modules_of(model))
         for n, tensor in enumerate(tensors):
             flat = _flat(whole(tensor) if together else _unspread(tensor))
             full = flat.numel() // _PERIOD * _PERIOD

@@ -15,6 +15,7 @@ from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, UnsupportedError, warn
 from laplace.network.model_guard import hooks_fire, preserve_model, unwrap
+from laplace.network.witness import FirstBatch
 from laplace.weights.discovery import (
     LINEAR,
     find_last_layer,
@@ -25,15 +26,19 @@ from laplace.weights.discovery import (
 )
 
 
-def random_head(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None) -> str:
+def random_head(
+    model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None, first: FirstBatch | None = None
+) -> str:
     """Name of the layer that a last-layer posterior makes random.
 
-    It is found by passes of one datum; of the whole batch if the model takes no single datum.
+    It is found by a pass of one datum, or of the data that `first` looks at; of the whole batch if the model does not
+    take a part of it.
 
     Args:
         model: The network, left as it was found.
         x: Inputs of a batch.
         forward_fn: How to call the network; None for the default.
+        first: What looks at the first batch of a fit, and is spared a pass of its own; None without a fit.
 
     Raises:
         InvalidArgument: No layer with parameters ran, or the last one is neither an `nn.Linear` nor a convolution.
@@ -44,8 +49,8 @@ def random_head(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None
     _check_trunk(model)
     rows = batches.tensors(x)
     n_data = rows[0].shape[0] if rows and rows[0].ndim else 1
-    few = batches.select(x, slice(0, 1), n_data)
-    seen = _seen(model, few, forward_fn)
+    few, call = (batches.select(x, slice(0, 1), n_data), forward_fn) if first is None else first.early(x, n_data)
+    seen = _seen(model, few, call)
     if seen is None or not isinstance(unwrap(model).get_submodule(seen[0]), LINEAR):  # the pass that says what is wrong
         few, last = _last_layer(model, few, x, forward_fn)
         seen = _seen(model, few, forward_fn) or (last, [last])  # of a network that autograd cannot follow as a whole

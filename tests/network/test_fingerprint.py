@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 from laplace import FunctionalLaplace, Laplace, VaLLA, marglik_training
 from laplace.errors import ApproximationWarning, ModelChangedError, ModelChangedWarning, StateError
+from laplace.network.attributes import attributes_of, changed_names, digests
 from laplace.network.fingerprint import checksums, same_sums
-from laplace.network.witness import ROWS, FirstBatch, attributes_of, changed_names, differ, digests, first_rows
+from laplace.network.witness import ROWS, FirstBatch, differ, first_rows
 from laplace.parametric import ParametricLaplace
 from laplace.training.continual import TaskFit
 from tests import grid
