@@ -218,7 +218,10 @@ def _tensors(modules: list[nn.Module]) -> list[Tensor]:
 
 
 def _versions(tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
-    return tuple((id(t), 0 if t.is_inference() else t._version) for t in tensors)
+    try:
+        return tuple([(id(t), t._version) for t in tensors])
+    except RuntimeError:  # tensors that were made in inference mode have none, and cannot be written to
+        return tuple((id(t), 0 if t.is_inference() else t._version) for t in tensors)
 
 
 def _places(tensors: list[Tensor]) -> tuple[tuple[torch.device, torch.dtype], ...]:
@@ -279,30 +282,36 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _row_sums(rows: Tensor) -> Tensor:
-    """Sums of rows of at most `_PERIOD` entries, `[n, m]`, and those with the weights of columns, `[n, 2]`."""
+    """Sums of m rows of at most `_PERIOD` entries, and those with the weights of columns, `[2, m]`."""
     weights = _column_weights(rows.device)[: rows.shape[1]]
     wide = weights.new_empty(min(_ROWS, len(rows)), rows.shape[1])  # of all parts: fresh memory takes longer than sums
-    parts = ((part, wide[: len(part)]) for part in rows.split(_ROWS))
-    sums = [(some.copy_(part).sum(1), some @ weights) for part, some in parts]  # half the time of one product
-    return torch.stack([torch.cat(column) for column in zip(*sums, strict=True)], 1)
+    sums = weights.new_empty(2, len(rows))
+    for start in range(0, len(rows), _ROWS):
+        part, (plain, weighed) = rows[start : start + _ROWS], sums[:, start : start + _ROWS]
+        some = wide[: len(part)].copy_(part)
+        torch.sum(some, 1, out=plain)
+        torch.mv(some, weights, out=weighed)  # half the time of one product with both
+    return sums
 
 
 def _sums(rows: Sequence[Tensor | None], ends: list[Tensor]) -> Tensor:
-    """Sums of tensors that are seen as rows of `_PERIOD` entries, the last of them shorter, `[n, 3]`.
+    """Sums of n tensors that are seen as rows of `_PERIOD` entries, the last of them shorter, `[n, 3]`.
 
     Args:
-        rows: Sums of the full rows of every tensor, `[m, 2]`; None of one that has none.
+        rows: Sums of the full rows of every tensor, `[2, m]`; None of one that has none.
         ends: The last rows, of one device and dtype, which are summed together.
     """
     last = torch.cat(
-        [_row_sums(pad_sequence(ends[i : i + _ROWS], batch_first=True)) for i in range(0, len(ends), _ROWS)]
+        [_row_sums(pad_sequence(ends[i : i + _ROWS], batch_first=True)) for i in range(0, len(ends), _ROWS)], 1
     )
-    sums = torch.cat([last, last[:, :1] * _column_weights(last.device)[0]], 1)
-    for n, full in enumerate(rows):
-        if full is not None:
-            every = torch.cat([full, last[n : n + 1]])
-            sums[n, :2] = every.sum(0)
-            sums[n, 2] = every[:, 0] @ _weights(len(every), every.device, every.dtype)
+    counts = [0 if full is None else full.shape[1] for full in rows]
+    number, of_rows = torch.tensor(counts, device=last.device), _weights(max(counts) + 1, last.device, last.dtype)
+    sums = torch.stack([*last, last[0] * of_rows[number]], 1)
+    if any(counts):
+        every = torch.cat([full for full in rows if full is not None], 1)
+        by_row = every[0] * torch.cat([of_rows[:count] for count in counts])
+        owner = torch.arange(len(rows), device=last.device).repeat_interleave(number)
+        sums.index_add_(0, owner, torch.stack([*every, by_row], 1))
     return sums
 
 

@@ -97,12 +97,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """The module and all below it, each once, in the order of `model.modules()`, of whose time it takes a fifth."""
     modules: dict[int, nn.Module] = {}
-    waiting = [model]
+    waiting: list[nn.Module | None] = [model]
     while waiting:
         module = waiting.pop()
-        if id(module) not in modules:
+        if module is not None and id(module) not in modules:
             modules[id(module)] = module
-            waiting.extend(child for child in reversed(module._modules.values()) if child is not None)
+            if children := module._modules:
+                waiting.extend(reversed(children.values()))
     return list(modules.values())
 
 
@@ -114,8 +115,9 @@ def named_modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
         name, module = waiting.pop()
         if id(module) not in modules:
             modules[id(module)] = name, module
-            prefix, children = f"{name}." if name else "", reversed(module._modules.items())
-            waiting.extend((prefix + key, child) for key, child in children if child is not None)
+            if children := module._modules:
+                prefix = f"{name}." if name else ""
+                waiting.extend((prefix + key, child) for key, child in reversed(children.items()) if child is not None)
     return list(modules.values())
 
 
@@ -329,7 +331,7 @@ def _refill(container: Any, content: Any) -> None:
 def hooks_fire(model: nn.Module) -> Iterator[None]:
     """Runs compiled submodules eagerly: compiled code ignores hooks that were added after compilation."""
     set_stance: Callable[[str], Any] | None = None
-    if any("_orig_mod" in module._modules for module in model.modules()):
+    if any("_orig_mod" in module._modules for module in modules_of(model)):
         set_stance = getattr(torch.compiler, "set_stance", None)
     with ExitStack() as stack:
         if set_stance is not None:

@@ -14,7 +14,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, UnsupportedError, warn
-from laplace.network.model_guard import hooks_fire, preserve_model, unwrap
+from laplace.network.model_guard import hooks_fire, named_modules_of, preserve_model, unwrap
 from laplace.network.witness import FirstBatch
 from laplace.weights.discovery import (
     LINEAR,
@@ -71,7 +71,7 @@ def _check_trunk(model: nn.Module) -> None:
     """Warns where the features of a datum depend on its batch, which the head alone does not show."""
     coupled = [
         name
-        for name, module in model.named_modules()
+        for name, module in named_modules_of(model)
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) and module.running_mean is None
     ]
     if coupled:
@@ -154,7 +154,7 @@ def _watched(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None) -> tuple
 
     with ExitStack() as stack:
         stack.enter_context(preserve_model(inner))
-        for name, module in inner.named_modules():
+        for name, module in named_modules_of(inner):
             if has_parameters(name, module):
                 stack.callback(module.register_forward_hook(partial(cut, name)).remove)
         stack.enter_context(hooks_fire(inner))

@@ -174,6 +174,32 @@ def test_two_data_are_kept_and_they_are_copies() -> None:
     la(X)
 
 
+def test_the_pass_that_finds_the_last_layer_is_that_of_the_witness() -> None:
+    model = Switched(active=None)
+    la = Laplace(model, "classification", "last_layer", "diag")
+    la.fit(grid.batches())
+    assert la.last_layer_name == "body.3"
+    assert model.config.passes == [ROWS, 5, 5, 2]
+    assert torch.equal(la.fingerprint.witness.x, X[:ROWS])
+    model.config.passes.clear()
+    la.fit(grid.batches())  # of a layer that is known
+    assert model.config.passes == [5, ROWS, 5, 2]
+    model.config.scale = 1.1
+    with pytest.raises(ModelChangedError, match="outputs at data of the fit"):
+        la(X)
+
+
+def test_a_batch_of_which_the_first_data_are_ignored_has_a_pass_of_its_own() -> None:
+    model = Switched(active=None)
+    x, y = grid.data()[:2]
+    y = y.clone()
+    y[0] = -100
+    la = Laplace(model, "classification", "last_layer", "diag")
+    la.fit([(x, y)])
+    assert model.config.passes == [ROWS, len(x) - 1, ROWS]
+    assert torch.equal(la.fingerprint.witness.x, x[1 : 1 + ROWS])
+
+
 def test_large_inputs_and_outputs_are_kept_in_part() -> None:
     volumes = torch.zeros(1, 1).expand(6, 2**24)  # 64 MiB each
     rows, n_rows = first_rows({"x": volumes, "scale": torch.ones(3)}, 6)
