@@ -122,7 +122,7 @@ class _Module:
         own = vars(module)
         self.place = place
         self.plain: dict[str, Any] = {}
-        self._module, self._size, self._children = weakref.ref(module), len(own), tuple(module._modules)
+        self._module, self._size, self._children = weakref.ref(module), len(own), tuple(module._modules.keys())
         self._fixed: list[str] = []
         self._values: list[Any] = []  # of attributes that cannot be written to, only replaced
         self._containers: list[str] = []
@@ -148,7 +148,7 @@ class _Module:
             self._module() is module
             and len(own) == self._size
             and all(map(is_, map(own.get, self._fixed, repeat(_OTHER)), self._values))
-            and (not self._children or tuple(module._modules) == self._children)
+            and (not self._children or tuple(module._modules.keys()) == self._children)
             and (not self._containers or self._contain_the_same(own))
             and (not self._others or all(name in own and _plain(own[name], _DEPTH) is _OTHER for name in self._others))
         )

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+from laplace import Laplace
 from laplace.network.attributes import Seen, attributes_of
-from laplace.network.model_guard import modules_of, named_modules_of
+from laplace.network.model_guard import modules_of, named_modules_of, preserve_model
 
 
 class Layer(nn.Module):
@@ -104,3 +106,19 @@ def test_modules_are_those_of_pytorch_in_its_order() -> None:
     model[0].register_module("none", None)
     assert modules_of(model) == list(model.modules())
     assert named_modules_of(model) == list(model.named_modules())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_a_scripted_part_of_a_network_is_preserved_and_compared() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))), nn.Linear(4, 3))
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    x = torch.randn(8, 3)
+    with preserve_model(model):
+        model.train()
+        model(x)
+    assert all(map(torch.equal, model.buffers(), buffers))
+    la = Laplace(model, "regression", "last_layer", "diag", last_layer_name="1")
+    la.fit([(x, x)])
+    la(x)
+    assert Seen(model).holds(modules_of(model))
+    assert all(map(torch.equal, model.buffers(), buffers))

@@ -43,8 +43,8 @@ def owners(problem: Problem, places: list[Place] | None = None) -> list[Owner]:
     places = places or problem.places()
     slots = {slot.name: i for i, slot in enumerate(problem.slots)}
     where = {id(module._parameters[key]): slots[name] for name, module, key in places if name in slots}
-    found = ((module, key, where.get(id(module._parameters[key]))) for _, module, key in places)
-    return [Owner(module, key, slot) for module, key, slot in found if slot is not None]
+    holders = ((module, key, where.get(id(module._parameters[key]))) for _, module, key in places)
+    return [Owner(module, key, slot) for module, key, slot in holders if slot is not None]
 
 
 @dataclass(frozen=True, eq=False)
