@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Iterator
+from itertools import repeat
+from operator import is_not
 from typing import Any, Generic, Protocol
 
 from laplace.errors import ReadOnlyError, UnsupportedError
@@ -136,9 +138,9 @@ _ORIGINALS = "_originals"
 
 def is_overridden(la: object, *names: str) -> bool:
     """True if a user's class, a user's assignment to one of the library's, or the object itself defines one of them."""
-    own, cls = vars(la), type(la)
-    originals = getattr(cls, _ORIGINALS)
-    return any(name in own or getattr(cls, name, None) is not originals[name] for name in names)
+    cls = type(la)
+    present, originals = map(getattr, repeat(cls), names, repeat(None)), getattr(cls, _ORIGINALS)
+    return not vars(la).keys().isdisjoint(names) or any(map(is_not, present, map(originals.__getitem__, names)))
 
 
 def assigned_functions(la: object) -> list[str]:

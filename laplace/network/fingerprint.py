@@ -14,10 +14,11 @@ from torch.nn.utils.rnn import pad_sequence
 from laplace.core import checks
 from laplace.core.precision_policy import wide_dtype
 from laplace.errors import ModelChangedError, ModelChangedWarning, warn
+from laplace.network.attributes import Seen, attributes_of, changed_names, digests
 from laplace.network.model_guard import model_lock, modules_of
 from laplace.network.settings import settings_of
-from laplace.network.spread import held, is_spread, rest_of, whole
-from laplace.network.witness import Attributes, Witness, attributes_of, changed_names, digests
+from laplace.network.spread import held, held_parts, is_spread, rest_of, whole
+from laplace.network.witness import Witness
 
 _PERIOD = 4096
 """Tensors are seen as rows of this length; their entries are weighed by column and by row."""
@@ -56,7 +57,7 @@ class Fingerprint:
     sums: Tensor
     attributes: Mapping[str, str]
     witness: Witness | None = field(default=None, repr=False)
-    seen: Attributes | None = field(default=None, repr=False)
+    seen: Seen | None = field(default=None, repr=False)
 
     @classmethod
     def of(
@@ -73,7 +74,7 @@ class Fingerprint:
             known = digests(attributes_of(model)) if attributes is None else dict(attributes)
             if witness is not None:
                 known = {name: digest for name, digest in known.items() if name not in witness.written}
-            tensors = _tensors(model)
+            tensors = _tensors(modules_of(model))
             return cls(_places(tensors), _versions(tensors), _norms(tensors), checksums(model), known, witness)
 
     def check(self, model: nn.Module) -> Fingerprint:
@@ -86,7 +87,8 @@ class Fingerprint:
             ModelChangedWarning: There is no witness, and attributes differ.
         """
         with model_lock(model):
-            return self._same_tensors(model)._same_outputs(model)
+            modules = modules_of(model)
+            return self._same_tensors(model, modules)._same_outputs(model, modules)
 
     def moved(self, model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> Fingerprint:
         """The fingerprint of the same model after it was moved."""
@@ -97,11 +99,13 @@ class Fingerprint:
         """State that is copied and pickled: no data."""
         return vars(self) | {"witness": None}
 
-    def _same_outputs(self, model: nn.Module) -> Fingerprint:
-        present = attributes_of(model)
-        if present == self.seen:
+    def _same_outputs(self, model: nn.Module, modules: list[nn.Module]) -> Fingerprint:
+        if self.seen is not None and self.seen.holds(modules):
             return self
-        names = changed_names(self.attributes, digests(present), common=self.witness is None)
+        present = Seen(model)
+        if self.seen is not None and self.seen.attributes == present.attributes:
+            return replace(self, seen=present)
+        names = changed_names(self.attributes, digests(present.attributes), common=self.witness is None)
         if self.witness is not None:
             names = [name for name in names if name not in self.witness.written]
         if self.witness is not None and not self.witness.agrees(model, changed=bool(names)):
@@ -119,8 +123,8 @@ class Fingerprint:
             )
         return replace(self, seen=present)
 
-    def _same_tensors(self, model: nn.Module) -> Fingerprint:
-        tensors = _tensors(model)
+    def _same_tensors(self, model: nn.Module, modules: list[nn.Module]) -> Fingerprint:
+        tensors = _tensors(modules)
         versions = _versions(tensors)
         norms = _norms(tensors)
         if versions == self.versions and _comparable(norms, self.norms):
@@ -138,7 +142,7 @@ class Fingerprint:
                 "the network's weights changed after fit, or were spread over processes after it (fully_shard): call "
                 "fit again."
             )
-        places = _places(_tensors(model))
+        places = _places(_tensors(modules_of(model)))
         if len(places) == len(self.places) and places != self.places:
             return ModelChangedError(
                 "the network was moved to another device or dtype after fit, and the posterior was not; move both by "
@@ -172,7 +176,7 @@ class Held:
         """That of a model now, and of the function that calls it."""
         with model_lock(model):
             settings, own = settings_of(model, call)
-            tensors = [*_tensors(model), *own]
+            tensors = [*_tensors(modules_of(model)), *own]
             return cls(_versions(tensors), _norms(tensors), settings)
 
     def same_as(self, other: Held) -> bool:
@@ -200,22 +204,24 @@ class ModelWatch:
         self.fingerprint = self.fingerprint.check(model)
 
 
-def _spread_tensors(model: nn.Module) -> list[Tensor]:
-    """Parameters, then buffers, each once."""
-    rest_of(model)
-    modules = modules_of(model)
+def _spread_tensors(modules: list[nn.Module]) -> list[Tensor]:
+    """Parameters, then buffers, of modules, each once."""
+    rest_of(modules)
     parameters = {id(t): t for module in modules for t in module._parameters.values() if t is not None}
     buffers = {id(t): t for module in modules for t in module._buffers.values() if t is not None}
     return [*parameters.values(), *buffers.values()]
 
 
-def _tensors(model: nn.Module) -> list[Tensor]:
+def _tensors(modules: list[nn.Module]) -> list[Tensor]:
     """The same; of those that are spread over processes the part that this one holds."""
-    return [held(tensor) for tensor in _spread_tensors(model)]
+    return held_parts(_spread_tensors(modules))
 
 
 def _versions(tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
-    return tuple((id(t), 0 if t.is_inference() else t._version) for t in tensors)
+    try:
+        return tuple([(id(t), t._version) for t in tensors])
+    except RuntimeError:  # tensors that were made in inference mode have none, and cannot be written to
+        return tuple((id(t), 0 if t.is_inference() else t._version) for t in tensors)
 
 
 def _places(tensors: list[Tensor]) -> tuple[tuple[torch.device, torch.dtype], ...]:
@@ -223,11 +229,12 @@ def _places(tensors: list[Tensor]) -> tuple[tuple[torch.device, torch.dtype], ..
 
 
 def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    numbers = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.layout is torch.strided]
     by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.is_floating_point() and tensor.layout is torch.strided:
-            by_device.setdefault(tensor.device, []).append(tensor.detach())
-    return tuple(torch.stack(torch._foreach_norm(tensors)) for tensors in by_device.values())
+    for tensor in numbers:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    with torch.no_grad():
+        return tuple(torch.stack(torch._foreach_norm(tensors)) for tensors in by_device.values())
 
 
 def _comparable(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
@@ -251,7 +258,7 @@ def checksums(model: nn.Module, *, together: bool = True) -> Tensor:
     rows: dict[int, Tensor] = {}
     ends: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
     with torch.no_grad(), model_lock(model):
-        tensors = _spread_tensors(model)
+        tensors = _spread_tensors(modules_of(model))
         for n, tensor in enumerate(tensors):
             flat = _flat(whole(tensor) if together else _unspread(tensor))
             full = flat.numel() // _PERIOD * _PERIOD
@@ -288,30 +295,36 @@ def _stored(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _row_sums(rows: Tensor) -> Tensor:
-    """Sums of rows of at most `_PERIOD` entries, `[n, m]`, and those with the weights of columns, `[n, 2]`."""
+    """Sums of m rows of at most `_PERIOD` entries, and those with the weights of columns, `[2, m]`."""
     weights = _column_weights(rows.device)[: rows.shape[1]]
     wide = weights.new_empty(min(_ROWS, len(rows)), rows.shape[1])  # of all parts: fresh memory takes longer than sums
-    parts = ((part, wide[: len(part)]) for part in rows.split(_ROWS))
-    sums = [(some.copy_(part).sum(1), some @ weights) for part, some in parts]  # half the time of one product
-    return torch.stack([torch.cat(column) for column in zip(*sums, strict=True)], 1)
+    sums = weights.new_empty(2, len(rows))
+    for start in range(0, len(rows), _ROWS):
+        part, (plain, weighed) = rows[start : start + _ROWS], sums[:, start : start + _ROWS]
+        some = wide[: len(part)].copy_(part)
+        torch.sum(some, 1, out=plain)
+        torch.mv(some, weights, out=weighed)  # half the time of one product with both
+    return sums
 
 
 def _sums(rows: Sequence[Tensor | None], ends: list[Tensor]) -> Tensor:
-    """Sums of tensors that are seen as rows of `_PERIOD` entries, the last of them shorter, `[n, 3]`.
+    """Sums of n tensors that are seen as rows of `_PERIOD` entries, the last of them shorter, `[n, 3]`.
 
     Args:
-        rows: Sums of the full rows of every tensor, `[m, 2]`; None of one that has none.
+        rows: Sums of the full rows of every tensor, `[2, m]`; None of one that has none.
         ends: The last rows, of one device and dtype, which are summed together.
     """
     last = torch.cat(
-        [_row_sums(pad_sequence(ends[i : i + _ROWS], batch_first=True)) for i in range(0, len(ends), _ROWS)]
+        [_row_sums(pad_sequence(ends[i : i + _ROWS], batch_first=True)) for i in range(0, len(ends), _ROWS)], 1
     )
-    sums = torch.cat([last, last[:, :1] * _column_weights(last.device)[0]], 1)
-    for n, full in enumerate(rows):
-        if full is not None:
-            every = torch.cat([full, last[n : n + 1]])
-            sums[n, :2] = every.sum(0)
-            sums[n, 2] = every[:, 0] @ _weights(len(every), every.device, every.dtype)
+    counts = [0 if full is None else full.shape[1] for full in rows]
+    number, of_rows = torch.tensor(counts, device=last.device), _weights(max(counts) + 1, last.device, last.dtype)
+    sums = torch.stack([*last, last[0] * of_rows[number]], 1)
+    if any(counts):
+        every = torch.cat([full for full in rows if full is not None], 1)
+        by_row = every[0] * torch.cat([of_rows[:count] for count in counts])
+        owner = torch.arange(len(rows), device=last.device).repeat_interleave(number)
+        sums.index_add_(0, owner, torch.stack([*every, by_row], 1))
     return sums
 
 

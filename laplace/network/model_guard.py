@@ -97,12 +97,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """The module and all below it, each once, in the order of `model.modules()`, of whose time it takes a fifth."""
     modules: dict[int, nn.Module] = {}
-    waiting = [model]
+    waiting: list[nn.Module | None] = [model]
     while waiting:
         module = waiting.pop()
-        if id(module) not in modules:
+        if module is not None and id(module) not in modules:
             modules[id(module)] = module
-            waiting.extend(child for child in reversed(module._modules.values()) if child is not None)
+            if children := module._modules:
+                waiting.extend(reversed(children.values()))
     return list(modules.values())
 
 
@@ -114,8 +115,9 @@ def named_modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
         name, module = waiting.pop()
         if id(module) not in modules:
             modules[id(module)] = name, module
-            prefix, children = f"{name}." if name else "", reversed(module._modules.items())
-            waiting.extend((prefix + key, child) for key, child in children if child is not None)
+            if children := module._modules:
+                prefix = f"{name}." if name else ""
+                waiting.extend((prefix + key, child) for key, child in reversed(children.items()) if child is not None)
     return list(modules.values())
 
 
@@ -128,16 +130,13 @@ def preserve_model(model: nn.Module) -> Iterator[None]:
     substituted parameters live on the module while a forward pass runs.
     """
     with model_lock(model):
-        states = [_State(module) for module in modules_of(model)]
+        state = _State(modules_of(model))
         try:
             with same_random_state(model), _one_network():
-                for state in states:
-                    if state.training:
-                        state.module.training = False
+                state.evaluate()
                 yield
         finally:
-            for state in states:
-                state.restore()
+            state.restore()
 
 
 @contextmanager
@@ -225,6 +224,8 @@ def autograd_mode() -> Iterator[None]:
 
 def generators_of(model: nn.Module) -> list[torch.Generator]:
     """The global generators of the CPU and of the model's devices."""
+    if not torch.cuda.is_initialized():
+        return [torch.default_generator]
     tensors = (p for module in modules_of(model) for p in module._parameters.values() if p is not None)
     devices = sorted({p.device.index for p in tensors if p.is_cuda})
     return [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
@@ -243,38 +244,67 @@ def same_random_state(model: nn.Module) -> Iterator[None]:
 
 
 class _State:
-    """State that one module, its submodules apart, must have after a call."""
+    """State that modules must have after a call, their submodules apart.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.training = module.training
-        self.attributes = dict(module.__dict__)
-        self.contents = [(v, copy.copy(v)) for k, v in self.attributes.items() if k not in _OWN and _is_container(v)]
-        self.buffers = dict(module._buffers.items())
-        self.values = [(b, b._version, b.detach().clone()) for b in self.buffers.values() if _is_counted(b)]
+    Args:
+        modules: Each once.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.modules = [(module, module.training, module.__dict__.copy()) for module in modules]
+        self.contents = [
+            (value, value.copy())
+            for _, _, attributes in self.modules
+            for name, value in attributes.items()
+            if type(value) in _CONTAINERS and name not in _OWN
+        ]
+        tables = ((module, module._buffers) for module in modules)
+        self.buffers = [(module, dict(table.items()) if len(table) else {}) for module, table in tables]
+        with torch.no_grad():
+            self.values = [
+                (module, buffer, buffer._version, buffer.clone())
+                for module, buffers in self.buffers
+                for buffer in buffers.values()
+                if _is_counted(buffer)
+            ]
+
+    def evaluate(self) -> None:
+        """Turns the training mode off where it is on."""
+        for module, training, _ in self.modules:
+            if training:
+                module.training = False
 
     def restore(self) -> None:
         """Puts attributes, flags and buffers back; buffers are written only if they were written to."""
-        in_train = self.module.training  # by the forward pass: batch norm writes then, which autograd does not count
-        own = self.module.__dict__
-        own.update(self.attributes)
-        if len(own) > len(self.attributes):
-            for name in own.keys() - self.attributes.keys():
-                del own[name]
+        # A forward pass may turn the training mode on: batch norm writes then, which autograd does not count.
+        written = [(buffer, value) for module, buffer, version, value in self.values
+                   if buffer._version != version or module.training]  # fmt: skip
+        for module, training, attributes in self.modules:
+            own = module.__dict__
+            own.update(attributes)
+            if len(own) > len(attributes):
+                for name in own.keys() - attributes.keys():
+                    del own[name]
+            if module.training != training:  # a class may compute it
+                module.training = training
         for container, content in self.contents:
             _refill(container, content)
-        if self.module.training != self.training:  # a class may compute it
-            self.module.training = self.training
-        table = self.module._buffers  # of a scripted module no dict
-        for name in table.keys() - self.buffers.keys():
-            del table[name]
-        for name, buffer in self.buffers.items():
-            if name not in table or table[name] is not buffer:
-                table[name] = buffer
+        for module, buffers in self.buffers:
+            table = module._buffers
+            if buffers or len(table):
+                _put_back(table, buffers)
         with torch.no_grad():
-            for buffer, version, value in self.values:
-                if in_train or buffer._version != version:
-                    buffer.copy_(value)
+            for buffer, value in written:
+                buffer.copy_(value)
+
+
+def _put_back(table: dict[str, Tensor | None], buffers: dict[str, Tensor | None]) -> None:
+    """Gives a table of buffers, of a scripted module no dict, those that it had."""
+    for name in table.keys() - buffers.keys():
+        del table[name]
+    for name, buffer in buffers.items():
+        if name not in table or table[name] is not buffer:
+            table[name] = buffer
 
 
 def _is_counted(buffer: Tensor | None) -> TypeGuard[Tensor]:
@@ -285,9 +315,7 @@ def _is_counted(buffer: Tensor | None) -> TypeGuard[Tensor]:
 _OWN = frozenset(nn.Module().__dict__)
 """Attributes of every module: tables of its parameters, submodules and hooks."""
 
-
-def _is_container(value: object) -> bool:
-    return type(value) in (list, dict, set)
+_CONTAINERS = frozenset({list, dict, set})
 
 
 def _refill(container: Any, content: Any) -> None:
@@ -303,7 +331,7 @@ def _refill(container: Any, content: Any) -> None:
 def hooks_fire(model: nn.Module) -> Iterator[None]:
     """Runs compiled submodules eagerly: compiled code ignores hooks that were added after compilation."""
     set_stance: Callable[[str], Any] | None = None
-    if any("_orig_mod" in module._modules for module in model.modules()):
+    if any("_orig_mod" in module._modules for module in modules_of(model)):
         set_stance = getattr(torch.compiler, "set_stance", None)
     with ExitStack() as stack:
         if set_stance is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -79,7 +80,7 @@ def processes_of(model: nn.Module) -> Processes | None:
     name = _spread_part(model)
     if name is None:
         return None
-    rest_of(model)
+    rest_of(model.modules())
     meshes = {parameter.device_mesh for parameter in model.parameters() if _is_part(parameter)}  # pyright: ignore[reportAttributeAccessIssue]
     sharded = [module for module in model.modules() if _is_sharded(module)]
     covered = {id(parameter) for module in sharded for parameter in module.parameters()}
@@ -97,11 +98,11 @@ def _is_sharded(module: object) -> bool:
     return fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))
 
 
-def rest_of(model: nn.Module) -> None:
+def rest_of(modules: Iterable[nn.Module]) -> None:
     """Frees the weights that FSDP2 left gathered after a pass, so that every process holds its own part alone."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
-    for module in model.modules():
+    for module in modules:
         if _is_sharded(module):
             resting: Any = module
             resting.reshard()
@@ -117,3 +118,10 @@ def held(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds: all of it but for one that is spread."""
     spread: Any = tensor
     return spread._local_tensor if _is_part(tensor) else tensor
+
+
+def held_parts(tensors: list[Tensor]) -> list[Tensor]:
+    """The same of many tensors."""
+    if not any(map(_is_of_parts, set(map(type, tensors)))):
+        return tensors
+    return [held(tensor) for tensor in tensors]

@@ -1,11 +1,9 @@
-"""Witnesses of changes that no weight shows: outputs at a few data of a fit, and plain attributes of modules."""
+"""Witnesses of changes that no weight shows: outputs at a few data of a fit."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,74 +12,16 @@ from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, warn
+from laplace.network.attributes import Seen, changed_names, digests
 from laplace.network.model_guard import (
     autograd_mode,
     generators_of,
     hooks_fire,
     model_lock,
-    named_modules_of,
+    modules_of,
     preserve_model,
     same_random_state,
 )
-
-Attributes = dict[str, tuple[tuple[str, Any], ...]]
-"""Every module that has an attribute, with its value, by the attribute's name."""
-
-_OWN = frozenset(vars(nn.Module()))
-"""Attributes of every module: tables of parameters, submodules and hooks, and the flag of the training mode."""
-
-_NO_SETTINGS = frozenset({"name_or_path", "gradient_checkpointing", "activation_checkpointing", "_attn_implementation"})
-"""Where a network of transformers was loaded from, and ways of computing the same outputs."""
-
-_PASSED_OVER = _OWN | _NO_SETTINGS
-_PLAIN = frozenset({bool, int, float, str, type(None)})
-_MOST, _DEPTH = 1024, 4
-_OTHER = object()
-
-
-def attributes_of(model: nn.Module) -> Attributes:
-    """Numbers, strings, None, and short lists, tuples, dicts and sets of them, on the model and its submodules."""
-    attributes: dict[str, list[tuple[str, Any]]] = {}
-    for place, module in named_modules_of(model):
-        for name, value in vars(module).items():
-            if name not in _PASSED_OVER and (plain := _plain(value, _DEPTH)) is not _OTHER:
-                attributes.setdefault(name, []).append((place, plain))
-    return {name: tuple(values) for name, values in attributes.items()}
-
-
-def _plain(value: Any, depth: int) -> Any:
-    """A copy that later writes do not reach, or `_OTHER`."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if kind not in (list, tuple, dict, set) or len(value) > _MOST or depth == 0:
-        return _OTHER
-    parts = [_plain(part, depth - 1) for part in (value.items() if kind is dict else value)]
-    if any(part is _OTHER for part in parts):
-        return _OTHER
-    if len(parts) == 1 and kind in (list, tuple):  # packages write one adapter as its name, or as a list with it
-        return parts[0]
-    return (kind.__name__, *(sorted(parts, key=repr) if kind is set else parts))
-
-
-def digests(attributes: Attributes) -> dict[str, str]:
-    """A short hash per name of an attribute, the same in every process."""
-    return {
-        name: hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest() for name, values in attributes.items()
-    }
-
-
-def changed_names(before: Mapping[str, str], now: Mapping[str, str], *, common: bool = False) -> list[str]:
-    """Names of attributes whose digests differ.
-
-    Args:
-        before: Digests at one time.
-        now: Digests at another.
-        common: Leave out names that only one side has: other versions of a package give modules other attributes.
-    """
-    names = before.keys() & now.keys() if common else before.keys() | now.keys()
-    return sorted(name for name in names if before.get(name) != now.get(name))
-
 
 ROWS, _WHOLE = 2, 64
 """Data that are kept at most: of a network that takes parts of a batch, and of one that takes whole ones alone."""
@@ -186,6 +126,15 @@ def _copied(x: Inputs) -> Inputs:
         return batches.transform(x, lambda tensor: tensor.detach().clone())
 
 
+def _equal(a: Inputs, b: Inputs) -> bool:
+    """True if inputs are tensors alone, and those of both are equal."""
+    tensors = batches.tensors(a)
+    if type(a) is not type(b) or batches.signature(a) != batches.signature(b):
+        return False
+    alone = isinstance(a, Tensor) or len(a) == len(b) == len(tensors)
+    return alone and all(map(torch.equal, tensors, batches.tensors(b)))
+
+
 def _spaced(outputs: Tensor) -> Tensor:
     flat = outputs.detach().flatten()
     return flat[:: max(1, -(-len(flat) // _KEPT_OUTPUTS))].clone()
@@ -194,7 +143,8 @@ def _spaced(outputs: Tensor) -> Tensor:
 class FirstBatch:
     """Runs the network twice on two data of the first batch, with other random numbers.
 
-    The fit's own pass is one of them, where its engine shows the outputs and two data alone have the same.
+    The fit's own pass is one of them, where its engine shows the outputs and two data alone have the same; the other is
+    the pass that finds the last layer, where there was one.
 
     Args:
         model: The network.
@@ -212,6 +162,18 @@ class FirstBatch:
         self._written: list[str] = []
         self._draws = False
         self._fitted: Tensor | None = None
+        self._early: tuple[Inputs, Tensor] | None = None
+
+    def early(self, x: Inputs, n_data: int) -> tuple[Inputs, ForwardFn]:
+        """The first data of the first batch, and a call for a pass over them before the fit, which is remembered."""
+        rows, _ = first_rows(x, n_data)
+
+        def call(model: nn.Module, x: Inputs) -> object:
+            output = self._noting(model, _copied(x))
+            self._early = rows, batches.latent(output).detach().clone()
+            return output
+
+        return rows, call
 
     def see(self, outputs: Tensor) -> None:
         """Keeps outputs `[B, …]` of the fit's own pass over the batch, of two data."""
@@ -251,7 +213,9 @@ class FirstBatch:
     def _twice(self, rows: Inputs) -> Tensor | None:
         """Outputs that two passes with other random numbers have in common; None if they have not."""
         with same_random_state(self.model):
-            again = outputs_at(self.model, rows, self._noting)
+            again = self._early_at(rows)
+            if again is None:
+                again = outputs_at(self.model, rows, self._noting)
             if not self._draws and self._fitted is not None and self._same(self._fitted, again):
                 return again
             once = outputs_at(self.model, rows, self.call)
@@ -264,6 +228,12 @@ class FirstBatch:
                     break
             return None if differ(once, again, self.model) else once
 
+    def _early_at(self, rows: Inputs) -> Tensor | None:
+        """Outputs of the pass before the fit, if that was of these data; the fit may read others of the batch."""
+        if self._early is None or not _equal(self._early[0], rows):
+            return None
+        return self._early[1]
+
     def _same(self, fitted: Tensor, again: Tensor) -> bool:
         """True if the outputs of data alone are those of the fit, of as many data."""
         return len(fitted) == len(again) and not differ(fitted.flatten(), again.flatten(), self.model)
@@ -273,12 +243,15 @@ class FirstBatch:
 
         These are put back afterwards.
         """
-        generators, before = generators_of(model), attributes_of(model)
+        generators, before = generators_of(model), Seen(model)
         states = [generator.get_state() for generator in generators]
         output = self.call(model, x)
         self._draws = not all(map(torch.equal, states, [generator.get_state() for generator in generators]))
-        after = attributes_of(model)
-        self._written = [] if before == after else changed_names(digests(before), digests(after))
+        self._written = []
+        if not before.holds(modules_of(model)):
+            after = Seen(model)
+            if after.attributes != before.attributes:
+                self._written = changed_names(digests(before.attributes), digests(after.attributes))
         return output
 
 

@@ -17,23 +17,25 @@ from laplace.likelihoods.logits import require_logits
 from laplace.network.misfits import called
 from laplace.network.model_guard import hooks_fire, preserve_model
 from laplace.network.spread import require_whole
+from laplace.network.witness import FirstBatch
 from laplace.posterior.posterior import Posterior
 
 
-def discovered(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
+def discovered(posterior: Posterior, x: Inputs, y: Tensor, first: FirstBatch | None = None) -> Posterior:
     """The posterior with what only data tell: which layer runs last, and in which dimension the classes are.
 
     Args:
         posterior: Fitted or not.
         x: Inputs of the first batch.
         y: Its targets.
+        first: What looks at the first batch of a fit; None without one.
 
     Raises:
         InvalidData: Labels that fit two readings of the outputs, or a network that ends in a sigmoid under a
             likelihood that takes one of the outputs.
     """
     posterior = with_channels_of(posterior, x, y)
-    problem = posterior.weights.discover(x)
+    problem = posterior.weights.discover(x, first)
     if posterior.likelihood.activation == "sigmoid" and problem.processes is None:
         with preserve_model(problem.module), hooks_fire(problem.module), torch.enable_grad():
             f = _of_one(lambda some: problem.run(problem.stand_ins(), some), detached(x))

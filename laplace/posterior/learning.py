@@ -115,7 +115,7 @@ def measured(
             n_data = number_of_data(train_loader, choices.dict_key_y) if subset is None else subset.size
             reading = replace(reading, first_pass=lambda engine: HookedPass(posterior, engine, n_data))
         shard, settings = processes is not None, {**settings, "weights of the data": weights and weights.name}
-        start = partial(_started, posterior, train_loader, subset, weights, shard=shard, require=require)
+        start = partial(_started, posterior, train_loader, subset, weights, first, shard=shard, require=require)
         if resume is not None:
             start = partial(started_again, resume, train_loader, posterior.hypers.device, start, settings)
         started = start() if processes is None else started_together(processes, start, settings, informed)
@@ -139,6 +139,7 @@ def _started(
     train_loader: Iterable[Any],
     subset: Subset | None,
     weights: DataWeights | None,
+    first: FirstBatch | None,
     *,
     shard: bool,
     require: Callable[[], None] | None,
@@ -150,6 +151,7 @@ def _started(
         train_loader: Batches.
         subset: Of how many data the curvature is; None for all.
         weights: How often every datum counts; None for once.
+        first: What looks at the first batch, or None.
         shard: Whether other processes read other data.
         require: Raises what else is to be refused.
     """
@@ -180,7 +182,7 @@ def _started(
         return Started(posterior, train_loader, None)
     x, y, train_loader = begun
     with named("batch 0"):
-        return Started(discovered(posterior, x, y), train_loader, (x, y))
+        return Started(discovered(posterior, x, y, first), train_loader, (x, y))
 
 
 def _require_weighing(posterior: Posterior, subset: Subset | None, weights: DataWeights | None) -> None:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.errors import InvalidArgument
+from laplace.network.witness import FirstBatch
 from laplace.weights.base import Weights, trainable
 from laplace.weights.problem import ParameterSlice, Problem
 
@@ -37,7 +38,7 @@ class AllWeights(Weights):
         self._whole = Problem(self.model, slots, forward_fn)
         self._problem = self._whole
 
-    def discover(self, x: Inputs) -> Problem:
+    def discover(self, x: Inputs, first: FirstBatch | None = None) -> Problem:
         return self.problem or self._whole
 
     def embed(self, samples: Tensor) -> Tensor:

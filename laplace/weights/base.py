@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.network.model_guard import model_lock, require_module, unwrap
 from laplace.network.spread import processes_of, require_whole
+from laplace.network.witness import FirstBatch
 from laplace.weights.problem import Problem
 
 
@@ -63,8 +64,13 @@ class Weights(ABC):
         """Tells the network as users see it which coordinates are random, where that was found out."""
 
     @abstractmethod
-    def discover(self, x: Inputs) -> Problem:
-        """The problem, found from one batch of inputs if it takes one."""
+    def discover(self, x: Inputs, first: FirstBatch | None = None) -> Problem:
+        """The problem, found from one batch of inputs if it takes one.
+
+        Args:
+            x: Inputs.
+            first: What looks at the first batch of a fit, for which a pass that is made here serves; None without one.
+        """
 
     @abstractmethod
     def embed(self, samples: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.errors import InvalidArgument
 from laplace.network.misfits import called
-from laplace.network.model_guard import hooks_fire, preserve_model, unwrap
+from laplace.network.model_guard import hooks_fire, named_modules_of, preserve_model, unwrap
 
 LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Modules that can be a last layer."""
@@ -40,7 +40,7 @@ def find_last_layer(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = 
         InvalidInputs: The model cannot be run on x.
     """
     inner = unwrap(model)
-    watched = {name: module for name, module in inner.named_modules() if has_parameters(name, module)}
+    watched = {name: module for name, module in named_modules_of(inner) if has_parameters(name, module)}
     finished = _watch(inner, watched, lambda: called(inner, forward_fn, x))
     last = last_to_run(finished)
     if last is None:
@@ -57,7 +57,9 @@ def require_linear(model: nn.Module, name: str) -> str:
     Raises:
         InvalidArgument: There is no module of this name, or it is of another type.
     """
-    modules = dict(unwrap(model).named_modules())
+    modules = dict(named_modules_of(unwrap(model)))
+    if isinstance(modules.get(name), LINEAR):
+        return name
     layer = dict(unwrap(model).named_modules(remove_duplicate=False)).get(name)
     if isinstance(layer, LINEAR):
         return next(first for first, module in modules.items() if module is layer)
@@ -72,8 +74,10 @@ def require_linear(model: nn.Module, name: str) -> str:
 def has_parameters(name: str, module: nn.Module) -> bool:
     """True if a module of this name is a layer, or holds one."""
     # The modules inside a parametrised layer (weight norm) make its weight; they are not layers.
-    inside_parametrisation = "parametrizations" in name.split(".")
-    return not inside_parametrisation and any(True for _ in module.parameters())
+    if "parametrizations" in name.split("."):
+        return False
+    own = any(parameter is not None for parameter in module._parameters.values())
+    return own or (len(module._modules) > 0 and any(True for _ in module.parameters()))
 
 
 def last_to_run(finished: list[str]) -> str | None:

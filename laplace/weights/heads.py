@@ -14,7 +14,8 @@ from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, UnsupportedError, warn
-from laplace.network.model_guard import hooks_fire, preserve_model, unwrap
+from laplace.network.model_guard import hooks_fire, named_modules_of, preserve_model, unwrap
+from laplace.network.witness import FirstBatch
 from laplace.weights.discovery import (
     LINEAR,
     find_last_layer,
@@ -25,15 +26,19 @@ from laplace.weights.discovery import (
 )
 
 
-def random_head(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None) -> str:
+def random_head(
+    model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None, first: FirstBatch | None = None
+) -> str:
     """Name of the layer that a last-layer posterior makes random.
 
-    It is found by passes of one datum; of the whole batch if the model takes no single datum.
+    It is found by a pass of one datum, or of the data that `first` looks at; of the whole batch if the model does not
+    take a part of it.
 
     Args:
         model: The network, left as it was found.
         x: Inputs of a batch.
         forward_fn: How to call the network; None for the default.
+        first: What looks at the first batch of a fit, and is spared a pass of its own; None without a fit.
 
     Raises:
         InvalidArgument: No layer with parameters ran, or the last one is neither an `nn.Linear` nor a convolution.
@@ -44,8 +49,8 @@ def random_head(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None = None
     _check_trunk(model)
     rows = batches.tensors(x)
     n_data = rows[0].shape[0] if rows and rows[0].ndim else 1
-    few = batches.select(x, slice(0, 1), n_data)
-    seen = _seen(model, few, forward_fn)
+    few, call = (batches.select(x, slice(0, 1), n_data), forward_fn) if first is None else first.early(x, n_data)
+    seen = _seen(model, few, call)
     if seen is None or not isinstance(unwrap(model).get_submodule(seen[0]), LINEAR):  # the pass that says what is wrong
         few, last = _last_layer(model, few, x, forward_fn)
         seen = _seen(model, few, forward_fn) or (last, [last])  # of a network that autograd cannot follow as a whole
@@ -66,7 +71,7 @@ def _check_trunk(model: nn.Module) -> None:
     """Warns where the features of a datum depend on its batch, which the head alone does not show."""
     coupled = [
         name
-        for name, module in model.named_modules()
+        for name, module in named_modules_of(model)
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) and module.running_mean is None
     ]
     if coupled:
@@ -149,7 +154,7 @@ def _watched(model: nn.Module, x: Inputs, forward_fn: ForwardFn | None) -> tuple
 
     with ExitStack() as stack:
         stack.enter_context(preserve_model(inner))
-        for name, module in inner.named_modules():
+        for name, module in named_modules_of(inner):
             if has_parameters(name, module):
                 stack.callback(module.register_forward_hook(partial(cut, name)).remove)
         stack.enter_context(hooks_fire(inner))

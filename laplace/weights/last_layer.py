@@ -12,6 +12,7 @@ from laplace.enums import FeatureReduction
 from laplace.errors import InvalidArgument
 from laplace.network.model_guard import model_lock
 from laplace.network.spread import require_whole
+from laplace.network.witness import FirstBatch
 from laplace.weights.base import Weights
 from laplace.weights.discovery import require_linear
 from laplace.weights.feature_extractor import FeatureExtractor
@@ -70,10 +71,10 @@ class LastLayer(Weights):
         if self.name is not None and self._extractor.last_layer_name is None:
             self._extractor.set_last_layer(self.name)
 
-    def discover(self, x: Inputs) -> Problem:
+    def discover(self, x: Inputs, first: FirstBatch | None = None) -> Problem:
         if self.problem is None:
             require_whole(self.model, "the last layer would be found by passes of one process (give last_layer_name=)")
-        return self.problem or self._of(random_head(self.model, x, self.forward_fn))
+        return self.problem or self._of(random_head(self.model, x, self.forward_fn, first))
 
     def named(self, name: str) -> Problem:
         return self._of(require_linear(self.model, name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +22,9 @@ from laplace.errors import InvalidData
 from laplace.network.misfits import called
 from laplace.network.model_guard import model_lock, named_modules_of
 from laplace.network.spread import processes_of, require_whole, whole
+
+Place = tuple[str, nn.Module, str]
+"""Name of a parameter in the network, a module that holds it, and its key there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,36 +158,52 @@ class Problem:
         """Present values of the random entries, `[P]`, detached; a collective call where the module is spread."""
         return torch.cat([slot.take(whole(self.tensor(slot.name).detach())) for slot in self.slots])
 
-    def detached(self) -> dict[str, Tensor]:
-        """Every parameter by name, detached; of a head also tied ones apart, since its features are fixed."""
-        if self.head is None:
-            return {name: _plain(tensor) for name, tensor in self.module.named_parameters()}
-        return {name: _plain(table[key]) for name, table, key in self._places()}
-
-    def _places(self) -> Iterator[tuple[str, dict[str, Any], str]]:
-        """Every place of a parameter, by its name, the table that it is in and its key there.
+    def places(self) -> list[Place]:
+        """Every place of a parameter: its name, the module and the key there.
 
         Tied parameters have several places, but one module with several names has only the first.
         """
-        for prefix, module in named_modules_of(self.module):
-            for key, tensor in module._parameters.items():
-                if tensor is not None:
-                    yield (f"{prefix}.{key}" if prefix else key), module._parameters, key
+        return [
+            (f"{prefix}.{key}" if prefix else key, module, key)
+            for prefix, module in named_modules_of(self.module)
+            for key, tensor in module._parameters.items()
+            if tensor is not None
+        ]
 
-    def _places_by_name(self) -> dict[str, list[tuple[dict[str, Any], str]]]:
-        """All places of every parameter, by the names of `detached`; of a head each on its own."""
-        places = list(self._places())
+    def detached(self, places: list[Place] | None = None) -> dict[str, Tensor]:
+        """Every parameter by name, detached; of a head also tied ones apart, since its features are fixed.
+
+        Args:
+            places: Those of the parameters, where they are known.
+        """
+        tensors = {name: module._parameters[key] for name, module, key in places or self.places()}
+        if self.head is None:  # the first name of tied ones
+            names = {id(tensor): name for name, tensor in reversed(tensors.items())}
+            tensors = {name: tensor for name, tensor in tensors.items() if names[id(tensor)] == name}
+        return {name: _plain(tensor) for name, tensor in tensors.items() if tensor is not None}
+
+    def _places_by_name(
+        self, names: Collection[str], places: list[Place] | None
+    ) -> dict[str, list[tuple[dict[str, Any], str]]]:
+        """All places of parameters, by names of `detached`; of a head each on its own."""
+        tables = [(name, module._parameters, key) for name, module, key in places or self.places()]
         if self.head is not None:
-            return {name: [(table, key)] for name, table, key in places}
+            return {name: [(table, key)] for name, table, key in tables if name in names}
         shared: defaultdict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
-        for _, table, key in places:
+        for _, table, key in tables:
             shared[id(table[key])].append((table, key))
-        return {name: shared[id(table[key])] for name, table, key in places}
+        return {name: shared[id(table[key])] for name, table, key in tables if name in names}
 
-    def stand_ins(self) -> dict[str, Tensor]:
-        """Detached tensors for every parameter: those of the slots require gradients, the others do not."""
-        random = {slot.name for slot in self.slots}
-        return {name: tensor.requires_grad_(name in random) for name, tensor in self.detached().items()}
+    def stand_ins(self, places: list[Place] | None = None) -> dict[str, Tensor]:
+        """Detached tensors for every parameter: those of the slots require gradients, the others do not.
+
+        Args:
+            places: Those of the parameters, where they are known.
+        """
+        tensors = self.detached(places)
+        for slot in self.slots:
+            tensors[slot.name].requires_grad_()
+        return tensors
 
     def substituted(self, theta: Tensor) -> dict[str, Tensor]:
         """Detached tensors with the random entries replaced by `theta`, `[P]`."""
@@ -203,22 +222,28 @@ class Problem:
         return tensors
 
     @contextmanager
-    def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
+    def holding(
+        self, tensors: Mapping[str, Tensor], places: list[Place] | None = None
+    ) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
         """Puts tensors in the place of the module's own, in all places of tied ones, which are put back at the end.
 
         What it yields puts others there, of the same names or of some of them.
+
+        Args:
+            tensors: By the names of `detached`.
+            places: Those of the parameters, where they are known.
 
         Raises:
             UnsupportedError: The module is spread over processes, and puts its own there in every pass.
         """
         if tensors and self.processes is not None:
             require_whole(self.module, "what is asked replaces weights, or differentiates by them twice")
-        places = self._places_by_name()
-        own = [(table, key, table[key]) for name in tensors for table, key in places[name]]
+        at = self._places_by_name(tensors.keys(), places) if tensors else {}
+        own = [(table, key, table[key]) for name in tensors for table, key in at[name]]
 
         def put(others: Mapping[str, Tensor]) -> None:
             for name, tensor in others.items():
-                for table, key in places[name]:
+                for table, key in at[name]:
                     table[key] = tensor
 
         try:
@@ -228,13 +253,18 @@ class Problem:
             for table, key, tensor in own:
                 table[key] = tensor
 
-    def run(self, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor:
+    def run(self, tensors: Mapping[str, Tensor], x: Inputs, places: list[Place] | None = None) -> Tensor:
         """Outputs of the module on x with these tensors in place of its own: `[B, C]`, or `[B, *positions, C]`.
+
+        Args:
+            tensors: By the names of `detached`.
+            x: Inputs.
+            places: Those of the parameters, where they are known.
 
         Raises:
             InvalidData: The output has fewer dimensions.
         """
-        with self.holding(tensors):
+        with self.holding(tensors, places):
             return self.outputs(x)
 
     def outputs(self, x: Inputs) -> Tensor:

@@ -11,6 +11,7 @@ from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.layout import flatten
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.network.model_guard import model_lock
+from laplace.network.witness import FirstBatch
 from laplace.weights.base import Weights, trainable
 from laplace.weights.problem import ParameterSlice, Problem
 
@@ -50,7 +51,7 @@ class Subnetwork(Weights):
             start += shape.numel()
         return tuple(slots)
 
-    def discover(self, x: Inputs) -> Problem:
+    def discover(self, x: Inputs, first: FirstBatch | None = None) -> Problem:
         return self.problem or self._selected
 
     def embed(self, samples: Tensor) -> Tensor:

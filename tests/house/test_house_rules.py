@@ -101,7 +101,7 @@ NAMESPACES = {
     "compat/finder.py": "modules of the older interface, whose names are looked up when they are asked for",
     "core/overrides.py": "what a user's class or object defines itself",
     "curvature/backpack.py": "attributes that the package leaves on modules",
-    "network/witness.py": "attributes of the user's modules",
+    "network/attributes.py": "attributes of the user's modules",
     "network/fingerprint.py": "attributes of the user's modules",
     "network/model_guard.py": "attributes of the user's modules",
     "predictive/posterior_outputs.py": "values that are computed when they are read, and that were read already",

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 from laplace import FunctionalLaplace, Laplace, VaLLA, marglik_training
 from laplace.errors import ApproximationWarning, ModelChangedError, ModelChangedWarning, StateError
+from laplace.network.attributes import attributes_of, changed_names, digests
 from laplace.network.fingerprint import checksums, same_sums
-from laplace.network.witness import ROWS, FirstBatch, attributes_of, changed_names, differ, digests, first_rows
+from laplace.network.witness import ROWS, FirstBatch, differ, first_rows
 from laplace.parametric import ParametricLaplace
 from laplace.training.continual import TaskFit
 from tests import grid
@@ -171,6 +172,32 @@ def test_two_data_are_kept_and_they_are_copies() -> None:
     assert kept.untyped_storage().nbytes() == ROWS * 3 * 4
     x.zero_()
     la(X)
+
+
+def test_the_pass_that_finds_the_last_layer_is_that_of_the_witness() -> None:
+    model = Switched(active=None)
+    la = Laplace(model, "classification", "last_layer", "diag")
+    la.fit(grid.batches())
+    assert la.last_layer_name == "body.3"
+    assert model.config.passes == [ROWS, 5, 5, 2]
+    assert torch.equal(la.fingerprint.witness.x, X[:ROWS])
+    model.config.passes.clear()
+    la.fit(grid.batches())  # of a layer that is known
+    assert model.config.passes == [5, ROWS, 5, 2]
+    model.config.scale = 1.1
+    with pytest.raises(ModelChangedError, match="outputs at data of the fit"):
+        la(X)
+
+
+def test_a_batch_of_which_the_first_data_are_ignored_has_a_pass_of_its_own() -> None:
+    model = Switched(active=None)
+    x, y = grid.data()[:2]
+    y = y.clone()
+    y[0] = -100
+    la = Laplace(model, "classification", "last_layer", "diag")
+    la.fit([(x, y)])
+    assert model.config.passes == [ROWS, len(x) - 1, ROWS]
+    assert torch.equal(la.fingerprint.witness.x, x[1 : 1 + ROWS])
 
 
 def test_large_inputs_and_outputs_are_kept_in_part() -> None:

@@ -20,9 +20,8 @@ from laplace.engines.native.calls import FunctionCall, LayerCall
 from laplace.engines.native.layers import rule_for
 from laplace.engines.native.observer import Observer
 from laplace.errors import InvalidArgument, UnsupportedError
-from laplace.network.model_guard import named_modules_of
 from laplace.network.spread import require_whole, rest_of
-from laplace.weights.problem import Problem
+from laplace.weights.problem import Place, Problem
 
 
 @dataclass(frozen=True)
@@ -34,17 +33,18 @@ class Owner:
     slot: int
 
 
-def owners(problem: Problem) -> list[Owner]:
-    """Every (module, attribute) that holds a random parameter: several where tensors are tied."""
+def owners(problem: Problem, places: list[Place] | None = None) -> list[Owner]:
+    """Every (module, attribute) that holds a random parameter: several where tensors are tied.
+
+    Args:
+        problem: The network and its random parameters.
+        places: Those of all parameters, where they are known.
+    """
+    places = places or problem.places()
     slots = {slot.name: i for i, slot in enumerate(problem.slots)}
-    places = [
-        (f"{prefix}.{attribute}" if prefix else attribute, module, attribute, tensor)
-        for prefix, module in named_modules_of(problem.module)
-        for attribute, tensor in module._parameters.items()
-    ]
-    where = {id(tensor): slots[name] for name, _, _, tensor in places if name in slots}
-    return [Owner(module, attribute, where[id(tensor)]) for _, module, attribute, tensor in places
-            if tensor is not None and id(tensor) in where]  # fmt: skip
+    where = {id(module._parameters[key]): slots[name] for name, module, key in places if name in slots}
+    holders = ((module, key, where.get(id(module._parameters[key]))) for _, module, key in places)
+    return [Owner(module, key, slot) for module, key, slot in holders if slot is not None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,9 +156,10 @@ def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fals
     if create_graph:
         require_whole_of(problem)
     calls: list[LayerCall] = []
-    modules = {owner.module for owner in owners(problem) if rule_for(owner.module) is not None}
+    places = problem.places()
+    modules = {owner.module for owner in owners(problem, places) if rule_for(owner.module) is not None}
     processes = problem.processes
-    stand_ins = problem.stand_ins() if processes is None else {}
+    stand_ins = problem.stand_ins(places) if processes is None else {}
     parameters = {slot.name: stand_ins[slot.name] for slot in problem.slots if slot.name in stand_ins}
     if processes is not None:
         processes.in_step("a forward pass")
@@ -172,7 +173,7 @@ def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fals
         differentiable(problem.module, twice=create_graph),
         observer or nullcontext(),
     ):
-        last = problem.run(stand_ins, x)
+        last = problem.run(stand_ins, x, places)
         f = last.flatten(1)
         if not f.requires_grad:  # no random parameter is used: all derivatives are zero
             f = f.detach().requires_grad_()
@@ -240,7 +241,7 @@ def _gathered(problem: Problem, parameters: dict[str, Tensor]) -> Iterator[None]
     finally:
         for handle in handles:
             handle.remove()
-        rest_of(problem.module)
+        rest_of(problem.module.modules())
     for slot in problem.slots:
         if slot.name not in parameters:
             raise UnsupportedError(

@@ -1,0 +1,124 @@
+"""Attributes of modules that are compared by what they are: `Seen.holds` is true of nothing that changed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from laplace import Laplace
+from laplace.network.attributes import Seen, attributes_of
+from laplace.network.model_guard import modules_of, named_modules_of, preserve_model
+
+
+class Layer(nn.Module):
+    """Attributes of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.name, self.nothing, self.sizes = 2.0, "a", None, (1, 2)
+        self.values, self.table, self.chosen = [1, 2], {"a": [1]}, {1, 2}
+        self.one: Any = ("adapter",)
+        self.other: Any = object()
+        self.inner = nn.Linear(2, 2)
+
+
+def network() -> Any:
+    return nn.Sequential(Layer(), nn.Conv2d(1, 1, 3), nn.Identity())
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a number": lambda m: setattr(m[0], "scale", 3.0),
+    "a number for nothing": lambda m: setattr(m[0], "nothing", 0),
+    "nothing for a string": lambda m: setattr(m[0], "name", None),
+    "a tuple": lambda m: setattr(m[0], "sizes", (1, 3)),
+    "an entry of a list": lambda m: m[0].values.append(3),
+    "an entry of an inner list": lambda m: m[0].table["a"].append(3),
+    "an entry of a set": lambda m: m[0].chosen.add(3),
+    "another list": lambda m: setattr(m[0], "values", [2, 1]),
+    "a new attribute": lambda m: setattr(m[0], "new", 1),
+    "an attribute less": lambda m: delattr(m[0], "scale"),
+    "one for another": lambda m: (delattr(m[0], "nothing"), setattr(m[0], "new", None)),
+    "a plain one for another kind": lambda m: setattr(m[0], "other", 1),
+    "another kind for a plain one": lambda m: setattr(m[0], "scale", object()),
+    "an own setting": lambda m: setattr(m[1], "padding_mode", "reflect"),
+    "a module": lambda m: m.__setitem__(2, nn.Identity()),
+    "the order of modules": lambda m: m.insert(0, m.pop(2)),
+    "a name of a module": lambda m: m._modules.update({"3": m._modules.pop("2")}),
+    "a module more": lambda m: m.append(nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_that_changed_is_taken_for_the_same(change: str) -> None:
+    model = network()
+    seen = Seen(model)
+    assert seen.holds(modules_of(model))
+    CHANGES[change](model)
+    assert not seen.holds(modules_of(model))
+
+
+UNCHANGED: dict[str, Callable[[Any], Any]] = {
+    "an equal list": lambda m: setattr(m[0], "values", [1, 2]),
+    "one name in another form": lambda m: setattr(m[0], "one", ["adapter"]),
+    "another object": lambda m: setattr(m[0], "other", object()),
+    "the training mode": lambda m: m.eval(),
+    "a weight": lambda m: nn.init.zeros_(m[0].inner.weight),
+    "a hook": lambda m: m[0].register_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("change", UNCHANGED)
+def test_what_makes_no_difference_leaves_the_attributes_equal(change: str) -> None:
+    model = network()
+    seen = Seen(model)
+    UNCHANGED[change](model)
+    assert seen.attributes == attributes_of(model)
+
+
+def test_attributes_are_those_of_then() -> None:
+    model = network()
+    seen = Seen(model)
+    model[0].values.append(3)
+    model[0].table["a"].append(3)
+    assert dict(seen.attributes["values"]) == {"0": ("list", 1, 2)}
+    assert dict(seen.attributes["table"]) == {"0": ("dict", ("tuple", "a", 1))}
+    assert "other" not in seen.attributes
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda seen: pickle.loads(pickle.dumps(seen))])
+def test_a_copy_has_the_attributes_and_no_module(copied: Callable[[Seen], Seen]) -> None:
+    model = network()
+    model[0].other = None
+    other = copied(Seen(model))
+    assert other.attributes == attributes_of(model)
+    assert not other.holds(modules_of(model))
+
+
+def test_modules_are_those_of_pytorch_in_its_order() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Sequential(shared, nn.ReLU()), nn.ModuleDict({"a": shared, "b": nn.Tanh()}), shared)
+    model[0].register_module("none", None)
+    assert modules_of(model) == list(model.modules())
+    assert named_modules_of(model) == list(model.named_modules())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_a_scripted_part_of_a_network_is_preserved_and_compared() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))), nn.Linear(4, 3))
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    x = torch.randn(8, 3)
+    with preserve_model(model):
+        model.train()
+        model(x)
+    assert all(map(torch.equal, model.buffers(), buffers))
+    la = Laplace(model, "regression", "last_layer", "diag", last_layer_name="1")
+    la.fit([(x, x)])
+    la(x)
+    assert Seen(model).holds(modules_of(model))
+    assert all(map(torch.equal, model.buffers(), buffers))
