@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -100,7 +101,13 @@ class KronParts:
 
     def positions(self, block: KronBlock) -> float:
         """Number of positions that share the weight; 1 without data. Data that fade may count less than 1."""
-        return (float(self.factors[block.positions]) or 1.0) if block.positions else 1.0
+        return (self._counts[block.positions] or 1.0) if block.positions else 1.0
+
+    @cached_property
+    def _counts(self) -> dict[str, float]:
+        """Numbers of positions by key: read together, for which a device is waited for once."""
+        keys = list(dict.fromkeys(block.positions for block in self.blocks if block.positions is not None))
+        return dict(zip(keys, torch.stack([self.factors[key] for key in keys]).tolist(), strict=True)) if keys else {}
 
     def merged(self, other: KronParts) -> tuple[KronBlock, ...]:
         """The forms of the blocks of both sets of data.
