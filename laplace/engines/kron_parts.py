@@ -118,16 +118,19 @@ class KronParts:
         return tuple(_either(a, b) for a, b in zip(self.blocks, other.blocks, strict=True))
 
     def __add__(self, other: KronParts) -> KronParts:
-        blocks = self.merged(other)
-        keys = dict.fromkeys(key for block in blocks for key in block.reads)
-        mine, theirs = self.every, other.every
-        totals = {key: self._total(mine.get(key), theirs.get(key)) for key in keys}
-        return KronParts.made_of({key: total for key, total in totals.items() if total is not None}, blocks)
-
-    def _total(self, a: Factor | None, b: Factor | None) -> Factor | None:
-        if a is None or b is None:
-            return b if a is None else a
-        return added(a, b, self.like.dtype)
+        blocks, mine, theirs = self.merged(other), self.every, other.every
+        read = dict.fromkeys(key for block in blocks for key in block.reads)
+        both = [key for key in read if key in self.factors and key in other.factors]
+        totals: dict[str, Factor] = {}
+        if both:  # by one call
+            sums = torch._foreach_add([self.factors[key] for key in both], [other.factors[key] for key in both])
+            totals.update(zip(both, sums, strict=True))
+        for key in read.keys() - totals.keys():
+            if key in mine and key in theirs:
+                totals[key] = added(mine[key], theirs[key], self.like.dtype)
+            elif key in mine or key in theirs:
+                totals[key] = mine[key] if key in mine else theirs[key]
+        return KronParts.made_of({key: totals[key] for key in read if key in totals}, blocks)
 
     def scaled(self, factor: float) -> KronParts:
         """Sums of data with the weight `factor` each."""

@@ -74,7 +74,7 @@ class BlockSpectrum:
             return vectors @ (self.basis.T if back else self.basis)
         return vectors if self._product is None else self._product.rotate(vectors, back=back)
 
-    @property
+    @cached_property
     def _product(self) -> ProductBasis | None:
         """The basis left ⊗ right of a product."""
         return None if self.shape is None else ProductBasis(self.left, self.right, self.shape, self.output_first)

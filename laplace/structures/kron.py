@@ -125,8 +125,8 @@ class KronCurvature(AdditiveCurvature):
 
     def is_finite(self) -> Tensor:
         """True, 0-dim, if all is finite; of sides that are known by rows, their squares in the dtype of matrices."""
-        factors, thin = self.parts.factors.values(), self.parts.thin.values()
-        return all_finite([*factors, *(side.trace.to(self.parts.like.dtype) for side in thin)])
+        traces = [side.trace.to(self.parts.like.dtype) for side in self.parts.thin.values()]
+        return all_finite([*self.parts.factors.values(), *traces])
 
     def kept(self, *, additive: bool = False) -> KronCurvature:
         """Eigenpairs in the place of rows, which a fit does not outlive; matrices, where sums are to add up."""

@@ -103,8 +103,11 @@ class UseOfParameter:
     axis: BatchAxis
 
 
-Activations = dict[tuple[UseOfParameter, torch.dtype], Any]
-"""Parts of a forward pass that blocks need, as they were computed for the first cotangents."""
+Activations = dict[tuple[int, str, bool, torch.dtype], Any]
+"""Parts of a forward pass that blocks need, as they were computed for the first cotangents.
+
+By the use, whose axis is the leading one or not, and the dtype.
+"""
 
 
 def block_of(
@@ -151,8 +154,9 @@ def _of_use(
     rule = rule_for(call.by)
     if rule is None:
         raise CurvatureError(f"no layer rule for {type(call.by).__name__}")
-    if (use, dtype) not in activations:
+    key = use.call, use.attribute, use.axis is BatchAxis.LEADING, dtype
+    if key not in activations:
         x = call.x if not call.x.is_floating_point() else call.x.to(dtype)
         x = reduce_features(x, problem.reduction)
-        activations[use, dtype] = rule.activation(call.by, use.attribute, x, n_data, use.axis)
-    return rule.block(call.by, use.attribute, activations[use, dtype], g.to(dtype), n_data, use.axis)
+        activations[key] = rule.activation(call.by, use.attribute, x, n_data, use.axis)
+    return rule.block(call.by, use.attribute, activations[key], g.to(dtype), n_data, use.axis)

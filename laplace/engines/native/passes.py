@@ -83,7 +83,7 @@ class ForwardPass:
     @property
     def mixes(self) -> bool:
         """True if some tensor needs cotangents of its own for every position."""
-        return not all(self.by_row(i) or self.plan[i].description == "unused" for i in range(len(self.plan)))
+        return bool(self.positions) and not all(rule.by_row or rule.description == "unused" for rule in self.plan)
 
     def bytes_per_cotangent(self) -> int:
         """Bytes of output gradients that one cotangent holds; a head's are the cotangents themselves."""
