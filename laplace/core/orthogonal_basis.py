@@ -72,13 +72,13 @@ class DenseBasis(OrthogonalBasis):
     def rotate(self, rows: Tensor, *, back: bool = False) -> Tensor:
         """As one flat matrix product where there is one group."""
         vectors = self.vectors.mT if back else self.vectors
-        if len(vectors) == 1:
+        if vectors.shape[0] == 1:
             return (rows.reshape(-1, vectors.shape[1]) @ vectors[0]).view(*rows.shape[:-1], -1)
         return torch.einsum("...go,gop->...gp", rows, vectors)
 
     def rotate_folded(self, rows: Tensor, *, back: bool = False) -> Tensor:
         vectors = self.vectors.mT if back else self.vectors
-        return rows @ vectors if len(vectors) > 1 else rows @ vectors[0]
+        return rows @ (vectors if vectors.shape[0] > 1 else vectors[0])
 
     def rotate_columns(self, columns: Tensor, *, back: bool = False) -> Tensor:
         if columns.shape[-1] == 1:  # as one product of rows, of many samples of a bias too

@@ -47,9 +47,8 @@ class KronParts:
     @classmethod
     def made_of(cls, factors: Mapping[str, Factor], blocks: tuple[KronBlock, ...]) -> KronParts:
         """Sums of both forms."""
-        matrices = {key: factor for key, factor in factors.items() if isinstance(factor, Tensor)}
         thin = {key: factor for key, factor in factors.items() if isinstance(factor, ThinFactor)}
-        return cls(matrices, blocks, thin)
+        return cls({key: factor for key, factor in factors.items() if isinstance(factor, Tensor)}, blocks, thin)
 
     @property
     def every(self) -> dict[str, Factor]:
@@ -115,7 +114,7 @@ class KronParts:
         Raises:
             InvalidData: Different rules explained a tensor.
         """
-        return tuple(_either(a, b) for a, b in zip(self.blocks, other.blocks, strict=True))
+        return tuple(map(_either, self.blocks, other.blocks))
 
     def __add__(self, other: KronParts) -> KronParts:
         blocks, mine, theirs = self.merged(other), self.every, other.every
@@ -194,7 +193,8 @@ class KronBlock:
     @property
     def reads(self) -> tuple[str, ...]:
         """Keys of the factors that the block reads."""
-        return tuple(key for key in (self.output, self.input, self.positions) if key is not None)
+        inputs = () if self.input is None else (self.input,)
+        return (self.output, *inputs) if self.positions is None else (self.output, *inputs, self.positions)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from laplace.core.gram import gram
+from laplace.core.gram import group_gram
 from laplace.core.precision_policy import wide_dtype, widened
 
 
@@ -74,7 +74,7 @@ class ThinFactor:
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The matrix itself, `[..., n, n]`, summed in this dtype."""
-        total = gram(self.rows.to(dtype).reshape(self.rank, self.width))
+        total = group_gram(self.rows.to(dtype).reshape(self.rank, 1, self.width))
         return total.view(*self.vectors.shape[:-1], self.width)
 
     def scaled(self, factor: float) -> ThinFactor:

@@ -259,7 +259,7 @@ class ProductBasis:
 
     def rotate(self, vectors: Tensor, *, back: bool = False) -> Tensor:
         """Uᵀ v of vectors `[..., p]`, or U v."""
-        folded = vectors.unflatten(-1, self.shape)
+        folded = vectors.reshape(*vectors.shape[:-1], *self.shape)
         if self.left is not None:
             folded = self.left.to(vectors.dtype).rotate_columns(folded, back=back)
         if self.right is not None:

@@ -97,8 +97,7 @@ class OutputHessian:
         diag = widened(self.diag)
         if not self.sums_to_zero:
             return diag, None if self.vec is None else widened(self.vec)
-        total = diag.sum(1, keepdim=True)
-        diag = diag / torch.where(total > 0, total, 1.0)  # a row of zeros stays one
+        diag = diag / diag.sum(1, keepdim=True).clamp(min=torch.finfo(diag.dtype).tiny)  # a row of zeros stays one
         return diag, diag
 
     def _weighed(self, values: Tensor) -> Tensor:
@@ -146,8 +145,11 @@ class OutputHessian:
         if self.dense is not None:
             return self.dense.sum(0)
         diag, vec = self._parts
-        total = torch.diag(self._weighed(diag).sum(0))
-        return (total if vec is None else total - vec.T @ self._weighed(vec)).to(self.diag.dtype)
+        if vec is None:
+            return torch.diag(diag.sum(0)).to(self.diag.dtype)
+        total = -(vec.T @ self._weighed(vec))
+        total.diagonal().add_(self._weighed(diag).sum(0))
+        return total.to(self.diag.dtype)
 
     def total_times(self, matrix: Tensor) -> Tensor:
         """Σ_b Λ_b M of M `[C, w]`, `[C, w]`, without Σ_b Λ_b where Λ is structured."""

@@ -41,7 +41,7 @@ class FactorEigen:
 
     def over(self, count: float) -> FactorEigen:
         """That of the factor divided by a number."""
-        return replace(self, values=self.values / count)
+        return FactorEigen(self.values / count, self.basis)
 
 
 def alike(shapes: Mapping[str, torch.Size]) -> list[list[str]]:

@@ -157,11 +157,9 @@ class Problem:
 
     def detached(self) -> dict[str, Tensor]:
         """Every parameter by name, detached; of a head also tied ones apart, since its features are fixed."""
-        places = {name: table[key] for name, table, key in self._places()}
         if self.head is None:
-            named = {id(tensor): name for name, tensor in reversed(places.items())}  # by the first name of each
-            places = {name: tensor for name, tensor in places.items() if named[id(tensor)] == name}
-        return {name: _plain(tensor) for name, tensor in places.items()}
+            return {name: _plain(tensor) for name, tensor in self.module.named_parameters()}
+        return {name: _plain(table[key]) for name, table, key in self._places()}
 
     def _places(self) -> Iterator[tuple[str, dict[str, Any], str]]:
         """Every place of a parameter, by its name, the table that it is in and its key there.

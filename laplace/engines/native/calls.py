@@ -74,7 +74,7 @@ class LayerCall:
     @property
     def kind(self) -> object:
         """A key that calls share for which one rule holds: the module, or the kind of function call."""
-        return self.by.kind if isinstance(self.by, FunctionCall) else id(self.by)
+        return id(self.by) if isinstance(self.by, nn.Module) else self.by.kind
 
     @property
     def module(self) -> nn.Module:
@@ -83,7 +83,7 @@ class LayerCall:
         Raises:
             CurvatureError: A function was called.
         """
-        if isinstance(self.by, FunctionCall):
+        if not isinstance(self.by, nn.Module):
             raise CurvatureError(f"{self.by.name} is no layer")
         return self.by
 
@@ -149,7 +149,7 @@ def _of_use(
     activations: Activations,
 ) -> Block:
     dtype = torch.promote_types(g.dtype, dtype)  # a network may compute in fewer digits than its weights have
-    if isinstance(call.by, FunctionCall):
+    if not isinstance(call.by, nn.Module):
         return call.by.block(use.attribute, g.to(dtype), n_data, use.axis)
     rule = rule_for(call.by)
     if rule is None:

@@ -102,7 +102,7 @@ class Capture:
         With positions it may be rearranged on the way; whether its rows are those of f is for a probe to say.
         """
         f = self.f
-        if isinstance(call.by, FunctionCall) and not call.by.whole:
+        if not isinstance(call.by, nn.Module) and not call.by.whole:
             return False
         if self.reduced and call.x.ndim > 2:
             return True

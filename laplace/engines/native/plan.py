@@ -279,7 +279,7 @@ def _permutes(f: Tensor) -> bool:
 def first_of_use(plan: Plan) -> list[int]:
     """The first tensor of the same uses, for every tensor: a weight and its bias share the output side of a layer."""
     first: dict[object, int] = {}
-    uses = [tuple((use.call, use.axis) for use in rule.uses) for rule in plan]
+    uses = [tuple((use.call, use.axis.value) for use in rule.uses) for rule in plan]
     return [first.setdefault(key or i, i) for i, key in enumerate(uses)]
 
 
