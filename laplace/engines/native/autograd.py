@@ -34,7 +34,7 @@ def prefers_loop(module: nn.Module, *, twice: bool = False, stepwise: bool = Fal
         stepwise: Of passes in which recurrent layers run step by step, by operations that are vectorised.
     """
     slow = (() if twice else _CONVOLUTIONS) + (() if stepwise else _RECURRENT)
-    return any(isinstance(child, slow) for child in module.modules())
+    return any(isinstance(child, slow) for child in modules_of(module))
 
 
 def pull(

@@ -115,7 +115,7 @@ def block_of(
     slot: int,
     uses: Sequence[UseOfParameter],
     calls: Sequence[LayerCall],
-    gradients: Sequence[Tensor],
+    gradients: Mapping[int, Tensor] | Sequence[Tensor],
     n_data: int,
     dtype: torch.dtype,
     activations: Activations | None = None,
@@ -127,7 +127,7 @@ def block_of(
         slot: Which tensor.
         uses: Its uses.
         calls: All recorded calls.
-        gradients: `[K, *output shape]` of every recorded call.
+        gradients: `[K, *output shape]` of the calls of these uses, by their numbers.
         n_data: B.
         dtype: That of the weights, at least float32.
         activations: What earlier cotangents of these calls needed, to which is added; None to keep nothing.

@@ -229,7 +229,7 @@ def _row_block(problem: Problem, slot: int, rule: JacobianRule, capture: Capture
 
 def _ends(rule: JacobianRule, capture: Capture) -> bool:
     """True if the outputs of a tensor's one use are the network's."""
-    return len(rule.uses) == 1 and capture.is_head(capture.calls[rule.uses[0].call])
+    return len(rule.uses) == 1 and rule.uses[0].call in capture.heads
 
 
 def _anchored(rule: JacobianRule, capture: Capture, n_data: int) -> bool:
