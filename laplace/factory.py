@@ -25,7 +25,7 @@ from laplace.enums import (
     SubsetOfWeights,
     WeightsName,
 )
-from laplace.errors import ApproximationWarning, InvalidArgument, warn
+from laplace.errors import ApproximationWarning, InvalidArgument, InvalidCall, warn
 from laplace.function_space import FAMILIES, BaseFunctionalLaplace
 from laplace.likelihoods.base import Likelihood
 from laplace.named import LLLaplace, SubnetLaplace
@@ -291,8 +291,11 @@ def Laplace(
                 f"functional_approximation={cell.family!r} needs hessian_structure='gp'; {cell.structure!r} was given."
             )
     cls = class_of(cell)
-    check_call(cls.__init__, cls.__name__, (None, model, likelihood, *args), kwargs, also=_NAMES)
-    return cls(model, likelihood, *args, **kwargs)
+    try:
+        return cls(model, likelihood, *args, **kwargs)
+    except InvalidCall:  # of the class, which does not see the names that chose it
+        check_call(cls.__init__, cls.__name__, (None, model, likelihood, *args), kwargs, also=_NAMES)
+        raise
 
 
 from_names: Callable[..., ParametricLaplace] = Laplace

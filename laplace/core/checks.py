@@ -40,12 +40,10 @@ class Conditions:
         if not flags:
             return True if question is None else bool(question)
         device = flags[0].device if question is None else question.device
-        hold = torch.stack([flag.to(device) for flag in flags])
-        answer = hold.new_ones(()) if question is None else question
-        number = int(hold.all().int() + 2 * answer.int())
-        if not number & 1:
-            _raise_first(hold.tolist(), faults)
-        return bool(number & 2)
+        answers = flags if question is None else [*flags, question]
+        hold = torch.stack([flag.to(device) for flag in answers]).tolist()
+        _raise_first(hold, faults)
+        return bool(hold[-1])
 
     @contextmanager
     def collected(self) -> Iterator[None]:
@@ -170,7 +168,7 @@ def _naming(batch: str | None, fault: Fault) -> Fault:
 
 
 def _raise_first(hold: list[bool], faults: list[Fault]) -> None:
-    for holds, fault in zip(hold, faults, strict=True):
+    for holds, fault in zip(hold, faults, strict=False):  # of which a question has none
         error = None if holds else fault()
         if error is not None:
             raise error

@@ -93,17 +93,17 @@ def group_gram(x: Tensor) -> Tensor:
             return _gram_of_columns(x[:, :, 0].mT).unsqueeze(0)
         return gram(x.reshape(-1, width)).unsqueeze(0)
     rows = x.flatten(0, -4) if x.ndim > 3 else x.unsqueeze(1)  # [N, T, G, D], also of no rows
-    first, *rest = rows.split(max(1, _ROWS // max(1, rows.shape[1])))
-    total = _turned(first)
-    for part in rest:
-        total += _turned(part)
+    step = max(1, _ROWS // max(1, rows.shape[1]))
+    total = _turned(rows[:step])
+    for start in range(step, rows.shape[0], step):
+        total += _turned(rows[start : start + step])
     return total
 
 
 def _turned(rows: Tensor) -> Tensor:
     """Σ x xᵀ of `[N, T, G, D]`, `[G, D, D]`, of a copy with the rows last."""
     flat = rows.permute(2, 3, 0, 1).flatten(2)
-    return flat @ flat.transpose(1, 2)
+    return torch.bmm(flat, flat.mT)
 
 
 def _gram_of_columns(x: Tensor) -> Tensor:

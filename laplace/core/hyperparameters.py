@@ -147,13 +147,12 @@ def as_tensor(name: str, value: Any, *, like: Tensor) -> Tensor:
     """
     if isinstance(value, bool) or not isinstance(value, Real | Tensor):
         raise InvalidType(f"{name} must be a real number or a tensor; {type(value).__name__} was given.")
-    tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=like.dtype)
-    if tensor.ndim > 1 or tensor.numel() == 0:
-        raise InvalidArgument(
-            f"{name} must be a scalar or a vector; a tensor of shape {tuple(tensor.shape)} was given."
-        )
+    if isinstance(value, Tensor) and (value.ndim > 1 or value.numel() == 0):
+        raise InvalidArgument(f"{name} must be a scalar or a vector; a tensor of shape {tuple(value.shape)} was given.")
     with torch.inference_mode(False):  # a tensor made in inference mode could never be differentiated
-        return tensor.to(device=like.device, dtype=like.dtype, copy=True)
+        if isinstance(value, Tensor):
+            return value.to(device=like.device, dtype=like.dtype, copy=True)
+        return torch.tensor(float(value), dtype=like.dtype, device=like.device)
 
 
 def positive(name: str, value: Tensor) -> Tensor:
@@ -178,7 +177,8 @@ def finite(name: str, value: Tensor) -> Tensor:
     Raises:
         InvalidArgument: Some entry is not.
     """
-    if not bool(value.detach().isfinite().all()):
+    plain = value.detach()
+    if not (math.isfinite(plain.item()) if plain.numel() == 1 else bool(plain.isfinite().all())):
         raise InvalidArgument(f"{name} must be finite.")
     return value
 

@@ -31,6 +31,10 @@ class OrthogonalBasis(ABC):
         """The same of rows `[..., G, m, n]`, m for every group."""
 
     @abstractmethod
+    def rotate_columns(self, columns: Tensor, *, back: bool = False) -> Tensor:
+        """The same of columns `[..., G, n, m]`."""
+
+    @abstractmethod
     def matrix(self) -> Tensor:
         """U, `[G, n, n]`."""
 
@@ -68,13 +72,18 @@ class DenseBasis(OrthogonalBasis):
     def rotate(self, rows: Tensor, *, back: bool = False) -> Tensor:
         """As one flat matrix product where there is one group."""
         vectors = self.vectors.mT if back else self.vectors
-        if len(vectors) == 1:
+        if vectors.shape[0] == 1:
             return (rows.reshape(-1, vectors.shape[1]) @ vectors[0]).view(*rows.shape[:-1], -1)
         return torch.einsum("...go,gop->...gp", rows, vectors)
 
     def rotate_folded(self, rows: Tensor, *, back: bool = False) -> Tensor:
         vectors = self.vectors.mT if back else self.vectors
-        return rows @ vectors if len(vectors) > 1 else rows @ vectors[0]
+        return rows @ (vectors if vectors.shape[0] > 1 else vectors[0])
+
+    def rotate_columns(self, columns: Tensor, *, back: bool = False) -> Tensor:
+        if columns.shape[-1] == 1:  # as one product of rows, of many samples of a bias too
+            return self.rotate(columns.squeeze(-1), back=back).unsqueeze(-1)
+        return (self.vectors if back else self.vectors.mT) @ columns
 
     def matrix(self) -> Tensor:
         return self.vectors
@@ -83,7 +92,7 @@ class DenseBasis(OrthogonalBasis):
         return self.vectors.square()
 
     def to(self, dtype: torch.dtype) -> DenseBasis:
-        return DenseBasis(self.vectors.to(dtype))
+        return self if self.vectors.dtype == dtype else DenseBasis(self.vectors.to(dtype))
 
 
 @dataclass(frozen=True)
@@ -138,6 +147,10 @@ class ThinBasis(OrthogonalBasis):
     def rotate_folded(self, rows: Tensor, *, back: bool = False) -> Tensor:
         return self.rotate(rows, back=back)
 
+    def rotate_columns(self, columns: Tensor, *, back: bool = False) -> Tensor:
+        kernel = self.kernel if back else self.kernel.mT
+        return columns - self.shift @ (kernel @ (self.shift.mT @ columns))
+
     def matrix(self) -> Tensor:
         eye = torch.eye(len(self.shift), dtype=self.shift.dtype, device=self.shift.device)
         return self.rotate(eye).unsqueeze(0)
@@ -149,4 +162,5 @@ class ThinBasis(OrthogonalBasis):
         return torch.cat([rest.expand(-1, n - r), squares], 1).unsqueeze(0)
 
     def to(self, dtype: torch.dtype) -> ThinBasis:
-        return ThinBasis(self.shift.to(dtype), self.kernel.to(dtype))
+        same = self.shift.dtype == dtype
+        return self if same else ThinBasis(self.shift.to(dtype), self.kernel.to(dtype))

@@ -56,6 +56,10 @@ class Registry(Generic[T]):
             known = ", ".join(map(repr, self._entries))
             raise InvalidArgument(f"{self.kind}={name!r} is unknown; accepted are {known}.") from None
 
+    def get(self, name: str) -> T | None:
+        """The part of a name, or None."""
+        return self._entries.get(name)
+
     def name_of(self, part: T | str) -> str:
         """The name of a registered part; a string is a name, whether it is known or not.
 

@@ -109,7 +109,7 @@ def _features(watched: ForwardPass) -> Tensor | None:
         return None
     head = problem.module.get_submodule(problem.head)
     calls = [call for call in capture.calls if call.by is head]
-    if len(calls) != 1 or not capture.is_head(calls[0]):
+    if len(calls) != 1 or 0 not in capture.heads:
         return None
     x = calls[0].x.detach()
     return reduce_features(x, problem.reduction)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -46,9 +47,8 @@ class KronParts:
     @classmethod
     def made_of(cls, factors: Mapping[str, Factor], blocks: tuple[KronBlock, ...]) -> KronParts:
         """Sums of both forms."""
-        matrices = {key: factor for key, factor in factors.items() if isinstance(factor, Tensor)}
         thin = {key: factor for key, factor in factors.items() if isinstance(factor, ThinFactor)}
-        return cls(matrices, blocks, thin)
+        return cls({key: factor for key, factor in factors.items() if isinstance(factor, Tensor)}, blocks, thin)
 
     @property
     def every(self) -> dict[str, Factor]:
@@ -100,7 +100,13 @@ class KronParts:
 
     def positions(self, block: KronBlock) -> float:
         """Number of positions that share the weight; 1 without data. Data that fade may count less than 1."""
-        return (float(self.factors[block.positions]) or 1.0) if block.positions else 1.0
+        return (self._counts[block.positions] or 1.0) if block.positions else 1.0
+
+    @cached_property
+    def _counts(self) -> dict[str, float]:
+        """Numbers of positions by key: read together, for which a device is waited for once."""
+        keys = list(dict.fromkeys(block.positions for block in self.blocks if block.positions is not None))
+        return dict(zip(keys, torch.stack([self.factors[key] for key in keys]).tolist(), strict=True)) if keys else {}
 
     def merged(self, other: KronParts) -> tuple[KronBlock, ...]:
         """The forms of the blocks of both sets of data.
@@ -108,19 +114,22 @@ class KronParts:
         Raises:
             InvalidData: Different rules explained a tensor.
         """
-        return tuple(_either(a, b) for a, b in zip(self.blocks, other.blocks, strict=True))
+        return tuple(map(_either, self.blocks, other.blocks))
 
     def __add__(self, other: KronParts) -> KronParts:
-        blocks = self.merged(other)
-        keys = dict.fromkeys(key for block in blocks for key in block.reads)
-        mine, theirs = self.every, other.every
-        totals = {key: self._total(mine.get(key), theirs.get(key)) for key in keys}
-        return KronParts.made_of({key: total for key, total in totals.items() if total is not None}, blocks)
-
-    def _total(self, a: Factor | None, b: Factor | None) -> Factor | None:
-        if a is None or b is None:
-            return b if a is None else a
-        return added(a, b, self.like.dtype)
+        blocks, mine, theirs = self.merged(other), self.every, other.every
+        read = dict.fromkeys(key for block in blocks for key in block.reads)
+        both = [key for key in read if key in self.factors and key in other.factors]
+        totals: dict[str, Factor] = {}
+        if both:  # by one call
+            sums = torch._foreach_add([self.factors[key] for key in both], [other.factors[key] for key in both])
+            totals.update(zip(both, sums, strict=True))
+        for key in read.keys() - totals.keys():
+            if key in mine and key in theirs:
+                totals[key] = added(mine[key], theirs[key], self.like.dtype)
+            elif key in mine or key in theirs:
+                totals[key] = mine[key] if key in mine else theirs[key]
+        return KronParts.made_of({key: totals[key] for key in read if key in totals}, blocks)
 
     def scaled(self, factor: float) -> KronParts:
         """Sums of data with the weight `factor` each."""
@@ -184,7 +193,8 @@ class KronBlock:
     @property
     def reads(self) -> tuple[str, ...]:
         """Keys of the factors that the block reads."""
-        return tuple(key for key in (self.output, self.input, self.positions) if key is not None)
+        inputs = () if self.input is None else (self.input,)
+        return (self.output, *inputs) if self.positions is None else (self.output, *inputs, self.positions)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from laplace.core.gram import gram
+from laplace.core.gram import group_gram
 from laplace.core.precision_policy import wide_dtype, widened
 
 
@@ -44,7 +44,7 @@ class ThinFactor:
     @classmethod
     def of_rows(cls, rows: Tensor) -> ThinFactor:
         """Σ x xᵀ of the rows of `[..., R, n]`, which are copied."""
-        vectors = torch.empty(rows.mT.shape, dtype=wide_dtype(rows.device), device=rows.device).copy_(rows.mT)
+        vectors = rows.mT.to(wide_dtype(rows.device), copy=True)
         return cls(vectors.new_ones(vectors.shape[:-2] + vectors.shape[-1:]), vectors, orthonormal=False)
 
     @property
@@ -74,7 +74,7 @@ class ThinFactor:
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The matrix itself, `[..., n, n]`, summed in this dtype."""
-        total = gram(self.rows.to(dtype).reshape(self.rank, self.width))
+        total = group_gram(self.rows.to(dtype).reshape(self.rank, 1, self.width))
         return total.view(*self.vectors.shape[:-1], self.width)
 
     def scaled(self, factor: float) -> ThinFactor:
@@ -99,6 +99,7 @@ def dense(factor: Factor, dtype: torch.dtype) -> Tensor:
 
 def added(a: Factor, b: Factor, dtype: torch.dtype) -> Factor:
     """The sum of two factors: thin as long as their columns together are few enough, else a matrix of this dtype."""
-    if isinstance(a, ThinFactor) and isinstance(b, ThinFactor) and ThinFactor.holds(a.rank + b.rank, a.width):
-        return a.joined(b)
+    if isinstance(a, ThinFactor) and isinstance(b, ThinFactor):
+        both = a.joined(b)
+        return both if ThinFactor.holds(both.rank, both.width) else both.matrix(dtype)
     return dense(a, dtype) + dense(b, dtype)

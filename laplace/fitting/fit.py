@@ -214,14 +214,14 @@ def _fitted(
                 f"reading {number} of the loader gave {totals.n_data} data, the first one {first.n_data}; "
                 f"hessian_structure={structure.name!r} needs the same data every time."
             )
-        first, number, options = first or totals, number + 1, replace(options, first_batch=None)
+        first, number = first or totals, number + 1
         result = data_pass.finish()
         if isinstance(result, Curvature):
             summary, used = data_pass.counted(first), None if engine.generator is None else engine.generator.get_state()
             coverage = coverage or reading.coverage()  # of which some is known only now, where data were chosen
             report = _report(coverage, engine.problem.layout.names, result)
             return Fit(result, summary.loss_terms, summary.count, summary.n_outputs, report, used)
-        data_pass = result
+        data_pass, options = result, replace(options, first_batch=None)
         if resume is not None:
             resume.next_reading()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -225,12 +226,12 @@ class MemoryCheck:
 
     def lacking(self, profile: BatchProfile) -> Available | None:
         """Available memory if the fit takes more; None if it is enough, or nobody can say."""
+        asked = self.structure.cost, profile, self.n_batches, self.options
         try:
-            cost = self.structure.cost(self._whole(profile), self.options)
-        except UnsupportedError:  # a structure that does not say what it takes
-            return None
-        needed = cost.fit_bytes(profile)
-        if cost.assumed or needed <= LEAST:
+            needed = _known_bytes(*asked)
+        except TypeError:  # options that cannot be kept
+            needed = _bytes(*asked)
+        if needed is None or needed <= LEAST:
             return None
         there = available(self.problem.device)
         return there if there is not None and there.size < needed else None
@@ -261,6 +262,21 @@ class MemoryCheck:
             fewer = "" if chosen.weights == SubsetOfWeights.SUBNETWORK else ", of a subnetwork"
             ways.append(f"Choose fewer weights{fewer}, or free memory.")
         return " ".join(ways)
+
+
+def _bytes(
+    cost: Callable[[BatchProfile, Any], Cost], profile: BatchProfile, n_batches: int | None, options: Any
+) -> int | None:
+    """Bytes of a fit; None of a structure that does not say what it takes, or an upper bound alone."""
+    try:
+        found = cost(replace(profile, n_batches=n_batches), options)
+    except UnsupportedError:
+        return None
+    return None if found.assumed else found.fit_bytes(profile)
+
+
+_known_bytes = lru_cache(maxsize=64)(_bytes)
+"""The same, asked once of fits of one form: of one network, and of batches of one size, there are many."""
 
 
 def _listed(choices: list[Estimate], weights: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -101,7 +101,7 @@ class Reading:
         bar.close()
         if resume is not None:
             resume.require_passed()
-        return None if total is None else replace(total, n_data=total.count)
+        return None if total is None else BatchSummary(total.loss_terms, total.count, total.n_outputs)
 
     def coverage(self) -> dict[str, str]:
         """Rule that explained every tensor, also before the fit was interrupted."""

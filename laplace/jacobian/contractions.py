@@ -259,10 +259,9 @@ class ProductBasis:
 
     def rotate(self, vectors: Tensor, *, back: bool = False) -> Tensor:
         """Uᵀ v of vectors `[..., p]`, or U v."""
-        folded = vectors.unflatten(-1, self.shape)
+        folded = vectors.reshape(*vectors.shape[:-1], *self.shape)
         if self.left is not None:
-            left = self.left.to(vectors.dtype)
-            folded = left.rotate_folded(folded.transpose(-1, -2), back=back).transpose(-1, -2)
+            folded = self.left.to(vectors.dtype).rotate_columns(folded, back=back)
         if self.right is not None:
             folded = self.right.to(vectors.dtype).rotate_folded(folded, back=back)
         return folded.flatten(-3)

@@ -65,7 +65,7 @@ class HeadBlock(Head):
             return None
         if block.inputs is None:
             return cls(block.g.new_ones(block.n_data, 1), n_outputs, is_bias=True)
-        return cls(block.inputs[:, 0, 0], n_outputs)
+        return cls(block.inputs.select(1, 0).select(1, 0), n_outputs)
 
     # Sizes.
 
@@ -79,7 +79,7 @@ class HeadBlock(Head):
 
     @property
     def n_data(self) -> int:
-        return len(self.features)
+        return self.features.shape[0]
 
     @property
     def n_inputs(self) -> int:

@@ -107,19 +107,19 @@ def _check_indices(f: Tensor, y: Tensor, ignore_index: int | None) -> Tensor:
     """Integer labels `[B]` in range, as int64 on the device of f."""
     n_classes = f.shape[1]
     labels = y.to(device=f.device, dtype=torch.long)
-    wrong = (labels < 0) | (labels >= n_classes)
+    right = labels == labels.clamp(0, n_classes - 1)
     if ignore_index is not None:
-        wrong = wrong & (labels != ignore_index)
+        right = right | (labels == ignore_index)
 
     def out_of_range() -> InvalidData:
         also = "" if ignore_index is None else f" (or {ignore_index}, which is ignored)"
         return InvalidData(
-            f"Label {int(labels[wrong][0])} is out of range: {n_classes} outputs accept 0 to {n_classes - 1}{also}. "
+            f"Label {int(labels[~right][0])} is out of range: {n_classes} outputs accept 0 to {n_classes - 1}{also}. "
             "Correct the labels or the width of the last layer."
         )
 
-    require(~wrong, out_of_range)
-    return labels.masked_fill(wrong, 0)  # until the condition is read no label may index what is not there
+    require(right, out_of_range)
+    return torch.where(right, labels, 0)  # until the condition is read no label may index what is not there
 
 
 def check_soft_labels(f: Tensor, y: Tensor) -> Tensor:

@@ -97,8 +97,7 @@ class OutputHessian:
         diag = widened(self.diag)
         if not self.sums_to_zero:
             return diag, None if self.vec is None else widened(self.vec)
-        total = diag.sum(1, keepdim=True)
-        diag = diag / torch.where(total > 0, total, 1.0)  # a row of zeros stays one
+        diag = diag / diag.sum(1, keepdim=True).clamp(min=torch.finfo(diag.dtype).tiny)  # a row of zeros stays one
         return diag, diag
 
     def _weighed(self, values: Tensor) -> Tensor:
@@ -146,8 +145,11 @@ class OutputHessian:
         if self.dense is not None:
             return self.dense.sum(0)
         diag, vec = self._parts
-        total = torch.diag(self._weighed(diag).sum(0))
-        return (total if vec is None else total - vec.T @ self._weighed(vec)).to(self.diag.dtype)
+        if vec is None:
+            return torch.diag(diag.sum(0)).to(self.diag.dtype)
+        total = -(vec.T @ self._weighed(vec))
+        total.diagonal().add_(self._weighed(diag).sum(0))
+        return total.to(self.diag.dtype)
 
     def total_times(self, matrix: Tensor) -> Tensor:
         """Σ_b Λ_b M of M `[C, w]`, `[C, w]`, without Σ_b Λ_b where Λ is structured."""
@@ -183,7 +185,7 @@ class OutputHessian:
         if self.dense is not None:
             return _spectral_root(self.dense)[part]
         if self.sums_to_zero:
-            root = _multinomial_root(self.diag, torch.arange(self.n_columns, device=self.diag.device)[part])
+            root = _multinomial_root(self.diag, range(self.n_columns)[part])
             return root if self.weights is None else self.weights.to(root).sqrt().unsqueeze(1) * root
         scale = self.diag.sqrt()
         at = torch.arange(scale.shape[1], device=scale.device)[part]
@@ -206,7 +208,7 @@ def columns_of(n_outputs: int, *, sums_to_zero: bool) -> int:
     return max(1, n_outputs - 1) if sums_to_zero else n_outputs
 
 
-def _multinomial_root(p: Tensor, at: Tensor) -> Tensor:
+def _multinomial_root(p: Tensor, at: range) -> Tensor:
     """Columns of the Cholesky factor of diag(p) − p pᵀ, `[len(at), B, C]` (Tanabe & Sagae, 1992, equation 3).
 
     With q_k = Σ_{i>k} p_i, column k is √(p_k q_k / (p_k + q_k)) times 1 at k and −p_i / q_k below. Nothing cancels,
@@ -214,15 +216,16 @@ def _multinomial_root(p: Tensor, at: Tensor) -> Tensor:
 
     Args:
         p: Probabilities `[B, C]`, or zeros.
-        at: Which columns, ascending.
+        at: Which columns, consecutive ones.
     """
     tiny = torch.finfo(p.dtype).tiny
-    after = functional.pad(p.flip(1).cumsum(1).flip(1)[:, 1:], (0, 1))
-    diagonal = p.sqrt() * (after / (p + after).clamp(min=tiny)).sqrt()
+    sums = functional.pad(p.flip(1).cumsum(1).flip(1), (0, 1))  # p_k + q_k, and q_k one further
+    here, after = sums[:, at.start : at.stop], sums[:, at.start + 1 : at.stop + 1]
+    diagonal = p[:, at.start : at.stop].sqrt() * (after / here.clamp(min=tiny)).sqrt()
     below = diagonal / after.clamp(min=tiny)
-    row = torch.arange(p.shape[1], device=p.device)
-    root = torch.where(row > at[:, None, None], -p * below.T[at].unsqueeze(2), 0.0)
-    return torch.where(row == at[:, None, None], diagonal, root)
+    root = (below.unsqueeze(2) * -p.unsqueeze(1)).triu_(at.start + 1)  # [B, len(at), C]
+    root.diagonal(at.start, 1, 2).copy_(diagonal)
+    return root.transpose(0, 1).contiguous()
 
 
 def _spectral_root(dense: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ def measured(
         what = (train_loader, engine, choices.structure, choices.structure_options)
         fit = fitting.accumulate(*what, reading) if subset is None else subsampling.accumulate(*what, subset, reading)
         hyper.check_length("sigma_noise", posterior.hypers.sigma_noise, {"one": 1, "outputs": fit.n_outputs})
-        fit = replace(fit, is_weighed=weights is not None)
+        fit = fit if weights is None else replace(fit, is_weighed=True)
         return Measured(posterior, fit, engine, None if first is None else first.witness)
 
 

@@ -75,7 +75,9 @@ class Posterior:
     # Other posteriors.
 
     def at(self, hypers: Hyperparameters) -> Posterior:
-        """The posterior at other hyper-parameters, with their graph."""
+        """The posterior at other hyper-parameters, with their graph; this one at its own."""
+        if hypers is self.hypers and self.root is None:
+            return self
         return replace(self, hypers=hypers, root=None)
 
     def assigned(self, **given: Given) -> Posterior:

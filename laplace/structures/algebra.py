@@ -131,7 +131,7 @@ def _clamped(values: Tensor) -> Tensor:
     )
     # The most negative eigenvalue shows the size of the rounding, which makes as many zeros positive as negative.
     floor = -smallest.clamp(max=0)
-    return torch.where(values > floor, values, 0.0)
+    return values.masked_fill(values <= floor, 0.0)
 
 
 def remaining_matrix(total: Tensor, removed: Tensor, *, signed: bool = False) -> Tensor:

@@ -66,7 +66,10 @@ class BlockSpectrum:
     def cast(self, dtype: torch.dtype) -> BlockSpectrum:
         """The bases in the dtype of Jacobians."""
         left, right, basis = (None if u is None else u.to(dtype) for u in (self.left, self.right, self.basis))
-        return replace(self, left=left, right=right, basis=basis)
+        return BlockSpectrum(
+            self.values, left, right, self.shape, basis, self.matrix, self.left_values, self.right_values,
+            self.output_first, self.is_bias,
+        )  # fmt: skip
 
     def rotate(self, vectors: Tensor, *, back: bool = False) -> Tensor:
         """Uᵀ v of vectors `[..., p]`, or U v."""
@@ -74,7 +77,7 @@ class BlockSpectrum:
             return vectors @ (self.basis.T if back else self.basis)
         return vectors if self._product is None else self._product.rotate(vectors, back=back)
 
-    @property
+    @cached_property
     def _product(self) -> ProductBasis | None:
         """The basis left ⊗ right of a product."""
         return None if self.shape is None else ProductBasis(self.left, self.right, self.shape, self.output_first)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
-from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis, ThinBasis
+from laplace.core.orthogonal_basis import OrthogonalBasis, ThinBasis
 from laplace.core.precision_policy import widened
 from laplace.engines.kron_parts import KronBlock, KronParts
 from laplace.engines.thin_factor import ThinFactor
 from laplace.structures import algebra
+
+_AT_ONCE = 2**21
+"""Bytes of float64 matrices that one call decomposes: of small ones a call takes as long as its work."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +32,6 @@ class FactorEigen:
     basis: OrthogonalBasis | None
 
     @classmethod
-    def of_matrix(cls, matrix: Tensor) -> FactorEigen:
-        """That of a matrix `[G, n, n]`."""
-        values, vectors = algebra.eigh(matrix)
-        return cls(values, DenseBasis(vectors))
-
-    @classmethod
     def of_thin(cls, factor: ThinFactor) -> FactorEigen:
         """That of eigenpairs of one matrix, whatever its leading dimensions."""
         pairs = eigenpairs(factor)
@@ -42,18 +41,40 @@ class FactorEigen:
 
     def over(self, count: float) -> FactorEigen:
         """That of the factor divided by a number."""
-        return replace(self, values=self.values / count)
+        return FactorEigen(self.values / count, self.basis)
 
 
-def input_eigen(parts: KronParts, block: KronBlock, output: FactorEigen) -> FactorEigen:
-    """That of the input side over its positions; counts are diagonal already, and of a bias it is the number 1."""
+def alike(shapes: Mapping[str, torch.Size]) -> list[list[str]]:
+    """Keys of matrices `[G, n, n]` in the order in which they are decomposed, those that one call takes together."""
+    keys: dict[torch.Size, list[str]] = {}
+    for key, shape in shapes.items():
+        keys.setdefault(shape, []).append(key)
+    counts = {shape: max(1, _AT_ONCE // (8 * max(1, shape.numel()))) for shape in keys}
+    return [some[i : i + counts[shape]] for shape, some in keys.items() for i in range(0, len(some), counts[shape])]
+
+
+def decomposed(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Eigenvalues `[G, n]` and eigenvectors of matrices `[G, n, n]` of one shape, by one call."""
+    values, vectors = algebra.eigh(matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(list(matrices)))
+    return list(zip(values, vectors, strict=True))
+
+
+def input_eigen(
+    parts: KronParts, block: KronBlock, output: FactorEigen, sides: Mapping[str, FactorEigen]
+) -> FactorEigen:
+    """That of the input side over its positions; counts are diagonal already, and of a bias it is the number 1.
+
+    Args:
+        parts: The sums.
+        block: A Kronecker-factored one.
+        output: That of its output side.
+        sides: Those of sums that are no counts, by key.
+    """
     if block.input is None:
         return FactorEigen(output.values.new_ones(len(output.values), 1), None)
-    positions = parts.positions(block)
-    if block.input in parts.thin:
-        return FactorEigen.of_thin(parts.thin[block.input]).over(positions)
-    inputs = widened(parts.factors[block.input]) / positions
-    return FactorEigen(inputs.unsqueeze(0), None) if inputs.ndim == 1 else FactorEigen.of_matrix(inputs)
+    known = sides.get(block.input)
+    counted = FactorEigen(widened(parts.factors[block.input]).unsqueeze(0), None) if known is None else known
+    return counted.over(parts.positions(block))
 
 
 def eigenpairs(factor: ThinFactor) -> ThinFactor:

@@ -7,7 +7,7 @@ linear layer left = Σ g gᵀ and right / positions is the mean of a aᵀ (Marte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -41,13 +41,16 @@ from laplace.structures.eigenblocks import (
     picked_matrix,
     values_at,
 )
-from laplace.structures.factor_eigen import FactorEigen, input_eigen, without_rows
+from laplace.structures.factor_eigen import FactorEigen, alike, decomposed, input_eigen, without_rows
 from laplace.structures.kron_precision import KronPrecision, spectral_scan
 from laplace.structures.separation import Separation, first, in_order, linked
 from laplace.structures.variances_over_priors import SpectralScan
 
 if TYPE_CHECKING:
     from laplace.structures.kron_public import DecomposedCurvature
+
+_INPUT_DIMS = 3
+"""Dimensions of input sides that are matrices, `[G, n, n]`; output sides have one more, of their terms."""
 
 
 class KronSeparation(Separation["KronCurvature"]):
@@ -75,7 +78,7 @@ class KronCurvature(AdditiveCurvature):
 
     parts: KronParts
     name = "kron"
-    matrix_dims = 3
+    matrix_dims = _INPUT_DIMS
     by_hand = KronByHand()
     separation = KronSeparation()
     needs_columns = True
@@ -122,8 +125,8 @@ class KronCurvature(AdditiveCurvature):
 
     def is_finite(self) -> Tensor:
         """True, 0-dim, if all is finite; of sides that are known by rows, their squares in the dtype of matrices."""
-        factors, thin = self.parts.factors.values(), self.parts.thin.values()
-        return all_finite([*factors, *(side.trace.to(self.parts.like.dtype) for side in thin)])
+        traces = [side.trace.to(self.parts.like.dtype) for side in self.parts.thin.values()]
+        return all_finite([*self.parts.factors.values(), *traces])
 
     def kept(self, *, additive: bool = False) -> KronCurvature:
         """Eigenpairs in the place of rows, which a fit does not outlive; matrices, where sums are to add up."""
@@ -178,61 +181,85 @@ class KronCurvature(AdditiveCurvature):
         return Recent()
 
     def _spectra(self, weights: Tensor | None) -> Spectra:
-        shared: dict[str, FactorEigen] = {}
         blocks: list[BlockSpectrum] = []
         with self._ahead.announced() as done:
+            sides = self._sides(weights, done)
             for i, block in enumerate(self.parts.blocks):
-                blocks.append(self._spectrum(block, weights, shared))
-                done(i)
+                blocks.append(self._spectrum(block, weights, sides))
+                done(len(self._together) + i)
         return Spectra(tuple(blocks), self.parts.like.dtype, factored=True)
 
     @cached_property
     def _ahead(self) -> Decompositions:
-        """The eigendecompositions of every block; an output side that several share is one of the first's."""
-        steps: list[list[Size]] = []
-        seen: set[str] = set()
+        """The eigendecompositions of sides, as many at once as `alike` says, and then of every exact block."""
+        shapes = self._side_shapes
+        steps: list[list[Size]] = [[(shapes[key][0], shapes[key][-1]) for key in keys] for keys in self._together]
         for block in self.parts.blocks:
-            keys = [key for key, is_matrix in self._roles(block) if is_matrix and key not in seen]
-            seen.update(keys)
-            shapes = [self.parts.factors[key].shape for key in keys if key in self.parts.factors]
-            step = [(shape[-3] if block.kind == "kron" else 1, shape[-1]) for shape in shapes]
-            steps.append(step if block.index is None else [*step, (1, len(block.index))])
+            picked = [] if block.index is None else [(1, len(block.index))]
+            steps.append([(1, block.size)] if block.kind == "dense" else picked)
         return Decompositions(steps)
+
+    @cached_property
+    def _together(self) -> list[list[str]]:
+        """Keys of sides that are matrices, those that are decomposed by one call together."""
+        return alike(self._side_shapes)
+
+    @cached_property
+    def _side_shapes(self) -> dict[str, torch.Size]:
+        """Shapes `[G, n, n]` of sides that are matrices and are decomposed, each once."""
+        factors = self.parts.factors
+        keys = dict.fromkeys(key for block in self.parts.blocks for key in _sides_of(block))
+        return {key: factors[key].shape[-3:] for key in keys if key in factors and factors[key].ndim >= _INPUT_DIMS}
+
+    def _sides(self, weights: Tensor | None, done: Callable[[int], None]) -> dict[str, FactorEigen]:
+        """The eigendecompositions of all sides but counts, by key.
+
+        Args:
+            weights: Of the terms; None of one.
+            done: Told of every step of those that are matrices.
+        """
+        thin = self.parts.thin
+        keys = dict.fromkeys(key for block in self.parts.blocks for key in _sides_of(block) if key in thin)
+        sides = {key: FactorEigen.of_thin(thin[key]) for key in keys}
+        for step, some in enumerate(self._together):
+            totals = [self._side(key, weights) for key in some]
+            for key, total, (values, vectors) in zip(some, totals, decomposed(totals), strict=True):
+                if total.requires_grad:
+                    values, vectors = values_at(total, vectors), followed(total, vectors)
+                sides[key] = FactorEigen(values, DenseBasis(vectors))
+            done(step)
+        return sides
+
+    def _side(self, key: str, weights: Tensor | None) -> Tensor:
+        """A side `[G, n, n]`, of an output side the sum of its terms."""
+        factor = self.parts.factors[key]
+        if factor.ndim == _INPUT_DIMS:
+            return factor if weights is None else widened(factor)
+        return factor[0] if weights is None else self._total(key, weights)
 
     def decompose(self, **options: Any) -> None:
         if self._ahead.is_long and self.n_terms == 1:
             self.spectra(torch.ones(1))
 
-    def _spectrum(self, block: KronBlock, weights: Tensor | None, shared: dict[str, FactorEigen]) -> BlockSpectrum:
+    def _spectrum(self, block: KronBlock, weights: Tensor | None, sides: Mapping[str, FactorEigen]) -> BlockSpectrum:
         if block.kind in ("diag", UNUSED):
-            return diag_spectrum(self._total(block, weights))
+            return diag_spectrum(self._total(block.output, weights))
         if block.kind == "dense":
-            return dense_spectrum(self._total(block, weights))
+            return dense_spectrum(self._total(block.output, weights))
         if block.index is not None:
-            return dense_spectrum(self._picked(block, block.index, self._total(block, weights)))
-        if block.output not in shared:
-            shared[block.output] = self._output_eigen(block, weights)
-        output = shared[block.output]
-        return kron_spectrum(block, output, input_eigen(self.parts, block, output))
+            return dense_spectrum(self._picked(block, block.index, self._total(block.output, weights)))
+        output = sides[block.output]
+        return kron_spectrum(block, output, input_eigen(self.parts, block, output, sides))
 
-    def _total(self, block: KronBlock, weights: Tensor | None) -> Tensor:
+    def _total(self, key: str, weights: Tensor | None) -> Tensor:
         """The weighted sum of the terms of an output side, or of an exact block, float64."""
-        terms = widened(self.parts.matrix(block.output))
+        terms = widened(self.parts.matrix(key))
         return terms[0] if weights is None else torch.tensordot(widened(weights), terms, 1)
 
     def _picked(self, block: KronBlock, index: Tensor, output: Tensor) -> Tensor:
         """Single entries of a product as a dense block."""
         inputs = None if block.input is None else widened(self.parts.matrix(block.input)) / self.parts.positions(block)
         return picked_matrix(output, inputs, index, input_first=block.input_first)
-
-    def _output_eigen(self, block: KronBlock, weights: Tensor | None) -> FactorEigen:
-        if block.output in self.parts.thin:
-            return FactorEigen.of_thin(self.parts.thin[block.output])
-        total = self._total(block, weights)
-        values, vectors = algebra.eigh(total)
-        if total.requires_grad:
-            values, vectors = values_at(total, vectors), followed(total, vectors)
-        return FactorEigen(values, DenseBasis(vectors))
 
     @property
     def kfacs(self) -> list[list[Tensor]]:
@@ -257,6 +284,13 @@ class KronCurvature(AdditiveCurvature):
 
 
 _FORMS = {"kron": "Kronecker factors", "dense": "exact dense block", "diag": "exact diagonal", UNUSED: "zero"}
+
+
+def _sides_of(block: KronBlock) -> tuple[str, ...]:
+    """Keys of the sides whose eigenvectors are those of a block."""
+    if block.kind != "kron" or block.index is not None:
+        return ()
+    return (block.output,) if block.input is None else (block.output, block.input)
 
 
 def _both(a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -345,7 +345,7 @@ class EigenBlock(PosteriorBlock):
         return widened(self._variances) if wide else self._variances
 
     def times(self, vectors: Tensor, exponent: float) -> Tensor:
-        return self.spectrum.rotate(self.spectrum.rotate(vectors) * self.values**exponent, back=True)
+        return self.spectrum.rotate(self.spectrum.rotate(vectors) * self.values.pow(exponent), back=True)
 
     def diagonal(self, exponent: float) -> Tensor:
         return self.spectrum.diagonal(self.values**exponent)

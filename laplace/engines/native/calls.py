@@ -74,7 +74,7 @@ class LayerCall:
     @property
     def kind(self) -> object:
         """A key that calls share for which one rule holds: the module, or the kind of function call."""
-        return self.by.kind if isinstance(self.by, FunctionCall) else id(self.by)
+        return id(self.by) if isinstance(self.by, nn.Module) else self.by.kind
 
     @property
     def module(self) -> nn.Module:
@@ -83,7 +83,7 @@ class LayerCall:
         Raises:
             CurvatureError: A function was called.
         """
-        if isinstance(self.by, FunctionCall):
+        if not isinstance(self.by, nn.Module):
             raise CurvatureError(f"{self.by.name} is no layer")
         return self.by
 
@@ -103,8 +103,11 @@ class UseOfParameter:
     axis: BatchAxis
 
 
-Activations = dict[tuple[UseOfParameter, torch.dtype], Any]
-"""Parts of a forward pass that blocks need, as they were computed for the first cotangents."""
+Activations = dict[tuple[int, str, bool, torch.dtype], Any]
+"""Parts of a forward pass that blocks need, as they were computed for the first cotangents.
+
+By the use, whose axis is the leading one or not, and the dtype.
+"""
 
 
 def block_of(
@@ -112,7 +115,7 @@ def block_of(
     slot: int,
     uses: Sequence[UseOfParameter],
     calls: Sequence[LayerCall],
-    gradients: Sequence[Tensor],
+    gradients: Mapping[int, Tensor] | Sequence[Tensor],
     n_data: int,
     dtype: torch.dtype,
     activations: Activations | None = None,
@@ -124,7 +127,7 @@ def block_of(
         slot: Which tensor.
         uses: Its uses.
         calls: All recorded calls.
-        gradients: `[K, *output shape]` of every recorded call.
+        gradients: `[K, *output shape]` of the calls of these uses, by their numbers.
         n_data: B.
         dtype: That of the weights, at least float32.
         activations: What earlier cotangents of these calls needed, to which is added; None to keep nothing.
@@ -146,13 +149,14 @@ def _of_use(
     activations: Activations,
 ) -> Block:
     dtype = torch.promote_types(g.dtype, dtype)  # a network may compute in fewer digits than its weights have
-    if isinstance(call.by, FunctionCall):
+    if not isinstance(call.by, nn.Module):
         return call.by.block(use.attribute, g.to(dtype), n_data, use.axis)
     rule = rule_for(call.by)
     if rule is None:
         raise CurvatureError(f"no layer rule for {type(call.by).__name__}")
-    if (use, dtype) not in activations:
+    key = use.call, use.attribute, use.axis is BatchAxis.LEADING, dtype
+    if key not in activations:
         x = call.x if not call.x.is_floating_point() else call.x.to(dtype)
         x = reduce_features(x, problem.reduction)
-        activations[use, dtype] = rule.activation(call.by, use.attribute, x, n_data, use.axis)
-    return rule.block(call.by, use.attribute, activations[use, dtype], g.to(dtype), n_data, use.axis)
+        activations[key] = rule.activation(call.by, use.attribute, x, n_data, use.axis)
+    return rule.block(call.by, use.attribute, activations[key], g.to(dtype), n_data, use.axis)

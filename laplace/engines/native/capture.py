@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -96,13 +96,17 @@ class Capture:
         """Outputs `[B·T, C]`, data major."""
         return self.f.reshape(len(self.f) * self.n_positions, -1) if self.positions else self.f
 
-    def is_head(self, call: LayerCall) -> bool:
-        """True if the use's output *is* f, so that its gradients are the cotangents themselves.
+    @cached_property
+    def heads(self) -> frozenset[int]:
+        """Numbers of the calls whose output *is* f, so that its gradients are the cotangents themselves.
 
         With positions it may be rearranged on the way; whether its rows are those of f is for a probe to say.
         """
+        return frozenset(n for n, call in enumerate(self.calls) if self._is_head(call))
+
+    def _is_head(self, call: LayerCall) -> bool:
         f = self.f
-        if isinstance(call.by, FunctionCall) and not call.by.whole:
+        if not isinstance(call.by, nn.Module) and not call.by.whole:
             return False
         if self.reduced and call.x.ndim > 2:
             return True
@@ -121,17 +125,17 @@ class Capture:
     def _behind_views(self) -> set[object]:
         return _behind_views(self.f)
 
-    def gradients(self, cotangents: Tensor, calls: list[LayerCall]) -> list[Tensor]:
-        """Gradients `[K, *output shape]` of the uses' outputs for cotangents `[K, B, C]`."""
-        heads = [not self.positions and self.is_head(call) for call in calls]
-        edges = [call.edge for call, head in zip(calls, heads, strict=True) if not head]
-        with self.backward(len(cotangents), len(edges)) if edges else nullcontext():
-            pulled = iter(pull(self.f, edges, cotangents, loop=self.loop, create_graph=self.create_graph))
-        result: list[Tensor] = []
-        for call, head in zip(calls, heads, strict=True):
-            g = cotangents if head else next(pulled)
-            result.append(self.f.new_zeros(len(cotangents), *call.shape) if g is None else g)
-        return result
+    def gradients(self, cotangents: Tensor, calls: Collection[int]) -> dict[int, Tensor]:
+        """Gradients `[K, *output shape]` of the outputs of calls, by their numbers, for cotangents `[K, B, C]`."""
+        known = frozenset() if self.positions else self.heads
+        inner = [n for n in calls if n not in known]
+        with self.backward(len(cotangents), len(inner)) if inner else nullcontext():
+            edges = [self.calls[n].edge for n in inner]
+            pulled = pull(self.f, edges, cotangents, loop=self.loop, create_graph=self.create_graph)
+        gradients = {n: cotangents for n in calls if n in known}
+        for n, g in zip(inner, pulled, strict=True):
+            gradients[n] = self.f.new_zeros(len(cotangents), *self.calls[n].shape) if g is None else g
+        return gradients
 
 
 def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = False, observed: bool = False) -> Capture:

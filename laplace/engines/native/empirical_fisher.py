@@ -6,6 +6,7 @@ from torch import Tensor
 
 from laplace.engines.native.outer import OuterEngine
 from laplace.likelihoods.observed import Observed
+from laplace.likelihoods.output_hessian import OutputHessian
 
 
 class EFEngine(OuterEngine):
@@ -18,7 +19,8 @@ class EFEngine(OuterEngine):
     kind = "ef"
     name = "NativeEF"
 
-    def cotangents(self, f: Tensor, targets: Observed) -> Tensor:
+    def cotangents(self, f: Tensor, targets: Observed, hessian: OutputHessian | None = None) -> Tensor:
+        del hessian  # gradients of the loss alone
         return targets.gradients(f.to(self.dtype)).unsqueeze(0)
 
     def n_columns(self, f: Tensor) -> int:

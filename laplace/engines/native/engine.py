@@ -74,7 +74,6 @@ class NativeEngine(CurvatureEngine):
         self.max_passes = options.max_passes
         self.dtype = torch.promote_types(problem.dtype, torch.float32)
         self._loop = prefers_loop(problem.module)
-        self._loop_twice = prefers_loop(problem.module, twice=True)
         self._observed = False
         self._plans: dict[object, Plan] = {}
         self._rules: dict[str, str] = {}
@@ -337,7 +336,8 @@ class NativeEngine(CurvatureEngine):
         Raises:
             InvalidData: A batch of no data.
         """
-        capture = record(self.problem, detached(x), loop=self._loop_twice, create_graph=True)
+        loop = prefers_loop(self.problem.module, twice=True)
+        capture = record(self.problem, detached(x), loop=loop, create_graph=True)
         if capture.f.shape[0] == 0:
             raise InvalidData("the batch holds no data.")
         if capture.f.is_leaf:

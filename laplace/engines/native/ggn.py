@@ -30,11 +30,11 @@ class GGNEngine(OuterEngine):
         super().__init__(problem, likelihood, options)
         self.generator = options.generator or torch.Generator(device=problem.device).manual_seed(torch.initial_seed())
 
-    def cotangents(self, f: Tensor, targets: Observed) -> Columns:
+    def cotangents(self, f: Tensor, targets: Observed, hessian: OutputHessian | None = None) -> Columns:
         if self.options.stochastic:
             draws = targets.sample_gradients(f.to(self.dtype), self.options.num_samples, self.generator)
             return draws / self.options.num_samples**0.5
-        return RootColumns.of(targets.hessian(f.to(self.dtype)))
+        return RootColumns.of(targets.hessian(f.to(self.dtype)) if hessian is None else hessian)
 
     def n_columns(self, f: Tensor) -> int:
         if self.options.stochastic:

@@ -125,51 +125,53 @@ def _graph(f: Tensor, leaves: Mapping[int, str], n_data: int) -> tuple[Hashable,
                 number[after] = len(nodes)
                 nodes.append(after)
             following.append((None if after is None else number[after], index))
-        settings: list[Hashable] = [_shape(output.shape, n_data) for output in outputs]
+        name = node.name()
         try:
-            settings += [*_settings(node, n_data), *_numbers(node)]
+            settings = _settings(node, name, n_data)
         except RuntimeError:  # of a tensor that was overwritten, or is computed anew when it is asked for
             return None
         if any(isinstance(value, Tensor) for value in settings):
             return None
-        leaf = leaves.get(id(node.variable)) if node.name() == _LEAF else None
-        record.append((node.name(), leaf, tuple(settings), tuple(following)))
+        leaf = leaves.get(id(node.variable)) if name == _LEAF else None
+        shapes = [_shape(output.shape, n_data) for output in outputs]
+        record.append((name, leaf, tuple(shapes), tuple(settings), tuple(following)))
     return tuple(record)
 
 
-def _settings(node: Any, n_data: int) -> Iterator[Hashable]:
-    """Arguments that a node keeps, without tensors."""
-    for name in _arguments(type(node)):
-        value = getattr(node, name)
-        yield _plain(value, n_data if name.endswith("sizes") else None)
+def _settings(node: Any, name: str, n_data: int) -> list[Hashable]:
+    """Arguments that a node of some name keeps, without tensors."""
+    settings = [_plain(getattr(node, saved), n_data if sizes else None) for saved, sizes in _arguments(type(node))]
+    return [*settings, *_numbers(node)] if name.startswith(_PRODUCTS) else settings
 
 
 def _numbers(node: Any) -> Iterator[Hashable]:
     """Plain numbers by which a product multiplies: one that is zero hides what is behind it."""
-    if node.name().startswith(_PRODUCTS):
-        for name in ("_saved_self", "_saved_other"):
-            value = getattr(node, name, None)
-            if isinstance(value, Tensor) and value.ndim == 0 and value.device.type == "cpu":
-                yield str(value.tolist())  # which, of a number on the CPU, waits for nothing
+    for name in ("_saved_self", "_saved_other"):
+        value = getattr(node, name, None)
+        if isinstance(value, Tensor) and value.ndim == 0 and value.device.type == "cpu":
+            yield str(value.tolist())  # which, of a number on the CPU, waits for nothing
 
 
 _PRODUCTS = ("MulBackward", "DivBackward")
 
 
 @cache
-def _arguments(kind: type) -> tuple[str, ...]:
-    """Names of a node's saved arguments without tensors, of which PyTorch has a raw form; sizes say their product."""
+def _arguments(kind: type) -> tuple[tuple[str, bool], ...]:
+    """Names of a node's saved arguments without tensors, of which PyTorch has a raw form, and whether they are sizes.
+
+    Sizes say their product.
+    """
     names = dir(kind)
     saved = [name for name in names if name.startswith("_saved_") and not name.endswith("numel")]
-    return tuple(name for name in saved if f"_raw{name}" not in names)
+    return tuple((name, name.endswith("sizes")) for name in saved if f"_raw{name}" not in names)
 
 
 def _plain(value: Any, n_data: int | None) -> Hashable:
     """A value that can be compared."""
-    if isinstance(value, list | tuple):
-        return tuple(_B if part == n_data and type(part) is int else _plain(part, n_data) for part in value)
+    if isinstance(value, (list, tuple)):
+        return tuple([_B if part == n_data and type(part) is int else _plain(part, n_data) for part in value])
     return value
 
 
 def _shape(sizes: Iterable[int], n_data: int) -> tuple[int, ...]:
-    return tuple(_B if size == n_data else int(size) for size in sizes)
+    return tuple([_B if size == n_data else int(size) for size in sizes])

@@ -47,8 +47,14 @@ class OuterEngine(NativeEngine):
     """
 
     @abstractmethod
-    def cotangents(self, f: Tensor, targets: Observed) -> Columns:
-        """Columns u_k, `[K, B, C]`, with curvature Σ_kb (Jᵀu)(Jᵀu)ᵀ."""
+    def cotangents(self, f: Tensor, targets: Observed, hessian: OutputHessian | None = None) -> Columns:
+        """Columns u_k, `[K, B, C]`, with curvature Σ_kb (Jᵀu)(Jᵀu)ᵀ.
+
+        Args:
+            f: Outputs `[B, C]`.
+            targets: Checked targets.
+            hessian: Λ of these outputs, where it is known already.
+        """
 
     def output_hessian(self, f: Tensor, targets: Observed) -> OutputHessian | None:
         """Output Hessian of which a head needs no root, or None where only cotangents are known."""
@@ -187,7 +193,7 @@ class OuterEngine(NativeEngine):
         rest = [i for i in range(len(batch.plan)) if i not in heads]
         if not rest:
             return
-        columns = self.cotangents(batch.f, targets)
+        columns = self.cotangents(batch.f, targets, hessian if counted is None else None)
         step = batch.columns_at_once(together=bool(groups))
         mixed = {i for i in rest if not batch.by_row(i)}
         mixed |= {i for group in groups if mixed & set(group) for i in group}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -83,13 +83,12 @@ class ForwardPass:
     @property
     def mixes(self) -> bool:
         """True if some tensor needs cotangents of its own for every position."""
-        return not all(self.by_row(i) or self.plan[i].description == "unused" for i in range(len(self.plan)))
+        return bool(self.positions) and not all(rule.by_row or rule.description == "unused" for rule in self.plan)
 
     def bytes_per_cotangent(self) -> int:
         """Bytes of output gradients that one cotangent holds; a head's are the cotangents themselves."""
         read = {use.call for rule in self.plan for use in rule.uses}
-        calls = [call for n, call in enumerate(self.capture.calls) if n in read]
-        entries = sum(call.shape.numel() for call in calls if not self.capture.is_head(call))
+        entries = sum([self.capture.calls[n].shape.numel() for n in read - self.capture.heads])
         entries += self.capture.f.numel() if self.positions and self.mixes else 0
         return 2 * entries * self.f.element_size() * self.widest // max(1, self.n_data)
 
@@ -135,16 +134,16 @@ class ForwardPass:
             len(rule.uses) == 1
             and self.problem.slots[slot].entries is None
             and (rule.is_head or not self.positions)
-            and self.capture.is_head(self.capture.calls[rule.uses[0].call])
+            and rule.uses[0].call in self.capture.heads
         )
 
     def _without_gradients(self, slot: int, calls: Sequence[LayerCall] | None = None) -> Block:
         """The block of a slot for one cotangent of zeros, which takes no backward pass and no memory."""
         recorded = self.capture.calls if calls is None else calls
-        zeros = [self.f] * len(recorded)
+        zeros: dict[int, Tensor] = {}
         for use in self.plan[slot].uses:
             call = recorded[use.call]
-            zeros[use.call] = self._zero.to(call.x.device).expand(1, *self._gradient_shape(call))
+            zeros[use.call] = self._zero.to(call.x.device).expand(1, *self._gradient_shape(use.call))
         return self._block(slot, recorded, zeros)
 
     @cached_property
@@ -155,15 +154,16 @@ class ForwardPass:
         self,
         slot: int,
         calls: Sequence[LayerCall],
-        gradients: Sequence[Tensor],
+        gradients: Mapping[int, Tensor],
         activations: Activations | None = None,
     ) -> Block:
         uses, dtype = self.plan[slot].uses, self._weights_dtype
         return block_of(self.problem, slot, uses, calls, gradients, self.n_data, dtype, activations)
 
-    def _gradient_shape(self, call: LayerCall) -> torch.Size:
+    def _gradient_shape(self, call: int) -> torch.Size:
         """The shape of the gradients of one cotangent: that of a head's are the network's, also of reduced features."""
-        return self.capture.f.shape if not self.positions and self.capture.is_head(call) else call.shape
+        is_known = not self.positions and call in self.capture.heads
+        return self.capture.f.shape if is_known else self.capture.calls[call].shape
 
     def _form(self, slot: int) -> Block:
         """The block of a slot for one cotangent, of which the shapes count and not the numbers."""
@@ -297,11 +297,7 @@ class ForwardPass:
     def _captured(self, cotangents: Tensor, only: list[int]) -> dict[int, Block]:
         plan, capture = self.plan, self.capture
         needed = {use.call for i in only for use in plan[i].uses}
-        order = sorted(needed)
-        gradients: list[Tensor] = [self.f] * len(capture.calls)
-        pulled = capture.gradients(cotangents, [capture.calls[n] for n in order])
-        for n, g in zip(order, pulled, strict=True):
-            gradients[n] = g
+        gradients = capture.gradients(cotangents, sorted(needed))
         blocks: dict[int, Block] = {}
         for i in only:
             if plan[i].uses:
@@ -314,7 +310,7 @@ class ForwardPass:
     def _fallbacks(self, cotangents: Tensor, slots: list[int]) -> dict[int, Block]:
         """Dense blocks by the fallback ladder, held together if they are small, computed in pieces if not."""
         blocks: dict[int, Block] = {}
-        for fallback in Fallback:
+        for fallback in Fallback if slots else ():
             members = [i for i in slots if self.plan[i].fallback is fallback]
             entries = cotangents.shape[0] * self.n_data * sum(self.problem.slots[i].shape.numel() for i in members)
             if entries * self.dtype.itemsize * _LAZY_SHARE <= self.memory_budget:

@@ -229,7 +229,7 @@ def _row_block(problem: Problem, slot: int, rule: JacobianRule, capture: Capture
 
 def _ends(rule: JacobianRule, capture: Capture) -> bool:
     """True if the outputs of a tensor's one use are the network's."""
-    return len(rule.uses) == 1 and capture.is_head(capture.calls[rule.uses[0].call])
+    return len(rule.uses) == 1 and rule.uses[0].call in capture.heads
 
 
 def _anchored(rule: JacobianRule, capture: Capture, n_data: int) -> bool:
@@ -279,7 +279,7 @@ def _permutes(f: Tensor) -> bool:
 def first_of_use(plan: Plan) -> list[int]:
     """The first tensor of the same uses, for every tensor: a weight and its bias share the output side of a layer."""
     first: dict[object, int] = {}
-    uses = [tuple((use.call, use.axis) for use in rule.uses) for rule in plan]
+    uses = [tuple((use.call, use.axis.value) for use in rule.uses) for rule in plan]
     return [first.setdefault(key or i, i) for i, key in enumerate(uses)]
 
 

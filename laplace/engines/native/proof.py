@@ -118,7 +118,8 @@ def probe(problem: Problem, capture: Capture, n_data: int) -> Probe:
             "weights."
         )
     cotangents = unweighted.unsqueeze(0)
-    gradients = tuple(g.detach() for g in capture.gradients(cotangents, list(capture.calls)))
+    pulled = capture.gradients(cotangents, range(len(capture.calls)))
+    gradients = tuple(pulled[n].detach() for n in range(len(capture.calls)))
     coarsest = max({tensor.dtype for tensor in (f, *gradients)}, key=lambda dtype: TOLERANCE.get(dtype, 0.0))
     made = Probe(r, cotangents, truths, gradients, coarsest, again)
     # Whether it is needed is for rounding to say, which processes that make all passes together may not wait for.

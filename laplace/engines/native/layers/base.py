@@ -88,7 +88,11 @@ def rule_for(module: nn.Module) -> LayerRule[Any] | None:
 
 def rule_of(kind: type[nn.Module]) -> LayerRule[Any] | None:
     """The rule of a module class, or of the nearest base class that has one."""
-    return next((RULES[name] for name in map(_name, kind.__mro__) if name in RULES), None)
+    for base in kind.__mro__:
+        rule = RULES.get(_name(base))
+        if rule is not None:
+            return rule
+    return None
 
 
 def files(rule: LayerRule[Any], *kinds: type[nn.Module]) -> None:
