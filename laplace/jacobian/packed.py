@@ -98,6 +98,17 @@ class Strip:
         """Places of the products among those of all strips."""
         return slice(self.first, self.first + self.size)
 
+    def of(self, sums: Tensor, n: int) -> Tensor:
+        """A view of this strip's sums `[n, i, j]`, among those of all strips one after the other, `[n · products]`."""
+        own = sums[n * self.first : n * (self.first + self.size)]
+        return own.view(n, self.stop - self.start, self.width - self.start)
+
+    def squares(self, n: int) -> list[int]:
+        """Places of the sums of a_i a_i among those of all strips."""
+        step = self.width - self.start + 1
+        rows = range(n * self.first, n * (self.first + self.size), self.size)
+        return [row + k * step for row in rows for k in range(self.stop - self.start)]
+
     def inputs(self, a: Tensor) -> Tensor:
         """The products of inputs `[b, I]`, `[b, size]`."""
         return products(a[:, self.start : self.stop], a[:, self.start :])

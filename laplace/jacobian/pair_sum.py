@@ -24,8 +24,9 @@ class PairSum:
     Attributes:
         pairs: The parts of the blocks that are added.
         forms: Of every part, in which form the outputs of its pair with itself are held.
-        sums: Of every pair, outputs × inputs: `[O·O', I·I']`, of a layer with itself few numbers twice; of what is
-            multiplied out with itself `[O, O]`, of which the upper block triangle counts.
+        sums: Of every pair, outputs × inputs: `[O·O', I·I']`; of a layer with itself few numbers twice, one strip of
+            inputs after the other, `[numbers]`; of what is multiplied out with itself `[O, O]`, of which the upper
+            block triangle counts.
     """
 
     pairs: Pairs
@@ -73,7 +74,9 @@ class PairSum:
         result: list[Tensor] = []
         for i, part in enumerate(self.pairs.parts):
             own = self.sums[i, i]
-            result.append(own[:, _squares(strips(part.n_inputs), own.device)] if part.is_product else own.diagonal())
+            if part.is_product:
+                own = own.index_select(0, _squares(strips(part.n_inputs), self.forms[i].size, own.device))
+            result.append(own if part.is_product else own.diagonal())
         return result
 
     def dense(self, n_terms: int = 1) -> Tensor:
@@ -111,38 +114,43 @@ class PairSum:
                         matrix[c, r] = matrix[r, c].T
 
 
-def _shape(pairs: Pairs, forms: Sequence[SymmetricForm], i: int, j: int) -> tuple[int, int]:
+def _shape(pairs: Pairs, forms: Sequence[SymmetricForm], i: int, j: int) -> tuple[int, ...]:
     one, other = pairs.parts[i], pairs.parts[j]
     if i == j and one.is_product:
-        return forms[i].size, n_products(one.n_inputs)
+        return (forms[i].size * n_products(one.n_inputs),)
     if i == j:
         return one.n_outputs, one.n_outputs
     return one.n_outputs * other.n_outputs, one.n_inputs * other.n_inputs
 
 
 @cache
-def _squares(every: tuple[Strip, ...], device: torch.device) -> Tensor:
-    """Places of the products a_i a_i among those of all strips, `[I]`."""
-    places = [s.first + k * (s.width - s.start + 1) for s in every for k in range(s.stop - s.start)]
+def _squares(every: tuple[Strip, ...], n: int, device: torch.device) -> Tensor:
+    """Places of the sums of all products a_i a_i with n numbers each, `[n · I]`."""
+    places = [place for strip in every for place in strip.squares(n)]
     with torch.inference_mode(False):
         return torch.tensor(places, device=device)
 
 
-def _add_own(values: Tensor, a: Tensor, outputs: Tensor) -> None:
-    """Adds Σ_b outputs ⊗ (a aᵀ) of a layer with itself, for outputs `[b, size]` and inputs `[b, I]`."""
-    outputs = outputs.T.contiguous()
+def _add_own(sums: Tensor, a: Tensor, outputs: Tensor) -> None:
+    """Adds Σ_b outputs ⊗ (a aᵀ) of a layer with itself, for outputs `[b, n]` and inputs `[b, I]`.
+
+    Of the three factors, outputs, a_i and a_j, those are multiplied before the matrix product that make fewer numbers: a_i
+    and the outputs, or a_i and a_j.
+    """
+    n, columns, rows = outputs.shape[1], outputs.T.contiguous(), a.T.contiguous()
     for strip in strips(a.shape[1]):
-        target, inputs = values[:, strip.at], strip.inputs(a)
-        if inputs.dtype == values.dtype:
-            target.addmm_(outputs, inputs)
+        total = strip.of(sums, n)
+        if n < total.shape[2]:
+            weighted = (columns.unsqueeze(1) * rows[strip.start : strip.stop]).flatten(0, 1)
+            total.view(-1, total.shape[2]).addmm_(weighted, a[:, strip.start :])
         else:
-            target.add_(outputs @ inputs)
+            total.view(n, -1).addmm_(columns, strip.inputs(a))
 
 
 def _place_own(part: Part, form: SymmetricForm, values: Tensor, matrix: Tensor, output: int | None) -> None:
     """Writes the sum of a layer with itself into a matrix, one strip after the other."""
     for strip in strips(part.n_inputs):
-        packed = values[:, strip.at].T
+        packed = strip.of(values, form.size).flatten(1).T
         if output is not None:
             packed = packed * (torch.arange(form.size, device=packed.device) == output)
         rows = form.completed(packed).unflatten(0, (strip.stop - strip.start, -1))  # [i, j, O, O]

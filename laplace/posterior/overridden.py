@@ -248,10 +248,10 @@ def _given(la: Owner, name: str, value: Any) -> Precision:
         return GivenPrecision(covariance_root(value.unsqueeze(0))[0])
     if value.ndim == 1:
         return GivenPrecision(_positive(la, name, value).rsqrt())
-    root = algebra.covariance_factor(0.5 * widened(value + value.T))
-    if root is None:
+    factor = algebra.cholesky(0.5 * widened(value + value.T).flip(0, 1))
+    if factor is None:
         raise InvalidArgument(f"{name} of class {type(la).__name__} is not positive definite.")
-    return GivenPrecision(root.to(value.dtype))
+    return GivenPrecision(algebra.covariance_factor(factor).to(value.dtype))
 
 
 def _by_factors(la: Owner, name: str, value: KronDecomposed) -> Precision | None:

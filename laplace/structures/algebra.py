@@ -215,17 +215,12 @@ def cholesky(matrix: Tensor) -> Tensor | None:
     return None if bool(info.any()) else factor
 
 
-def covariance_factor(precision: Tensor) -> Tensor | None:
-    """Lower-triangular L with L Lᵀ = P⁻¹, or None if P is not positive definite.
+def covariance_factor(factor: Tensor) -> Tensor:
+    """Lower-triangular L with L Lᵀ = P⁻¹, of the lower Cholesky factor R of P in reversed order, `[n, n]`.
 
-    With the Cholesky factor R of P in reversed order it is R⁻¹, in the right order and transposed. Matrices that are of
-    no more use are let go, P among them where the caller does not hold it: pages of new ones take a third of the time.
+    With J the reversal, J P J = R Rᵀ, it is the inverse of (J R J)ᵀ.
     """
-    turned = precision.flip(0, 1)
-    del precision
-    factor = cholesky(turned)
-    del turned
-    return None if factor is None else inverse_of_lower(factor).flip(0, 1).T
+    return inverse_of_lower(factor.flip(0, 1).T)
 
 
 def times_transpose(lower: Tensor) -> Tensor:

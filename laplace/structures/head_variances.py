@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace.jacobian.contractions import CHUNK_BYTES, total
+from laplace.jacobian.contractions import CHUNK_BYTES
 
 _COLUMNS = 32
 """Columns of every output's triangle that are multiplied at once, with the rows below the first of them."""
@@ -18,7 +18,8 @@ class HeadRoots:
     """Lower triangular roots of the blocks (P⁻¹)_cc = L_c L_cᵀ, for sums of squares |L_cᵀ φ|².
 
     Attributes:
-        columns: Of all outputs some columns side by side, without the rows that are zero, `[D − s, C·w]`.
+        columns: Of all outputs some columns side by side, without the rows that are zero, `[D − s, w·C]`; the last ones
+            are the fewest.
         n_outputs: C.
     """
 
@@ -38,7 +39,7 @@ class HeadRoots:
         mode = "reduced" if root.requires_grad and torch.is_grad_enabled() else "r"
         lower = torch.stack([torch.linalg.qr(root[entries].T, mode)[1].T for entries in order]).to(dtype)
         starts = range(0, order.shape[1], _COLUMNS)
-        columns = (lower[:, start:, start : start + _COLUMNS].transpose(0, 1).flatten(1) for start in starts)
+        columns = (lower[:, start:, start : start + _COLUMNS].permute(1, 2, 0).flatten(1) for start in starts)
         return cls(tuple(part.contiguous() for part in columns), len(order))
 
     def variances(self, features: Tensor) -> Tensor:
@@ -48,8 +49,9 @@ class HeadRoots:
         return torch.cat([self._of_some(rows) for rows in features.split(step)])
 
     def _of_some(self, features: Tensor) -> Tensor:
-        parts: list[Tensor] = []
-        for columns in self.columns:
+        first, *others = self.columns
+        squares = (features @ first).square()
+        for columns in others:
             products = features[:, features.shape[1] - len(columns) :] @ columns
-            parts.append(products.square().unflatten(1, (self.n_outputs, -1)).sum(2))
-        return total(parts)
+            squares[:, : columns.shape[1]].addcmul_(products, products)
+        return squares.unflatten(1, (-1, self.n_outputs)).sum(1)
