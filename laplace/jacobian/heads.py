@@ -184,6 +184,9 @@ class HeadBlock(Head):
     def apply(self, vectors: Tensor) -> Tensor:
         return self.features @ vectors.view(len(vectors), self.n_outputs, -1).mT
 
+    def combined(self, weights: Tensor) -> Tensor:
+        return (weights.mT @ self.features).flatten(1)
+
     def weighted_norms(self, weights: Tensor) -> Tensor:
         return self.features.square() @ weights.view(self.n_outputs, -1).T
 
