@@ -144,5 +144,7 @@ class Evidence:
     @property
     def log_marginal_likelihood(self) -> Tensor:
         """Log p(D), 0-dim, in the dtype of the prior; of a variational posterior its lower bound."""
-        fitted = self.log_likelihood - 0.5 * self.precision.slack()  # most often without a graph
-        return fitted.add(self.log_det_ratio + self.scatter, alpha=-0.5).to(self.prior.precision.dtype)
+        lost, slack = self.log_det_ratio + self.scatter, self.precision.slack()
+        if isinstance(slack, Tensor):
+            lost = lost + slack
+        return self.log_likelihood.add(lost, alpha=-0.5).to(self.prior.precision.dtype)

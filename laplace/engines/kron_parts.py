@@ -63,7 +63,8 @@ class KronParts:
     @property
     def n_terms(self) -> int:
         """E: terms that are kept apart."""
-        return len(self.every[self.blocks[0].output])
+        key = self.blocks[0].output
+        return len(self.thin[key] if key in self.thin else self.factors[key])
 
     def matrix(self, key: str) -> Tensor:
         """A sum as a matrix, in whatever form it is held."""

@@ -117,8 +117,25 @@ class BatchProfile:
         copied += min(2 * at_once * dense, self.budget)
         return max(self.graph + 2 * at_once * self.gradients + copied + cotangents, self.widest)
 
+    def multiplies_by_factors(self, n_vectors: int) -> bool:
+        """True if curvature takes fewer multiplications with vectors by the factors of the Jacobian than by its graph.
+
+        A graph is gone through four times for every vector. Factors take K backward passes for all of them, and then
+        half as much as these for a vector, and its outputs once for every cotangent.
+        """
+        if self.n_terms > 1 or self.refused or not all(tensor.is_plain for tensor in self.tensors):
+            return False
+        network = sum(tensor.multiplications for tensor in self.tensors)
+        chunks = -(-self.n_columns // self.at_once)
+        by_factors = sum(tensor.products(n_vectors, self.at_once) for tensor in self.tensors)
+        return self.n_columns * network + chunks * by_factors < 4 * n_vectors * network
+
     def product_bytes(self, n_vectors: int) -> int:
         """Bytes held while a batch is multiplied with vectors: a graph of gradients, and vectors within the budget."""
+        if self.multiplies_by_factors(n_vectors):
+            outputs = max(t.groups * t.n_outputs * t.positions for t in self.tensors) * self.itemsize
+            held = min(max(CHUNK_BYTES, n_vectors * outputs), n_vectors * self.n_data * outputs)
+            return max(self.batch_bytes + 2 * held + self.piece_bytes(self.shared_sizes), self.proving_bytes)
         per_vector = 4 * (self.gradients + self.n_data * self.n_outputs * self.itemsize)
         rows = 2 * self.n_params * self.itemsize
         at_once = max(1, min(n_vectors, self.product_budget // (per_vector + rows)))

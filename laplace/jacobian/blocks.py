@@ -232,6 +232,9 @@ class SumBlock(Block):
     def apply(self, vectors: Tensor) -> Tensor:
         return total(part.apply(vectors) for part in self.parts)
 
+    def combined(self, weights: Tensor) -> Tensor:
+        return total(part.combined(weights) for part in self.parts)
+
     def at(self, data: slice | Tensor) -> SumBlock:
         return self._each(lambda part: part.at(data))
 

@@ -116,6 +116,15 @@ class Contractions(ABC):
         """J v, `[S, B, K]`, for vectors `[S, p]`."""
         return torch.cat([torch.einsum("kbp,sp->sbk", piece, vectors) for piece in self.pieces()], 1)
 
+    def combined(self, weights: Tensor) -> Tensor:
+        """Σ_kb w_sbk J_kb, `[S, p]`, for weights `[S, B, K]`: the transpose of `apply`."""
+        starts, pieces = 0, []
+        for piece in self.pieces():
+            stop = starts + piece.shape[1]
+            pieces.append(torch.einsum("kbp,sbk->sp", piece, weights[:, starts:stop]))
+            starts = stop
+        return total(pieces)
+
     def pull(self, cotangents: Tensor) -> Tensor:
         """Σ_kb c_kb J_kb, `[p]`, for scalars `[K, B]`."""
         result, start = cotangents.new_zeros(self.size), 0
@@ -300,6 +309,22 @@ class TensorShape:
         """True if its Jacobian is one outer product for every datum, all of whose entries are random."""
         single = self.factored and not self.indexed and self.groups == self.positions == 1 < self.n_inputs
         return single and self.size == self.n_outputs * self.n_inputs
+
+    @property
+    def is_plain(self) -> bool:
+        """True if its Jacobian is a sum of outer products, all of whose entries are random."""
+        return self.factored and not self.indexed and self.size == self.groups * self.n_outputs * self.n_inputs
+
+    @property
+    def multiplications(self) -> int:
+        """Multiplications that its layer takes for one datum."""
+        return self.size * self.positions
+
+    def products(self, n_vectors: int, n_cotangents: int) -> int:
+        """Multiplications per datum of J v and Jᵀ w, by positions or by J multiplied out, whichever are fewer."""
+        by_position = n_vectors * (self.multiplications + n_cotangents * self.groups * self.n_outputs * self.positions)
+        multiplied_out = n_cotangents * (self.multiplications + n_vectors * self.size)
+        return 2 * min(by_position, multiplied_out if self.positions > 1 else by_position)
 
     @property
     def output_side(self) -> int:

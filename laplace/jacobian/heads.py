@@ -184,6 +184,9 @@ class HeadBlock(Head):
     def apply(self, vectors: Tensor) -> Tensor:
         return self.features @ vectors.view(len(vectors), self.n_outputs, -1).mT
 
+    def combined(self, weights: Tensor) -> Tensor:
+        return (weights.mT @ self.features).flatten(1)
+
     def weighted_norms(self, weights: Tensor) -> Tensor:
         return self.features.square() @ weights.view(self.n_outputs, -1).T
 
@@ -258,11 +261,16 @@ class RotatedHeadBlock(Head):
     def apply(self, vectors: Tensor) -> Tensor:
         return self.head.apply(vectors) @ self.basis.T
 
+    @property
+    def _different(self) -> HeadBlock:
+        """The head of the data that differ: those of a bias are all the same."""
+        return self.head.at(slice(0, 1)) if self.is_bias else self.head
+
     def weighted_norms(self, weights: Tensor) -> Tensor:
-        return self.head.weighted_norms(weights) @ self.basis.square().T
+        return (self._different.weighted_norms(weights) @ self.basis.square().T).expand(self.n_data, -1)
 
     def weighted_gram(self, weights: Tensor) -> Tensor:
-        head = self.head.at(slice(0, 1)) if self.is_bias else self.head  # whose data are all the same
+        head = self._different
         norms = head.weighted_norms(weights.to(head.features.dtype)).to(weights.dtype)
         basis = self.basis.to(weights.dtype)
         return ((basis * norms.unsqueeze(1)) @ basis.T).expand(self.n_data, -1, -1)

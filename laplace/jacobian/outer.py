@@ -322,6 +322,21 @@ class OuterBlock(FactoredBlock):
             outputs = torch.einsum("bgi,sgoi->sbgo", self.inputs[:, 0], steps)
         return torch.einsum("kbgo,sbgo->sbk", self.g[:, :, 0], outputs)
 
+    def combined(self, weights: Tensor) -> Tensor:
+        shared = self.n_positions > 1
+        if shared and (self.a is None or not self._applies_by_position(len(weights))):
+            return super().combined(weights)
+        if self.inputs is None:
+            return torch.einsum("kbgo,sbk->sgo", self.g[:, :, 0], weights).flatten(1)
+        order, parts = "gio" if self.input_first else "goi", []
+        per_datum = len(weights) * self.n_positions * self.groups * self.n_outputs * 8
+        size = max(1, CHUNK_BYTES // per_datum)
+        for start in range(0, self.n_data, size):
+            part = self.at(slice(start, start + size))
+            outputs = torch.einsum("kbtgo,sbk->sbtgo", part.g, weights[:, start : start + size])
+            parts.append(torch.einsum(f"sbtgo,btgi->s{order}", outputs, part.inputs))
+        return total(parts).flatten(1)
+
     def _applies_by_position(self, count: int) -> bool:
         """True if Σ_t g·(a v) of S vectors is much less work than Σ_t g ⊗ a, as one product, and its products."""
         k, t, i = self.n_cotangents, self.n_positions, self.n_inputs

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeGuard
 
 import torch
@@ -199,16 +199,17 @@ def hooks_put_back(model: nn.Module) -> Iterator[None]:
 _AUTOCAST = tuple(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 
 
-@contextmanager
-def own_precision() -> Iterator[None]:
+def own_precision() -> AbstractContextManager[object]:
     """Turns the caller's `torch.autocast` off: sums of a curvature in half precision are not even positive.
 
     A network that enters autocast in its own forward pass still does.
     """
     kinds = [kind for kind in _AUTOCAST if torch.is_autocast_enabled(kind)]
-    if not kinds:
-        yield
-        return
+    return _without_autocast(kinds) if kinds else nullcontext()
+
+
+@contextmanager
+def _without_autocast(kinds: Sequence[str]) -> Iterator[None]:
     with ExitStack() as stack:
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))

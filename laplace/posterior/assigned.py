@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from laplace.core import hyperparameters as hyper
 from laplace.core.hyperparameters import Hyperparameters
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
+from laplace.structures.algebra import kept_for_later
 from laplace.weights.base import Weights
 
 Given = float | Tensor
@@ -31,8 +31,8 @@ def assigned(now: Hyperparameters, likelihood: Likelihood, weights: Weights, **g
         InvalidType: A value that is neither a number nor a tensor.
         InvalidArgument: A value that is not positive or not finite, or of a length that fits nothing.
     """
-    with torch.inference_mode(False):
-        like = now.prior_precision
+    like = now.prior_precision
+    with kept_for_later():
         return replace(now, **{name: _CHECKED[name](value, like, likelihood, weights) for name, value in given.items()})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from laplace.structures.by_hand import DiagonalByHand
 from laplace.structures.cost import Cost, squares_of_sums
 from laplace.structures.diag_precision import ENTRY, DiagPrecision
 from laplace.structures.indefinite import SignedOptions, nonnegative, require_positive
+from laplace.structures.log_det import Pairs
 from laplace.structures.separation import Separation, first
 from laplace.structures.variances_over_priors import SpectralScan
 
@@ -96,12 +98,19 @@ class DiagCurvature(AdditiveCurvature):
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> DiagPrecision:
         mode = options.get("indefinite")
-        return DiagPrecision(self._weighted(weights, mode), weights, prior, signed=mode == "error")
+        pairs = None
+        if self.n_terms == 1 and not self.values.requires_grad:
+            pairs = self._pairs(mode, lambda: Pairs(partial(self._weighted, None, mode), prior.layout.sizes))
+        return DiagPrecision(self._weighted(weights, mode), weights, prior, signed=mode == "error", pairs=pairs)
 
-    def _weighted(self, weights: Tensor, mode: str | None) -> Tensor:
-        """The diagonal of terms whose weights are divided by their mean, `[P]`."""
+    @cached_property
+    def _pairs(self) -> algebra.Recent[Pairs]:
+        return algebra.Recent()
+
+    def _weighted(self, weights: Tensor | None, mode: str | None) -> Tensor:
+        """The diagonal of terms whose weights are divided by their mean, `[P]`; of one term without any."""
         values = self._mended(mode)
-        return values[0] if len(values) == 1 else weights / weights.mean() @ values
+        return values[0] if weights is None or len(values) == 1 else weights / weights.mean() @ values
 
     def _mended(self, mode: str | None) -> Tensor:
         return nonnegative(self.values, mode) if mode in ("clamp", "abs") else self.values

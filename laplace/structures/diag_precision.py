@@ -12,7 +12,7 @@ from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures.indefinite import require_positive
-from laplace.structures.log_det import log_det_ratio
+from laplace.structures.log_det import Pairs, log_det_ratio
 from laplace.structures.precision import Precision
 
 ENTRY = "entry"
@@ -28,12 +28,14 @@ class DiagPrecision(Precision):
         weights: Scale of every curvature term, `[E]`; s is their mean.
         prior: δ.
         signed: Whether negative entries of the curvature are meant.
+        pairs: The same values for log determinants, where no hyper-parameter changes them.
     """
 
     values: Tensor
     weights: Tensor
     prior: GaussianPrior
     signed: bool = False
+    pairs: Pairs | None = None
 
     @property
     def _scale(self) -> Tensor:
@@ -61,6 +63,8 @@ class DiagPrecision(Precision):
         delta = self.prior.precision
         if not self.prior.is_constant_per_tensor:
             return (self._scale * self.values / delta).log1p().sum()
+        if self.pairs is not None:
+            return self.pairs.log_det_ratio(self._scale, delta)
         sizes = (len(self.values),) if self.prior.is_scalar else self.prior.layout.sizes
         return log_det_ratio(self.values, self._scale / delta, sizes)
 

@@ -22,6 +22,7 @@ from laplace.jacobian.joined import JoinedBlock
 from laplace.structures import algebra
 from laplace.structures.factor_eigen import FactorEigen
 from laplace.structures.indefinite import without_rounding
+from laplace.structures.log_det import Pairs, log_det_ratio
 
 _SAME = 1e-9
 """Relative distance below which two eigenvalues count as one."""
@@ -200,14 +201,31 @@ class Spectra:
             for group in self.groups
         )
 
-    @cached_property
-    def flat(self) -> Tensor:
-        """All eigenvalues that add to a log det ratio, at most P: an evidence step with a scalar prior is one pass."""
-        with algebra.kept_for_later():
-            return torch.cat([spectrum.explicit for spectrum in self.blocks]).to(self.dtype)
+    def log_det_ratio(self, scale: Tensor, deltas: Tensor) -> Tensor:
+        """Σ_i Σ_j log(1 + s λ_ij / δ_i), 0-dim, differentiable in both, in one pass over all eigenvalues.
+
+        Args:
+            scale: S, 0-dim.
+            deltas: Δ of every block, `[n]`, or one for all of them, `[1]`.
+        """
+        if self._is_constant:
+            return self._pairs.log_det_ratio(scale, deltas)
+        return log_det_ratio(self._flat(), scale / deltas, (sum(self._sizes),) if deltas.numel() == 1 else self._sizes)
 
     @cached_property
-    def sizes(self) -> tuple[int, ...]:
+    def _is_constant(self) -> bool:
+        return not any(block.values.requires_grad for block in self.blocks)
+
+    @cached_property
+    def _pairs(self) -> Pairs:
+        return Pairs(self._flat, self._sizes)
+
+    def _flat(self) -> Tensor:
+        """All eigenvalues that add to a log det ratio, at most P."""
+        return torch.cat([spectrum.explicit for spectrum in self.blocks]).to(self.dtype)
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
         """Numbers of those of every block."""
         return tuple(len(spectrum.explicit) for spectrum in self.blocks)
 

@@ -21,7 +21,6 @@ from laplace.structures import algebra
 from laplace.structures.damping import Damping
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, dense_spectrum
 from laplace.structures.indefinite import require_positive
-from laplace.structures.log_det import log_det_ratio
 from laplace.structures.powers import power
 from laplace.structures.precision import Precision
 from laplace.structures.variances_over_priors import SpectralScan
@@ -73,9 +72,8 @@ class KronPrecision(Precision):
         if self.spectra.signed:
             with torch.no_grad():
                 self._require_positive(torch.cat([self._values(i) for i in range(len(self.spectra))]))
-        if self.prior.is_scalar:
-            return log_det_ratio(self.spectra.flat, self._scale / self.prior.precision, (len(self.spectra.flat),))
-        return log_det_ratio(self.spectra.flat, self._scale / torch.cat(self._priors), self.spectra.sizes)
+        deltas = self.prior.precision if self.prior.is_scalar else torch.cat(self._priors)
+        return self.spectra.log_det_ratio(self._scale, deltas)
 
     def _block_logdet(self, i: int) -> Tensor:
         if self._varies(i):

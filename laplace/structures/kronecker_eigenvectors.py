@@ -18,7 +18,7 @@ from laplace.structures.low_rank_factors import Side
 
 _BYTES = 8
 
-_AT_ONCE = 2**15
+_AT_ONCE = 2**16
 """Weights that are computed at once, so that they and what they are made of stay in the cache of one core."""
 
 _FEW_BYTES = 2**20

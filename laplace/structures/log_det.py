@@ -1,22 +1,33 @@
 """Log determinants relative to a prior, log det(s H + Δ) − log det Δ, from eigenvalues of H.
 
 With c = s/δ the term of an eigenvalue h is log(1 + c h), and its slope in c is h / (1 + c h). Nothing cancels where
-terms are small, and an eigenvalue of zero adds nothing: a null space may be left out.
+terms are small, and an eigenvalue of zero adds nothing: a null space may be left out. Logarithms are most of the work:
+eigenvalues a, b ≥ 0 that are known for many priors share one,
+
+    (1 + c a) (1 + c b) = 1 + c (a + b + c a b).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from laplace.core.layout import repeated
 from laplace.core.precision_policy import widened
+from laplace.structures.algebra import kept_for_later
 
 _PIECE = 2**16
-"""Eigenvalues that are gone through at once, so that what is computed of them stays in the cache of one core."""
+"""Terms that are gone through at once, so that what is computed of them stays in the cache of one core."""
+
+_PIECE_ELSEWHERE = 2**24
+"""The same on other devices, where an operation costs more than what it leaves in memory."""
 
 
 def log_det_ratio(values: Tensor, ratios: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -27,25 +38,108 @@ def log_det_ratio(values: Tensor, ratios: Tensor, sizes: Sequence[int]) -> Tenso
         ratios: C, `[n]`, s/δ of every run.
         sizes: Lengths of the runs, n of them.
     """
-    if len(values) <= _PIECE:
-        return (values * (ratios if len(sizes) == 1 else repeated(ratios, sizes))).log1p().sum()
-    return _InPieces.apply(values, ratios, sizes)[0]  # pyright: ignore[reportOptionalSubscript]
+    return _summed(values, None, ratios, sizes)
 
 
-def _runs(values: Tensor, ratios: Tensor, sizes: Sequence[int]) -> Sequence[tuple[Tensor, Tensor]]:
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Eigenvalues of H two by two, for log determinants at many priors; one by one where some are negative.
+
+    Attributes:
+        values: Computes them, `[p]`, without a graph.
+        sizes: Lengths of their runs.
+    """
+
+    values: Callable[[], Tensor]
+    sizes: tuple[int, ...]
+
+    def log_det_ratio(self, scale: Tensor, deltas: Tensor) -> Tensor:
+        """Σ_i Σ_j log(1 + s h_ij / δ_i), 0-dim, differentiable in both.
+
+        Args:
+            scale: S, 0-dim.
+            deltas: Δ of every run, `[n]`, or one for all of them, `[1]`.
+        """
+        terms, ratios, is_one = self._terms, scale / deltas, deltas.numel() == 1
+        if (ratios if is_one else ratios.detach().amax()).item() <= terms.limit:
+            return _summed(terms.first, terms.second, ratios, (len(terms.first),) if is_one else terms.sizes)
+        return log_det_ratio(self.values(), ratios, (sum(self.sizes),) if is_one else self.sizes)
+
+    @cached_property
+    def _terms(self) -> _Terms:
+        with kept_for_later():
+            values = self.values()
+            numbers = torch.finfo(values.dtype)
+            least, largest = (bound.item() for bound in values.aminmax()) if len(values) else (0.0, 0.0)
+            if least < 0 or not largest <= numbers.max**0.5:
+                return _Terms(values, None, math.inf, self.sizes)
+            runs = [pad(run, (0, len(run) % 2)).view(2, -1) for run in values.split(list(self.sizes))]
+            one, other = torch.cat(runs, 1)
+            limit = min(numbers.eps / numbers.tiny**0.5, 0.5 * numbers.max**0.5 / max(largest, numbers.tiny))
+            return _Terms(one + other, one * other, limit, tuple(run.shape[1] for run in runs))
+
+
+@dataclass(frozen=True, eq=False)
+class _Terms:
+    """Eigenvalues a, b of which one logarithm is taken: a + b and a b; or a alone.
+
+    Up to a limit of c no term leaves the range of numbers. No product that did, of a and b below √tiny, would change a
+    sum by more than its rounding: c a is below c √tiny.
+
+    Attributes:
+        first: What c is multiplied with, `[q]`.
+        second: What c² is multiplied with, `[q]`, or None.
+        limit: Largest c.
+        sizes: Lengths of the runs; to the last of an odd number of eigenvalues a zero was added.
+    """
+
+    first: Tensor
+    second: Tensor | None
+    limit: float
+    sizes: tuple[int, ...]
+
+
+def _summed(first: Tensor, second: Tensor | None, ratios: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Σ log(1 + c e₁ + c² e₂), 0-dim, of runs with a c each; differentiable in c, and in e₁ without e₂."""
+    if len(first) <= _piece(first):
+        c = ratios if len(sizes) == 1 else repeated(ratios, sizes)
+        return (_divided(first, second, c) * c).log1p().sum()
+    return _InPieces.apply(first, second, ratios, sizes)[0]  # pyright: ignore[reportOptionalSubscript]
+
+
+def _piece(like: Tensor) -> int:
+    return _PIECE if like.device.type == "cpu" else _PIECE_ELSEWHERE
+
+
+def _divided(first: Tensor, second: Tensor | None, c: Tensor) -> Tensor:
+    """E₁ + c e₂: what is added to 1, divided by c."""
+    return first if second is None else torch.addcmul(first, second, c)
+
+
+def _slope(first: Tensor, second: Tensor | None, c: Tensor) -> Tensor:
+    """E₁ + 2 c e₂: the slope of what is added to 1."""
+    return first if second is None else torch.addcmul(first, second, c, value=2)
+
+
+def _runs(
+    first: Tensor, second: Tensor | None, ratios: Tensor, sizes: Sequence[int]
+) -> list[tuple[Tensor, Tensor | None, Tensor]]:
     """Every run with its ratio, `[1]`."""
     if len(sizes) == 1:
-        return [(values, ratios)]
-    return list(zip(values.split(list(sizes)), ratios.split(1), strict=True))
+        return [(first, second, ratios)]
+    lengths = list(sizes)
+    others = [None] * len(lengths) if second is None else second.split(lengths)
+    return list(zip(first.split(lengths), others, ratios.split(1), strict=True))
 
 
-def _slopes(values: Tensor, ratios: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Σ_j h_ij / (1 + c_i h_ij) of every run, `[n]`."""
-    return torch.stack([(run / (1 + run * ratio)).sum() for run, ratio in _runs(values, ratios, sizes)])
+def _slopes(first: Tensor, second: Tensor | None, ratios: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Σ (e₁ + 2 c e₂) / (1 + c e₁ + c² e₂) of every run, `[n]`."""
+    runs = _runs(first, second, ratios, sizes)
+    return torch.stack([(_slope(a, b, c) / (1 + c * _divided(a, b, c))).sum() for a, b, c in runs])
 
 
 class _InPieces(torch.autograd.Function):
-    """The sum and its slopes in one pass, without temporaries of the size of `values`, and without a graph of them.
+    """The sum and its slopes in one pass, without temporaries of the size of all terms, and without a graph of them.
 
     Where its gradient is to have a graph, that is the graph of `_slopes`.
     """
@@ -53,44 +147,48 @@ class _InPieces(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(values: Tensor, ratios: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        value = widened(values.new_zeros(()))
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        first: Tensor, second: Tensor | None, ratios: Tensor, sizes: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        value = widened(first.new_zeros(()))
         slopes: list[Tensor] = []
-        for run, ratio in _runs(values, ratios, sizes):
+        for one, other, ratio in _runs(first, second, ratios, sizes):
             slope = torch.zeros_like(value)
-            for piece in run.split(_PIECE):
-                scaled = piece * ratio
-                value = value + scaled.log1p().sum()
-                slope = slope + (piece / scaled.add_(1)).sum()
+            for at in range(0, len(one), _piece(one)):
+                end = at + _piece(one)
+                a, b = one[at:end], None if other is None else other[at:end]
+                added = _divided(a, b, ratio) * ratio
+                value = value + added.log1p().sum()
+                slope = slope + (_slope(a, b, ratio) / added.add_(1)).sum()
             slopes.append(slope)
         return value, torch.stack(slopes).to(ratios.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        values, ratios, ctx.sizes = inputs
-        ctx.save_for_backward(values, ratios, output[1])
-        ctx.save_for_forward(values, ratios)
+        first, second, ratios, ctx.sizes = inputs
+        ctx.save_for_backward(first, second, ratios, output[1])
+        ctx.save_for_forward(first, second, ratios)
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        values, ratios, slopes = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        first, second, ratios, slopes = ctx.saved_tensors
         if torch.is_grad_enabled():
-            slopes = _slopes(values, ratios, ctx.sizes)
-        by_values = gradients[0].to(values) * _by_values(values, ratios, ctx.sizes) if ctx.needs_input_grad[0] else None
-        return by_values, gradients[0].to(slopes) * slopes, None
+            slopes = _slopes(first, second, ratios, ctx.sizes)
+        by_values = gradients[0].to(first) * _by_values(first, ratios, ctx.sizes) if ctx.needs_input_grad[0] else None
+        return by_values, None, gradients[0].to(slopes) * slopes, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        values, ratios = ctx.saved_tensors
-        value = widened(values.new_zeros(()))
+        first, second, ratios = ctx.saved_tensors
+        value = widened(first.new_zeros(()))
         if tangents[0] is not None:
-            value = value + (tangents[0] * _by_values(values, ratios, ctx.sizes)).sum()
-        if tangents[1] is not None:
-            value = value + (tangents[1] * _slopes(values, ratios, ctx.sizes)).sum()
+            value = value + (tangents[0] * _by_values(first, ratios, ctx.sizes)).sum()
+        if tangents[2] is not None:
+            value = value + (tangents[2] * _slopes(first, second, ratios, ctx.sizes)).sum()
         return value, None
 
 
 def _by_values(values: Tensor, ratios: Tensor, sizes: Sequence[int]) -> Tensor:
     """C_i / (1 + c_i h_ij), `[p]`."""
-    return torch.cat([ratio / (1 + run * ratio) for run, ratio in _runs(values, ratios, sizes)])
+    return torch.cat([ratio / (1 + run * ratio) for run, _, ratio in _runs(values, None, ratios, sizes)])

@@ -36,6 +36,7 @@ from laplace.structures.base import Curvature, DataPass, require_finite, those_k
 from laplace.structures.corrected import Correction
 from laplace.structures.cost import Cost
 from laplace.structures.kronecker_eigenvectors import Columns, columns_of, corrected_columns_of
+from laplace.structures.log_det import Pairs
 from laplace.structures.low_rank_factors import Draws, Ranges, Side
 from laplace.structures.lowrank_kron_cost import LowRankKronOptions, cost_of
 from laplace.structures.lowrank_kron_grid import Grid, grids
@@ -155,7 +156,16 @@ class LowRankKronCurvature(Curvature):
                 "damping=True with hessian_structure='lowrank_kron': a low-rank part and a diagonal are no product of "
                 "two factors that could be dampened; use damping=False, or hessian_structure='kron'."
             )
-        return LowRankKronPrecision(self.parts(weights), weights, prior)
+        rest = self._rest if self.n_terms == 1 and not self.diagonal.requires_grad else None
+        return LowRankKronPrecision(self.parts(weights), weights, prior, rest)
+
+    @cached_property
+    def _rest(self) -> Pairs:
+        """D of all tensors, of which no terms are weighted."""
+        return Pairs(self._rests, tuple(block.size for block in self.blocks))
+
+    def _rests(self) -> Tensor:
+        return torch.cat([part.rest for part in self.parts(self.diagonal.new_ones(1))])
 
     def parts(self, weights: Tensor) -> tuple[Part, ...]:
         """S, U, Λ and D of every tensor, for weights with a mean of 1: once per fit, unless terms are weighted."""

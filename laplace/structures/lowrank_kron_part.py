@@ -86,7 +86,7 @@ def log_det_inside(parts: Sequence[Part], ratios: Sequence[Tensor]) -> Tensor:
     some, of = zip(*pairs, strict=True)
     if all(ratio.numel() == 1 for ratio in of) and not any(part.values.requires_grad for part in some):
         return _LogDetInside.apply(torch.cat(of), some)[0]  # pyright: ignore[reportOptionalSubscript]
-    grams = [part.columns.gram((ratio * _damped(part, ratio)[0]).unsqueeze(0)) for part, ratio in pairs]
+    grams = [part.columns.gram((ratio * _damped(part, ratio)).unsqueeze(0)) for part, ratio in pairs]
     return _log_det(_cholesky(_inside(some, grams).squeeze(1)))
 
 
@@ -118,15 +118,19 @@ def _value_and_slopes(ratios: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Te
 
 
 def _weights(part: Part, ratio: Tensor, at: slice) -> Tensor:
-    """S² A and S² A² of some entries of a tensor, `[2, n]`, for one c."""
-    weights, damping = _damped(part, ratio, at)
-    return torch.stack([weights, weights * damping])
+    """S² A and S² A² of some entries of a tensor, `[2, n]`, for one c, float64.
+
+    They are rounded to the curvature's dtype, as S and D are: log det K is moved by no more than that for a column.
+    """
+    rest, scaling = part.rest[at], part.scaling[at]
+    damping = (1 + ratio.to(rest.dtype) * rest).reciprocal()
+    weights = scaling.square() * damping
+    return widened(torch.stack([weights, weights * damping]))
 
 
-def _damped(part: Part, ratios: Tensor, at: slice = slice(None)) -> tuple[Tensor, Tensor]:
-    """S² A of some entries of a tensor, `[n]`, for c in as many dimensions, or one; and A."""
-    damping = (1 + ratios * widened(part.rest[at])).reciprocal()
-    return widened(part.scaling[at]).square() * damping, damping
+def _damped(part: Part, ratios: Tensor) -> Tensor:
+    """S² A of the entries of a tensor, `[p]`, for c in as many dimensions, or one."""
+    return widened(part.scaling).square() / (1 + ratios * widened(part.rest))
 
 
 def _inside(parts: Sequence[Part], grams: Sequence[Tensor]) -> Tensor:

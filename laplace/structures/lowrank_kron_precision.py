@@ -21,7 +21,7 @@ from laplace.jacobian.blocks import Block
 from laplace.jacobian.contractions import total
 from laplace.jacobian.jacobian import Jacobian
 from laplace.structures import algebra
-from laplace.structures.log_det import log_det_ratio
+from laplace.structures.log_det import Pairs, log_det_ratio
 from laplace.structures.lowrank_kron_part import Part, log_det_inside
 from laplace.structures.powers import shrinking_slopes
 from laplace.structures.precision import Precision
@@ -120,11 +120,13 @@ class LowRankKronPrecision(Precision):
         parts: Unit curvature of every tensor, for weights with a mean of 1.
         weights: Scale of every curvature term, `[E]`; s is their mean.
         prior: δ.
+        pairs: D of all tensors for log determinants, where no hyper-parameter changes it.
     """
 
     parts: tuple[Part, ...]
     weights: Tensor
     prior: GaussianPrior
+    pairs: Pairs | None = None
 
     @property
     def _scale(self) -> Tensor:
@@ -139,8 +141,10 @@ class LowRankKronPrecision(Precision):
         ratios = self._scale / self.prior.precision
         if not self.prior.is_constant_per_tensor:
             return (ratios * self._rest).log1p().sum() + log_det_inside(self.parts, self.prior.layout.split(ratios))
-        sizes = (self.prior.layout.n_params,) if self.prior.is_scalar else self.prior.layout.sizes
         inside = log_det_inside(self.parts, ratios.expand(len(self.parts)).split(1))
+        if self.pairs is not None:
+            return self.pairs.log_det_ratio(self._scale, self.prior.precision) + inside
+        sizes = (self.prior.layout.n_params,) if self.prior.is_scalar else self.prior.layout.sizes
         return log_det_ratio(self._rest, ratios, sizes) + inside
 
     def _inverse(self, part: Part, delta: Tensor) -> Tensor:

@@ -111,6 +111,8 @@ def check_contractions(block: Block, truth: Tensor) -> None:
     assert_close(block.weighted_gram_each(weights), grams, "algebra")
     assert_close(block.apply(vectors), torch.einsum("kbp,sp->sbk", truth, vectors), "algebra")
     assert_close(block.pull(cotangents), torch.einsum("kb,kbp->p", cotangents, truth), "algebra")
+    weights = torch.stack([cotangents.T, cotangents.T.square()])
+    assert_close(block.combined(weights), torch.einsum("sbk,kbp->sp", weights, truth), "algebra")
     assert block.shape([]).size == p
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from laplace import Laplace, ParametricLaplace
 from laplace.structures import kronecker_eigenvectors, log_det
-from laplace.structures.log_det import log_det_ratio
+from laplace.structures.log_det import Pairs, log_det_ratio
 from tests.reference.compare import assert_close
 
 F64 = torch.float64
@@ -111,6 +114,61 @@ def test_transforms_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     for one, other in zip(*found, strict=True):
         assert_close(one, other, "algebra")
+
+
+# Eigenvalues two by two.
+
+
+@pieces
+@pytest.mark.parametrize("n", [1, len(SIZES)], ids=["one prior", "one per run"])
+@pytest.mark.parametrize("factor", [1e-20, 1e-3, 1.0, 1e11, 1e13, 1e22], ids="{:g}".format)
+@pytest.mark.parametrize("dtype", [F64, torch.float32], ids=str)
+def test_pairs_against_sums(
+    dtype: torch.dtype, factor: float, n: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the products of two eigenvalues, or of these with c, leave the range of float32."""
+    _pieces(monkeypatch, piece)
+    for unit in (1.0, 1e-22, 1e10):
+        values, scale = (unit * _eigenvalues()).to(dtype), torch.tensor(1.3, dtype=dtype, requires_grad=True)
+        deltas = (1.3 / factor / _ratios(n).detach()).to(dtype)
+        found = Pairs(partial(torch.clone, values), SIZES).log_det_ratio(scale, deltas)
+        (slope,) = torch.autograd.grad(found, scale)
+        sizes = SIZES if n > 1 else (sum(SIZES),)
+        terms = list(zip(values.double().split(list(sizes)), 1 / deltas.double(), strict=True))
+        tolerance = "algebra" if dtype == F64 else "float32"
+        s = scale.detach().double()
+        assert_close(found.double(), sum((s * c * run).log1p().sum() for run, c in terms), tolerance)
+        assert_close(slope.double(), sum((c * run / (1 + s * c * run)).sum() for run, c in terms), tolerance)
+
+
+@pieces
+def test_derivatives_of_pairs(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _pieces(monkeypatch, piece)
+    pairs = Pairs(_eigenvalues, SIZES)
+    inputs = (torch.tensor(0.7, dtype=F64, requires_grad=True), _ratios(len(SIZES)))
+    assert torch.autograd.gradcheck(pairs.log_det_ratio, inputs)
+    assert torch.autograd.gradgradcheck(pairs.log_det_ratio, inputs)
+
+
+def test_pairs_of_eigenvalues_below_zero_are_none() -> None:
+    """(1 − 2) (1 − 3) is positive, and a matrix with these eigenvalues is not."""
+    one = torch.ones(1, dtype=F64)
+    values = torch.tensor([-0.9, -1e-9, 0.0, 4.0, 1e5], dtype=F64)
+    assert_close(Pairs(lambda: values, (5,)).log_det_ratio(one[0], one), (1 + values).log().sum(), "algebra")
+    assert Pairs(lambda: -values - 2, (5,)).log_det_ratio(one[0], one).isnan()
+
+
+def test_pairs_without_eigenvalues() -> None:
+    one = torch.ones(1)
+    assert Pairs(lambda: one[:0], (0,)).log_det_ratio(one[0], one) == 0
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "ekfac", "lowrank_kron", "block"])
+def test_copies_of_what_computed_an_evidence(structure: str) -> None:
+    la = _fitted(structure)
+    value = la.log_marginal_likelihood()
+    for copied in (copy.deepcopy(la), pickle.loads(pickle.dumps(la))):
+        assert torch.equal(copied.log_marginal_likelihood(), value)
 
 
 # The evidence of posteriors.

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from laplace.core.gram import group_product
+from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype
 from laplace.engines.engine import Bases, Groups
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT, UNUSED, KronBlock, KronParts, Probe
 from laplace.engines.thin_factor import Factor, ThinFactor, added, dense
 from laplace.jacobian.blocks import Block
-from laplace.jacobian.contractions import KroneckerFactored
+from laplace.jacobian.contractions import KroneckerFactored, total
 from laplace.jacobian.heads import Head, unrotated
 from laplace.jacobian.matrix_sum import MatrixSum
 from laplace.jacobian.patches import Patches, as_tensor, gram_of
@@ -122,6 +123,36 @@ class BlockSum:
         for part in self.sums:
             if blocks.keys() >= set(part.slots):
                 part.add_head(blocks, hessian)
+
+
+class ProductSum:
+    """Products of the curvature of all tensors with vectors, Σ_kb J_kb (J_kb · v), of a single term.
+
+    Args:
+        layout: The random parameters.
+        vectors: V, `[R, P]`.
+        running: The sum to add to, `[R, P]`.
+    """
+
+    def __init__(self, layout: Layout, vectors: Tensor, running: Tensor) -> None:
+        self.vectors, self.running = layout.split(vectors), layout.split(running)
+
+    def add(self, blocks: Mapping[int, Block], first: int) -> None:
+        """Adds the products of weighted blocks of all tensors, the number of whose cotangents does not matter."""
+        del first
+        self._add(blocks, self._applied(blocks))
+
+    def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
+        """Adds those of a head that is the whole sum, without a root of Λ."""
+        applied = self._applied(blocks)
+        self._add(blocks, hessian.times(applied.to(hessian.diag)).to(applied))
+
+    def _applied(self, blocks: Mapping[int, Block]) -> Tensor:
+        return total(block.apply(self.vectors[i]) for i, block in blocks.items())
+
+    def _add(self, blocks: Mapping[int, Block], weights: Tensor) -> None:
+        for i, block in blocks.items():
+            self.running[i].add_(block.combined(weights))
 
 
 def _add_terms(total: Tensor, values: Tensor, first: int) -> None:

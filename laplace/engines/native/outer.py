@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -16,14 +17,15 @@ from torch import Tensor
 from laplace.core.batch import Inputs
 from laplace.core.memory import COTANGENT, VECTOR, in_slices
 from laplace.core.positions import rows_that_count
-from laplace.engines.engine import Bases, BatchSummary, Groups, OutputCurvature
+from laplace.engines.engine import Bases, BatchSummary, Groups, OutputCurvature, detached
 from laplace.engines.kron_parts import KronParts, KronSketch, Probe
-from laplace.engines.native.accumulate import BlockSum, DiagSum, FullSum, KronSum, Origin
+from laplace.engines.native.accumulate import BlockSum, DiagSum, FullSum, KronSum, Origin, ProductSum
 from laplace.engines.native.columns import Columns, RowColumns
 from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.native.plan import Plan, first_of_use
 from laplace.engines.native.products import Linearised, add_rows
+from laplace.errors import CurvatureError, InvalidData
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.heads import Head, as_head
 from laplace.jacobian.matrix_sum import MatrixSum
@@ -45,6 +47,8 @@ class OuterEngine(NativeEngine):
 
     The arguments are those of `NativeEngine`.
     """
+
+    _by_graph = False  # for products with vectors, as a first batch has decided
 
     @abstractmethod
     def cotangents(self, f: Tensor, targets: Observed, hessian: OutputHessian | None = None) -> Columns:
@@ -139,6 +143,38 @@ class OuterEngine(NativeEngine):
     def matmul(
         self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None = None
     ) -> tuple[BatchSummary, Tensor]:
+        batch = self._explained(x, vectors.shape[1])
+        if batch is None:
+            return self._times_by_graph(x, y, vectors, running)
+        targets = self.targets(batch.f, y, batch.positions)
+        total = torch.zeros_like(vectors) if running is None else running
+        product = ProductSum(self.problem.layout, vectors[0].to(batch.dtype), total[0])
+        slots, heads = tuple(range(len(batch.plan))), batch.head_blocks(batch.heads())
+        self._accumulate(batch, targets, product, heads=heads if len(heads) == len(slots) else {}, groups=(slots,))
+        return self.summary(batch.f, targets), total
+
+    def _explained(self, x: Inputs, count: int) -> ForwardPass | None:
+        """A forward pass, if rules of layers explain all tensors and products with vectors are less work by factors."""
+        if self._by_graph or self.split_outputs or self.problem.processes is not None:
+            return None
+        with torch.inference_mode(False), preserve_model(self.problem.module):
+            capture = self._capture(detached(x))
+            plan = None
+            if len(capture.f):
+                with suppress(CurvatureError, InvalidData):
+                    plan = self._known(capture, x) or self._prove(capture, x, ladder=False)
+            if plan is not None and all(rule.proven for rule in plan):
+                batch = ForwardPass(self.problem, x, capture, plan, self.memory_budget)
+                if self._outline(batch).multiplies_by_factors(count):
+                    self._remember(self._form(capture, x), plan)
+                    return batch
+        self._by_graph = True
+        return None
+
+    def _times_by_graph(
+        self, x: Inputs, y: Tensor, vectors: Tensor, running: Tensor | None
+    ) -> tuple[BatchSummary, Tensor]:
+        """Products with vectors by a graph that is differentiated in both directions, whatever the layers are."""
         with torch.inference_mode(False), preserve_model(self.problem.module):
             capture = self._differentiable(x)
             f = capture.rows.detach()
