@@ -134,8 +134,8 @@ def _squares(every: tuple[Strip, ...], n: int, device: torch.device) -> Tensor:
 def _add_own(sums: Tensor, a: Tensor, outputs: Tensor) -> None:
     """Adds Σ_b outputs ⊗ (a aᵀ) of a layer with itself, for outputs `[b, n]` and inputs `[b, I]`.
 
-    Of the three factors, outputs, a_i and a_j, those are multiplied before the matrix product that make fewer numbers: a_i
-    and the outputs, or a_i and a_j.
+    Of the three factors, outputs, a_i and a_j, those are multiplied before the matrix product that make fewer numbers:
+    outputs and a_i, or a_i and a_j.
     """
     n, columns, rows = outputs.shape[1], outputs.T.contiguous(), a.T.contiguous()
     for strip in strips(a.shape[1]):

@@ -1,7 +1,7 @@
 """Full curvature: every pair of parameters.
 
-Not a block of one group: the evidence at a scalar prior needs eigenvalues alone, and predictions a Cholesky factor.
-Together they take half the time of the eigenvectors that blocks keep, and a fifth less memory.
+Not a block of one group: the evidence at a scalar prior needs eigenvalues alone, samples a Cholesky factor, and
+predictions its inverse. Together they take half the time of the eigenvectors that blocks keep, and a fifth less memory.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,6 +10,9 @@ from torch import nn
 
 from laplace import Laplace
 from laplace.jacobian import packed, pair_sum, pairs
+from laplace.jacobian.heads import HeadBlock
+from laplace.jacobian.matrix_sum import MatrixSum
+from laplace.likelihoods.output_hessian import OutputHessian
 from laplace.structures.full import FullPrecision
 from tests.conformance.cases import KEPT, Case, few, own_dense, thinned, truth
 from tests.conformance.test_predictions import covariance_of, latent_of
@@ -176,6 +179,30 @@ def test_few_data_leave_the_other_directions_of_a_head_at_zero(likelihood: str) 
     spectrum = torch.linalg.eigvalsh(la.fitted().curvature.state()["values"][0])
     rank = 40 * (2 if likelihood == "classification" else 3)
     assert spectrum[:-rank].abs().max() < 1e-12 * spectrum[-1]
+
+
+LAMBDAS: dict[str, Callable[[torch.Tensor], OutputHessian]] = {
+    "softmax": lambda p: OutputHessian(p, p, sums_to_zero=True),
+    "dense": lambda p: OutputHessian(p, dense=torch.diag_embed(p) - 0.5 * p.unsqueeze(2) * p.unsqueeze(1)),
+    "diagonal": OutputHessian,
+}
+
+
+@pytest.mark.parametrize("form", LAMBDAS)
+@pytest.mark.parametrize(("n_outputs", "n_inputs"), [(2, 20), (7, 20), (9, 3)])
+def test_sums_of_a_head_are_those_of_its_outer_products(n_outputs: int, n_inputs: int, form: str) -> None:
+    """Few outputs and many inputs, and the reverse: of either the fewer numbers are multiplied out."""
+    torch.manual_seed(0)
+    features, p = torch.randn(30, n_inputs).double(), torch.randn(30, n_outputs).double().softmax(1)
+    total = MatrixSum(n_outputs * n_inputs)
+    for data in (slice(0, 12), slice(12, 30)):
+        total.add_head([HeadBlock(features[data], n_outputs)], LAMBDAS[form](p[data]), 1, features.new_empty(0))
+    assert total.paired is not None
+    own = LAMBDAS[form](p).entries(*total.paired.forms[0].indices(p.device))
+    squares = (own.T @ features.square()).flatten()
+    torch.testing.assert_close(torch.cat(total.paired.squares()).sort().values, squares.sort().values)
+    expected = torch.einsum("bcd,bi,bj->cidj", LAMBDAS[form](p).matrix(), features, features)
+    torch.testing.assert_close(total.complete()[0], expected.flatten(2).flatten(0, 1), rtol=1e-12, atol=1e-12)
 
 
 def test_a_sum_of_heads_that_was_completed_goes_on() -> None:
