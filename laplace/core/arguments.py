@@ -140,6 +140,8 @@ def check_call(
     Raises:
         InvalidCall: An argument is missing, unknown, or one too many.
     """
+    if _fit(function, args, kwargs):
+        return
     signature = _signature(function)
     try:
         signature.bind(*args, **kwargs)
@@ -154,6 +156,23 @@ def check_call(
         if lacking:
             raise InvalidCall(f"{name}() needs {' and '.join(map(_described, lacking))}.") from None
         raise InvalidCall(f"{name}(): {error}; accepted are, in this order, {', '.join(known)}.") from None
+
+
+def _fit(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if arguments fit; False where a closer look has to tell."""
+    places, names, required = _accepted(function)
+    given = {*places[: len(args)], *kwargs}
+    return len(given) == len(args) + len(kwargs) and names >= given >= required
+
+
+@lru_cache(256)
+def _accepted(function: Callable[..., Any]) -> tuple[tuple[str, ...], frozenset[str], frozenset[str]]:
+    """Names of a function's arguments by position, of all that can be given, and of those that must be."""
+    parameters = _signature(function).parameters
+    places = tuple(name for name, p in parameters.items() if p.kind is Parameter.POSITIONAL_OR_KEYWORD)
+    names = {*places, *(name for name, p in parameters.items() if p.kind is Parameter.KEYWORD_ONLY)}
+    required = (name for name, parameter in parameters.items() if _is_required(parameter))
+    return places, frozenset(names), frozenset(required)
 
 
 @lru_cache(256)

@@ -47,8 +47,14 @@ class KronParts:
     @classmethod
     def made_of(cls, factors: Mapping[str, Factor], blocks: tuple[KronBlock, ...]) -> KronParts:
         """Sums of both forms."""
-        thin = {key: factor for key, factor in factors.items() if isinstance(factor, ThinFactor)}
-        return cls({key: factor for key, factor in factors.items() if isinstance(factor, Tensor)}, blocks, thin)
+        matrices: dict[str, Tensor] = {}
+        thin: dict[str, ThinFactor] = {}
+        for key, factor in factors.items():
+            if isinstance(factor, ThinFactor):
+                thin[key] = factor
+            else:
+                matrices[key] = factor
+        return cls(matrices, blocks, thin)
 
     @property
     def every(self) -> dict[str, Factor]:

@@ -269,10 +269,10 @@ def _bytes(
 ) -> int | None:
     """Bytes of a fit; None of a structure that does not say what it takes, or an upper bound alone."""
     try:
-        found = cost(replace(profile, n_batches=n_batches), options)
+        costs = cost(replace(profile, n_batches=n_batches), options)
     except UnsupportedError:
         return None
-    return None if found.assumed else found.fit_bytes(profile)
+    return None if costs.assumed else costs.fit_bytes(profile)
 
 
 _known_bytes = lru_cache(maxsize=64)(_bytes)

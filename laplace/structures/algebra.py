@@ -288,16 +288,16 @@ class Decompositions:
         """True if they are announced."""
         return sum(map(_seconds, self.sizes)) > LONG
 
-    @contextmanager
-    def announced(self) -> Iterator[Callable[[int], None]]:
+    def announced(self) -> AbstractContextManager[Callable[[int], None]]:
         """Gives what is called after every step, with its number.
 
         Warns:
             SlowWarning: They are long, and nothing shows their progress; once.
         """
-        if not self.is_long or _announcing.get():
-            yield _nothing
-            return
+        return self._announced() if self.is_long and not _announcing.get() else nullcontext(_nothing)
+
+    @contextmanager
+    def _announced(self) -> Iterator[Callable[[int], None]]:
         token = _announcing.set(True)
         try:
             if _bars.get():

@@ -66,7 +66,8 @@ class BlockSpectrum:
 
     def cast(self, dtype: torch.dtype) -> BlockSpectrum:
         """The bases in the dtype of Jacobians."""
-        left, right, basis = (None if u is None else u.to(dtype) for u in (self.left, self.right, self.basis))
+        left, right = (None if side is None else side.to(dtype) for side in (self.left, self.right))
+        basis = None if self.basis is None else self.basis.to(dtype)
         return BlockSpectrum(
             self.values, left, right, self.shape, basis, self.matrix, self.left_values, self.right_values,
             self.output_first, self.is_bias,

@@ -126,7 +126,8 @@ class KronCurvature(AdditiveCurvature):
     def is_finite(self) -> Tensor:
         """True, 0-dim, if all is finite; of sides that are known by rows, their squares in the dtype of matrices."""
         traces = [side.trace.to(self.parts.like.dtype) for side in self.parts.thin.values()]
-        return all_finite([*self.parts.factors.values(), *traces])
+        sums = [factor for factor in self.parts.factors.values() if factor.ndim]  # and no numbers of positions
+        return all_finite([*sums, *traces])
 
     def kept(self, *, additive: bool = False) -> KronCurvature:
         """Eigenpairs in the place of rows, which a fit does not outlive; matrices, where sums are to add up."""

@@ -47,13 +47,13 @@ def test_another_basis_of_a_null_space_gives_the_same(structure: str, monkeypatc
 
     def another(matrix: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         values, vectors = real(matrix, **options)
-        null = (values <= 1e-13 * values.amax(-1, keepdim=True)).flatten()
-        if values.ndim > 1 and len(values) == 1 and int(null.sum()) > 1:
-            count = int(null.sum())
-            turn = torch.linalg.qr(torch.randn(count, count, dtype=vectors.dtype))[0]
-            vectors = vectors.clone()
-            vectors[0][:, null] = vectors[0][:, null] @ turn
-            turned.append(count)
+        vectors, n = vectors.clone(), values.shape[-1]
+        for own, basis in zip(values.reshape(-1, n), vectors.view(-1, n, n), strict=True) if values.ndim > 1 else ():
+            null = own <= 1e-13 * own.amax()
+            if (count := int(null.sum())) > 1:
+                turn = torch.linalg.qr(torch.randn(count, count, dtype=vectors.dtype))[0]
+                basis[:, null] = basis[:, null] @ turn
+                turned.append(count)
         return values, vectors
 
     monkeypatch.setattr(algebra, "eigh", another)

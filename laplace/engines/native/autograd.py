@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -97,8 +97,7 @@ def stack(gradients: tuple[Tensor | None, ...]) -> Tensor | None:
     return torch.stack([torch.zeros_like(nonzero[0]) if g is None else g for g in gradients])
 
 
-@contextmanager
-def differentiable(module: nn.Module, *, twice: bool) -> Iterator[None]:
+def differentiable(module: nn.Module, *, twice: bool) -> AbstractContextManager[object]:
     """Within it gradients of the network are dense, true derivatives, and differentiable again where that is asked.
 
     Attention takes the kernel that has second derivatives. A table's `sparse=True` and `scale_grad_by_freq=True`
@@ -109,12 +108,16 @@ def differentiable(module: nn.Module, *, twice: bool) -> Iterator[None]:
         module: The network.
         twice: True if gradients are differentiated again, or vectorised over data.
     """
-    tables = (table for table in modules_of(module) if isinstance(table, (nn.Embedding, nn.EmbeddingBag)))
-    with ExitStack() as stack:
-        if twice:
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if twice or any(table.sparse or table.scale_grad_by_freq for table in tables):
-            stack.enter_context(_Rewritten(twice=twice))
+    if twice:
+        return _differentiable_twice()
+    tables = [table for table in modules_of(module) if isinstance(table, (nn.Embedding, nn.EmbeddingBag))]
+    is_special = any(table.sparse or table.scale_grad_by_freq for table in tables)
+    return _Rewritten(twice=False) if is_special else nullcontext()
+
+
+@contextmanager
+def _differentiable_twice() -> Iterator[None]:
+    with sdpa_kernel(SDPBackend.MATH), _Rewritten(twice=True):
         yield
 
 

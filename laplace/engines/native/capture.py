@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -71,15 +71,12 @@ class Capture:
     positions: tuple[int, ...] = ()
     processes: Processes | None = None
 
-    @contextmanager
-    def backward(self, n_cotangents: int, n_inputs: int) -> Iterator[None]:
+    def backward(self, n_cotangents: int, n_inputs: int) -> AbstractContextManager[object]:
         """A block of backward passes, which of a spread network are of all processes or of none."""
         if self.processes is None:
-            yield
-            return
+            return nullcontext()
         self.processes.in_step(f"{n_cotangents} backward passes to {n_inputs} tensors")
-        with self.processes.passing():
-            yield
+        return self.processes.passing()
 
     @property
     def watched(self) -> bool:
