@@ -12,17 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from laplace.core.checks import numbers_are_known
+from laplace.core import convolutions
 from laplace.core.gram import group_gram
 
 _PART_BYTES = 2**20
 """Bytes of patches that are unfolded at once where they are read once: what a cache holds."""
 
-_VECTOR = 16
-"""Channels that PyTorch's convolutions on x86 take at once: of other numbers they take longer than matrix products."""
-
-_SUMMED, _MULTIPLIED = 64, 2**22
-"""Positions, and multiplications of a call, from which they repay that they lay out the weight's gradients anew."""
+_MULTIPLIED = 2**22
+"""Multiplications of a convolution from which on they outweigh its call."""
 
 _WEIGHT_GRADIENTS = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
 
@@ -80,17 +77,10 @@ class Patches:
             yield slice(data * i // parts, data * (i + 1) // parts)
 
     def convolves(self, g: Tensor) -> bool:
-        """True if `outer_sums` of gradients g `[K, B, T, G, O]` is less work than products of unfolded patches.
-
-        A convolution's kernel reads every number of an image from a cache for all patches that hold it. Its vectors are
-        of channels. Only PyTorch's float32 kernels of x86 are so; the others, of which some are slow, are not asked.
-        """
-        images = self.images
-        x86 = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
-        known = x86 and images.device.type == "cpu" and images.dtype == g.dtype == torch.float32 and numbers_are_known()
-        wide = images.shape[2] // self.groups % _VECTOR == 0 == g.shape[4] % _VECTOR
-        enough = g.shape[2] >= _SUMMED and g.numel() * self.shape[3] >= _MULTIPLIED
-        return known and wide and enough and len(self.kernel) in _WEIGHT_GRADIENTS
+        """True if `outer_sums` of gradients g `[K, B, T, G, O]` is less work than products of unfolded patches."""
+        enough = len(self.kernel) in _WEIGHT_GRADIENTS and g.numel() * self.shape[3] >= _MULTIPLIED
+        per_group = self.images.shape[2] // self.groups
+        return enough and g.dtype == self.images.dtype and convolutions.are_fast(g, g.shape[2], per_group, g.shape[4])
 
     def outer_sums(self, g: Tensor) -> Tensor:
         """Σ_t g ⊗ a of every datum, `[K, B, G, O, I]`, for gradients g `[K, B, T, G, O]`; nothing is unfolded.

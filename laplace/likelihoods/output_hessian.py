@@ -183,7 +183,7 @@ class OutputHessian:
         if self.dense is not None:
             return _spectral_root(self.dense)[part]
         if self.sums_to_zero:
-            root = _multinomial_root(self.diag, torch.arange(self.n_columns, device=self.diag.device)[part])
+            root = self._multinomial_root(torch.arange(self.n_columns, device=self.diag.device)[part])
             return root if self.weights is None else self.weights.to(root).sqrt().unsqueeze(1) * root
         scale = self.diag.sqrt()
         at = torch.arange(scale.shape[1], device=scale.device)[part]
@@ -197,6 +197,26 @@ class OutputHessian:
             root = root - self.vec * (ratio / (1 + rest.sqrt())).T[part].unsqueeze(2)
         return root
 
+    def _multinomial_root(self, at: Tensor) -> Tensor:
+        """Columns of the Cholesky factor of diag(p) − p pᵀ, `[len(at), B, C]`, in ascending order `at`."""
+        p, (diagonal, below) = self.diag, self._multinomial_factor
+        row = torch.arange(p.shape[1], device=p.device)
+        root = torch.where(row > at[:, None, None], -p * below.T[at].unsqueeze(2), 0.0)
+        return torch.where(row == at[:, None, None], diagonal, root)
+
+    @cached_property
+    def _multinomial_factor(self) -> tuple[Tensor, Tensor]:
+        """What that factor is made of, `[B, C]` each (Tanabe & Sagae, 1992, equation 3).
+
+        With q_k = Σ_{i>k} p_i, column k is √(p_k q_k / (p_k + q_k)), the diagonal, times 1 at k and −p_i / q_k below.
+        Nothing cancels, so that every entry keeps its digits where p is saturated.
+        """
+        p = self.diag
+        tiny = torch.finfo(p.dtype).tiny
+        after = functional.pad(p.flip(1).cumsum(1).flip(1)[:, 1:], (0, 1))
+        diagonal = p.sqrt() * (after / (p + after).clamp(min=tiny)).sqrt()
+        return diagonal, diagonal / after.clamp(min=tiny)
+
 
 _TINY = 1e-30
 
@@ -204,25 +224,6 @@ _TINY = 1e-30
 def columns_of(n_outputs: int, *, sums_to_zero: bool) -> int:
     """Columns of a root of C outputs: C, or C − 1 where rows sum to zero, but one at least."""
     return max(1, n_outputs - 1) if sums_to_zero else n_outputs
-
-
-def _multinomial_root(p: Tensor, at: Tensor) -> Tensor:
-    """Columns of the Cholesky factor of diag(p) − p pᵀ, `[len(at), B, C]` (Tanabe & Sagae, 1992, equation 3).
-
-    With q_k = Σ_{i>k} p_i, column k is √(p_k q_k / (p_k + q_k)) times 1 at k and −p_i / q_k below. Nothing cancels,
-    so that every entry keeps its digits where p is saturated.
-
-    Args:
-        p: Probabilities `[B, C]`, or zeros.
-        at: Which columns, ascending.
-    """
-    tiny = torch.finfo(p.dtype).tiny
-    after = functional.pad(p.flip(1).cumsum(1).flip(1)[:, 1:], (0, 1))
-    diagonal = p.sqrt() * (after / (p + after).clamp(min=tiny)).sqrt()
-    below = diagonal / after.clamp(min=tiny)
-    row = torch.arange(p.shape[1], device=p.device)
-    root = torch.where(row > at[:, None, None], -p * below.T[at].unsqueeze(2), 0.0)
-    return torch.where(row == at[:, None, None], diagonal, root)
 
 
 def _spectral_root(dense: Tensor) -> Tensor:

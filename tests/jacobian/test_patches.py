@@ -99,7 +99,7 @@ def test_sums_by_a_convolution(name: str) -> None:
 @pytest.mark.parametrize("input_first", [False, True])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_wide_blocks_of_float32_are_summed_so(groups: int, input_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dense pieces and squares are the same either way; blocks of float64, of few channels or positions are unfolded."""
+    """Dense pieces and squares are the same either way; of float64, few channels or few positions none are."""
     monkeypatch.setattr(patches, "_MULTIPLIED", 1)
     form = Patches(torch.randn(DATA, IMAGES, 32, 10, 9), (3, 2), (1, 1), (1, 1), groups)
     g = torch.randn(2, DATA, form.shape[1], groups, 16)
