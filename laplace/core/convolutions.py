@@ -1,4 +1,4 @@
-"""Where PyTorch's convolutions multiply faster than its matrix products."""
+"""Convolutions of PyTorch that multiply faster than its matrix products."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def are_fast(x: Tensor, n_terms: int, *channels: int) -> bool:
         n_terms: Positions that every sum is over.
         channels: Numbers of channels, of a group.
     """
-    x86 = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    x86 = torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available()
+    x86 = x86 and torch.backends.cpu.get_cpu_capability().startswith("AVX")
     known = x86 and x.device.type == "cpu" and x.dtype == torch.float32 and numbers_are_known()
     return known and n_terms >= _SUMMED and all(n % _VECTOR == 0 for n in channels)
