@@ -44,15 +44,6 @@ def limit_memory(n_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (held + n_bytes, held + n_bytes))
 
 
-def free_a_large_block() -> None:
-    """Frees 31 MiB once, as every process does that has trained a network.
-
-    Until then the C library gives the memory of large activations back after every layer and fetches the pages anew.
-    One package frees such a block in its own work, the other does not: the state of the allocator would be compared.
-    """
-    torch.empty(31 * 2**20, dtype=torch.uint8)
-
-
 class Task:
     """A workload in a process of its own.
 
@@ -65,7 +56,7 @@ class Task:
     """
 
     def __init__(self, workload: Workload, state: Path, device: torch.device, backend: str, *, shared: bool) -> None:
-        free_a_large_block()
+        timing.free_a_large_block()
         self.work = work.read(workload, state, device, backend)
         self.job = self.work.job()
         self.device = device

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.grad import conv1d_weight
+
+from laplace.core import convolutions
 
 _LEAST_BLOCK, _LARGEST_BLOCK, _BLOCKS = 64, 256, 8
 """Widths of the blocks of which the lower ones are mirrored instead of computed, and how many there are in between."""
@@ -88,11 +91,12 @@ def row_gram(rows: Tensor, weights: Tensor | None = None, dtype: torch.dtype | N
 def group_gram(x: Tensor) -> Tensor:
     """Σ x xᵀ over all but the last two dimensions of `[..., G, D]`, `[G, D, D]`."""
     groups, width = x.shape[-2:]
-    if groups == 1 and width > _NARROW:
-        if x.ndim == 4 and x.stride(1) == 1 and x.shape[1] >= _LEAST_BLOCK:  # columns of images, not to be turned first
-            return _gram_of_columns(x[:, :, 0].mT).unsqueeze(0)
-        return gram(x.reshape(-1, width)).unsqueeze(0)
     rows = x.flatten(0, -4) if x.ndim > 3 else x.unsqueeze(1)  # [N, T, G, D], also of no rows
+    if groups == 1 and width > _NARROW:
+        if rows.stride(1) == 1 and rows.shape[1] >= _LEAST_BLOCK:  # columns of images, not to be turned first
+            fast = convolutions.are_fast(rows, rows.shape[1], width)
+            return (_gram_by_convolution if fast else _gram_of_columns)(rows[:, :, 0].mT).unsqueeze(0)
+        return gram(x.reshape(-1, width)).unsqueeze(0)
     step = max(1, _ROWS // max(1, rows.shape[1]))
     total = _turned(rows[:step])
     for start in range(step, rows.shape[0], step):
@@ -114,6 +118,15 @@ def _gram_of_columns(x: Tensor) -> Tensor:
         rows = x[:, start : start + step]
         total[start : start + rows.shape[1], start:].addbmm_(rows, x[:, start:].mT)
     return mirror(total)
+
+
+def _gram_by_convolution(x: Tensor) -> Tensor:
+    """The same as the gradient of a convolution's weight, whose images and gradients are the columns."""
+    width, n_columns = x.shape[1:]
+    total = x.new_zeros(width, width, 1)
+    for part in x.split(max(1, _ROWS // n_columns)):
+        total += conv1d_weight(part, torch.Size((width, width, 1)), part)
+    return total[..., 0]
 
 
 def group_product(x: Tensor, matrix: Tensor) -> Tensor:

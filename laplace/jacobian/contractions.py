@@ -76,6 +76,9 @@ class Contractions(ABC):
         """Dense pieces `[K, b, p]` over consecutive data, each at most about `CHUNK_BYTES`."""
         per_datum = self.n_cotangents * self.size * 8
         step = max(1, CHUNK_BYTES // max(1, per_datum))  # a tensor may be empty
+        if 0 < self.n_data <= step:
+            yield self.dense()
+            return
         for start in range(0, self.n_data, step):
             yield self.at(slice(start, start + step)).dense()
 

@@ -224,6 +224,9 @@ class OuterBlock(FactoredBlock):
     def dense(self) -> Tensor:
         if self.a is None:
             return (self.g[:, :, 0] if self.n_positions == 1 else self.g.sum(2)).flatten(2)
+        if isinstance(self.a, Patches) and self.a.convolves(self.g):
+            sums = self.a.outer_sums(self.g)
+            return (sums.mT if self.input_first else sums).flatten(2)
         order = "kbgio" if self.input_first else "kbgoi"
         parts = [torch.einsum(f"kbtgo,btgi->{order}", part.g, part.inputs).flatten(2) for part in self._parts()]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -280,8 +283,9 @@ class OuterBlock(FactoredBlock):
     def _for_squares(self) -> Iterator[OuterBlock]:
         """Blocks of some cotangents: of a large weight not even the pieces of one datum hold all of them."""
         step = max(1, CHUNK_BYTES // (8 * self.size))
-        few = isinstance(self.a, Patches) and self.n_cotangents * self.n_outputs < _KEPT_BELOW
-        block = self._unfolded() if few else self
+        few = self.n_cotangents * self.n_outputs < _KEPT_BELOW
+        unfolds = few and isinstance(self.a, Patches) and not self.a.convolves(self.g)
+        block = self._unfolded() if unfolds else self
         for g in self.g.split(step):
             yield replace(block, g=g)
 

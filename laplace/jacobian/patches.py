@@ -10,11 +10,18 @@ from math import prod
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
+from laplace.core import convolutions
 from laplace.core.gram import group_gram
 
 _PART_BYTES = 2**20
 """Bytes of patches that are unfolded at once where they are read once: what a cache holds."""
+
+_MULTIPLIED = 2**22
+"""Multiplications of a convolution from which on they outweigh its call."""
+
+_WEIGHT_GRADIENTS = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +75,31 @@ class Patches:
         parts = max(1, min(data, -(-(self.n_bytes if n_bytes is None else n_bytes) // _PART_BYTES)))
         for i in range(parts):
             yield slice(data * i // parts, data * (i + 1) // parts)
+
+    def convolves(self, g: Tensor) -> bool:
+        """True if `outer_sums` of gradients g `[K, B, T, G, O]` is less work than products of unfolded patches."""
+        enough = len(self.kernel) in _WEIGHT_GRADIENTS and g.numel() * self.shape[3] >= _MULTIPLIED
+        per_group = self.images.shape[2] // self.groups
+        return enough and g.dtype == self.images.dtype and convolutions.are_fast(g, g.shape[2], per_group, g.shape[4])
+
+    def outer_sums(self, g: Tensor) -> Tensor:
+        """Σ_t g ⊗ a of every datum, `[K, B, G, O, I]`, for gradients g `[K, B, T, G, O]`; nothing is unfolded.
+
+        That is the gradient of the weight of one convolution that has a group for every datum, and its images for data.
+        """
+        k, b, _, _, n_outputs = g.shape
+        n_images, channels, *space = self.images.shape[1:]
+        groups, per_group = k * b * self.groups, channels // self.groups
+        images = self.images.transpose(0, 1).unsqueeze(1).expand(-1, k, -1, *self.images.shape[2:])
+        positions = _positions(space, self.kernel, self.stride, self.dilation)
+        outputs = g.unflatten(2, (n_images, *positions)).movedim(2, 0).movedim((-2, -1), (3, 4))
+        sums = _WEIGHT_GRADIENTS[len(self.kernel)](
+            images.reshape(n_images, groups * per_group, *space),
+            torch.Size((groups * n_outputs, per_group, *self.kernel)),
+            outputs.reshape(n_images, groups * n_outputs, *positions),
+            stride=self.stride, dilation=self.dilation, groups=groups,
+        )  # fmt: skip
+        return sums.view(k, b, self.groups, n_outputs, -1)
 
     def gram(self) -> Tensor:
         """Σ a aᵀ over all patches, `[G, I, I]`."""

@@ -185,7 +185,7 @@ class OutputHessian:
         if self.dense is not None:
             return _spectral_root(self.dense)[part]
         if self.sums_to_zero:
-            root = _multinomial_root(self.diag, range(self.n_columns)[part])
+            root = self._multinomial_root(range(self.n_columns)[part])
             return root if self.weights is None else self.weights.to(root).sqrt().unsqueeze(1) * root
         scale = self.diag.sqrt()
         at = torch.arange(scale.shape[1], device=scale.device)[part]
@@ -199,6 +199,27 @@ class OutputHessian:
             root = root - self.vec * (ratio / (1 + rest.sqrt())).T[part].unsqueeze(2)
         return root
 
+    def _multinomial_root(self, at: range) -> Tensor:
+        """Columns of the Cholesky factor of diag(p) − p pᵀ, `[len(at), B, C]`, consecutive ones."""
+        diagonal, below = (part[:, at.start : at.stop] for part in self._multinomial_factor)
+        root = (below.unsqueeze(2) * -self.diag.unsqueeze(1)).triu_(at.start + 1)  # [B, len(at), C]
+        root.diagonal(at.start, 1, 2).copy_(diagonal)
+        return root.transpose(0, 1).contiguous()
+
+    @cached_property
+    def _multinomial_factor(self) -> tuple[Tensor, Tensor]:
+        """Parts of that factor, `[B, C]` each (Tanabe & Sagae, 1992, equation 3).
+
+        With q_k = Σ_{i>k} p_i, column k is √(p_k q_k / (p_k + q_k)), the diagonal, times 1 at k and −p_i / q_k below.
+        Nothing cancels, so that every entry keeps its digits where p is saturated.
+        """
+        p = self.diag
+        tiny = torch.finfo(p.dtype).tiny
+        sums = functional.pad(p.flip(1).cumsum(1).flip(1), (0, 1))  # p_k + q_k, and q_k one further
+        here, after = sums[:, :-1], sums[:, 1:]
+        diagonal = p.sqrt() * (after / here.clamp(min=tiny)).sqrt()
+        return diagonal, diagonal / after.clamp(min=tiny)
+
 
 _TINY = 1e-30
 
@@ -206,26 +227,6 @@ _TINY = 1e-30
 def columns_of(n_outputs: int, *, sums_to_zero: bool) -> int:
     """Columns of a root of C outputs: C, or C − 1 where rows sum to zero, but one at least."""
     return max(1, n_outputs - 1) if sums_to_zero else n_outputs
-
-
-def _multinomial_root(p: Tensor, at: range) -> Tensor:
-    """Columns of the Cholesky factor of diag(p) − p pᵀ, `[len(at), B, C]` (Tanabe & Sagae, 1992, equation 3).
-
-    With q_k = Σ_{i>k} p_i, column k is √(p_k q_k / (p_k + q_k)) times 1 at k and −p_i / q_k below. Nothing cancels,
-    so that every entry keeps its digits where p is saturated.
-
-    Args:
-        p: Probabilities `[B, C]`, or zeros.
-        at: Which columns, consecutive ones.
-    """
-    tiny = torch.finfo(p.dtype).tiny
-    sums = functional.pad(p.flip(1).cumsum(1).flip(1), (0, 1))  # p_k + q_k, and q_k one further
-    here, after = sums[:, at.start : at.stop], sums[:, at.start + 1 : at.stop + 1]
-    diagonal = p[:, at.start : at.stop].sqrt() * (after / here.clamp(min=tiny)).sqrt()
-    below = diagonal / after.clamp(min=tiny)
-    root = (below.unsqueeze(2) * -p.unsqueeze(1)).triu_(at.start + 1)  # [B, len(at), C]
-    root.diagonal(at.start, 1, 2).copy_(diagonal)
-    return root.transpose(0, 1).contiguous()
 
 
 def _spectral_root(dense: Tensor) -> Tensor:

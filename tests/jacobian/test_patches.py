@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -85,3 +86,29 @@ def test_a_block_of_patches(name: str, outputs: int, few: bool, monkeypatch: pyt
     shape = form.shape
     g = torch.randn(3, 4, shape[1], shape[2], outputs, dtype=torch.float64)
     check(OuterBlock(form, g), OuterBlock(form.rows, g).dense())
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_sums_by_a_convolution(name: str) -> None:
+    """A convolution with a group for every datum sums what unfolded patches sum, whatever its stride and groups."""
+    form = drawn(FORMS[name])
+    g = torch.randn(2, DATA, form.shape[1], form.groups, 5, dtype=torch.float64)
+    assert_close(form.outer_sums(g), torch.einsum("kbtgo,btgi->kbgoi", g, one_by_one(form)), "algebra")
+
+
+@pytest.mark.parametrize("input_first", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_wide_blocks_of_float32_are_summed_so(groups: int, input_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense pieces and squares are the same either way; of float64, few channels or few positions none are."""
+    monkeypatch.setattr(patches, "_MULTIPLIED", 1)
+    form = Patches(torch.randn(DATA, IMAGES, 32, 10, 9), (3, 2), (1, 1), (1, 1), groups)
+    g = torch.randn(2, DATA, form.shape[1], groups, 16)
+    block = OuterBlock(form, g, input_first=input_first)
+    unfolded = replace(block, a=form.rows)
+    x86 = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    assert form.convolves(g) is x86
+    assert not form.map(Tensor.double).convolves(g.double())
+    assert not form.convolves(g[..., :8])
+    assert not form.map(lambda images: images[..., :5, :5]).convolves(g[:, :, :24])
+    assert_close(block.dense(), unfolded.dense(), "float32")
+    assert_close(block.squares_apart(), unfolded.squares_apart(), "float32")
