@@ -141,11 +141,15 @@ class BatchProfile:
         return self.forward + 3 * n_vectors * self.backward
 
     def product_bytes(self, n_vectors: int) -> int:
-        """Bytes held while a batch is multiplied with vectors: a graph of gradients, and vectors within the budget."""
+        """Bytes held while a batch is multiplied with vectors.
+
+        A graph of gradients, and vectors within the budget; or what a batch takes that is contracted, and the outputs of
+        a layer for all vectors, a piece at a time.
+        """
         if self.multiplies_by_factors(n_vectors):
             outputs = max(t.groups * t.n_outputs * t.positions for t in self.tensors) * self.itemsize
-            held = min(max(CHUNK_BYTES, n_vectors * outputs), n_vectors * self.n_data * outputs)
-            return max(self.batch_bytes + 2 * held + self.piece_bytes(self.shared_sizes), self.proving_bytes)
+            piece = min(max(CHUNK_BYTES, n_vectors * outputs), n_vectors * self.n_data * outputs)
+            return max(self.batch_bytes + 2 * piece + self.piece_bytes(self.shared_sizes), self.proving_bytes)
         per_vector = 4 * (self.gradients + self.n_data * self.n_outputs * self.itemsize)
         rows = 2 * self.n_params * self.itemsize
         at_once = max(1, min(n_vectors, self.product_budget // (per_vector + rows)))
