@@ -143,8 +143,8 @@ class BatchProfile:
     def product_bytes(self, n_vectors: int) -> int:
         """Bytes held while a batch is multiplied with vectors.
 
-        A graph of gradients, and vectors within the budget; or what a batch takes that is contracted, and the outputs of
-        a layer for all vectors, a piece at a time.
+        A graph of gradients, and vectors within the budget; or what a batch takes that is contracted, and outputs of a
+        layer for all vectors, a piece at a time.
         """
         if self.multiplies_by_factors(n_vectors):
             outputs = max(t.groups * t.n_outputs * t.positions for t in self.tensors) * self.itemsize
