@@ -126,16 +126,30 @@ class BatchProfile:
         if self.n_terms > 1 or self.refused or not all(tensor.is_plain for tensor in self.tensors):
             return False
         network = sum(tensor.multiplications for tensor in self.tensors)
+        return self.n_columns * network + self._products(n_vectors) < 4 * n_vectors * network
+
+    def _products(self, n_vectors: int) -> int:
+        """Multiplications per datum of products with vectors by the factors of all cotangents."""
         chunks = -(-self.n_columns // self.at_once)
-        by_factors = sum(tensor.products(n_vectors, self.at_once) for tensor in self.tensors)
-        return self.n_columns * network + chunks * by_factors < 4 * n_vectors * network
+        return chunks * sum(tensor.products(n_vectors, self.at_once) for tensor in self.tensors)
+
+    def product_seconds(self, n_vectors: int) -> float:
+        """One batch that is multiplied with vectors."""
+        if self.multiplies_by_factors(n_vectors):
+            return self.reading_seconds + self.n_data * self._products(n_vectors) / self.rate
+        # J v by differentiating twice, then Jᵀ u: about three backward passes
+        return self.forward + 3 * n_vectors * self.backward
 
     def product_bytes(self, n_vectors: int) -> int:
-        """Bytes held while a batch is multiplied with vectors: a graph of gradients, and vectors within the budget."""
+        """Bytes held while a batch is multiplied with vectors.
+
+        A graph of gradients, and vectors within the budget; or what a batch takes that is contracted, and outputs of a
+        layer for all vectors, a piece at a time.
+        """
         if self.multiplies_by_factors(n_vectors):
             outputs = max(t.groups * t.n_outputs * t.positions for t in self.tensors) * self.itemsize
-            held = min(max(CHUNK_BYTES, n_vectors * outputs), n_vectors * self.n_data * outputs)
-            return max(self.batch_bytes + 2 * held + self.piece_bytes(self.shared_sizes), self.proving_bytes)
+            piece = min(max(CHUNK_BYTES, n_vectors * outputs), n_vectors * self.n_data * outputs)
+            return max(self.batch_bytes + 2 * piece + self.piece_bytes(self.shared_sizes), self.proving_bytes)
         per_vector = 4 * (self.gradients + self.n_data * self.n_outputs * self.itemsize)
         rows = 2 * self.n_params * self.itemsize
         at_once = max(1, min(n_vectors, self.product_budget // (per_vector + rows)))

@@ -57,9 +57,7 @@ class Cost:
 
     def fit_seconds(self, profile: BatchProfile) -> float:
         """One batch, in all passes."""
-        passes = profile.reading_seconds
-        if self.vectors:  # J v by differentiating twice, then Jᵀ u: about three backward passes
-            passes = profile.forward + 3 * self.vectors * profile.backward
+        passes = profile.product_seconds(self.vectors) if self.vectors else profile.reading_seconds
         return self.n_passes * (passes + self.work / profile.rate)
 
     def predict_seconds(self, profile: BatchProfile) -> float:
