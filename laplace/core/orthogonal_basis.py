@@ -73,7 +73,7 @@ class DenseBasis(OrthogonalBasis):
         """As one flat matrix product where there is one group."""
         vectors = self.vectors.mT if back else self.vectors
         if vectors.shape[0] == 1:
-            return (rows.reshape(-1, vectors.shape[1]) @ vectors[0]).view(*rows.shape[:-1], -1)
+            return (rows.reshape(-1, vectors.shape[1]) @ vectors[0]).view(*rows.shape[:-1], vectors.shape[2])
         return torch.einsum("...go,gop->...gp", rows, vectors)
 
     def rotate_folded(self, rows: Tensor, *, back: bool = False) -> Tensor:

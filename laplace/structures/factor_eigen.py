@@ -55,8 +55,11 @@ def alike(shapes: Mapping[str, torch.Size]) -> list[list[str]]:
 
 def decomposed(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Eigenvalues `[G, n]` and eigenvectors of matrices `[G, n, n]` of one shape, by one call."""
-    values, vectors = algebra.eigh(matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(list(matrices)))
-    return list(zip(values, vectors, strict=True))
+    if len(matrices) == 1:
+        return [algebra.eigh(matrices[0])]
+    values, vectors = algebra.eigh(torch.stack(list(matrices)))
+    # Copies: a part would hold all the others in memory and in files, also where a process keeps no more than its own.
+    return [(one.clone(), its.clone()) for one, its in zip(values, vectors, strict=True)]
 
 
 def input_eigen(

@@ -75,7 +75,7 @@ class Pairs:
                 return _Terms(values, None, math.inf, self.sizes)
             runs = [pad(run, (0, len(run) % 2)).view(2, -1) for run in values.split(list(self.sizes))]
             one, other = torch.cat(runs, 1)
-            limit = min(numbers.eps / numbers.tiny**0.5, 0.5 * numbers.max**0.5 / max(largest, numbers.tiny))
+            limit = min(numbers.eps / numbers.tiny**0.5, 0.5 * numbers.max**0.25 / max(largest, numbers.tiny))
             return _Terms(one + other, one * other, limit, tuple(run.shape[1] for run in runs))
 
 
@@ -83,8 +83,8 @@ class Pairs:
 class _Terms:
     """Eigenvalues a, b of which one logarithm is taken: a + b and a b; or a alone.
 
-    Up to a limit of c no term leaves the range of numbers. No product that did, of a and b below √tiny, would change a
-    sum by more than its rounding: c a is below c √tiny.
+    Up to a limit of c no term leaves the range of numbers, nor does its square, by which second derivatives divide. No
+    product that did, of a and b below √tiny, would change a sum by more than its rounding: c a is below c √tiny.
 
     Attributes:
         first: What c is multiplied with, `[q]`.

@@ -8,7 +8,6 @@ close to n, and σ is then too large by √(n / (n − γ)).
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from laplace.core.precision_policy import widened
@@ -36,9 +35,10 @@ def inflated_noise(posterior: Posterior, sigma_noise: Tensor, temperature: Tenso
     sigma, spread = noise.reshape(-1)[worst].item(), residual.reshape(-1)[worst].item()
     if not sigma > _LARGEST_RATIO * spread:
         return None
-    explained, ratio = 100 * (1 - (spread / sigma) ** 2), sigma / max(spread, torch.finfo(noise.dtype).tiny)
+    explained = 100 * (1 - (spread / sigma) ** 2)
+    ratio = f"{sigma / spread:.3g} times " if spread else "with "
     return (
-        f"the evidence chose a noise of {sigma:.3g}, {ratio:.3g} times the root mean square {spread:.2g} of the "
+        f"the evidence chose a noise of {sigma:.3g}, {ratio}the root mean square {spread:.2g} of the "
         f"residuals, since it counts {explained:.0f} % of the observed values as explained by the weights; a curvature "
         "that leaves out how weights depend on each other overstates that where data are few: compare "
         "hessian_structure='full', use the last layer, or tune on validation data"

@@ -25,7 +25,7 @@ from laplace.engines.native.engine import NativeEngine
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.native.plan import Plan, first_of_use
 from laplace.engines.native.products import Linearised, add_rows
-from laplace.errors import CurvatureError, InvalidData
+from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.heads import Head, as_head
 from laplace.jacobian.matrix_sum import MatrixSum
@@ -161,7 +161,7 @@ class OuterEngine(NativeEngine):
             capture = self._capture(detached(x))
             plan = None
             if len(capture.f):
-                with suppress(CurvatureError, InvalidData):
+                with suppress(CurvatureError):
                     plan = self._known(capture, x) or self._prove(capture, x, ladder=False)
             if plan is not None and all(rule.proven for rule in plan):
                 batch = ForwardPass(self.problem, x, capture, plan, self.memory_budget)
