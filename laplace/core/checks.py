@@ -43,7 +43,7 @@ class Conditions:
         answers = flags if question is None else [*flags, question]
         hold = torch.stack([flag.to(device) for flag in answers]).tolist()
         _raise_first(hold, faults)
-        return bool(hold[-1])
+        return question is None or bool(hold[-1])
 
     @contextmanager
     def collected(self) -> Iterator[None]:

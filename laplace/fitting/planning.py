@@ -228,7 +228,7 @@ class MemoryCheck:
         """Available memory if the fit takes more; None if it is enough, or nobody can say."""
         asked = self.structure.cost, profile, self.n_batches, self.options
         try:
-            needed = _known_bytes(*asked)
+            needed = _known_bytes(*asked, repr(self.options))
         except TypeError:  # options that cannot be kept
             needed = _bytes(*asked)
         if needed is None or needed <= LEAST:
@@ -275,8 +275,18 @@ def _bytes(
     return None if costs.assumed else costs.fit_bytes(profile)
 
 
-_known_bytes = lru_cache(maxsize=64)(_bytes)
-"""The same, asked once of fits of one form: of one network, and of batches of one size, there are many."""
+@lru_cache(maxsize=64)
+def _known_bytes(cost: Any, profile: BatchProfile, n_batches: int | None, options: Any, shown: str) -> int | None:
+    """The same, asked once of fits of one form: of one network, and of batches of one size, there are many.
+
+    Args:
+        cost: The arguments of `_bytes`.
+        profile: Likewise.
+        n_batches: Likewise.
+        options: Likewise.
+        shown: The options as text, in which 1 and 1.0 differ: a number of columns, and a share of them.
+    """
+    return _bytes(cost, profile, n_batches, options)
 
 
 def _listed(choices: list[Estimate], weights: str) -> str:

@@ -18,6 +18,9 @@ from laplace.core.gram import group_gram
 _PART_BYTES = 2**20
 """Bytes of patches that are unfolded at once where they are read once: what a cache holds."""
 
+_COPIED_BYTES = 2**25
+"""Bytes of images and gradients that are laid out anew at once for a convolution."""
+
 _MULTIPLIED = 2**22
 """Multiplications of a convolution from which on they outweigh its call."""
 
@@ -87,6 +90,13 @@ class Patches:
 
         That is the gradient of the weight of one convolution that has a group for every datum, and its images for data.
         """
+        copied = (self.images.numel() * len(g) + g.numel()) * g.element_size()
+        parts = max(1, min(len(self.images), -(-copied // _COPIED_BYTES)))
+        some = zip(self.images.chunk(parts), g.chunk(parts, 1), strict=True)
+        sums = [replace(self, images=images)._outer_sums_at_once(its) for images, its in some]
+        return sums[0] if len(sums) == 1 else torch.cat(sums, 1)
+
+    def _outer_sums_at_once(self, g: Tensor) -> Tensor:
         k, b, _, _, n_outputs = g.shape
         n_images, channels, *space = self.images.shape[1:]
         groups, per_group = k * b * self.groups, channels // self.groups

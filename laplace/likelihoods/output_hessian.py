@@ -146,7 +146,7 @@ class OutputHessian:
             return self.dense.sum(0)
         diag, vec = self._parts
         if vec is None:
-            return torch.diag(diag.sum(0)).to(self.diag.dtype)
+            return torch.diag(self._weighed(diag).sum(0)).to(self.diag.dtype)
         total = -(vec.T @ self._weighed(vec))
         total.diagonal().add_(self._weighed(diag).sum(0))
         return total.to(self.diag.dtype)

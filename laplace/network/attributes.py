@@ -25,6 +25,7 @@ _NO_SETTINGS = frozenset({"name_or_path", "gradient_checkpointing", "activation_
 
 _PASSED_OVER = _OWN | _NO_SETTINGS
 _PLAIN = frozenset({bool, int, float, str, type(None)})
+_SHARED = "modules of several names"
 _MOST, _DEPTH = 1024, 4
 _OTHER = object()
 
@@ -78,7 +79,9 @@ class Seen:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [_Module(name, module) for name, module in named_modules_of(model)]
+        named = named_modules_of(model)
+        self._modules = [_Module(name, module) for name, module in named]
+        self._places = {id(module): name for name, module in named}
 
     @cached_property
     def attributes(self) -> Attributes:
@@ -87,11 +90,19 @@ class Seen:
         for module in self._modules:
             for name, value in module.plain.items():
                 attributes.setdefault(name, []).append((module.place, value))
+        if shared := self._shared():
+            attributes[_SHARED] = shared
         return {name: tuple(values) for name, values in attributes.items()}
+
+    def _shared(self) -> list[tuple[str, Any]]:
+        """Further names of modules that have several, each with the first one."""
+        children = [(module.place, name, child) for module in self._modules for name, child in module.children]
+        names = [(f"{place}.{name}" if place else name, self._places.get(child)) for place, name, child in children]
+        return [(name, first) for name, first in names if first not in (None, name)]
 
     def __getstate__(self) -> dict[str, Any]:
         """State that is copied and pickled, of which the modules may be others."""
-        return {"attributes": self.attributes, "_modules": []}
+        return {"attributes": self.attributes, "_modules": [], "_places": {}}
 
     def holds(self, modules: Sequence[nn.Module]) -> bool:
         """True if these are the modules of then, with the same objects or equal containers for attributes.
@@ -114,19 +125,22 @@ class _Module:
     Attributes:
         place: Its name.
         plain: Plain attributes by name, as copies.
+        children: Names and identities of the modules directly below.
     """
 
-    __slots__ = ("_children", "_containers", "_fixed", "_module", "_others", "_size", "_values", "place", "plain")
+    __slots__ = ("_containers", "_fixed", "_module", "_others", "_passed_over", "_size", "_values", "children", "place",
+                 "plain")  # fmt: skip
 
     def __init__(self, place: str, module: nn.Module) -> None:
         own = vars(module)
         self.place = place
         self.plain: dict[str, Any] = {}
-        self._module, self._size, self._children = weakref.ref(module), len(own), tuple(module._modules.keys())
+        self._module, self._size, self.children = weakref.ref(module), len(own), _children_of(module)
         self._fixed: list[str] = []
         self._values: list[Any] = []  # of attributes that cannot be written to, only replaced
         self._containers: list[str] = []
         self._others: list[str] = []
+        self._passed_over = [name for name in _NO_SETTINGS if name in own]
         for name, value in own.items():
             if name in _PASSED_OVER:
                 continue
@@ -148,10 +162,16 @@ class _Module:
             self._module() is module
             and len(own) == self._size
             and all(map(is_, map(own.get, self._fixed, repeat(_OTHER)), self._values))
-            and (not self._children or tuple(module._modules.keys()) == self._children)
+            and _children_of(module) == self.children
+            and all(map(own.__contains__, self._passed_over))  # or others might be there in their place
             and (not self._containers or self._contain_the_same(own))
             and (not self._others or all(name in own and _plain(own[name], _DEPTH) is _OTHER for name in self._others))
         )
 
     def _contain_the_same(self, own: dict[str, Any]) -> bool:
         return all(_plain(own.get(name, _OTHER), _DEPTH) == self.plain[name] for name in self._containers)
+
+
+def _children_of(module: nn.Module) -> tuple[tuple[str, int], ...]:
+    """Names and identities of the modules directly below one, which live as long as the network has them."""
+    return tuple([(name, id(child)) for name, child in module._modules.items()])

@@ -229,7 +229,7 @@ def _places(tensors: list[Tensor]) -> tuple[tuple[torch.device, torch.dtype], ..
 
 
 def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    numbers = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.layout is torch.strided]
+    numbers = [t if t.layout is torch.strided else _values(t) for t in tensors if t.is_floating_point()]
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in numbers:
         by_device.setdefault(tensor.device, []).append(tensor)
@@ -292,6 +292,11 @@ def _stored(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """What a sparse tensor stores beside indices."""
+    return tensor.detach()._values() if tensor.layout is torch.sparse_coo else tensor.detach().values()
 
 
 def _row_sums(rows: Tensor) -> Tensor:

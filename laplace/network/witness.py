@@ -65,12 +65,14 @@ class Witness:
                 users may choose faster products between two calls (TF32, bfloat16).
         """
         try:
-            outputs = _spaced(outputs_at(model, self.x, self.call))
+            for with_gradients in (False, True):  # a network may ask which, and the fit's own pass has them
+                outputs = _spaced(outputs_at(model, self.x, self.call, with_gradients=with_gradients))
+                if not differ(self.outputs, outputs, model, other_kernels=not changed):
+                    return True
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
             if ran_out(error):
                 raise
-            return False
-        return not differ(self.outputs, outputs, model, other_kernels=not changed)
+        return False
 
     def moved(self, model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> Witness:
         """The witness of a network that was moved."""
@@ -89,10 +91,17 @@ def first_rows(x: Inputs, n_data: int, most: int = ROWS) -> tuple[Inputs, int]:
     return _copied(batches.select(x, slice(0, n_rows), n_data)), n_rows
 
 
-def outputs_at(model: nn.Module, x: Inputs, call: ForwardFn) -> Tensor:
-    """Outputs in evaluation mode, `[B, …]`; the network may write to its inputs."""
-    with autograd_mode(), torch.no_grad(), preserve_model(model):
-        return batches.latent(call(model, _copied(x)))
+def outputs_at(model: nn.Module, x: Inputs, call: ForwardFn, *, with_gradients: bool = False) -> Tensor:
+    """Outputs in evaluation mode, `[B, …]`; the network may write to its inputs.
+
+    Args:
+        model: The network.
+        x: Inputs.
+        call: How to call it.
+        with_gradients: Whether autograd records the pass, as it does those of a fit.
+    """
+    with autograd_mode(), torch.set_grad_enabled(with_gradients), preserve_model(model):
+        return batches.latent(call(model, _copied(x))).detach()
 
 
 def differ(a: Tensor, b: Tensor, model: nn.Module, *, other_kernels: bool = False) -> bool:
@@ -213,12 +222,13 @@ class FirstBatch:
     def _twice(self, rows: Inputs) -> Tensor | None:
         """Outputs that two passes with other random numbers have in common; None if they have not."""
         with same_random_state(self.model):
-            again = self._early_at(rows)
-            if again is None:
-                again = outputs_at(self.model, rows, self._noting)
+            early = self._early_at(rows)
+            again = outputs_at(self.model, rows, self._noting) if early is None else early
             if not self._draws and self._fitted is not None and self._same(self._fitted, again):
                 return again
             once = outputs_at(self.model, rows, self.call)
+            if early is not None and differ(once, early, self.model):  # perhaps since autograd recorded that pass
+                again = outputs_at(self.model, rows, self._noting)
             devices = {parameter.device for parameter in self.model.parameters() if parameter.is_cuda}
             for _ in range(_PASSES if self._draws else 0):
                 for device in (torch.device("cpu"), *devices):

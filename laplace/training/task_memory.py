@@ -62,6 +62,7 @@ class TaskMemory(CheckedConstructor):
         self.centre = centre
         self.fits: list[Fit] = []
         self.means: list[Tensor] = []
+        self._layout: dict[str, list[Any]] | None = None  # of the posterior whose penalty was asked for
 
     def add(self, fit: Fit, mean: Tensor) -> None:
         """Stores a finished task.
@@ -83,7 +84,7 @@ class TaskMemory(CheckedConstructor):
     def state_dict(self) -> dict[str, Any]:
         """The tasks as tensors, numbers and strings, to be saved beside the posterior's own state."""
         tasks = [_task(fit, mean) for fit, mean in zip(self.fits, self.means, strict=True)]
-        return {"version": _VERSION, "centre": self.centre, "tasks": tasks}
+        return {"version": _VERSION, "centre": self.centre, "layout": self._layout, "tasks": tasks}
 
     def load_state_dict(self, state_dict: dict[str, Any], la: ParametricLaplace) -> None:
         """Replaces the tasks by saved ones.
@@ -96,16 +97,18 @@ class TaskMemory(CheckedConstructor):
             StateError: A state of another centre, structure or network, or none of this class.
         """
         _check(state_dict, {"version": _VERSION, "centre": self.centre})
-        posterior = la.snapshot()
-        structure, device = posterior.choices.structure, posterior.hypers.device
+        layout, structure, like = _layout_of(la), la.snapshot().choices.structure, la.prior_mean
+        if state_dict.get("layout") is not None:
+            _check(state_dict["layout"], layout)
         try:
             for task in state_dict["tasks"]:
-                _check(task, {"structure": structure.name, "n_params": la.n_params})
-            fits = [_fit(task, structure, device) for task in state_dict["tasks"]]
-            means = [task["mean"].to(device) for task in state_dict["tasks"]]
+                size = {"structure": structure.name, "n_params": sum(layout["sizes"])}
+                _check(task | {"n_params": len(task["mean"])}, size)
+            fits = [_fit(task, structure, like.device).moved(None, like.dtype) for task in state_dict["tasks"]]
+            means = [task["mean"].to(like, copy=True) for task in state_dict["tasks"]]
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
             raise StateError(f"the state is malformed: {error!r}; save it anew by memory.state_dict().") from error
-        self.fits, self.means = fits, means
+        self.fits, self.means, self._layout = fits, means, layout
 
     def penalty(self, la: ParametricLaplace) -> MemoryPenalty:
         """The penalty as a function of the weights, at the present noise and temperature.
@@ -114,10 +117,17 @@ class TaskMemory(CheckedConstructor):
             la: The posterior of the same tasks; not fitted, if there are none. Its prior precision may change later.
 
         Raises:
-            InvalidArgument: The posterior was fitted to other data.
+            InvalidArgument: The posterior was fitted to other data, or has other random weights.
             UnsupportedError: A structure (`"matrix_free"`) whose curvature cannot be used after the weights change.
         """
         require_held(la.snapshot(), "a penalty on weights that train on")
+        layout = _layout_of(la)
+        if self._layout not in (None, layout):
+            raise InvalidArgument(
+                "the tasks that are kept are of other random weights than the posterior's; give train_task the same "
+                "network from the first task on, and a new TaskMemory with a new one."
+            )
+        self._layout = layout
         n_kept, n_data = float(sum(fit.n_data for fit in self.fits)), float(la.n_data) if la.is_fitted else 0.0
         if n_kept != n_data:
             raise InvalidArgument(
@@ -133,11 +143,16 @@ class TaskMemory(CheckedConstructor):
         return MemoryPenalty(la, tuple(alone), tuple(self.means), self.centre)
 
 
+def _layout_of(la: ParametricLaplace) -> dict[str, list[Any]]:
+    """Names and sizes of the random weights."""
+    layout = la.snapshot().problem.layout
+    return {"names": list(layout.names), "sizes": list(layout.sizes)}
+
+
 def _task(fit: Fit, mean: Tensor) -> dict[str, Any]:
     """The state of a task."""
     return {
         "structure": fit.curvature.name,
-        "n_params": len(mean),
         "mean": mean.clone(),
         "H": fit.curvature.state(),
         "loss": fit.loss_terms.clone(),
@@ -150,7 +165,7 @@ def _task(fit: Fit, mean: Tensor) -> dict[str, Any]:
 
 def _fit(task: dict[str, Any], structure: type[Curvature], device: torch.device) -> Fit:
     """Curvature and loss of a task's state."""
-    curvature, loss = structure.from_state(move(task["H"], device, None)), task["loss"].to(device)
+    curvature, loss = structure.from_state(move(task["H"], device, None)), task["loss"].to(device, copy=True)
     size, coverage = (task["n_data"], task["n_outputs"]), dict(task["coverage"])
     return Fit(curvature, loss, *size, coverage, is_weighed=task["is_weighed"])
 

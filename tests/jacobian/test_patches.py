@@ -88,9 +88,12 @@ def test_a_block_of_patches(name: str, outputs: int, few: bool, monkeypatch: pyt
     check(OuterBlock(form, g), OuterBlock(form.rows, g).dense())
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("name", FORMS)
-def test_sums_by_a_convolution(name: str) -> None:
+def test_sums_by_a_convolution(name: str, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A convolution with a group for every datum sums what unfolded patches sum, whatever its stride and groups."""
+    if few:  # data at once
+        monkeypatch.setattr(patches, "_COPIED_BYTES", 1)
     form = drawn(FORMS[name])
     g = torch.randn(2, DATA, form.shape[1], form.groups, 5, dtype=torch.float64)
     assert_close(form.outer_sums(g), torch.einsum("kbtgo,btgi->kbgoi", g, one_by_one(form)), "algebra")

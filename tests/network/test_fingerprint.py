@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from laplace import FunctionalLaplace, Laplace, VaLLA, marglik_training
+from laplace import FunctionalLaplace, Laplace, VaLLA, curvature, marglik_training
 from laplace.errors import ApproximationWarning, ModelChangedError, ModelChangedWarning, StateError
 from laplace.network.attributes import attributes_of, changed_names, digests
 from laplace.network.fingerprint import checksums, same_sums
@@ -646,7 +646,83 @@ def test_sparse_buffers(layout: torch.layout) -> None:
     other = Laplace(model, "classification", "all", "full")
     other.load_state_dict(la.state_dict())
     torch.testing.assert_close(other(X), la(X))
-    model.adjacency = (torch.eye(6) * 2).to_sparse(layout=layout)
-    for changed in (la, other):
-        with pytest.raises(ModelChangedError, match="buffers changed"):
-            changed(X)
+    values = model.adjacency._values() if layout is torch.sparse_coo else model.adjacency.values()
+    for change in (lambda: values.data.mul_(2), lambda: setattr(model, "adjacency", model.adjacency * 2)):
+        change()
+        for changed in (la, other):
+            with pytest.raises(ModelChangedError, match="buffers changed"):
+                changed(X)
+
+
+class Rewired(nn.Module):
+    """A network whose layers are reached under several names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.a = nn.Linear(3, 3)
+            self.d, self.act, self.last = nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)
+        self.b, self.skip = self.a, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.b(x)
+        for extra in (getattr(self.act, "extra", None), self.skip):
+            x = x if extra is None else extra(x)
+        return self.last(self.act(self.d(x) + self.a(x)))
+
+
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+@pytest.mark.parametrize("change", ["another name", "a module below one without", "an empty place"])
+def test_layers_that_are_called_from_other_places_are_noticed(change: str, weights: str) -> None:
+    model = Rewired()
+    la = Laplace(model, "classification", weights, "diag")
+    la.fit(grid.batches())
+    la(X)
+    if change == "another name":
+        model.b = model.d
+    elif change == "a module below one without":
+        model.act.extra = model.d
+    else:
+        model.skip = model.d
+    with pytest.raises(ModelChangedError):
+        la(X)
+
+
+def test_an_attribute_in_the_place_of_another_is_noticed() -> None:
+    model = Switched()
+    model.name_or_path = "here"  # which decides nothing
+    la = Laplace(model, "classification", "all", "diag")
+    la.fit(grid.batches())
+    la(X)
+    del model.name_or_path
+    model.other = 3.0
+    model.config.scale = 2.0  # of an object, which is no plain attribute
+    with pytest.raises(ModelChangedError):
+        la(X)
+
+
+class AsksAutograd(nn.Module):
+    """A network that computes another thing where autograd records it, as equilibrium layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        return self.last(h * 1.5 if torch.is_grad_enabled() else h)
+
+
+@pytest.mark.parametrize("backend", ["native", "CurvlinopsGGN"])
+def test_networks_that_ask_whether_autograd_records(backend: str) -> None:
+    if backend != "native":
+        pytest.importorskip("curvlinops")
+    options: Any = {} if backend == "native" else {"backend": getattr(curvature, backend)}
+    la = Laplace(AsksAutograd(), "classification", "last_layer", "diag", **options)
+    la.fit(grid.batches())
+    assert la.fingerprint.witness is not None
+    for _ in range(2):
+        la(X)

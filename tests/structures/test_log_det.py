@@ -264,3 +264,20 @@ def test_second_derivatives_where_pairs_are_not_kept(form: str, monkeypatch: pyt
         (slope,) = torch.autograd.grad(la.log_marginal_likelihood(prior), prior, create_graph=True)
         found.append(torch.autograd.grad(slope.square().sum(), prior)[0])
     assert_close(*found, "algebra")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("largest", [1.0, 1e6, 1e12, 1e18])
+def test_second_derivatives_of_pairs_keep_their_range(largest: float, dtype: torch.dtype) -> None:
+    """Of terms whose squares would leave the range of numbers: δ² d² log det / dδ² against float64, one by one."""
+    values = largest * (0.5 + _drawn(7))
+    for delta in (1e-12, 1e-6, 1e-2, 1.0, 1e6):
+        if dtype is torch.float32 and largest / delta > 1e18:  # whose square no sum of single terms holds either
+            continue
+        leaf = torch.tensor([delta], dtype=dtype, requires_grad=True)
+        found = Pairs(lambda: values.to(dtype), (7,)).log_det_ratio(torch.ones((), dtype=dtype), leaf)
+        (slope,) = torch.autograd.grad(found, leaf, create_graph=True)
+        (second,) = torch.autograd.grad(slope.sum(), leaf)
+        share = values / (delta + values)  # log(1 + h/δ): −h / (δ (δ + h)), and h (2 δ + h) / (δ² (δ + h)²)
+        expected = (share * (2 * delta + values) / (delta + values)).sum()
+        torch.testing.assert_close(second.double().squeeze() * delta**2, expected, rtol=1e-4, atol=0)

@@ -237,12 +237,16 @@ def test_states_of_other_memories_are_refused() -> None:
     la, memory = made(), TaskMemory()
     learnt(la, memory, 1)
     state = memory.state_dict()
-    broken = {"version": 1, "centre": "last", "tasks": [{"structure": "kron", "n_params": la.n_params}]}
+    broken = {"version": 1, "centre": "last", "tasks": [{"structure": "kron", "mean": la.mean}]}
+    short = {**state, "tasks": [{**state["tasks"][0], "mean": la.mean[:1]}]}
+    other_layout = {**state, "layout": {**state["layout"], "names": ["0.weight"]}}
     for given, other, message in (
         (state, TaskMemory("own"), "centre is 'last'"),
         ([state], TaskMemory(), "type list"),
         ({}, TaskMemory(), "version is None"),
         (broken, TaskMemory(), "malformed"),
+        (short, TaskMemory(), "n_params is 1"),
+        (other_layout, TaskMemory(), "names is"),
     ):
         with pytest.raises(StateError, match=message):
             other.load_state_dict(given, la)  # pyright: ignore[reportArgumentType]
@@ -250,3 +254,28 @@ def test_states_of_other_memories_are_refused() -> None:
     with pytest.raises(StateError, match="structure is 'kron'"):
         memory.load_state_dict(state, made("diag"))
     assert len(memory.fits) == 1
+
+
+def test_a_memory_of_another_network_is_refused() -> None:
+    la, memory = made("diag"), TaskMemory()
+    learnt(la, memory, 1)
+    same_size = Laplace(nn.Sequential(nn.Linear(la.n_params - 1, 1)).double(), "regression", "all", "diag")
+    same_size.fit([(torch.randn(12, la.n_params - 1).double(), torch.randn(12, 1).double())])
+    assert same_size.n_params == la.n_params
+    with pytest.raises(InvalidArgument, match="other random weights"):
+        memory.penalty(same_size)
+
+
+@pytest.mark.parametrize("structure", HELD)
+def test_a_state_is_read_in_the_posterior_s_dtype(structure: str) -> None:
+    la, memory = made(structure), TaskMemory()
+    learnt(la, memory, 2)
+    state, theta = memory.state_dict(), la.mean + 0.3
+    before = memory.penalty(la)(theta)
+    la.to(dtype=torch.float32)
+    loaded = TaskMemory()
+    loaded.load_state_dict(state, la)
+    after = loaded.penalty(la)(theta.float())
+    torch.testing.assert_close(after.double(), before, rtol=1e-4, atol=0)
+    state["tasks"][0]["mean"].zero_()  # the memory has its own
+    assert torch.equal(loaded.penalty(la)(theta.float()), after)
