@@ -110,7 +110,13 @@ def _draw(axes: Axes, height: int, tasks: Summary) -> None:
     beside = {"ha": "center", "fontsize": 9, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}
     axes.annotate(f"{tasks.mean:.2g} ×", (tasks.mean, height + 0.38), va="bottom", **beside)
     if tasks.failures:
-        axes.annotate(f"{len(tasks.failures)} tasks", (_EDGE, height), va="center", color=_ALONE, **beside)
+        axes.annotate(
+            f"{len(tasks.failures)} task{'s' * (len(tasks.failures) > 1)}",
+            (_EDGE, height),
+            va="center",
+            color=_ALONE,
+            **beside,
+        )
 
 
 def _spread(n: int, height: int) -> Sequence[float]:
