@@ -295,7 +295,7 @@ def _stored(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _values(tensor: Tensor) -> Tensor:
-    """What a sparse tensor stores beside indices."""
+    """Numbers of a sparse tensor, without its indices."""
     return tensor.detach()._values() if tensor.layout is torch.sparse_coo else tensor.detach().values()
 
 
