@@ -80,6 +80,20 @@ def test_no_pass_is_run_for_it(structure: str) -> None:
     assert counts[0] == counts[1]
 
 
+def test_a_number_of_columns_is_not_taken_for_a_share_of_them(memory: Any) -> None:
+    """What a fit takes is kept for others of its form: 1 column takes less than all, 1.0, which equals it."""
+    posteriors = [
+        Laplace(network(), "classification", "all", "lowrank", structure_kwargs={"rank": rank, "oversampling": 1})
+        for rank in (1, 1.0)
+    ]
+    few, many = (la.plan(data()).peak_bytes for la in posteriors)
+    assert few < many
+    memory((few + many) // 2)
+    posteriors[0].fit(data())
+    with pytest.raises(OutOfMemory):
+        posteriors[1].fit(data())
+
+
 @pytest.mark.parametrize("weights", ["all", "last_layer"])
 @pytest.mark.parametrize("structure", tuple(STRUCTURES))
 def test_a_fit_that_does_not_fit(structure: str, weights: str, memory: Any) -> None:
