@@ -80,18 +80,21 @@ def test_no_pass_is_run_for_it(structure: str) -> None:
     assert counts[0] == counts[1]
 
 
-def test_a_number_of_columns_is_not_taken_for_a_share_of_them(memory: Any) -> None:
+def test_a_number_of_columns_is_not_taken_for_a_share_of_them(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a fit takes is kept for others of its form: 1 column takes less than all, 1.0, which equals it."""
-    posteriors = [
-        Laplace(network(), "classification", "all", "lowrank", structure_kwargs={"rank": rank, "oversampling": 1})
-        for rank in (1, 1.0)
-    ]
-    few, many = (la.plan(data()).peak_bytes for la in posteriors)
-    assert few < many
-    memory((few + many) // 2)
-    posteriors[0].fit(data())
-    with pytest.raises(OutOfMemory):
-        posteriors[1].fit(data())
+    seen: list[tuple[MemoryCheck, BatchProfile]] = []
+    asked = MemoryCheck.lacking
+    monkeypatch.setattr(MemoryCheck, "lacking", lambda self, profile: seen.append((self, profile)))
+    options = {"rank": 1, "oversampling": 1}
+    Laplace(network(), "classification", "all", "lowrank", structure_kwargs=options).fit(data())
+    few, profile = seen[0]
+    many = replace(few, options=replace(few.options, rank=1.0))
+    whole = replace(profile, n_batches=few.n_batches)
+    sizes = [check.structure.cost(whole, check.options).fit_bytes(profile) for check in (few, many)]
+    assert sizes[0] < sizes[1]
+    memory(sum(sizes) // 2)
+    for check, fits in ((few, True), (many, False), (few, True)):
+        assert (asked(check, profile) is None) == fits
 
 
 @pytest.mark.parametrize("weights", ["all", "last_layer"])
