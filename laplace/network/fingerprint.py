@@ -243,8 +243,10 @@ def _comparable(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
 
 def _equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
     """True, 0-dim, if comparable norms are equal."""
-    same = [(x == y).all() for x, y in zip(a, b, strict=True)]
-    return torch.stack([flag.to(same[0].device) for flag in same]).all() if same else torch.ones((), dtype=torch.bool)
+    if not a:
+        return torch.ones((), dtype=torch.bool)
+    first, *others = [(x == y).all() for x, y in zip(a, b, strict=True)]
+    return torch.stack([first, *(flag.to(first.device) for flag in others)]).all() if others else first
 
 
 def checksums(model: nn.Module, *, together: bool = True) -> Tensor:

@@ -199,13 +199,16 @@ def hooks_put_back(model: nn.Module) -> Iterator[None]:
 _AUTOCAST = tuple(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 
 
+_AS_IT_IS = nullcontext()
+
+
 def own_precision() -> AbstractContextManager[object]:
     """Turns the caller's `torch.autocast` off: sums of a curvature in half precision are not even positive.
 
     A network that enters autocast in its own forward pass still does.
     """
     kinds = [kind for kind in _AUTOCAST if torch.is_autocast_enabled(kind)]
-    return _without_autocast(kinds) if kinds else nullcontext()
+    return _without_autocast(kinds) if kinds else _AS_IT_IS
 
 
 @contextmanager
@@ -216,9 +219,13 @@ def _without_autocast(kinds: Sequence[str]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def autograd_mode() -> Iterator[None]:
+def autograd_mode() -> AbstractContextManager[object]:
     """Outside of the caller's inference mode, in which autograd does not work, and of the caller's autocast."""
+    return _outside_of_inference() if torch.is_inference_mode_enabled() else own_precision()
+
+
+@contextmanager
+def _outside_of_inference() -> Iterator[None]:
     with torch.inference_mode(False), own_precision():
         yield
 
@@ -271,8 +278,12 @@ class _State:
 
     def evaluate(self) -> None:
         """Turns the training mode off where it is on."""
-        for module, training, _ in self.modules:
-            if training:
+        for module, training, attributes in self.modules:
+            if not training:
+                continue
+            if "training" in attributes:  # of many modules a fifth of the time of PyTorch's own way to set it
+                module.__dict__["training"] = False
+            else:  # a class computes it
                 module.training = False
 
     def restore(self) -> None:

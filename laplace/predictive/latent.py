@@ -199,7 +199,7 @@ def linearised(
         for jacobian, f in pieces:
             if form != "diagonal":
                 require_room((jacobian.n_data, jacobian.n_cotangents, jacobian.n_cotangents), f)
-            variances.append(contracted(contract, replace(jacobian, wide=wide)))
+            variances.append(contracted(contract, replace(jacobian, wide=True) if wide else jacobian))
             outputs_of_rows = jacobian.outputs if jacobian.outputs is None else jacobian.outputs.view(f.shape)
             means.append((f, jacobian.positions, outputs_of_rows))
     if not means:
@@ -233,15 +233,19 @@ def require_room(shape: tuple[int, ...], like: Tensor) -> None:
 def without_graph(
     pieces: Generator[tuple[Jacobian, Tensor]], *, unless: bool = False
 ) -> Generator[tuple[Jacobian, Tensor]]:
-    """Jacobians and outputs made without a graph, whoever reads them: a graph leads to hyper-parameters, not to x.
+    """Jacobians and outputs made without a graph: a graph leads to hyper-parameters, not to x.
 
     Args:
-        pieces: Jacobians and outputs.
+        pieces: Jacobians and outputs, to be read in the present gradient mode.
         unless: Leave them as they are.
     """
+    return pieces if unless or not torch.is_grad_enabled() else _made_without_graph(pieces)
+
+
+def _made_without_graph(pieces: Generator[tuple[Jacobian, Tensor]]) -> Generator[tuple[Jacobian, Tensor]]:
     with closing(pieces):
         while True:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and unless):
+            with torch.no_grad():
                 piece = next(pieces, None)
             if piece is None:
                 return
