@@ -98,6 +98,17 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack(extremes).isfinite().all() if extremes else torch.ones((), dtype=torch.bool)
 
 
+def are_finite(values: Tensor) -> Tensor:
+    """True, 0-dim, if all values are finite: 0 · ∞ and 0 · NaN are NaN, which spreads in a sum."""
+    return (values * 0).sum() == 0
+
+
+def are_numbers(values: Tensor) -> Tensor:
+    """True, 0-dim, if none of some values, at least one, is NaN: that spreads in a maximum."""
+    largest = values.amax()
+    return largest == largest
+
+
 def is_true(question: Tensor) -> bool:
     """The truth value of a 0-dim tensor, read together with the conditions that wait."""
     waiting = _WAITING.get()

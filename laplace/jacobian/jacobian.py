@@ -55,18 +55,20 @@ class Jacobian:
         """True if every tensor belongs to a layer whose outputs are the network's: J = I ⊗ [φ, 1]."""
         return all(isinstance(block, HeadBlock) for block in self.blocks)
 
-    def head_features(self) -> tuple[Tensor, Tensor]:
-        """Features φ of a head, `[B, D]` (a 1 for the bias), and the place of every (output, feature), `[C, D]`."""
-        features: list[Tensor] = []
+    def head_features(self) -> Tensor:
+        """Features φ of a head, `[B, D]`, with a 1 for the bias."""
+        return torch.cat([block.features for block in self.blocks if isinstance(block, HeadBlock)], 1)
+
+    def head_places(self) -> Tensor:
+        """The place of every (output, feature) of a head among the weights, `[C, D]`."""
         places: list[Tensor] = []
         start = 0
         for block in self.blocks:
             if isinstance(block, HeadBlock):
-                features.append(block.features)
                 entries = torch.arange(start, start + block.size, device=block.features.device)
                 places.append(entries.view(-1, block.n_inputs))
             start += block.size
-        return torch.cat(features, 1), torch.cat(places, 1)
+        return torch.cat(places, 1)
 
     def dense(self) -> Tensor:
         """`[B, K, P]`, for whoever insists."""

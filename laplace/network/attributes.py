@@ -112,7 +112,9 @@ class Seen:
         Args:
             modules: Those of the network now.
         """
-        return len(modules) == len(self._modules) and all(map(_Module.holds, self._modules, modules))
+        return len(modules) == len(self._modules) and all(
+            map(_Module.holds, self._modules, modules, map(vars, modules))
+        )
 
 
 class _Module:
@@ -155,15 +157,20 @@ class _Module:
             else:
                 self._containers.append(name)
 
-    def holds(self, module: nn.Module) -> bool:
-        """True if the module is the same, and its attributes."""
-        own = vars(module)
+    def holds(self, module: nn.Module, own: dict[str, Any]) -> bool:
+        """True if the module is the same, and its attributes.
+
+        Args:
+            module: The module.
+            own: Its attributes.
+        """
+        children = module._modules
         return (
             self._module() is module
             and len(own) == self._size
-            and all(map(is_, map(own.get, self._fixed, repeat(_OTHER)), self._values))
-            and _children_of(module) == self.children
-            and all(map(own.__contains__, self._passed_over))  # or others might be there in their place
+            and (not self._fixed or all(map(is_, map(own.get, self._fixed, repeat(_OTHER)), self._values)))
+            and (_children_of(module) == self.children if children else not self.children)
+            and (not self._passed_over or all(map(own.__contains__, self._passed_over)))  # else others may be there
             and (not self._containers or self._contain_the_same(own))
             and (not self._others or all(name in own and _plain(own[name], _DEPTH) is _OTHER for name in self._others))
         )

@@ -207,9 +207,10 @@ class ModelWatch:
 def _spread_tensors(modules: list[nn.Module]) -> list[Tensor]:
     """Parameters, then buffers, of modules, each once."""
     rest_of(modules)
-    parameters = {id(t): t for module in modules for t in module._parameters.values() if t is not None}
-    buffers = {id(t): t for module in modules for t in module._buffers.values() if t is not None}
-    return [*parameters.values(), *buffers.values()]
+    tables = [module._parameters for module in modules if module._parameters]
+    buffers = [module._buffers for module in modules if len(module._buffers)]  # of a scripted module no dict
+    tensors = [tensor for table in (*tables, *buffers) for tensor in table.values() if tensor is not None]
+    return list(dict(zip(map(id, tensors), tensors, strict=True)).values())
 
 
 def _tensors(modules: list[nn.Module]) -> list[Tensor]:
@@ -230,11 +231,10 @@ def _places(tensors: list[Tensor]) -> tuple[tuple[torch.device, torch.dtype], ..
 
 def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     numbers = [t if t.layout is torch.strided else _values(t) for t in tensors if t.is_floating_point()]
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in numbers:
-        by_device.setdefault(tensor.device, []).append(tensor)
+    devices = list(dict.fromkeys([t.device for t in numbers]))
+    groups = [numbers] if len(devices) == 1 else [[t for t in numbers if t.device == device] for device in devices]
     with torch.no_grad():
-        return tuple(torch.stack(torch._foreach_norm(tensors)) for tensors in by_device.values())
+        return tuple(torch.stack(torch._foreach_norm(group)) for group in groups)
 
 
 def _comparable(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:

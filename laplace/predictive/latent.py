@@ -283,7 +283,7 @@ def linearised_mean(pieces: Generator[tuple[Jacobian, Tensor]], step: Tensor) ->
 
 def _checked(gaussian: Gaussian) -> Gaussian:
     require(
-        gaussian.mean.isfinite().all() & ~gaussian.variance.isnan().any(),
+        checks.are_finite(gaussian.mean) & checks.are_numbers(gaussian.variance),
         lambda: InvalidData(
             "the network's outputs or their variances are NaN or infinite; look at the inputs and at the network's "
             "weights."

@@ -53,8 +53,8 @@ class LinearBatch:
             if parts and all(jacobian.is_head for jacobian, _ in parts):
                 require_none(parts[0][0].positions, "refine(...)", _INSTEAD)
                 self._outputs = torch.cat([f for _, f in parts])
-                heads = [jacobian.head_features() for jacobian, _ in parts]
-                return HeadMap(widened(torch.cat([phi for phi, _ in heads])), heads[0][1])
+                features = torch.cat([jacobian.head_features() for jacobian, _ in parts])
+                return HeadMap(widened(features), parts[0][0].head_places())
         linear = self.engine.linear(self.x)
         require_none(linear.positions, "refine(...)", _INSTEAD)
         self._outputs = linear.f

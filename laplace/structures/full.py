@@ -294,10 +294,11 @@ class FullPrecision(Precision):
 
     def _head_diagonal(self, jacobian: Jacobian) -> Tensor:
         """Variances of a head's outputs, `[B, C]`."""
-        features, order = jacobian.head_features()
+        features = jacobian.head_features()
         dtype = self._root_dtype if jacobian.summed_in(self._dtype) == self._dtype else self._factor.dtype
-        key = (tuple(order.shape), dtype, self._has_graph)
-        return self._recent_head(key, lambda: HeadRoots.of(self.root, order, dtype)).variances(features)
+        key = (features.shape[1], dtype, self._has_graph)
+        roots = self._recent_head(key, lambda: HeadRoots.of(self.root, jacobian.head_places(), dtype))
+        return roots.variances(features)
 
     @cached_property
     def _root_dtype(self) -> torch.dtype:

@@ -355,8 +355,8 @@ class NativeEngine(CurvatureEngine):
         if self.problem.head is not None:
             parts = list(self.jacobian(x))
             if parts and all(jacobian.is_head for jacobian, _ in parts):
-                heads = [jacobian.head_features() for jacobian, _ in parts]
-                return HeadMap(torch.cat([phi for phi, _ in heads]).to(self.dtype), heads[0][1])
+                features = torch.cat([jacobian.head_features() for jacobian, _ in parts])
+                return HeadMap(features.to(self.dtype), parts[0][0].head_places())
         if multiplied_out:
             return self._multiplied_out(x)
         with torch.inference_mode(False), preserve_model(self.problem.module):

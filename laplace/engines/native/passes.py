@@ -60,6 +60,7 @@ class ForwardPass:
         self.dtype = torch.promote_types(self.f.dtype, torch.float32)
         self._weights_dtype = torch.promote_types(problem.dtype, torch.float32)
         self._activations: Activations = {}
+        self._of_zeros: dict[tuple[int, torch.device], Tensor] = {}
 
     @property
     def n_data(self) -> int:
@@ -140,15 +141,15 @@ class ForwardPass:
     def _without_gradients(self, slot: int, calls: Sequence[LayerCall] | None = None) -> Block:
         """The block of a slot for one cotangent of zeros, which takes no backward pass and no memory."""
         recorded = self.capture.calls if calls is None else calls
-        zeros: dict[int, Tensor] = {}
-        for use in self.plan[slot].uses:
-            call = recorded[use.call]
-            zeros[use.call] = self._zero.to(call.x.device).expand(1, *self._gradient_shape(use.call))
+        zeros = {use.call: self._zeros(use.call, recorded[use.call].x.device) for use in self.plan[slot].uses}
         return self._block(slot, recorded, zeros)
 
-    @cached_property
-    def _zero(self) -> Tensor:
-        return self.f.new_zeros(())
+    def _zeros(self, call: int, device: torch.device) -> Tensor:
+        """Gradients of one cotangent of zeros, of which one is held."""
+        key = call, device
+        if key not in self._of_zeros:
+            self._of_zeros[key] = self.f.new_zeros((), device=device).expand(1, *self._gradient_shape(call))
+        return self._of_zeros[key]
 
     def _block(
         self,
