@@ -97,6 +97,9 @@ def group_gram(x: Tensor) -> Tensor:
             fast = convolutions.are_fast(rows, rows.shape[1], width)
             return (_gram_by_convolution if fast else _gram_of_columns)(rows[:, :, 0].mT).unsqueeze(0)
         return gram(x.reshape(-1, width)).unsqueeze(0)
+    if rows.stride(1) == 1 and rows.shape[1] >= max(width, _NARROW):  # the same; the products hold no more than x
+        columns = rows.permute(0, 2, 3, 1).flatten(0, 1)  # [N · G, D, T]
+        return torch.bmm(columns, columns.mT).unflatten(0, (-1, groups)).sum(0)
     step = max(1, _ROWS // max(1, rows.shape[1]))
     total = _turned(rows[:step])
     for start in range(step, rows.shape[0], step):
@@ -132,11 +135,12 @@ def _gram_by_convolution(x: Tensor) -> Tensor:
 def group_product(x: Tensor, matrix: Tensor) -> Tensor:
     """Σ x xᵀ M over all but the last two dimensions of `[..., G, D]`, for M `[G, D, w]`, `[G, D, w]`.
 
-    As Σ x (Mᵀ x)ᵀ: the Gram `[G, D, D]` is not formed. Partial sums are formed apart, as in `gram`.
+    As Σ x (Mᵀ x)ᵀ: the Gram `[G, D, D]` is not formed. Partial sums are formed apart, as in `gram`; few rows times
+    many are multiplied faster than the transposed product.
     """
     rows = x.reshape(-1, *x.shape[-2:]) if x.ndim > 2 else x.unsqueeze(0)  # [N, G, D]
-    total = matrix.new_zeros(matrix.shape)
+    total = matrix.new_zeros(matrix.mT.shape)
     for part in rows.split(_ROWS):
         flat = part.transpose(0, 1)  # [G, n, D]
-        total += flat.transpose(1, 2) @ (flat @ matrix)
-    return total
+        total += (matrix.mT @ flat.mT) @ flat
+    return total.mT.contiguous()

@@ -145,10 +145,12 @@ def as_tensor(name: str, value: Any, *, like: Tensor) -> Tensor:
         InvalidType: Neither a real number nor a tensor.
         InvalidArgument: More than one dimension, or empty.
     """
-    if isinstance(value, bool) or not isinstance(value, Real | Tensor):
+    if isinstance(value, Tensor):
+        if value.ndim > 1 or value.numel() == 0:
+            shape = tuple(value.shape)
+            raise InvalidArgument(f"{name} must be a scalar or a vector; a tensor of shape {shape} was given.")
+    elif isinstance(value, bool) or not isinstance(value, Real):
         raise InvalidType(f"{name} must be a real number or a tensor; {type(value).__name__} was given.")
-    if isinstance(value, Tensor) and (value.ndim > 1 or value.numel() == 0):
-        raise InvalidArgument(f"{name} must be a scalar or a vector; a tensor of shape {tuple(value.shape)} was given.")
     with torch.inference_mode(False):  # a tensor made in inference mode could never be differentiated
         if isinstance(value, Tensor):
             return value.to(device=like.device, dtype=like.dtype, copy=True)

@@ -57,6 +57,11 @@ def kept_for_later() -> AbstractContextManager[object]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
+def mean_weight(weights: Tensor) -> Tensor:
+    """Mean of the weights of all terms `[E]`, 0-dim; of one term its own."""
+    return weights.mean() if weights.numel() > 1 else weights.view(())
+
+
 def eigh(matrix: Tensor, *, signed: bool = False) -> tuple[Tensor, Tensor]:
     """Eigenvalues, clamped at zero, and eigenvectors of positive semi-definite `[..., n, n]`, in float64.
 

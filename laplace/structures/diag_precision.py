@@ -11,6 +11,7 @@ from torch import Tensor
 from laplace.core.gram import row_gram
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.jacobian.jacobian import Jacobian
+from laplace.structures import algebra
 from laplace.structures.indefinite import require_positive
 from laplace.structures.log_det import Pairs, log_det_ratio
 from laplace.structures.precision import Precision
@@ -39,7 +40,7 @@ class DiagPrecision(Precision):
 
     @property
     def _scale(self) -> Tensor:
-        return self.weights.mean()
+        return algebra.mean_weight(self.weights)
 
     @cached_property
     def diagonal(self) -> Tensor:

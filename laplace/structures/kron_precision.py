@@ -51,7 +51,7 @@ class KronPrecision(Precision):
     @property
     def _scale(self) -> Tensor:
         """s: the spectra of several terms hold the ratios of their weights to the mean already."""
-        return self.weights.mean()
+        return algebra.mean_weight(self.weights)
 
     def _varies(self, i: int) -> bool:
         """True if the prior varies within a dense block, which then has no fixed eigenbasis."""
@@ -66,13 +66,14 @@ class KronPrecision(Precision):
 
     def logdet_ratio(self) -> Tensor:
         """One pass over all eigenvalues, O(P), where the prior is constant in every block and nothing dampens."""
-        if self.damping is not None or any(delta.numel() > 1 for delta in self._priors):
+        is_one = self.prior.is_scalar
+        if self.damping is not None or not (is_one or all(delta.numel() == 1 for delta in self._priors)):
             blocks = torch.stack([self._block_logdet(i) for i in range(len(self.spectra))])
             return blocks.sum() - self.prior.logdet()
         if self.spectra.signed:
             with torch.no_grad():
                 self._require_positive(torch.cat([self._values(i) for i in range(len(self.spectra))]))
-        deltas = self.prior.precision if self.prior.is_scalar else torch.cat(self._priors)
+        deltas = self.prior.precision if is_one else torch.cat(self._priors)
         return self.spectra.log_det_ratio(self._scale, deltas)
 
     def _block_logdet(self, i: int) -> Tensor:

@@ -157,9 +157,11 @@ class _InPieces(torch.autograd.Function):
             for at in range(0, len(one), _piece(one)):
                 end = at + _piece(one)
                 a, b = one[at:end], None if other is None else other[at:end]
-                added = _divided(a, b, ratio) * ratio
+                divided = _divided(a, b, ratio)
+                rising = _divided(divided, b, ratio)
+                added = divided * ratio if b is None else divided.mul_(ratio)
                 value = value + added.log1p().sum()
-                slope = slope + (_slope(a, b, ratio) / added.add_(1)).sum()
+                slope = slope + (rising / added.add_(1)).sum()
             slopes.append(slope)
         return value, torch.stack(slopes).to(ratios.dtype)
 

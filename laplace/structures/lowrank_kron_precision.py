@@ -130,7 +130,7 @@ class LowRankKronPrecision(Precision):
 
     @property
     def _scale(self) -> Tensor:
-        return self.weights.mean()
+        return algebra.mean_weight(self.weights)
 
     @property
     def _rest(self) -> Tensor:

@@ -312,7 +312,7 @@ class KronSum:
             return
         self.blocks[slot] = KronBlock("dense", block.size, f"dense:{slot}")
         for piece in block.pieces():
-            self._put_terms(f"dense:{slot}", piece.transpose(1, 2) @ piece, first)
+            self._put_terms(f"dense:{slot}", torch.bmm(piece.mT, piece), first)
 
     def _put_diagonal(self, kind: str, slot: int, block: Block, first: int) -> None:
         self.blocks[slot] = KronBlock(kind, block.size, f"{kind}:{slot}")
@@ -320,8 +320,9 @@ class KronSum:
         if self.probe is None and self.n_terms > 1:
             self._put_terms(key, block.squares_apart(), first)
         elif self.probe is None:
-            zeros = torch.zeros(1, block.size, dtype=self.dtype, device=self.problem.device)
-            block.add_squares(dense(self.factors.setdefault(key, zeros), self.dtype)[0])
+            if key not in self.factors:
+                self.factors[key] = torch.zeros(1, block.size, dtype=self.dtype, device=self.problem.device)
+            block.add_squares(dense(self.factors[key], self.dtype)[0])
 
     def _put_terms(self, key: str, values: Tensor, first: int) -> None:
         """Adds values `[k, ...]` of the terms from `first` on, or their sum where terms are not kept apart."""
@@ -330,8 +331,9 @@ class KronSum:
         if key not in self.factors and len(values) == self.n_terms and first == 0:
             self.factors[key] = values
             return
-        total = self.factors.setdefault(key, values.new_zeros(self.n_terms, *values.shape[1:]))
-        _add_terms(dense(total, self.dtype), values, first)
+        if key not in self.factors:
+            self.factors[key] = values.new_zeros(self.n_terms, *values.shape[1:])
+        _add_terms(dense(self.factors[key], self.dtype), values, first)
 
     def result(self) -> KronParts:
         """All factors."""
