@@ -257,8 +257,8 @@ def _validation_loss(
     from laplace.tuning.validation import Validation, ValidationLoss
 
     data = Validation(val_loader, ood_loader, ood_weight, progress_bar, Processes.of(group))
-    pred_type, link_approx, *sampling = kind
-    predictive = Predictive(str(pred_type), str(link_approx), *sampling)
+    pred_type, link_approx, n_samples, generator = kind
+    predictive = Predictive(str(pred_type), str(link_approx), n_samples, generator)
     return ValidationLoss(make_objective(loss, posteriors.likelihood), data, predictive)
 
 
