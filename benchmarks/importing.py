@@ -1,4 +1,4 @@
-"""The import of the library, beside that of torch, each in a process of its own."""
+"""The import of the library, and a first fit, beside the import of torch, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -19,18 +19,36 @@ def _python(script: str) -> Callable[[], object]:
     return partial(subprocess.run, [sys.executable, "-c", script], cwd=_ROOT, check=True)
 
 
-def _import(device: torch.device) -> Job:
-    """Bytecode is there from the run that does not count.
+_TORCH = "import gc, torch; gc.collect()"
+"""Both go through the objects that torch leaves once, as Python does sooner or later: within the library's import or
+after it, whichever module comes next."""
 
-    Both go through the objects that torch leaves once, as Python does sooner or later: within the library's import or
-    after it, whichever module comes next.
-    """
+_FIT = """
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10))
+x = torch.randn(100, 16)
+la = Laplace(model, "classification")
+la.fit([(x, torch.arange(100) % 10)])
+la(x)
+"""
+
+
+def _beside_torch(script: str, device: torch.device) -> Job:
+    """Bytecode is there from the run that does not count."""
     del device
-    torch_alone = "import gc, torch; gc.collect()"
-    library = _python(f"{torch_alone}; import laplace")
-    return Job(lambda _: library(), _python(torch_alone))
+    library = _python(f"{_TORCH}; {script}")
+    return Job(lambda _: library(), _python(_TORCH))
 
 
 def cases() -> list[Case]:
-    """The line of the table."""
-    return [Case("import laplace", 1.08, "× import torch", _import)]
+    """The lines of the table."""
+    named = "from laplace import Laplace"
+    return [
+        Case("import laplace", 1.08, "× import torch", partial(_beside_torch, named), in_other_processes=True),
+        Case(
+            "import, first fit, prediction",
+            1.25,
+            "× import torch",
+            partial(_beside_torch, f"{named}\n{_FIT}"),
+            in_other_processes=True,
+        ),
+    ]

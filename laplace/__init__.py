@@ -1,67 +1,93 @@
-"""Laplace approximations of neural networks: a trained PyTorch model becomes a Bayesian one."""
+"""Laplace approximations of neural networks: a trained PyTorch model becomes a Bayesian one.
+
+Names and submodules are imported when they are first read.
+"""
+
+from typing import TYPE_CHECKING
 
 from laplace.compat import finder as _finder
 from laplace.compat import installation as _installation
+from laplace.core import lazy as _lazy
 
 _installation.check_installation()  # first: files of two packages may not go together
 _finder.install()
 
-from laplace.base import BaseLaplace  # noqa: E402
-from laplace.enums import (  # noqa: E402
-    FunctionalApproximation,
-    HessianStructure,
-    Likelihood,
-    LinkApprox,
-    PredType,
-    PriorStructure,
-    SubsetOfWeights,
-    TuningMethod,
-)
-from laplace.factory import Laplace  # noqa: E402
-from laplace.function_space import (  # noqa: E402
-    ELLA,
-    LLELLA,
-    BaseFunctionalLaplace,
-    FunctionalLaplace,
-    FunctionalLLLaplace,
-    LLVaLLA,
-    VaLLA,
-)
-from laplace.loading import load  # noqa: E402
-from laplace.matrix_free import (  # noqa: E402
-    MatrixFreeLaplace,
-    MatrixFreeLLLaplace,
-    MatrixFreeSubnetLaplace,
-)
-from laplace.mixture import MixtureLaplace  # noqa: E402
-from laplace.named import (  # noqa: E402
-    BlockLaplace,
-    BlockLLLaplace,
-    BlockSubnetLaplace,
-    DiagLaplace,
-    DiagLLLaplace,
-    DiagSubnetLaplace,
-    EkfacLaplace,
-    EkfacLLLaplace,
-    EkfacSubnetLaplace,
-    FullLaplace,
-    FullLLLaplace,
-    FullSubnetLaplace,
-    KronLaplace,
-    KronLLLaplace,
-    KronSubnetLaplace,
-    LLLaplace,
-    LowRankKronLaplace,
-    LowRankKronLLLaplace,
-    LowRankKronSubnetLaplace,
-    LowRankLaplace,
-    LowRankLLLaplace,
-    LowRankSubnetLaplace,
-    SubnetLaplace,
-)
-from laplace.parametric import ParametricLaplace  # noqa: E402
-from laplace.predictive.prediction import Prediction  # noqa: E402
-from laplace.training import OnlineLaplace, marglik_training  # noqa: E402
+if TYPE_CHECKING:
+    from laplace.enums import (
+        FunctionalApproximation,
+        HessianStructure,
+        Likelihood,
+        LinkApprox,
+        PredType,
+        PriorStructure,
+        SubsetOfWeights,
+        TuningMethod,
+    )
+    from laplace.factory import Laplace
+    from laplace.function_space.named import ELLA, LLELLA, FunctionalLaplace, FunctionalLLLaplace
+    from laplace.function_space.variational_named import LLVaLLA, VaLLA
+    from laplace.hierarchy import BaseFunctionalLaplace, BaseLaplace, ParametricLaplace
+    from laplace.loading import load
+    from laplace.matrix_free import (
+        MatrixFreeLaplace,
+        MatrixFreeLLLaplace,
+        MatrixFreeSubnetLaplace,
+    )
+    from laplace.mixture.mixture import MixtureLaplace
+    from laplace.named import (
+        BlockLaplace,
+        BlockLLLaplace,
+        BlockSubnetLaplace,
+        DiagLaplace,
+        DiagLLLaplace,
+        DiagSubnetLaplace,
+        EkfacLaplace,
+        EkfacLLLaplace,
+        EkfacSubnetLaplace,
+        FullLaplace,
+        FullLLLaplace,
+        FullSubnetLaplace,
+        KronLaplace,
+        KronLLLaplace,
+        KronSubnetLaplace,
+        LLLaplace,
+        LowRankKronLaplace,
+        LowRankKronLLLaplace,
+        LowRankKronSubnetLaplace,
+        LowRankLaplace,
+        LowRankLLLaplace,
+        LowRankSubnetLaplace,
+        SubnetLaplace,
+    )
+    from laplace.predictive.prediction import Prediction
+    from laplace.training.marglik import marglik_training
+    from laplace.training.online import OnlineLaplace
+else:
+    __getattr__, __dir__ = _lazy.attach(
+        __name__,
+        {
+            "laplace.enums": (
+                "FunctionalApproximation HessianStructure Likelihood LinkApprox PredType PriorStructure "
+                "SubsetOfWeights TuningMethod"
+            ),
+            "laplace.factory": "Laplace",
+            "laplace.function_space.named": "ELLA LLELLA FunctionalLaplace FunctionalLLLaplace",
+            "laplace.function_space.variational_named": "LLVaLLA VaLLA",
+            "laplace.hierarchy": "BaseFunctionalLaplace BaseLaplace ParametricLaplace",
+            "laplace.loading": "load",
+            "laplace.matrix_free": "MatrixFreeLaplace MatrixFreeLLLaplace MatrixFreeSubnetLaplace",
+            "laplace.mixture.mixture": "MixtureLaplace",
+            "laplace.named": (
+                "BlockLaplace BlockLLLaplace BlockSubnetLaplace DiagLaplace DiagLLLaplace DiagSubnetLaplace "
+                "EkfacLaplace EkfacLLLaplace EkfacSubnetLaplace FullLaplace FullLLLaplace FullSubnetLaplace "
+                "KronLaplace KronLLLaplace KronSubnetLaplace LLLaplace LowRankKronLaplace LowRankKronLLLaplace "
+                "LowRankKronSubnetLaplace LowRankLaplace LowRankLLLaplace LowRankSubnetLaplace SubnetLaplace"
+            ),
+            "laplace.predictive.prediction": "Prediction",
+            "laplace.training.marglik": "marglik_training",
+            "laplace.training.online": "OnlineLaplace",
+        },
+    )
 
 __version__ = "0.1.0"
 

@@ -26,12 +26,13 @@ from laplace.enums import (
     WeightsName,
 )
 from laplace.errors import ApproximationWarning, InvalidArgument, InvalidCall, warn
-from laplace.function_space import FAMILIES, BaseFunctionalLaplace
+from laplace.function_space import FAMILIES
 from laplace.likelihoods.base import Likelihood
 from laplace.named import LLLaplace, SubnetLaplace
 from laplace.network.adapters import are_idle, has_adapters
 from laplace.parametric import CELLS, ParametricLaplace
-from laplace.structures import STRUCTURES, Curvature
+from laplace.structures import STRUCTURES
+from laplace.structures.base import Curvature
 from laplace.weights import WEIGHTS, Weights
 
 if TYPE_CHECKING:
@@ -303,6 +304,9 @@ from_names: Callable[..., ParametricLaplace] = Laplace
 
 _GP, _DEFAULT = str(HessianStructure.GP), Cell("", "").family
 
+CELLS.refer(_GP, "laplace.function_space.named", "laplace.function_space.variational_named")
+CELLS.refer(str(HessianStructure.MATRIX_FREE), "laplace.matrix_free")
+
 _CONSTRUCTORS: dict[str, tuple[type[ParametricLaplace], ...]] = {
     SubsetOfWeights.LAST_LAYER: (LLLaplace,),
     SubsetOfWeights.SUBNETWORK: (SubnetLaplace,),
@@ -361,7 +365,7 @@ def _made(cell: Cell, weights_type: type[Weights], structure: type[Curvature]) -
     """A class of registered parts, with the constructor of its weights."""
     bases = (
         *_CONSTRUCTORS.get(cell.weights, ()),
-        BaseFunctionalLaplace if cell.structure == _GP else ParametricLaplace,
+        function_space.BaseFunctionalLaplace if cell.structure == _GP else ParametricLaplace,
     )
     members = {"__doc__": f"Posterior of {structure.__name__}, over {weights_type.__name__}.", "__module__": __name__}
     made = type(_name(cell), bases, members | {"structure": structure, "weights_type": weights_type})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from laplace.named import LLLaplace, SubnetLaplace
 from laplace.parametric import ParametricLaplace
-from laplace.structures import MatrixFreeCurvature
+from laplace.structures.matrix_free import MatrixFreeCurvature
 from laplace.structures.solve_report import SolveReport
 
 

@@ -16,15 +16,7 @@ from laplace.likelihoods.base import Likelihood
 from laplace.parametric import ParametricLaplace
 from laplace.posterior.attributes import Part
 from laplace.posterior.posterior import Posterior
-from laplace.structures import (
-    BlockCurvature,
-    DiagCurvature,
-    EkfacCurvature,
-    FullCurvature,
-    KronCurvature,
-    LowRankCurvature,
-    LowRankKronCurvature,
-)
+from laplace.structures import STRUCTURES
 from laplace.structures.damping import DampingForm
 from laplace.weights.last_layer import LastLayer
 from laplace.weights.subnetwork import Subnetwork
@@ -40,6 +32,8 @@ def _factors(now: Posterior) -> Any:
 
 
 def _residual(la: ParametricLaplace) -> float:
+    from laplace.structures.low_rank import LowRankCurvature
+
     curvature = la.fitted().curvature
     return curvature.residual if isinstance(curvature, LowRankCurvature) else 0.0
 
@@ -48,7 +42,7 @@ class FullLaplace(ParametricLaplace):
     """All weights, full curvature."""
 
     _key = ("all", "full")
-    structure = FullCurvature
+    structure = STRUCTURES.attribute("full")
 
     def __init__(
         self,
@@ -81,7 +75,7 @@ class KronLaplace(ParametricLaplace):
     """
 
     _key = ("all", "kron")
-    structure = KronCurvature
+    structure = STRUCTURES.attribute("kron")
     damping = property(lambda la: la.precision_options["damping"], doc="The `damping` that was given, or False.")
     H_facs = Part[Any](_factors, "Kronecker factors of H, a `Kron`, or None; assigning them also assigns H.")
 
@@ -111,14 +105,14 @@ class DiagLaplace(ParametricLaplace):
     """All weights, diagonal curvature."""
 
     _key = ("all", "diag")
-    structure = DiagCurvature
+    structure = STRUCTURES.attribute("diag")
 
 
 class BlockLaplace(ParametricLaplace):
     """All weights, an exact dense block for every layer; `structure_kwargs={"max_block": …}` limits its width."""
 
     _key = ("all", "block")
-    structure = BlockCurvature
+    structure = STRUCTURES.attribute("block")
 
 
 class LowRankLaplace(ParametricLaplace):
@@ -128,7 +122,7 @@ class LowRankLaplace(ParametricLaplace):
     """
 
     _key = ("all", "lowrank")
-    structure = LowRankCurvature
+    structure = STRUCTURES.attribute("lowrank")
     residual = property(_residual, doc="‖H U − U Λ‖ / ‖Λ‖ of the eigenpairs (U, Λ); 0 if they are exact.")
 
     def __init__(
@@ -157,7 +151,7 @@ class EkfacLaplace(ParametricLaplace):
     """All weights, the exact diagonal of the curvature in the eigenbasis of its Kronecker factors (EK-FAC)."""
 
     _key = ("all", "ekfac")
-    structure = EkfacCurvature
+    structure = STRUCTURES.attribute("ekfac")
 
 
 class LowRankKronLaplace(ParametricLaplace):
@@ -168,7 +162,7 @@ class LowRankKronLaplace(ParametricLaplace):
     """
 
     _key = ("all", "lowrank_kron")
-    structure = LowRankKronCurvature
+    structure = STRUCTURES.attribute("lowrank_kron")
 
 
 class OfLastLayer:
@@ -321,7 +315,7 @@ class SubnetLaplace(ParametricLaplace):
         channel_dim: int | None = None,
     ) -> None:
         refuse_asdl_kwargs(asdl_fisher_kwargs)
-        if damping and self.structure is not KronCurvature:
+        if damping and self.structure is not STRUCTURES["kron"]:
             raise InvalidArgument(
                 f"damping=True is a Kronecker-factored posterior's; hessian_structure={self.structure.name!r} has none."
             )

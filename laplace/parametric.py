@@ -27,11 +27,9 @@ from laplace.posterior.posterior import Posterior
 from laplace.posterior.predictor import PosteriorPredictor
 from laplace.posterior.refined import Refinement
 from laplace.predicting import Predicting
-from laplace.refinement.refine import refine
-from laplace.refinement.refiner import RefineOptions
 from laplace.state import Kept
 from laplace.structures.base import Precision
-from laplace.tuning import PosteriorGroup, Tunable
+from laplace.tuning.tunable import Tunable
 
 if TYPE_CHECKING:
     import os
@@ -40,6 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from laplace.core.data_weights import WeightFn
+    from laplace.tuning.group import PosteriorGroup
 
 CELLS: KeyedClasses[ParametricLaplace] = KeyedClasses()
 """Classes with a `_key`: the cells of the grid that have one."""
@@ -368,6 +367,9 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
         Warns:
             ApproximationWarning: It did not converge.
         """
+        from laplace.refinement.refine import refine
+        from laplace.refinement.refiner import RefineOptions
+
         options = RefineOptions(max_steps, tolerance, n_samples, generator, progress_bar)
         refinement = refine(self.snapshot(), loader, method, options)
         self._posterior = self._posterior.with_refinement(refinement)
@@ -381,6 +383,8 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
 
     @property
     def _group(self) -> PosteriorGroup:
+        from laplace.tuning.group import PosteriorGroup
+
         return PosteriorGroup((self.snapshot(),))
 
     def _take_over(self, posteriors: tuple[Posterior, ...]) -> None:

@@ -16,7 +16,6 @@ from laplace.core.gaussian import Gaussian
 from laplace.core.hyperparameters import check_counts
 from laplace.core.output_choice import Given, OutputChoice
 from laplace.core.random_numbers import check_generator
-from laplace.deployment.export import exported
 from laplace.enums import LinkApprox, LinkName, PredType, PredTypeName
 from laplace.errors import InvalidArgument, InvalidType
 from laplace.jacobian.jacobian import Jacobian
@@ -112,6 +111,8 @@ class OutputSampling(ABC):
             UnsupportedError: The prediction cannot be traced, or its graph depends on the batch; the posterior is
                 sharded over processes; or the module's result differs from the prediction.
         """
+        from laplace.deployment.export import exported
+
         self._predictor.check_whole("the export")
         return exported(self, example_x, generator, options)
 

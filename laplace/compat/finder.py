@@ -8,13 +8,14 @@ the same name is always found first.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 from laplace.compat.paths import ALSO, TABLE
+from laplace.core.lazy import attached
 
 Names = Mapping[str, str]
 Table = Mapping[str, Names]
@@ -47,32 +48,13 @@ class LegacyFinder(MetaPathFinder, Loader):
         public = self.table[name]
         children = self._children(name)
         targets = {**self.also.get(name, {}), **public}
-        listed = sorted({*targets, *children})
         module.__doc__ = f"Legacy path {name}: the names of an older interface; each refers to where it lives now."
         module.__dict__["__all__"] = list(public)
-        module.__dict__["__getattr__"] = _lookup(module, targets, children)
-        module.__dict__["__dir__"] = lambda: sorted({*module.__dict__, *listed})
+        module.__dict__["__getattr__"], module.__dict__["__dir__"] = attached(name, targets, children.__contains__)
 
     def _children(self, name: str) -> list[str]:
         prefix = f"{name}."
         return [path.removeprefix(prefix) for path in self.table if path.startswith(prefix)]
-
-
-def _lookup(module: ModuleType, targets: Names, children: Sequence[str]) -> Callable[[str], object]:
-    """The module's `__getattr__`: imports the target once and keeps it in the module."""
-
-    def __getattr__(name: str) -> object:  # noqa: N807  (the name that PEP 562 gives it)
-        if name in targets:
-            where, _, attribute = targets[name].partition(":")
-            value = getattr(import_module(where), attribute)
-        elif name in children:
-            value = import_module(f"{module.__name__}.{name}")
-        else:
-            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}", name=name, obj=module)
-        module.__dict__[name] = value
-        return value
-
-    return __getattr__
 
 
 def install(table: Table = TABLE, also: Table = ALSO) -> LegacyFinder:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from tqdm.auto import tqdm
-
 
 def known_length(loader: Iterable[Any]) -> int | None:
     """Number of batches of any loader, or None."""
@@ -27,7 +25,7 @@ class DataBar:
 
     def __init__(self, label: str, loader: Iterable[Any], *, shown: bool) -> None:
         self.n_batches = known_length(loader)
-        self._bar = tqdm(desc=label, unit=" data") if shown else None
+        self._bar = _bar(label) if shown else None
         self._batches = 0
 
     def add(self, n_data: int, *, done: bool = False) -> None:
@@ -54,3 +52,9 @@ class DataBar:
         if self._bar is not None:
             self._bar.total = self._bar.n
             self._bar.close()
+
+
+def _bar(label: str) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(desc=label, unit=" data")

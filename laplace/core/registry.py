@@ -5,8 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from laplace.core.lazy import imported
 from laplace.core.overrides import is_ours
 from laplace.enums import FunctionalApproximation
 from laplace.errors import InvalidArgument
@@ -14,8 +16,14 @@ from laplace.errors import InvalidArgument
 T = TypeVar("T")
 
 
+class _Elsewhere(NamedTuple):
+    """A part that is not imported yet."""
+
+    target: str
+
+
 class Registry(Generic[T]):
-    """Maps the name of a part to the part.
+    """Maps the name of a part to the part, which is imported when it is asked for.
 
     Args:
         kind: What the entries are ("likelihood", "structure", ...), for messages.
@@ -23,7 +31,7 @@ class Registry(Generic[T]):
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self._entries: dict[str, T] = {}
+        self._entries: dict[str, T | _Elsewhere] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator that files a part under `name`.
@@ -33,12 +41,23 @@ class Registry(Generic[T]):
         """
 
         def file(part: T) -> T:
-            if name in self._entries:
-                raise InvalidArgument(f"{self.kind} {name!r} is registered already.")
-            self._entries[name] = part
+            self._file(name, part)
             return part
 
         return file
+
+    def refer(self, name: str, target: str) -> None:
+        """Files under `name` the part at `"real.module:attribute"`, which is imported when it is asked for.
+
+        Raises:
+            InvalidArgument: The name is taken.
+        """
+        self._file(name, _Elsewhere(target))
+
+    def _file(self, name: str, part: T | _Elsewhere) -> None:
+        if name in self._entries:
+            raise InvalidArgument(f"{self.kind} {name!r} is registered already.")
+        self._entries[name] = part
 
     @contextmanager
     def temporarily(self) -> Iterator[None]:
@@ -50,15 +69,23 @@ class Registry(Generic[T]):
             self._entries = former
 
     def __getitem__(self, name: str) -> T:
-        try:
-            return self._entries[name]
-        except KeyError:
+        if name not in self._entries:
             known = ", ".join(map(repr, self._entries))
-            raise InvalidArgument(f"{self.kind}={name!r} is unknown; accepted are {known}.") from None
+            raise InvalidArgument(f"{self.kind}={name!r} is unknown; accepted are {known}.")
+        part = self._entries[name]
+        if not isinstance(part, _Elsewhere):
+            return part
+        there: T = imported(part.target)
+        self._entries[name] = there
+        return there
 
     def get(self, name: str) -> T | None:
         """The part of a name, or None."""
-        return self._entries.get(name)
+        return self[name] if name in self else None
+
+    def attribute(self, name: str) -> Any:
+        """A class attribute that is the part of a name; the part is imported when the attribute is read."""
+        return _PartOf(self, name)
 
     def name_of(self, part: T | str) -> str:
         """The name of a registered part; a string is a name, whether it is known or not.
@@ -68,7 +95,7 @@ class Registry(Generic[T]):
         """
         if isinstance(part, str):
             return str(part)
-        for name, entry in self._entries.items():
+        for name, entry in self.items():
             if entry is part:
                 return name
         raise InvalidArgument(
@@ -87,7 +114,18 @@ class Registry(Generic[T]):
 
     def items(self) -> list[tuple[str, T]]:
         """All names with their parts, in order of registration."""
-        return list(self._entries.items())
+        return [(name, self[name]) for name in self]
+
+
+class _PartOf(Generic[T]):
+    """The attribute of `Registry.attribute`."""
+
+    def __init__(self, registry: Registry[T], name: str) -> None:
+        self.registry = registry
+        self.name = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> T:
+        return self.registry[self.name]
 
 
 class Cell(NamedTuple):
@@ -124,6 +162,15 @@ class KeyedClasses(Generic[T]):
     def __init__(self) -> None:
         self._ours: dict[Cell, type[T]] = {}
         self._users: dict[Cell, list[weakref.ref[type[T]]]] = {}
+        self._pending: dict[str, tuple[str, ...]] = {}
+
+    def refer(self, structure: str, *modules: str) -> None:
+        """Names the modules that file the library's classes of a structure; they are imported when one is asked for."""
+        self._pending[structure] = modules
+
+    def _complete(self, structure: str) -> None:
+        for module in self._pending.get(structure, ()):
+            import_module(module)
 
     def add(self, key: Any, cls: type[T]) -> None:
         """Files a class under its `_key`; of several of users' the last one counts.
@@ -140,9 +187,12 @@ class KeyedClasses(Generic[T]):
 
     def find(self, cell: Cell) -> type[T] | None:
         """The class of a cell, or None."""
+        self._complete(cell.structure)
         living = (ref() for ref in reversed(self._users.get(cell, [])))
         return next((cls for cls in living if cls is not None), self._ours.get(cell))
 
     def __iter__(self) -> Iterator[Cell]:
         """Cells that have a class."""
+        for structure in self._pending:
+            self._complete(structure)
         return (cell for cell in {**self._ours, **self._users} if self.find(cell) is not None)

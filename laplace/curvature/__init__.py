@@ -1,10 +1,26 @@
 """Curvature backends: who computes the numbers of a batch."""
 
-from laplace.curvature.asdl import AsdlEF, AsdlGGN, AsdlHessian, AsdlInterface
-from laplace.curvature.backpack import BackPackEF, BackPackGGN, BackPackInterface
-from laplace.curvature.curvlinops import CurvlinopsEF, CurvlinopsGGN, CurvlinopsHessian, CurvlinopsInterface
-from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
-from laplace.curvature.native_backends import NativeEF, NativeGGN, NativeHessian
+from typing import TYPE_CHECKING
+
+from laplace.core.lazy import attach
+
+if TYPE_CHECKING:
+    from laplace.curvature.asdl import AsdlEF, AsdlGGN, AsdlHessian, AsdlInterface
+    from laplace.curvature.backpack import BackPackEF, BackPackGGN, BackPackInterface
+    from laplace.curvature.curvlinops import CurvlinopsEF, CurvlinopsGGN, CurvlinopsHessian, CurvlinopsInterface
+    from laplace.curvature.interface import CurvatureInterface, EFInterface, GGNInterface
+    from laplace.curvature.native_backends import NativeEF, NativeGGN, NativeHessian
+else:
+    __getattr__, __dir__ = attach(
+        __name__,
+        {
+            "laplace.curvature.asdl": "AsdlEF AsdlGGN AsdlHessian AsdlInterface",
+            "laplace.curvature.backpack": "BackPackEF BackPackGGN BackPackInterface",
+            "laplace.curvature.curvlinops": "CurvlinopsEF CurvlinopsGGN CurvlinopsHessian CurvlinopsInterface",
+            "laplace.curvature.interface": "CurvatureInterface EFInterface GGNInterface",
+            "laplace.curvature.native_backends": "NativeEF NativeGGN NativeHessian",
+        },
+    )
 
 __all__ = [
     "CurvatureInterface", "EFInterface", "GGNInterface", "NativeEF", "NativeGGN", "NativeHessian",

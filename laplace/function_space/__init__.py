@@ -1,19 +1,33 @@
 """Posteriors over functions: Gaussian processes of the linearised network on a subset of the data, and their kin."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from laplace.core.lazy import attach
 from laplace.core.registry import Registry
-from laplace.function_space.base import BaseFunctionalLaplace
-from laplace.function_space.named import ELLA, LLELLA, FunctionalLaplace, FunctionalLLLaplace
-from laplace.function_space.variational import VariationalCurvature
-from laplace.function_space.variational_named import LLVaLLA, VaLLA
-from laplace.jacobian.kernels import kernel
-from laplace.structures.base import Curvature
-from laplace.structures.gp.nystrom import NystromCurvature
-from laplace.structures.gp.subset_of_data import SubsetCurvature
+
+if TYPE_CHECKING:
+    from laplace.function_space.base import BaseFunctionalLaplace
+    from laplace.function_space.named import ELLA, LLELLA, FunctionalLaplace, FunctionalLLLaplace
+    from laplace.function_space.variational_named import LLVaLLA, VaLLA
+    from laplace.jacobian.kernels import kernel
+    from laplace.structures.base import Curvature
+else:
+    __getattr__, __dir__ = attach(
+        __name__,
+        {
+            "laplace.function_space.base": "BaseFunctionalLaplace",
+            "laplace.function_space.named": "ELLA LLELLA FunctionalLaplace FunctionalLLLaplace",
+            "laplace.function_space.variational_named": "LLVaLLA VaLLA",
+            "laplace.jacobian.kernels": "kernel",
+        },
+    )
 
 FAMILIES: Registry[type[Curvature]] = Registry("functional_approximation")
-FAMILIES.register("sod")(SubsetCurvature)
-FAMILIES.register("nystrom")(NystromCurvature)
-FAMILIES.register("variational")(VariationalCurvature)
+FAMILIES.refer("sod", "laplace.structures.gp.subset_of_data:SubsetCurvature")
+FAMILIES.refer("nystrom", "laplace.structures.gp.nystrom:NystromCurvature")
+FAMILIES.refer("variational", "laplace.function_space.variational:VariationalCurvature")
 
 __all__ = [
     "ELLA",

@@ -5,25 +5,43 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable
 from enum import Enum
+from typing import TYPE_CHECKING
 
+from laplace.core.lazy import attach
 from laplace.core.registry import Registry
 from laplace.errors import InvalidArgument
-from laplace.likelihoods.autodiff import LikelihoodFromLoss
-from laplace.likelihoods.base import Likelihood, NoiseFreeLikelihood, OutputHessian
-from laplace.likelihoods.bernoulli import Bernoulli
-from laplace.likelihoods.categorical import Categorical
-from laplace.likelihoods.gaussian import Gaussian
-from laplace.likelihoods.heteroscedastic import Heteroscedastic
-from laplace.likelihoods.poisson import Poisson
-from laplace.likelihoods.preference import Preference
+
+if TYPE_CHECKING:
+    from laplace.likelihoods.autodiff import LikelihoodFromLoss
+    from laplace.likelihoods.base import Likelihood, NoiseFreeLikelihood, OutputHessian
+    from laplace.likelihoods.bernoulli import Bernoulli
+    from laplace.likelihoods.categorical import Categorical
+    from laplace.likelihoods.gaussian import Gaussian
+    from laplace.likelihoods.heteroscedastic import Heteroscedastic
+    from laplace.likelihoods.poisson import Poisson
+    from laplace.likelihoods.preference import Preference
+else:
+    __getattr__, __dir__ = attach(
+        __name__,
+        {
+            "laplace.likelihoods.autodiff": "LikelihoodFromLoss",
+            "laplace.likelihoods.base": "Likelihood NoiseFreeLikelihood OutputHessian",
+            "laplace.likelihoods.bernoulli": "Bernoulli",
+            "laplace.likelihoods.categorical": "Categorical",
+            "laplace.likelihoods.gaussian": "Gaussian",
+            "laplace.likelihoods.heteroscedastic": "Heteroscedastic",
+            "laplace.likelihoods.poisson": "Poisson",
+            "laplace.likelihoods.preference": "Preference",
+        },
+    )
 
 LIKELIHOODS: Registry[Callable[[], Likelihood]] = Registry("likelihood")
-LIKELIHOODS.register(Gaussian.name)(Gaussian)
-LIKELIHOODS.register(Categorical.name)(Categorical)
-LIKELIHOODS.register(Preference.name)(Preference)
-LIKELIHOODS.register(Bernoulli.name)(Bernoulli)
-LIKELIHOODS.register(Poisson.name)(Poisson)
-LIKELIHOODS.register(Heteroscedastic.name)(Heteroscedastic)
+LIKELIHOODS.refer("regression", "laplace.likelihoods.gaussian:Gaussian")
+LIKELIHOODS.refer("classification", "laplace.likelihoods.categorical:Categorical")
+LIKELIHOODS.refer("reward_modeling", "laplace.likelihoods.preference:Preference")
+LIKELIHOODS.refer("bernoulli", "laplace.likelihoods.bernoulli:Bernoulli")
+LIKELIHOODS.refer("poisson", "laplace.likelihoods.poisson:Poisson")
+LIKELIHOODS.refer("heteroscedastic", "laplace.likelihoods.heteroscedastic:Heteroscedastic")
 
 
 def get_likelihood(spec: str | Enum | Likelihood) -> Likelihood:
@@ -35,6 +53,8 @@ def get_likelihood(spec: str | Enum | Likelihood) -> Likelihood:
     Raises:
         InvalidArgument: Anything else.
     """
+    from laplace.likelihoods.base import Likelihood
+
     if isinstance(spec, Likelihood):
         return spec
     name = spec.value if isinstance(spec, Enum) else spec

@@ -43,7 +43,8 @@ from laplace.predictive.prediction import Prediction
 from laplace.predictive.predictor import Request, is_loader
 from laplace.saving import Saved
 from laplace.structures.base import Curvature
-from laplace.tuning import PosteriorGroup, Tunable
+from laplace.tuning.group import PosteriorGroup
+from laplace.tuning.tunable import Tunable
 from laplace.weights.feature_extractor import network_of
 
 

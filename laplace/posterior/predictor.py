@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,10 +27,11 @@ from laplace.predictive.options import check_model_kwargs, refuse_model_kwargs
 from laplace.predictive.posterior_outputs import Draws, PosteriorOutputs, PredictionOptions
 from laplace.predictive.prediction import Prediction, laid_out
 from laplace.predictive.predictor import Predictor, Request
-from laplace.predictive.reparameterised import ReparameterisedOutputs
-from laplace.predictive.sampled import SampledOutputs, refuse_refined
 from laplace.structures.base import Precision
 from laplace.structures.draws import drawn
+
+if TYPE_CHECKING:
+    from laplace.predictive.sampled import SampledOutputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,6 +185,8 @@ class PosteriorPredictor(Predictor):
 
     def _sampled(self, x: Inputs, options: PredictionOptions, model_kwargs: dict[str, Any]) -> SampledOutputs:
         """Outputs of the network at sampled weights."""
+        from laplace.predictive.sampled import SampledOutputs, refuse_refined
+
         posterior, graph = self.posterior, self.graph
         self._warn_of_cut(x)
         refuse_refined(posterior.refined_step, posterior.engine.problem)
@@ -202,6 +205,9 @@ class PosteriorPredictor(Predictor):
         Raises:
             UnsupportedError: The posterior is not diagonal.
         """
+        from laplace.predictive.reparameterised import ReparameterisedOutputs
+        from laplace.predictive.sampled import refuse_refined
+
         posterior, graph = self.posterior, self.graph
         self._warn_of_cut(x)
         refuse_refined(posterior.refined_step, posterior.problem)

@@ -25,7 +25,6 @@ from laplace.engines.outputs import outputs
 from laplace.errors import InvalidData, OutOfMemory
 from laplace.jacobian.jacobian import Jacobian, group_left_over, joined, whole_groups
 from laplace.structures.base import Precision
-from laplace.structures.gp.dual import moved_by
 
 _COPIES = 3
 """Of covariances: a sum, what is taken away from it, and what is left."""
@@ -273,7 +272,13 @@ def shifted(pieces: Generator[tuple[Jacobian, Tensor]], step: Tensor | None) -> 
     with closing(pieces):
         for jacobian, f in pieces:
             mean = f.to(widest(f))
-            yield jacobian, mean if step is None else mean + moved_by(jacobian, step)
+            yield jacobian, mean if step is None else mean + _moved_by(jacobian, step)
+
+
+def _moved_by(jacobian: Jacobian, step: Tensor) -> Tensor:
+    from laplace.structures.gp.dual import moved_by  # after a refinement
+
+    return moved_by(jacobian, step)
 
 
 def linearised_mean(pieces: Generator[tuple[Jacobian, Tensor]], step: Tensor) -> OutputRows:

@@ -15,7 +15,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from laplace.core.checks import require
 from laplace.core.precision_policy import widened
@@ -340,6 +339,8 @@ def _nothing(step: int) -> None:
 
 @contextmanager
 def _bar(seconds: Sequence[float]) -> Iterator[Callable[[int], None]]:
+    from tqdm.auto import tqdm
+
     shape = "{l_bar}{bar}| {elapsed}<{remaining}"
     with tqdm(total=sum(seconds), desc="eigendecompositions", bar_format=shape) as bar:
 

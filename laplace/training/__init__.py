@@ -1,10 +1,26 @@
 """Training with a Laplace approximation in the loop."""
 
-from laplace.training.continual import TaskFit, TaskResult, continual_training, train_task
-from laplace.training.marglik import marglik_training
-from laplace.training.online import Checkpoint, OnlineLaplace
-from laplace.training.penalty import quadratic_penalty
-from laplace.training.task_memory import TaskMemory
+from typing import TYPE_CHECKING
+
+from laplace.core.lazy import attach
+
+if TYPE_CHECKING:
+    from laplace.training.continual import TaskFit, TaskResult, continual_training, train_task
+    from laplace.training.marglik import marglik_training
+    from laplace.training.online import Checkpoint, OnlineLaplace
+    from laplace.training.penalty import quadratic_penalty
+    from laplace.training.task_memory import TaskMemory
+else:
+    __getattr__, __dir__ = attach(
+        __name__,
+        {
+            "laplace.training.continual": "TaskFit TaskResult continual_training train_task",
+            "laplace.training.marglik": "marglik_training",
+            "laplace.training.online": "Checkpoint OnlineLaplace",
+            "laplace.training.penalty": "quadratic_penalty",
+            "laplace.training.task_memory": "TaskMemory",
+        },
+    )
 
 __all__ = [
     "Checkpoint",

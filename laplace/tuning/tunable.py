@@ -1,4 +1,7 @@
-"""Tuning as users call it, of one posterior or of several that share their hyper-parameters."""
+"""Tuning as users call it, of one posterior or of several that share their hyper-parameters.
+
+The searches are imported by those who tune: every posterior is `Tunable`.
+"""
 
 from __future__ import annotations
 
@@ -24,31 +27,15 @@ from laplace.enums import (
 )
 from laplace.errors import InvalidArgument
 from laplace.posterior.posterior import Posterior
-from laplace.tuning.choose import (
-    EVIDENCE,
-    EVIDENCES,
-    TuningResult,
-    by_evidence,
-    by_gradient,
-    check_predictive,
-    coordinates_of,
-    on_grid,
-    powers,
-    prior_by_evidence,
-    prior_on_grid,
-    report,
-)
-from laplace.tuning.fixed_point import prior_by_fixed_point
-from laplace.tuning.grid import make_axes
-from laplace.tuning.group import PosteriorGroup
-from laplace.tuning.objectives import Loss, make_objective
-from laplace.tuning.optimise import Climb
-from laplace.tuning.predictive import Predictive
-from laplace.tuning.settings import Tuned
-from laplace.tuning.validation import Validation, ValidationLoss
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from laplace.tuning.choose import TuningResult
+    from laplace.tuning.group import PosteriorGroup
+    from laplace.tuning.objectives import Loss
+    from laplace.tuning.settings import Tuned
+    from laplace.tuning.validation import ValidationLoss
 
 
 SearchName = Literal["lbfgs", "adam", "grid"]
@@ -129,31 +116,31 @@ class Tunable(ABC):
             InvalidArgument: Unknown method or structure; no validation data; no value with a finite loss; or several
                 prior precisions for a mixture of different networks. The prior precision is not changed then.
         """
-        check_predictive(pred_type)
+        from laplace.tuning import choose, fixed_point, optimise
+
+        choose.check_predictive(pred_type)
         posteriors, structure = self._group, str(prior_structure)
         posteriors.check_structure(structure)
         with posteriors.same_random_states():
             if method == TuningMethod.MARGLIK:
-                climb = Climb("adam", n_steps, lr, label=EVIDENCE, progress_bar=progress_bar)
-                result = prior_by_evidence(posteriors, init_prior_prec, structure, climb)
-                if val_loader is not None:
-                    result = result.noting(_UNUSED)
+                climb = optimise.Climb("adam", n_steps, lr, label=choose.EVIDENCE, progress_bar=progress_bar)
+                result = choose.prior_by_evidence(posteriors, init_prior_prec, structure, climb)
+                result = result if val_loader is None else result.noting(_UNUSED)
             elif method in (TuningMethod.GRIDSEARCH, TuningMethod.CV):
                 if val_loader is None:
                     raise InvalidArgument(f"method={str(method)!r} needs val_loader=, the validation data.")
-                exponents = (log_prior_prec_min, log_prior_prec_max)
-                values = powers(log_prior_prec_base, *exponents, grid_size, posteriors.first.hypers.prior_precision)
-                data = Validation(val_loader, progress_bar=progress_bar, processes=Processes.of(group))
-                predictive = Predictive(str(pred_type), str(link_approx), n_samples, generator)
-                scored = ValidationLoss(make_objective(loss, posteriors.likelihood), data, predictive)
-                result = prior_on_grid(posteriors, values, structure, scored)
+                grid = (log_prior_prec_base, log_prior_prec_min, log_prior_prec_max, grid_size)
+                values = choose.powers(*grid, posteriors.first.hypers.prior_precision)
+                kind = (pred_type, link_approx, n_samples, generator)
+                scored = _validation_loss(posteriors, loss, kind, val_loader, progress_bar=progress_bar, group=group)
+                result = choose.prior_on_grid(posteriors, values, structure, scored)
             elif method == TuningMethod.EM:
-                result = prior_by_fixed_point(
+                result = fixed_point.prior_by_fixed_point(
                     posteriors, init_prior_prec, structure, n_steps, progress_bar=progress_bar
                 )
             else:
                 raise InvalidArgument(f"method={str(method)!r}; accepted are 'marglik', 'gridsearch', 'CV' and 'em'.")
-        report(result)
+        choose.report(result)
         self._take_over(posteriors.assigned(prior_precision=result.prior_precision))
         if verbose:
             print(f"Optimized prior precision is {result.prior_precision}.")  # noqa: T201
@@ -222,32 +209,57 @@ class Tunable(ABC):
             TuningWarning: The objective is flat, or not finite somewhere; the best value is on an edge of the grid; or
                 the search did not converge.
         """
+        from laplace.tuning import choose, optimise
+        from laplace.tuning.grid import make_axes
+
         structure = None if prior_structure is None else str(prior_structure)
-        posteriors, combined = self._group, EVIDENCES.get(objective) if isinstance(objective, str) else None
+        posteriors, combined = self._group, choose.EVIDENCES.get(objective) if isinstance(objective, str) else None
         posteriors.check_structure(structure)
         method = method or ("grid" if combined is None else "lbfgs")
         with posteriors.same_random_states():
-            coordinates = coordinates_of(posteriors, tune, structure, by_evidence=combined is not None)
+            coordinates = choose.coordinates_of(posteriors, tune, structure, by_evidence=combined is not None)
             if method != "grid" and grid is not None:
                 raise InvalidArgument(f"grid= is not used by method={method!r}; use method='grid', or leave it out.")
-            climb = Climb(method, n_steps, lr, tolerance, progress_bar=progress_bar)
+            climb = optimise.Climb(method, n_steps, lr, tolerance, progress_bar=progress_bar)
             if combined is not None:
                 _refuse_data(val_loader, ood_loader, method)
-                result = by_evidence(replace(posteriors, combined=combined), coordinates, climb)
+                result = choose.by_evidence(replace(posteriors, combined=combined), coordinates, climb)
             elif val_loader is None:
                 raise InvalidArgument(f"objective={objective!r} needs val_loader=, the validation data.")
             else:
-                data = Validation(val_loader, ood_loader, ood_weight, progress_bar, Processes.of(group))
-                predictive = Predictive(str(pred_type), str(link_approx), n_samples, generator)
-                loss = ValidationLoss(make_objective(objective, posteriors.likelihood), data, predictive)
+                kind = (pred_type, link_approx, n_samples, generator)
+                data = (val_loader, ood_loader, ood_weight)
+                loss = _validation_loss(posteriors, objective, kind, *data, progress_bar=progress_bar, group=group)
                 if method == "grid":
                     start = coordinates.start.prior_precision
-                    result = on_grid(posteriors, make_axes(coordinates.names, grid, start), start, loss)
+                    result = choose.on_grid(posteriors, make_axes(coordinates.names, grid, start), start, loss)
                 else:
-                    result = by_gradient(posteriors, coordinates, loss, climb)
-        report(result)
+                    result = choose.by_gradient(posteriors, coordinates, loss, climb)
+        choose.report(result)
         self._take_over(posteriors.assigned(**result.values_of()))
         return result
+
+
+def _validation_loss(
+    posteriors: PosteriorGroup,
+    loss: str | Loss | None,
+    kind: tuple[PredTypeName, LinkName, int, torch.Generator | None],
+    val_loader: Iterable[Any],
+    ood_loader: Iterable[Any] | None = None,
+    ood_weight: float = 1.0,
+    *,
+    progress_bar: bool,
+    group: ProcessGroup | None,
+) -> ValidationLoss:
+    """The loss that a search on validation data minimises; `kind` are the fields of a `Predictive`."""
+    from laplace.tuning.objectives import make_objective
+    from laplace.tuning.predictive import Predictive
+    from laplace.tuning.validation import Validation, ValidationLoss
+
+    data = Validation(val_loader, ood_loader, ood_weight, progress_bar, Processes.of(group))
+    pred_type, link_approx, n_samples, generator = kind
+    predictive = Predictive(str(pred_type), str(link_approx), n_samples, generator)
+    return ValidationLoss(make_objective(loss, posteriors.likelihood), data, predictive)
 
 
 _UNUSED = "val_loader is not used by method='marglik'; use method='gridsearch' to tune on validation data"

@@ -1,14 +1,31 @@
 """Choices of the random weights: all, the last layer, or a subnetwork chosen by a mask."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from laplace.core.lazy import attach
 from laplace.core.registry import Registry
-from laplace.weights.all_weights import AllWeights
-from laplace.weights.base import Weights
-from laplace.weights.last_layer import LastLayer
-from laplace.weights.subnetwork import Subnetwork
+
+if TYPE_CHECKING:
+    from laplace.weights.all_weights import AllWeights
+    from laplace.weights.base import Weights
+    from laplace.weights.last_layer import LastLayer
+    from laplace.weights.subnetwork import Subnetwork
+else:
+    __getattr__, __dir__ = attach(
+        __name__,
+        {
+            "laplace.weights.all_weights": "AllWeights",
+            "laplace.weights.base": "Weights",
+            "laplace.weights.last_layer": "LastLayer",
+            "laplace.weights.subnetwork": "Subnetwork",
+        },
+    )
 
 WEIGHTS: Registry[type[Weights]] = Registry("subset_of_weights")
-WEIGHTS.register("all")(AllWeights)
-WEIGHTS.register("last_layer")(LastLayer)
-WEIGHTS.register("subnetwork")(Subnetwork)
+WEIGHTS.refer("all", "laplace.weights.all_weights:AllWeights")
+WEIGHTS.refer("last_layer", "laplace.weights.last_layer:LastLayer")
+WEIGHTS.refer("subnetwork", "laplace.weights.subnetwork:Subnetwork")
 
 __all__ = ["WEIGHTS", "AllWeights", "LastLayer", "Subnetwork", "Weights"]

@@ -99,6 +99,7 @@ TARGET_KINDS = {"class", "binary", "real", "other"}
 NAMESPACES = {
     "compat/kronecker/decomposed.py": "the state that is copied and pickled",
     "compat/finder.py": "modules of the older interface, whose names are looked up when they are asked for",
+    "core/lazy.py": "names of a package, which are imported when they are asked for",
     "core/overrides.py": "what a user's class or object defines itself",
     "curvature/backpack.py": "attributes that the package leaves on modules",
     "network/attributes.py": "attributes of the user's modules",

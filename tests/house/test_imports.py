@@ -1,0 +1,216 @@
+"""Names that are imported when they are first read: complete, the same objects, and nothing else is loaded.
+
+What an import brings is counted in a process of its own, never timed.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import laplace
+from tests.source import PACKAGE, ROOT, for_type_checkers, module_of, name_of, nodes, tree
+
+LAZY = sorted({path for path, node in nodes(ast.Call) if ast.unparse(node.func).split(".")[-1] == "attach"})
+"""Packages whose names are imported when they are first read."""
+
+NOT_FOR_A_FIT = (
+    "laplace.checkpoint", "laplace.curvature.asdl", "laplace.curvature.backpack", "laplace.curvature.curvlinops",
+    "laplace.deployment", "laplace.function_space.base", "laplace.function_space.named", "laplace.integrations",
+    "laplace.loading", "laplace.matrix_free", "laplace.mixture", "laplace.plotting", "laplace.predictive.sampled",
+    "laplace.refinement", "laplace.structures.ekfac", "laplace.structures.gp", "laplace.structures.lowrank_kron",
+    "laplace.structures.low_rank", "laplace.structures.matrix_free", "laplace.training", "laplace.tuning.choose",
+    "laplace.tuning.grid", "laplace.weights.swag", "matplotlib", "sympy", "torch._dynamo", "torch._inductor",
+    "torch.fx.experimental.symbolic_shapes", "torch.onnx", "tqdm.auto",
+)  # fmt: skip
+"""Modules that neither `from laplace import Laplace` loads, nor the first fit and prediction of the default."""
+
+FIRST_FIT = """
+import torch
+from laplace import Laplace
+model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+la = Laplace(model, "classification")
+la.fit([(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))])
+la(torch.randn(4, 2))
+"""
+
+
+def dotted(path: Path) -> str:
+    return ".".join(["laplace", *path.relative_to(PACKAGE).parent.parts])
+
+
+def printed(script: str) -> list[str]:
+    """Words that a fresh process prints, in which every warning is an error."""
+    command = [sys.executable, "-W", "error", "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    return done.stdout.split()
+
+
+def loaded(script: str) -> set[str]:
+    """Modules that a script adds to those of `import torch`."""
+    return set(printed(f"import sys, torch; before = set(sys.modules)\n{script}\nprint(*set(sys.modules) - before)"))
+
+
+def targets_of(path: Path) -> dict[str, str]:
+    """Names of a package with their modules, as its table says."""
+    calls = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+    (table,) = [node.args[1] for node in calls if ast.unparse(node.func).split(".")[-1] == "attach"]
+    return {name: module for module, names in ast.literal_eval(table).items() for name in names.split()}
+
+
+@pytest.mark.parametrize("path", LAZY, ids=dotted)
+def test_the_table_of_a_package_is_what_type_checkers_see(path: Path) -> None:
+    """One list of names: the table, the imports under `TYPE_CHECKING`, and `__all__` with what is defined there."""
+    imported = {
+        alias.name: module_of(path, node)
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ImportFrom) and for_type_checkers(node)
+        for alias in node.names
+    }
+    package = importlib.import_module(dotted(path))
+    defined = {name for name in vars(package) if name not in imported}
+    assert targets_of(path).items() <= imported.items()
+    assert imported.keys() - targets_of(path).keys() <= {"Curvature"}  # of an annotation
+    assert targets_of(path).keys() <= set(package.__all__) <= targets_of(path).keys() | defined
+
+
+@pytest.mark.parametrize("path", LAZY, ids=dotted)
+def test_names_of_a_package_are_those_of_their_modules(path: Path) -> None:
+    package = importlib.import_module(dotted(path))
+    for name, module in targets_of(path).items():
+        value = getattr(package, name)
+        assert value is getattr(importlib.import_module(module), name)
+        assert vars(package)[name] is value
+    assert set(package.__all__) <= set(dir(package))
+
+
+@pytest.mark.parametrize("path", LAZY, ids=dotted)
+def test_unknown_names_of_a_package_are_errors(path: Path) -> None:
+    package = importlib.import_module(dotted(path))
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        package.nothing  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        exec(f"from {dotted(path)} import nothing")
+
+
+def test_an_import_alone_loads_next_to_nothing() -> None:
+    own = {module for module in loaded("import laplace") if module.startswith("laplace.")}
+    real = {module for module in own if PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py").exists()}
+    assert real == {
+        "laplace.compat.finder", "laplace.compat.installation", "laplace.compat.paths", "laplace.core.lazy",
+        "laplace.errors",
+    }  # fmt: skip
+
+
+def test_a_first_fit_loads_what_it_needs() -> None:
+    assert not loaded(FIRST_FIT).intersection(NOT_FOR_A_FIT)
+
+
+def test_submodules_are_attributes() -> None:
+    """After a bare `import laplace`, as they were when everything was imported."""
+    paths = [name_of(path) for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
+    names = [path.removesuffix(".py") for path in paths] + [path.parent.name for path in PACKAGE.glob("*/__init__.py")]
+    deeper = "tuning.grid structures.kron structures.gp curvature.asdl likelihoods.links weights.last_layer".split()
+    legacy = ["utils", "utils.Kron", "baselaplace", "lllaplace.KronLLLaplace", "curvature.curvature", "laplace.Laplace"]
+    script = f"import laplace\nfor path in {[*names, *deeper, *legacy]}: print(eval('laplace.' + path).__name__)"
+    assert len(printed(script)) == len(names) + len(deeper) + len(legacy)
+    assert printed("import laplace; print(callable(laplace.marglik_training))") == ["True"]
+    script = """
+import laplace.marglik_training
+from importlib import import_module
+print(callable(laplace.marglik_training), import_module('laplace.marglik_training').__name__)
+"""
+    assert printed(script) == ["True", "laplace.marglik_training"]
+
+
+def test_registries_are_complete() -> None:
+    script = """
+from laplace.structures import STRUCTURES
+from laplace.likelihoods import LIKELIHOODS
+from laplace.function_space import FAMILIES
+for registry in (STRUCTURES, LIKELIHOODS, FAMILIES):
+    assert len(registry.items()) == len(registry) == len(list(registry))
+    assert all(registry.name_of(part) == name and registry.get(name) is part for name, part in registry.items())
+    assert registry.get('nothing') is None
+assert all(structure.name == name for name, structure in STRUCTURES.items())
+assert all(likelihood.name == name for name, likelihood in LIKELIHOODS.items())
+print(len(STRUCTURES), len(LIKELIHOODS), len(FAMILIES))
+"""
+    assert printed(script) == ["8", "6", "3"]
+
+
+@pytest.mark.parametrize("base", ["BaseLaplace", "baselaplace.BaseLaplace", "laplace.BaseLaplace"])
+def test_subclasses_are_complete(base: str) -> None:
+    """Scripts walk them by `_key`."""
+    script = f"""
+import laplace
+from laplace.laplace import _all_subclasses
+keys = {{cls._key for cls in _all_subclasses(laplace.{base}) if '_key' in vars(cls)}}
+print(len(keys), ('all', 'gp') in keys, ('subnetwork', 'matrix_free') in keys)
+"""
+    count, *there = printed(script)
+    assert (int(count) >= 28, there) == (True, ["True", "True"])
+
+
+@pytest.mark.parametrize(
+    "call", ["Laplace(m, 'regression', 'all', 'gp', n_subset=2)", "Laplace(m, 'regression', 'all', 'matrix_free')"]
+)
+def test_every_cell_is_found(call: str) -> None:
+    """The class of its own name, and not one that is made of its parts."""
+    script = f"import torch; from laplace import Laplace; m = torch.nn.Linear(2, 1); print(type({call}).__module__)"
+    assert printed(script)[0] in {"laplace.function_space.named", "laplace.matrix_free"}
+
+
+def test_a_pickle_loads_in_a_process_that_imported_nothing(tmp_path: Path) -> None:
+    path = str(tmp_path / "la.pickle")
+    end = f"import pickle; pickle.dump(la, open({path!r}, 'wb')); print(la.log_marginal_likelihood().item())"
+    (before,) = printed(f"{FIRST_FIT}\n{end}")
+    (after,) = printed(f"import pickle; print(pickle.load(open({path!r}, 'rb')).log_marginal_likelihood().item())")
+    assert before == after
+
+
+def test_threads_import_at_once() -> None:
+    """Each thread begins with another name, of which several share modules."""
+    script = """
+import threading
+import torch
+import laplace
+names, errors = laplace.__all__[:], []
+gate = threading.Barrier(len(names))
+def read(name):
+    gate.wait()
+    try:
+        assert getattr(laplace, name) is not None
+    except BaseException as error:
+        errors.append((name, error))
+threads = [threading.Thread(target=read, args=(name,)) for name in names]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert not errors, errors
+print(all(getattr(laplace, name) is vars(laplace)[name] for name in names))
+"""
+    assert printed(script) == ["True"]
+
+
+def test_a_spawned_process_reads_names() -> None:
+    script = """
+import multiprocessing
+import laplace
+with multiprocessing.get_context('spawn').Pool(1) as pool:
+    print(*pool.map(laplace.utils.kron.__class__, []), pool.apply(str, (laplace.HessianStructure.KRON,)))
+"""
+    assert printed(script) == ["kron"]
+
+
+def test_help_and_copies() -> None:
+    assert " ".join(printed("import laplace; print(laplace.__doc__)")).startswith("Laplace approximations")
+    assert "KronLLLaplace" in printed("import laplace; help(laplace)")
+    assert set(laplace.__all__) <= set(dir(laplace))
+    script = "import copy, pickle, laplace; print(pickle.loads(pickle.dumps(laplace.Laplace)) is laplace.Laplace)"
+    assert printed(script) == ["True"]
