@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import filterfalse
 from typing import Any, TypeGuard
 
 import torch
@@ -25,7 +26,7 @@ _FUSED: list[bool] = []
 def model_lock(model: nn.Module) -> threading.RLock:
     """The lock of a model, for every reader of its parameters: another thread may have put others in their place."""
     with _LOCKS_GUARD:
-        return _LOCKS.setdefault(model, threading.RLock())
+        return _LOCKS.get(model) or _LOCKS.setdefault(model, threading.RLock())
 
 
 def require_module(model: nn.Module) -> nn.Module:
@@ -254,10 +255,10 @@ class _State:
     def __init__(self, modules: list[nn.Module]) -> None:
         self.modules = [(module, module.training, module.__dict__.copy()) for module in modules]
         self.contents = [
-            (value, value.copy())
+            (attributes[name], attributes[name].copy())
             for _, _, attributes in self.modules
-            for name, value in attributes.items()
-            if type(value) in _CONTAINERS and name not in _OWN
+            for name in filterfalse(_OWN.__contains__, attributes)  # most names, and no loop in Python
+            if type(attributes[name]) in _CONTAINERS
         ]
         tables = ((module, module._buffers) for module in modules)
         self.buffers = [(module, dict(table.items()) if len(table) else {}) for module, table in tables]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -116,18 +117,30 @@ def differ(a: Tensor, b: Tensor, model: nn.Module, *, other_kernels: bool = Fals
         model: The network.
         other_kernels: Whether products may be of other precision than the numbers: in single precision a percent.
     """
-    finite = a.isfinite()
-    if a.shape != b.shape or not torch.equal(finite, b.isfinite()):
+    if a.shape != b.shape:
         return True
-    a, b = a[finite], b[finite]
-    if not a.numel():
-        return False
-    dtypes = {tensor.dtype for tensor in (a, b, *model.parameters()) if tensor.is_floating_point()}
+    distance, largest = _distance(a, b)
+    if largest == math.inf:
+        finite = a.isfinite()
+        if not torch.equal(finite, b.isfinite()):
+            return True
+        distance, largest = _distance(a[finite], b[finite])
+    parameters = (tensor for module in modules_of(model) for tensor in module._parameters.values())
+    dtypes = {tensor.dtype for tensor in (a, b, *parameters) if tensor is not None and tensor.is_floating_point()}
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     share = min(_ROUNDING * eps, _LARGEST_SHARE)
     if other_kernels and eps >= torch.finfo(torch.float32).eps:
         share = max(share, _OTHER_KERNELS)
-    return (a - b).abs().max().item() > share * torch.maximum(a.abs().max(), b.abs().max()).item()
+    return distance > share * largest
+
+
+def _distance(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """The largest distance of two entries, and the largest entry of either, infinite unless all are finite."""
+    if not a.numel():
+        return 0.0, 0.0
+    sizes = [(a - b).abs().amax(), a.abs().amax(), b.abs().amax()]
+    distance, *largest = torch.stack(sizes).tolist()
+    return distance, max(largest) if all(map(math.isfinite, largest)) else math.inf
 
 
 def _copied(x: Inputs) -> Inputs:

@@ -61,7 +61,7 @@ def _prior_mean(value: Given, like: Tensor, likelihood: Likelihood, weights: Wei
 
 def _sigma_noise(value: Given, like: Tensor, likelihood: Likelihood, weights: Weights) -> Tensor:
     tensor = hyper.positive("sigma_noise", hyper.as_tensor("sigma_noise", value, like=like))
-    if not likelihood.has_noise and bool((tensor.detach() != 1).any()):
+    if not likelihood.has_noise and any(number != 1 for number in tensor.flatten().tolist()):
         raise InvalidArgument(
             f"sigma_noise={value} with likelihood={likelihood.name!r}, which has no observation noise; "
             "leave sigma_noise at 1."

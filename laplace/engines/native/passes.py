@@ -144,7 +144,7 @@ class ForwardPass:
         for use in self.plan[slot].uses:
             call = recorded[use.call]
             zeros[use.call] = self._zero.to(call.x.device).expand(1, *self._gradient_shape(use.call))
-        return self._block(slot, recorded, zeros)
+        return self._block(slot, recorded, zeros, self._activations if calls is None else None)
 
     @cached_property
     def _zero(self) -> Tensor:
