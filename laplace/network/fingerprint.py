@@ -252,19 +252,18 @@ def _equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
 _SUMS: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[tuple[int, int], ...], tuple[Tensor, ...], Tensor]] = (
     weakref.WeakKeyDictionary()
 )
-"""Versions, norms and checksums of networks as they were last fitted; nothing of them is held."""
+"""Versions, norms and checksums of networks at their last fits; nothing of them is held."""
 
 
 def _known_sums(model: nn.Module, versions: tuple[tuple[int, int], ...], norms: tuple[Tensor, ...]) -> Tensor:
     """Checksums of a model's tensors: those of its last fit if versions and norms are what they were."""
     if is_spread(model):  # a collective call, and other processes may not know theirs
         return checksums(model)
-    former = _SUMS.get(model)
-    if former is not None and former[0] == versions and _comparable(norms, former[1]):
-        if checks.is_true(_equal(norms, former[1])):
-            return former[2]
-    sums = checksums(model)
-    _SUMS[model] = versions, norms, sums
+    then, known, sums = _SUMS.get(model, ((), (), None))
+    is_known = sums is not None and then == versions and _comparable(norms, known)
+    if sums is None or not (is_known and checks.is_true(_equal(norms, known))):
+        sums = checksums(model)
+        _SUMS[model] = versions, norms, sums
     return sums
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from laplace.core.inference import kept_for_later
 from laplace.errors import InvalidArgument, InvalidType
 
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
@@ -220,7 +221,7 @@ def _without_autocast(kinds: Sequence[str]) -> Iterator[None]:
 @contextmanager
 def autograd_mode() -> Iterator[None]:
     """Outside of the caller's inference mode, in which autograd does not work, and of the caller's autocast."""
-    with torch.inference_mode(False), own_precision():
+    with kept_for_later(), own_precision():
         yield
 
 
@@ -272,8 +273,10 @@ class _State:
 
     def evaluate(self) -> None:
         """Turns the training mode off where it is on."""
-        for module, training, _ in self.modules:
-            if training:
+        for module, training, attributes in self.modules:
+            if training and "training" in attributes:
+                module.__dict__["training"] = False  # as `restore` writes, at a tenth of the time
+            elif training:
                 module.training = False
 
     def restore(self) -> None:

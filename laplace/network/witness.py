@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
+from laplace.core.inference import kept_for_later
 from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, warn
 from laplace.network.attributes import Seen, changed_names, digests
@@ -144,7 +145,7 @@ def _distance(a: Tensor, b: Tensor) -> tuple[float, float]:
 
 
 def _copied(x: Inputs) -> Inputs:
-    with torch.inference_mode(False):
+    with kept_for_later():
         return batches.transform(x, lambda tensor: tensor.detach().clone())
 
 
@@ -234,22 +235,22 @@ class FirstBatch:
 
     def _twice(self, rows: Inputs) -> Tensor | None:
         """Outputs that two passes with other random numbers have in common; None if they have not."""
+        early = self._early_at(rows)
+        again = outputs_at(self.model, rows, self._noting) if early is None else early
+        if not self._draws and self._fitted is not None and self._same(self._fitted, again):
+            return again
+        once = outputs_at(self.model, rows, self.call)
+        if early is not None and differ(once, early, self.model):  # perhaps since autograd recorded that pass
+            again = outputs_at(self.model, rows, self._noting)
+        devices = {parameter.device for parameter in self.model.parameters() if parameter.is_cuda}
         with same_random_state(self.model):
-            early = self._early_at(rows)
-            again = outputs_at(self.model, rows, self._noting) if early is None else early
-            if not self._draws and self._fitted is not None and self._same(self._fitted, again):
-                return again
-            once = outputs_at(self.model, rows, self.call)
-            if early is not None and differ(once, early, self.model):  # perhaps since autograd recorded that pass
-                again = outputs_at(self.model, rows, self._noting)
-            devices = {parameter.device for parameter in self.model.parameters() if parameter.is_cuda}
             for _ in range(_PASSES if self._draws else 0):
                 for device in (torch.device("cpu"), *devices):
                     torch.rand(1, device=device)  # so that the next pass draws others
                 again = outputs_at(self.model, rows, self._noting)
                 if differ(once, again, self.model):
                     break
-            return None if differ(once, again, self.model) else once
+        return None if differ(once, again, self.model) else once
 
     def _early_at(self, rows: Inputs) -> Tensor | None:
         """Outputs of the pass before the fit, if that was of these data; the fit may read others of the batch."""

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from laplace.core import hyperparameters as hyper
 from laplace.core.hyperparameters import Hyperparameters
+from laplace.core.inference import kept_for_later
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
-from laplace.structures.algebra import kept_for_later
 from laplace.weights.base import Weights
 
 Given = float | Tensor

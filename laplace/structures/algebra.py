@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from laplace.core.checks import all_finite, require
+from laplace.core.inference import kept_for_later
 from laplace.core.precision_policy import widened
 from laplace.errors import CurvatureError, SlowWarning, warn
 from laplace.structures.indefinite import without_rounding
@@ -50,11 +51,6 @@ Size = tuple[int, int]
 
 _bars: ContextVar[bool] = ContextVar("bars", default=False)
 _announcing: ContextVar[bool] = ContextVar("announcing", default=False)
-
-
-def kept_for_later() -> AbstractContextManager[object]:
-    """Leaves inference mode, if it is on, to compute what is kept: autograd could never use tensors made in it."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def eigh(matrix: Tensor, *, signed: bool = False) -> tuple[Tensor, Tensor]:

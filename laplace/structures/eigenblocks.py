@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.hyperparameters import GaussianPrior
+from laplace.core.inference import kept_for_later
 from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import Groups
@@ -182,7 +183,7 @@ class Spectra:
 
     @cached_property
     def _averages(self) -> tuple[BlockSpectrum, ...]:
-        with algebra.kept_for_later(), torch.enable_grad():
+        with kept_for_later(), torch.enable_grad():
             return tuple(block.averages(self.dtype) for block in self.blocks)
 
     def project(self, jacobian: Jacobian, bases: Sequence[BlockSpectrum]) -> Jacobian:
@@ -233,7 +234,7 @@ class Spectra:
     @cached_property
     def factor_vectors(self) -> tuple[tuple[Tensor, ...], ...]:
         """Copies of the eigenvectors of every block's factors, in the curvature's dtype, with their graph."""
-        with algebra.kept_for_later(), torch.enable_grad():
+        with kept_for_later(), torch.enable_grad():
             return tuple(
                 tuple(vectors.to(self.dtype, copy=True) for vectors in block.factor_vectors) for block in self.blocks
             )

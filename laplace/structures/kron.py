@@ -18,6 +18,7 @@ from torch import Tensor
 from laplace.core.batch import Inputs
 from laplace.core.checks import all_finite
 from laplace.core.hyperparameters import GaussianPrior
+from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.orthogonal_basis import DenseBasis
 from laplace.core.precision_policy import widened
@@ -174,7 +175,7 @@ class KronCurvature(AdditiveCurvature):
     def _unit_spectra(self) -> Spectra:
         """Eigendecomposition of H itself, beside that of terms at the last weights."""
         ones = self.parts.like.new_ones(self.n_terms)
-        with algebra.kept_for_later():
+        with kept_for_later():
             return self.spectra(ones) if self.n_terms == 1 else self._spectra(ones)
 
     @cached_property
