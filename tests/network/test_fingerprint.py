@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 from laplace import FunctionalLaplace, Laplace, VaLLA, curvature, marglik_training
 from laplace.errors import ApproximationWarning, ModelChangedError, ModelChangedWarning, StateError
+from laplace.network import fingerprint
 from laplace.network.attributes import attributes_of, changed_names, digests
-from laplace.network.fingerprint import checksums, same_sums
+from laplace.network.fingerprint import Fingerprint, checksums, same_sums
 from laplace.network.witness import ROWS, FirstBatch, differ, first_rows
 from laplace.parametric import ParametricLaplace
 from laplace.training.continual import TaskFit
@@ -726,3 +727,42 @@ def test_networks_that_ask_whether_autograd_records(backend: str) -> None:
     assert la.fingerprint.witness is not None
     for _ in range(2):
         la(X)
+
+
+def test_checksums_of_a_network_that_did_not_change_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[nn.Module] = []
+
+    def sums(model: nn.Module) -> Tensor:
+        counted.append(model)
+        return checksums(model)
+
+    monkeypatch.setattr(fingerprint, "checksums", sums)
+    model, other = grid.network(), grid.network()
+    for _ in range(3):
+        assert torch.equal(Fingerprint.of(model).sums, checksums(model))
+    assert counted == [model]
+    Fingerprint.of(other)
+    assert counted == [model, other]
+    weight = next(model.parameters())
+    with torch.no_grad():
+        weight[0, 0] += 1
+    assert torch.equal(Fingerprint.of(model).sums, checksums(model))
+    weight.data[0, 0] += 1  # which autograd does not count
+    assert torch.equal(Fingerprint.of(model).sums, checksums(model))
+    model.register_buffer("more", torch.arange(3))
+    assert torch.equal(Fingerprint.of(model).sums, checksums(model))
+    assert counted == [model, other, model, model, model]
+    Fingerprint.of(copy.deepcopy(model))
+    assert len(counted) == 6
+
+
+@pytest.mark.parametrize("shape", [(1,), (4095,), (4096,), (4097,), (64, 64), (3, 4096), (33, 4096), (40, 4100)])
+def test_checksums_are_sums_over_rows_of_one_length(shape: tuple[int, ...]) -> None:
+    model = nn.Module()
+    model.a, model.b = (nn.Parameter(torch.randn(shape)) for _ in range(2))
+    weights = torch.cos(torch.arange(1, 4097, dtype=torch.float64))
+    for values, sums in zip((model.a, model.b), checksums(model), strict=True):
+        flat = values.detach().double().flatten()
+        rows = F.pad(flat, (0, -len(flat) % 4096)).view(-1, 4096)
+        by_row = rows.sum(1) @ weights[: len(rows)]
+        torch.testing.assert_close(sums, torch.stack([flat.sum(), (rows @ weights).sum(), by_row]))
