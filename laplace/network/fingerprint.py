@@ -75,9 +75,12 @@ class Fingerprint:
             known = digests(attributes_of(model)) if attributes is None else dict(attributes)
             if witness is not None:
                 known = {name: digest for name, digest in known.items() if name not in witness.written}
-            tensors = _tensors(modules_of(model))
+            present = _spread_tensors(modules_of(model))
+            tensors = held_parts(present)
             versions, norms = _versions(tensors), _norms(tensors)
-            return cls(_places(tensors), versions, norms, _known_sums(model, versions, norms), known, witness)
+            # Those of spread tensors are a collective call, and other processes may not know theirs.
+            sums = _known_sums(model, versions, norms) if tensors is present else checksums(model)
+            return cls(_places(tensors), versions, norms, sums, known, witness)
 
     def check(self, model: nn.Module) -> Fingerprint:
         """This fingerprint, or an equal one with new versions.
@@ -257,8 +260,6 @@ _SUMS: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[tuple[int, int], ...], t
 
 def _known_sums(model: nn.Module, versions: tuple[tuple[int, int], ...], norms: tuple[Tensor, ...]) -> Tensor:
     """Checksums of a model's tensors: those of its last fit if versions and norms are what they were."""
-    if is_spread(model):  # a collective call, and other processes may not know theirs
-        return checksums(model)
     then, known, sums = _SUMS.get(model, ((), (), None))
     is_known = sums is not None and then == versions and _comparable(norms, known)
     if sums is None or not (is_known and checks.is_true(_equal(norms, known))):

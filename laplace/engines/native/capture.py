@@ -160,7 +160,7 @@ def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fals
         require_whole_of(problem)
     calls: list[LayerCall] = []
     places = problem.places()
-    modules = {owner.module for owner in owners(problem, places) if rule_for(owner.module) is not None}
+    modules = {module for module in {owner.module for owner in owners(problem, places)} if rule_for(module) is not None}
     processes = problem.processes
     stand_ins = problem.stand_ins(places) if processes is None else {}
     parameters = {slot.name: stand_ins[slot.name] for slot in problem.slots if slot.name in stand_ins}
