@@ -81,7 +81,10 @@ def _require_numbers(name: str, tensor: Tensor) -> None:
 
 def zero_like(model: nn.Module) -> Tensor:
     """Zero, on the device of a model and in its dtype, at least float32."""
-    parameter = next(model.parameters(), torch.zeros(()))
+    parameters = (tensor for module in modules_of(model) for tensor in module._parameters.values())
+    parameter = next((tensor for tensor in parameters if tensor is not None), None)
+    if parameter is None:
+        return torch.zeros(())
     dtype = torch.promote_types(parameter.dtype, torch.float32) if parameter.is_floating_point() else None
     return torch.zeros((), device=parameter.device, dtype=dtype)
 
