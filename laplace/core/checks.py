@@ -86,7 +86,7 @@ def require(holds: Tensor, fault: Fault) -> None:
     if _UNREAD.get():
         return
     if waiting is not None:
-        waiting.add(holds.detach().all() if holds.ndim else holds, fault)
+        waiting.add(holds.all() if holds.ndim else holds, fault)
     elif not bool(holds.all()):
         _raise_first([False], [fault])
 

@@ -320,15 +320,17 @@ def kron_spectrum(block: KronBlock, output: FactorEigen, inputs: FactorEigen) ->
         inputs: Input side, divided by the number of positions; the number 1 for a bias.
     """
     left, right = (inputs, output) if block.input_first else (output, inputs)
+    is_bias = block.input is None
+    products = output.values if is_bias else left.values.unsqueeze(2) * right.values.unsqueeze(1)
     return BlockSpectrum(
-        values=(left.values.unsqueeze(2) * right.values.unsqueeze(1)).flatten(),
+        values=products.flatten(),
         left=left.basis,
         right=right.basis,
         shape=(len(output.values), left.values.shape[1], right.values.shape[1]),
         left_values=left.values,
         right_values=right.values,
         output_first=not block.input_first,
-        is_bias=block.input is None,  # to which damping adds nothing but the prior
+        is_bias=is_bias,  # to which damping adds nothing but the prior
     )
 
 
