@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
 from laplace.errors import InvalidArgument, InvalidType
@@ -150,7 +149,7 @@ def as_tensor(name: str, value: Any, *, like: Tensor) -> Tensor:
         raise InvalidType(f"{name} must be a real number or a tensor; {type(value).__name__} was given.")
     if isinstance(value, Tensor) and (value.ndim > 1 or value.numel() == 0):
         raise InvalidArgument(f"{name} must be a scalar or a vector; a tensor of shape {tuple(value.shape)} was given.")
-    with kept_for_later():  # a tensor made in inference mode could never be differentiated
+    with torch.inference_mode(False):  # a tensor made in inference mode could never be differentiated
         if isinstance(value, Tensor):
             return value.to(device=like.device, dtype=like.dtype, copy=True)
         return torch.tensor(float(value), dtype=like.dtype, device=like.device)

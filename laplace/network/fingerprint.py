@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from laplace.core import checks
+from laplace.core.inference import kept_for_later
 from laplace.core.precision_policy import wide_dtype
 from laplace.errors import ModelChangedError, ModelChangedWarning, warn
 from laplace.network.attributes import Seen, attributes_of, changed_names, digests
@@ -263,7 +264,8 @@ def _known_sums(model: nn.Module, versions: tuple[tuple[int, int], ...], norms: 
     then, known, sums = _SUMS.get(model, ((), (), None))
     is_known = sums is not None and then == versions and _comparable(norms, known)
     if sums is None or not (is_known and checks.is_true(_equal(norms, known))):
-        sums = checksums(model)
+        with kept_for_later():
+            sums = checksums(model)
         _SUMS[model] = versions, norms, sums
     return sums
 

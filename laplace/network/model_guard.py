@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from laplace.core.inference import kept_for_later
 from laplace.errors import InvalidArgument, InvalidType
 
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
@@ -224,7 +223,7 @@ def _without_autocast(kinds: Sequence[str]) -> Iterator[None]:
 @contextmanager
 def autograd_mode() -> Iterator[None]:
     """Outside of the caller's inference mode, in which autograd does not work, and of the caller's autocast."""
-    with kept_for_later(), own_precision():
+    with torch.inference_mode(False), own_precision():
         yield
 
 

@@ -48,7 +48,7 @@ class KronPrecision(Precision):
     prior: GaussianPrior
     damping: Damping | None = None
 
-    @cached_property
+    @property
     def _scale(self) -> Tensor:
         """s: the spectra of several terms hold the ratios of their weights to the mean already."""
         return self.weights.mean()

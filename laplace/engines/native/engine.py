@@ -11,7 +11,6 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
-from laplace.core.inference import kept_for_later
 from laplace.core.memory import DATUM, POSITION, in_slices, ran_out
 from laplace.core.output_choice import OutputChoice
 from laplace.core.positions import target_rows
@@ -209,7 +208,7 @@ class NativeEngine(CurvatureEngine):
         Raises:
             InvalidData: A batch of no data.
         """
-        with kept_for_later(), preserve_model(self.problem.module):
+        with torch.inference_mode(False), preserve_model(self.problem.module):
             x = x if create_graph else detached(x)
             capture = self._capture(x, create_graph=create_graph)
             if capture.f.shape[0] == 0:
@@ -349,7 +348,7 @@ class NativeEngine(CurvatureEngine):
 
     def linear(self, x: Inputs) -> Linearised:
         """The outputs of a batch as a linear function of the random entries, which outlives the call."""
-        with kept_for_later(), preserve_model(self.problem.module):
+        with torch.inference_mode(False), preserve_model(self.problem.module):
             return Linearised(self.problem, self._differentiable(x))
 
     def linear_map(self, x: Inputs, *, multiplied_out: bool = False) -> LinearMap:
@@ -360,7 +359,7 @@ class NativeEngine(CurvatureEngine):
                 return HeadMap(torch.cat([phi for phi, _ in heads]).to(self.dtype), heads[0][1])
         if multiplied_out:
             return self._multiplied_out(x)
-        with kept_for_later(), preserve_model(self.problem.module):
+        with torch.inference_mode(False), preserve_model(self.problem.module):
             capture = self._differentiable(x)
             linear, n_outputs = Linearised(self.problem, capture), capture.rows.shape[1]
             return GraphMap(linear, n_outputs, self.per_call(capture, _MOST_AT_ONCE))

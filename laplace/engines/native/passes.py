@@ -11,7 +11,6 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
-from laplace.core.inference import kept_for_later
 from laplace.core.memory import DATUM, in_slices
 from laplace.engines.native.calls import Activations, LayerCall, block_of
 from laplace.engines.native.capture import Capture
@@ -290,7 +289,7 @@ class ForwardPass:
 
     def blocks(self, cotangents: Tensor, only: list[int]) -> dict[int, Block]:
         """Weighted blocks of the slots in `only` for cotangents `[K, B, T·C]`."""
-        with kept_for_later():
+        with torch.inference_mode(False):
             return self._captured(cotangents, only) | self._fallbacks(
                 cotangents, [i for i in only if self.plan[i].fallback is not None]
             )
