@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
+from laplace.core.inference import kept_for_later
 from laplace.core.output_choice import OutputChoice
 from laplace.engines.kron_parts import KronParts, KronSketch, Probe
 from laplace.engines.profile import BatchProfile
@@ -387,5 +388,5 @@ def detached(x: Inputs) -> Any:
     def clean(tensor: Tensor) -> Tensor:
         return tensor.detach().clone() if tensor.is_inference() else tensor.detach()
 
-    with torch.inference_mode(False):
+    with kept_for_later():
         return batches.transform(x, clean)

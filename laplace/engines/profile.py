@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import nan
 
 from laplace.core.layout import Layout
@@ -58,6 +59,7 @@ class BatchProfile:
     inputs: int = 0
 
     @classmethod
+    @lru_cache(maxsize=64)  # of one network they are all the same
     def least(cls, layout: Layout, *, n_columns: int, itemsize: int, product_budget: int, loop: bool) -> BatchProfile:
         """Lower bound of every batch's profile: the sizes of the tensors, and one datum with one output.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import GaussianPrior, check_counts
+from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
@@ -30,7 +31,6 @@ from laplace.function_space.variational_inducing import STRATEGIES, Inducing, Pl
 from laplace.function_space.variational_training import Training, TrainingPass, start
 from laplace.jacobian.jacobian import Jacobian
 from laplace.jacobian.kernels import kernel_at
-from laplace.structures import algebra
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.gp.observed import HOLDS_INPUTS, ObservingPass, uncounted
 from laplace.structures.gp.subset_precision import DualScan, SubsetPrecision
@@ -110,7 +110,7 @@ class VariationalCurvature(Curvature):
     @cached_property
     def shares(self) -> Tensor:
         """Diagonals of Uᵀ Lᵀ S L U in the eigenvectors U of Lᵀ K L, `[E, r]`."""
-        with algebra.kept_for_later():
+        with kept_for_later():
             mixed = self.inducing.root @ self.inducing.unit.vectors
             return torch.einsum("mr,emn,nr->er", mixed, self.second, mixed)
 

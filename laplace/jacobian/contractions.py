@@ -138,6 +138,14 @@ class Contractions(ABC):
         return result
 
 
+def sum_of_squares(x: Tensor) -> Tensor:
+    """Σ_k x_k² of `[K, ...]`, `[...]`; of a large array without a second one of its size."""
+    if x.numel() <= _SQUARED:
+        return x.square().sum(0)
+    add_squared(total := x.new_zeros(x.shape[1:]), x)
+    return total
+
+
 def add_squared(running: Tensor, x: Tensor) -> None:
     """Adds Σ_k x_k² of `[K, ...]` to `[...]`; of a large array without a second one of its size."""
     step = max(1, _SQUARED // max(1, x[0].numel()))

@@ -63,9 +63,10 @@ class HeadBlock(Head):
         """The block of a head, by that of its layer with any output gradients, which are not read; None of another."""
         if not isinstance(block, OuterBlock) or block.input_first:
             return None
-        if block.inputs is None:
+        inputs = block.inputs
+        if inputs is None:
             return cls(block.g.new_ones(block.n_data, 1), n_outputs, is_bias=True)
-        return cls(block.inputs.select(1, 0).select(1, 0), n_outputs)
+        return cls(inputs[:, 0, 0], n_outputs)
 
     # Sizes.
 

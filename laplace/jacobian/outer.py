@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace.core.orthogonal_basis import OrthogonalBasis
 from laplace.core.precision_policy import widened
 from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of
-from laplace.jacobian.contractions import CHUNK_BYTES, ProductBasis, RankOne, S, TensorShape, add_squared, total
+from laplace.jacobian.contractions import CHUNK_BYTES, ProductBasis, RankOne, S, TensorShape, sum_of_squares, total
 from laplace.jacobian.factored import FactoredBlock, flat_product, kernel_by_grams
 from laplace.jacobian.patches import Patches, as_tensor
 from laplace.weights.problem import Selection
@@ -262,8 +262,7 @@ class OuterBlock(FactoredBlock):
             for part in self._for_squares():
                 Block.add_squares(part, running)
             return
-        g = self.g.new_zeros(self.g[0, :, 0].shape)
-        add_squared(g, self.g[:, :, 0])
+        g = sum_of_squares(self.g[:, :, 0])
         if self.inputs is None:
             running += g.sum(0).flatten()
             return

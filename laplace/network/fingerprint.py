@@ -263,13 +263,16 @@ def checksums(model: nn.Module, *, together: bool = True) -> Tensor:
         tensors = _spread_tensors(modules_of(model))
         for n, tensor in enumerate(tensors):
             flat = _flat(whole(tensor) if together else _unspread(tensor))
-            full = flat.numel() // _PERIOD * _PERIOD
+            full = max(0, flat.numel() - 1) // _PERIOD * _PERIOD  # the last row is never empty, unless the tensor is
             if full:
                 rows[n] = _row_sums(flat[:full].view(-1, _PERIOD))
             ends.setdefault((flat.device, flat.dtype), {})[n] = flat[full:].clone() if full else flat
+        groups = [_sums([rows.get(n) for n in group], list(group.values())) for group in ends.values()]
+        if len(groups) == 1:  # of all tensors, in their order
+            return groups[0].cpu()
         result = torch.zeros(len(tensors), 3, dtype=wide_dtype(tensors[0].device if tensors else None))
-        for group in ends.values():
-            result[list(group)] = _sums([rows.get(n) for n in group], list(group.values())).to(result)
+        for group, sums in zip(ends.values(), groups, strict=True):
+            result[list(group)] = sums.to(result)
     return result
 
 
@@ -305,13 +308,13 @@ def _row_sums(rows: Tensor) -> Tensor:
     """Sums of m rows of at most `_PERIOD` entries, and those with the weights of columns, `[2, m]`."""
     weights = _column_weights(rows.device)[: rows.shape[1]]
     wide = weights.new_empty(min(_ROWS, len(rows)), rows.shape[1])  # of all parts: fresh memory takes longer than sums
-    sums = weights.new_empty(2, len(rows))
-    for start in range(0, len(rows), _ROWS):
-        part, (plain, weighed) = rows[start : start + _ROWS], sums[:, start : start + _ROWS]
+    plain: list[Tensor] = []
+    weighed: list[Tensor] = []
+    for part in rows.split(_ROWS):
         some = wide[: len(part)].copy_(part)
-        torch.sum(some, 1, out=plain)
-        torch.mv(some, weights, out=weighed)  # half the time of one product with both
-    return sums
+        plain.append(some.sum(1))
+        weighed.append(some.mv(weights))  # half the time of one product with both
+    return torch.cat([*plain, *weighed]).view(2, -1)
 
 
 def _sums(rows: Sequence[Tensor | None], ends: list[Tensor]) -> Tensor:
@@ -325,14 +328,14 @@ def _sums(rows: Sequence[Tensor | None], ends: list[Tensor]) -> Tensor:
         [_row_sums(pad_sequence(ends[i : i + _ROWS], batch_first=True)) for i in range(0, len(ends), _ROWS)], 1
     )
     counts = [0 if full is None else full.shape[1] for full in rows]
+    if not any(counts):
+        return torch.cat([last, last[:1] * _column_weights(last.device)[0]]).T.contiguous()
     number, of_rows = torch.tensor(counts, device=last.device), _weights(max(counts) + 1, last.device, last.dtype)
-    sums = torch.stack([*last, last[0] * of_rows[number]], 1)
-    if any(counts):
-        every = torch.cat([full for full in rows if full is not None], 1)
-        by_row = every[0] * torch.cat([of_rows[:count] for count in counts])
-        owner = torch.arange(len(rows), device=last.device).repeat_interleave(number)
-        sums.index_add_(0, owner, torch.stack([*every, by_row], 1))
-    return sums
+    sums = torch.cat([last, last[:1] * of_rows[number]])
+    every = torch.cat([full for full in rows if full is not None], 1)
+    by_row = every[:1] * torch.cat([of_rows[:count] for count in counts])
+    owner = torch.arange(len(rows), device=last.device).repeat_interleave(number)
+    return sums.index_add_(1, owner, torch.cat([every, by_row])).T.contiguous()
 
 
 def _column_weights(device: torch.device) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
+from laplace.core.inference import kept_for_later
 from laplace.core.memory import ran_out
 from laplace.errors import ApproximationWarning, warn
 from laplace.network.attributes import Seen, changed_names, digests
@@ -116,22 +118,34 @@ def differ(a: Tensor, b: Tensor, model: nn.Module, *, other_kernels: bool = Fals
         model: The network.
         other_kernels: Whether products may be of other precision than the numbers: in single precision a percent.
     """
-    finite = a.isfinite()
-    if a.shape != b.shape or not torch.equal(finite, b.isfinite()):
+    if a.shape != b.shape:
         return True
-    a, b = a[finite], b[finite]
-    if not a.numel():
-        return False
-    dtypes = {tensor.dtype for tensor in (a, b, *model.parameters()) if tensor.is_floating_point()}
+    distance, largest = _distance(a, b)
+    if largest == math.inf:
+        finite = a.isfinite()
+        if not torch.equal(finite, b.isfinite()):
+            return True
+        distance, largest = _distance(a[finite], b[finite])
+    parameters = (tensor for module in modules_of(model) for tensor in module._parameters.values())
+    dtypes = {tensor.dtype for tensor in (a, b, *parameters) if tensor is not None and tensor.is_floating_point()}
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     share = min(_ROUNDING * eps, _LARGEST_SHARE)
     if other_kernels and eps >= torch.finfo(torch.float32).eps:
         share = max(share, _OTHER_KERNELS)
-    return (a - b).abs().max().item() > share * torch.maximum(a.abs().max(), b.abs().max()).item()
+    return distance > share * largest
+
+
+def _distance(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """The largest distance of two entries, and the largest entry of either, infinite unless all are finite."""
+    if not a.numel():
+        return 0.0, 0.0
+    sizes = [(a - b).abs().amax(), a.abs().amax(), b.abs().amax()]
+    distance, *largest = torch.stack(sizes).tolist()
+    return distance, max(largest) if all(map(math.isfinite, largest)) else math.inf
 
 
 def _copied(x: Inputs) -> Inputs:
-    with torch.inference_mode(False):
+    with kept_for_later():
         return batches.transform(x, lambda tensor: tensor.detach().clone())
 
 
@@ -221,22 +235,22 @@ class FirstBatch:
 
     def _twice(self, rows: Inputs) -> Tensor | None:
         """Outputs that two passes with other random numbers have in common; None if they have not."""
+        early = self._early_at(rows)
+        again = outputs_at(self.model, rows, self._noting) if early is None else early
+        if not self._draws and self._fitted is not None and self._same(self._fitted, again):
+            return again
+        once = outputs_at(self.model, rows, self.call)
+        if early is not None and differ(once, early, self.model):  # perhaps since autograd recorded that pass
+            again = outputs_at(self.model, rows, self._noting)
+        devices = {parameter.device for parameter in self.model.parameters() if parameter.is_cuda}
         with same_random_state(self.model):
-            early = self._early_at(rows)
-            again = outputs_at(self.model, rows, self._noting) if early is None else early
-            if not self._draws and self._fitted is not None and self._same(self._fitted, again):
-                return again
-            once = outputs_at(self.model, rows, self.call)
-            if early is not None and differ(once, early, self.model):  # perhaps since autograd recorded that pass
-                again = outputs_at(self.model, rows, self._noting)
-            devices = {parameter.device for parameter in self.model.parameters() if parameter.is_cuda}
             for _ in range(_PASSES if self._draws else 0):
                 for device in (torch.device("cpu"), *devices):
                     torch.rand(1, device=device)  # so that the next pass draws others
                 again = outputs_at(self.model, rows, self._noting)
                 if differ(once, again, self.model):
                     break
-            return None if differ(once, again, self.model) else once
+        return None if differ(once, again, self.model) else once
 
     def _early_at(self, rows: Inputs) -> Tensor | None:
         """Outputs of the pass before the fit, if that was of these data; the fit may read others of the batch."""

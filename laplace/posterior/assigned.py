@@ -9,9 +9,9 @@ from torch import Tensor
 
 from laplace.core import hyperparameters as hyper
 from laplace.core.hyperparameters import Hyperparameters
+from laplace.core.inference import kept_for_later
 from laplace.errors import InvalidArgument
 from laplace.likelihoods.base import Likelihood
-from laplace.structures.algebra import kept_for_later
 from laplace.weights.base import Weights
 
 Given = float | Tensor
@@ -61,7 +61,7 @@ def _prior_mean(value: Given, like: Tensor, likelihood: Likelihood, weights: Wei
 
 def _sigma_noise(value: Given, like: Tensor, likelihood: Likelihood, weights: Weights) -> Tensor:
     tensor = hyper.positive("sigma_noise", hyper.as_tensor("sigma_noise", value, like=like))
-    if not likelihood.has_noise and bool((tensor.detach() != 1).any()):
+    if not likelihood.has_noise and any(number != 1 for number in tensor.flatten().tolist()):
         raise InvalidArgument(
             f"sigma_noise={value} with likelihood={likelihood.name!r}, which has no observation noise; "
             "leave sigma_noise at 1."

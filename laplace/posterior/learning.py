@@ -15,6 +15,7 @@ from laplace.core import batch as batches
 from laplace.core import hyperparameters as hyper
 from laplace.core.checks import named
 from laplace.core.data_weights import DataWeights
+from laplace.core.inference import kept_for_later
 from laplace.core.overrides import FITTING
 from laplace.core.processes import Processes
 from laplace.core.random_numbers import drawn_seed
@@ -301,7 +302,7 @@ def fitted_to(
         weights=DataWeights.of(weight_fn, dict_key_weight),
         require=partial(sharding.check, posterior, override=override, sharded=sharded),
     )  # fmt: skip
-    with torch.inference_mode(False), torch.no_grad(), bars(progress_bar):
+    with kept_for_later(), torch.no_grad(), bars(progress_bar):
         fit = new.fit
         if not override and posterior.data is not None:
             fit = sharding.total(posterior.map_fit.scaled(decay), fit)

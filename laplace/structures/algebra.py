@@ -16,7 +16,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from laplace.core.checks import require
+from laplace.core.checks import all_finite, require
+from laplace.core.inference import kept_for_later
 from laplace.core.precision_policy import widened
 from laplace.errors import CurvatureError, SlowWarning, warn
 from laplace.structures.indefinite import without_rounding
@@ -49,11 +50,6 @@ Size = tuple[int, int]
 
 _bars: ContextVar[bool] = ContextVar("bars", default=False)
 _announcing: ContextVar[bool] = ContextVar("announcing", default=False)
-
-
-def kept_for_later() -> AbstractContextManager[object]:
-    """Leaves inference mode, if it is on, to compute what is kept: autograd could never use tensors made in it."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def mean_weight(weights: Tensor) -> Tensor:
@@ -95,7 +91,7 @@ def thin_eigh(rows: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         CurvatureError: The rows are not finite.
     """
-    require(rows.isfinite(), _not_finite)
+    require(all_finite([rows.detach()]), _not_finite)
     with kept_for_later(), Decompositions([[(rows[..., 0, 0].numel(), rows.shape[-2])]]).announced() as done:
         basis, triangle = torch.linalg.qr(widened(rows.detach()).mT)
         left, roots, _ = torch.linalg.svd(triangle)
@@ -113,7 +109,7 @@ def _announced(matrix: Tensor) -> Iterator[None]:
 
 
 def _checked(matrix: Tensor) -> Tensor:
-    require(matrix.isfinite(), _not_finite)
+    require(all_finite([matrix.detach()]), _not_finite)
     return widened(matrix.detach())
 
 
@@ -124,11 +120,11 @@ def _not_finite() -> CurvatureError:
 def _clamped(values: Tensor) -> Tensor:
     """Eigenvalues in ascending order without rounding."""
     smallest, largest = values[..., :1], values[..., -1:]
-    least = -_NEGATIVE * torch.maximum(largest, -smallest) - _TINY
     require(
-        smallest >= least,
+        torch.add(smallest, largest, alpha=_NEGATIVE) >= -_TINY,
         lambda: CurvatureError(
-            f"the curvature has {int((values < least).sum())} negative directions (smallest eigenvalue "
+            f"the curvature has {int((values < -_NEGATIVE * largest.abs() - _TINY).sum())} negative directions "
+            f"(smallest eigenvalue "
             f"{values.min():.3g}, largest {values.max():.3g}); use the GGN or the empirical Fisher, which are positive "
             "semi-definite, or structure_kwargs={'indefinite': 'clamp'} or 'abs'."
         ),

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from laplace.core.batch import Inputs
-from laplace.core.checks import all_finite
 from laplace.core.hyperparameters import GaussianPrior
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
@@ -217,7 +216,7 @@ class BlockCurvature(AdditiveCurvature):
         return tuple(blocks)
 
     def is_finite(self) -> Tensor:
-        return all_finite(block.is_finite() for block in self.sums)
+        return torch.stack([block.is_finite() for block in self.sums]).all()
 
     def state(self) -> dict[str, Any]:
         return {"values": list(self.values), "groups": [list(group) for group in self.groups]}

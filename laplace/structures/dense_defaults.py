@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from laplace.core.hyperparameters import GaussianPrior
+from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.engines.engine import MEMORY_BUDGET
 from laplace.engines.profile import BatchProfile
@@ -88,7 +89,7 @@ class DenseDefaults(Curvature):
     @cached_property
     def full(self) -> FullCurvature:
         """The same curvature as the full structure holds it; its factorisations are shared by all precisions."""
-        with algebra.kept_for_later():
+        with kept_for_later():
             return FullCurvature.of(self.to_dense())
 
     def precision(self, weights: Tensor, prior: GaussianPrior, **options: Any) -> Precision:

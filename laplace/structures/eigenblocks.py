@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.hyperparameters import GaussianPrior
+from laplace.core.inference import kept_for_later
 from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import Groups
@@ -182,7 +183,7 @@ class Spectra:
 
     @cached_property
     def _averages(self) -> tuple[BlockSpectrum, ...]:
-        with algebra.kept_for_later(), torch.enable_grad():
+        with kept_for_later(), torch.enable_grad():
             return tuple(block.averages(self.dtype) for block in self.blocks)
 
     def project(self, jacobian: Jacobian, bases: Sequence[BlockSpectrum]) -> Jacobian:
@@ -233,7 +234,7 @@ class Spectra:
     @cached_property
     def factor_vectors(self) -> tuple[tuple[Tensor, ...], ...]:
         """Copies of the eigenvectors of every block's factors, in the curvature's dtype, with their graph."""
-        with algebra.kept_for_later(), torch.enable_grad():
+        with kept_for_later(), torch.enable_grad():
             return tuple(
                 tuple(vectors.to(self.dtype, copy=True) for vectors in block.factor_vectors) for block in self.blocks
             )
@@ -319,15 +320,17 @@ def kron_spectrum(block: KronBlock, output: FactorEigen, inputs: FactorEigen) ->
         inputs: Input side, divided by the number of positions; the number 1 for a bias.
     """
     left, right = (inputs, output) if block.input_first else (output, inputs)
+    is_bias = block.input is None
+    products = output.values if is_bias else left.values.unsqueeze(2) * right.values.unsqueeze(1)
     return BlockSpectrum(
-        values=(left.values.unsqueeze(2) * right.values.unsqueeze(1)).flatten(),
+        values=products.flatten(),
         left=left.basis,
         right=right.basis,
         shape=(len(output.values), left.values.shape[1], right.values.shape[1]),
         left_values=left.values,
         right_values=right.values,
         output_first=not block.input_first,
-        is_bias=block.input is None,  # to which damping adds nothing but the prior
+        is_bias=is_bias,  # to which damping adds nothing but the prior
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import GaussianPrior
+from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.orthogonal_basis import DenseBasis, OrthogonalBasis
 from laplace.core.precision_policy import wide_dtype, widened
@@ -24,7 +25,6 @@ from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import KronBlock, KronParts
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.structures import algebra
 from laplace.structures.algebra import Recent
 from laplace.structures.base import Curvature, DataPass
 from laplace.structures.corrected import Correction
@@ -168,7 +168,7 @@ class EkfacCurvature(Curvature):
 
     @cached_property
     def _wide_bases(self) -> tuple[BlockSpectrum, ...]:
-        with algebra.kept_for_later():
+        with kept_for_later():
             wide = (basis.cast(wide_dtype(basis.values.device)) for basis in self.bases)
             pairs = zip(self.kron.parts.blocks, wide, strict=True)
             return tuple(_with_sides(self.kron.parts, block, basis) for block, basis in pairs)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from laplace.core.inference import kept_for_later
 from laplace.core.orthogonal_basis import OrthogonalBasis, ThinBasis
 from laplace.core.precision_policy import widened
 from laplace.engines.kron_parts import KronBlock, KronParts
@@ -36,7 +37,7 @@ class FactorEigen:
         """That of eigenpairs of one matrix, whatever its leading dimensions."""
         pairs = eigenpairs(factor)
         values, vectors = widened(pairs.values).reshape(1, -1), widened(pairs.vectors).reshape(pairs.width, -1)
-        with algebra.kept_for_later():
+        with kept_for_later():
             return cls(functional.pad(values, (pairs.width - pairs.rank, 0)), ThinBasis.of(vectors))
 
     def over(self, count: float) -> FactorEigen:

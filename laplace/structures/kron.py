@@ -18,6 +18,7 @@ from torch import Tensor
 from laplace.core.batch import Inputs
 from laplace.core.checks import all_finite
 from laplace.core.hyperparameters import GaussianPrior
+from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.orthogonal_basis import DenseBasis
 from laplace.core.precision_policy import widened
@@ -124,10 +125,11 @@ class KronCurvature(AdditiveCurvature):
         return summary, KronCurvature(self.parts + parts)
 
     def is_finite(self) -> Tensor:
-        """True, 0-dim, if all is finite; of sides that are known by rows, their squares in the dtype of matrices."""
+        """True, 0-dim, if all is finite: of matrices their diagonals, which hold every square, of rows the squares."""
         traces = [side.trace.to(self.parts.like.dtype) for side in self.parts.thin.values()]
         sums = [factor for factor in self.parts.factors.values() if factor.ndim]  # and no numbers of positions
-        return all_finite([*sums, *traces])
+        own = [factor if factor.ndim < _INPUT_DIMS else factor.diagonal(dim1=-2, dim2=-1) for factor in sums]
+        return all_finite([torch.cat([part.flatten() for part in (*own, *traces)])])
 
     def kept(self, *, additive: bool = False) -> KronCurvature:
         """Eigenpairs in the place of rows, which a fit does not outlive; matrices, where sums are to add up."""
@@ -174,7 +176,7 @@ class KronCurvature(AdditiveCurvature):
     def _unit_spectra(self) -> Spectra:
         """Eigendecomposition of H itself, beside that of terms at the last weights."""
         ones = self.parts.like.new_ones(self.n_terms)
-        with algebra.kept_for_later():
+        with kept_for_later():
             return self.spectra(ones) if self.n_terms == 1 else self._spectra(ones)
 
     @cached_property

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from laplace.compat.kronecker import Kron, KronDecomposed
 from laplace.compat.kronecker.scalars import Scalar
+from laplace.core.inference import kept_for_later
 from laplace.core.precision_policy import widened
 from laplace.engines.kron_parts import KronParts
 from laplace.errors import InvalidArgument
-from laplace.structures import algebra
 from laplace.structures.damping import Damping
 from laplace.structures.eigenblocks import BlockSpectrum, Spectra, picked_matrix
 
@@ -79,7 +79,7 @@ def decomposed_precision(spectra: Spectra, scale: Tensor, deltas: Tensor, *, dam
 
 def _scaled_values(spectra: Spectra, scale: Tensor, damping: Damping | None) -> list[list[Tensor]]:
     """Eigenvalues of s·H, the scale spread evenly over the factors of a block, times those of a damping."""
-    with algebra.kept_for_later(), torch.enable_grad():
+    with kept_for_later(), torch.enable_grad():
         return [
             [
                 (own * widened(scale) ** (1 / len(sides)) * values).to(spectra.dtype)

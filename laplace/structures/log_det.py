@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from laplace.core.inference import kept_for_later
 from laplace.core.layout import repeated
 from laplace.core.precision_policy import widened
-from laplace.structures.algebra import kept_for_later
 
 _PIECE = 2**16
 """Terms that are gone through at once, so that what is computed of them stays in the cache of one core."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace.core.inference import kept_for_later
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidData
 from laplace.structures import algebra
@@ -55,7 +56,7 @@ class Ranges:
     @classmethod
     def of(cls, products: dict[str, Tensor]) -> Ranges:
         """The ranges of Y by key, `[G, n, w]` or `[E, G, n, w]`, of which the sum over E counts."""
-        with algebra.kept_for_later():
+        with kept_for_later():
             return cls({key: _orthonormal(value) for key, value in products.items()})
 
     def __call__(self, key: str, groups: int, n: int) -> Tensor:

@@ -24,13 +24,14 @@ from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.core.hyperparameters import GaussianPrior
+from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import widened
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED, KronBlock, KronParts, KronSketch, Probe
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidArgument, InvalidData
-from laplace.structures import algebra, fields, kronecker_eigenvectors
+from laplace.structures import fields, kronecker_eigenvectors
 from laplace.structures.algebra import Recent
 from laplace.structures.base import Curvature, DataPass, require_finite, those_known
 from laplace.structures.corrected import Correction
@@ -188,7 +189,7 @@ class LowRankKronCurvature(Curvature):
     @cached_property
     def columns(self) -> tuple[Columns, ...]:
         """U and Λ of every tensor, in float64; no columns where it has no factors."""
-        with algebra.kept_for_later():
+        with kept_for_later():
             if self.corrected is None:
                 return tuple(self._columns(block, None) for block in self.blocks)
             return tuple(self._columns(*pair) for pair in zip(self.blocks, self.corrected, strict=True))

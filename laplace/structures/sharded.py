@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from laplace.core.hyperparameters import GaussianPrior
+from laplace.core.inference import kept_for_later
 from laplace.core.layout import Layout
 from laplace.core.precision_policy import wide_dtype
 from laplace.core.processes import Processes
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import UnsupportedError
 from laplace.structures import fields
-from laplace.structures.algebra import kept_for_later, other_structure
+from laplace.structures.algebra import other_structure
 from laplace.structures.base import Curvature, DataPass, narrowed
 from laplace.structures.separation import Separation
 from laplace.structures.sharded_precision import ShardedPrecision, SharePrecision, apart

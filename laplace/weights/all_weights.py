@@ -23,7 +23,7 @@ class AllWeights(Weights):
     def __init__(self, model: nn.Module, forward_fn: ForwardFn | None = None) -> None:
         super().__init__(model, forward_fn)
         tensors = trainable(self.model)
-        if next(self.model.parameters(), None) is None:
+        if not tensors and next(self.model.parameters(), None) is None:
             raise InvalidArgument(
                 f"the model, a {type(self.model).__name__}, has no parameter that could be random (layers in a plain "
                 "list are not registered: see nn.ModuleList)."

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from laplace.core.batch import ForwardFn, Inputs
-from laplace.network.model_guard import model_lock, require_module, unwrap
+from laplace.network.model_guard import model_lock, named_modules_of, require_module, unwrap
 from laplace.network.spread import processes_of, require_whole
 from laplace.network.witness import FirstBatch
 from laplace.weights.problem import Problem
@@ -131,5 +131,10 @@ class Called(nn.Module):
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
     """Parameters with `requires_grad`, by name, tied ones once, in `model.parameters()` order; none without entries."""
+    named: dict[int, tuple[str, Tensor]] = {}
     with model_lock(model):
-        return {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad and tensor.numel()}
+        for prefix, module in named_modules_of(model):
+            for key, tensor in module._parameters.items():
+                if tensor is not None and tensor.requires_grad and tensor.numel():
+                    named.setdefault(id(tensor), (f"{prefix}.{key}" if prefix else key, tensor))
+    return dict(named.values())

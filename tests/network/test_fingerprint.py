@@ -726,3 +726,24 @@ def test_networks_that_ask_whether_autograd_records(backend: str) -> None:
     assert la.fingerprint.witness is not None
     for _ in range(2):
         la(X)
+
+
+def test_a_fit_after_a_write_that_no_norm_shows_knows_the_network_as_it_is() -> None:
+    model = grid.network()
+    Laplace(model, "classification").fit(grid.batches())
+    next(model.parameters()).data.neg_()
+    la = Laplace(model, "classification")
+    la.fit(grid.batches())
+    assert torch.equal(la.fingerprint.sums, checksums(model))
+
+
+@pytest.mark.parametrize("shape", [(1,), (4095,), (4096,), (4097,), (64, 64), (3, 4096), (33, 4096), (40, 4100)])
+def test_checksums_are_sums_over_rows_of_one_length(shape: tuple[int, ...]) -> None:
+    model = nn.Module()
+    model.a, model.b = (nn.Parameter(torch.randn(shape)) for _ in range(2))
+    weights = torch.cos(torch.arange(1, 4097, dtype=torch.float64))
+    for values, sums in zip((model.a, model.b), checksums(model), strict=True):
+        flat = values.detach().double().flatten()
+        rows = F.pad(flat, (0, -len(flat) % 4096)).view(-1, 4096)
+        by_row = rows.sum(1) @ weights[: len(rows)]
+        torch.testing.assert_close(sums, torch.stack([flat.sum(), (rows @ weights).sum(), by_row]))

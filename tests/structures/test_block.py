@@ -11,6 +11,7 @@ from laplace.core.layout import Layout
 from laplace.errors import InvalidArgument
 from laplace.jacobian.contractions import CHUNK_BYTES
 from laplace.jacobian.outer import OuterBlock
+from laplace.structures.block import BlockCurvature
 from tests import problems as catalogue
 from tests.conformance.cases import Case, drawn
 from tests.reference.compare import assert_close
@@ -123,3 +124,11 @@ def test_the_quadratic_form_follows_the_eigenvectors(prior: str) -> None:
     steps = 1e-6 * torch.eye(2, dtype=torch.float64)
     expected = torch.stack([(norm(noise + step) - norm(noise - step)) / 2e-6 for step in steps])
     assert_close(slope, expected, "finite_difference")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_block_that_is_not_finite_is_told(value: float) -> None:
+    finite, other = torch.eye(2).unsqueeze(0), torch.eye(3).unsqueeze(0)
+    for matrices, expected in (((finite, other), True), ((finite, value * other), False)):
+        curvature = BlockCurvature.from_state({"values": list(matrices), "groups": [[0], [1]]})
+        assert bool(curvature.is_finite()) is expected

@@ -70,7 +70,7 @@ class DiagSum:
     def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:
         """Adds the diagonal of Σ_b J_bᵀ Λ_b J_b of a head, without a root of Λ; the blocks are in their bases."""
         for slot, block in blocks.items():
-            self.values[:, self.slices[slot]] += block.ggn_diagonal(hessian, apart=len(self.values) > 1)
+            self.values[:, self.slices[slot]].add_(block.ggn_diagonal(hessian, apart=len(self.values) > 1))
 
 
 class FullSum:

@@ -148,7 +148,8 @@ def _of_use(
     dtype: torch.dtype,
     activations: Activations,
 ) -> Block:
-    dtype = torch.promote_types(g.dtype, dtype)  # a network may compute in fewer digits than its weights have
+    if g.dtype != dtype:  # a network may compute in fewer digits than its weights have
+        dtype = torch.promote_types(g.dtype, dtype)
     if not isinstance(call.by, nn.Module):
         return call.by.block(use.attribute, g.to(dtype), n_data, use.axis)
     rule = rule_for(call.by)

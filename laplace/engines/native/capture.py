@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,7 @@ from laplace.network.spread import require_whole, rest_of
 from laplace.weights.problem import Place, Problem
 
 
-@dataclass(frozen=True)
-class Owner:
+class Owner(NamedTuple):
     """A module that holds a random parameter under an attribute."""
 
     module: nn.Module
@@ -43,8 +42,11 @@ def owners(problem: Problem, places: list[Place] | None = None) -> list[Owner]:
     places = places or problem.places()
     slots = {slot.name: i for i, slot in enumerate(problem.slots)}
     where = {id(module._parameters[key]): slots[name] for name, module, key in places if name in slots}
-    holders = ((module, key, where.get(id(module._parameters[key]))) for _, module, key in places)
-    return [Owner(module, key, slot) for module, key, slot in holders if slot is not None]
+    return [
+        Owner(module, key, where[id(module._parameters[key])])
+        for _, module, key in places
+        if id(module._parameters[key]) in where
+    ]
 
 
 @dataclass(frozen=True, eq=False)

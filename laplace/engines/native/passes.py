@@ -142,7 +142,7 @@ class ForwardPass:
         """The block of a slot for one cotangent of zeros, which takes no backward pass and no memory."""
         recorded = self.capture.calls if calls is None else calls
         zeros = {use.call: self._zeros(use.call, recorded[use.call].x.device) for use in self.plan[slot].uses}
-        return self._block(slot, recorded, zeros)
+        return self._block(slot, recorded, zeros, self._activations if calls is None else None)
 
     def _zeros(self, call: int, device: torch.device) -> Tensor:
         """Gradients of one cotangent of zeros, of which one is held."""

@@ -19,6 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from laplace.core.inference import kept_for_later
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import UnsupportedError
 from laplace.jacobian.contractions import CHUNK_BYTES
@@ -62,7 +63,7 @@ class Span(ABC):
 
     def basis(self, weights: Tensor | None, scales: Scales) -> Basis:
         """Eigenvectors of G, without those of eigenvalues that are zero but for rounding."""
-        with torch.no_grad(), algebra.kept_for_later():
+        with torch.no_grad(), kept_for_later():
             gram = self.gram(weights, scales)
             values, vectors = algebra.eigh(0.5 * (gram + gram.T))
             floor = len(values) * torch.finfo(values.dtype).eps * values.amax() if len(values) else 0.0
@@ -108,7 +109,7 @@ class Dual(Span):
         return sum((widened(s).reshape(()) * k for s, k in zip(scales, self.kernels, strict=True)), zero)
 
     def gram(self, weights: Tensor | None, scales: Scales) -> Tensor:
-        with algebra.kept_for_later():
+        with kept_for_later():
             roots = self._weighted(weights)
             half = torch.einsum("mcnd,ndl->mcnl", self.kernel_under(scales), roots)
             return torch.einsum("mck,mcnl->mknl", roots, half).reshape(roots.shape[0] * roots.shape[2], -1)
@@ -242,7 +243,7 @@ def pulled(parts: Sequence[Jacobian], outputs: Tensor) -> Tensor:
 
 def _symmetric(parts: tuple[Jacobian, ...] | list[Jacobian]) -> Tensor:
     """The kernel between all parts, `[M, C, M, C]`; each pair once."""
-    with torch.no_grad(), algebra.kept_for_later():
+    with torch.no_grad(), kept_for_later():
         rows = [list(_row(parts, i)) for i in range(len(parts))]
         full = [
             [rows[i][j - i] if j >= i else rows[j][i - j].permute(2, 3, 0, 1) for j in range(len(parts))]
