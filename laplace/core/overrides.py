@@ -143,14 +143,6 @@ def is_overridden(la: object, *names: str) -> bool:
     return not vars(la).keys().isdisjoint(names) or any(map(is_not, present, map(originals.__getitem__, names)))
 
 
-def overridden(la: object) -> frozenset[str]:
-    """The names of all of which `is_overridden` is true."""
-    cls = type(la)
-    originals: dict[str, Any] = getattr(cls, _ORIGINALS)
-    own = (name for name, original in originals.items() if getattr(cls, name, None) is not original)
-    return frozenset((*own, *assigned_functions(la)))
-
-
 def assigned_functions(la: object) -> list[str]:
     """The names of methods in whose place the object itself has a function of the user's."""
     return sorted(_KNOWN & vars(la).keys())

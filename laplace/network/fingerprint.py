@@ -207,10 +207,9 @@ class ModelWatch:
 def _spread_tensors(modules: list[nn.Module]) -> list[Tensor]:
     """Parameters, then buffers, of modules, each once."""
     rest_of(modules)
-    tables = [module._parameters for module in modules if module._parameters]
-    buffers = [module._buffers for module in modules if len(module._buffers)]  # of a scripted module no dict
-    tensors = [tensor for table in (*tables, *buffers) for tensor in table.values() if tensor is not None]
-    return list(dict(zip(map(id, tensors), tensors, strict=True)).values())
+    parameters = [t for module in modules if module._parameters for t in module._parameters.values() if t is not None]
+    buffers = [t for module in modules if len(module._buffers) for t in module._buffers.values() if t is not None]
+    return [t for own in (parameters, buffers) for t in dict(zip(map(id, own), own, strict=True)).values()]
 
 
 def _tensors(modules: list[nn.Module]) -> list[Tensor]:

@@ -282,10 +282,8 @@ class _State:
 
     def evaluate(self) -> None:
         """Turns the training mode off where it is on."""
-        for module, training, attributes in self.modules:
-            if training and "training" in attributes:
-                module.__dict__["training"] = False  # as `restore` writes, at a tenth of the time
-            elif training:  # a class computes it
+        for module, training, _ in self.modules:
+            if training:
                 module.training = False
 
     def restore(self) -> None:

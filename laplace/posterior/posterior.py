@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
-from laplace.core.overrides import COVARIANCES, EVIDENCE, HYPERPARAMETERS, MOMENTS, POSTERIOR, overridden
+from laplace.core.overrides import COVARIANCES, EVIDENCE, HYPERPARAMETERS, MOMENTS, POSTERIOR, is_overridden
 from laplace.curvature import CurvatureInterface
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import NotFittedError, UnsupportedError
@@ -319,12 +318,7 @@ class Posterior:
 
     def overrides(self, *names: str) -> bool:
         """True if a user's class, or the object itself, defines one of these methods."""
-        return self.owner is not None and not self._overridden.isdisjoint(names)
-
-    @cached_property
-    def _overridden(self) -> frozenset[str]:
-        """Names of what a user's class, or the object itself, defines."""
-        return frozenset() if self.owner is None else overridden(self.owner)
+        return self.owner is not None and is_overridden(self.owner, *names)
 
     def owned(self) -> AbstractContextManager[Any]:
         """A block in which the object has this posterior for its own; it is what the block is entered as.

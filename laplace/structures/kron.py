@@ -125,11 +125,10 @@ class KronCurvature(AdditiveCurvature):
         return summary, KronCurvature(self.parts + parts)
 
     def is_finite(self) -> Tensor:
-        """True, 0-dim, if all is finite: of matrices their diagonals, which hold every square, of rows the squares."""
+        """True, 0-dim, if all is finite; of sides that are known by rows, their squares in the dtype of matrices."""
         traces = [side.trace.to(self.parts.like.dtype) for side in self.parts.thin.values()]
         sums = [factor for factor in self.parts.factors.values() if factor.ndim]  # and no numbers of positions
-        own = [factor if factor.ndim < _INPUT_DIMS else factor.diagonal(dim1=-2, dim2=-1) for factor in sums]
-        return all_finite([torch.cat([part.flatten() for part in (*own, *traces)])])
+        return all_finite([*sums, *traces])
 
     def kept(self, *, additive: bool = False) -> KronCurvature:
         """Eigenpairs in the place of rows, which a fit does not outlive; matrices, where sums are to add up."""

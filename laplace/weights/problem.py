@@ -147,25 +147,16 @@ class Problem:
 
     def tensor(self, name: str) -> Tensor:
         """The module's tensor of this name."""
-        with model_lock(self.module):
-            _, module, key = self._place(name)
-            tensor: Any = module._parameters[key]
-            return tensor
-
-    def _place(self, name: str) -> Place:
         *path, key = name.split(".")
-        module: Any = self.module
-        for part in path:
-            module = module._modules[part]
-        return name, module, key
+        with model_lock(self.module):
+            module: Any = self.module
+            for part in path:
+                module = module._modules[part]
+            return module._parameters[key]
 
     def mean(self) -> Tensor:
         """Present values of the random entries, `[P]`, detached; a collective call where the module is spread."""
         return torch.cat([slot.take(whole(self.tensor(slot.name).detach())) for slot in self.slots])
-
-    def places_at_head(self) -> list[Place]:
-        """Those places of a head's tensors at which they are random: tied ones elsewhere are a part of the trunk."""
-        return [self._place(slot.name) for slot in self.slots]
 
     def places(self) -> list[Place]:
         """Every place of a parameter: its name, the module and the key there.

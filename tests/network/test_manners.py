@@ -575,3 +575,28 @@ def test_a_last_layer_uses_the_network_as_it_is_at_fit() -> None:
     assert torch.equal(la.mean, torch.cat([p.detach().flatten() for p in model[3].parameters()]))
     assert la.model.model is model
     la(X)
+
+
+class _Told(nn.Module):
+    """Learns of evaluation mode by its own `__setattr__`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.factor = 3.0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "training":
+            super().__setattr__("factor", 3.0 if value else 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * self.layer(x)
+
+
+def test_modules_are_told_of_evaluation_mode() -> None:
+    model, x = _Told().train(), torch.randn(5, 3)
+    la = Laplace(model, "regression", "all")
+    la.fit([(x, torch.randn(5, 2))])
+    torch.testing.assert_close(la(x)[0], model.layer(x).detach())
+    assert model.training and model.factor == 3.0

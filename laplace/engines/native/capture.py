@@ -145,10 +145,6 @@ def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fals
     that is spread over processes runs as it is: FSDP gathers the weights of one part of it at a time, forwards and
     again in every backward pass, which reaches the factors by the layers' inputs and outputs alone.
 
-    Of a head autograd's graph starts where its module is called, and the trunk runs as it is, without one. All is
-    substituted where the graph has to lead to x, and where the outputs have none in the end, since a network uses the
-    head in another way.
-
     Args:
         problem: The network and its random parameters.
         x: Inputs.
@@ -162,39 +158,22 @@ def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fals
     """
     if create_graph:
         require_whole_of(problem)
-    if problem.head is not None and not create_graph:
-        capture = _recorded(problem, x, loop=loop, observed=observed, at_head=True)
-        if capture.f.grad_fn is not None or problem.processes is not None:
-            return capture
-    return _recorded(problem, x, loop=loop, create_graph=create_graph, observed=observed)
-
-
-def _recorded(
-    problem: Problem,
-    x: Inputs,
-    *,
-    loop: bool,
-    create_graph: bool = False,
-    observed: bool = False,
-    at_head: bool = False,
-) -> Capture:
-    """The same by one pass; with `at_head` the graph starts at the head."""
     calls: list[LayerCall] = []
-    places = problem.places_at_head() if at_head else problem.places()
-    holders = {owner.module for owner in owners(problem, places)}
-    modules = {module for module in holders if rule_for(module) is not None}
+    places = problem.places()
+    modules = {module for module in {owner.module for owner in owners(problem, places)} if rule_for(module) is not None}
     processes = problem.processes
     stand_ins = problem.stand_ins(places) if processes is None else {}
     parameters = {slot.name: stand_ins[slot.name] for slot in problem.slots if slot.name in stand_ins}
     if processes is not None:
         processes.in_step("a forward pass")
     observer = Observer(parameters, keep_graph=create_graph) if observed else None
+    starts_later = processes is not None and problem.head is not None  # the graph, at the head; stand-ins say so
     with (
         nullcontext() if processes is None else processes.passing(),
-        _graph_from(holders) if at_head else torch.enable_grad(),
+        torch.no_grad() if starts_later else torch.enable_grad(),
         _hooked(modules, calls, keep_graph=create_graph),
         nullcontext() if processes is None else _gathered(problem, parameters),
-        nullcontext() if at_head else differentiable(problem.module, twice=create_graph),
+        differentiable(problem.module, twice=create_graph),
         observer or nullcontext(),
     ):
         last = problem.run(stand_ins, x, places)
@@ -211,23 +190,6 @@ def _recorded(
         create_graph=create_graph, reduced=problem.reduction is not None, positions=tuple(last.shape[1:-1]),
         processes=processes,
     )  # fmt: skip
-
-
-@contextmanager
-def _graph_from(modules: set[nn.Module]) -> Iterator[None]:
-    """No graph until one of these modules is called, and one from there on."""
-
-    def start(module: nn.Module, args: object) -> None:
-        del module, args
-        torch.set_grad_enabled(True)
-
-    handles = [module.register_forward_pre_hook(start, prepend=True) for module in modules]  # before a user's own hooks
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 _VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Permute", "Transpose", "Clone", "TBackward", "Squeeze", "Unsqueeze")
@@ -256,6 +218,8 @@ def require_whole_of(problem: Problem) -> None:
 def _gathered(problem: Problem, parameters: dict[str, Tensor]) -> Iterator[None]:
     """Notes the gathered tensors of a spread network by their names, as FSDP puts them there before every layer runs.
 
+    Of a head autograd's graph starts there.
+
     Raises:
         UnsupportedError: A random tensor was not there, or no gradient reaches it.
     """
@@ -267,6 +231,8 @@ def _gathered(problem: Problem, parameters: dict[str, Tensor]) -> Iterator[None]
 
     def note(module: nn.Module, args: object) -> None:
         del args
+        if head is not None:
+            torch.set_grad_enabled(True)
         for owner in layers[module]:
             tensor = module._parameters[owner.attribute]
             if tensor is not None and tensor.requires_grad:

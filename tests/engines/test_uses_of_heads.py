@@ -1,7 +1,8 @@
-"""A last layer's graph starts where the head is called: heads that are called in other ways, and what comes after."""
+"""Last layers that are called in other ways than once, as a module, behind the trunk."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 
@@ -81,9 +82,65 @@ class Parametrised(Net):
         nn.utils.parametrizations.weight_norm(self.head)
 
 
-@pytest.mark.parametrize(
-    "build", [Net, ByFunction, GradientsSwitched, TrunkWithoutGradients, Scaled, Twice, Normed, Parametrised]
-)
+class ReadBefore(Net):
+    """Reads the head's weight before the head is called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = self.head.weight.norm(dim=1)
+        return super().forward(x) / lengths
+
+
+class FunctionAndModule(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.trunk(x)
+        return functional.linear(h, self.head.weight).sin() + self.head(torch.cos(h))
+
+
+class ForwardAndCall(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.trunk(x)
+        return self.head.forward(h).sin() + self.head(torch.cos(h))
+
+
+class InPresentMode(Net):
+    """Puts the mode of gradients back to what it was before the head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.trunk(x)
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            f = self.head(h)
+        return f.sin() + self.head(torch.cos(h))
+
+
+class StopsGradients(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.trunk(x)
+        with torch.no_grad():
+            constant = self.head(h * h)
+        return self.head(h) - constant / 2
+
+
+class RemembersCalls(Net):
+    """Would give other outputs at a second pass of one prediction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.state, Tensor)
+        f = functional.linear(self.trunk(x), self.head.weight, self.head.bias) + self.state
+        self.state = self.state + 1
+        return f
+
+
+NETWORKS = [
+    Net, ByFunction, GradientsSwitched, TrunkWithoutGradients, Scaled, Twice, Normed, Parametrised, ReadBefore,
+    FunctionAndModule, ForwardAndCall, InPresentMode, StopsGradients, RemembersCalls,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("build", NETWORKS)
 def test_curvature_of_heads(build: Callable[[], Net]) -> None:
     torch.manual_seed(0)
     model = build().double()
@@ -93,5 +150,6 @@ def test_curvature_of_heads(build: Callable[[], Net]) -> None:
     names = [name for name, _ in model.named_parameters() if name.startswith("head")]
     assert_close(la.H, ggn(model, x, y, names, "classification"), "algebra")
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
-    variances = la.functional_variance_fast(x)[1]
+    mean, variances = la.functional_variance_fast(x)
+    assert_close(mean, copy.deepcopy(model)(x).detach(), "algebra")
     assert (variances > 0).all()
