@@ -19,9 +19,16 @@ def at(module: str, names: str | Iterable[str]) -> dict[str, str]:
 
 
 def imported(target: str) -> Any:
-    """The object at `"real.module:attribute"`, whose module is imported if it was not yet."""
+    """The object at `"real.module:attribute"`, whose module is imported if it was not yet.
+
+    Raises:
+        ImportError: It cannot be; an `AttributeError` from within would be taken for that of a name that is not there.
+    """
     where, _, attribute = target.partition(":")
-    return getattr(import_module(where), attribute)
+    try:
+        return getattr(import_module(where), attribute)
+    except AttributeError as error:
+        raise ImportError(f"{target} cannot be imported: {error}", name=where) from error
 
 
 def attach(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -33,7 +40,11 @@ def attach(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any]
             define itself, and imports under `TYPE_CHECKING`.
     """
     targets = {name: target for module, listed in names.items() for name, target in at(module, listed).items()}
-    return attached(package, targets, lambda name: find_spec(f"{package}.{name}") is not None)
+    return attached(package, targets, lambda name: _is_module(f"{package}.{name}"))
+
+
+def _is_module(name: str) -> bool:
+    return name in sys.modules or find_spec(name) is not None
 
 
 def attached(
@@ -52,7 +63,7 @@ def attached(
     def __getattr__(name: str) -> Any:  # noqa: N807  (the name that PEP 562 gives it)
         if name in targets:
             value = imported(targets[name])
-        elif not name.startswith("__") and is_submodule(name):
+        elif name.isidentifier() and not name.startswith("__") and is_submodule(name):
             value = import_module(f"{module}.{name}")
         else:
             raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=sys.modules[module])

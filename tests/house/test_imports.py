@@ -9,11 +9,13 @@ import ast
 import importlib
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 import laplace
+from laplace.core import lazy
 from tests.source import PACKAGE, ROOT, for_type_checkers, module_of, name_of, nodes, tree
 
 LAZY = sorted({path for path, node in nodes(ast.Call) if ast.unparse(node.func).split(".")[-1] == "attach"})
@@ -117,6 +119,7 @@ def test_submodules_are_attributes() -> None:
     paths = [name_of(path) for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
     names = [path.removesuffix(".py") for path in paths] + [path.parent.name for path in PACKAGE.glob("*/__init__.py")]
     deeper = "tuning.grid structures.kron structures.gp curvature.asdl likelihoods.links weights.last_layer".split()
+    deeper += "refinement.refine deployment.export predictive.reparameterised".split()
     legacy = ["utils", "utils.Kron", "baselaplace", "lllaplace.KronLLLaplace", "curvature.curvature", "laplace.Laplace"]
     script = f"import laplace\nfor path in {[*names, *deeper, *legacy]}: print(eval('laplace.' + path).__name__)"
     assert len(printed(script)) == len(names) + len(deeper) + len(legacy)
@@ -127,6 +130,28 @@ from importlib import import_module
 print(callable(laplace.marglik_training), import_module('laplace.marglik_training').__name__)
 """
     assert printed(script) == ["True", "laplace.marglik_training"]
+
+
+@pytest.mark.parametrize("name", ["a.b", "enums.x", ".x", "", "no name"])
+def test_what_is_no_name_is_no_attribute(name: str) -> None:
+    assert getattr(laplace, name, None) is None
+
+
+def test_stubs_of_modules_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = types.ModuleType("laplace.mine")
+    monkeypatch.setitem(sys.modules, "laplace.mine", stub)
+    monkeypatch.setattr(laplace, "mine", None, raising=False)
+    monkeypatch.delattr(laplace, "mine")  # both are undone: what is read once would stay
+    assert laplace.mine is stub  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_an_error_within_a_module_is_not_a_missing_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An `AttributeError` would make `hasattr` false, and `from … import` speak of a name that is not there."""
+    broken = types.ModuleType("laplace.broken")
+    monkeypatch.setitem(sys.modules, "laplace.broken", broken)
+    read, _ = lazy.attach("laplace", {"laplace.broken": "Thing"})
+    with pytest.raises(ImportError, match=r"laplace.broken:Thing cannot be imported: .*'Thing'"):
+        read("Thing")
 
 
 def test_registries_are_complete() -> None:
