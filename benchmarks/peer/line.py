@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ class Half:
     Attributes:
         seconds: Of the runs that count.
         first: Seconds of the first run, which does not count.
-        extra_mib: Peak memory of the first run, beyond model and data; for predictions also beyond the posterior.
+        extra_mib: Peak memory of the first run, beyond model and data; for predictions also beyond the posterior. NaN
+            of a script, which has a process of its own.
         failure: What kept it from an answer; else empty.
     """
 
@@ -73,4 +75,4 @@ def _ms(half: Half) -> str:
 
 
 def _mib(half: Half) -> str:
-    return "" if half.failure else f"{half.extra_mib:.0f}"
+    return "" if half.failure or math.isnan(half.extra_mib) else f"{half.extra_mib:.0f}"

@@ -23,6 +23,7 @@ KINDS = {
     "predictions by\nsampled weights": r"^nn, ",
     "evidence steps": "evidence steps",
     "grid searches": "candidates",
+    "whole scripts": r"^script, ",
 }
 """Kinds of tasks, and what their names hold."""
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.peer import script
 from benchmarks.peer.workloads import Workload
 from benchmarks.timing import Job
 from laplace import Laplace, curvature
@@ -48,12 +49,14 @@ class Work:
         workload: What to do.
         model: With the weights of the file.
         loader: Data of the file, on the device.
+        state: The file of weights and data.
         backend: Class in `laplace.curvature`, by its name; empty for the package's default.
     """
 
     workload: Workload
     model: nn.Module
     loader: Loader | DataLoader
+    state: Path
     backend: str = ""
 
     def fitted(self) -> Any:
@@ -127,6 +130,12 @@ def _grid(work: Work) -> Job:
     return Job(lambda _: la.optimize_prior_precision(**options))
 
 
+def _script(work: Work) -> Job:
+    """Import, construction, fit and predictions, in a fresh process."""
+    device = next(work.model.parameters()).device
+    return Job(lambda _: script.run(work.workload, work.state, device, work.backend))
+
+
 ACTIONS: dict[str, Callable[[Work], Job]] = {
     "fit": _fit,
     "probit": _probit,
@@ -135,6 +144,7 @@ ACTIONS: dict[str, Callable[[Work], Job]] = {
     "nn": _nn,
     "evidence": _evidence,
     "grid": _grid,
+    "script": _script,
 }
 
 
@@ -148,4 +158,4 @@ def read(workload: Workload, state: Path, device: torch.device, backend: str) ->
     torch.manual_seed(0)
     if workload.structure == "gp":  # a subset of its data is read in batches of its own
         loader = DataLoader(loader.dataset, batch_size=loader.batch_size)
-    return Work(workload, model.to(device), loader, backend)
+    return Work(workload, model.to(device), loader, state, backend)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import math
 import os
 import resource
 import sys
@@ -22,7 +23,7 @@ import torch.fx.experimental.symbolic_shapes  # else the first vectorised gradie
 
 import laplace
 from benchmarks import timing
-from benchmarks.peer import work
+from benchmarks.peer import script, work
 from benchmarks.peer.protocol import Begin, Ended, Failed
 from benchmarks.peer.workloads import Workload
 
@@ -60,10 +61,12 @@ class Task:
         self.work = work.read(workload, state, device, backend)
         self.job = self.work.job()
         self.device = device
-        self.clock = time.process_time if shared else time.perf_counter
+        self.clock = script.processor_time if shared else time.perf_counter
 
     def first(self) -> tuple[float, float]:
-        """Peak memory in MiB that the first run adds, and its seconds."""
+        """Peak memory in MiB that the first run adds, NaN of a script in another process, and its seconds."""
+        if self.work.workload.action == "script":
+            return math.nan, self.run()
         seconds: list[float] = []
         timed = timing.Job(lambda made: seconds.append(self._seconds(made)), prepare=self.job.prepare)
         return timing.measure_memory(timed, self.device).extra_mib, seconds[0]

@@ -139,6 +139,17 @@ def _samples_and_tuning() -> Iterator[Workload]:
         yield Workload(name, setting, subset, "kron", "grid", amount=amount)
 
 
+def _scripts() -> Iterator[Workload]:
+    """What a user waits for who fits once: of small networks whose fits take milliseconds, and of a larger one."""
+    small, few = Setting("MLP", 32, 16, (64, 32, 32, 10)), Setting("LeNet 8×8", 32, 32)
+    wide = Setting("WRN-16-4", 16, 8, (10,))
+    for setting, subset, structure in (
+        (small, "all", "kron"), (few, "all", "kron"), (MLP, "all", "diag"), (wide, "last_layer", "kron"),
+    ):  # fmt: skip
+        weights = "last layer, " * (subset == "last_layer")
+        yield Workload(f"script, {weights}{_name(setting)}, {structure}", setting, subset, structure, "script")
+
+
 def _grown(axis: str, size: int) -> tuple[Setting, str, str]:
     """Setting, weights and structure of one point of a series."""
     match axis:
@@ -173,4 +184,4 @@ def _growth() -> Iterator[Workload]:
 
 def workloads() -> list[Workload]:
     """Every line, in order."""
-    return [*_last_layers(), *_all_layers(), *_processes(), *_samples_and_tuning(), *_growth()]
+    return [*_last_layers(), *_all_layers(), *_processes(), *_samples_and_tuning(), *_scripts(), *_growth()]

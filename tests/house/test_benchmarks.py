@@ -55,6 +55,17 @@ def test_both_run_in_turn(sides: tuple[Side, Side], state: Path) -> None:
     assert line.ratios[0] == line.theirs.seconds[0] / line.ours.seconds[0]
 
 
+def test_a_script_has_a_process_of_its_own(sides: tuple[Side, Side], state: Path) -> None:
+    script = replace(TINY, action="script")
+    line = run.compare(sides, script, state, LIMITS)
+    for half in (line.theirs, line.ours):
+        assert not half.failure
+        assert min(half.seconds) > 0 and math.isnan(half.extra_mib)
+    assert "nan" not in str(line)
+    wrong = replace(script, structure="no such")
+    assert run.compare(sides, wrong, state, LIMITS).ours.failure == "CalledProcessError"
+
+
 class Told:
     """A worker that answers with the numbers of a table: result and seconds of every backend, or a failure."""
 
