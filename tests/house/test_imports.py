@@ -110,8 +110,9 @@ def test_an_import_alone_loads_next_to_nothing() -> None:
     }  # fmt: skip
 
 
-def test_a_first_fit_loads_what_it_needs() -> None:
-    assert not loaded(FIRST_FIT).intersection(NOT_FOR_A_FIT)
+@pytest.mark.parametrize("arguments", ["", ", 'all', 'kron'", ", 'all', 'diag'", ", 'all', 'full'", ", 'all', 'block'"])
+def test_a_first_fit_loads_what_it_needs(arguments: str) -> None:
+    assert not loaded(FIRST_FIT.replace('"classification"', f'"classification"{arguments}')).intersection(NOT_FOR_A_FIT)
 
 
 def test_submodules_are_attributes() -> None:

@@ -59,15 +59,56 @@ def pull(
     """
     if not edges:
         return []
+    begun = _Begun(f, edges, create_graph=create_graph)
     if not loop and len(cotangents) > 1:
         try:
             with slow_batching_accepted():
-                return list(_grad(f, edges, cotangents, create_graph, batched=True))
+                return begun.vectorised(cotangents)
         except RuntimeError as error:  # an operation on the way has no batching rule
             if ran_out(error):
                 raise
-    passes = [_grad(f, edges, u, create_graph, batched=False) for u in cotangents]
-    return [stack(gradients) for gradients in zip(*passes, strict=True)]
+    return [stack(gradients) for gradients in zip(*map(begun.gradients, cotangents), strict=True)]
+
+
+class _Begun:
+    """Backward passes from the outputs, of any cotangent.
+
+    They are those of a sum, whose gradient with respect to the outputs a hook replaces by the cotangent. Given a
+    cotangent, `torch.autograd.grad` would compare its shape by SymPy, whose import takes a third of a second.
+
+    Args:
+        f: Outputs `[B, C]`.
+        edges: What to differentiate with respect to.
+        create_graph: True if the gradients can be differentiated again.
+    """
+
+    def __init__(self, f: Tensor, edges: Sequence[GradientEdge | Tensor], *, create_graph: bool) -> None:
+        self.edges: Any = edges  # edges and tensors may be mixed, which the signature of torch does not say
+        self.create_graph = create_graph
+        self._cotangent: Tensor | None = None
+        with torch.enable_grad():
+            outputs = f.view_as(f)
+            outputs.register_hook(lambda _: self._cotangent)
+            self._total = outputs.sum()
+
+    def gradients(self, u: Tensor) -> tuple[Tensor | None, ...]:
+        """Those of one cotangent `[B, C]`."""
+        self._cotangent = u
+        return torch.autograd.grad(
+            self._total, self.edges, retain_graph=True, create_graph=self.create_graph, allow_unused=True
+        )
+
+    def vectorised(self, cotangents: Tensor) -> list[Tensor | None]:
+        """Those of K cotangents `[K, B, C]` at once."""
+        reached: list[bool] = []
+
+        def one(u: Tensor) -> list[Tensor]:
+            gradients = self.gradients(u)
+            reached[:] = [gradient is not None for gradient in gradients]
+            return [gradient for gradient in gradients if gradient is not None]
+
+        found = iter(torch.func.vmap(one)(cotangents))
+        return [next(found) if is_reached else None for is_reached in reached]
 
 
 @contextmanager
@@ -76,15 +117,6 @@ def slow_batching_accepted() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")
         yield
-
-
-def _grad(
-    f: Tensor, edges: Sequence[GradientEdge | Tensor], u: Tensor, create_graph: bool, *, batched: bool
-) -> tuple[Tensor | None, ...]:
-    inputs: Any = edges  # edges and tensors may be mixed, which the signature of torch does not say
-    return torch.autograd.grad(
-        f, inputs, u, retain_graph=True, create_graph=create_graph, allow_unused=True, is_grads_batched=batched
-    )
 
 
 def stack(gradients: tuple[Tensor | None, ...]) -> Tensor | None:

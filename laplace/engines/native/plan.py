@@ -22,6 +22,7 @@ from torch import Tensor
 
 from laplace.core.batch import Inputs
 from laplace.core.memory import ran_out
+from laplace.engines.native.autograd import pull
 from laplace.engines.native.calls import FunctionCall, LayerCall, UseOfParameter, block_of
 from laplace.engines.native.capture import Capture, Owner, owners
 from laplace.engines.native.fallback import Fallback, per_sample
@@ -200,10 +201,10 @@ def _with_rows(problem: Problem, plan: Plan, capture: Capture, proof: Probe) -> 
     truths: Sequence[Tensor | None] = ()
     if used:
         with capture.backward(1, len(stand_ins)):
-            truths = torch.autograd.grad(capture.f, stand_ins, weighted, retain_graph=True, allow_unused=True)
+            truths = pull(capture.f, stand_ins, weighted.unsqueeze(0), loop=True)
     blocks: dict[int, Block] = {}
     for i, truth in zip(used, truths, strict=True):
-        block, expected = rows[i], problem.slots[i].take(truth.to_dense()) if truth is not None else None
+        block, expected = rows[i], problem.slots[i].take(truth[0].to_dense()) if truth is not None else None
         if block is None or expected is None:
             continue
         actual = block.pull(r.unsqueeze(0).to(block_dtype(expected.dtype)))
@@ -288,10 +289,8 @@ def unused_still(plan: Plan, problem: Problem, capture: Capture) -> bool:
     names = [slot.name for slot, rule in zip(problem.slots, plan, strict=True) if rule.description == "unused"]
     if not names:
         return True
-    f = capture.f
-    gradients = torch.autograd.grad(
-        f, [capture.stand_ins[name] for name in names], torch.ones_like(f), retain_graph=True, allow_unused=True
-    )
+    stand_ins = [capture.stand_ins[name] for name in names]
+    gradients = pull(capture.f, stand_ins, torch.ones_like(capture.f).unsqueeze(0), loop=True)
     return all(gradient is None for gradient in gradients)
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from laplace.engines.native.autograd import pull
 from laplace.engines.native.capture import Capture
 from laplace.errors import InvalidData
 from laplace.weights.problem import Problem
@@ -108,9 +109,8 @@ def probe(problem: Problem, capture: Capture, n_data: int) -> Probe:
     def again(factor: float) -> Gradients:
         cotangents = factor * r[:, None] * unweighted
         with capture.backward(1, len(stand_ins)):
-            # Of a number: given cotangents, PyTorch imports SymPy for their shape, 0.25 s of a first fit.
-            weighted = (f * cotangents).sum()
-            return torch.autograd.grad(weighted, stand_ins, retain_graph=True, allow_unused=True)
+            gradients = pull(f, stand_ins, cotangents.unsqueeze(0), loop=True)
+        return tuple(None if gradient is None else gradient[0] for gradient in gradients)
 
     truths = again(1.0)
     known = [f, *(truth.to_dense() for truth in truths if truth is not None)]
