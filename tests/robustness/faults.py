@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from laplace.engines.native.autograd import BackwardPasses
 from laplace.function_space.base import BaseFunctionalLaplace
 from tests import grid
 from tests.network.test_manners import differences, picture, prepared, seed
@@ -106,15 +107,25 @@ def nothing_changes(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def memory_for(count: int) -> Iterator[None]:
     """Vectorised backward passes of more than `count` vectors run out of memory, as they do on a CPU."""
-    real = torch.autograd.grad
+    grad, vectorised = torch.autograd.grad, BackwardPasses.vectorised
 
-    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **options: Any) -> Any:
-        first = grad_outputs[0] if isinstance(grad_outputs, (list, tuple)) else grad_outputs
-        if options.get("is_grads_batched") and len(first) > count:
+    def check(vectors: Tensor) -> None:
+        if len(vectors) > count:
             raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.")
-        return real(outputs, inputs, grad_outputs, *args, **options)
 
-    with mock.patch.object(torch.autograd, "grad", grad):
+    def little_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **options: Any) -> Any:
+        if options.get("is_grads_batched"):
+            check(grad_outputs[0] if isinstance(grad_outputs, (list, tuple)) else grad_outputs)
+        return grad(outputs, inputs, grad_outputs, *args, **options)
+
+    def little_vectorised(passes: BackwardPasses, cotangents: Tensor) -> list[Tensor | None]:
+        check(cotangents)
+        return vectorised(passes, cotangents)
+
+    with (
+        mock.patch.object(torch.autograd, "grad", little_grad),
+        mock.patch.object(BackwardPasses, "vectorised", little_vectorised),
+    ):
         yield
 
 

@@ -59,18 +59,18 @@ def pull(
     """
     if not edges:
         return []
-    begun = _Begun(f, edges, create_graph=create_graph)
+    passes = BackwardPasses(f, edges, create_graph=create_graph)
     if not loop and len(cotangents) > 1:
         try:
             with slow_batching_accepted():
-                return begun.vectorised(cotangents)
+                return passes.vectorised(cotangents)
         except RuntimeError as error:  # an operation on the way has no batching rule
             if ran_out(error):
                 raise
-    return [stack(gradients) for gradients in zip(*map(begun.gradients, cotangents), strict=True)]
+    return [stack(gradients) for gradients in zip(*map(passes.gradients, cotangents), strict=True)]
 
 
-class _Begun:
+class BackwardPasses:
     """Backward passes from the outputs, of any cotangent.
 
     They are those of a sum, whose gradient with respect to the outputs a hook replaces by the cotangent. Given a
@@ -85,15 +85,16 @@ class _Begun:
     def __init__(self, f: Tensor, edges: Sequence[GradientEdge | Tensor], *, create_graph: bool) -> None:
         self.edges: Any = edges  # edges and tensors may be mixed, which the signature of torch does not say
         self.create_graph = create_graph
-        self._cotangent: Tensor | None = None
+        cotangent: list[Tensor] = []  # which the hook holds, not this object: the two would keep the graph alive
         with torch.enable_grad():
             outputs = f.view_as(f)
-            outputs.register_hook(lambda _: self._cotangent)
+            outputs.register_hook(lambda _: cotangent[0])
             self._total = outputs.sum()
+        self._cotangent = cotangent
 
     def gradients(self, u: Tensor) -> tuple[Tensor | None, ...]:
         """Those of one cotangent `[B, C]`."""
-        self._cotangent = u
+        self._cotangent[:] = [u]
         return torch.autograd.grad(
             self._total, self.edges, retain_graph=True, create_graph=self.create_graph, allow_unused=True
         )
@@ -107,8 +108,8 @@ class _Begun:
             reached[:] = [gradient is not None for gradient in gradients]
             return [gradient for gradient in gradients if gradient is not None]
 
-        found = iter(torch.func.vmap(one)(cotangents))
-        return [next(found) if is_reached else None for is_reached in reached]
+        rows = iter(torch.func.vmap(one)(cotangents))
+        return [next(rows) if is_reached else None for is_reached in reached]
 
 
 @contextmanager
