@@ -272,13 +272,13 @@ class _State:
         ]
         tables = ((module, module._buffers) for module in modules)
         self.buffers = [(module, dict(table.items()) if len(table) else {}) for module, table in tables]
+        groups: dict[object, list[tuple[nn.Module, Tensor, int]]] = {}
+        for module, buffers in self.buffers:
+            for buffer in buffers.values():
+                if _is_counted(buffer):
+                    groups.setdefault(_form(buffer), []).append((module, buffer, buffer._version))
         with torch.no_grad():
-            self.values = [
-                (module, buffer, buffer._version, buffer.clone())
-                for module, buffers in self.buffers
-                for buffer in buffers.values()
-                if _is_counted(buffer)
-            ]
+            self.values = [(group, _copies([buffer for _, buffer, _ in group])) for group in groups.values()]
 
     def evaluate(self) -> None:
         """Turns the training mode off where it is on."""
@@ -289,7 +289,8 @@ class _State:
     def restore(self) -> None:
         """Puts attributes, flags and buffers back; buffers are written only if they were written to."""
         # A forward pass may turn the training mode on: batch norm writes then, which autograd does not count.
-        written = [(buffer, value) for module, buffer, version, value in self.values
+        written = [(buffer, copies[i]) for group, copies in self.values
+                   for i, (module, buffer, version) in enumerate(group)
                    if buffer._version != version or module.training]  # fmt: skip
         for module, training, attributes in self.modules:
             own = module.__dict__
@@ -322,6 +323,17 @@ def _put_back(table: dict[str, Tensor | None], buffers: dict[str, Tensor | None]
 def _is_counted(buffer: Tensor | None) -> TypeGuard[Tensor]:
     """True if autograd counts the writes to a buffer; inference tensors cannot be written to outside of their mode."""
     return buffer is not None and not buffer.is_inference()
+
+
+def _form(buffer: Tensor) -> object:
+    """What buffers have in common that are copied together: of running statistics there are many of one shape."""
+    is_dense = type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_quantized
+    return (buffer.shape, buffer.dtype, buffer.device) if is_dense else id(buffer)
+
+
+def _copies(buffers: list[Tensor]) -> Sequence[Tensor] | Tensor:
+    """Copies of buffers of one form, by one operation: on a GPU each takes as long as the copy of many."""
+    return torch.stack(buffers) if len(buffers) > 1 else [buffers[0].clone()]
 
 
 _OWN = frozenset(nn.Module().__dict__)

@@ -22,6 +22,7 @@ from laplace.errors import (
     TuningWarning,
     UnsupportedError,
 )
+from laplace.network.model_guard import preserve_model
 from laplace.structures.kron_precision import KronPrecision
 from tests import grid
 from tests.conformance.backends import BACKENDS
@@ -531,6 +532,42 @@ def test_a_changed_network_is_noticed(weights: str, change: Callable[[nn.Module]
         with pytest.raises(ModelChangedError):
             la.sample(2)
     assert torch.equal(la.log_marginal_likelihood(), log_evidence)
+
+
+class Buffers(nn.Module):
+    """Buffers of one shape, of which some are written to, and of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = {f"like{i}": torch.full((3,), float(i)) for i in range(4)}
+        kinds |= {f"count{i}": torch.tensor(i) for i in range(3)}
+        kinds |= {
+            "turned": torch.arange(6.0).view(2, 3).T,
+            "flat": torch.arange(6.0).view(3, 2),
+            "mask": torch.eye(3) > 0,
+        }
+        kinds |= {"none": torch.zeros(0), "wide": torch.ones(3, dtype=torch.float64), "phase": torch.ones(3) * 1j}
+        kinds |= {"sparse": torch.eye(3).to_sparse(), "rows": torch.eye(3).to_sparse_csr()}
+        for name, buffer in kinds.items():
+            self.register_buffer(name, buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in ("like1", "like3", "count2", "turned", "wide", "phase", "sparse"):
+            self.get_buffer(name).mul_(2)
+        self.get_buffer("mask").logical_not_()
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_buffers_of_every_kind_are_put_back() -> None:
+    model = nn.Sequential(Buffers(), nn.Linear(3, 3), Buffers())
+    before = {name: (buffer, buffer.to_dense().clone()) for name, buffer in model.named_buffers()}
+    with preserve_model(model):
+        model(X)
+        assert not torch.equal(model[2].like3, before["2.like3"][1])
+    for name, buffer in model.named_buffers():
+        assert buffer is before[name][0]
+        assert torch.equal(buffer.to_dense(), before[name][1]), name
 
 
 def test_a_changed_buffer_is_noticed() -> None:
