@@ -326,7 +326,7 @@ def _is_counted(buffer: Tensor | None) -> TypeGuard[Tensor]:
 
 
 def _form(buffer: Tensor) -> object:
-    """What buffers have in common that are copied together: of running statistics there are many of one shape."""
+    """Shape, dtype and device, by which buffers are copied together: of running statistics many are alike."""
     is_dense = type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_quantized
     return (buffer.shape, buffer.dtype, buffer.device) if is_dense else id(buffer)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._vmap_internals import _vmap
 from torch.autograd.graph import GradientEdge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -101,15 +102,8 @@ class BackwardPasses:
 
     def vectorised(self, cotangents: Tensor) -> list[Tensor | None]:
         """Those of K cotangents `[K, B, C]` at once."""
-        reached: list[bool] = []
-
-        def one(u: Tensor) -> list[Tensor]:
-            gradients = self.gradients(u)
-            reached[:] = [gradient is not None for gradient in gradients]
-            return [gradient for gradient in gradients if gradient is not None]
-
-        rows = iter(torch.func.vmap(one)(cotangents))
-        return [next(rows) if is_reached else None for is_reached in reached]
+        # As `is_grads_batched=True` runs it; `torch.func.vmap` of PyTorch 2.4 imports the compiler.
+        return list(_vmap(self.gradients, 0, 0, allow_none_pass_through=True)(cotangents))
 
 
 @contextmanager
