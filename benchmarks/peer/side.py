@@ -19,12 +19,15 @@ START_SECONDS = 300.0
 
 
 def processor_seconds(process: int) -> float:
-    """Processor time that a process has used, from Linux's /proc; 0 where it has ended."""
-    path = Path(f"/proc/{process}/stat")
-    if not path.exists():
+    """Processor time of a process and of those that it has started, from Linux's /proc; 0 where it has ended."""
+    folder = Path(f"/proc/{process}")
+    try:
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()  # from the third: the second may have spaces
+        children = (folder / f"task/{process}/children").read_text().split()
+    except OSError:
         return 0.0
-    fields = path.read_text().rpartition(")")[2].split()  # from the third on: the name in the second may have spaces
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # also of children that have ended
+    return own + sum(processor_seconds(int(child)) for child in children)
 
 
 class Side:
@@ -78,7 +81,7 @@ class Side:
             raise RuntimeError("no workload has begun, or it has ended: begin one before asking")
         self._pipe.send(what)
         if not self._in_time(self._child):
-            os.kill(self._child, signal.SIGKILL)
+            os.killpg(self._child, signal.SIGKILL)  # with a script that it has started
             self._reap()
             return Failed(f"over {self.limit_s:.0f} s")
         answer = self._pipe.recv()

@@ -92,6 +92,7 @@ def serve(pipe: Connection, begin: Begin, device: torch.device, *, shared: bool)
 
     Asked for the result it answers with a number that fits of other backends have too.
     """
+    os.setpgid(0, 0)
     pipe.send(os.getpid())
     task: Task | None = None
 

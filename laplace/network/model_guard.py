@@ -355,7 +355,7 @@ def _refill(container: Any, content: Any) -> None:
 def hooks_fire(model: nn.Module) -> Iterator[None]:
     """Runs compiled submodules eagerly: compiled code ignores hooks that were added after compilation."""
     set_stance: Callable[[str], Any] | None = None
-    if any("_orig_mod" in module._modules for module in modules_of(model)):
+    if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules_of(model)):
         set_stance = getattr(torch.compiler, "set_stance", None)
     with ExitStack() as stack:
         if set_stance is not None:

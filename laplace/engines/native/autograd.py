@@ -87,15 +87,15 @@ class BackwardPasses:
         self.edges: Any = edges  # edges and tensors may be mixed, which the signature of torch does not say
         self.create_graph = create_graph
         cotangent: list[Tensor] = []  # which the hook holds, not this object: the two would keep the graph alive
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             outputs = f.view_as(f)
             outputs.register_hook(lambda _: cotangent[0])
             self._total = outputs.sum()
         self._cotangent = cotangent
 
     def gradients(self, u: Tensor) -> tuple[Tensor | None, ...]:
-        """Those of one cotangent `[B, C]`."""
-        self._cotangent[:] = [u]
+        """Those of one cotangent `[B, C]`, in the dtype of the outputs."""
+        self._cotangent[:] = [u.to(self._total.dtype)]
         return torch.autograd.grad(
             self._total, self.edges, retain_graph=True, create_graph=self.create_graph, allow_unused=True
         )

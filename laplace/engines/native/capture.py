@@ -20,6 +20,7 @@ from laplace.engines.native.calls import FunctionCall, LayerCall
 from laplace.engines.native.layers import rule_for
 from laplace.engines.native.observer import Observer
 from laplace.errors import InvalidArgument, UnsupportedError
+from laplace.network.model_guard import hooks_fire
 from laplace.network.spread import require_whole, rest_of
 from laplace.weights.problem import Place, Problem
 
@@ -171,6 +172,7 @@ def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fals
     with (
         nullcontext() if processes is None else processes.passing(),
         torch.no_grad() if starts_later else torch.enable_grad(),
+        hooks_fire(problem.module) if create_graph else nullcontext(),  # compiled code would keep the hooks of a fit
         _hooked(modules, calls, keep_graph=create_graph),
         nullcontext() if processes is None else _gathered(problem, parameters),
         differentiable(problem.module, twice=create_graph),

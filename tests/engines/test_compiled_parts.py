@@ -1,0 +1,46 @@
+"""Networks with parts that `torch.compile` has compiled, which keep the hooks that were there when they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from laplace import Laplace
+
+X = torch.linspace(-1, 1, 18, dtype=torch.float64).view(6, 3)
+Y = torch.arange(6) % 3
+
+
+def network(part: str) -> nn.Module:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model: Any = nn.Sequential(nn.Linear(3, 4), inner, nn.Linear(4, 3)).double()
+    if part == "wrapped":
+        model[1] = torch.compile(inner, backend="eager")
+    elif part == "in place":
+        inner.compile(backend="eager")
+    return model
+
+
+def answers(part: str, structure: str) -> list[Tensor]:
+    la: Any = Laplace(network(part), "classification", "all", structure, enable_backprop=True)
+    la.fit([(X, Y)])
+    x = X.clone().requires_grad_()
+    probabilities = la(x)
+    (gradient,) = torch.autograd.grad(probabilities[:, 0].sum(), x)
+    return [la.log_marginal_likelihood().detach(), probabilities.detach(), gradient, la(X)]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.compiler, "set_stance"), reason="PyTorch before 2.6 cannot run such parts eagerly"
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler, which looks at activations
+@pytest.mark.parametrize("part", ["wrapped", "in place"])
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_a_compiled_part_changes_nothing(part: str, structure: str) -> None:
+    torch._dynamo.reset()
+    for actual, expected in zip(answers(part, structure), answers("", structure), strict=True):
+        torch.testing.assert_close(actual, expected)
