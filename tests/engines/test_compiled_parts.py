@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
+from tests.versions import newer_torch
 
 X = torch.linspace(-1, 1, 18, dtype=torch.float64).view(6, 3)
 Y = torch.arange(6) % 3
@@ -34,9 +35,7 @@ def answers(part: str, structure: str) -> list[Tensor]:
     return [la.log_marginal_likelihood().detach(), probabilities.detach(), gradient, la(X)]
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.compiler, "set_stance"), reason="PyTorch before 2.6 cannot run such parts eagerly"
-)
+@newer_torch("the compiler warns of hooks, or raises")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler, which looks at activations
 @pytest.mark.parametrize("part", ["wrapped", "in place"])
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])

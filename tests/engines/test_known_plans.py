@@ -19,6 +19,12 @@ from laplace.errors import CurvatureError
 from tests import grid
 from tests.reference import curvature
 
+_NODE = torch.ones(1, requires_grad=True).exp().grad_fn
+pytestmark = pytest.mark.skipif(
+    getattr(_NODE, "_input_metadata", None) is None,
+    reason="this PyTorch does not show the shapes in a graph, by which proofs are kept",
+)
+
 X, Y = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)), torch.arange(7) % 3
 
 

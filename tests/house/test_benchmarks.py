@@ -26,6 +26,7 @@ LIMITS = run.Limits(pairs=2, seconds=60.0)
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Side, Side]]:
     """Two workers, both with this library."""
+    pytest.importorskip("curvlinops")
     folder = tmp_path_factory.mktemp("sides")
     made = [
         Side(Path(sys.executable), folder / name, ROOT, device="cpu", shared=True, limit_s=60.0)

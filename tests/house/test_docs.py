@@ -25,6 +25,7 @@ _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NEEDS = {
     "botorch": ("botorch",),
     "deployment": ("onnx", "onnxscript", "onnxruntime"),
+    "distributed": ("torch.distributed.fsdp._fully_shard",),
     "integrations": ("skorch", "accelerate"),
     "language_models": ("transformers", "peft"),
     "practice": ("safetensors",),

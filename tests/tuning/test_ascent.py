@@ -14,6 +14,7 @@ from torch import Tensor
 from laplace.errors import InvalidArgument
 from laplace.tuning.optimise import BOUND, Evaluate, minimise
 from tests.reference.compare import assert_close
+from tests.versions import newer_torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -144,6 +145,7 @@ def test_adam_takes_the_steps_of_pytorch() -> None:
     assert_close(torch.tensor(search.values), torch.tensor(values), "algebra")
 
 
+@newer_torch("PyTorch itself imports it")
 def test_the_first_calls_do_not_import_a_compiler() -> None:
     """Neither a fit nor predictions, an evidence's gradient or a tuning."""
     script = """
