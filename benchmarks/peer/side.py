@@ -23,10 +23,13 @@ def processor_seconds(process: int) -> float:
     folder = Path(f"/proc/{process}")
     try:
         fields = (folder / "stat").read_text().rpartition(")")[2].split()  # from the third: the second may have spaces
-        children = (folder / f"task/{process}/children").read_text().split()
     except OSError:
         return 0.0
     own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # also of children that have ended
+    try:
+        children = (folder / f"task/{process}/children").read_text().split()
+    except OSError:  # it has just ended, or this kernel does not list them
+        return own
     return own + sum(processor_seconds(int(child)) for child in children)
 
 

@@ -140,7 +140,7 @@ def _samples_and_tuning() -> Iterator[Workload]:
 
 
 def _scripts() -> Iterator[Workload]:
-    """What a user waits for who fits once: of small networks whose fits take milliseconds, and of a larger one."""
+    """Whole scripts that fit once: small networks, whose fits take milliseconds, and a larger one."""
     small, few = Setting("MLP", 32, 16, (64, 32, 32, 10)), Setting("LeNet 8×8", 32, 32)
     wide = Setting("WRN-16-4", 16, 8, (10,))
     for setting, subset, structure in (

@@ -67,6 +67,17 @@ def test_a_script_has_a_process_of_its_own(sides: tuple[Side, Side], state: Path
     assert run.compare(sides, wrong, state, LIMITS).ours.failure == "CalledProcessError"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="processor time of other processes is read from Linux's /proc")
+def test_a_script_that_takes_too_long_is_ended(sides: tuple[Side, Side], state: Path) -> None:
+    """Its time counts while it runs, though the worker that started it only waits."""
+    side = sides[0]
+    side.begin(Begin(replace(TINY, action="script"), state, 2**32))
+    side.limit_s = 0.3  # less than the import of PyTorch
+    assert side.ask() == Failed("over 0 s")
+    side.limit_s = 60.0
+    assert not run.compare(sides, TINY, state, LIMITS).theirs.failure
+
+
 class Told:
     """A worker that answers with the numbers of a table: result and seconds of every backend, or a failure."""
 
