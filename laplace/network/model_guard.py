@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from laplace.errors import InvalidArgument, InvalidType
+from laplace.errors import InvalidArgument, InvalidType, UnsupportedError
 
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 _LOCKS_GUARD = threading.Lock()
@@ -352,11 +352,24 @@ def _refill(container: Any, content: Any) -> None:
 
 
 @contextmanager
-def hooks_fire(model: nn.Module) -> Iterator[None]:
-    """Runs compiled submodules eagerly: compiled code ignores hooks that were added after compilation."""
+def hooks_fire(model: nn.Module, *, required: bool = False) -> Iterator[None]:
+    """Runs compiled submodules eagerly: compiled code ignores hooks that were added after compilation.
+
+    Args:
+        model: The network.
+        required: True if nothing else notices hooks that do not fire.
+
+    Raises:
+        UnsupportedError: That is required, and PyTorch before 2.6 cannot.
+    """
     set_stance: Callable[[str], Any] | None = None
     if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules_of(model)):
         set_stance = getattr(torch.compiler, "set_stance", None)
+        if set_stance is None and required:
+            raise UnsupportedError(
+                "derivatives of derivatives (enable_backprop=True, say) of a network with parts that torch.compile "
+                "compiled need PyTorch 2.6 or newer, which can run these eagerly; or give the network as it was before."
+            )
     with ExitStack() as stack:
         if set_stance is not None:
             stack.enter_context(set_stance("force_eager"))

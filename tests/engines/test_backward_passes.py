@@ -60,6 +60,18 @@ def test_gradients_are_those_of_given_cotangents(loop: bool, count: int) -> None
 
 
 @pytest.mark.parametrize("loop", [True, False])
+def test_cotangents_of_another_dtype_and_inference_mode(loop: bool) -> None:
+    model, u = network(), cotangents().float()
+    f, edges = model(X), [model[0].weight]
+    (expected,) = pull(f, edges, u.double(), loop=loop)
+    (of_float,) = pull(f, edges, u, loop=loop)
+    with torch.inference_mode():
+        (inside,) = pull(f, edges, u.double(), loop=loop)
+    assert expected is not None and of_float is not None and inside is not None
+    assert torch.equal(of_float, expected) and torch.equal(inside, expected)
+
+
+@pytest.mark.parametrize("loop", [True, False])
 def test_gradients_are_differentiated_again(loop: bool) -> None:
     """By the weights, and by the cotangents, in which they are linear."""
     model, u = network(), cotangents().requires_grad_()

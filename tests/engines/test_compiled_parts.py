@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
+from laplace.errors import UnsupportedError
+from laplace.network.model_guard import hooks_fire
 from tests.versions import newer_torch
 
 X = torch.linspace(-1, 1, 18, dtype=torch.float64).view(6, 3)
@@ -33,6 +35,15 @@ def answers(part: str, structure: str) -> list[Tensor]:
     probabilities = la(x)
     (gradient,) = torch.autograd.grad(probabilities[:, 0].sum(), x)
     return [la.log_marginal_likelihood().detach(), probabilities.detach(), gradient, la(X)]
+
+
+@pytest.mark.parametrize("part", ["wrapped", "in place"])
+def test_an_older_compiler_is_refused_where_gradients_are_asked(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.compiler, "set_stance", raising=False)
+    with pytest.raises(UnsupportedError, match="derivatives of derivatives"), hooks_fire(network(part), required=True):
+        pass
+    with hooks_fire(network(part)), hooks_fire(network(""), required=True):
+        pass
 
 
 @newer_torch("the compiler warns of hooks, or raises")

@@ -172,7 +172,9 @@ def record(problem: Problem, x: Inputs, *, loop: bool, create_graph: bool = Fals
     with (
         nullcontext() if processes is None else processes.passing(),
         torch.no_grad() if starts_later else torch.enable_grad(),
-        hooks_fire(problem.module) if create_graph else nullcontext(),  # compiled code would keep the hooks of a fit
+        hooks_fire(problem.module, required=True)
+        if create_graph
+        else nullcontext(),  # compiled code would keep the hooks of a fit
         _hooked(modules, calls, keep_graph=create_graph),
         nullcontext() if processes is None else _gathered(problem, parameters),
         differentiable(problem.module, twice=create_graph),
