@@ -173,5 +173,5 @@ def _gradients(f: Tensor, tensors: Sequence[Tensor], u: Tensor) -> tuple[Tensor,
     """Jᵀu by tensor, zero where f does not depend on one."""
     if not f.requires_grad:
         return tuple(torch.zeros_like(tensor) for tensor in tensors)
-    gradients = torch.autograd.grad(f, tensors, u, retain_graph=True, allow_unused=True)
+    gradients = torch.autograd.grad((f * u).sum(), tensors, retain_graph=True, allow_unused=True)
     return tuple(torch.zeros_like(t) if g is None else g.to_dense() for t, g in zip(tensors, gradients, strict=True))

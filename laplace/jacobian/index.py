@@ -14,6 +14,7 @@ from laplace.core.precision_policy import widened
 from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of
 from laplace.jacobian.contractions import ProductBasis, TensorShape, total
 from laplace.jacobian.factored import FactoredBlock, kernel_by_grams
+from laplace.jacobian.rows import concatenated, entries_of
 from laplace.weights.problem import Selection
 
 
@@ -34,6 +35,13 @@ class IndexBlock(FactoredBlock):
     counted: Tensor
     input_first: bool = field(default=True, init=False)
 
+    @classmethod
+    def of(cls, index: Tensor, g: Tensor, n_rows: int) -> IndexBlock:
+        """The block of positions `[B, T]` that reach the table where their row is not −1."""
+        # Of positions without numbers PyTorch would import its compiler.
+        counted = index.new_empty(index.shape, dtype=torch.bool) if index.is_meta else index >= 0
+        return cls(index, g, n_rows, counted)
+
     # Sizes.
 
     @property
@@ -53,20 +61,26 @@ class IndexBlock(FactoredBlock):
         return replace(self, index=inputs(self.index), g=g, counted=inputs(self.counted))
 
     def select_entries(self, selection: Selection, entries: Tensor) -> Block:
-        part = self if selection.cols is None else replace(self, g=self.g[..., selection.cols])
+        part = self if selection.cols is None else replace(self, g=entries_of(self.g, selection.cols))
         if selection.rows is not None:
-            place = self.index.new_full((self.n_rows + 1,), -1)  # the last one is that of −1
-            place[selection.rows] = torch.arange(len(selection.rows), device=place.device)
-            part = replace(part, index=place[self.index], n_rows=len(selection.rows))
+            part = replace(part, index=self._places(selection.rows), n_rows=len(selection.rows))
         return part if selection.index is None else PickedBlock(part, selection.index)
+
+    def _places(self, rows: Tensor) -> Tensor:
+        """The index among some of the rows `[R]`, −1 of others."""
+        if self.index.is_meta:
+            return self.index
+        place = self.index.new_full((self.n_rows + 1,), -1)  # the last one is that of −1
+        place[rows] = torch.arange(len(rows), device=place.device)
+        return place[self.index]
 
     def add(self, others: Sequence[Block]) -> Block:
         """The sum with other uses: as more positions where all read rows."""
         uses = all_of(IndexBlock, (self, *others))
         if uses is None:
             return super().add(others)
-        index, counted = torch.cat([use.index for use in uses], 1), torch.cat([use.counted for use in uses], 1)
-        return replace(self, index=index, g=torch.cat([use.g for use in uses], 2), counted=counted)
+        index, counted = (concatenated(parts, 1) for parts in zip(*((u.index, u.counted) for u in uses), strict=True))
+        return replace(self, index=index, g=concatenated([use.g for use in uses], 2), counted=counted)
 
     # The same values in another form.
 

@@ -15,6 +15,7 @@ from laplace.jacobian.blocks import BLOCKS, Block, PickedBlock, all_of
 from laplace.jacobian.contractions import CHUNK_BYTES, ProductBasis, RankOne, S, TensorShape, sum_of_squares, total
 from laplace.jacobian.factored import FactoredBlock, flat_product, kernel_by_grams
 from laplace.jacobian.patches import Patches, as_tensor
+from laplace.jacobian.rows import concatenated, entries_of
 from laplace.weights.problem import Selection
 
 _KEPT_BELOW = 128
@@ -92,9 +93,9 @@ class OuterBlock(FactoredBlock):
         outputs, inputs = selection.rows, selection.cols
         if self.input_first:
             outputs, inputs = inputs, outputs
-        g, a = self.g if outputs is None else self.g[..., outputs], self.a
+        g, a = self.g if outputs is None else entries_of(self.g, outputs), self.a
         if inputs is not None and self.inputs is not None:
-            a = self.inputs[..., inputs]
+            a = entries_of(self.inputs, inputs)
         part = replace(self, a=a, g=g)
         return part if selection.index is None else PickedBlock(part, selection.index)
 
@@ -104,7 +105,7 @@ class OuterBlock(FactoredBlock):
         if uses is None or len({(use.input_first, use.unfolded, use.a is None) for use in uses}) > 1:
             return super().add(others)
         inputs = [use.inputs for use in uses if use.inputs is not None]
-        return replace(self, a=torch.cat(inputs, 1) if inputs else None, g=torch.cat([use.g for use in uses], 2))
+        return replace(self, a=concatenated(inputs, 1) if inputs else None, g=concatenated([use.g for use in uses], 2))
 
     def fold_positions(self, n_positions: int) -> Block | None:
         if self.unfolded or self.n_positions != n_positions:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,3 +16,16 @@ def of_each(values: Tensor, outputs: Tensor) -> Tensor:
 def by_row(values: Tensor, n_positions: int) -> Tensor:
     """`[S·C, B, …]` as `[C, B·S, …]`."""
     return values.unflatten(0, (n_positions, -1)).movedim(0, 2).flatten(1, 2)
+
+
+def concatenated(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """The parts one after the other; without numbers their shape, for which PyTorch imports its compiler."""
+    first = parts[0]
+    if not first.is_meta:
+        return torch.cat(list(parts), dim)
+    return first.new_empty(*first.shape[:dim], sum(part.shape[dim] for part in parts), *first.shape[dim + 1 :])
+
+
+def entries_of(rows: Tensor, index: Tensor) -> Tensor:
+    """Some entries `[..., q]` of rows `[..., n]`; of rows without numbers by an operation that needs no compiler."""
+    return rows.index_select(-1, index.to(rows.device))

@@ -55,7 +55,7 @@ class Precision(ABC):
         """P⁻¹ v of vectors `[R, P]`, by the root that samples are drawn with; a constant."""
         with torch.enable_grad():
             noise = torch.zeros_like(vectors).requires_grad_()
-            (coloured,) = torch.autograd.grad(self.sample(noise), noise, vectors)
+            (coloured,) = torch.autograd.grad((self.sample(noise) * vectors).sum(), noise)
         with torch.no_grad():
             return self.sample(coloured)
 

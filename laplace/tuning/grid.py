@@ -46,6 +46,11 @@ class Grid:
         """Number of values per axis."""
         return tuple(len(values) for values in self.axes.values())
 
+    def index_of(self, place: int) -> list[int]:
+        """Index of a candidate on every axis, as `torch.unravel_index` gives it, which imports SymPy."""
+        steps = (math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+        return [place // step % n for step, n in zip(steps, self.shape, strict=True)]
+
     @classmethod
     def over(cls, axes: dict[str, Tensor], now: Hyperparameters) -> Grid:
         """A grid around what a posterior has now.
@@ -298,9 +303,8 @@ def _notes(values: Tensor, place: int, grid: Grid, objective: Objective) -> list
 def _edges(place: int, grid: Grid) -> list[str]:
     """Notes on hyper-parameters whose best value is on an edge of their axis."""
     notes: list[str] = []
-    at = torch.unravel_index(torch.tensor(place), grid.shape)
-    for (name, values), i in zip(grid.axes.items(), at, strict=True):
-        if len(values) > 2 and int(i) in (0, len(values) - 1):
-            best = f"the best {name.replace('_', ' ')}, {values[int(i)].item():g}"
+    for (name, values), i in zip(grid.axes.items(), grid.index_of(place), strict=True):
+        if len(values) > 2 and i in (0, len(values) - 1):
+            best = f"the best {name.replace('_', ' ')}, {values[i].item():g}"
             notes.append(f"{best}, is on the edge of the grid; widen it")
     return notes

@@ -17,6 +17,7 @@ import pytest
 import laplace
 from laplace.core import lazy
 from tests.source import PACKAGE, ROOT, for_type_checkers, module_of, name_of, nodes, tree
+from tests.versions import newer_torch
 
 LAZY = sorted({path for path, node in nodes(ast.Call) if ast.unparse(node.func).split(".")[-1] == "attach"})
 """Packages whose names are imported when they are first read."""
@@ -40,6 +41,103 @@ la = Laplace(model, "classification")
 la.fit([(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))])
 la(torch.randn(4, 2))
 """
+
+COMPILER = {"sympy", "torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes", "torch.onnx"}
+
+NETWORKS = """
+import warnings
+import torch
+from torch import nn
+from laplace import Laplace
+from laplace.curvature import NativeEF, NativeHessian
+
+class Raw(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(4))
+        self.places, self.shift = nn.Embedding(4, 3), nn.Parameter(torch.randn(3))
+        self.table = nn.Parameter(torch.randn(300, 4))  # of more numbers than a dense block may have
+    def forward(self, x):
+        x = (x.unsqueeze(1) + self.table).mean(1)
+        return (x * (1 + self.scale.exp())) @ self.weight.T + self.places(torch.tensor(1)) - self.shift
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.inner, self.filter = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Conv1d(1, 1, 3, padding=1)
+        self.head = nn.Linear(4, 3)
+    def forward(self, x):
+        words, more = self.words(x[:, :2]), self.words(x[:, 2:])
+        hidden = self.filter(self.filter(self.inner(torch.tanh(self.inner(words.sum(1)))).unsqueeze(1)))
+        return self.head(hidden.squeeze(1) + more.sum(1))
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.mean(1)
+
+class Last(nn.Module):
+    def forward(self, states):
+        return states[0][:, -1]
+
+torch.manual_seed(0)
+dense = nn.Sequential(nn.Linear(4, 5), nn.PReLU(), nn.GroupNorm(1, 5), nn.Linear(5, 3))
+networks = [
+    (dense, (4,)), (Raw(), (4,)),
+    (nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)), (1, 4, 4)),
+    (nn.Sequential(nn.ConvTranspose2d(2, 2, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(32, 3)), (2, 2, 2)),
+    (nn.Sequential(nn.Conv1d(2, 2, 2, groups=2), nn.Flatten(), nn.LayerNorm(6), nn.Linear(6, 3)), (2, 4)),
+    (Tied(), (4,)),
+    (nn.Sequential(nn.GRU(4, 3, batch_first=True), Last(), nn.Linear(3, 3)), (3, 4)),
+    (nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), Mean(), nn.Linear(4, 3)), (3, 4)),
+]
+
+def fitted(structure, some=networks, **options):
+    for model, shape in some:
+        x = torch.randint(5, (6, 4)) if isinstance(model, Tied) else torch.randn(6, *shape)
+        loader = [(x, torch.tensor([0, 1, 2, 0, 1, 2]))]
+        la = Laplace(model, "classification", "all", structure, prior_precision=1e4, **options)
+        la.fit(loader)
+        yield la, loader, x
+"""
+"""Networks of all kinds of layers, after which `fitted` gives posteriors of each, with their data."""
+
+USES = {
+    **{
+        f"{structure}, {backend}": f"for la, _, x in fitted({structure!r}, backend={backend}): la(x)"
+        for structure, backend in [
+            ("diag", "None"), ("kron", "None"), ("ekfac", "None"), ("lowrank", "None"), ("full", "NativeEF"),
+            ("full", "NativeHessian"),
+        ]
+    },
+    "gradients by inputs": """
+for la, _, x in fitted('kron', networks[:4], enable_backprop=True):
+    la(x.requires_grad_()).sum().backward()
+""",
+    "tuning": """
+warnings.simplefilter('ignore')
+for la, loader, x in fitted('kron', networks[:1]):
+    la.log_marginal_likelihood(torch.ones(1, requires_grad=True)).backward()
+    la.optimize_prior_precision(n_steps=2)
+    la.optimize_prior_precision(method='gridsearch', val_loader=loader)
+""",
+    "a subnetwork": """
+warnings.simplefilter('ignore')
+for model, shape in networks:
+    subset = {"subset_of_weights": "subnetwork", "subnetwork_indices": torch.tensor([0, 3, 5, 6, 11, 30])}
+    la = Laplace(model, "classification", hessian_structure="full", **subset)
+    x = torch.randint(5, (6, 4)) if isinstance(model, Tied) else torch.randn(6, *shape)
+    la.fit([(x, torch.tensor([0, 1, 2, 0, 1, 2]))])
+    la(x)
+""",
+    "refinement": """
+warnings.simplefilter('ignore')
+for la, loader, x in fitted('diag', networks[:1]):
+    la.refine(loader)
+    la(x)
+""",
+    "a Gaussian process": "for la, _, x in fitted('gp', networks[:2], n_subset=4): la(x)",
+}  # fmt: skip
+"""Scripts after `NETWORKS` that use what users use first."""
 
 
 def dotted(path: Path) -> str:
@@ -113,6 +211,18 @@ def test_an_import_alone_loads_next_to_nothing() -> None:
 @pytest.mark.parametrize("arguments", ["", ", 'all', 'kron'", ", 'all', 'diag'", ", 'all', 'full'", ", 'all', 'block'"])
 def test_a_first_fit_loads_what_it_needs(arguments: str) -> None:
     assert not loaded(FIRST_FIT.replace('"classification"', f'"classification"{arguments}')).intersection(NOT_FOR_A_FIT)
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_first_uses_load_no_compiler(use: str) -> None:
+    """Nor SymPy: that is a third of a second, a compiler one more, in which nothing is computed."""
+    assert not loaded(NETWORKS + use).intersection(COMPILER)
+
+
+@newer_torch("`torch.func.vmap` imports the compiler")
+def test_first_sampled_weights_load_no_compiler() -> None:
+    use = "for la, _, x in fitted('kron', networks[:1]): la(x, pred_type='nn', link_approx='mc')"
+    assert not loaded(NETWORKS + use).intersection(COMPILER)
 
 
 def test_submodules_are_attributes() -> None:

@@ -107,25 +107,14 @@ def nothing_changes(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def memory_for(count: int) -> Iterator[None]:
     """Vectorised backward passes of more than `count` vectors run out of memory, as they do on a CPU."""
-    grad, vectorised = torch.autograd.grad, BackwardPasses.vectorised
+    vectorised = BackwardPasses.vectorised
 
-    def check(vectors: Tensor) -> None:
-        if len(vectors) > count:
+    def little_vectorised(passes: BackwardPasses, *cotangents: Tensor) -> list[Tensor | None]:
+        if len(cotangents[0]) > count:
             raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.")
+        return vectorised(passes, *cotangents)
 
-    def little_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **options: Any) -> Any:
-        if options.get("is_grads_batched"):
-            check(grad_outputs[0] if isinstance(grad_outputs, (list, tuple)) else grad_outputs)
-        return grad(outputs, inputs, grad_outputs, *args, **options)
-
-    def little_vectorised(passes: BackwardPasses, cotangents: Tensor) -> list[Tensor | None]:
-        check(cotangents)
-        return vectorised(passes, cotangents)
-
-    with (
-        mock.patch.object(torch.autograd, "grad", little_grad),
-        mock.patch.object(BackwardPasses, "vectorised", little_vectorised),
-    ):
+    with mock.patch.object(BackwardPasses, "vectorised", little_vectorised):
         yield
 
 

@@ -60,50 +60,73 @@ def pull(
     """
     if not edges:
         return []
-    passes = BackwardPasses(f, edges, create_graph=create_graph)
-    if not loop and len(cotangents) > 1:
-        try:
-            with slow_batching_accepted():
-                return passes.vectorised(cotangents)
-        except RuntimeError as error:  # an operation on the way has no batching rule
-            if ran_out(error):
-                raise
-    return [stack(gradients) for gradients in zip(*map(passes.gradients, cotangents), strict=True)]
+    return BackwardPasses([f], edges, create_graph=create_graph).each(cotangents, loop=loop)
 
 
 class BackwardPasses:
-    """Backward passes from the outputs, of any cotangent.
+    """Backward passes from some outputs, of any cotangents.
 
-    They are those of a sum, whose gradient with respect to the outputs a hook replaces by the cotangent. Given a
+    They are those of sums, whose gradients with respect to the outputs hooks replace by the cotangents. Given a
     cotangent, `torch.autograd.grad` would compare its shape by SymPy, whose import takes a third of a second.
 
     Args:
-        f: Outputs `[B, C]`.
+        outputs: Tensors of any shapes.
         edges: What to differentiate with respect to.
         create_graph: True if the gradients can be differentiated again.
     """
 
-    def __init__(self, f: Tensor, edges: Sequence[GradientEdge | Tensor], *, create_graph: bool) -> None:
+    def __init__(
+        self, outputs: Sequence[Tensor], edges: Sequence[GradientEdge | Tensor], *, create_graph: bool = False
+    ) -> None:
         self.edges: Any = edges  # edges and tensors may be mixed, which the signature of torch does not say
         self.create_graph = create_graph
-        cotangent: list[Tensor] = []  # which the hook holds, not this object: the two would keep the graph alive
         with torch.inference_mode(False), torch.enable_grad():
-            outputs = f.view_as(f)
-            outputs.register_hook(lambda _: cotangent[0])
-            self._total = outputs.sum()
-        self._cotangent = cotangent
+            self._seeds = [_Seed(output) for output in outputs]
 
-    def gradients(self, u: Tensor) -> tuple[Tensor | None, ...]:
-        """Those of one cotangent `[B, C]`, in the dtype of the outputs."""
-        self._cotangent[:] = [u.to(self._total.dtype)]
+    def each(self, *cotangents: Tensor, loop: bool) -> list[Tensor | None]:
+        """Those of K cotangents `[K, *shape of the output]`, one after the other or at once, `[K, *shape of the edge]`.
+
+        Args:
+            *cotangents: Of every output.
+            loop: One pass for each k instead of a vectorised one.
+        """
+        if not loop and len(cotangents[0]) > 1:
+            try:
+                with slow_batching_accepted():
+                    return self.vectorised(*cotangents)
+            except RuntimeError as error:  # an operation on the way has no batching rule
+                if ran_out(error):
+                    raise
+        return [stack(gradients) for gradients in zip(*map(self.gradients, *cotangents), strict=True)]
+
+    def gradients(self, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        """Those of one cotangent of every output, of its shape; in the dtype of the outputs."""
+        for seed, u in zip(self._seeds, cotangents, strict=True):
+            seed.cotangent[:] = [u.to(seed.total.dtype)]
         return torch.autograd.grad(
-            self._total, self.edges, retain_graph=True, create_graph=self.create_graph, allow_unused=True
-        )
+            [seed.total for seed in self._seeds], self.edges, retain_graph=True, create_graph=self.create_graph,
+            allow_unused=True,
+        )  # fmt: skip
 
-    def vectorised(self, cotangents: Tensor) -> list[Tensor | None]:
-        """Those of K cotangents `[K, B, C]` at once."""
+    def vectorised(self, *cotangents: Tensor) -> list[Tensor | None]:
+        """Those of K cotangents `[K, *shape of the output]` at once."""
         # As `is_grads_batched=True` runs it; `torch.func.vmap` of PyTorch 2.4 imports the compiler.
-        return list(_vmap(self.gradients, 0, 0, allow_none_pass_through=True)(cotangents))
+        return list(_vmap(self.gradients, 0, 0, allow_none_pass_through=True)(*cotangents))
+
+
+class _Seed:
+    """The begin of backward passes from an output: its sum, and what takes the place of the sum's gradient.
+
+    Args:
+        output: Any tensor with a graph.
+    """
+
+    def __init__(self, output: Tensor) -> None:
+        cotangent: list[Tensor] = []  # which the hook holds, not this object: the two would keep the graph alive
+        outputs = output.view_as(output)
+        outputs.register_hook(lambda _: cotangent[0])
+        self.total = outputs.sum()
+        self.cotangent = cotangent
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
+from laplace.engines.native.autograd import BackwardPasses
 from laplace.engines.native.calls import FunctionCall
 from laplace.engines.native.layers import BatchAxis
 from laplace.engines.native.layers.base import evenly
@@ -81,7 +82,7 @@ class TableCall(FunctionCall):
     def rows_of(self, index: Tensor, g: Tensor) -> IndexBlock:
         """The block of rows `[B, T]` with gradients `[K, B, T, D]`."""
         index = index if self.padding is None else index.where(index != self.padding, -1)
-        return IndexBlock(index=index, g=g, n_rows=self.n_rows, counted=index >= 0)
+        return IndexBlock.of(index, g, self.n_rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,9 +133,8 @@ class SpreadCall(FunctionCall):
         return evenly(self.shape.numel(), n_data) if self.shape else 0
 
     def block(self, role: str, g: Tensor, n_data: int, axis: BatchAxis) -> Block:
-        g = g if self.factor is None else g * self.factor.to(g.dtype)
-        values = self._to_root(self.sign * self._summed(g, n_data, axis))  # [K, B, *root]
         root, table = self.operand.root, self.operand.table
+        values = self._of_root(g, n_data, axis)
         if table is not None:
             index = table.index.reshape(1, -1).expand(n_data, -1)
             return table.rows_of(index, values.reshape(*values.shape[:2], -1, root.shape[-1]))
@@ -142,8 +142,15 @@ class SpreadCall(FunctionCall):
             return DenseBlock(values.reshape(*values.shape[:2], -1))
         # A table of positions that is read from its first to its last row.
         rows = values.reshape(*values.shape[:2], -1, root.shape[-1])
-        index = torch.arange(rows.shape[2], device=rows.device).expand(n_data, -1)
-        return IndexBlock(index=index, g=rows, n_rows=rows.shape[2], counted=index >= 0)
+        index = torch.arange(rows.shape[2], device=root.device).expand(n_data, -1)
+        return IndexBlock.of(index, rows, rows.shape[2])
+
+    def _of_root(self, g: Tensor, n_data: int, axis: BatchAxis) -> Tensor:
+        """Gradients `[K, *z]` as those of the random parameter, `[K, B, *root]`; without numbers no sums."""
+        if g.is_meta:
+            return g.new_empty(len(g), n_data, *self.operand.root.shape)
+        g = g if self.factor is None else g * self.factor.to(g.dtype)
+        return self._to_root(self.sign * self._summed(g, n_data, axis))
 
     def _summed(self, g: Tensor, n_data: int, axis: BatchAxis) -> Tensor:
         """Gradients `[K, *z]` as `[K, B, *o]`.
@@ -171,12 +178,7 @@ class SpreadCall(FunctionCall):
         value, root = self.operand.value, self.operand.root
         if value is root:
             return g
-        (pulled,) = torch.autograd.grad(
-            value,
-            root,
-            g.flatten(0, 1).to(value.dtype),
-            retain_graph=True,
-            create_graph=self.create_graph,
-            is_grads_batched=True,
-        )
+        (pulled,) = BackwardPasses([value], [root], create_graph=self.create_graph).vectorised(g.flatten(0, 1))
+        if pulled is None:  # the operand does not depend on it
+            return g.new_zeros(*g.shape[:2], *root.shape)
         return pulled.unflatten(0, g.shape[:2]).to(g.dtype)

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from laplace.core.memory import ran_out
-from laplace.engines.native.autograd import pull, slow_batching_accepted, stack
+from laplace.engines.native.autograd import BackwardPasses, pull
 from laplace.engines.native.capture import Capture
 from laplace.weights.problem import Problem
 
@@ -42,16 +41,15 @@ class Linearised:
         self.tensors = [capture.stand_ins[slot.name] for slot in problem.slots]
         with torch.enable_grad():
             self._cotangent = torch.zeros_like(self.f, requires_grad=True)
-            self._gradients = torch.autograd.grad(
-                self.f, self.tensors, self._cotangent, create_graph=True, allow_unused=True
-            )
+            self._gradients = BackwardPasses([self.f], self.tensors, create_graph=True).gradients(self._cotangent)
 
     def push(self, vectors: Tensor) -> Tensor:
         """J v of vectors `[R, P]`, `[R, B, C]`."""
         parts = self.problem.layout.split(vectors.to(self.f.dtype))
         pairs = _used(self.problem, self._gradients, parts)
         if pairs:
-            (pushed,) = _products([g for g, _ in pairs], [self._cotangent], [v for _, v in pairs], loop=self.loop)
+            passes = BackwardPasses([g for g, _ in pairs], [self._cotangent])
+            (pushed,) = passes.each(*(v for _, v in pairs), loop=self.loop)
             if pushed is not None:
                 return pushed
         return self.f.new_zeros(len(vectors), *self.f.shape)
@@ -84,7 +82,7 @@ class HessianProduct:
         pairs = _used(self.problem, self._gradients, parts)
         if not pairs:
             return [None] * len(self.tensors)
-        return _products([g for g, _ in pairs], self.tensors, [v for _, v in pairs], loop=self.loop)
+        return BackwardPasses([g for g, _ in pairs], self.tensors).each(*(v for _, v in pairs), loop=self.loop)
 
 
 def _used(problem: Problem, gradients: Sequence[Tensor | None], parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -101,24 +99,3 @@ def add_rows(problem: Problem, gradients: Sequence[Tensor | None], total: Tensor
     for gradient, slot, part in zip(gradients, problem.slots, problem.layout.split(total), strict=True):
         if gradient is not None:
             part += slot.take_rows(gradient)
-
-
-def _products(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], vectors: Sequence[Tensor], *, loop: bool
-) -> list[Tensor | None]:
-    """Derivatives of Σ outputs · v for R vectors `[R, *shape]` per output, `[R, *shape]` per input; None where zero."""
-    if not loop and len(vectors[0]) > 1:
-        try:
-            with slow_batching_accepted():
-                return list(_derivatives(outputs, inputs, vectors, batched=True))
-        except RuntimeError as error:  # an operation on the way has no batching rule
-            if ran_out(error):
-                raise
-    rows = [_derivatives(outputs, inputs, row, batched=False) for row in zip(*vectors, strict=True)]
-    return [stack(parts) for parts in zip(*rows, strict=True)]
-
-
-def _derivatives(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], vectors: Sequence[Tensor], *, batched: bool
-) -> tuple[Tensor | None, ...]:
-    return torch.autograd.grad(outputs, inputs, vectors, retain_graph=True, allow_unused=True, is_grads_batched=batched)

@@ -73,15 +73,23 @@ class TransposedConvolutionRule(_Convolution[Tensor]):
     ) -> Block:
         if a is None:
             return OuterBlock(a=None, g=_output_gradients(module, g, n_data, axis))
-        kernel, stride, padding = module.kernel_size, module.stride, module.padding
-        amount = [side for p in reversed(padding) for side in (p, p)]  # pyright: ignore
-        unfolded = unfold(F.pad(g.flatten(0, 1), amount), kernel, stride, module.dilation, module.groups)  # pyright: ignore
-        for d, positions in enumerate(_input_space(module, g.shape[3:])):
-            # An output padding leaves windows that no input position writes.
-            unfolded = unfolded.narrow(1 + d, 0, positions)
-        unfolded = unfolded.unflatten(0, g.shape[:2])
+        unfolded = _unfolded_gradients(module, g)
         g = _merge_positions(axis.positions(unfolded, n_data, unfolded.ndim - 2, batched=True), batched=True)
         return OuterBlock(a=a, g=g, input_first=True, unfolded=True)
+
+
+def _unfolded_gradients(module: nn.Module, g: Tensor) -> Tensor:
+    """Gradients `[K, N, channels, *space]` that meet an input, `[K, N, *input space, G, O]`, or their shape."""
+    kernel, groups = module.kernel_size, module.groups
+    space = _input_space(module, g.shape[3:])
+    if g.is_meta:
+        return g.new_empty(*g.shape[:2], *space, groups, g.shape[2] // groups * prod(kernel))  # pyright: ignore
+    amount = [side for p in reversed(module.padding) for side in (p, p)]  # pyright: ignore
+    unfolded = unfold(F.pad(g.flatten(0, 1), amount), kernel, module.stride, module.dilation, groups)  # pyright: ignore
+    for d, positions in enumerate(space):
+        # An output padding leaves windows that no input position writes.
+        unfolded = unfolded.narrow(1 + d, 0, positions)
+    return unfolded.unflatten(0, g.shape[:2])
 
 
 def _input_space(module: nn.Module, output_space: Sequence[int]) -> list[int]:

@@ -28,14 +28,14 @@ class EmbeddingRule(LayerRule[Tensor]):
     def activation(self, module: nn.Module, attribute: str, x: Tensor, n_data: int, axis: BatchAxis) -> Tensor | None:
         index = axis.positions(x, n_data, 0)
         padding: Any = module.padding_idx
-        return index if padding is None else index.where(index != padding, -1)
+        return index if padding is None or index.is_meta else index.where(index != padding, -1)
 
     def block(
         self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, axis: BatchAxis
     ) -> Block:
         index = torch.empty(0) if a is None else a
         g = axis.positions(g, n_data, 1, batched=True)
-        return IndexBlock(index=index, g=g, n_rows=int(module.num_embeddings), counted=index >= 0)  # pyright: ignore[reportArgumentType]
+        return IndexBlock.of(index, g, int(module.num_embeddings))  # pyright: ignore[reportArgumentType]
 
 
 files(EmbeddingRule(), nn.Embedding)
