@@ -31,19 +31,25 @@ class Limits:
     """What a run may take.
 
     Attributes:
-        pairs: Runs of each package that count.
+        pairs: Runs of each package that count, at most but for brief ones.
         seconds: No further pair is begun after runs that took these together; there is one at least.
+        brief_seconds: Pairs go on until they took these together: few milliseconds say little.
         answer_seconds: Set-up and first run, or one more run, may take these; by the clock of the measurement.
         n_bytes: Memory of a worker beyond the imported package.
     """
 
     pairs: int
     seconds: float
+    brief_seconds: float = 0.5
     answer_seconds: float = 60.0
     n_bytes: int = 4 * GIB
 
+    def go_on(self, pairs: int, seconds: float) -> bool:
+        """True if another pair is to be run after so many, which took so many seconds."""
+        return not pairs or seconds < self.brief_seconds or (pairs < self.pairs and seconds <= self.seconds)
 
-QUICK, LONG = Limits(3, 3.0, 30.0), Limits(9, 30.0)
+
+QUICK, LONG = Limits(3, 3.0, answer_seconds=30.0), Limits(9, 30.0)
 
 
 def fastest(side: Side, begin: Begin) -> tuple[str, Failed | None]:
@@ -88,15 +94,13 @@ def compare(sides: tuple[Side, Side], workload: Workload, state: Path, limits: L
         firsts.append(side.ask())
     times: list[list[float]] = [[], []]
     failures = [answer.name if isinstance(answer, Failed) else "" for answer in firsts]
-    while not all(failures) and len(max(times, key=len)) < limits.pairs:
+    while not all(failures) and limits.go_on(len(max(times, key=len)), sum(map(sum, times))):
         for i, side in enumerate(sides):
             answer = Failed(failures[i]) if failures[i] else side.ask()
             if isinstance(answer, Failed):
                 failures[i] = answer.name
             else:
                 times[i].append(answer)
-        if sum(map(sum, times)) > limits.seconds:
-            break
     for side in sides:
         side.end()
     theirs, ours = (

@@ -94,7 +94,7 @@ def require(holds: Tensor, fault: Fault) -> None:
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     """True, 0-dim, if every entry of every tensor is finite; also if there are none."""
     # Extremes, of which NaN is one, take a tenth of the time of a comparison of every entry.
-    extremes = [extreme for tensor in tensors if tensor.numel() for extreme in (tensor.amin(), tensor.amax())]
+    extremes = [extreme for tensor in tensors if tensor.numel() for extreme in torch.aminmax(tensor)]
     return torch.stack(extremes).abs().amax() < torch.inf if extremes else torch.ones((), dtype=torch.bool)
 
 

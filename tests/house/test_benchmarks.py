@@ -20,7 +20,7 @@ from benchmarks.peer.side import ROOT, Side
 from benchmarks.peer.workloads import GROWTH, Setting, Workload, workloads
 
 TINY = Workload("tiny", Setting("MLP", 8, 4, (3, 4, 2)), "all", "kron", "fit")
-LIMITS = run.Limits(pairs=2, seconds=60.0)
+LIMITS = run.Limits(pairs=2, seconds=60.0, brief_seconds=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,21 @@ def test_both_run_in_turn(sides: tuple[Side, Side], state: Path) -> None:
     assert line.backend in TINY.backends
     assert len(line.ratios) == LIMITS.pairs
     assert line.ratios[0] == line.theirs.seconds[0] / line.ours.seconds[0]
+
+
+def test_brief_runs_are_repeated(sides: tuple[Side, Side], state: Path) -> None:
+    limits = replace(LIMITS, brief_seconds=0.2)
+    line = run.compare(sides, TINY, state, limits)
+    seconds = [a + b for a, b in zip(line.theirs.seconds, line.ours.seconds, strict=True)]
+    assert len(seconds) == LIMITS.pairs or sum(seconds[:-1]) < limits.brief_seconds
+
+
+@pytest.mark.parametrize(
+    ("pairs", "seconds", "expected"),
+    [(0, 0.0, True), (1, 9.0, False), (1, 0.6, True), (2, 0.6, True), (3, 0.6, False), (3, 0.4, True), (90, 0.4, True)],
+)
+def test_limits_of_pairs(pairs: int, seconds: float, expected: bool) -> None:
+    assert run.QUICK.go_on(pairs, seconds) is expected
 
 
 def test_a_script_has_a_process_of_its_own(sides: tuple[Side, Side], state: Path) -> None:
