@@ -20,9 +20,9 @@ from laplace.jacobian.patches import Patches, unfold
 
 
 def _padded(module: nn.Module, x: Tensor) -> Tensor:
-    """The input as the convolution sees it, in any padding mode."""
+    """The input as the convolution sees it, in any padding mode; without numbers its shape, the same in all of them."""
     amount: list[int] = module._reversed_padding_repeated_twice  # pyright: ignore
-    if module.padding_mode != "zeros":
+    if module.padding_mode != "zeros" and not x.is_meta:
         return F.pad(x, amount, mode=module.padding_mode)  # pyright: ignore
     return F.pad(x, amount) if any(amount) else x
 
