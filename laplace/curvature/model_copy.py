@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from laplace.core.batch import Inputs
 from laplace.core.memory import ran_out
 from laplace.engines.engine import detached
+from laplace.engines.native.autograd import BackwardPasses
 from laplace.engines.native.calls import LayerCall
 from laplace.engines.native.passes import ForwardPass
 from laplace.engines.native.proof import close
@@ -173,5 +174,5 @@ def _gradients(f: Tensor, tensors: Sequence[Tensor], u: Tensor) -> tuple[Tensor,
     """Jᵀu by tensor, zero where f does not depend on one."""
     if not f.requires_grad:
         return tuple(torch.zeros_like(tensor) for tensor in tensors)
-    gradients = torch.autograd.grad((f * u).sum(), tensors, retain_graph=True, allow_unused=True)
+    gradients = BackwardPasses([f], tensors).gradients(u)
     return tuple(torch.zeros_like(t) if g is None else g.to_dense() for t, g in zip(tensors, gradients, strict=True))

@@ -27,5 +27,5 @@ def concatenated(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def entries_of(rows: Tensor, index: Tensor) -> Tensor:
-    """Some entries `[..., q]` of rows `[..., n]`; of rows without numbers by an operation that needs no compiler."""
-    return rows.index_select(-1, index.to(rows.device))
+    """Some entries `[..., q]` of rows `[..., n]`; without numbers by an operation that needs no compiler."""
+    return rows.index_select(-1, index) if rows.is_meta else rows[..., index]

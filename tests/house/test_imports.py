@@ -231,6 +231,12 @@ def test_first_uses_load_no_compiler() -> None:
     assert not printed(first_to_load(USES))
 
 
+def test_first_uses_of_other_packages_load_no_compiler() -> None:
+    pytest.importorskip("backpack")
+    use = "for la, _, x in fitted('kron', [(nn.Sequential(nn.Linear(4, 3)), (4,))], backend=BackPackGGN): la(x)"
+    assert not printed(first_to_load({"BackPACK": f"from laplace.curvature import BackPackGGN\n{use}"}))
+
+
 @newer_torch("`torch.func.vmap` imports the compiler")
 def test_first_sampled_weights_load_no_compiler() -> None:
     use = "for la, _, x in fitted('kron', networks[:1]): la(x, pred_type='nn', link_approx='mc')"

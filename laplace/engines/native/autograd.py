@@ -66,8 +66,8 @@ def pull(
 class BackwardPasses:
     """Backward passes from some outputs, of any cotangents.
 
-    They are those of sums, whose gradients with respect to the outputs hooks replace by the cotangents. Given a
-    cotangent, `torch.autograd.grad` would compare its shape by SymPy, whose import takes a third of a second.
+    They begin at a number whose gradients with respect to the outputs are the cotangents. Given these,
+    `torch.autograd.grad` would compare their shapes by SymPy, whose import takes a third of a second.
 
     Args:
         outputs: Tensors of any shapes.
@@ -80,8 +80,10 @@ class BackwardPasses:
     ) -> None:
         self.edges: Any = edges  # edges and tensors may be mixed, which the signature of torch does not say
         self.create_graph = create_graph
+        self._dtypes = [output.dtype for output in outputs]
+        self._cotangents: list[Tensor] = []
         with torch.inference_mode(False), torch.enable_grad():
-            self._seeds = [_Seed(output) for output in outputs]
+            self._begin: Tensor = _Begin.apply(self._cotangents, *outputs)  # pyright: ignore[reportAssignmentType]
 
     def each(self, *cotangents: Tensor, loop: bool) -> list[Tensor | None]:
         """Those of K cotangents `[K, *shape of the output]`, one after the other or at once, `[K, *shape of the edge]`.
@@ -101,12 +103,10 @@ class BackwardPasses:
 
     def gradients(self, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         """Those of one cotangent of every output, of its shape; in the dtype of the outputs."""
-        for seed, u in zip(self._seeds, cotangents, strict=True):
-            seed.cotangent[:] = [u.to(seed.total.dtype)]
+        self._cotangents[:] = [u.to(dtype) for u, dtype in zip(cotangents, self._dtypes, strict=True)]
         return torch.autograd.grad(
-            [seed.total for seed in self._seeds], self.edges, retain_graph=True, create_graph=self.create_graph,
-            allow_unused=True,
-        )  # fmt: skip
+            self._begin, self.edges, retain_graph=True, create_graph=self.create_graph, allow_unused=True
+        )
 
     def vectorised(self, *cotangents: Tensor) -> list[Tensor | None]:
         """Those of K cotangents `[K, *shape of the output]` at once."""
@@ -114,19 +114,18 @@ class BackwardPasses:
         return list(_vmap(self.gradients, 0, 0, allow_none_pass_through=True)(*cotangents))
 
 
-class _Seed:
-    """The begin of backward passes from an output: its sum, and what takes the place of the sum's gradient.
+class _Begin(torch.autograd.Function):
+    """Zero, with given cotangents for its gradients with respect to the outputs."""
 
-    Args:
-        output: Any tensor with a graph.
-    """
+    @staticmethod
+    def forward(ctx: Any, cotangents: list[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.cotangents = cotangents
+        return outputs[0].new_zeros(())
 
-    def __init__(self, output: Tensor) -> None:
-        cotangent: list[Tensor] = []  # which the hook holds, not this object: the two would keep the graph alive
-        outputs = output.view_as(output)
-        outputs.register_hook(lambda _: cotangent[0])
-        self.total = outputs.sum()
-        self.cotangent = cotangent
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        del gradients
+        return None, *ctx.cotangents
 
 
 @contextmanager
