@@ -66,7 +66,7 @@ def pull(
 class BackwardPasses:
     """Backward passes from some outputs, of any cotangents.
 
-    They begin at a number whose gradients with respect to the outputs are the cotangents. Given these,
+    They start at a number whose gradients with respect to the outputs are the cotangents. Given these,
     `torch.autograd.grad` would compare their shapes by SymPy, whose import takes a third of a second.
 
     Args:
@@ -83,7 +83,7 @@ class BackwardPasses:
         self._dtypes = [output.dtype for output in outputs]
         self._cotangents: list[Tensor] = []
         with torch.inference_mode(False), torch.enable_grad():
-            self._begin: Tensor = _Begin.apply(self._cotangents, *outputs)  # pyright: ignore[reportAssignmentType]
+            self._start: Tensor = _Start.apply(self._cotangents, *outputs)  # pyright: ignore[reportAssignmentType]
 
     def each(self, *cotangents: Tensor, loop: bool) -> list[Tensor | None]:
         """Those of K cotangents `[K, *shape of the output]`, one after the other or at once, `[K, *shape of the edge]`.
@@ -105,7 +105,7 @@ class BackwardPasses:
         """Those of one cotangent of every output, of its shape; in the dtype of the outputs."""
         self._cotangents[:] = [u.to(dtype) for u, dtype in zip(cotangents, self._dtypes, strict=True)]
         return torch.autograd.grad(
-            self._begin, self.edges, retain_graph=True, create_graph=self.create_graph, allow_unused=True
+            self._start, self.edges, retain_graph=True, create_graph=self.create_graph, allow_unused=True
         )
 
     def vectorised(self, *cotangents: Tensor) -> list[Tensor | None]:
@@ -114,7 +114,7 @@ class BackwardPasses:
         return list(_vmap(self.gradients, 0, 0, allow_none_pass_through=True)(*cotangents))
 
 
-class _Begin(torch.autograd.Function):
+class _Start(torch.autograd.Function):
     """Zero, with given cotangents for its gradients with respect to the outputs."""
 
     @staticmethod
