@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from laplace.engines.native.autograd import pull
+from laplace.engines.native.autograd import BackwardPasses, pull
 
 pytestmark = pytest.mark.portable
 
@@ -95,3 +95,15 @@ def test_the_graph_is_not_kept_alive(loop: bool, create_graph: bool, no_collecti
     pull(model[2](hidden), [model[0].weight], cotangents(), loop=loop, create_graph=create_graph)
     del hidden
     assert alive() is None
+
+
+@pytest.mark.parametrize("loop", [True, False])
+def test_several_outputs_have_a_cotangent_each(loop: bool) -> None:
+    """Of other shapes and dtypes, in the dtype of each."""
+    leaf = torch.linspace(-1, 1, 3, dtype=torch.float64).requires_grad_()
+    outputs = [leaf.exp(), (leaf * leaf.sum()).sum(), leaf.sin().float().expand(2, 3)]
+    draws = torch.Generator().manual_seed(2)
+    vectors = [torch.randn(K, *output.shape, generator=draws, dtype=output.dtype) for output in outputs]
+    (pulled,) = BackwardPasses(outputs, [leaf]).each(*vectors, loop=loop)
+    rows = [torch.autograd.grad(outputs, leaf, row, retain_graph=True)[0] for row in zip(*vectors, strict=True)]
+    torch.testing.assert_close(pulled, torch.stack(rows))
