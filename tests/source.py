@@ -79,14 +79,6 @@ def body_of(function: Function) -> list[ast.stmt]:
     return function.body[ast.get_docstring(function, clean=False) is not None :]
 
 
-def code_lines(function: Function) -> int:
-    """Lines of a function from `def` to its end without the docstring, so that documentation is never trimmed."""
-    docstring = 0
-    if ast.get_docstring(function, clean=False) is not None:
-        docstring = function.body[0].end_lineno - function.body[0].lineno + 1
-    return function.end_lineno - function.lineno + 1 - docstring
-
-
 def house() -> list[str]:
     """Folders `name/` and single modules `name.py` of the package, from the bottom up, as docs/design.md lists them."""
     page = (ROOT / "docs" / "design.md").read_text("utf-8")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import re
-import statistics
 import subprocess
 import sys
 from collections import defaultdict
@@ -30,7 +29,6 @@ from tests.source import (
     calls,
     circles,
     classes,
-    code_lines,
     decorators,
     for_type_checkers,
     functions,
@@ -45,23 +43,6 @@ from tests.source import (
     tree,
     where,
 )
-
-MAX_FILE, MAX_METHODS = 400, 15
-MAX_FUNCTION, NINE_OF_TEN, MEDIAN_FUNCTION = 50, 15, 5
-
-# Functions that are longer, by the names of the contract that they carry.
-LONG_FUNCTIONS = {
-    "training/marglik.py:marglik_training": "25 arguments, two lines each",
-}
-
-# Classes that have more public methods, and why.
-LONG_CLASSES = {
-    "engines/engine.py:CurvatureEngine": "a primitive for every structure, and its sum in place",
-    "jacobian/heads.py:HeadBlock": "a block that knows all of its operations by factors",
-    "jacobian/index.py:IndexBlock": "a block that knows all of its operations by factors",
-    "jacobian/outer.py:OuterBlock": "a block that knows all of its operations by factors",
-    "likelihoods/base.py:Likelihood": "a density: loss, derivatives, counts and weights, link and scores",
-}
 
 # Packages of other people's curvature, each at home in one file.
 CURVATURE_PACKAGES = {
@@ -168,37 +149,6 @@ _OWN_WORD = re.compile(
     r"\b(treated|lent|rungs?|foreign inputs?|int64 positions|positions of (the |all )*(treated )?(tensors|slots))\b",
     re.IGNORECASE,
 )
-
-
-# 1. Short files, functions and classes.
-
-
-def test_files_are_short() -> None:
-    long = [f"{name_of(p)}: {n}" for p in FILES if (n := len(p.read_text("utf-8").splitlines())) > MAX_FILE]
-    assert not long
-
-
-def test_functions_are_short() -> None:
-    lengths = [(f"{name_of(path)}:{node.name}", code_lines(node)) for path, node in functions()]
-    assert {name for name, length in lengths if length > MAX_FUNCTION} == LONG_FUNCTIONS.keys()
-    every = [length for _, length in lengths]
-    assert statistics.median(every) <= MEDIAN_FUNCTION
-    assert statistics.quantiles(every, n=10)[-1] <= NINE_OF_TEN
-
-
-def test_classes_have_few_public_methods() -> None:
-    many = set()
-    for path, node in classes():
-        methods = {
-            item.name
-            for item in node.body
-            if isinstance(item, ast.FunctionDef)
-            and is_public(item.name)
-            and not decorators(item) & {"property", "cached_property", "setter", "deleter", "overload"}
-        }
-        if len(methods) > MAX_METHODS:
-            many.add(f"{name_of(path)}:{node.name}")
-    assert many == LONG_CLASSES.keys()
 
 
 # 2. No probing: types say what an object can do.
