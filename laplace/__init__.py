@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         LowRankSubnetLaplace,
         SubnetLaplace,
     )
+    from laplace.posterior.calibration import Calibration
     from laplace.predictive.prediction import Prediction
     from laplace.training.marglik import marglik_training
     from laplace.training.online import OnlineLaplace
@@ -83,6 +84,7 @@ else:
                 "KronLaplace KronLLLaplace KronSubnetLaplace LLLaplace LowRankKronLaplace LowRankKronLLLaplace "
                 "LowRankKronSubnetLaplace LowRankLaplace LowRankLLLaplace LowRankSubnetLaplace SubnetLaplace"
             ),
+            "laplace.posterior.calibration": "Calibration",
             "laplace.predictive.prediction": "Prediction",
             "laplace.training.marglik": "marglik_training",
             "laplace.training.online": "OnlineLaplace",
@@ -99,6 +101,7 @@ __all__ = [
     "BlockLLLaplace",
     "BlockLaplace",
     "BlockSubnetLaplace",
+    "Calibration",
     "DiagLLLaplace",
     "DiagLaplace",
     "DiagSubnetLaplace",

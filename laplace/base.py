@@ -352,7 +352,8 @@ class BaseLaplace(CheckedConstructor, ABC):
             0-dim tensor, in nats.
 
         Raises:
-            InvalidArgument: A value is not accepted, or the likelihood has no observation noise.
+            InvalidArgument: A value is not accepted, the likelihood has no observation noise, or the posterior is
+                calibrated, so that its temperature is no evidence's.
             NotFittedError: Before `fit`.
         """
         if sigma_noise is not None and not self.likelihood_object.has_noise:
@@ -370,6 +371,7 @@ class BaseLaplace(CheckedConstructor, ABC):
 
     def _log_evidence(self) -> Tensor:
         """Log p(D), 0-dim, of the terms as users' classes override them."""
+        self._posterior.refuse_calibrated("log_marginal_likelihood")
         evidence = self.evidence()
         if not is_overridden(self, *overrides.EVIDENCE):
             return evidence.log_marginal_likelihood

@@ -64,7 +64,7 @@ class FittedByHand:
             NotFittedError: The last layer is not known yet: give `last_layer_name=`.
             UnsupportedError: The structure has no curvature that could be summed by hand.
         """
-        self._posterior = without_data(self._posterior)
+        self._posterior = without_data(self._posterior.before_new_data("start_fit"))
 
     @checked
     def restart_H(self) -> None:

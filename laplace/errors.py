@@ -99,6 +99,10 @@ class TuningWarning(LaplaceWarning):
     """A hyper-parameter search ended flat, on an edge of its grid, or met invalid candidates."""
 
 
+class CalibrationWarning(LaplaceWarning):
+    """A posterior predicts worse than its network on held-out data, or its calibration rests on little, or is gone."""
+
+
 class ApproximationWarning(LaplaceWarning):
     """A quantity is approximated in a way that the caller may not expect."""
 

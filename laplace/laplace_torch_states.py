@@ -50,7 +50,7 @@ def loaded(la: BaseLaplace, state: Mapping[str, Any]) -> Posterior:
         for key in ("temperature", "enable_backprop"):
             if state[key] != getattr(la, key):
                 warn(f"{key} changes from {getattr(la, key)} to {state[key]}.", StateWarning)
-        return _of_state(la.snapshot().with_problem(problem), state)
+        return _of_state(la.snapshot().uncalibrated().with_problem(problem), state)
     except Exception as error:
         if isinstance(error, StateError | Warning) or ran_out(error):
             raise

@@ -23,6 +23,7 @@ from laplace.fitting.planning import FitPlan
 from laplace.network.fingerprint import Fingerprint
 from laplace.posterior import learning, overridden
 from laplace.posterior.assembled import with_root
+from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.predictor import PosteriorPredictor
 from laplace.posterior.refined import Refinement
@@ -371,8 +372,9 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
         from laplace.refinement.refiner import RefineOptions
 
         options = RefineOptions(max_steps, tolerance, n_samples, generator, progress_bar)
-        refinement = refine(self.snapshot(), loader, method, options)
-        self._posterior = self._posterior.with_refinement(refinement)
+        posterior = self.snapshot().before_new_data("refine")
+        refinement = refine(posterior, loader, method, options)
+        self.set_posterior(posterior.with_refinement(refinement))
         return refinement
 
     # Predictions and tuning.
@@ -386,6 +388,10 @@ class ParametricLaplace(Predicting, FittedByHand, Kept, Tunable, LegacyMembers):
         from laplace.tuning.group import PosteriorGroup
 
         return PosteriorGroup((self.snapshot(),))
+
+    @property
+    def _calibration(self) -> Calibration | None:
+        return self._posterior.calibration
 
     def _take_over(self, posteriors: tuple[Posterior, ...]) -> None:
         (posterior,) = posteriors

@@ -16,6 +16,7 @@ from laplace.errors import InvalidArgument, LaplaceError, StateError, StateWarni
 from laplace.fitting import Fit
 from laplace.network.fingerprint import Fingerprint, ModelWatch, checksums, same_sums
 from laplace.network.model_guard import model_lock
+from laplace.posterior.calibration import Calibration
 from laplace.posterior.first_outputs import with_channels
 from laplace.posterior.fitted import Fitted
 from laplace.posterior.posterior import Posterior
@@ -113,6 +114,7 @@ def save_with(la: BaseLaplace, curvature: Any) -> dict[str, Any]:
         **({"is_weighed": True} if fit.is_weighed else {}),
         "refinement": None if refinement is None else refinement.state(),
         **_assigned(posterior),
+        **({} if posterior.calibration is None else {"calibration": posterior.calibration.state()}),
     }
 
 
@@ -144,7 +146,7 @@ def loaded(la: BaseLaplace, state: dict[str, Any], make: MakeCurvature | None = 
         for key in ("temperature", "enable_backprop", "precision_options"):
             if state[key] != getattr(la, key):
                 warn(f"{key} changes from {getattr(la, key)} to {state[key]}.", StateWarning)
-        posterior = la.snapshot().with_problem(problem)
+        posterior = la.snapshot().uncalibrated().with_problem(problem)
         structure, to = posterior.choices.structure, posterior.hypers.device
         H = structure.from_state(move(state["H"], to, None)) if make is None else make(problem, state["H"])
         return _of_state(posterior, state, H)
@@ -217,7 +219,8 @@ def _of_state(posterior: Posterior, state: dict[str, Any], curvature: Curvature)
     fingerprint = Fingerprint.of(posterior.model, attributes=state.get("attributes"))
     own = {name: move(state.get(name), to, None) for name in ("assigned_mean", "posterior_scale")}
     data = Fitted(fit, state["mean"].to(to), ModelWatch(fingerprint), refinement, own["assigned_mean"])
-    return replace(posterior, data=data, root=own["posterior_scale"])
+    calibration = None if state.get("calibration") is None else Calibration.from_state(state["calibration"], to)
+    return replace(posterior, data=data, root=own["posterior_scale"], calibration=calibration)
 
 
 def _expect(what: str, given: Any, expected: Any) -> None:
@@ -288,6 +291,8 @@ def describe(la: BaseLaplace) -> str:
     else:
         fit = posterior.fit
         lines.append(f"fitted to {fit.n_data:,.10g} data with {fit.n_outputs} outputs")
+        if posterior.calibration is not None:
+            lines.append(calibrated_note(posterior.calibration))
         lines += [note for note in (fit.curvature.note, prior_note(posterior), refined_note(posterior)) if note]
     return f"{type(la).__name__}(\n  " + ",\n  ".join(lines) + "\n)"
 
@@ -301,6 +306,12 @@ def prior_note(posterior: Posterior) -> str | None:
     if not posterior.choices.structure.exact_prior and not posterior.evidence.prior.is_constant_per_tensor:
         return "the prior varies within Kronecker blocks: its diagonal in their eigenbasis is used"
     return None
+
+
+def calibrated_note(calibration: Calibration) -> str:
+    """Says what a calibration chose."""
+    what = "the network itself" if calibration.is_network else f"its covariance times {calibration.scale:.3g}"
+    return f"calibrated on {calibration.held_out}: {what}, prior precision {_values(calibration.prior_precision)}"
 
 
 def refined_note(posterior: Posterior) -> str | None:

@@ -24,6 +24,8 @@ N_BINS = 15
 class LabelTarget(Target):
     """Labels, whose predictive distribution is their probabilities."""
 
+    labels_vary = True
+
     @property
     def scores(self) -> Mapping[str, Score]:
         return {"brier": self.brier, "confidence": self.confidence, "entropy": self.predictive_entropy}

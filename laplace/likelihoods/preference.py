@@ -27,7 +27,9 @@ class RewardTarget(Target):
 
 
 class PreferenceTarget(ClassTarget):
-    """The preferred item of a pair."""
+    """The preferred item of a pair, which many data sets put first."""
+
+    labels_vary = False
 
     def of(self, rows: Mixture) -> Target:
         return RewardTarget() if rows.latent_mean.shape[1] == 1 else self

@@ -32,11 +32,13 @@ class Target:
         kind: Name of the kind, for messages.
         subject: Name of what is predicted, for messages; None for that of the likelihood.
         mean_is_latent: True if E[y] = E[f], so that no link is needed.
+        labels_vary: True if data with one label alone are no sample of the targets.
     """
 
     kind: str = "other"
     subject: str | None = None
     mean_is_latent: bool = False
+    labels_vary: bool = False
 
     @property
     def scores(self) -> Mapping[str, Score]:

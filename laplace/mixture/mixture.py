@@ -36,6 +36,7 @@ from laplace.mixture.posterior import MixturePosterior
 from laplace.mixture.predictor import MixturePredictor
 from laplace.mixture.sampling import choose
 from laplace.mixture.weighting import check_same_data, weights_of
+from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Posterior
 from laplace.predicting import OutputSampling
 from laplace.predictive.options import check_options
@@ -211,6 +212,11 @@ class MixtureLaplace(MixturePosterior, OutputSampling, Tunable, Saved):
         if self._rule == "evidence":
             check_same_data(self.components)
         return PosteriorGroup(tuple(la.snapshot() for la in self.components), partial(weights_of, self._rule))
+
+    @property
+    def _calibration(self) -> Calibration | None:
+        stored = [la.snapshot().calibration for la in self.components]
+        return None if None in stored else stored[0]
 
     def _take_over(self, posteriors: tuple[Posterior, ...]) -> None:
         for la, posterior in zip(self.components, posteriors, strict=True):

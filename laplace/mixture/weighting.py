@@ -9,6 +9,7 @@ from torch import Tensor
 
 from laplace.core.precision_policy import wide_dtype, widened
 from laplace.errors import InvalidArgument, InvalidType
+from laplace.network.model_guard import own_precision
 from laplace.parametric import ParametricLaplace
 from laplace.tuning.group import PosteriorGroup, require_same_data
 
@@ -75,8 +76,17 @@ def log_evidences(posteriors: Sequence[ParametricLaplace]) -> Tensor:
         InvalidArgument: The components saw different numbers of data.
     """
     check_same_data(posteriors)
-    values = [widened(la.log_marginal_likelihood()) for la in posteriors]
+    values = [widened(_log_evidence(la)) for la in posteriors]
     return torch.stack([value.to(values[0].device) for value in values])
+
+
+def _log_evidence(la: ParametricLaplace) -> Tensor:
+    """Log p(D | M); of a calibrated posterior that of the one whose covariance was scaled."""
+    posterior = la.snapshot()
+    if posterior.calibration is None:
+        return la.log_marginal_likelihood()
+    with own_precision():
+        return posterior.unscaled().log_evidence()
 
 
 def weights_of(rule: Rule, group: PosteriorGroup) -> Tensor:

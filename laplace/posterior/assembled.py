@@ -59,6 +59,7 @@ def with_parts(posterior: Posterior, **parts: Any) -> Posterior:
         InvalidArgument: A value that is not accepted; the message names it.
         UnsupportedError: A structure without a form to assign, one noise per output, or a refined posterior.
     """
+    posterior = posterior.before_new_data(f"assigning {', '.join(parts)}")
     former = posterior if posterior.data is not None else without_data(posterior)
     data = former.require_fitted()
     if data.refinement is not None:

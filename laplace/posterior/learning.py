@@ -288,6 +288,7 @@ def fitted_to(
     """
     fitting.check_override(override)
     fitting.check_decay(decay, override=override)
+    posterior = posterior.before_new_data("fit")
     processes = Processes.of(group)
     sharding.check_group(processes, sharded=sharded, former=None if override else posterior)
     resumable = Resumable.of(resume, save_every, processes)
@@ -338,6 +339,7 @@ def without(
     """
     former = posterior.map_fit
     fitting.check_weight(weight)
+    posterior = posterior.before_new_data("forget")
     if posterior.choices.backend_kwargs.get("stochastic"):
         raise UnsupportedError(
             "backend_kwargs has stochastic=True: other targets would be drawn than in the fit, so that the difference "

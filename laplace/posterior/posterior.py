@@ -13,7 +13,7 @@ from laplace.core.hyperparameters import GaussianPrior, Hyperparameters
 from laplace.core.overrides import COVARIANCES, EVIDENCE, HYPERPARAMETERS, MOMENTS, POSTERIOR, is_overridden
 from laplace.curvature import CurvatureInterface
 from laplace.engines.engine import CurvatureEngine
-from laplace.errors import NotFittedError, UnsupportedError
+from laplace.errors import CalibrationWarning, InvalidArgument, NotFittedError, UnsupportedError, warn
 from laplace.evidence import Evidence
 from laplace.fitting import Fit
 from laplace.likelihoods.base import Likelihood
@@ -21,6 +21,7 @@ from laplace.network.fingerprint import Fingerprint, ModelWatch
 from laplace.network.model_guard import own_precision
 from laplace.network.witness import Witness
 from laplace.posterior.assigned import Given, assigned
+from laplace.posterior.calibration import Calibration
 from laplace.posterior.choices import Choices, Derived
 from laplace.posterior.fitted import FitByHand, Fitted
 from laplace.posterior.refined import Refinement
@@ -60,6 +61,7 @@ class Posterior:
         hypers: Prior, noise and temperature.
         data: What the data say; None before a fit.
         root: L with L Lᵀ = P⁻¹ as a user assigned it, for these hyper-parameters and data; else None.
+        calibration: What chose the hyper-parameters on held-out data, where that scaled the covariance; else None.
         derived: The engine and the last precision, made on first use.
         owner: The object whose class, or which itself, may have methods of users; None for the library's alone.
     """
@@ -69,6 +71,7 @@ class Posterior:
     hypers: Hyperparameters
     data: Fitted | None = None
     root: Tensor | None = None
+    calibration: Calibration | None = None
     derived: Derived = field(default_factory=Derived, repr=False)
     owner: Owner | None = field(default=None, repr=False)
 
@@ -78,16 +81,56 @@ class Posterior:
         """The posterior at other hyper-parameters, with their graph; this one at its own."""
         if hypers is self.hypers and self.root is None:
             return self
-        return replace(self, hypers=hypers, root=None)
+        return replace(self, hypers=hypers, root=None, calibration=None)
 
     def assigned(self, **given: Given) -> Posterior:
         """The posterior at hyper-parameters as users give them, by name.
 
         Raises:
-            InvalidArgument: A value is not accepted.
+            InvalidArgument: A value is not accepted, or a calibration has chosen all of them.
             InvalidType: A value is neither a number nor a tensor.
         """
+        self.refuse_calibrated(f"assigning {' and '.join(given)}")
         return self.at(assigned(self.hypers, self.likelihood, self.weights, **given))
+
+    def calibrated(self, calibration: Calibration) -> Posterior:
+        """The posterior with the covariance that a calibration chose."""
+        return replace(self.at(calibration.hypers), calibration=calibration)
+
+    def uncalibrated(self) -> Posterior:
+        """The posterior at the hyper-parameters before it was calibrated."""
+        return self if self.calibration is None else self.at(self.calibration.before)
+
+    def unscaled(self) -> Posterior:
+        """The posterior whose covariance a calibration scaled, of which there is an evidence; else the same."""
+        return self if self.calibration is None else self.at(self.calibration.unscaled)
+
+    def before_new_data(self, what: str) -> Posterior:
+        """The posterior without its calibration, which was of the former data.
+
+        Warns:
+            CalibrationWarning: It had one.
+        """
+        if self.calibration is not None:
+            warn(
+                f"{what} drops the calibration on {self.calibration.held_out}: prior precision, noise and temperature "
+                "are what they were before; call la.calibrate again.",
+                CalibrationWarning,
+            )
+        return self.uncalibrated()
+
+    def refuse_calibrated(self, what: str) -> None:
+        """Refuses what would mix with, or misread, the hyper-parameters of a calibration.
+
+        Raises:
+            InvalidArgument: The posterior is calibrated.
+        """
+        if self.calibration is not None:
+            raise InvalidArgument(
+                f"{what}: this posterior is calibrated, its covariance scaled by {self.calibration.scale:.3g} through "
+                "prior_precision and temperature together, so that it has no evidence and neither has its own meaning; "
+                "call la.calibration.undo() first, and la.calibrate again afterwards."
+            )
 
     def with_choices(self, **choices: Any) -> Posterior:
         """The posterior with other choices, by name, for which all that is derived is made anew."""
@@ -120,9 +163,11 @@ class Posterior:
         data = None if self.data is None else self.data.moved(self.model, device, dtype)
         root = None if self.root is None else self.root.to(device=device, dtype=dtype)
         choices = self.choices.with_loss_of(self.derived.backend)
+        calibration = None if self.calibration is None else self.calibration.moved(device, dtype)
         return replace(
-            self, choices=choices, hypers=self.hypers.moved(device, dtype), data=data, root=root, derived=Derived()
-        )
+            self, choices=choices, hypers=self.hypers.moved(device, dtype), data=data, root=root,
+            calibration=calibration, derived=Derived(),
+        )  # fmt: skip
 
     # What was chosen.
 
@@ -280,6 +325,7 @@ class Posterior:
 
     def log_evidence(self) -> Tensor:
         """Log p(D), 0-dim, with its graph, by a user's own terms where there are any."""
+        self.refuse_calibrated("the log evidence")
         if self.overrides("log_marginal_likelihood", *EVIDENCE):
             with self.owned() as la:
                 return la.log_marginal_likelihood()

@@ -36,13 +36,13 @@ Predict = Callable[[slice], Prediction]
 class Candidates:
     """Predictive distributions at every candidate of a grid.
 
-    The candidates share one direction of the curvature's weights w and one prior precision for all parameters, so that
+    The candidates share one direction of the curvature's weights w. With one prior precision for all parameters
     P = c·(w₀ H + δ/c) for a number c: one factorisation serves them all. Random numbers are drawn once and shared, so
     that candidates differ by their hyper-parameters alone.
 
     Args:
         posterior: A fitted posterior.
-        settings: The candidates; scalar priors, and noises in equal ratios.
+        settings: The candidates; noises in equal ratios. With other priors than scalar ones, each is factored.
         predictive: Predictive, link, samples and generator.
         whole_covariance: Whether regressions have covariances `[B, C, C]`; else variances.
 
@@ -63,7 +63,8 @@ class Candidates:
         # What users' own methods compute follows from nothing but calling them, at every candidate.
         self.called = posterior.overrides(*PREDICTIONS)
         self.scan, self.factors = None, torch.ones_like(self.priors)
-        if not posterior.overrides(*POSTERIOR):
+        scalar = all(setting.prior_precision.numel() == 1 for setting in settings)
+        if scalar and not posterior.overrides(*POSTERIOR):
             first = posterior.at(settings[0]).evidence
             weights = torch.stack([posterior.at(setting).evidence.weights.mean() for setting in settings])
             self.factors = weights / weights[0] if first.fit.curvature.weighed else torch.ones_like(weights)
@@ -95,13 +96,23 @@ class Candidates:
             return self._by_calling(x)
         if self.kind == PredType.NN:
             return self._sampled(x)
+        mean, variances, positions = self.latents(x)
+        return lambda group: self._linearised(mean, variances, group), mean, positions
+
+    def latents(self, x: Inputs) -> tuple[Tensor, Callable[[slice], Tensor | None], tuple[int, ...]]:
+        """Gaussians over the outputs of a batch, by one pass of the network and of its Jacobians.
+
+        Returns:
+            Their mean, `[B, C]`; their (co)variances at n consecutive candidates, `[n, B, C]` or `[n, B, C, C]`, None
+            where a posterior does not exist; positions. With positions, B are rows, data × positions.
+        """
         posterior = self.posterior
         x = batches.to_device(x, posterior.problem.device)
         with closing(latent.shifted(posterior.engine.jacobian(x), posterior.refined_step)) as pieces:
             parts = [(self._variances_of(self.summaries.read(part)), f, part.positions) for part, f in pieces]
         mean = torch.cat([f for _, f, _ in parts]).to(self.priors.dtype)
-        variances = [function for function, _, _ in parts]
-        return lambda group: self._linearised(mean, variances, group), mean, parts[0][2]
+        functions = [function for function, _, _ in parts]
+        return mean, lambda group: self._variances(functions, group), parts[0][2]
 
     def _variances_of(self, jacobian: Jacobian) -> Callable[[slice], Tensor]:
         """Functional variances of consecutive candidates, `[n, b, C]` or `[n, b, C, C]`."""
@@ -139,11 +150,11 @@ class Candidates:
 
         return predict, rows.values, rows.positions
 
-    def _linearised(self, mean: Tensor, functions: list[VariancesOf], group: slice) -> Prediction:
-        variance = self._variances(functions, group)
+    def _linearised(self, mean: Tensor, variances_at: Callable[[slice], Tensor | None], group: slice) -> Prediction:
+        variance = variances_at(group)
         if variance is None:  # of some candidate the posterior does not exist: it alone is NaN
             places = range(*group.indices(len(self.settings)))
-            variances = [self._variances(functions, slice(i, i + 1)) for i in places]
+            variances = [variances_at(slice(i, i + 1)) for i in places]
             known = next((v for v in variances if v is not None), None)
             if known is None:
                 raise CurvatureError("the posterior does not exist at any of these candidates.")

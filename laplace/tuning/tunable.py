@@ -6,8 +6,9 @@ The searches are imported by those who tune: every posterior is `Tunable`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -26,6 +27,7 @@ from laplace.enums import (
     TuningMethodName,
 )
 from laplace.errors import InvalidArgument
+from laplace.posterior.calibration import Calibration
 from laplace.posterior.posterior import Posterior
 
 if TYPE_CHECKING:
@@ -58,6 +60,103 @@ class Tunable(ABC):
     @abstractmethod
     def _take_over(self, posteriors: tuple[Posterior, ...]) -> None:
         """Takes over the tuned posteriors, in their order."""
+
+    @property
+    @abstractmethod
+    def _calibration(self) -> Calibration | None:
+        """The calibration that is stored with the posteriors."""
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """Choice of the last `calibrate`; None without one, and again None after `undo()` or the next `fit`."""
+        stored = self._calibration
+        return None if stored is None else stored.bound(partial(self._undo, stored))
+
+    def _undo(self, calibration: Calibration) -> None:
+        if self._calibration is not calibration:
+            raise InvalidArgument("this calibration is not the present one any more; use that of la.calibration.")
+        self._take_over(tuple(posterior.uncalibrated() for posterior in self._group.posteriors))
+
+    @checked
+    def calibrate(
+        self,
+        val_loader: Iterable[Any] | None = None,
+        *,
+        train_loader: Iterable[Any] | None = None,
+        link_approx: LinkName = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        keep_noise: bool = False,
+        folds: int = 5,
+        generator: torch.Generator | None = None,
+        progress_bar: bool = False,
+    ) -> Calibration:
+        """Chooses, on held-out data, the posterior that predicts best, or the network itself: a call that is safe.
+
+        Candidates are prior precisions δ from 0.1 to 1000 times the present one, scales c from 1e-4 to 1 of the
+        covariance, and in regression noises σ around the size of the residuals. They are compared by the log
+        predictive density of n held-out targets. The chosen one has the smallest mean difference from the network plus
+        ½ + 4/√n paired standard errors; where that gains less than 0.001 nats, the network is chosen. Predictions then
+        have the covariance c Σ(δ), through `la.prior_precision` = δ/c and `la.temperature` = c T (a cold posterior:
+        Wenzel et al., 2020); of the network they are its own. No new fit is needed.
+
+        With validation data the network runs once over them. Without them, `train_loader` serves: of a last layer the
+        head is refitted on the features of the other folds, which is honest where the features have not seen the labels
+        (a frozen, pretrained network) and otherwise a forecast; of other weights a fifth of the data is held out from
+        a fit to the rest, and the forecast is about a network that has seen them.
+
+        A calibrated posterior has no evidence: `log_marginal_likelihood`, tuning and assigned hyper-parameters are
+        refused until `la.calibration.undo()`. A mixture weighted by the evidence keeps its weights at c = 1.
+
+        Args:
+            val_loader: Validation data, batches as `fit` takes them: labelled data that neither the network nor the
+                posterior was fitted to. A hundred or more; below 20 a warning says that luck decides.
+            train_loader: The training data, where there are no validation data; not used otherwise.
+            link_approx: Link approximation that is scored: `"probit"`, `"mc"` or `"delta"`.
+            n_samples: Number of Monte-Carlo samples with `"mc"`.
+            keep_noise: Leave `la.sigma_noise` as it is (regression).
+            folds: K, the number of refits of a head without validation data.
+            generator: Random generator of folds, held-out parts and samples; None for seed 0.
+            progress_bar: Show a progress bar.
+
+        Returns:
+            What was chosen, the scores of network and posterior and the table of all candidates; also `la.calibration`.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidArgument: Neither loader, a link that is no network's at zero covariance, or options out of range.
+            InvalidData: No data, one datum, one class alone, or a batch that cannot be used. As after every error, the
+                posterior is as it was.
+            ModelChangedError: The network is not that of the fit any more.
+            UnsupportedError: A posterior whose covariance does not scale with its temperature (VaLLA, one that is
+                sharded, or of a class that overrides moments), or a mixture without validation data.
+
+        Warns:
+            CalibrationWarning: Fewer than 20 data decide.
+        """
+        from laplace.tuning import calibrate as search
+        from laplace.tuning.predictive import Predictive
+        from laplace.tuning.validation import Validation
+
+        group = self._group
+        group = replace(group, posteriors=tuple(posterior.uncalibrated() for posterior in group.posteriors))
+        for posterior in group.posteriors:
+            search.refuse_unscalable(posterior)
+            search.check_link(posterior.likelihood, link_approx, n_samples)
+        predictive = Predictive(link_approx=str(link_approx), n_samples=n_samples, generator=generator)
+        grid = search.CalibrationGrid(noise=not keep_noise, predictive=predictive)
+        with group.same_random_states():
+            if val_loader is not None:
+                val_loader = list(val_loader) if isinstance(val_loader, Iterator) else val_loader
+                pieces = [search.Piece(group, Validation(val_loader, progress_bar=progress_bar))]
+                chosen = search.calibrate(group, pieces, grid, "validation data")
+            else:
+                raise InvalidArgument(
+                    "calibrate needs held-out data: give val_loader=, labelled data that training has not seen; or "
+                    "train_loader=, of which a part is held out."
+                )
+        self._take_over(tuple(posterior.calibrated(chosen) for posterior in group.posteriors))
+        calibration = self.calibration
+        return chosen if calibration is None else calibration
 
     @checked
     def optimize_prior_precision(
@@ -121,6 +220,7 @@ class Tunable(ABC):
         choose.check_predictive(pred_type)
         posteriors, structure = self._group, str(prior_structure)
         posteriors.check_structure(structure)
+        posteriors.refuse_calibrated("optimize_prior_precision")
         with posteriors.same_random_states():
             if method == TuningMethod.MARGLIK:
                 climb = optimise.Climb("adam", n_steps, lr, label=choose.EVIDENCE, progress_bar=progress_bar)
@@ -215,6 +315,7 @@ class Tunable(ABC):
         structure = None if prior_structure is None else str(prior_structure)
         posteriors, combined = self._group, choose.EVIDENCES.get(objective) if isinstance(objective, str) else None
         posteriors.check_structure(structure)
+        posteriors.refuse_calibrated("optimize_hyperparameters")
         method = method or ("grid" if combined is None else "lbfgs")
         with posteriors.same_random_states():
             coordinates = choose.coordinates_of(posteriors, tune, structure, by_evidence=combined is not None)

@@ -1,0 +1,167 @@
+"""Choices of a calibration, and the hyper-parameters that give a posterior a scaled covariance.
+
+A posterior with precision P = s H + δ at temperature T, s = 1 / (σ² T), has at temperature c T and prior precision δ/c
+the precision P/c: its covariance is scaled by c, the cold posterior of Wenzel et al. (2020, arXiv:2002.02405). With
+another noise σ', T c σ²/σ'² keeps it. As c → 0 the predictions become those of the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.core.hyperparameters import Hyperparameters
+from laplace.errors import InvalidArgument
+
+VANISHING = 1e-12
+"""Scale of a covariance that stands for none: predictions are then those of the network to rounding."""
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """Choice of `la.calibrate`: prior precision δ, scale c of the covariance and noise σ, or the network itself.
+
+    The posterior's covariance is c Σ, where Σ is the covariance at `prior_precision`, at `network_noise` σ₀ and at the
+    temperature T that was `before`. It is set by `la.prior_precision` = δ/c and `la.temperature` = T c σ₀²/σ².
+
+    Attributes:
+        scale: c; 0 for the network itself.
+        prior_precision: δ, `[1]`, `[n_tensors]` or `[P]`.
+        sigma_noise: σ, 0-dim or `[C]`.
+        network_noise: σ₀, the noise that suits the network best; without a noise to choose, that before the call.
+        before: Prior, noise and temperature before the call.
+        held_out: Words for the data that decided.
+        n_data: Number of these data.
+        link_approx: Link approximation of the predictions that were scored.
+        network_nll: Mean negative log predictive density of the network on these data, in nats; in regression with the
+            noise that suits it best.
+        posterior_nll: That of the chosen posterior; equal to the network's, where the network was chosen.
+        standard_error: Paired standard error of their difference over the data.
+        caution: Number of standard errors that were added to every difference before the smallest was chosen.
+        table: Every candidate: factors of the former δ `[n]`, scales `[m]`, noises `[s]` or `[s, C]`, differences of
+            the NLL from the network's and their paired standard errors `[n, m, s]`, by name.
+        approximate: Why the held-out score is only a forecast; empty where it is none.
+    """
+
+    scale: float
+    prior_precision: Tensor
+    sigma_noise: Tensor
+    network_noise: Tensor
+    before: Hyperparameters = field(repr=False)
+    held_out: str
+    n_data: int
+    link_approx: str
+    network_nll: float
+    posterior_nll: float
+    standard_error: float
+    caution: float
+    table: dict[str, Tensor] = field(repr=False)
+    approximate: str = ""
+    _undo: Callable[[], None] | None = field(default=None, repr=False)
+
+    @property
+    def is_network(self) -> bool:
+        """True if no posterior predicted better than the network, which is what the object then predicts."""
+        return self.scale == 0
+
+    @property
+    def hypers(self) -> Hyperparameters:
+        """Prior, noise and temperature that give the posterior its covariance c Σ."""
+        scale = self.scale or VANISHING
+        ratio = (self.network_noise / self.sigma_noise).square().mean()
+        return replace(
+            self.before,
+            prior_precision=self.prior_precision / scale,
+            sigma_noise=self.sigma_noise,
+            temperature=self.before.temperature * scale * ratio,
+        )
+
+    @property
+    def unscaled(self) -> Hyperparameters:
+        """Prior, noise and temperature at c = 1, at which an evidence has a meaning."""
+        return replace(self.before, prior_precision=self.prior_precision, sigma_noise=self.network_noise)
+
+    def undo(self) -> None:
+        """Gives the object the hyper-parameters that it had before; its `calibration` is None then.
+
+        Raises:
+            InvalidArgument: The object has another calibration by now, or none.
+        """
+        if self._undo is None:
+            raise InvalidArgument("this calibration belongs to no object; use that of la.calibration.")
+        self._undo()
+
+    def bound(self, undo: Callable[[], None] | None) -> Calibration:
+        """The same with what undoes it; None for a calibration that is stored."""
+        return replace(self, _undo=undo)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the object that it belongs to."""
+        return self._values() | {"_undo": None}
+
+    def _values(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def __repr__(self) -> str:
+        names = [f"on {self.held_out}"] + [f"link_approx={self.link_approx!r}"] * bool(self.link_approx)
+        lines = [", ".join(names), f"network    NLL {self.network_nll:.4f}"]
+        if self.is_network:
+            lines.append(
+                f"chosen: the network itself; of {self.table['differences'].numel()} posteriors none was better beyond "
+                f"{self.caution:.2g} standard errors"
+            )
+        else:
+            gap = self.posterior_nll - self.network_nll
+            lines.append(
+                f"posterior  NLL {self.posterior_nll:.4f}, {gap:+.4f} ± {self.standard_error:.4f} (paired standard "
+                "error; chosen on these data)"
+            )
+            lines.append(f"chosen: prior precision {_change(self.before.prior_precision, self.prior_precision)}, "
+                         f"covariance times {self.scale:.3g}")  # fmt: skip
+        if not torch.equal(self.before.sigma_noise, self.sigma_noise):
+            lines.append(f"        noise {_change(self.before.sigma_noise, self.sigma_noise)}")
+        lines += [f"approximate: {self.approximate}"] * bool(self.approximate)
+        return "Calibration(\n  " + "\n  ".join(lines) + "\n)"
+
+    # States.
+
+    def moved(self, device: torch.device | None, dtype: torch.dtype | None) -> Calibration:
+        """The same elsewhere."""
+        return replace(
+            self,
+            prior_precision=self.prior_precision.to(device=device, dtype=dtype),
+            sigma_noise=self.sigma_noise.to(device=device, dtype=dtype),
+            network_noise=self.network_noise.to(device=device, dtype=dtype),
+            before=self.before.moved(device, dtype),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Tensors, numbers and strings, from which it is made again."""
+        before = {each.name: getattr(self.before, each.name) for each in fields(self.before)}
+        state = self._values() | {"before": before, "table": dict(self.table)}
+        return {name: value for name, value in state.items() if name != "_undo"}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], device: torch.device) -> Calibration:
+        """The calibration of a state, on a device."""
+        before = Hyperparameters(**{name: value.to(device) for name, value in state["before"].items()})
+        moved = {name: state[name].to(device) for name in ("prior_precision", "sigma_noise", "network_noise")}
+        return cls(**(state | moved | {"before": before, "table": dict(state["table"])}))
+
+
+def _change(former: Tensor, chosen: Tensor) -> str:
+    """A hyper-parameter before and after, as words."""
+    if torch.equal(former, chosen):
+        return f"as it was, {_number(chosen)}"
+    return f"{_number(former)} → {_number(chosen)}"
+
+
+def _number(value: Tensor) -> str:
+    plain = value.detach()
+    if plain.numel() == 1:
+        return f"{plain.item():.4g}"
+    return f"{plain.min().item():.4g} to {plain.max().item():.4g}"

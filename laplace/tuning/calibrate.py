@@ -1,0 +1,425 @@
+"""Calibration on held-out data: among posteriors with scaled covariances, and the network itself, the one that is safe.
+
+Candidates are prior precisions δ around the present one, scales c of the covariance Σ(δ), and in regression noises σ.
+The network runs once over the held-out data, with its Jacobians; Σ is computed once per δ, and every c only scales it.
+In regression Σ is that at the noise which suits the network best, which a forward pass finds before.
+
+What decides is the mean difference of the negative log predictive density from the network's, plus `caution(n)` paired
+standard errors: few data, or a small gain, choose the network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from laplace.core.batch import Inputs
+from laplace.core.checks import named
+from laplace.core.hyperparameters import Hyperparameters, check_counts
+from laplace.core.overrides import POSTERIOR, PREDICTIONS
+from laplace.core.precision_policy import wide_dtype, widened
+from laplace.engines.outputs import outputs
+from laplace.enums import LinkApprox, PredType
+from laplace.errors import CalibrationWarning, CurvatureError, InvalidArgument, InvalidData, UnsupportedError, warn
+from laplace.likelihoods.base import Likelihood
+from laplace.network.model_guard import autograd_mode
+from laplace.posterior.calibration import Calibration
+from laplace.posterior.posterior import Posterior
+from laplace.posterior.sharding import refuse_sharded
+from laplace.predictive.mixing import mixed
+from laplace.tuning.candidates import MixedCandidates
+from laplace.tuning.group import PosteriorGroup
+from laplace.tuning.predictive import Predictive
+from laplace.tuning.scores import Prediction, find_score
+from laplace.tuning.validation import Targets, Validation
+
+FEW = 20
+"""Number of held-out data below which a calibration is announced as doubtful."""
+
+_FACTORS = (0.1, 1.0, 10.0, 100.0, 1000.0)
+"""Factors of the present prior precision that are tried."""
+
+_SCALES = tuple(10 ** (k / 2) for k in range(-8, 1))
+"""Scales of the covariance that are tried, besides 0."""
+
+_NOISES = tuple(2 ** (k / 8) for k in range(-26, 9))
+"""Noises that are tried, relative to the root mean square of the network's residuals."""
+
+LEAST_GAIN = 0.001
+"""Nats that a candidate must gain: posteriors that hardly differ from the network are as often worse as better."""
+
+
+def caution(n_data: int) -> float:
+    """Number of paired standard errors that count against a candidate: ½ + 4/√n.
+
+    Chosen on 598 runs with 16 sets (docs/which_method.md): with a whole standard error no single datum can decide, with
+    many data half of one keeps most of the gain.
+    """
+    return 0.5 + 4 / math.sqrt(n_data)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Posteriors that were fitted without some data, and these data.
+
+    Attributes:
+        group: The posteriors, one or those of a mixture.
+        data: The data.
+    """
+
+    group: PosteriorGroup
+    data: Validation
+
+
+@dataclass(frozen=True)
+class CalibrationGrid:
+    """Candidates of a calibration.
+
+    Attributes:
+        factors: Factors of the present prior precision, `[n]`, ascending.
+        scales: Scales c of the covariance, `[m]`, ascending, without 0.
+        noise: Whether the noise is chosen, too, of a likelihood that has one.
+        predictive: Link and samples of the predictions that are scored.
+    """
+
+    factors: tuple[float, ...] = _FACTORS
+    scales: tuple[float, ...] = _SCALES
+    noise: bool = True
+    predictive: Predictive = field(default_factory=Predictive)
+
+    def around(self, unit: float) -> CalibrationGrid:
+        """The grid with prior precisions in other units, too: those of targets whose noise is not the present one."""
+        return replace(self, factors=tuple(sorted({*self.factors, *(unit * factor for factor in self.factors)})))
+
+    def of(self, piece: Piece, sigma_noise: Tensor) -> MixedCandidates:
+        """Predictions of a piece's posteriors at every factor, at c = 1 and a noise."""
+        hypers, first = piece.group.hypers(()), piece.group.first
+        settings = [
+            replace(hypers, prior_precision=factor * hypers.prior_precision, sigma_noise=sigma_noise)
+            for factor in self.factors
+        ]
+        predictive = replace(self.predictive, pred_type=first.choices.pred_types.name(PredType.GLM))
+        return piece.group.candidates(settings, predictive, whole_covariance=False)
+
+
+def refuse_unscalable(posterior: Posterior) -> None:
+    """Refuses posteriors whose covariance the temperature and the prior precision do not scale.
+
+    Raises:
+        NotFittedError: Before `fit`.
+        UnsupportedError: One that is trained, is spread over processes, or whose moments a user assigned or overrides.
+    """
+    posterior.require_fitted()
+    posterior.check_unchanged()
+    refuse_sharded(posterior, "calibrate")
+    if not posterior.choices.structure.weighed:
+        raise UnsupportedError(
+            "calibrate of a variational posterior (VaLLA), whose covariance is trained and not scaled by its "
+            "temperature; use hessian_structure='gp', or another structure of weights."
+        )
+    if posterior.root is not None:
+        raise UnsupportedError(
+            "calibrate with an assigned posterior_scale, which holds at one setting of the hyper-parameters; assign a "
+            "hyper-parameter first, which drops it."
+        )
+    if posterior.overrides(*POSTERIOR, *PREDICTIONS):
+        raise UnsupportedError(
+            "calibrate of a class that overrides moments or predictions, which need not scale with the temperature; "
+            "tune ['prior_precision', 'temperature'] by optimize_hyperparameters with objective='nll', val_loader=..."
+        )
+
+
+def check_link(likelihood: Likelihood, link_approx: str, n_samples: int) -> None:
+    """Refuses links under which a covariance of zero is not the network's prediction.
+
+    Raises:
+        InvalidArgument: One of these, or no samples.
+    """
+    check_counts(n_samples=n_samples)
+    if str(link_approx) in (LinkApprox.BRIDGE, LinkApprox.BRIDGE_NORM):
+        raise InvalidArgument(
+            f"link_approx={str(link_approx)!r}, which is not the network's prediction where the covariance is 0, so "
+            "that the two cannot be compared; calibrate with 'probit', 'mc' or 'delta'."
+        )
+
+
+def calibrate(
+    now: PosteriorGroup, pieces: Sequence[Piece], grid: CalibrationGrid, held_out: str, approximate: str = ""
+) -> Calibration:
+    """Choice of the held-out data for posteriors at their present hyper-parameters; nothing is changed.
+
+    Args:
+        now: The posteriors, not calibrated.
+        pieces: Posteriors like these, fitted without data that they are scored on: one with validation data.
+        grid: What is chosen from.
+        held_out: Words for where the data come from.
+        approximate: Why their scores are only a forecast.
+
+    Raises:
+        InvalidData: No data, one datum, or labels of one class alone.
+
+    Warns:
+        CalibrationWarning: The data are fewer than 20.
+    """
+    hypers = now.hypers(())
+    with autograd_mode(), torch.no_grad():
+        noises, network_noise = hypers.sigma_noise.unsqueeze(0), hypers.sigma_noise
+        if now.likelihood.has_noise and grid.noise:
+            noises, network_noise = _noises(pieces, grid, hypers)
+            grid = grid.around(float((hypers.sigma_noise / network_noise).square().mean()))
+        scores = _Scores(grid, noises, network_noise)
+        for piece in pieces:
+            scores.read(piece)
+    scores.labels.check()
+    if scores.n_data < 2:
+        raise InvalidData(f"{scores.n_data} held-out datum; a calibration takes at least two, better a hundred.")
+    if scores.n_data < FEW:
+        warn(
+            f"calibrate chose on {scores.n_data} data, on which luck decides as much as calibration; give 100 or more.",
+            CalibrationWarning,
+        )
+    n_errors = caution(scores.n_data)
+    differences, errors = scores.differences().cpu(), scores.standard_errors().cpu()
+    cautious = differences + n_errors * errors
+    cautious = cautious.where(cautious.isfinite(), torch.inf)
+    place = int(cautious.argmin())
+    is_better = cautious.flatten()[place].item() < -LEAST_GAIN
+    i, j, k = (place // cautious[0].numel(), place // len(noises) % len(grid.scales), place % len(noises))
+    return Calibration(
+        scale=grid.scales[j] if is_better else 0.0,
+        prior_precision=(grid.factors[i] if is_better else 1.0) * hypers.prior_precision,
+        sigma_noise=(noises[k] if is_better else network_noise).clone(),
+        network_noise=network_noise.clone(),
+        before=hypers,
+        held_out=f"{scores.n_data:,} {held_out}",
+        n_data=scores.n_data,
+        link_approx="" if now.likelihood.has_noise else str(grid.predictive.link_approx),
+        network_nll=scores.network_nll,
+        posterior_nll=scores.network_nll + (differences[i, j, k].item() if is_better else 0.0),
+        standard_error=errors[i, j, k].item() if is_better else 0.0,
+        caution=n_errors,
+        table={
+            "factors": torch.tensor(grid.factors, dtype=wide_dtype()),
+            "scales": torch.tensor(grid.scales, dtype=wide_dtype()),
+            "sigma_noise": widened(noises).cpu(),
+            "differences": differences,
+            "standard_errors": errors,
+        },
+        approximate=approximate,
+    )
+
+
+def _noises(pieces: Sequence[Piece], grid: CalibrationGrid, hypers: Hyperparameters) -> tuple[Tensor, Tensor]:
+    """Noises to try, `[s]` or `[s, C]`, and the one of them that suits the network best; by a forward pass.
+
+    Multiples of the present noise around the root mean square of the residuals, which is itself among them.
+    """
+    present, predictions, targets = hypers.sigma_noise, [], []
+    for piece in pieces:
+        scored = grid.of(piece, hypers.sigma_noise)
+        for name, x, y in piece.data.batches(piece.group.first, label="residuals"):
+            with named(name):
+                means, rows = _network(scored, x, y)
+                zeros = [torch.zeros_like(mean) for mean in means]
+                predictions.append(mixed(list(zip(means, zeros, strict=True)), scored.weights[:, 0]))
+                targets.append(rows.y)
+    y = torch.cat(targets)
+    mean, variance = (torch.cat(parts) for parts in zip(*predictions, strict=True))
+    size = widened((y - mean) / present).square().mean().sqrt().item()
+    if not 0 < size < math.inf:
+        return present.unsqueeze(0), present
+    steps = torch.tensor([size * step for step in _NOISES], dtype=present.dtype, device=present.device)
+    noises = steps.view(-1, *(1,) * present.ndim) * present
+    likelihood = pieces[0].group.likelihood
+    totals = [float(widened(likelihood.predictive_nll(mean, variance, y, sigma)).sum()) for sigma in noises]
+    return noises, noises[min(range(len(totals)), key=totals.__getitem__)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Rows of a batch's outputs whose targets count.
+
+    Attributes:
+        index: Which rows of the outputs, `[R]`.
+        y: Their targets.
+        datum: Index of the datum of each, `[R]`.
+        n_data: Number of data of the batch.
+    """
+
+    index: Tensor
+    y: Tensor
+    datum: Tensor
+    n_data: int
+
+    @classmethod
+    def of(cls, posterior: Posterior, f: Tensor, y: Tensor, positions: tuple[int, ...]) -> _Rows:
+        """Those of outputs `[R, C]`, data × positions."""
+        targets = Targets.of(posterior, f, y, positions)
+        index = torch.arange(len(f), device=f.device) if targets.rows is None else targets.rows
+        ignored = posterior.likelihood.ignore_index
+        if ignored is not None and targets.y.ndim == 1:
+            index = index[targets.y[index] != ignored]
+        per_datum = math.prod(positions)
+        return cls(index, targets.y[index], index // per_datum, len(f) // per_datum)
+
+
+def _network(scored: MixedCandidates, x: Inputs, y: Tensor) -> tuple[list[Tensor], _Rows]:
+    """Outputs of every network, or of refined ones their means, at the rows that count: `[R, C]`."""
+    every, positions = [], ()
+    for part in scored.parts:
+        if part.posterior.refined_step is None:
+            rows = outputs(part.posterior.engine, x)
+            mean, positions = rows.values.to(part.priors.dtype), rows.positions
+        else:
+            mean, _, positions = part.latents(x)
+        every.append(mean)
+    rows = _Rows.of(scored.posterior, every[0], y, positions)
+    return [mean[rows.index] for mean in every], rows
+
+
+class _Scores:
+    """Differences of candidates' scores from the network's, summed over data in float64.
+
+    Rows of one datum, its tokens or pixels, depend on each other: standard errors are of a ratio of sums over data.
+
+    Args:
+        grid: What is scored: n prior precisions, m scales.
+        noises: Noises that are tried, `[s]` or `[s, C]`.
+        network_noise: That of the network, at which the covariances are, that are scaled.
+    """
+
+    def __init__(self, grid: CalibrationGrid, noises: Tensor, network_noise: Tensor) -> None:
+        self.grid = grid
+        self.noises = noises
+        self.network_noise = network_noise
+        self.labels = _Labels()
+        self.n_data = 0
+        self._network, self._counts, self._squared_counts = 0.0, 0.0, 0.0
+        shape = (3, len(grid.factors), len(grid.scales), len(noises))
+        self._gaps, self._squares, self._products = torch.zeros(shape, dtype=wide_dtype(), device=noises.device)
+
+    def read(self, piece: Piece) -> None:
+        """Takes in the data of a piece."""
+        scored = self.grid.of(piece, self.network_noise)
+        for name, x, y in piece.data.batches(piece.group.first, label="calibrate"):
+            with named(name):
+                self._add(scored, x, y)
+
+    def _add(self, scored: MixedCandidates, x: Inputs, y: Tensor) -> None:
+        latents = [part.latents(x) for part in scored.parts]
+        rows = _Rows.of(scored.posterior, latents[0][0], y, latents[0][2])
+        if not len(rows.index):
+            return
+        means, counts = [mean[rows.index] for mean, _, _ in latents], self._counted(rows)
+        if scored.posterior.likelihood.target.labels_vary:
+            self.labels.see(rows.y)
+        network = None
+        for part in scored.groups(len(latents[0][0])):
+            variances = [_existing(at, part)[:, rows.index] for _, at, _ in latents]
+            if network is None:
+                nothing = [torch.zeros_like(variance[:1]) for variance in variances]
+                network = widened(_scored(scored, means, nothing, scored.weights[:, :1], rows.y, self.network_noise)[0])
+                self._network += float(network.sum())
+            for j, scale in enumerate(self.grid.scales):
+                scaled = [scale * variance for variance in variances]
+                for k, sigma in enumerate(self.noises):
+                    values = _scored(scored, means, scaled, scored.weights[:, part], rows.y, sigma)
+                    gaps = torch.zeros(len(values), rows.n_data, dtype=network.dtype, device=network.device)
+                    gaps.index_add_(1, rows.datum, widened(values) - network)
+                    self._gaps[part, j, k] += gaps.sum(-1)
+                    self._squares[part, j, k] += gaps.square().sum(-1)
+                    self._products[part, j, k] += gaps @ counts
+
+    def _counted(self, rows: _Rows) -> Tensor:
+        """Number of rows of every datum, `[B]`, added to the totals."""
+        counts = torch.bincount(rows.datum, minlength=rows.n_data).to(self._gaps)
+        self.n_data += int((counts > 0).sum())
+        self._counts += float(counts.sum())
+        self._squared_counts += float(counts.square().sum())
+        return counts
+
+    @property
+    def network_nll(self) -> float:
+        """Mean score of the network."""
+        return self._network / self._counts
+
+    def differences(self) -> Tensor:
+        """Mean difference from the network, `[n, m, s]`."""
+        return self._gaps / self._counts
+
+    def standard_errors(self) -> Tensor:
+        """Its paired standard error, `[n, m, s]`."""
+        mean = self.differences()
+        residual = self._squares - 2 * mean * self._products + mean.square() * self._squared_counts
+        return (residual.clamp(min=0) * self.n_data / (self.n_data - 1)).sqrt() / self._counts
+
+
+def _existing(variances_at: Callable[[slice], Tensor | None], part: slice) -> Tensor:
+    """(Co)variances at consecutive candidates; NaN where a posterior does not exist.
+
+    Raises:
+        CurvatureError: None of them exists.
+    """
+    together = variances_at(part)
+    if together is not None:
+        return together
+    each = [variances_at(slice(i, i + 1)) for i in range(part.start, part.stop)]
+    known = next((variance for variance in each if variance is not None), None)
+    if known is None:
+        raise CurvatureError("the posterior exists at none of the prior precisions that calibrate tries.")
+    return torch.cat([torch.full_like(known, torch.nan) if variance is None else variance for variance in each])
+
+
+def _scored(
+    scored: MixedCandidates, means: list[Tensor], variances: list[Tensor], weights: Tensor, y: Tensor, sigma: Tensor
+) -> Tensor:
+    """−log p(y | x, D) at n candidates, `[n, R]`.
+
+    Args:
+        scored: The components.
+        means: Of the outputs of every component, `[R, C]`.
+        variances: Their (co)variances, `[n, R, C]` or `[n, R, C, C]`.
+        weights: Mixture weights, `[K, n]`.
+        y: Targets of the R rows.
+        sigma: Noise.
+    """
+    predictions: list[Prediction] = []
+    for part, mean, variance in zip(scored.parts, means, variances, strict=True):
+        n = len(variance)
+        every = mean.expand(n, *mean.shape).flatten(0, 1)
+        summary = part.summaries.of_gaussian(every, variance.flatten(0, 1))
+        if isinstance(summary, tuple):
+            predictions.append((summary[0].unflatten(0, (n, -1)), summary[1].unflatten(0, (n, -1))))
+        else:
+            predictions.append(summary.unflatten(0, (n, -1)))
+    likelihood = scored.posterior.likelihood
+    return find_score("nll", likelihood)(likelihood, mixed(predictions, weights), y, sigma)
+
+
+class _Labels:
+    """Smallest and largest of the held-out labels: data of one class alone calibrate nothing."""
+
+    def __init__(self) -> None:
+        self.low, self.high, self.count = math.inf, -math.inf, 0
+
+    def see(self, y: Tensor) -> None:
+        """Takes in the labels of a batch."""
+        low, high = y.aminmax()
+        self.low, self.high = min(self.low, low.item()), max(self.high, high.item())
+        self.count += len(y)
+
+    def check(self) -> None:
+        """Raises where all are equal.
+
+        Raises:
+            InvalidData: They are.
+        """
+        if self.count > 1 and self.low == self.high:
+            raise InvalidData(
+                f"all {self.count} held-out labels are {self.low:g}; give data of all classes (shuffle before you "
+                "split)."
+            )
