@@ -13,8 +13,8 @@ from torch import Tensor
 from laplace.core.precision_policy import widened
 from laplace.posterior.posterior import Posterior
 
-_LARGEST_RATIO = 2.0
-"""Of the noise and the residuals: at 2 three quarters of the observed values count as explained."""
+_LARGEST_RATIO = 1.5
+"""Of the noise and the residuals: at 1.5 five ninths of the observed values count as explained."""
 
 
 def inflated_noise(posterior: Posterior, sigma_noise: Tensor, temperature: Tensor) -> str | None:
