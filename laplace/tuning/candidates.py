@@ -114,6 +114,14 @@ class Candidates:
         functions = [function for function, _, _ in parts]
         return mean, lambda group: self._variances(functions, group), parts[0][2]
 
+    def of_network(self, f: Tensor) -> Prediction:
+        """The network's own predictions, from its outputs `[B, C]`: those of samples that do not differ."""
+        own = self.summaries.of_samples(f.expand(2, *f.shape))
+        of_latent = self.posterior.likelihood.latent_prediction and self.kind != PredType.NN
+        if isinstance(own, tuple) and of_latent and not self.summaries.diagonal:
+            return own[0], own[1].diag_embed()
+        return own
+
     def _variances_of(self, jacobian: Jacobian) -> Callable[[slice], Tensor]:
         """Functional variances of consecutive candidates, `[n, b, C]` or `[n, b, C, C]`."""
         if self.scan is not None:
@@ -222,8 +230,8 @@ class MixedCandidates:
         """Consecutive candidates that are predicted together: as many as the largest component allows."""
         return min((part.groups(n_data) for part in self.parts), key=lambda groups: groups[0].stop)
 
-    def prepare(self, x: Inputs) -> tuple[Predict, Tensor, tuple[int, ...]]:
-        """Runs every network on a batch: mixed predictions of consecutive candidates, outputs `[B, C]`, positions."""
+    def prepare(self, x: Inputs) -> tuple[Predict, tuple[Tensor, ...], tuple[int, ...]]:
+        """Runs every network on a batch: mixed predictions of consecutive candidates, all outputs, their positions."""
         prepared = [part.prepare(x) for part in self.parts]
 
         def predict(group: slice) -> Prediction:
@@ -231,4 +239,9 @@ class MixedCandidates:
             one = group.stop - group.start == 1
             return mixed([predict_one(group) for predict_one, *_ in prepared], weights[:, 0] if one else weights)
 
-        return predict, *prepared[0][1:]
+        return predict, tuple(f for _, f, _ in prepared), prepared[0][2]
+
+    def of_networks(self, outputs: tuple[Tensor, ...], i: int) -> Prediction:
+        """The networks' own predictions, from the outputs `[B, C]` of every one, mixed as at candidate i."""
+        own = [part.of_network(f) for part, f in zip(self.parts, outputs, strict=True)]
+        return mixed(own, self.weights[:, i])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ _RANGES = {"prior_precision": (-4, 4), "sigma_noise": (-2, 2), "temperature": (-
 """Exponents of 10 between which a grid lies that the caller does not give."""
 _SIZES = (100, 25, 11)
 """Its number of values per hyper-parameter, when one, two or three are tuned."""
+_AS_GOOD = 1e-3
+"""Part of the losses' range, and of the network's loss, by which a posterior must beat the network."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +52,12 @@ class Grid:
         """Index of a candidate on every axis, as `torch.unravel_index` gives it, which imports SymPy."""
         steps = (math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
         return [place // step % n for step, n in zip(steps, self.shape, strict=True)]
+
+    def last_per_noise(self) -> list[int]:
+        """Places of one candidate for every noise, whose other hyper-parameters are the last of their axes."""
+        shape, places = self.shape, torch.arange(len(self.settings)).view(self.shape)
+        where = tuple(slice(None) if name == "sigma_noise" else n - 1 for name, n in zip(self.axes, shape, strict=True))
+        return places[where].reshape(-1).tolist()
 
     @classmethod
     def over(cls, axes: dict[str, Tensor], now: Hyperparameters) -> Grid:
@@ -117,15 +125,25 @@ def search_grid(group: PosteriorGroup, grid: Grid, loss: ValidationLoss) -> Grid
     first, objective, data = group.first, loss.objective, loss.data
     with autograd_mode(), torch.no_grad():
         candidates = group.candidates(grid.settings, loss.predictive, whole_covariance=objective.whole_covariance)
-        losses = Losses(candidates, objective, data.processes)
+        of_network = grid.last_per_noise() if "prior_precision" in grid.axes else []
+        losses = Losses(candidates, objective, data.processes, of_network)
         losses.read(data.batches(first, label="grid search"))
         values = losses.results()
+        entropies = None
         if data.ood_loader is not None:
-            entropies = Losses(candidates, entropy_of(group.likelihood), data.processes)
+            entropies = Losses(candidates, entropy_of(group.likelihood), data.processes, of_network)
             entropies.read((name, x, None) for name, x in data.ood_inputs(first))
             values = data.less_entropy(values, entropies.results(), entropies.n_data, losses.n_data)
-    place = _best(values, objective)
-    return GridResult(place, values.view(grid.shape), _notes(values.view(grid.shape), place, grid, objective))
+
+        def network() -> Tensor:
+            own = losses.results_of_network()
+            if entropies is None:
+                return own
+            return data.less_entropy(own, entropies.results_of_network(), entropies.n_data, losses.n_data)
+
+        place = _best(values, objective)
+        values = values.view(grid.shape)
+        return GridResult(place, values, _notes(values, place, grid, objective, network))
 
 
 @dataclass(frozen=True)
@@ -148,15 +166,23 @@ class Losses:
         candidates: What predicts.
         objective: Makes a running loss for every candidate, or for several at once.
         processes: Those that see the other shards of the data; None where all data are seen here.
+        of_network: Candidates at whose noise and mixture weights the networks' own predictions are scored, too.
 
     Attributes:
         n_data: Data seen.
     """
 
-    def __init__(self, candidates: MixedCandidates, objective: Objective, processes: Processes | None = None) -> None:
+    def __init__(
+        self,
+        candidates: MixedCandidates,
+        objective: Objective,
+        processes: Processes | None = None,
+        of_network: Sequence[int] = (),
+    ) -> None:
         self.candidates = candidates
         self.objective = objective
         self.processes = processes
+        self.of_network = of_network
         self.n_data = 0
         noises = [setting.sigma_noise for setting in candidates.settings]
         self._together = objective.many and all(noise is noises[0] for noise in noises)
@@ -219,19 +245,26 @@ class Losses:
 
     def update(self, x: Inputs, y: Tensor | None) -> None:
         """Takes in one batch; without targets, one of out-of-distribution inputs."""
-        predict, f, positions = self.candidates.prepare(x)
-        targets = Targets.of(self.candidates.posterior, f, y, positions)
+        predict, outputs, positions = self.candidates.prepare(x)
+        targets = Targets.of(self.candidates.posterior, outputs[0], y, positions)
         self.n_data += targets.n_data
+        settings = self.candidates.settings
         if not self._groups:
-            self._groups = self.candidates.groups(len(f))
-            parts = self._groups if self._together else [slice(i, i + 1) for i in range(len(self.candidates.settings))]
+            n = len(settings)
+            self._groups = self.candidates.groups(len(outputs[0]))
+            parts = self._groups if self._together else [slice(i, i + 1) for i in range(n)]
+            parts = [*parts, *(slice(i, i + 1) for i in range(n, n + len(self.of_network)))]
             self._running = [(part, self.objective.fresh()) for part in parts]
-        predictions = (part for group in self._groups for part in self._predicted(predict, group))
+        noises = [*(setting.sigma_noise for setting in settings), *(settings[i].sigma_noise for i in self.of_network)]
+        predictions = chain(
+            (part for group in self._groups for part in self._predicted(predict, group)),
+            (self.candidates.of_networks(outputs, i) for i in self.of_network),
+        )
         for (part, running), prediction in zip(self._running, predictions, strict=True):
             if prediction is None:
                 self._failed.add(part.start)
             else:
-                targets.update(running, prediction, self.candidates.settings[part.start].sigma_noise)
+                targets.update(running, prediction, noises[part.start])
 
     def _predicted(self, predict: Predict, group: slice) -> list[Prediction | None]:
         """The predictions of a group, as one or candidate by candidate; None where a posterior does not exist."""
@@ -251,11 +284,20 @@ class Losses:
 
     def results(self) -> Tensor:
         """The losses, float64, `[n]`; infinite where a posterior does not exist."""
+        return self._results(0, len(self.candidates.settings))
+
+    def results_of_network(self) -> Tensor:
+        """The losses of the networks' own predictions, float64, `[len(of_network)]`."""
+        n = len(self.candidates.settings)
+        return self._results(n, n + len(self.of_network))
+
+    def _results(self, start: int, stop: int) -> Tensor:
         parts = [
             torch.full((part.stop - part.start,), math.inf, dtype=wide_dtype())
             if part.start in self._failed
             else widened(running.result().detach()).cpu().reshape(-1)
             for part, running in self._running
+            if start <= part.start < stop
         ]
         return torch.cat(parts)
 
@@ -283,7 +325,8 @@ def _best(values: Tensor, objective: Objective) -> int:
     return int((values == smallest).nonzero()[0])
 
 
-def _notes(values: Tensor, place: int, grid: Grid, objective: Objective) -> list[str]:
+def _notes(values: Tensor, place: int, grid: Grid, objective: Objective, network: Callable[[], Tensor]) -> list[str]:
+    """Notes on losses in the grid's shape; `network` gives that of the network itself, for every noise of the grid."""
     finite = values.isfinite()
     names = " and the ".join(name.replace("_", " ") for name in grid.axes)
     notes: list[str] = []
@@ -296,15 +339,30 @@ def _notes(values: Tensor, place: int, grid: Grid, objective: Objective) -> list
     elif values.numel() > 1 and spread <= 1e-7 * values[finite].abs().max():
         notes.append(f"the loss does not depend on the {names}; choose one that reads the predictive variance")
     else:
-        notes += _edges(place, grid)
+        notes += _edges(place, grid, values.flatten()[place].item(), spread.item(), network)
     return notes
 
 
-def _edges(place: int, grid: Grid) -> list[str]:
-    """Notes on hyper-parameters whose best value is on an edge of their axis."""
+def _edges(place: int, grid: Grid, best: float, spread: float, network: Callable[[], Tensor]) -> list[str]:
+    """Notes on hyper-parameters whose best value is on an edge of their axis.
+
+    Where the prior precision grows, predictions become those of the network: if these are as good as the best, there is
+    nothing to be found beyond the edge.
+    """
     notes: list[str] = []
-    for (name, values), i in zip(grid.axes.items(), grid.index_of(place), strict=True):
-        if len(values) > 2 and i in (0, len(values) - 1):
-            best = f"the best {name.replace('_', ' ')}, {values[i].item():g}"
-            notes.append(f"{best}, is on the edge of the grid; widen it")
+    index = dict(zip(grid.axes, grid.index_of(place), strict=True))
+    for name, values in grid.axes.items():
+        if len(values) < 3 or index[name] not in (0, len(values) - 1):
+            continue
+        value = values[index[name]]
+        found = f"the best {name.replace('_', ' ')}, {value.item():g}, is "
+        if name == "prior_precision" and bool(value == values.max()):
+            own = network()[index.get("sigma_noise", 0)].item()
+            if own <= best + _AS_GOOD * min(spread, abs(own)):
+                notes.append(
+                    f"{found}the largest of the grid, and the network's own predictions are as good (a loss of "
+                    f"{own:.4g}, with the posterior {best:.4g}): a larger one only comes nearer to them"
+                )
+                continue
+        notes.append(f"{found}on the edge of the grid; widen it")
     return notes

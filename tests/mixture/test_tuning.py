@@ -24,7 +24,7 @@ from tests.mixture.test_mixture import RULES, batches, fitted, networks, parts
 from tests.reference.compare import assert_close
 
 CANDIDATES = [0.01, 0.3, 2.0, 50.0]
-random_labels = pytest.mark.filterwarnings("ignore:.*edge of the grid:laplace.errors.TuningWarning")
+random_labels = pytest.mark.filterwarnings("ignore:.*(edge|largest) of the grid:laplace.errors.TuningWarning")
 """Their best prior precision is as large as can be, on the edge of every grid."""
 
 
