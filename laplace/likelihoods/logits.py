@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace.core.precision_policy import wide_dtype
-from laplace.errors import InvalidData
+from laplace.errors import ApproximationWarning, InvalidData, warn
 from laplace.likelihoods.base import Likelihood
 
 _SUM = 1e-5
@@ -42,6 +42,29 @@ def require_logits(likelihood: Likelihood, f: Tensor, dtype: torch.dtype) -> Non
         raise InvalidData(_refusal(likelihood, "softmax", "every row of them is at least 0 and adds up to 1"))
     if likelihood.activation == "sigmoid" and _ends_in_sigmoid(f.grad_fn):
         raise InvalidData(_refusal(likelihood, "sigmoid", "the operation that gave them is a sigmoid"))
+
+
+def warn_of_sigmoid(likelihood: Likelihood, f: Tensor) -> None:
+    """Warns where a softmax is taken of the numbers in (0, 1) that a sigmoid gives.
+
+    They are no distributions, and may be logits of a network that was trained like this: so it is no error.
+
+    Args:
+        likelihood: What the outputs are taken for.
+        f: Outputs `[..., C]`, with their graph.
+    """
+    if likelihood.activation != "softmax" or not _ends_in_sigmoid(f.grad_fn):
+        return
+    n_classes = f.shape[-1]
+    largest = math.e / (math.e + n_classes - 1)
+    warn(
+        f"the network ends in a sigmoid, and likelihood={likelihood.name!r} takes the softmax of its outputs: of "
+        f"numbers between 0 and 1 no probability of {n_classes} exceeds {largest:.2g}. Return logits, without the "
+        "sigmoid (of a network that must keep it, by forward_fn=lambda model, x: model(x).logit()), and take "
+        "likelihood='bernoulli' if every output has a target of its own. It is right only if the network was trained "
+        "by the cross-entropy of these outputs.",
+        ApproximationWarning,
+    )
 
 
 def _refusal(likelihood: Likelihood, name: str, reason: str) -> str:

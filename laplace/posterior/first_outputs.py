@@ -13,12 +13,13 @@ from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.core.positions import channel_of, channels_last
 from laplace.engines.engine import detached
-from laplace.likelihoods.logits import require_logits
+from laplace.likelihoods.logits import require_logits, warn_of_sigmoid
 from laplace.network.misfits import called
-from laplace.network.model_guard import hooks_fire, preserve_model
+from laplace.network.model_guard import autograd_mode, hooks_fire, preserve_model, same_random_state
 from laplace.network.spread import require_whole
-from laplace.network.witness import FirstBatch
+from laplace.network.witness import FirstBatch, Witness
 from laplace.posterior.posterior import Posterior
+from laplace.weights.problem import Problem
 
 
 def discovered(posterior: Posterior, x: Inputs, y: Tensor, first: FirstBatch | None = None) -> Posterior:
@@ -37,10 +38,29 @@ def discovered(posterior: Posterior, x: Inputs, y: Tensor, first: FirstBatch | N
     posterior = with_channels_of(posterior, x, y)
     problem = posterior.weights.discover(x, first)
     if posterior.likelihood.activation == "sigmoid" and problem.processes is None:
-        with preserve_model(problem.module), hooks_fire(problem.module), torch.enable_grad():
-            f = _of_one(lambda some: problem.run(problem.stand_ins(), some), detached(x))
-        require_logits(posterior.likelihood, f, problem.dtype)
+        require_logits(posterior.likelihood, _with_graph(problem, x), problem.dtype)
     return posterior.with_problem(problem)
+
+
+def look_for_sigmoid(posterior: Posterior, witness: Witness | None) -> None:
+    """Warns of a softmax of a sigmoid's outputs; only where those of the first data lie in (0, 1) is there a pass.
+
+    Args:
+        posterior: Fitted.
+        witness: Data of the first batch with the outputs there, or None.
+    """
+    if witness is None or posterior.likelihood.activation != "softmax":
+        return
+    if bool((witness.outputs >= 0).all() & (witness.outputs <= 1).all()):
+        with autograd_mode(), same_random_state(posterior.model):
+            f = _with_graph(posterior.problem, witness.x)
+        warn_of_sigmoid(posterior.likelihood, f)
+
+
+def _with_graph(problem: Problem, x: Inputs) -> Tensor:
+    """Outputs of the first datum, with the graph that leads to the random weights."""
+    with preserve_model(problem.module), hooks_fire(problem.module), torch.enable_grad():
+        return _of_one(lambda some: problem.run(problem.stand_ins(), some), detached(x))
 
 
 def with_channels_of(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:

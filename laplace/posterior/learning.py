@@ -30,7 +30,7 @@ from laplace.network.witness import FirstBatch, Witness
 from laplace.posterior import sharding
 from laplace.posterior.assembled import with_backend_loss
 from laplace.posterior.assigned import restricted
-from laplace.posterior.first_outputs import discovered, informed
+from laplace.posterior.first_outputs import discovered, informed, look_for_sigmoid
 from laplace.posterior.hooked import HookedPass, number_of_data
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.resumed import started_again
@@ -313,6 +313,7 @@ def fitted_to(
             fit.curvature.decompose(**posterior.choices.precision_options)
         after = new.after(fit)
     fitting.warn_of_diagonals(new.fit, after.problem)
+    look_for_sigmoid(after, new.witness)
     if resumable is not None:
         resumable.end()
     return after

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from laplace import FunctionalLaplace, Laplace, MixtureLaplace, OnlineLaplace, marglik_training
 from laplace.curvature import AsdlGGN, BackPackGGN, CurvlinopsGGN, NativeEF, NativeGGN, NativeHessian
-from laplace.errors import InvalidData
+from laplace.errors import ApproximationWarning, InvalidData
 from laplace.likelihoods.logits import require_logits
 from laplace.training.continual import continual_training
 
@@ -145,7 +145,7 @@ def test_positions() -> None:
     ("tail", "likelihood", "y"),
     [
         (nn.LogSoftmax(-1), "classification", LABELS),
-        (nn.Sigmoid(), "classification", LABELS),
+        (nn.Hardsigmoid(), "classification", LABELS),
         (nn.Softplus(), "classification", LABELS),
         (nn.Softmax(-1), "regression", torch.zeros(12, 3)),
         (nn.Sigmoid(), "regression", torch.zeros(12, 3)),
@@ -153,11 +153,64 @@ def test_positions() -> None:
         (nn.Softmax(-1), "bernoulli", BITS),
         (nn.Hardsigmoid(), "bernoulli", BITS),
         (nn.Sequential(nn.Sigmoid(), nn.Linear(3, 3)), "bernoulli", BITS),
+        (nn.Sequential(nn.Sigmoid(), nn.Linear(3, 3)), "classification", LABELS),
     ],
 )
 def test_other_ends_pass(tail: nn.Module, likelihood: str, y: Tensor) -> None:
     for weights in ("all", "last_layer"):
         Laplace(network(tail), likelihood, weights, "diag").fit([(X, y)])
+
+
+class Pitch(nn.Module):
+    """Ends in a sigmoid that is no module, as networks of pitch and of many labels do, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.body(x + 0 * torch.rand(())))
+
+
+@pytest.mark.parametrize("structure", [*STRUCTURES, "gp"])
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_a_softmax_of_a_sigmoid_is_warned_of(weights: str, structure: str) -> None:
+    """It may be what the network was trained for, so that it is fitted all the same."""
+    options = {"n_subset": 6} if structure == "gp" else {}
+    la = Laplace(Pitch(), "classification", weights, structure, **options)
+    state = torch.get_rng_state()
+    with pytest.warns(ApproximationWarning, match=r"sigmoid.*no probability of 3 exceeds 0\.58") as caught:
+        la.fit([(X, LABELS)])
+    assert [w.filename for w in caught] == [__file__]
+    assert la.is_fitted
+    assert torch.equal(torch.get_rng_state(), state)
+    assert la(X).max() < 0.58
+
+
+@pytest.mark.parametrize("backend", ENGINES, ids=lambda backend: backend.__name__)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+def test_a_softmax_of_a_sigmoid_with_every_engine(backend: type) -> None:
+    if backend in PACKAGES:
+        pytest.importorskip(PACKAGES[backend])
+    with pytest.warns(ApproximationWarning, match="sigmoid"):
+        Laplace(network(nn.Sigmoid()), "classification", "all", "diag", backend=backend).fit([(X, LABELS)])
+
+
+def test_a_softmax_of_a_sigmoid_of_every_position() -> None:
+    rows = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(3))
+    with pytest.warns(ApproximationWarning, match="no probability of 3"):
+        Laplace(Pitch(), "classification", "all", "diag").fit([(rows, torch.zeros(4, 5, dtype=torch.long))])
+
+
+def test_the_remedies_of_that_warning_work() -> None:
+    reference = Laplace(network(), "classification", "all", "full")
+    reference.fit([(X, LABELS)])
+    la = Laplace(network(nn.Sigmoid()), "classification", "all", "full", forward_fn=lambda model, x: model(x).logit())
+    la.fit([(X, LABELS)])
+    torch.testing.assert_close(la(X), reference(X))
+    Laplace(network(nn.Sigmoid()), "bernoulli", "all", "full", forward_fn=lambda model, x: model(x).logit()).fit(
+        [(X, BITS)]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
