@@ -26,7 +26,8 @@ PEER := .venv-parity
 PEER_PACKAGES ?= laplace-torch==0.3 $(BACKENDS)
 PEER_IMPORTS := einops linear-operator numpy opt-einsum scipy torchmetrics tqdm
 
-# Two workers share two cores: threads inside torch would only fight.
+# Two workers share two cores: threads inside torch would only fight. No window opens; tutorials have a backend of their
+# own (docs/conf.py).
 export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= Agg
 export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
@@ -99,7 +100,7 @@ quickstart: $(READY)  ## Train, fit, tune and plot on the digits data, in under 
 
 # The tutorials are executed; their outputs are kept in build/tutorials, so that only pages that changed run again.
 docs: $(READY) $(DOCS_READY)  ## Build the site into build/docs (tutorials are executed; warnings are errors)
-	PYTHONPATH=. $(PY) -m sphinx -q -W --keep-going -b html docs build/docs
+	$(PY) -m sphinx -q -W --keep-going -b html docs build/docs
 	@echo "open build/docs/index.html"
 
 $(VENV)/.docs-stamp: $(STAMP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -9,7 +10,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
+# Kernels of tutorials inherit the environment. They find the package where it is not installed, whatever directory they
+# run in, and draw with the notebook's own backend: any other that is named leaves no picture on the page.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+os.environ.pop("MPLBACKEND", None)
+
+from docutils import nodes  # noqa: E402
 from sphinx.pycode import ModuleAnalyzer  # noqa: E402
+from sphinx.util import logging  # noqa: E402
 from sphinx.util.inspect import TypeAliasForwardRef  # noqa: E402
 
 import laplace  # noqa: E402
@@ -109,7 +117,24 @@ def _one_signature(app: object, what: str, name: str, obj: object, *_: object) -
         analyzer.overloads.clear()
 
 
+_CELL = re.compile(r"^```\{code-cell\}.*?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def _require_pictures(app: object, doctree: nodes.document, docname: str) -> None:
+    """A page shows a picture for every cell that draws a figure."""
+    text = Path(app.env.doc2path(docname)).read_text("utf-8")  # type: ignore[attr-defined]
+    drawn = sum("plt.subplots(" in cell for cell in _CELL.findall(text))
+    cells = doctree.findall(lambda node: "cell_output" in getattr(node, "attributes", {}).get("classes", ()))
+    shown = sum(len(list(cell.findall(nodes.image))) for cell in cells)
+    if shown < drawn:
+        logging.getLogger(__name__).warning(
+            f"{docname} draws {drawn} figures and shows {shown}. Where {nb_execution_cache_path} holds outputs of an "
+            "older build, remove it."
+        )
+
+
 def setup(app: object) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", _as_text, priority=400)  # type: ignore[attr-defined]
     app.connect("autodoc-process-signature", _one_signature)  # type: ignore[attr-defined]
+    app.connect("doctree-resolved", _require_pictures)  # type: ignore[attr-defined]

@@ -1,0 +1,76 @@
+"""The site shows what its tutorials draw, built as `make docs` does, also where the package is not installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = """---
+file_format: mystnb
+kernelspec:
+  name: python3
+---
+
+# A page
+
+```{code-cell} ipython3
+from matplotlib import pyplot as plt
+
+import laplace
+
+print("imported from", laplace.__file__)
+figure, ax = plt.subplots(figsize=(1, 1))
+ax.plot([1, 2]);
+```
+
+```{code-cell} ipython3
+figure, axes = plt.subplots(1, 2, figsize=(2, 1))
+"""
+DRAWN = "axes[0].plot([1, 2]);\n```\n"
+CLOSED = "plt.close(figure)\n```\n"
+
+
+def built(folder: Path, page: str) -> subprocess.CompletedProcess[str]:
+    """A site of one page, under the configuration of docs/ and the variables that the Makefile exports."""
+    for package in ("furo", "ipykernel", "myst_nb", "sphinx_copybutton", "sphinx_design"):
+        pytest.importorskip(package)
+    (folder / "pages").mkdir()
+    (folder / "pages" / "index.md").write_text(page, "utf-8")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"MPLBACKEND": "Agg"}
+    arguments = ["-q", "-W", "--keep-going", "-b", "html", "-c", str(ROOT / "docs")]
+    arguments += ["-D", f"nb_execution_cache_path={folder / 'cache'}", str(folder / "pages"), str(folder / "site")]
+    return subprocess.run(
+        [sys.executable, "-m", "sphinx", *arguments], env=environment, cwd=folder, capture_output=True, text=True
+    )
+
+
+def test_every_figure_of_a_page_is_a_picture_of_the_site(tmp_path: Path) -> None:
+    run = built(tmp_path, PAGE + DRAWN)
+    assert run.returncode == 0, run.stderr
+    html = (tmp_path / "site" / "index.html").read_text("utf-8")
+    pictures = re.findall(r'<img[^>]*src="(_images/[^"]+\.png)"', html)
+    assert len(set(pictures)) == 2
+    assert all((tmp_path / "site" / picture).stat().st_size > 100 for picture in pictures)
+    assert f"imported from {ROOT / 'laplace'}" in re.sub(r"<[^>]+>", "", html)
+
+
+def test_a_figure_that_is_not_shown_stops_the_build(tmp_path: Path) -> None:
+    run = built(tmp_path, PAGE + CLOSED)
+    assert run.returncode != 0
+    assert "index draws 2 figures and shows 1" in run.stderr
+
+
+def test_tutorials_and_gallery_draw_as_the_build_counts() -> None:
+    """Figures are counted by their call: one that is made by another would go unseen."""
+    pages = [*(ROOT / "docs" / "tutorials").glob("*.md"), ROOT / "docs" / "gallery.md"]
+    texts = {page.stem: page.read_text("utf-8") for page in pages}
+    drawn = {name: text.count("plt.subplots(") for name, text in texts.items()}
+    assert not [name for name, text in texts.items() if "pyplot" in text and not drawn[name]]
+    assert not [name for name, text in texts.items() if re.search(r"plt\.(figure|plot|show|imshow|hist)\(", text)]
+    assert drawn["gallery"] >= 8 and sum(drawn.values()) >= 21
