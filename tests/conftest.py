@@ -51,7 +51,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         packages = ", ".join(f"{name} ({count})" for name, count in sorted(missing.items()))
         terminalreporter.write_line(
             f"{missing.total()} skipped for want of an optional package: {packages}; "
-            "the extras `backends` and `integrations` bring them.",
+            "the extras `backends` and `integrations`, and `make pretrained`, bring them.",
             yellow=True,
         )
 
