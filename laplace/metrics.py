@@ -1,4 +1,4 @@
-"""Scores of predictive distributions: proper scoring rules, calibration, detection of inputs out of distribution.
+"""Scores of predictive distributions: proper scoring rules, calibration, selection, out-of-distribution detection.
 
 Every function takes tensors on any device, ignores rows whose label is `ignore_index`, and returns a 0-dim tensor
 in the dtype of the predictions. Logarithms are natural: negative log likelihoods are in nats per datum.
@@ -17,8 +17,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from laplace.core import scores
+from laplace.core import scores, selective
 from laplace.core.precision_policy import wide_dtype, widened
+from laplace.core.selective import Ranking
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.likelihoods.checks import check_soft_labels
 
@@ -145,13 +146,38 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
     Raises:
         InvalidData: A set is empty or holds NaN.
     """
+    scores_in, scores_out = _checked_scores(scores_in, scores_out)
+    ranked = scores_out.sort().values
+    below = widened(torch.searchsorted(ranked, scores_in)) + torch.searchsorted(ranked, scores_in, right=True)
+    return (below.mean() / (2 * ranked.numel())).to(scores_in.dtype)
+
+
+def fpr95(scores_in: Tensor, scores_out: Tensor) -> Tensor:
+    """False positive rate at 95 % true positives: share of outliers that pass for inliers (Liang et al., 2018).
+
+    The threshold is the largest that at least 95 % of the inliers reach. Outliers with the same score pass, so that the
+    order of equal scores does not matter: 0 is best, and 1 where all scores are equal.
+
+    Args:
+        scores_in: Scores of in-distribution inputs, `[N]`, e.g. the largest class probability.
+        scores_out: Scores of out-of-distribution inputs, `[M]`.
+
+    Raises:
+        InvalidData: A set is empty or holds NaN.
+    """
+    scores_in, scores_out = _checked_scores(scores_in, scores_out)
+    needed = -(-19 * scores_in.numel() // 20)
+    threshold = scores_in.sort(descending=True).values[needed - 1]
+    return (scores_out >= threshold).to(scores_in.dtype).mean()
+
+
+def _checked_scores(scores_in: Tensor, scores_out: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores `[N]` and `[M]`."""
     scores_in, scores_out = scores_in.flatten(), scores_out.flatten()
     for name, values in (("scores_in", scores_in), ("scores_out", scores_out)):
         if values.numel() == 0 or bool(values.isnan().any()):
             raise InvalidData(f"{name} is empty or holds NaN; give one finite score per datum.")
-    ranked = scores_out.sort().values
-    below = widened(torch.searchsorted(ranked, scores_in)) + torch.searchsorted(ranked, scores_in, right=True)
-    return (below.mean() / (2 * ranked.numel())).to(scores_in.dtype)
+    return scores_in, scores_out
 
 
 def mean_calibration_error(probs: Tensor, y: Tensor, n_bins: int = 15, ignore_index: int = IGNORE_INDEX) -> Tensor:
@@ -176,6 +202,106 @@ def maximum_calibration_error(probs: Tensor, y: Tensor, n_bins: int = 15, ignore
     Arguments and errors are those of `mean_calibration_error`.
     """
     return _gaps(probs, y, n_bins, ignore_index).max()
+
+
+def aurc(probs: Tensor, y: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Area under the risk-coverage curve: mean over i of the share of errors among the i most confident predictions.
+
+    AURC = (1/N) Σ_i (1/i) Σ_{j ≤ i} 1[prediction j is wrong], the predictions sorted by their largest probability
+    (Geifman et al., 2019, "Bias-reduced uncertainty estimation for deep neural classifiers", section 2). Where
+    confidences are equal it is the expectation over their order. Small is good; without errors it is 0.
+
+    Args:
+        probs: Class probabilities `[..., C]`.
+        y: Integer labels `[...]`, or class probabilities (soft labels) `[..., C]`.
+        ignore_index: Label of rows to be ignored.
+
+    Raises:
+        InvalidData: As for `nll`.
+    """
+    ranking = _ranking(probs, y, ignore_index)
+    return ranking.curve(ranking.once).mean_risk()[0].to(probs.dtype)
+
+
+def augrc(probs: Tensor, y: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Area under the generalised risk-coverage curve: the mean risk of an undetected error, between 0 and ½.
+
+    AUGRC = ∫ P(wrong and accepted at coverage c) dc = (1 − AUROC_f) a (1 − a) + ½ (1 − a)² with the accuracy a and the
+    area AUROC_f under the ROC curve of telling right predictions from wrong ones by their confidence (Traub et al.,
+    2024, "Overcoming common flaws in the evaluation of selective classification systems", section 3). Unlike `aurc` it
+    does not weigh the most confident predictions more than others. Arguments and errors are those of `aurc`.
+    """
+    ranking = _ranking(probs, y, ignore_index)
+    return ranking.curve(ranking.once).mean_generalised_risk()[0].to(probs.dtype)
+
+
+def coverage_at_risk(probs: Tensor, y: Tensor, risk: float = 0.05, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Largest share of the predictions that can be accepted with at most this share of errors among them.
+
+    max over thresholds τ of P(confidence ≥ τ) with P(wrong | confidence ≥ τ) ≤ risk (Geifman and El-Yaniv, 2017,
+    "Selective classification for deep neural networks", section 2); 0 if no threshold meets it. Predictions of equal
+    confidence are accepted together, or not at all.
+
+    Args:
+        probs: Class probabilities `[..., C]`.
+        y: Integer labels `[...]`, or class probabilities (soft labels) `[..., C]`.
+        risk: Largest acceptable share of errors, in [0, 1].
+        ignore_index: Label of rows to be ignored.
+
+    Raises:
+        InvalidArgument: `risk` is outside [0, 1].
+        InvalidData: As for `nll`.
+    """
+    if not 0 <= risk <= 1:
+        raise InvalidArgument(f"risk={risk!r} is not accepted; give a share of errors between 0 and 1, such as 0.05.")
+    ranking = _ranking(probs, y, ignore_index)
+    return ranking.curve(ranking.once).coverage_at(risk)[0].to(probs.dtype)
+
+
+def _ranking(probs: Tensor, y: Tensor, ignore_index: int) -> Ranking:
+    probs, y = _counted(probs, y, ignore_index)
+    confidence, predicted = probs.max(1)
+    return Ranking.of(confidence, scores.class_agreement(predicted, y))
+
+
+def ece_floor(
+    probs: Tensor, n_bins: int = 15, n_resamples: int = 200, generator: torch.Generator | None = None
+) -> Tensor:
+    """Calibration error that these probabilities would show if they were perfectly calibrated, with as many data.
+
+    The expected calibration error is positive also of a calibrated network, since the accuracy of a bin is that of few
+    data (Kumar et al., 2019, "Verified uncertainty calibration"; the labels are resampled as in the consistency bars of
+    Bröcker and Smith, 2007). The floor is its mean over labels drawn from the probabilities: of a datum, the predicted
+    class is right with the probability that it has. An `expected_calibration_error` of this size is noise.
+
+    Args:
+        probs: Class probabilities `[..., C]`, without those of ignored labels.
+        n_bins: Number of bins of equal width over the confidence, as of the calibration error.
+        n_resamples: Number of times that all labels are drawn.
+        generator: Random generator; None for seed 0. Equal seeds give equal results.
+
+    Raises:
+        InvalidArgument: `n_bins` or `n_resamples` is not positive.
+        InvalidData: There are no probabilities, or they are outside [0, 1].
+    """
+    _check_bins(n_bins)
+    if n_resamples < 1:
+        raise InvalidArgument(f"n_resamples={n_resamples!r} is not accepted; give a positive number.")
+    if not isinstance(probs, Tensor) or probs.ndim < 2 or not probs.numel():
+        raise InvalidData(
+            f"probs of shape {list(getattr(probs, 'shape', []))}; class probabilities [..., C] are accepted."
+        )
+    rows = probs.reshape(-1, probs.shape[-1])
+    _check_probabilities(rows)
+    confidence = scores.class_confidence(rows)
+    return selective.calibration_floor(confidence, n_bins, n_resamples, generator).to(probs.dtype)
+
+
+brier_score = brier
+"""The Brier score under the name that scikit-learn has for it: `brier`."""
+
+ece = expected_calibration_error
+"""The expected calibration error under its short name: `expected_calibration_error`."""
 
 
 def _check_bins(n_bins: int) -> None:
@@ -380,10 +506,14 @@ def _flattened(probs: Tensor, y: Tensor, ignore_index: int) -> tuple[Tensor, Ten
         labels = _check_indices(y.reshape(-1).to(probs.device), rows.shape[1], ignore_index)
         keep = labels != ignore_index
         rows, labels = rows[keep], labels[keep]
+    _check_probabilities(rows)
+    return rows, labels
+
+
+def _check_probabilities(rows: Tensor) -> None:
     # A little above 1 is rounding of a softmax in low precision; logits and log probabilities are not.
     if not bool(((rows >= 0) & (rows <= 1.01)).all()):
         raise InvalidData("probs holds NaN or values outside [0, 1]; give probabilities, not logits (softmax first).")
-    return rows, labels
 
 
 def _check_indices(y: Tensor, n_classes: int, ignore_index: int) -> Tensor:

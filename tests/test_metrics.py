@@ -17,10 +17,17 @@ from laplace.metrics import (
     RunningMetric,
     RunningNLLMetric,
     accuracy,
+    augrc,
+    aurc,
     auroc,
     brier,
+    brier_score,
     calibration_bins,
+    coverage_at_risk,
+    ece,
+    ece_floor,
     expected_calibration_error,
+    fpr95,
     gaussian_nll,
     maximum_calibration_error,
     mean_calibration_error,
@@ -28,8 +35,9 @@ from laplace.metrics import (
     nll,
     regression_calibration_error,
 )
+from tests.reference import selective
 
-SCORES = [nll, brier, accuracy, expected_calibration_error]
+SCORES = [nll, brier, accuracy, expected_calibration_error, aurc, augrc, coverage_at_risk]
 
 
 def predictions(n: int = 200, c: int = 5, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -138,6 +146,123 @@ def test_ignored_labels_and_leading_dimensions_do_not_matter(score) -> None:
 def test_bad_input_is_refused(score, probs: Tensor, y: Tensor, match: str) -> None:
     with pytest.raises(InvalidData, match=match):
         score(probs, y)
+
+
+# Errors of the most confident predictions.
+
+_ROWS = st.lists(st.tuples(st.integers(5, 10), st.booleans()), min_size=1, max_size=6)
+
+
+def selected(rows: list[tuple[int, bool]]) -> tuple[Tensor, Tensor, list[float], list[int]]:
+    """Probabilities of two classes and labels, with the confidences and errors that they mean; many ties."""
+    confidence, wrong = [c / 10 for c, _ in rows], [int(w) for _, w in rows]
+    p = torch.tensor(confidence, dtype=torch.float64)
+    return torch.stack([p, 1 - p], 1), torch.tensor(wrong), confidence, wrong
+
+
+@given(_ROWS)
+def test_areas_are_means_over_all_orders(rows: list[tuple[int, bool]]) -> None:
+    probs, y, confidence, wrong = selected(rows)
+    assert float(aurc(probs, y)) == pytest.approx(selective.aurc(confidence, wrong), rel=1e-12, abs=1e-14)
+    assert float(augrc(probs, y)) == pytest.approx(selective.augrc(confidence, wrong), rel=1e-12, abs=1e-14)
+    assert float(augrc(probs, y)) == pytest.approx(selective.augrc_by_auroc(confidence, wrong), rel=1e-12, abs=1e-14)
+
+
+@given(_ROWS, st.integers(0, 10))
+def test_coverage_is_that_of_the_best_threshold(rows: list[tuple[int, bool]], tenths: int) -> None:
+    probs, y, confidence, wrong = selected(rows)
+    expected = selective.coverage_at_risk(confidence, wrong, tenths / 10)
+    assert float(coverage_at_risk(probs, y, tenths / 10)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_risk_of_one_in_twenty_is_five_per_cent() -> None:
+    """Wherever 0.05 n is rounded: the numbers of errors are whole."""
+    for n in range(20, 400, 20):
+        p = torch.linspace(0.99, 0.51, n, dtype=torch.float64)
+        y = torch.zeros(n, dtype=torch.long)
+        y[-n // 20 :] = 1
+        assert float(coverage_at_risk(torch.stack([p, 1 - p], 1), y)) == 1
+
+
+@given(
+    st.lists(st.integers(-4, 4), min_size=1, max_size=45),
+    st.lists(st.integers(-4, 4), min_size=1, max_size=30),
+)
+def test_false_positives_are_counted_at_the_largest_threshold(inliers: list[int], outliers: list[int]) -> None:
+    got = fpr95(torch.tensor(inliers, dtype=torch.float64), torch.tensor(outliers, dtype=torch.float64))
+    assert float(got) == pytest.approx(selective.fpr95(inliers, outliers), rel=1e-12)
+
+
+@pytest.mark.parametrize("bad", [torch.tensor([]), torch.tensor([0.5, math.nan])])
+def test_false_positives_need_scores(bad: Tensor) -> None:
+    with pytest.raises(InvalidData, match="scores_in"):
+        fpr95(bad, torch.ones(3))
+
+
+@pytest.mark.parametrize("score", [aurc, augrc, coverage_at_risk, ece, ece_floor])
+def test_the_order_of_the_data_does_not_matter(score) -> None:
+    probs, y = predictions(200)
+    probs = (probs * 4).round() / 4 + 0.25  # a few confidences, each of many data
+    probs = probs / probs.sum(1, keepdim=True)
+    order = torch.randperm(200)
+    first, second = (probs,), (probs[order],)
+    if score is not ece_floor:
+        first, second = (*first, y), (*second, y[order])
+    torch.testing.assert_close(score(*first), score(*second), rtol=1e-12, atol=0)
+
+
+def test_areas_of_soft_labels_are_expectations() -> None:
+    """Both are linear in the errors."""
+    probs = torch.tensor([[0.9, 0.1], [0.7, 0.3], [0.6, 0.4]], dtype=torch.float64)
+    soft = torch.tensor([[0.8, 0.2], [0.5, 0.5], [1.0, 0.0]], dtype=torch.float64)
+    for score in (aurc, augrc):
+        expected = 0.0
+        for labels in ((a, b, 0) for a in (0, 1) for b in (0, 1)):
+            weight = math.prod(float(soft[i, c]) for i, c in enumerate(labels))
+            expected += weight * float(score(probs, torch.tensor(labels)))
+        assert float(score(probs, soft)) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("n_bins", [1, 4])
+def test_the_floor_is_the_expected_error_of_calibrated_probabilities(n_bins: int) -> None:
+    p = torch.tensor([0.55, 0.6, 0.8, 0.85, 0.9, 0.95, 1.0], dtype=torch.float64)
+    floor = float(ece_floor(torch.stack([p, 1 - p], 1), n_bins, n_resamples=20_000))
+    assert floor == pytest.approx(selective.ece_floor(p.tolist(), n_bins), rel=0.02)
+
+
+def test_the_floor_falls_with_the_number_of_data() -> None:
+    p = torch.rand(6400, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 2 + 0.5
+    probs = torch.stack([p, 1 - p], 1)
+    few, many = ece_floor(probs[:100]), ece_floor(probs)
+    assert 6 < float(few / many) < 10  # 1/√N
+    y = (torch.rand(6400, generator=torch.Generator().manual_seed(1), dtype=torch.float64) > p).long()
+    assert float(ece(probs, y)) == pytest.approx(float(many), rel=0.5)
+
+
+def test_the_floor_has_a_seed_and_leaves_the_global_one() -> None:
+    probs, _ = predictions()
+    state = torch.get_rng_state()
+    seeded = [ece_floor(probs, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
+    assert torch.equal(*seeded) and not torch.equal(seeded[0], ece_floor(probs))
+    assert torch.equal(ece_floor(probs), ece_floor(probs))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_a_floor_cannot_be_of() -> None:
+    with pytest.raises(InvalidData, match=r"\[\.\.\., C\]"):
+        ece_floor(torch.ones(3))
+    with pytest.raises(InvalidData, match=r"\[0, 2\]"):
+        ece_floor(torch.ones(0, 2))
+    with pytest.raises(InvalidData, match="not logits"):
+        ece_floor(torch.tensor([[3.0, -1.0]]))
+    with pytest.raises(InvalidArgument, match="n_resamples=0"):
+        ece_floor(torch.tensor([[0.5, 0.5]]), n_resamples=0)
+    with pytest.raises(InvalidArgument, match="risk=5"):
+        coverage_at_risk(torch.tensor([[0.5, 0.5]]), torch.tensor([0]), risk=5)
+
+
+def test_names_that_people_type() -> None:
+    assert brier_score is brier and ece is expected_calibration_error
 
 
 def test_calibration_needs_bins() -> None:

@@ -1,0 +1,129 @@
+"""Rows of a classification from the most confident one on, their errors, and what both say of the confidence.
+
+Rows may count several times, as in samples of the data with replacement: counts `[R, N]` are whole numbers, and every
+statistic is `[R]`. Rows of equal confidence are in random order, so that nothing depends on the order of the data:
+where they are accepted one after another a statistic is the expectation, and a threshold accepts them together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace.core.precision_policy import widened
+from laplace.core.random_numbers import uniform
+from laplace.core.scores import confidence_bins
+
+_SLACK = 1e-12
+"""Relative rounding of sums of errors that are no whole numbers, by which a risk may exceed its limit."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ranking:
+    """Rows in descending order of their confidence.
+
+    Attributes:
+        order: Indices of the rows, `[N]`.
+        confidence: Probabilities of the predicted classes in this order, `[N]`, float64.
+        errors: 1 for a wrong class, 0 for the right one, of soft labels the probability of another class, `[N]`.
+        last: Place of the last row of every group of equal confidence, `[G]`.
+    """
+
+    order: Tensor
+    confidence: Tensor
+    errors: Tensor
+    last: Tensor
+
+    @classmethod
+    def of(cls, confidence: Tensor, agreement: Tensor) -> Ranking:
+        """Ranking of rows with these confidences and whether the predicted class is the label, `[N]` each."""
+        ordered, order = widened(confidence).sort(descending=True, stable=True)
+        ends = torch.ones_like(ordered, dtype=torch.bool)
+        ends[:-1] = ordered[1:] != ordered[:-1]
+        return cls(order, ordered, 1 - widened(agreement)[order], ends.nonzero().flatten())
+
+    @property
+    def once(self) -> Tensor:
+        """Counts of the data themselves, `[1, N]`."""
+        return torch.ones_like(self.errors).unsqueeze(0)
+
+    def curve(self, counts: Tensor) -> RiskCurve:
+        """Errors among the accepted rows, of rows that count so often, `[R, N]` in the order of the data."""
+        counts = counts[:, self.order]
+        accepted, errors = (values.cumsum(1)[:, self.last] for values in (counts, counts * self.errors))
+        return RiskCurve(accepted, errors)
+
+    def calibration_error(self, counts: Tensor, n_bins: int) -> Tensor:
+        """Σ_m |Σ_n gap_nm| / N (Guo et al., 2017, eq. 3), of rows that count so often."""
+        counts = counts[:, self.order]
+        return self.binned(counts * (1 - self.errors - self.confidence), n_bins) / counts.sum(1)
+
+    def binned(self, gaps: Tensor, n_bins: int) -> Tensor:
+        """Σ_m |Σ_n g_n|, the outer sum over bins of equal width of the confidence, of g `[R, N]` in this order."""
+        bins = confidence_bins(self.confidence, n_bins)
+        ends = torch.ones_like(bins, dtype=torch.bool)
+        ends[:-1] = bins[1:] != bins[:-1]
+        return _steps(gaps.cumsum(1)[:, ends.nonzero().flatten()]).abs().sum(1)
+
+
+@dataclass(frozen=True, eq=False)
+class RiskCurve:
+    """Numbers of accepted rows, and of errors among them, as the threshold falls from one confidence to the next.
+
+    Attributes:
+        accepted: `[R, G]`.
+        errors: `[R, G]`.
+    """
+
+    accepted: Tensor
+    errors: Tensor
+
+    def mean_risk(self) -> Tensor:
+        """(1/N) Σ_i E_i / i with the errors E_i among the first i rows, expected over the order of equal confidences.
+
+        With a rows and E errors before a group of t rows and e errors, E_(a+s) = E + s e/t on average, so that the
+        group adds e + (E − a e/t) Σ_(s=1..t) 1/(a + s).
+        """
+        size, errors = _steps(self.accepted), _steps(self.errors)
+        rate = torch.where(size > 0, errors / size.clamp(min=1), 0.0)
+        before, errors_before = self.accepted - size, self.errors - errors
+        n_rows = self.accepted[:, -1]
+        whole = torch.arange(int(n_rows.max()) + 1, dtype=rate.dtype, device=rate.device)
+        sums = torch.cat([whole[:1], whole[1:].reciprocal().cumsum(0)])
+        spread = sums[self.accepted.long()] - sums[before.long()]
+        return (errors + (errors_before - before * rate) * spread).sum(1) / n_rows
+
+    def mean_generalised_risk(self) -> Tensor:
+        """∫ E(c) dc with the share E(c) of all rows that are accepted and wrong at a coverage c, linear in a group."""
+        size, errors = _steps(self.accepted), _steps(self.errors)
+        return (size * (self.errors - 0.5 * errors)).sum(1) / self.accepted[:, -1].square()
+
+    def coverage_at(self, risk: float) -> Tensor:
+        """Largest share of rows that a threshold accepts with a share of errors of at most `risk` among them."""
+        within = self.errors <= risk * self.accepted * (1 + _SLACK)
+        return torch.where(within, self.accepted, 0.0).amax(1) / self.accepted[:, -1]
+
+
+def _steps(sums: Tensor) -> Tensor:
+    """Differences between consecutive sums `[R, G]`, the first one from 0."""
+    return sums.diff(dim=1, prepend=torch.zeros_like(sums[:, :1]))
+
+
+def calibration_floor(confidence: Tensor, n_bins: int, n_resamples: int, generator: torch.Generator | None) -> Tensor:
+    """Mean calibration error of rows whose predicted class is right with the probability that it has, 0-dim, float64.
+
+    Args:
+        confidence: These probabilities, `[N]`.
+        n_bins: Bins of equal width.
+        n_resamples: Number of times that it is drawn which of them are right.
+        generator: Source of randomness; None for seed 0.
+    """
+    source = torch.Generator().manual_seed(0) if generator is None else generator
+    ranking = Ranking.of(confidence, torch.ones_like(confidence))
+    total = ranking.confidence.new_zeros(())
+    for _ in range(n_resamples):  # one at a time: the numbers do not depend on how many fit into memory
+        right = uniform(tuple(confidence.shape), confidence, source) < ranking.confidence
+        total = total + ranking.binned((widened(right) - ranking.confidence).unsqueeze(0), n_bins)[0]
+    return total / (n_resamples * len(confidence))
