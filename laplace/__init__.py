@@ -13,6 +13,7 @@ _installation.check_installation()  # first: files of two packages may not go to
 _finder.install()
 
 if TYPE_CHECKING:
+    from laplace.comparison import Comparison
     from laplace.enums import (
         FunctionalApproximation,
         HessianStructure,
@@ -67,6 +68,7 @@ else:
     __getattr__, __dir__ = _lazy.attach(
         __name__,
         {
+            "laplace.comparison": "Comparison",
             "laplace.enums": (
                 "FunctionalApproximation HessianStructure Likelihood LinkApprox PredType PriorStructure "
                 "SubsetOfWeights TuningMethod"
@@ -102,6 +104,7 @@ __all__ = [
     "BlockLaplace",
     "BlockSubnetLaplace",
     "Calibration",
+    "Comparison",
     "DiagLLLaplace",
     "DiagLaplace",
     "DiagSubnetLaplace",

@@ -12,16 +12,20 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from laplace.core import scores, selective
 from laplace.core.precision_policy import wide_dtype, widened
+from laplace.core.random_numbers import check_generator, drawn_seed
 from laplace.core.selective import Ranking
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.likelihoods.checks import check_soft_labels
+
+if TYPE_CHECKING:
+    from laplace.comparison import Comparison
 
 IGNORE_INDEX = -100
 _OF_REGRESSION = "for a regression use gaussian_nll(p.mean, p.variance, y) with p = la.predict(x)."
@@ -295,6 +299,57 @@ def ece_floor(
     _check_probabilities(rows)
     confidence = scores.class_confidence(rows)
     return selective.calibration_floor(confidence, n_bins, n_resamples, generator).to(probs.dtype)
+
+
+def compare_probabilities(
+    network: Tensor,
+    posterior: Tensor,
+    y: Tensor,
+    ignore_index: int = IGNORE_INDEX,
+    *,
+    names: tuple[str, str] = ("network", "posterior"),
+    generator: torch.Generator | None = None,
+) -> Comparison:
+    """Comparison of two predictions of the same labels: the table of `la.compare`, without a posterior.
+
+    The two may be of anything that gives probabilities: a network and its temperature scaling, two ensembles, … The
+    NLL is that of `nll`, where a probability of 0 counts as the smallest number of its dtype, so that it is finite.
+    The data are the first dimension: standard errors know that other labels of a datum, of its tokens or pixels, are
+    not independent of each other.
+
+    Args:
+        network: Class probabilities `[..., C]`, those to compare with.
+        posterior: Class probabilities `[..., C]` of the same data.
+        y: Integer labels `[...]`, or class probabilities (soft labels) `[..., C]`.
+        ignore_index: Label of rows to be ignored.
+        names: Names of the two in the table, e.g. `("network", "temperature scaling")`.
+        generator: Random generator of resampled data and labels; None for seed 0. Equal seeds give equal results.
+
+    Raises:
+        InvalidArgument: There are not two names.
+        InvalidData: As for `nll`, or the shapes of the two differ.
+    """
+    from laplace.comparison import ScoredData, scores_of
+    from laplace.likelihoods.categorical import Categorical
+
+    check_generator(generator)
+    if isinstance(names, str) or len(names) != 2:
+        raise InvalidArgument(f"names={names!r}; give two, such as ('network', 'temperature scaling').")
+    sides = [_counted(probs, y, ignore_index) for probs in (network, posterior)]
+    if network.shape != posterior.shape:
+        raise InvalidData(
+            f"got probabilities {list(network.shape)} and {list(posterior.shape)}; both must be of the same data and "
+            "classes."
+        )
+    datum = torch.arange(len(y)).repeat_interleave(math.prod(network.shape[1:-1]))
+    if y.shape != network.shape:
+        datum = datum[(y.reshape(-1) != ignore_index).cpu()]
+    likelihood, nothing = Categorical(ignore_index=None), torch.zeros(())
+    data = ScoredData()
+    first, second = (scores_of(likelihood, rows.detach(), labels, nothing) for rows, labels in sides)
+    data.add(first, second, datum)
+    source = torch.Generator().manual_seed(0) if generator is None else generator
+    return data.compared(torch.Generator().manual_seed(drawn_seed(source)), (str(names[0]), str(names[1])))
 
 
 brier_score = brier

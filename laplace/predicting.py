@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,10 @@ from laplace.predictive.options import WEIGHT_SPACE, PredictiveNames
 from laplace.predictive.prediction import Prediction, laid_out
 from laplace.predictive.predictor import Predictor, Request, check_group, form_of, is_loader
 from laplace.structures.draws import drawn
+
+if TYPE_CHECKING:
+    from laplace.comparison import Comparison
+    from laplace.tuning.group import PosteriorGroup
 
 
 class OutputSampling(ABC):
@@ -86,9 +90,61 @@ class OutputSampling(ABC):
         )
         return self._predictor.predictive_samples(x, request, **model_kwargs)
 
+    @property
+    @abstractmethod
+    def _group(self) -> PosteriorGroup:
+        """The posterior, or those of a mixture with their weights, as they are now."""
+
     @abstractmethod
     def __call__(self, x: Inputs, **options: Any) -> Any:
         """Predictive distribution at x."""
+
+    @checked
+    def compare(
+        self,
+        loader: Iterable[Any],
+        *,
+        pred_type: PredTypeName = PredType.GLM,
+        link_approx: LinkName = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        progress_bar: bool = False,
+    ) -> Comparison:
+        """The network against its posterior on labelled data: a table of scores, and which of the two to use.
+
+        The network is scored by what the likelihood says at its outputs f(x): softmax(f), a Gaussian around f with the
+        noise σ. The posterior is scored as `la.predict` has it; in a regression as a Gaussian with the mean and the
+        variance of y of every output. Both see the same data, which must be new to training and to tuning. Every
+        difference has its paired standard error. Where an output per token or pixel makes several labels of a datum,
+        that of the data counts, not of labels. For a mixture the network is the ensemble of its networks, with the same
+        weights π.
+
+        Args:
+            loader: Labelled data, batches as `fit` takes them; it is read once. Labels that are ignored do not count.
+            pred_type: `"glm"`: the linearised network. `"nn"`: sampled weights, the same for all data.
+            link_approx: Link approximation of classification, as in `__call__`.
+            n_samples: Number of Monte-Carlo samples, where samples are drawn.
+            generator: Random generator of samples, resampled data and labels; None for seed 0. Equal seeds give equal
+                results.
+            progress_bar: Show a progress bar.
+
+        Returns:
+            A `Comparison`, which prints as a table; `comparison.rows` has the numbers.
+
+        Raises:
+            NotFittedError: Before `fit`.
+            InvalidArgument: An option is not accepted.
+            InvalidType: The loader is no iterable of batches.
+            InvalidData: There are no data, all labels are ignored, or a batch cannot be used.
+            UnsupportedError: The likelihood does not say how good a prediction is.
+            ModelChangedError: The network was trained further after `fit`.
+        """
+        from laplace.tuning.comparing import compare
+
+        request = Request(
+            pred_type, n_samples, diagonal_output=False, generator=generator, joint=False, link_approx=link_approx
+        )
+        return compare(self._predictor, self._group, loader, request, progress_bar=progress_bar)
 
     @checked
     def export(self, example_x: Inputs, *, generator: torch.Generator | None = None, **options: Any) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Dirichlet, Distribution
 
@@ -102,6 +103,11 @@ class ClassTarget(LabelTarget):
         """Gaps between accuracy and confidence, `[..., B, M]`, whose sums over the data make the calibration error."""
         return scores.binned_gaps(mean_of(summary), y, N_BINS)
 
+    def decisions(self, summary: Summary, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of the most probable class, `[B, 1]`."""
+        confidence, predicted = mean_of(summary).max(-1, keepdim=True)
+        return confidence, scores.class_agreement(predicted.squeeze(-1), y).to(confidence).unsqueeze(-1)
+
     def entropy_of(self, probabilities: Tensor) -> Tensor:
         return scores.class_entropy(probabilities)
 
@@ -125,6 +131,12 @@ class BinaryTarget(LabelTarget):
 
     def confidence(self, likelihood: Density, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
         return scores.binary_confidence(mean_of(summary))
+
+    def decisions(self, summary: Summary, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of every label, `[B, C]`; of a probability of ½ each label is right as often as the other."""
+        probabilities = mean_of(summary)
+        share = torch.where(probabilities > 0.5, 1.0, torch.where(probabilities < 0.5, 0.0, 0.5)).to(probabilities)
+        return torch.maximum(probabilities, 1 - probabilities), share * y + (1 - share) * (1 - y)
 
     def entropy_of(self, probabilities: Tensor) -> Tensor:
         return scores.binary_entropy(probabilities)

@@ -91,6 +91,25 @@ class MomentTarget(SampledTarget):
         means = conditional.mean
         return means.mean(0), conditional.variance.mean(0) + means.var(0, correction=0)
 
+    def read_by_scores(self, rows: Component) -> Summary:
+        if rows.sampled:
+            return self.summary_of_samples(rows.likelihood, rows.latent_samples, for_scores=True)
+        latent = rows.read_by_link
+        return self._summary_without_link(latent.mean, latent.covariance, for_scores=True)
+
+    def at_outputs(self, likelihood: Density, f: Tensor) -> Summary:
+        return self._summary_without_link(f, torch.diag_embed(torch.zeros_like(f)), for_scores=True)
+
+    def moments_of(self, summary: Summary, sigma: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Moments of y, or those that latents with covariances `[B, C, C]` lead to."""
+        if not isinstance(summary, tuple):
+            return None
+        mean, covariance = summary
+        if covariance.ndim == mean.ndim:
+            return mean, covariance
+        known = self.moments(mean, covariance)
+        return known.mean.to(mean), known.variance.to(mean)
+
     def _of(self, rows: Component) -> TargetMoments:
         latent = rows.read_by_link
         return self.moments(latent.mean, latent.covariance).to(latent.mean.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
 
@@ -77,6 +78,16 @@ class RealTarget(Target):
 
     def summary_of_samples(self, likelihood: Density, samples: Tensor, *, for_scores: bool = False) -> Summary:
         return sample_moments(samples)
+
+    def read_by_scores(self, rows: Component) -> Summary:
+        variance = rows.latent_variance  # first: the mean alone would take a pass of its own
+        return rows.latent_mean, variance
+
+    def at_outputs(self, likelihood: Density, f: Tensor) -> Summary:
+        return f, torch.zeros_like(f)
+
+    def moments_of(self, summary: Summary, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        return mean_of(summary), _noisy(summary, sigma)
 
 
 def _noisy(summary: Summary, sigma: Tensor) -> Tensor:

@@ -153,6 +153,24 @@ class Target:
         """The same of samples of f, `[S, B, C]`."""
         return likelihood.inverse_link(samples).mean(0)
 
+    # What comparisons of a network with its posterior read.
+
+    def read_by_scores(self, rows: Component) -> Summary:
+        """Summary of a prediction of f for `scores`."""
+        return rows.mean
+
+    def at_outputs(self, likelihood: Density, f: Tensor) -> Summary:
+        """Summary of outputs f `[B, C]` that are known, for `scores`: of p(y | f) itself."""
+        return likelihood.inverse_link(f)
+
+    def decisions(self, summary: Summary, y: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Confidence in the predicted labels, and 1 where they are right, `[B, L]` each; None of what is no label."""
+        return None
+
+    def moments_of(self, summary: Summary, sigma: Tensor) -> tuple[Tensor, Tensor] | None:
+        """E[y] and Var(y) in a summary for `scores`, `[B, C]` each; None of targets that are no numbers."""
+        return None
+
     def refuse(self, what: str, likelihood: Density) -> NoReturn:
         """Raises where a quantity has no meaning.
 

@@ -78,9 +78,7 @@ class Validation:
                 bar.add(len(data[1]))
         bar.close()
         if empty and self.processes is None:
-            raise InvalidData(
-                "the validation loader gave no data, or all are ignored; the hyper-parameters are as they were."
-            )
+            raise InvalidData("the validation loader gave no data, or all are ignored; nothing was changed.")
 
     def ood_inputs(self, posterior: Posterior) -> Iterator[tuple[str, Inputs]]:
         """Name of a batch and out-of-distribution inputs, on the posterior's device.
@@ -156,12 +154,13 @@ class Targets:
         """Rows that are not ignored."""
         return len(self.y) if self.rows is None else len(self.rows)
 
+    def counted(self, prediction: Prediction) -> tuple[Prediction, Tensor]:
+        """Predictions of this batch, of one setting or of several, and targets, without ignored rows."""
+        return (prediction, self.y) if self.rows is None else (_at_rows(prediction, self.rows), self.y[self.rows])
+
     def update(self, running: Running, prediction: Prediction, sigma: Tensor) -> None:
-        """Adds predictions of this batch, of one setting or of several, to a running loss."""
-        if self.rows is None:
-            running.update(prediction, self.y, sigma)
-        else:
-            running.update(_at_rows(prediction, self.rows), self.y[self.rows], sigma)
+        """Adds predictions of this batch to a running loss."""
+        running.update(*self.counted(prediction), sigma)
 
 
 def _checked_rows(posterior: Posterior, f: Tensor, y: Tensor | None, positions: tuple[int, ...]) -> Tensor:

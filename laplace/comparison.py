@@ -1,0 +1,359 @@
+"""Two predictive distributions of the same labelled data, one of them a network's, score by score.
+
+Differences are paired: both distributions see the same data, whose difficulty cancels. Of a score that is a mean over
+the data the standard error is that of a mean; of one that is not (a calibration error, areas and shares of a ranking, a
+root mean square) it is the spread over data that are drawn anew with replacement, the same for both (Efron, 1979).
+
+With an output per token or pixel, labels of one datum are not independent: it is data that are drawn anew, and the
+standard error of a mean is that of the sums of every datum (Liang and Zeger, 1986).
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from laplace.core.precision_policy import widened
+from laplace.core.random_numbers import drawn_seed
+from laplace.core.selective import Ranking, calibration_floor
+from laplace.errors import UnsupportedError
+from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.target import Summary, mean_of, variance_of
+
+N_BINS = 15
+"""Bins of the calibration error, as in `laplace.metrics`."""
+
+RISK = 0.05
+"""Share of errors up to which predictions are accepted."""
+
+N_RESAMPLES = 200
+"""Samples of the data: the relative error of a standard error is 1 / √(2 · 200), 5 %."""
+
+LEVELS = (50, 90)
+"""Probabilities of the intervals that are to hold targets, in per cent."""
+
+_AT_ONCE = 2**22
+"""Counts of rows that are held at once, 32 MiB."""
+
+_ROUNDING = 1e-5
+"""Difference of two scores, relative to them or to 1, that may be rounding of float32."""
+
+_TITLES = {
+    "nll": "NLL",
+    "brier": "Brier score",
+    "accuracy": "accuracy",
+    "ece": "ECE",
+    "ece_floor": "ECE if calibrated",
+    "aurc": "AURC",
+    "coverage_at_risk": f"coverage at {100 * RISK:g} % risk",
+    "crps": "CRPS",
+    "rmse": "RMSE",
+    **{f"coverage_{level}": f"coverage of {level} % intervals" for level in LEVELS},
+}
+"""Names in the printed table, whose order is this one."""
+
+_WITH_ARTICLE = ("network", "posterior", "ensemble")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One score of both distributions.
+
+    Attributes:
+        network: Score of the first, the network.
+        posterior: Score of the second, the posterior.
+        difference: Score of the posterior minus that of the network.
+        standard_error: Paired standard error of the difference; NaN where there is none (one datum, or `ece_floor`).
+    """
+
+    network: float
+    posterior: float
+    difference: float
+    standard_error: float
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """The network against its posterior on labelled data: `la.compare(loader)`. It prints as a table.
+
+    Classification has the rows `nll`, `brier`, `accuracy`, `ece`, `ece_floor` (the calibration error that these
+    probabilities would show if they were calibrated, with as many data), `aurc` and `coverage_at_risk` (at 5 % risk);
+    regression `nll`, `crps`, `rmse`, `coverage_50` and `coverage_90` (shares of the targets in central intervals). All
+    but accuracy and coverage are better if small; `laplace.metrics` has their equations.
+
+    Attributes:
+        rows: Scores by name, each a `Row` with `network`, `posterior`, `difference` and `standard_error`.
+        n_data: Number of data.
+        n_labels: Number of labels or targets that were scored: more than data with an output per token or pixel.
+        names: Names of the two in the table, `("network", "posterior")`; for a mixture the first is `"ensemble"`.
+    """
+
+    rows: Mapping[str, Row]
+    n_data: int
+    n_labels: int
+    names: tuple[str, str] = ("network", "posterior")
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: which of the two has the lower NLL, if the difference is more than two standard errors."""
+        row, data = self.rows["nll"], f"{self.n_data:,} data" if self.n_data != 1 else "one datum"
+        if not math.isfinite(row.difference):
+            return f"no verdict: the NLL is {_number(row.network)} and {_number(row.posterior)} on {data}"
+        if abs(row.difference) <= _ROUNDING * max(1.0, abs(row.network)):
+            return f"no difference: the NLL is the same on {data}"
+        if not math.isfinite(row.standard_error):
+            return f"no verdict: a difference on {data} has no standard error"
+        size = _with_error(abs(row.difference), row.standard_error)
+        if abs(row.difference) <= 2 * row.standard_error:
+            lower = self._called(row.difference < 0)
+            return f"no difference beyond two standard errors: the NLL of {lower} is lower by {size} on {data}"
+        return f"use {self._called(row.difference < 0)}: its NLL is lower by {size} on {data}"
+
+    def _called(self, second: bool) -> str:
+        name = self.names[second]
+        return f"the {name}" if name in _WITH_ARTICLE else name
+
+    def _cells(self) -> list[tuple[str, str, str, str]]:
+        """Title, both scores and the difference with its standard error, of every row."""
+        cells: list[tuple[str, str, str, str]] = []
+        for name, row in self.rows.items():
+            error, difference = row.standard_error, ""
+            if name != "ece_floor":
+                difference = f"{_number(row.difference, sign='+')} ± {_number(error)}"
+            cells.append((_TITLES.get(name, name), _number(row.network), _number(row.posterior), difference))
+        return cells
+
+    @property
+    def _notes(self) -> tuple[str, str]:
+        """Lines below the table: what its numbers are, and the verdict."""
+        labels = "" if self.n_labels == self.n_data else f" with {self.n_labels:,} labels"
+        return (
+            f"Differences ± one paired standard error, on {self.n_data:,} data{labels}.",
+            f"{self.verdict[0].upper()}{self.verdict[1:]}.",
+        )
+
+    def __repr__(self) -> str:
+        """A table of plain text, and the verdict."""
+        rows = [("", *self.names, "difference"), *self._cells()]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2)), row[3]]).rstrip()
+            for row in rows
+        ]
+        return "\n".join([*lines, *self._notes])
+
+    def _repr_html_(self) -> str:
+        """The same as HTML, which notebooks show."""
+
+        def line(cells: tuple[str, ...], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        head = line(("", *self.names, "difference"), "th")
+        body = "".join(line(row, "td") for row in self._cells())
+        notes = "<br>".join(map(html.escape, self._notes))
+        return f"<table>{head}{body}</table><p>{notes}</p>"
+
+
+def _number(value: float, sign: str = "") -> str:
+    """A score with four decimals, or with three digits where these say too little or too much."""
+    size = abs(value)
+    return f"{value:{sign}.3g}" if 0 < size < 1e-3 or 1e4 <= size < math.inf else f"{value:{sign}.4f}"
+
+
+def _with_error(value: float, error: float) -> str:
+    """A number to the second digit of its standard error."""
+    if error <= 0:
+        return f"{value:.3g} ± 0"
+    decimals = 1 - math.floor(math.log10(error))
+    return (
+        f"{value:.{max(0, decimals)}f} ± {error:.{max(0, decimals)}f}" if decimals < 7 else f"{value:.2g} ± {error:.2g}"
+    )
+
+
+# Scores of every row.
+
+
+def scores_of(likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> dict[str, Tensor]:
+    """Scores of a predictive distribution of B rows, float64 on the CPU, by what the target knows of itself.
+
+    Args:
+        likelihood: p(y | f).
+        summary: The distribution as `Target.scores` read it.
+        y: Checked targets.
+        sigma: Noise, 0-dim or `[C]`.
+
+    Returns:
+        `nll`, and `brier` or `crps` where they have a meaning, `[B]`. Of labels `confidence` in the predicted one, and
+        whether that is right, `agreement`, `[B, L]`. Of numbers `square`, the mean square of the errors of E[y], `[B]`;
+        and, of those that are scored as Gaussians, the shares of intervals that hold them, `coverage_50` and so on.
+
+    Raises:
+        UnsupportedError: The likelihood does not say how good a prediction is.
+    """
+    target = likelihood.target
+    known = target.scores
+    nll = known["nll"](likelihood, summary, y, sigma) if "nll" in known else _density(likelihood, summary, y, sigma)
+    scores = {"nll": nll} | {
+        name: known[name](likelihood, summary, y, sigma) for name in ("brier", "crps") if name in known
+    }
+    decisions, moments = target.decisions(summary, y), target.moments_of(summary, sigma)
+    if decisions is not None:
+        scores["confidence"], scores["agreement"] = decisions
+    if moments is not None:
+        mean, variance = map(widened, moments)
+        error = widened(y) - mean
+        scores["square"] = error.square().mean(1)
+        if "crps" in known:
+            distance = (torch.special.ndtr(error / variance.sqrt()) - 0.5).abs()
+            scores |= {f"coverage_{p}": (distance <= p / 200).to(mean).mean(1) for p in LEVELS}
+    return {name: widened(values.detach().cpu()) for name, values in scores.items()}
+
+
+def _density(likelihood: Likelihood, summary: Summary, y: Tensor, sigma: Tensor) -> Tensor:
+    try:
+        return likelihood.predictive_nll(mean_of(summary), variance_of(summary), y, sigma)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"likelihood={likelihood.name!r} does not say how good a predicted mean is, without which there is nothing "
+            "to compare: define predictive_nll(prediction, variance, y, sigma_noise) -> [B] in its class."
+        ) from error
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredData:
+    """Scores of the rows of all batches so far.
+
+    Attributes:
+        scores: Those of the network and those of the posterior, by name, a tensor per batch.
+        datum: Index of the datum that every row belongs to, `[B]` per batch.
+    """
+
+    scores: tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]] = field(default_factory=lambda: ({}, {}))
+    datum: list[Tensor] = field(default_factory=list)
+
+    def add(self, network: dict[str, Tensor], posterior: dict[str, Tensor], datum: Tensor) -> None:
+        """Takes in a batch: scores as of `scores_of`, and the datum of every row, `[B]`."""
+        for sums, batch in zip(self.scores, (network, posterior), strict=True):
+            for name, values in batch.items():
+                sums.setdefault(name, []).append(values)
+        self.datum.append(datum.cpu())
+
+    def compared(self, generator: torch.Generator, names: tuple[str, str] = ("network", "posterior")) -> Comparison:
+        """The comparison on all of them.
+
+        Args:
+            generator: Source of what is drawn: resampled data, and labels of calibrated predictions.
+            names: Names of the two.
+        """
+        network, posterior = ({name: torch.cat(values) for name, values in side.items()} for side in self.scores)
+        _, datum = torch.cat(self.datum).unique(return_inverse=True)
+        return _compared(network, posterior, datum, generator, names)
+
+
+# Differences and their standard errors.
+
+Statistic = Callable[[Tensor], Tensor]
+"""A score `[R]` of rows that count so often, `[R, B]`."""
+
+
+def _compared(
+    network: dict[str, Tensor],
+    posterior: dict[str, Tensor],
+    datum: Tensor,
+    generator: torch.Generator,
+    names: tuple[str, str],
+) -> Comparison:
+    rows = {
+        name: _of_means(network[name], posterior[name], datum)
+        for name in network
+        if name not in ("confidence", "agreement", "square")
+    }
+    if "agreement" in network:
+        rows["accuracy"] = _of_means(network["agreement"].mean(1), posterior["agreement"].mean(1), datum)
+        rows["ece_floor"] = _of_floors(network["confidence"], posterior["confidence"], drawn_seed(generator))
+    rows |= _of_statistics(_statistics(network), _statistics(posterior), datum, generator)
+    ordered = {name: rows[name] for name in _TITLES if name in rows}
+    return Comparison(ordered, int(datum.max()) + 1, len(datum), names)
+
+
+def _of_floors(network: Tensor, posterior: Tensor, seed: int) -> Row:
+    """Calibration errors of calibrated predictions with confidences `[B, L]`, from the same random numbers."""
+
+    def floor(confidence: Tensor) -> float:
+        source = torch.Generator().manual_seed(seed)
+        return float(calibration_floor(confidence.flatten(), N_BINS, N_RESAMPLES, source))
+
+    first, second = floor(network), floor(posterior)
+    return Row(first, second, second - first, math.nan)
+
+
+def _of_means(network: Tensor, posterior: Tensor, datum: Tensor) -> Row:
+    """Means of scores of rows, `[B]`, with the standard error of their difference.
+
+    Of sums D_n and numbers of rows m_n of N data the difference is d = Σ D_n / Σ m_n, a ratio, whose standard error is
+    √(N / (N − 1) Σ (D_n − m_n d)²) / Σ m_n: of one row per datum that of a mean.
+    """
+    n_data, difference = int(datum.max()) + 1, posterior - network
+    mean = difference.mean()
+    rest = torch.zeros(n_data, dtype=difference.dtype).index_add_(0, datum, difference - mean)
+    error = math.nan if n_data == 1 else float((n_data / (n_data - 1) * rest.square().sum()).sqrt() / len(difference))
+    return Row(float(network.mean()), float(posterior.mean()), float(mean), error)
+
+
+def _statistics(scores: dict[str, Tensor]) -> dict[str, Statistic]:
+    """Scores of one distribution that are no means over the rows."""
+    known: dict[str, Statistic] = {}
+    if "square" in scores:
+        square = scores["square"]
+        known["rmse"] = lambda counts: ((counts @ square) / counts.sum(1)).sqrt()
+    if "agreement" in scores:
+        n_labels = scores["agreement"].shape[1]
+        ranking = Ranking.of(scores["confidence"].flatten(), scores["agreement"].flatten())
+
+        def of_labels(statistic: Statistic) -> Statistic:
+            return lambda counts: statistic(counts.repeat_interleave(n_labels, 1))
+
+        known["ece"] = of_labels(lambda counts: ranking.calibration_error(counts, N_BINS))
+        known["aurc"] = of_labels(lambda counts: ranking.curve(counts).mean_risk())
+        known["coverage_at_risk"] = of_labels(lambda counts: ranking.curve(counts).coverage_at(RISK))
+    return known
+
+
+def _of_statistics(
+    network: dict[str, Statistic], posterior: dict[str, Statistic], datum: Tensor, generator: torch.Generator
+) -> dict[str, Row]:
+    """Statistics of the data, and the spread of their differences over resampled data."""
+    if not network:
+        return {}
+    once = torch.ones(1, len(datum), dtype=widened(datum.new_zeros(())).dtype)
+    differences: dict[str, list[Tensor]] = {name: [] for name in network}
+    for counts in resampled(datum, generator):
+        for name, statistic in network.items():
+            differences[name].append(posterior[name](counts) - statistic(counts))
+    rows: dict[str, Row] = {}
+    for name, statistic in network.items():
+        first, second = float(statistic(once)), float(posterior[name](once))
+        error = float(torch.cat(differences[name]).std()) if int(datum.max()) > 0 else math.nan
+        rows[name] = Row(first, second, second - first, error)
+    return rows
+
+
+def resampled(datum: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
+    """Numbers of times that every row counts in `N_RESAMPLES` samples of the data with replacement, `[r, B]` at once.
+
+    Args:
+        datum: Index of the datum of every row, `[B]`.
+        generator: Source of randomness; a sample takes N numbers of it, whatever their number at once.
+    """
+    n_data, at_once = int(datum.max()) + 1, max(1, _AT_ONCE // len(datum))
+    for start in range(0, N_RESAMPLES, at_once):
+        counts = [
+            torch.bincount(torch.randint(n_data, (n_data,), generator=generator), minlength=n_data)[datum]
+            for _ in range(min(at_once, N_RESAMPLES - start))
+        ]
+        yield widened(torch.stack(counts))

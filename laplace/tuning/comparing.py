@@ -1,0 +1,102 @@
+"""A network, or an ensemble of them, against its posterior on labelled data, in one pass over the data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.comparison import Comparison, ScoredData, scores_of
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.core.checks import named
+from laplace.core.positions import rows_of
+from laplace.core.random_numbers import drawn_seed
+from laplace.engines.outputs import outputs
+from laplace.enums import PredType
+from laplace.likelihoods.target import Summary
+from laplace.network.model_guard import autograd_mode
+from laplace.posterior.posterior import Posterior
+from laplace.predictive.latent import LinearisedOutputs
+from laplace.predictive.mixing import mixed
+from laplace.predictive.posterior_outputs import PosteriorOutputs
+from laplace.predictive.predictor import Predictor, Request
+from laplace.tuning.group import PosteriorGroup
+from laplace.tuning.validation import Targets, Validation
+
+
+def compare(
+    predictor: Predictor, group: PosteriorGroup, loader: Iterable[Any], request: Request, *, progress_bar: bool
+) -> Comparison:
+    """Scores of the predictions and of the networks' outputs themselves, by the same likelihood.
+
+    Args:
+        predictor: What predicts.
+        group: Its posteriors, with their weights.
+        loader: Labelled data.
+        request: Kind of prediction; without a generator numbers are drawn from seed 0.
+        progress_bar: Whether one is shown.
+
+    Raises:
+        NotFittedError: A posterior is not fitted.
+        InvalidType: The loader is none.
+        InvalidData: There are no data, or some that cannot be used.
+        UnsupportedError: The likelihood does not say how good a prediction is.
+    """
+    batches.require_loader(loader, "loader")
+    for posterior in group.posteriors:
+        posterior.require_fitted()
+    kinds = [request.kind(posterior.choices.pred_types) for posterior in group.posteriors]
+    first, weights = group.first, group.weights()
+    likelihood, target = first.likelihood, first.likelihood.target
+    source = torch.Generator().manual_seed(0) if request.generator is None else request.generator
+    seed, draws, resampling = drawn_seed(source), torch.Generator(), torch.Generator().manual_seed(drawn_seed(source))
+    draws.manual_seed(seed)
+    data, n_data = ScoredData(), 0
+    with group.same_random_states(), autograd_mode(), torch.no_grad():
+        for name, x, y in Validation(loader, progress_bar=progress_bar).batches(first, "compare"):
+            with named(name):
+                if PredType.NN in kinds:
+                    draws.manual_seed(seed)  # samples of the weights are the same for all data
+                prediction = predictor.predict(x, replace(request, generator=draws)).rows
+                parts = list(zip(group.posteriors, prediction.components, strict=True))
+                summary = mixed([_summary(one, rows, x, request) for one, rows in parts], weights)
+                f = [_outputs(one, rows, x) for one, rows in parts]
+                positions = prediction.positions
+                targets = Targets.of(first, f[0], y, positions)
+                known = mixed([target.at_outputs(likelihood, each) for each in f], weights)
+                sigma = prediction.sigma_noise
+                network, posterior = (scores_of(likelihood, *targets.counted(each), sigma) for each in (known, summary))
+            datum = n_data + torch.arange(len(f[0])) // math.prod(positions)
+            data.add(network, posterior, datum if targets.rows is None else datum[targets.rows.cpu()])
+            n_data += len(f[0]) // math.prod(positions)
+    several = len(group.posteriors) > 1
+    return data.compared(resampling, ("ensemble", "posterior") if several else ("network", "posterior"))
+
+
+def _summary(posterior: Posterior, rows: PosteriorOutputs, x: Inputs, request: Request) -> Summary:
+    """A prediction as scores read it; where a user's class predicts by its own `__call__`, what that returns."""
+    if not posterior.overrides("__call__"):
+        return posterior.likelihood.target.read_by_scores(rows)
+    pred_types, channel_dim = posterior.choices.pred_types, posterior.channel_dim
+    with posterior.owned() as la:
+        prediction = la(
+            x, pred_type=pred_types.name(request.kind(pred_types)), link_approx=request.link_approx,
+            n_samples=request.n_samples, generator=rows.draws(),
+        )  # fmt: skip
+    if isinstance(prediction, Tensor):
+        return rows_of(prediction, channel_dim).values
+    mean, variance = prediction
+    whole = variance.ndim > mean.ndim
+    values = variance.flatten(0, -3) if whole else rows_of(variance, channel_dim).values
+    return rows_of(mean, channel_dim).values, values
+
+
+def _outputs(posterior: Posterior, rows: PosteriorOutputs, x: Inputs) -> Tensor:
+    """The outputs f(x, θ*), `[B, C]`: the mean of the linearised network, unless that was refined; else of a pass."""
+    linearised = isinstance(rows.source, LinearisedOutputs) and rows.source.step is None
+    return rows.latent_mean if linearised and rows.own.latents is None else outputs(posterior.engine, x).values
