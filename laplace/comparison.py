@@ -37,8 +37,8 @@ N_RESAMPLES = 200
 LEVELS = (50, 90)
 """Probabilities of the intervals that are to hold targets, in per cent."""
 
-_AT_ONCE = 2**22
-"""Counts of rows that are held at once, 32 MiB."""
+_AT_ONCE = 2**16
+"""Counts of rows that are read at once, half a MiB: what follows from them stays in a cache."""
 
 _ROUNDING = 1e-5
 """Difference of two scores, relative to them or to 1, that may be rounding of float32."""
@@ -48,7 +48,7 @@ _TITLES = {
     "brier": "Brier score",
     "accuracy": "accuracy",
     "ece": "ECE",
-    "ece_floor": "ECE if calibrated",
+    "ece_floor": "ECE noise floor",
     "aurc": "AURC",
     "coverage_at_risk": f"coverage at {100 * RISK:g} % risk",
     "crps": "CRPS",
@@ -257,8 +257,8 @@ class ScoredData:
 
 # Differences and their standard errors.
 
-Statistic = Callable[[Tensor], Tensor]
-"""A score `[R]` of rows that count so often, `[R, B]`."""
+Statistics = Callable[[Tensor], dict[str, Tensor]]
+"""Scores `[R]` by name, of rows that count so often, `[R, B]`."""
 
 
 def _compared(
@@ -305,41 +305,43 @@ def _of_means(network: Tensor, posterior: Tensor, datum: Tensor) -> Row:
     return Row(float(network.mean()), float(posterior.mean()), float(mean), error)
 
 
-def _statistics(scores: dict[str, Tensor]) -> dict[str, Statistic]:
+def _statistics(scores: dict[str, Tensor]) -> Statistics:
     """Scores of one distribution that are no means over the rows."""
-    known: dict[str, Statistic] = {}
+
+    def of_squares(counts: Tensor) -> dict[str, Tensor]:
+        return {"rmse": (counts @ scores["square"] / counts.sum(1)).sqrt()}
+
     if "square" in scores:
-        square = scores["square"]
-        known["rmse"] = lambda counts: ((counts @ square) / counts.sum(1)).sqrt()
-    if "agreement" in scores:
-        n_labels = scores["agreement"].shape[1]
-        ranking = Ranking.of(scores["confidence"].flatten(), scores["agreement"].flatten())
+        return of_squares
+    if "agreement" not in scores:
+        return lambda counts: {}
+    n_labels = scores["agreement"].shape[1]
+    ranking = Ranking.of(scores["confidence"].flatten(), scores["agreement"].flatten())
 
-        def of_labels(statistic: Statistic) -> Statistic:
-            return lambda counts: statistic(counts.repeat_interleave(n_labels, 1))
+    def of_ranking(counts: Tensor) -> dict[str, Tensor]:
+        ordered = ranking.ordered(counts if n_labels == 1 else counts.repeat_interleave(n_labels, 1))
+        curve = ranking.curve(ordered)
+        return {
+            "ece": ranking.calibration_error(ordered, N_BINS),
+            "aurc": curve.mean_risk(),
+            "coverage_at_risk": curve.coverage_at(RISK),
+        }
 
-        known["ece"] = of_labels(lambda counts: ranking.calibration_error(counts, N_BINS))
-        known["aurc"] = of_labels(lambda counts: ranking.curve(counts).mean_risk())
-        known["coverage_at_risk"] = of_labels(lambda counts: ranking.curve(counts).coverage_at(RISK))
-    return known
+    return of_ranking
 
 
 def _of_statistics(
-    network: dict[str, Statistic], posterior: dict[str, Statistic], datum: Tensor, generator: torch.Generator
+    network: Statistics, posterior: Statistics, datum: Tensor, generator: torch.Generator
 ) -> dict[str, Row]:
     """Statistics of the data, and the spread of their differences over resampled data."""
-    if not network:
-        return {}
-    once = torch.ones(1, len(datum), dtype=widened(datum.new_zeros(())).dtype)
-    differences: dict[str, list[Tensor]] = {name: [] for name in network}
-    for counts in resampled(datum, generator):
-        for name, statistic in network.items():
-            differences[name].append(posterior[name](counts) - statistic(counts))
+    once = widened(torch.ones_like(datum)).unsqueeze(0)
+    first, second = network(once), posterior(once)
+    samples = [(network(counts), posterior(counts)) for counts in resampled(datum, generator)] if first else []
     rows: dict[str, Row] = {}
-    for name, statistic in network.items():
-        first, second = float(statistic(once)), float(posterior[name](once))
-        error = float(torch.cat(differences[name]).std()) if int(datum.max()) > 0 else math.nan
-        rows[name] = Row(first, second, second - first, error)
+    for name in first:
+        values = float(first[name]), float(second[name])
+        spread = torch.cat([after[name] - before[name] for before, after in samples]).std()
+        rows[name] = Row(*values, values[1] - values[0], float(spread) if int(datum.max()) > 0 else math.nan)
     return rows
 
 

@@ -40,45 +40,49 @@ class Ranking:
     def of(cls, confidence: Tensor, agreement: Tensor) -> Ranking:
         """Ranking of rows with these confidences and whether the predicted class is the label, `[N]` each."""
         ordered, order = widened(confidence).sort(descending=True, stable=True)
-        ends = torch.ones_like(ordered, dtype=torch.bool)
-        ends[:-1] = ordered[1:] != ordered[:-1]
-        return cls(order, ordered, 1 - widened(agreement)[order], ends.nonzero().flatten())
+        return cls(order, ordered, 1 - widened(agreement)[order], _ends(ordered))
 
     @property
     def once(self) -> Tensor:
         """Counts of the data themselves, `[1, N]`."""
         return torch.ones_like(self.errors).unsqueeze(0)
 
+    def ordered(self, counts: Tensor) -> Tensor:
+        """Counts `[R, N]` of rows in the order of the data, from the most confident row on."""
+        return counts[:, self.order]
+
     def curve(self, counts: Tensor) -> RiskCurve:
-        """Errors among the accepted rows, of rows that count so often, `[R, N]` in the order of the data."""
-        counts = counts[:, self.order]
-        accepted, errors = (values.cumsum(1)[:, self.last] for values in (counts, counts * self.errors))
-        return RiskCurve(accepted, errors)
+        """Errors among the accepted rows, of rows that count so often, `[R, N]` from the most confident on."""
+        size, errors = counts, counts * self.errors
+        if len(self.last) < counts.shape[1]:
+            size, errors = (_steps(values.cumsum(1)[:, self.last]) for values in (size, errors))
+        return RiskCurve(size, errors, size.cumsum(1), errors.cumsum(1))
 
     def calibration_error(self, counts: Tensor, n_bins: int) -> Tensor:
-        """Σ_m |Σ_n gap_nm| / N (Guo et al., 2017, eq. 3), of rows that count so often."""
-        counts = counts[:, self.order]
+        """Σ_m |Σ_n gap_nm| / N (Guo et al., 2017, eq. 3), of rows that count so often, from the most confident on."""
         return self.binned(counts * (1 - self.errors - self.confidence), n_bins) / counts.sum(1)
 
     def binned(self, gaps: Tensor, n_bins: int) -> Tensor:
         """Σ_m |Σ_n g_n|, the outer sum over bins of equal width of the confidence, of g `[R, N]` in this order."""
-        bins = confidence_bins(self.confidence, n_bins)
-        ends = torch.ones_like(bins, dtype=torch.bool)
-        ends[:-1] = bins[1:] != bins[:-1]
-        return _steps(gaps.cumsum(1)[:, ends.nonzero().flatten()]).abs().sum(1)
+        ends = _ends(confidence_bins(self.confidence, n_bins))
+        return _steps(gaps.cumsum(1)[:, ends]).abs().sum(1)
 
 
 @dataclass(frozen=True, eq=False)
 class RiskCurve:
-    """Numbers of accepted rows, and of errors among them, as the threshold falls from one confidence to the next.
+    """Numbers of rows and of errors in groups of equal confidence, from the most confident on, `[R, G]` each.
 
     Attributes:
-        accepted: `[R, G]`.
-        errors: `[R, G]`.
+        size: Rows of a group.
+        errors: Errors among them.
+        accepted: Rows down to the end of the group.
+        wrong: Errors among those.
     """
 
-    accepted: Tensor
+    size: Tensor
     errors: Tensor
+    accepted: Tensor
+    wrong: Tensor
 
     def mean_risk(self) -> Tensor:
         """(1/N) Σ_i E_i / i with the errors E_i among the first i rows, expected over the order of equal confidences.
@@ -86,24 +90,28 @@ class RiskCurve:
         With a rows and E errors before a group of t rows and e errors, E_(a+s) = E + s e/t on average, so that the
         group adds e + (E − a e/t) Σ_(s=1..t) 1/(a + s).
         """
-        size, errors = _steps(self.accepted), _steps(self.errors)
-        rate = torch.where(size > 0, errors / size.clamp(min=1), 0.0)
-        before, errors_before = self.accepted - size, self.errors - errors
         n_rows = self.accepted[:, -1]
-        whole = torch.arange(int(n_rows.max()) + 1, dtype=rate.dtype, device=rate.device)
-        sums = torch.cat([whole[:1], whole[1:].reciprocal().cumsum(0)])
-        spread = sums[self.accepted.long()] - sums[before.long()]
-        return (errors + (errors_before - before * rate) * spread).sum(1) / n_rows
+        sums = torch.arange(int(n_rows.max()) + 1, dtype=n_rows.dtype, device=n_rows.device)
+        sums[1:] = sums[1:].reciprocal().cumsum(0)
+        rate = self.errors / self.size.clamp(min=1)
+        before = (self.wrong - self.errors) - (self.accepted - self.size) * rate
+        return (self.errors + before * _steps(sums[self.accepted.long()])).sum(1) / n_rows
 
     def mean_generalised_risk(self) -> Tensor:
         """∫ E(c) dc with the share E(c) of all rows that are accepted and wrong at a coverage c, linear in a group."""
-        size, errors = _steps(self.accepted), _steps(self.errors)
-        return (size * (self.errors - 0.5 * errors)).sum(1) / self.accepted[:, -1].square()
+        return (self.size * (self.wrong - 0.5 * self.errors)).sum(1) / self.accepted[:, -1].square()
 
     def coverage_at(self, risk: float) -> Tensor:
         """Largest share of rows that a threshold accepts with a share of errors of at most `risk` among them."""
-        within = self.errors <= risk * self.accepted * (1 + _SLACK)
-        return torch.where(within, self.accepted, 0.0).amax(1) / self.accepted[:, -1]
+        within = self.wrong <= risk * (1 + _SLACK) * self.accepted
+        return (self.accepted * within).amax(1) / self.accepted[:, -1]
+
+
+def _ends(values: Tensor) -> Tensor:
+    """Places of the last of equal values that follow each other, of `[N]`."""
+    ends = torch.ones_like(values, dtype=torch.bool)
+    ends[:-1] = values[1:] != values[:-1]
+    return ends.nonzero().flatten()
 
 
 def _steps(sums: Tensor) -> Tensor:

@@ -54,8 +54,8 @@ def compare(
     first, weights = group.first, group.weights()
     likelihood, target = first.likelihood, first.likelihood.target
     source = torch.Generator().manual_seed(0) if request.generator is None else request.generator
-    seed, draws, resampling = drawn_seed(source), torch.Generator(), torch.Generator().manual_seed(drawn_seed(source))
-    draws.manual_seed(seed)
+    resampling, seed = torch.Generator().manual_seed(drawn_seed(source)), drawn_seed(source)
+    draws = torch.Generator().manual_seed(seed)
     data, n_data = ScoredData(), 0
     with group.same_random_states(), autograd_mode(), torch.no_grad():
         for name, x, y in Validation(loader, progress_bar=progress_bar).batches(first, "compare"):
