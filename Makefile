@@ -102,7 +102,7 @@ dist: $(READY)  ## Build the wheel and the source archive into dist/
 versions: $(READY)  ## Write the versions of other packages that are here into docs/integrations.md
 	$(PY) -m tests.integrations.versions
 
-quickstart: $(READY)  ## Train, fit, tune and plot on the digits data, in under a minute
+quickstart: $(READY)  ## Train, fit, calibrate and plot on the digits data, in under a minute
 	PYTHONPATH=. $(PY) examples/quickstart.py
 
 # The tutorials are executed; their outputs are kept in build/tutorials, so that only pages that changed run again.
