@@ -165,12 +165,14 @@ class Derived:
         backend: The curvature backend as users call it, or None.
         engine: What computes Jacobians and curvature, or None.
         distance: Of the mean from the prior's.
+        noise_seen: Whether a noise of 1 has been compared with the residuals.
     """
 
     def __init__(self, engine: CurvatureEngine | None = None) -> None:
         self.backend: CurvatureInterface | None = None
         self.engine = engine
         self.distance = Distance()
+        self.noise_seen = False
         self._latest: _Latest | None = None
 
     def precision(self, curvature: Curvature, values: tuple[Tensor, ...], make: Callable[[], Precision]) -> Precision:

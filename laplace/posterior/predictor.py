@@ -19,6 +19,7 @@ from laplace.core.random_numbers import drawn_seed
 from laplace.enums import PredType
 from laplace.errors import GradientWarning, InvalidArgument, UnsupportedError, warn
 from laplace.posterior import own_outputs
+from laplace.posterior.default_noise import warn_of_default_noise
 from laplace.posterior.overridden import posterior_before
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.sharding import refuse_sharded
@@ -176,6 +177,7 @@ class PosteriorPredictor(Predictor):
         """Outputs of the linearised network: all, or those of a choice; jointly all inputs, or those of a group."""
         posterior, graph = self.posterior, self.graph
         self._warn_of_cut(x)
+        warn_of_default_noise(posterior)
         with torch.set_grad_enabled(graph):
             precision = posterior.predictive_precision()
         return LinearisedOutputs(
@@ -189,6 +191,7 @@ class PosteriorPredictor(Predictor):
 
         posterior, graph = self.posterior, self.graph
         self._warn_of_cut(x)
+        warn_of_default_noise(posterior)
         refuse_refined(posterior.refined_step, posterior.engine.problem)
         with torch.set_grad_enabled(graph):
             thetas = sampler(posterior)
@@ -210,6 +213,7 @@ class PosteriorPredictor(Predictor):
 
         posterior, graph = self.posterior, self.graph
         self._warn_of_cut(x)
+        warn_of_default_noise(posterior)
         refuse_refined(posterior.refined_step, posterior.problem)
         with torch.set_grad_enabled(graph):
             variances = posterior.predictive_precision().diagonal_of_inverse()

@@ -343,7 +343,7 @@ def _notes(values: Tensor, place: int, grid: Grid, objective: Objective, network
     return notes
 
 
-def _edges(place: int, grid: Grid, best: float, spread: float, network: Callable[[], Tensor]) -> list[str]:
+def _edges(place: int, grid: Grid, loss: float, spread: float, network: Callable[[], Tensor]) -> list[str]:
     """Notes on hyper-parameters whose best value is on an edge of their axis.
 
     Where the prior precision grows, predictions become those of the network: if these are as good as the best, there is
@@ -355,14 +355,14 @@ def _edges(place: int, grid: Grid, best: float, spread: float, network: Callable
         if len(values) < 3 or index[name] not in (0, len(values) - 1):
             continue
         value = values[index[name]]
-        found = f"the best {name.replace('_', ' ')}, {value.item():g}, is "
+        best = f"the best {name.replace('_', ' ')}, {value.item():g}"
         if name == "prior_precision" and bool(value == values.max()):
             own = network()[index.get("sigma_noise", 0)].item()
-            if own <= best + _AS_GOOD * min(spread, abs(own)):
+            if own <= loss + _AS_GOOD * min(spread, abs(own)):
                 notes.append(
-                    f"{found}the largest of the grid, and the network's own predictions are as good (a loss of "
-                    f"{own:.4g}, with the posterior {best:.4g}): a larger one only comes nearer to them"
+                    f"{best}, is the largest of the grid, and the network's own predictions are as good (a loss of "
+                    f"{own:.4g}, with the posterior {loss:.4g}): a larger one only comes nearer to them"
                 )
                 continue
-        notes.append(f"{found}on the edge of the grid; widen it")
+        notes.append(f"{best}, is on the edge of the grid; widen it")
     return notes

@@ -28,6 +28,7 @@ from laplace.enums import (
 )
 from laplace.errors import InvalidArgument
 from laplace.posterior.calibration import Calibration
+from laplace.posterior.default_noise import warn_of_default_noise
 from laplace.posterior.posterior import Posterior
 
 if TYPE_CHECKING:
@@ -219,6 +220,7 @@ class Tunable(ABC):
 
         choose.check_predictive(pred_type)
         posteriors, structure = self._group, str(prior_structure)
+        _warn_of_noise(posteriors)
         posteriors.check_structure(structure)
         posteriors.refuse_calibrated("optimize_prior_precision")
         with posteriors.same_random_states():
@@ -319,6 +321,8 @@ class Tunable(ABC):
         method = method or ("grid" if combined is None else "lbfgs")
         with posteriors.same_random_states():
             coordinates = choose.coordinates_of(posteriors, tune, structure, by_evidence=combined is not None)
+            if "sigma_noise" not in coordinates.names:
+                _warn_of_noise(posteriors)
             if method != "grid" and grid is not None:
                 raise InvalidArgument(f"grid= is not used by method={method!r}; use method='grid', or leave it out.")
             climb = optimise.Climb(method, n_steps, lr, tolerance, progress_bar=progress_bar)
@@ -361,6 +365,12 @@ def _validation_loss(
     pred_type, link_approx, n_samples, generator = kind
     predictive = Predictive(str(pred_type), str(link_approx), n_samples, generator)
     return ValidationLoss(make_objective(loss, posteriors.likelihood), data, predictive)
+
+
+def _warn_of_noise(posteriors: PosteriorGroup) -> None:
+    """Warns where the noise that a search keeps is still 1, and far from the residuals."""
+    for posterior in posteriors.posteriors:
+        warn_of_default_noise(posterior)
 
 
 _UNUSED = "val_loader is not used by method='marglik'; use method='gridsearch' to tune on validation data"
