@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from laplace.core import batch as batches
 from laplace.core.batch import Inputs
 from laplace.core.precision_policy import widened
 from laplace.errors import InvalidArgument
@@ -18,12 +19,13 @@ from laplace.parametric import ParametricLaplace
 def confidence_bound(posterior: ParametricLaplace | MixtureLaplace, x: Inputs) -> Tensor:
     """Upper bound on the confidence at αx for every α > 0, however far from the data: `[B]`, float64.
 
-        Σ_k π_k / (1 + Σ_{i≠c} exp(−(b_i + b_c))),    b_i = ‖μ_i‖ / √((π/8) λ_min(Σ_i)),
+        max_c Σ_k π_k / (1 + Σ_{i≠c} exp(−(b_i + b_c))),    b_i = ‖μ_i‖ / √((π/8) λ_min(Σ_i)),
 
-    for the probit link; c is the class that component k predicts at x, μ_i and Σ_i are mean and covariance of the
-    weights of output i, with its bias (Eschenhagen et al., 2021, theorem 2; lemma 1 for one posterior). The theorem
-    assumes a ReLU network without biases, whose features scale with x, and α → ∞. At x itself the bound holds for every
-    network, since |m_i| / √(1 + (π/8) C_ii) ≤ b_i for any features.
+    for the probit link; μ_i and Σ_i are mean and covariance of the weights of output i under component k, with its bias
+    (Eschenhagen et al., 2021, theorem 2; lemma 1 for one posterior). The sum bounds the probability of class c. The
+    theorem takes the class that is predicted at x; at αx it may be another, so that the largest sum bounds the
+    confidence. It is the same for every x, and holds for every network with a linear head, since
+    |m_i| / √(1 + (π/8) C_ii) ≤ b_i for any features.
 
     Args:
         posterior: A fitted last-layer posterior for classification, or a mixture of such.
@@ -34,17 +36,18 @@ def confidence_bound(posterior: ParametricLaplace | MixtureLaplace, x: Inputs) -
         NotFittedError: Before `fit`.
     """
     parts = posterior.components if isinstance(posterior, MixtureLaplace) else [posterior]
-    weights = posterior.weights.tolist() if isinstance(posterior, MixtureLaplace) else [1.0]
     with torch.no_grad():
-        bounds = [weight * _bound(la, x) for weight, la in zip(weights, parts, strict=True)]
-    return torch.stack([bound.to(bounds[0].device) for bound in bounds]).sum(0)
+        bounds = [_bounds(la) for la in parts]
+        weights = posterior.weights.tolist() if isinstance(posterior, MixtureLaplace) else [1.0]
+        terms = [weight * bound.to(bounds[0]) for weight, bound in zip(weights, bounds, strict=True)]
+        return torch.stack(terms).sum(0).max().expand(batches.size(x, parts[0].dict_key_x)).clone()
 
 
-def _bound(la: ParametricLaplace, x: Inputs) -> Tensor:
+def _bounds(la: ParametricLaplace) -> Tensor:
+    """Upper bound on the probability of every class under one posterior, `[C]`."""
     b = _ratios(la)
-    chosen = la(x, link_approx="probit").argmax(-1)
     pairs = (b.unsqueeze(0) + b.unsqueeze(1)).neg().exp().fill_diagonal_(0)
-    return (1 / (1 + pairs.sum(1)))[chosen]
+    return 1 / (1 + pairs.sum(1))
 
 
 def _ratios(la: ParametricLaplace) -> Tensor:

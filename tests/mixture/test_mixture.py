@@ -269,14 +269,66 @@ def test_confidence_far_away_is_bounded(n_components: int, structure: str) -> No
     for x in torch.randn(10, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64):
         for scale in (1.0, 1e2, 1e5):
             far = (scale * x).unsqueeze(0)
-            chosen = torch.stack([la(far).argmax() for la in mixture.components])
-            bound = reference.confidence_bound(mixture.weights, rows, covariances, chosen)
+            bound = reference.confidence_bound(mixture.weights, rows, covariances)
             assert_close(confidence_bound(mixture, far)[0], bound, "algebra")
             assert 1 / 3 < bound < 1
             assert mixture(far).max().item() <= bound
         with torch.no_grad():
             certain = sum(model(1e5 * x).softmax(0).max().item() for model in models) / n_components
         assert certain > bound >= mixture(1e5 * x.unsqueeze(0)).max().item()
+
+
+ALPHAS = torch.logspace(-4, 9, 27, dtype=torch.float64)
+
+
+def heads(rows: list[Tensor], roots: list[Tensor], weights: list[float]) -> MixtureLaplace:
+    """A mixture of linear heads `[C, D]` without biases, each with a root of the covariance of its weights."""
+    parts: list[Any] = []
+    for mean, root in zip(rows, roots, strict=True):
+        layer = nn.Linear(mean.shape[1], len(mean), bias=False).double()
+        layer.weight.data.copy_(mean)
+        la = Laplace(layer, "classification", "last_layer", "diag" if root.ndim == 1 else "full")
+        la.fit([(torch.ones(1, mean.shape[1], dtype=torch.float64), torch.zeros(1, dtype=torch.long))])
+        la.posterior_scale = root
+        parts.append(la)
+    return MixtureLaplace(parts, weights=weights)
+
+
+def test_the_class_may_be_another_further_out() -> None:
+    """The first class is predicted at x, where its variance tells little, the second far away."""
+    rows = torch.tensor([[1.01], [1.0], [0.0]], dtype=torch.float64)
+    variances = torch.tensor([100.0, 1e-4, 100.0], dtype=torch.float64)
+    la = heads([rows], [variances.sqrt()], [1.0])
+    x = torch.full((1, 1), 1e-4, dtype=torch.float64)
+    p = la(ALPHAS.unsqueeze(1) * x)
+    assert p[0].argmax() == 0 and p[-1].argmax() == 1 and p[-1].max() > 0.99
+    bound = confidence_bound(la, x)
+    assert bool((p.amax(1) <= bound).all())
+    assert_close(bound[0], reference.confidence_bound(torch.ones(1), [rows], [variances.diag()]), "algebra")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_confidence_of_random_mixtures_exceeds_it(seed: int) -> None:
+    """At αx, α from 1e-4 to 1e9, of heads whose means and variances are of sizes far apart."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    n_components, n_classes, width = 1 + seed % 3, 2 + seed % 4, 1 + seed % 5
+    rows, roots = [], []
+    for _ in range(n_components):
+        rows.append(drawn(n_classes, width) * (10 ** drawn(n_classes, 1)))
+        spread = 10 ** drawn(n_classes * width)
+        roots.append(spread if seed % 2 else spread.unsqueeze(1) * drawn(len(spread), len(spread)))
+    weights = drawn(n_components).abs()
+    mixture = heads(rows, roots, (weights / weights.sum()).tolist())
+    x = drawn(6, width)
+    p = mixture((ALPHAS.view(-1, 1, 1) * x).flatten(0, 1))
+    bound = confidence_bound(mixture, x)
+    assert bool((p.amax(1).view(len(ALPHAS), -1) <= bound * (1 + 1e-9)).all())
+    covariances = [root.square().diag() if root.ndim == 1 else root @ root.T for root in roots]
+    assert_close(bound, reference.confidence_bound(mixture.weights, rows, covariances) + 0 * bound, "algebra")
 
 
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
@@ -308,7 +360,7 @@ def test_the_bound_tightens_with_the_uncertainty() -> None:
     rows, weights = [torch.ones(3, 2, dtype=torch.float64)], torch.ones(1)
     for scale, limit in ((1e-6, 1.0), (1e12, 1 / 3)):
         covariance = [scale * torch.eye(6, dtype=torch.float64)]
-        assert_close(reference.confidence_bound(weights, rows, covariance, torch.tensor([0])), limit, "float32")
+        assert_close(reference.confidence_bound(weights, rows, covariance), limit, "float32")
 
 
 # State, manners, errors.

@@ -32,24 +32,24 @@ def moments(weights: Tensor, means: Tensor, covariances: Tensor) -> tuple[Tensor
     return mean, second - torch.outer(mean, mean)
 
 
-def confidence_bound(weights: Tensor, rows: Sequence[Tensor], covariances: Sequence[Tensor], chosen: Tensor) -> float:
-    """Theorem 2 of Eschenhagen et al. (2021): Σ_k π_k / (1 + Σ_{i≠c} exp(−(b_i + b_c))), c of each component.
+def confidence_bound(weights: Tensor, rows: Sequence[Tensor], covariances: Sequence[Tensor]) -> float:
+    """The largest over c of Σ_k π_k / (1 + Σ_{i≠c} exp(−(b_i + b_c))), b_i = ‖μ_i‖ / √(π/8 λ_min(Σ_i)).
 
-    b_i = ‖μ_i‖ / √(π/8 λ_min(Σ_i)). With one component it is lemma 1.
+    For a class c it is theorem 2 of Eschenhagen et al. (2021), with one component lemma 1.
 
     Args:
         weights: π, `[K]`.
         rows: Of each component, the means μ_i of the rows of the last layer, `[C, D]`.
         covariances: Of each component, the covariance of the flattened rows, `[C·D, C·D]`, row after row.
-        chosen: The label that each component predicts, `[K]`.
     """
-    total = 0.0
-    for weight, mu, covariance, c in zip(weights.tolist(), rows, covariances, chosen.tolist(), strict=True):
+    totals = [0.0] * len(rows[0])
+    for weight, mu, covariance in zip(weights.tolist(), rows, covariances, strict=True):
         width = mu.shape[1]
         b = []
         for i, row in enumerate(mu):
             block = covariance[i * width : (i + 1) * width, i * width : (i + 1) * width]
             smallest = torch.linalg.eigvalsh(block)[0].item()
             b.append(row.norm().item() / math.sqrt(math.pi / 8 * smallest))
-        total += weight / (1 + sum(math.exp(-(b[i] + b[c])) for i in range(len(b)) if i != c))
-    return total
+        for c in range(len(totals)):
+            totals[c] += weight / (1 + sum(math.exp(-(b[i] + b[c])) for i in range(len(b)) if i != c))
+    return max(totals)
