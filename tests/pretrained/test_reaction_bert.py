@@ -7,6 +7,7 @@ from torch import Tensor
 
 from examples.pretrained_data import freesolv, reaction_bert, smiles_tokens
 from laplace import Laplace, LowRankKronLaplace
+from tests.pretrained import lora_page
 from tests.pretrained.loading import lent, loaded
 
 Batch = dict[str, Tensor]
@@ -58,3 +59,14 @@ def test_adapters(batches):
     assert isinstance(la, LowRankKronLaplace)
     assert la.n_params == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert bool((prediction.variance > 0).all())
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_the_tutorial_runs(monkeypatch, capsys):
+    pytest.importorskip("peft")
+    loaded(freesolv), loaded(reaction_bert)
+    page = (lora_page.ROOT / "docs" / "tutorials" / "lora.md").read_text("utf-8")
+    assert not [text for text in lora_page.SMALL if text not in page]
+    monkeypatch.syspath_prepend(str(lora_page.ROOT / "examples"))
+    lora_page.run(small=True)
+    assert "90 % interval" in capsys.readouterr().out
