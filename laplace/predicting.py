@@ -113,11 +113,11 @@ class OutputSampling(ABC):
         """The network against its posterior on labelled data: a table of scores, and which of the two to use.
 
         The network is scored by what the likelihood says at its outputs f(x): softmax(f), a Gaussian around f with the
-        noise σ. The posterior is scored as `la.predict` has it; in a regression as a Gaussian with the mean and the
-        variance of y of every output. Both see the same data, which must be new to training and to tuning. Every
-        difference has its paired standard error. Where an output per token or pixel makes several labels of a datum,
-        that of the data counts, not of labels. For a mixture the network is the ensemble of its networks, with the same
-        weights π.
+        noise σ (after `calibrate`, with the noise that suits the network best). The posterior is scored as `la.predict`
+        has it; in a regression as a Gaussian with the mean and the variance of y of every output. Both see the same
+        data, which must be new to training and to tuning. Every difference has its paired standard error. Where an
+        output per token or pixel makes several labels of a datum, that of the data counts, not of labels. For a mixture
+        the network is the ensemble of its networks, with the same weights π.
 
         Args:
             loader: Labelled data, batches as `fit` takes them; it is read once. Labels that are ignored do not count.

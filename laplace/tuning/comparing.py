@@ -52,7 +52,7 @@ def compare(
         posterior.require_fitted()
     kinds = [request.kind(posterior.choices.pred_types) for posterior in group.posteriors]
     first, weights = group.first, group.weights()
-    likelihood, target = first.likelihood, first.likelihood.target
+    likelihood, target, calibration = first.likelihood, first.likelihood.target, first.calibration
     source = torch.Generator().manual_seed(0) if request.generator is None else request.generator
     resampling, seed = torch.Generator().manual_seed(drawn_seed(source)), drawn_seed(source)
     draws = torch.Generator().manual_seed(seed)
@@ -70,7 +70,9 @@ def compare(
                 targets = Targets.of(first, f[0], y, positions)
                 known = mixed([target.at_outputs(likelihood, each) for each in f], weights)
                 sigma = prediction.sigma_noise
-                network, posterior = (scores_of(likelihood, *targets.counted(each), sigma) for each in (known, summary))
+                own = sigma if calibration is None else calibration.network_noise  # that of a posterior is less
+                network = scores_of(likelihood, *targets.counted(known), own)
+                posterior = scores_of(likelihood, *targets.counted(summary), sigma)
             datum = n_data + torch.arange(len(f[0])) // math.prod(positions)
             data.add(network, posterior, datum if targets.rows is None else datum[targets.rows.cpu()])
             n_data += len(f[0]) // math.prod(positions)

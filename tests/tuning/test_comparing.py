@@ -146,6 +146,22 @@ def test_every_output_has_its_noise() -> None:
     check(found, reference.gaussian_scores(f, noise, y), reference.gaussian_scores(f, variance, y), kind="float32")
 
 
+def test_a_calibrated_posterior_and_the_network_have_their_own_noise() -> None:
+    case = Case(catalogue.get("mlp_regression"), "full", "all")
+    la = case.fit(sigma_noise=0.7)
+    generator = seeded()
+    x = torch.randn(60, *case.problem.x.shape[1:], dtype=torch.float64, generator=generator)
+    spread = la.predict(x).latent_variance
+    y = la.predict(x).latent_mean + (spread + 1e-4).sqrt() * torch.randn(
+        spread.shape, dtype=torch.float64, generator=generator
+    )
+    calibration = la.calibrate([(x, y)])
+    assert bool(la.sigma_noise < 0.5 * calibration.network_noise)
+    prediction, noise = la.predict(x), calibration.network_noise.square().expand_as(y)
+    own = reference.gaussian_scores(prediction.latent_mean, noise, y)
+    check(la.compare([(x, y)]), own, reference.gaussian_scores(prediction.mean, prediction.variance, y), kind="float32")
+
+
 def test_a_noise_that_the_network_predicts() -> None:
     case = Case(catalogue.problems("heteroscedastic")[0], "full", "all")
     la = case.fit(prior_precision=30.0)
