@@ -510,10 +510,10 @@ def test_a_table_is_text_html_and_data() -> None:
     rows = OrderedDict(nll=row, ece_floor=Row(0.01, 0.02, 0.01, math.nan), aurc=Row(0.0, 12345.0, 5e-5, 0.0))
     comparison = Comparison(rows, 20, 5120, ("a <b>", "posterior"))
     assert repr(comparison).splitlines() == [
-        "                    a <b>  posterior  difference",
-        "NLL                0.1221     0.1943  +0.0722 ± 0.0106",
-        "ECE noise floor    0.0100     0.0200",
-        "AURC               0.0000   1.23e+04  +5e-05 ± 0.0000",
+        "                  a <b>  posterior  difference",
+        "NLL              0.1221     0.1943  +0.0722 ± 0.0106",
+        "ECE noise floor  0.0100     0.0200",
+        "AURC             0.0000   1.23e+04  +5e-05 ± 0.0000",
         "Differences ± one paired standard error, on 20 data with 5,120 labels.",
         "Use a <b>: its NLL is lower by 0.072 ± 0.011 on 20 data.",
     ]
