@@ -36,7 +36,7 @@ def compare(
 
     Args:
         predictor: What predicts.
-        group: Its posteriors, with their weights.
+        group: Its posteriors.
         loader: Labelled data.
         request: Kind of prediction; without a generator numbers are drawn from seed 0.
         progress_bar: Whether one is shown.
@@ -51,7 +51,7 @@ def compare(
     for posterior in group.posteriors:
         posterior.require_fitted()
     kinds = [request.kind(posterior.choices.pred_types) for posterior in group.posteriors]
-    first, weights = group.first, group.weights()
+    first = group.first
     likelihood, target, calibration = first.likelihood, first.likelihood.target, first.calibration
     source = torch.Generator().manual_seed(0) if request.generator is None else request.generator
     resampling, seed = torch.Generator().manual_seed(drawn_seed(source)), drawn_seed(source)
@@ -64,6 +64,7 @@ def compare(
                     draws.manual_seed(seed)  # samples of the weights are the same for all data
                 prediction = predictor.predict(x, replace(request, generator=draws)).rows
                 parts = list(zip(group.posteriors, prediction.components, strict=True))
+                weights = prediction.weights
                 summary = mixed([_summary(one, rows, x, request) for one, rows in parts], weights)
                 f = [_outputs(one, rows, x) for one, rows in parts]
                 positions = prediction.positions

@@ -238,10 +238,8 @@ def mixture(likelihood: str, weights: list[float]) -> tuple[MixtureLaplace, Tens
 
 def test_a_mixture_of_classifiers_is_compared_with_the_ensemble() -> None:
     la, x, y = mixture("classification", [0.5, 0.2, 0.3])
-    probs = torch.stack([one.model(x).detach().softmax(1) for one in la.components])
-    network = torch.einsum("k,kbc->bc", la.weights, probs)
     found = la.compare([(x[:5], y[:5]), (x[5:], y[5:])])
-    check(found, reference.class_scores(network, y), reference.class_scores(la(x), y))
+    check(found, ensemble(la, x, y), reference.class_scores(la(x), y))
     assert found.names == ("ensemble", "posterior") and "ensemble" in repr(found).splitlines()[0]
 
 
@@ -277,6 +275,34 @@ def test_a_tempered_posterior_near_the_network_makes_no_difference() -> None:
     found = la.compare([(x, y)])
     assert abs(found.rows["nll"].difference) < 1e-6
     assert found.verdict == "no difference: the NLL is the same on 12 data"
+
+
+@pytest.mark.filterwarnings("ignore::laplace.errors.CalibrationWarning")  # of 12 data
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_a_calibrated_posterior_is_compared_as_it_predicts(likelihood: str) -> None:
+    model, x, y = double(likelihood)
+    la = Laplace(model, likelihood, "all", "kron")
+    la.fit([(x, y)])
+    calibration = la.calibrate([(x, y)])
+    found = la.compare([(x[:5], y[:5]), (x[5:], y[5:])]).rows["nll"]
+    assert_close(found.posterior, calibration.posterior_nll, "algebra")
+    if likelihood == "classification":  # whose network has no noise of its own
+        assert_close(found.network, calibration.network_nll, "algebra")
+        assert calibration.is_network or found.difference != 0
+
+
+@pytest.mark.filterwarnings("ignore::laplace.errors.CalibrationWarning")
+def test_a_calibrated_mixture_keeps_its_weights() -> None:
+    la, x, y = mixture("classification", [0.5, 0.2, 0.3])
+    la.weights = "evidence"
+    la.calibrate([(x, y)])
+    check(la.compare([(x, y)]), ensemble(la, x, y), reference.class_scores(la(x), y))
+
+
+def ensemble(la: MixtureLaplace, x: Tensor, y: Tensor) -> Scores:
+    """Scores of the ensemble of classifiers."""
+    probs = torch.stack([one.model(x).detach().softmax(1) for one in la.components])
+    return reference.class_scores(torch.einsum("k,kbc->bc", la.weights, probs), y)
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression", "poisson", "heteroscedastic", "bernoulli"])

@@ -92,6 +92,7 @@ samples: Tensor = la.predictive_samples(x, PredType.NN, n_samples=10)
 probs = la(x, pred_type=PredType.GLM, link_approx=LinkApprox.MC, generator=torch.Generator().manual_seed(0))
 epistemic: Tensor = la.predict(x).decomposition.mutual_information
 low, high = la.predict(x).interval(0.9)
+standard_error: float = la.compare(loader, link_approx="mc").rows["nll"].standard_error
 state: dict[str, Any] = la.state_dict()
 la.load_state_dict(state)
 la.to("cpu").fit(loader)
