@@ -15,7 +15,7 @@ from laplace.core.memory import ran_out
 from laplace.core.random_numbers import standard_normal
 from laplace.deployment.batching import AnySize
 from laplace.deployment.tracing import traced
-from laplace.errors import InvalidData, LaplaceError, UnsupportedError
+from laplace.errors import InvalidData, InvalidInputs, LaplaceError, UnsupportedError
 from laplace.posterior.predictor import replayed
 
 Predict = Callable[..., Any]
@@ -125,10 +125,10 @@ def _graph(predict: Predict, x: Inputs, options: Mapping[str, Any]) -> fx.GraphM
         predict(x, **options)
         try:
             return traced(function, batches.tensors(x))
-        except LaplaceError:
-            raise
-        except (RuntimeError, TypeError, ValueError) as error:
-            if ran_out(error):
+        except (RuntimeError, TypeError, ValueError) as raised:
+            # The inputs fit the network: it has just been run on them.
+            error = raised.__cause__ if isinstance(raised, InvalidInputs) and raised.__cause__ else raised
+            if isinstance(error, LaplaceError) or ran_out(error):
                 raise
             raise UnsupportedError(f"{_NO_GRAPH} PyTorch says: {str(error).strip().splitlines()[0]}") from error
 
@@ -136,6 +136,8 @@ def _graph(predict: Predict, x: Inputs, options: Mapping[str, Any]) -> fx.GraphM
 _NO_GRAPH = (
     "the prediction is no fixed graph of operations: the network, or what is asked of the posterior, decides by the "
     "numbers in the inputs what to do. A network that branches on its inputs is to be written with torch.where; one "
+    "that packs sequences, whose lengths pack_padded_sequence reads as numbers, runs on padded ones and takes the "
+    "state at the last position of each by torch.gather; one "
     "whose inputs say which positions count (by an index) takes subset_of_weights='last_layer'; in place of "
     "a structure that solves by steps until exact ('matrix_free' of many weights) fit 'kron', 'diag' or 'lowrank'."
 )

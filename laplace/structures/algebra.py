@@ -162,13 +162,17 @@ def remaining_matrix(total: Tensor, removed: Tensor, *, signed: bool = False) ->
 def remaining_entries(total: Tensor, removed: Tensor, *, signed: bool = False) -> Tensor:
     """The same of non-negative entries of any shape: each is a sum of its own.
 
+    Entries are squares of derivatives. Of one that is zero for a reason, as that of attention in the bias of its keys,
+    the square of rounding is left, which no other pass over the data repeats.
+
     Raises:
         CurvatureError: An entry would be negative beyond rounding.
     """
     left = total - removed
-    if signed:
+    if signed or not total.numel():
         return left
-    if (left < -rounding(total.dtype) * total.abs()).any():
+    relative = rounding(total.dtype)
+    if (left < -(relative * total.abs() + relative**2 * total.abs().amax())).any():
         raise _removed_too_much(float(left.min()))
     return left.clamp(min=0)
 

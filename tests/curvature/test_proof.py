@@ -13,6 +13,7 @@ from laplace import DiagLaplace, FullLaplace
 from laplace.engines.native.capture import record
 from laplace.errors import CurvatureError
 from laplace.weights.all_weights import AllWeights
+from tests.conformance.test_predictions import latent_of
 from tests.reference import curvature as reference
 from tests.reference.compare import assert_close
 
@@ -55,6 +56,30 @@ def test_derivatives_that_are_zero_for_a_reason_are_no_fault_of_the_model(name: 
         la = DiagLaplace(model, "classification")
         la.fit([(x, y)])
         assert la.H.isfinite().all()
+
+
+def _over_one_number(seed: int) -> nn.Module:
+    """A norm over one number gives its shift, but for rounding that its scale multiplies."""
+    torch.manual_seed(seed)
+    norm = nn.LayerNorm(1, eps=1e-12 if seed % 2 else 1e-5)
+    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1), norm, nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_norms_over_one_number_do_not_mix_data(dtype: torch.dtype) -> None:
+    for seed in range(12):
+        model = _over_one_number(seed).to(dtype)
+        x, y = 3 * torch.randn(12, 3).to(dtype), torch.randint(3, (12,))
+        la = FullLaplace(model, "classification")
+        la.fit([(x[:5], y[:5]), (x[5:], y[5:])])
+        zero = ("0.weight", "0.bias", "2.weight", "2.bias", "3.weight")  # exactly; the rest does not depend on x
+        model.double()
+        rest = [name for name, _ in model.named_parameters() if name not in zero]
+        exact = reference.ggn(model, x.double(), y, rest, "classification")
+        of_rest = torch.cat([torch.full((p.numel(),), name in rest) for name, p in model.named_parameters()])
+        size = exact.norm()
+        assert (la.H[of_rest][:, of_rest] - exact).norm() < 1e-4 * size
+        assert la.H[~of_rest].norm() < 1e-3 * size
 
 
 class _Scaled(nn.Linear):
@@ -112,6 +137,40 @@ def test_data_that_depend_on_each_other_are_refused(dtype: torch.dtype) -> None:
         la = DiagLaplace(_Centred().to(dtype).eval(), "classification")
         with pytest.raises(CurvatureError, match="depends on the others"):
             la.fit([(torch.randn(16, 6).to(dtype), torch.randint(3, (16,)))])
+
+
+class _Broadcast(nn.Module):
+    """An activation with a parameter that all data share, and that no rule explains."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.inp, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
+        self.parameter = nn.Parameter(0.1 + torch.rand(*{"slope": (1,), "slopes": (4,), "centres": (4, 4)}[kind]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inp(x)
+        z = torch.cdist(h, self.parameter) if self.kind == "centres" else F.prelu(h, self.parameter)
+        return self.head(z)
+
+
+@pytest.mark.parametrize("n_data", [1, 2, 3, 5])
+@pytest.mark.parametrize("kind", ["slope", "slopes", "centres"])
+def test_parameters_that_broadcast(kind: str, n_data: int) -> None:
+    """Also of as many data as outputs, and after a batch of another size; by loops over data, not by vmap in vmap."""
+    torch.manual_seed(0)
+    model = _Broadcast(kind).double()
+    x, y = torch.randn(n_data + 3, 6, dtype=torch.float64), torch.randint(3, (n_data + 3,))
+    names = reference.trainable_names(model)
+    jacobian, _ = reference.flat_jacobian(model, x, names)
+    exact = reference.ggn(model, x, y, names, "classification")
+    la = FullLaplace(model, "classification")
+    la.fit([(x[:n_data], y[:n_data]), (x[n_data:], y[n_data:])])
+    assert_close(la.H, exact, "backend")
+    variance = latent_of(la, x[:n_data], "full").variance
+    few = jacobian[:n_data]
+    exact = torch.einsum("bkp,pq,bkq->bk", few, la.posterior_covariance, few)
+    assert_close(variance, exact, "backend")
 
 
 class _Swapped(nn.Module):

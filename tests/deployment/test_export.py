@@ -275,6 +275,27 @@ def test_networks_that_depend_on_the_numbers(kind: str, words: str) -> None:
         la.export(x)
 
 
+class Packing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.layer = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = (x[..., 0] != 0).sum(1)
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return self.layer(self.cell(packed)[1][0][0])
+
+
+def test_packed_sequences_are_refused_for_their_lengths() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 4, 3)
+    x[0, 2:] = 0
+    la = Laplace(Packing(), "regression", "last_layer", "diag", last_layer_name="layer")
+    la.fit([(x, torch.randn(6, 2))])
+    with pytest.raises(UnsupportedError, match="pack_padded_sequence"):
+        la.export(x)
+
+
 @pytest.mark.parametrize("size", [1, 3, 6])
 def test_networks_that_depend_on_the_size_of_the_batch(size: int) -> None:
     torch.manual_seed(0)

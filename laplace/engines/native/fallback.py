@@ -1,8 +1,8 @@
 """Parameters without a layer rule: per-sample derivatives of the whole network, always right, never skipped.
 
-Three ways, each tried where the one before it fails: torch.func's `vmap` of the vector–Jacobian
-product (fastest; LSTMs and data-dependent control flow defeat it), one forward pass per datum with vectorised
-cotangents, and the same with one backward pass per cotangent.
+Three ways, each tried where the one before it fails: torch.func's `vmap` of a forward pass in which every datum has
+its own copy of the weight (fastest; LSTMs and data-dependent control flow defeat it), one forward pass per datum with
+vectorised cotangents, and the same with one backward pass per cotangent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import Enum
 
 import torch
 from torch import Tensor
-from torch.func import vjp, vmap
+from torch.func import vmap
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
@@ -51,7 +51,7 @@ def per_sample(
     with torch.enable_grad(), differentiable(problem.module, twice=create_graph or fallback is Fallback.VMAP):
         if fallback is Fallback.VMAP:
             with slow_batching_accepted():
-                derivatives = _vmapped(problem, x, cotangents, names)
+                derivatives = _vmapped(problem, x, cotangents, names, create_graph=create_graph)
         else:
             derivatives = _looped(
                 problem, x, cotangents, names, loop=fallback is Fallback.LOOP, create_graph=create_graph
@@ -64,23 +64,24 @@ def per_sample(
     return blocks if create_graph else [block.detach() for block in blocks]
 
 
-def _vmapped(problem: Problem, x: Inputs, cotangents: Tensor, names: list[str]) -> list[Tensor]:
+def _vmapped(problem: Problem, x: Inputs, cotangents: Tensor, names: list[str], *, create_graph: bool) -> list[Tensor]:
+    # Data and cotangents are two batches; vmap within vmap has wrong derivatives of some operations (PReLU, cdist).
+    # So vmap takes the data forward, and autograd pulls the cotangents back.
     n_data = cotangents.shape[1]
     fixed = problem.detached()
     leaves = batches.tensors(x)
     dims = tuple(0 if leaf.ndim and leaf.shape[0] == n_data else None for leaf in leaves)
+    copies = [fixed[name].expand(n_data, *fixed[name].shape).requires_grad_() for name in names]
 
-    def one(u: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def one(weights: Sequence[Tensor], *inputs: Tensor) -> Tensor:
         rows = iter([leaf if d is None else leaf.unsqueeze(0) for leaf, d in zip(inputs, dims, strict=True)])
         datum = batches.transform(x, lambda _: next(rows))
-        transposed = vjp(
-            lambda *values: problem.run(fixed | dict(zip(names, values, strict=True)), datum)[0].flatten(),
-            *[fixed[name] for name in names],
-        )[1]
-        return vmap(transposed)(u)
+        return problem.run(fixed | dict(zip(names, weights, strict=True)), datum)[0].flatten()
 
-    derivatives = vmap(one, in_dims=(1, *dims), out_dims=1)(cotangents, *leaves)
-    return list(derivatives)
+    f = vmap(one, in_dims=(0, *dims))(copies, *leaves)
+    gradients = pull(f, copies, cotangents, loop=False, create_graph=create_graph)
+    zeros = (copy.new_zeros(()).expand(len(cotangents), *copy.shape) for copy in copies)
+    return [zero if gradient is None else gradient for gradient, zero in zip(gradients, zeros, strict=True)]
 
 
 def _looped(

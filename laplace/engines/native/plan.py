@@ -86,7 +86,7 @@ def make_plan(
         InvalidData: Outputs or derivatives are not finite.
         CurvatureError: A tensor fails every fallback, which means that the output of one datum depends on others.
     """
-    proof = probe(problem, capture, n_data)
+    proof = probe(problem, capture, x, n_data)
     all_owners, permutes = owners(problem), _permutes(capture.f)
     plan: list[JacobianRule] = []
     for i, truth in enumerate(proof.truths):
@@ -105,7 +105,7 @@ def make_plan(
         else:
             if not ladder:
                 return None
-            plan.append(_prove_fallback(problem, i, x, proof, expected))
+            plan.append(_prove_fallback(problem, i, x, capture, proof))
     return _with_rows(problem, tuple(plan), capture, proof)
 
 
@@ -335,18 +335,33 @@ def _dtype(problem: Problem) -> torch.dtype:
     return block_dtype(problem.dtype)
 
 
-def _prove_fallback(problem: Problem, slot: int, x: Inputs, proof: Probe, expected: Tensor) -> JacobianRule:
+_COTANGENTS = 3
+"""Of a fallback's proof: that of one would not see cotangents that are taken for each other."""
+
+
+def _prove_fallback(problem: Problem, slot: int, x: Inputs, capture: Capture, proof: Probe) -> JacobianRule:
+    """The first fallback that reproduces Σ_kb r_kb J_bᵀ u_kb; proven for other batches unless that is zero."""
+    f, generator = capture.f, torch.Generator().manual_seed(2)
+    r = torch.randn(_COTANGENTS, len(f), generator=generator).to(f)
+    cotangents = proof.unweighted + torch.randn(_COTANGENTS, 1, f.shape[1], generator=generator).to(f)
+    weighted = (r[..., None] * cotangents).sum(0)
+    (truth,) = pull(f, [capture.stand_ins[problem.slots[slot].name]], weighted.unsqueeze(0), loop=True)
+    expected = problem.slots[slot].take(
+        f.new_zeros(problem.slots[slot].shape) if truth is None else truth[0].to_dense()
+    )
     dtype = block_dtype(expected.dtype)
+    scale = float(weighted.norm() / (proof.r[:, None] * proof.unweighted[0]).norm())
     for fallback in Fallback:
         try:
-            (values,) = per_sample(problem, x, proof.unweighted, [slot], fallback)
+            (values,) = per_sample(problem, x, cotangents, [slot], fallback)
         except (RuntimeError, ValueError, TypeError) as error:  # the fallback does not work for this network
             if ran_out(error) and fallback is Fallback.LOOP:  # the others take more
                 raise
             continue
-        actual = torch.einsum("bp,b->p", values[0].to(dtype), proof.r.to(dtype))
-        if proof.agree(slot, actual, expected, values.norm() * proof.r.abs().max()):
-            return JacobianRule(fallback=fallback, description=f"fallback: {fallback.value}")
+        actual = torch.einsum("kbp,kb->p", values.to(dtype), r.to(dtype))
+        if proof.agree(slot, actual, expected, values.norm() * r.abs().max(), scale):
+            description = f"fallback: {fallback.value}"
+            return JacobianRule(fallback=fallback, description=description, proven=bool(expected.any()))
     raise CurvatureError(
         f"the Jacobian with respect to {problem.slots[slot].name!r} cannot be split over the data: the output of one "
         "datum depends on the others. A BatchNorm without running statistics does that in evaluation mode, and so "
