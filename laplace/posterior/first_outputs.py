@@ -13,6 +13,7 @@ from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.core.positions import channel_of, channels_last
 from laplace.engines.engine import detached
+from laplace.errors import UnsupportedError
 from laplace.likelihoods.logits import require_logits, warn_of_sigmoid
 from laplace.network.misfits import called
 from laplace.network.model_guard import autograd_mode, hooks_fire, preserve_model, same_random_state
@@ -34,9 +35,11 @@ def discovered(posterior: Posterior, x: Inputs, y: Tensor, first: FirstBatch | N
     Raises:
         InvalidData: Labels that fit two readings of the outputs, or a network that ends in a sigmoid under a
             likelihood that takes one of the outputs.
+        UnsupportedError: Random weights of several dtypes.
     """
     posterior = with_channels_of(posterior, x, y)
     problem = posterior.weights.discover(x, first)
+    _require_one_dtype(posterior, problem)
     if posterior.likelihood.activation == "sigmoid" and problem.processes is None:
         require_logits(posterior.likelihood, _with_graph(problem, x), problem.dtype)
     return posterior.with_problem(problem)
@@ -61,6 +64,23 @@ def _with_graph(problem: Problem, x: Inputs) -> Tensor:
     """Outputs of the first datum, with the graph that leads to the random weights."""
     with preserve_model(problem.module), hooks_fire(problem.module), torch.enable_grad():
         return _of_one(lambda some: problem.run(problem.stand_ins(), some), detached(x))
+
+
+def _require_one_dtype(posterior: Posterior, problem: Problem) -> None:
+    """Refuses random weights of float32, or less, and of float64: a curvature has one dtype, as its prior has.
+
+    Raises:
+        UnsupportedError: There are both, or the random weights have another dtype than the first of the network.
+    """
+    random = ((slot.name, problem.tensor(slot.name)) for slot in problem.slots)
+    first: dict[torch.dtype, str] = {}
+    for name, tensor in (next(posterior.model.named_parameters()), *random):
+        first.setdefault(torch.promote_types(tensor.dtype, torch.float32), f"{name!r} of {tensor.dtype}")
+    if len(first) > 1:
+        raise UnsupportedError(
+            f"the network has weights of several dtypes: {' and '.join(first.values())}; a posterior has one. Cast the "
+            "network, by model.double() or model.float(), and the inputs that it does not cast itself."
+        )
 
 
 def with_channels_of(posterior: Posterior, x: Inputs, y: Tensor) -> Posterior:
