@@ -132,14 +132,19 @@ class ProductSum:
         layout: The random parameters.
         vectors: V, `[R, P]`.
         running: The sum to add to, `[R, P]`.
+        mixed: Whether gradients of the outputs may have another dtype than those of the weights, since the network
+            casts on the way.
     """
 
-    def __init__(self, layout: Layout, vectors: Tensor, running: Tensor) -> None:
+    def __init__(self, layout: Layout, vectors: Tensor, running: Tensor, *, mixed: bool = False) -> None:
         self.vectors, self.running = layout.split(vectors), layout.split(running)
+        self.mixed = mixed
 
     def add(self, blocks: Mapping[int, Block], first: int) -> None:
         """Adds the products of weighted blocks of all tensors, the number of whose cotangents does not matter."""
         del first
+        if self.mixed:
+            blocks = {i: block.cast(self.vectors[i].dtype) for i, block in blocks.items()}
         self._add(blocks, self._applied(blocks))
 
     def add_head(self, blocks: Mapping[int, Head], hessian: OutputHessian) -> None:

@@ -148,7 +148,8 @@ class OuterEngine(NativeEngine):
             return self._times_by_graph(x, y, vectors, running)
         targets = self.targets(batch.f, y, batch.positions)
         total = torch.zeros_like(vectors) if running is None else running
-        product = ProductSum(self.problem.layout, vectors[0].to(batch.dtype), total[0])
+        vectors, mixed = vectors[0].to(batch.dtype), batch.dtype != self.dtype
+        product = ProductSum(self.problem.layout, vectors, total[0], mixed=mixed)
         slots, heads = tuple(range(len(batch.plan))), batch.head_blocks(batch.heads())
         self._accumulate(batch, targets, product, heads=heads if len(heads) == len(slots) else {}, groups=(slots,))
         return self.summary(batch.f, targets), total
