@@ -1,13 +1,15 @@
-"""Calls of PyTorch's functions with random parameters: products, tables, and sums with what has no data dimension.
+"""Calls of PyTorch's functions with random parameters: products, convolutions, tables, sums with what has no data.
 
 A layer rule knows a module; these know one operation, whichever module it is written in: a weight used through
-`F.linear`, stored as `[in, out]`, or packed with others, a scale w ⊙ h, a table of positions that is added to all data.
+`F.linear`, stored as `[in, out]`, or packed with others, a convolution whose module pads the images by itself, a scale
+w ⊙ h, a table of positions that is added to all data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from laplace.engines.native.autograd import BackwardPasses
 from laplace.engines.native.calls import FunctionCall
 from laplace.engines.native.layers import BatchAxis
 from laplace.engines.native.layers.base import evenly
+from laplace.engines.native.layers.convolution import output_gradients, patches_of
 from laplace.jacobian.blocks import Block, DenseBlock
 from laplace.jacobian.index import IndexBlock
 from laplace.jacobian.outer import OuterBlock
@@ -55,6 +58,44 @@ class LinearCall(FunctionCall):
             return OuterBlock(a=None, g=g)
         a = axis.positions(self.x, n_data, 1).unsqueeze(2).to(g.dtype)
         return OuterBlock(a=a, g=g, input_first=self.transposed)
+
+
+@dataclass(frozen=True, eq=False)
+class ConvolutionCall(FunctionCall):
+    """z = W ∗ x + b.
+
+    Attributes:
+        x: Images `[N, channels, *space]`.
+        kernel: Spatial shape of W.
+        stride: One number per dimension of space, as of `padding` and `dilation`.
+        padding: Zeros before and after each dimension of space.
+        dilation: Between entries of the kernel.
+        groups: G.
+    """
+
+    name: str
+    roles: Mapping[str, str]
+    x: Tensor
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def positions(self, n_data: int) -> int:
+        return evenly(self.x.shape[0], n_data)
+
+    @cached_property
+    def _padded(self) -> Tensor:
+        amount = [side for both in reversed(self.padding) for side in both]
+        return F.pad(self.x, amount) if any(amount) else self.x
+
+    def block(self, role: str, g: Tensor, n_data: int, axis: BatchAxis) -> Block:
+        gradients = output_gradients(self.groups, g, n_data, axis)
+        if role == "bias":
+            return OuterBlock(a=None, g=gradients)
+        images = axis.positions(self._padded.to(g.dtype), n_data, self.x.ndim - 1)
+        return OuterBlock(patches_of(images, self.kernel, self.stride, self.dilation, self.groups), gradients)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from laplace.engines.native import attention, recurrent
 from laplace.engines.native.calls import FunctionCall, LayerCall
-from laplace.engines.native.function_calls import LinearCall, Operand, SpreadCall, TableCall
+from laplace.engines.native.function_calls import ConvolutionCall, LinearCall, Operand, SpreadCall, TableCall
+
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 
 _ARGUMENTS = {
     "linear": ("input", "weight", "bias"),
@@ -21,8 +23,8 @@ _ARGUMENTS = {
     "matmul": ("input", "other"),
     "mm": ("input", "mat2"),
     "embedding": ("input", "weight", "padding_idx", "max_norm"),
-}
-"""Products and tables, and what their arguments are called."""
+} | dict.fromkeys(_CONVOLUTIONS, ("input", "weight", "bias", "stride", "padding", "dilation", "groups"))
+"""Products, convolutions and tables, and what their arguments are called."""
 
 _SUMS = {"add": 1.0, "add_": 1.0, "sub": -1.0, "sub_": -1.0}
 _PRODUCTS = ("mul", "mul_")
@@ -68,7 +70,7 @@ class Observer(TorchFunctionMode):
             self._follow(name, args, kwargs, result)
         return result
 
-    # Products and tables.
+    # Products, convolutions and tables.
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`F.linear`, of which the use is recorded if a tensor is random."""
@@ -81,6 +83,8 @@ class Observer(TorchFunctionMode):
         known = all(argument in _ARGUMENTS[name] for argument in given)
         if name == "embedding":
             self._embedding(given, result)
+        elif name in _CONVOLUTIONS:
+            self._convolution(f"F.{name}", result, **given)
         elif known and name == "linear":
             self._product("F.linear", given["input"], given["weight"], given.get("bias"), result)
         elif known:
@@ -117,6 +121,31 @@ class Observer(TorchFunctionMode):
             together = [{tensor: role} for tensor, role in roles.items()]
         for some in together:
             self._record(LinearCall(name, some, inputs, rows, transposed), inputs, z)
+
+    def _convolution(
+        self,
+        name: str,
+        z: Tensor,
+        input: Tensor,  # noqa: A002 - the names of PyTorch's function
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: int | Sequence[int] = 1,
+        padding: int | str | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+    ) -> None:
+        roles = {self.names[id(t)]: role for t, role in ((weight, "weight"), (bias, "bias")) if id(t) in self.names}
+        kernel = tuple(weight.shape[2:])
+        if not roles or input.ndim != weight.ndim:  # one image without a dimension for the data
+            return
+        steps, apart = _per_dimension(stride, kernel), _per_dimension(dilation, kernel)
+        if isinstance(padding, str):
+            missing = [d * (k - 1) if padding == "same" else 0 for d, k in zip(apart, kernel, strict=True)]
+            sides = tuple((both // 2, both - both // 2) for both in missing)
+        else:
+            sides = tuple((p, p) for p in _per_dimension(padding, kernel))
+        inputs = input if self.keep_graph else input.detach()
+        self._record(ConvolutionCall(name, roles, inputs, kernel, steps, sides, apart, groups), inputs, z)
 
     def _place(self, tensor: Tensor) -> tuple[Tensor, int, bool] | None:
         """The random parameter that this one is a view of, its first row there, and whether it is transposed."""
@@ -184,3 +213,9 @@ class Observer(TorchFunctionMode):
     def _record(self, call: FunctionCall, x: Tensor, z: Tensor) -> None:
         if z.requires_grad:
             self.calls.append(LayerCall(call, x, get_gradient_edge(z), z.shape))
+
+
+def _per_dimension(setting: int | Sequence[int], kernel: tuple[int, ...]) -> tuple[int, ...]:
+    """A setting of a convolution for every dimension of space."""
+    values = (setting,) if isinstance(setting, int) else tuple(setting)
+    return values * len(kernel) if len(values) == 1 else values

@@ -48,13 +48,12 @@ class ConvolutionRule(_Convolution[Tensor | Patches]):
         if attribute == "bias":
             return None
         images = axis.positions(_padded(module, x), n_data, x.ndim - 1)
-        patches = Patches(images, module.kernel_size, module.stride, module.dilation, module.groups)  # pyright: ignore
-        return patches if prod(patches.kernel) > 1 else patches.rows
+        return patches_of(images, module.kernel_size, module.stride, module.dilation, module.groups)  # pyright: ignore
 
     def block(
         self, module: nn.Module, attribute: str, a: Tensor | Patches | None, g: Tensor, n_data: int, axis: BatchAxis
     ) -> Block:
-        return OuterBlock(a=a, g=_output_gradients(module, g, n_data, axis))
+        return OuterBlock(a=a, g=output_gradients(module.groups, g, n_data, axis))  # pyright: ignore
 
 
 class TransposedConvolutionRule(_Convolution[Tensor]):
@@ -72,7 +71,7 @@ class TransposedConvolutionRule(_Convolution[Tensor]):
         self, module: nn.Module, attribute: str, a: Tensor | None, g: Tensor, n_data: int, axis: BatchAxis
     ) -> Block:
         if a is None:
-            return OuterBlock(a=None, g=_output_gradients(module, g, n_data, axis))
+            return OuterBlock(a=None, g=output_gradients(module.groups, g, n_data, axis))  # pyright: ignore
         unfolded = _unfolded_gradients(module, g)
         g = _merge_positions(axis.positions(unfolded, n_data, unfolded.ndim - 2, batched=True), batched=True)
         return OuterBlock(a=a, g=g, input_first=True, unfolded=True)
@@ -111,9 +110,17 @@ def _merge_positions(tensor: Tensor, *, batched: bool = False) -> Tensor:
     return tensor.flatten(1 + batched, -3)
 
 
-def _output_gradients(module: nn.Module, g: Tensor, n_data: int, axis: BatchAxis) -> Tensor:
+def patches_of(
+    images: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...], groups: int
+) -> Tensor | Patches:
+    """The inputs `[B, T, G, I]` of a convolution of padded images `[B, T', channels, *space]`."""
+    patches = Patches(images, kernel, stride, dilation, groups)
+    return patches if prod(kernel) > 1 else patches.rows
+
+
+def output_gradients(groups: int, g: Tensor, n_data: int, axis: BatchAxis) -> Tensor:
     """`[K, N, channels, *space]` as `[K, B, T, G, O]`."""
-    g = g.unflatten(2, (module.groups, -1)).movedim((2, 3), (-2, -1))  # pyright: ignore
+    g = g.unflatten(2, (groups, -1)).movedim((2, 3), (-2, -1))
     return _merge_positions(axis.positions(g, n_data, g.ndim - 2, batched=True), batched=True)
 
 
