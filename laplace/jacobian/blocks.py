@@ -59,6 +59,15 @@ class Block(Contractions):
         """The sum with other blocks of the same tensor, cotangents and data: its other uses in the network."""
         return SumBlock((self, *others))
 
+    def at_places(self, present: Tensor) -> Block:
+        """The block where some positions stand for none: those count nowhere; their factors are zero.
+
+        Args:
+            present: True at the others, `[B, T]`; the layer's own positions, as those of images, are within each.
+        """
+        del present
+        return self
+
     # Outputs with positions.
 
     def fold_positions(self, n_positions: int) -> Block | None:

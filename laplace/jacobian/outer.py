@@ -32,12 +32,14 @@ class OuterBlock(FactoredBlock):
         g: Output gradients `[K, B, T, G, O]`.
         input_first: The tensor's layout is (G·I, O) instead of (G·O, I): transposed convolutions, products x W.
         unfolded: g are the layer's output gradients in patches, and not those of its bias: transposed convolutions.
+        counted: Positions that count, `[B, T]`, of which others hold zeros; None for all.
     """
 
     a: Tensor | Patches | None
     g: Tensor
     input_first: bool = False
     unfolded: bool = False
+    counted: Tensor | None = None
 
     # Sizes.
 
@@ -85,7 +87,10 @@ class OuterBlock(FactoredBlock):
 
     def with_factors(self, inputs: Callable[[Tensor], Tensor], g: Tensor) -> OuterBlock:
         a = self.a.map(inputs) if isinstance(self.a, Patches) else None if self.a is None else inputs(self.a)
-        return replace(self, a=a, g=g)
+        return replace(self, a=a, g=g, counted=None if self.counted is None else inputs(self.counted))
+
+    def at_places(self, present: Tensor) -> OuterBlock:
+        return replace(self, counted=present.repeat_interleave(self.n_positions // present.shape[1], 1))
 
     def select_entries(self, selection: Selection, entries: Tensor) -> Block:
         if self.groups > 1:
@@ -105,7 +110,16 @@ class OuterBlock(FactoredBlock):
         if uses is None or len({(use.input_first, use.unfolded, use.a is None) for use in uses}) > 1:
             return super().add(others)
         inputs = [use.inputs for use in uses if use.inputs is not None]
-        return replace(self, a=concatenated(inputs, 1) if inputs else None, g=concatenated([use.g for use in uses], 2))
+        counted = [use._every() for use in uses] if any(use.counted is not None for use in uses) else None
+        return replace(
+            self, a=concatenated(inputs, 1) if inputs else None, g=concatenated([use.g for use in uses], 2),
+            counted=None if counted is None else concatenated(counted, 1),
+        )  # fmt: skip
+
+    def _every(self) -> Tensor:
+        """Positions that count, also where all do."""
+        shape = self.n_data, self.n_positions
+        return torch.ones(shape, dtype=torch.bool, device=self.g.device) if self.counted is None else self.counted
 
     def fold_positions(self, n_positions: int) -> Block | None:
         if self.unfolded or self.n_positions != n_positions:
@@ -173,7 +187,13 @@ class OuterBlock(FactoredBlock):
         a = self.a if weights is None else self._inputs_times(weights.sqrt())
         if a is None:
             return None
-        return gram(as_tensor(a).mean(1, keepdim=True) if reduce else a)
+        return gram(self._mean_inputs(as_tensor(a)) if reduce else a)
+
+    def _mean_inputs(self, a: Tensor) -> Tensor:
+        """Mean of inputs `[B, T, G, I]` over the positions that count, `[B, 1, G, I]`."""
+        if self.counted is None:
+            return a.mean(1, keepdim=True)
+        return a.sum(1, keepdim=True) / self.counted.sum(1).clamp(min=1).to(a).view(-1, 1, 1, 1)
 
     def _inputs_times(self, factors: Tensor) -> Tensor | Patches | None:
         """Inputs of every datum times a number, `[B]`."""
@@ -184,6 +204,9 @@ class OuterBlock(FactoredBlock):
         return self.with_factors(scaled, self.g).a
 
     def input_count(self, weights: Tensor | None = None, *, reduce: bool) -> Tensor:
+        if self.counted is not None:
+            rows = (self.counted.any(1) if reduce else self.counted.sum(1)).to(self.g.dtype)
+            return (rows if weights is None else rows * weights.to(rows)).sum()
         per_datum = 1 if reduce else self.n_positions
         return self.g.new_full((), self.n_data * per_datum) if weights is None else per_datum * weights.sum()
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from laplace.engines.native.layers import BatchAxis, rule_for
+from laplace.engines.native.layers import BatchAxis, RoutedRows, rule_for
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block
 from laplace.weights.problem import Problem, reduce_features
@@ -133,7 +133,10 @@ def block_of(
         activations: What earlier cotangents of these calls needed, to which is added; None to keep nothing.
     """
     memory = {} if activations is None else activations
-    blocks = [_of_use(problem, use, calls[use.call], gradients[use.call], n_data, dtype, memory) for use in uses]
+    blocks: list[Block] = []
+    for use in uses:
+        own = _of_use(problem, use, calls[use.call], gradients[use.call], n_data, dtype, memory)
+        blocks.append(own.at_places(use.axis.present) if isinstance(use.axis, RoutedRows) else own)
     block = blocks[0].add(blocks[1:]) if len(blocks) > 1 else blocks[0]
     selection, entries = problem.slots[slot].selection, problem.slots[slot].entries
     return block if selection is None or entries is None else block.select_entries(selection, entries)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import overload
 
 import torch
@@ -23,6 +23,7 @@ from laplace.engines.native.passes import ForwardPass
 from laplace.engines.native.plan import Plan, make_plan, require_explained, unused_still
 from laplace.engines.native.products import Linearised
 from laplace.engines.native.profiling import timed_profile
+from laplace.engines.native.routing import Routing
 from laplace.engines.native.unused import check_unreached
 from laplace.engines.profile import BatchProfile
 from laplace.errors import InvalidData, OutOfMemory, UnsupportedError
@@ -287,7 +288,9 @@ class NativeEngine(CurvatureEngine):
             return proven_plan(self.problem, capture, x, n_data, ladder=ladder)
         if len(pair.f) != 2 or len(pair.calls) != len(capture.calls):
             return proven_plan(self.problem, capture, x, n_data, ladder=ladder)
-        return proven_plan(self.problem, pair, twice, 2, repeated=True, ladder=ladder)
+        plan = proven_plan(self.problem, pair, twice, 2, repeated=True, ladder=ladder)
+        routing = Routing(capture)
+        return plan and tuple(replace(rule, uses=routing.rerouted(rule.uses)) for rule in plan)
 
     def _remember(self, key: object, plan: Plan) -> None:
         for slot, rule in zip(self.problem.slots, plan, strict=True):

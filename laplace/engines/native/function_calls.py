@@ -18,7 +18,7 @@ from torch import Tensor
 from laplace.engines.kron_parts import DENSE_BLOCK_LIMIT
 from laplace.engines.native.autograd import BackwardPasses
 from laplace.engines.native.calls import FunctionCall
-from laplace.engines.native.layers import BatchAxis
+from laplace.engines.native.layers import BatchAxis, RoutedRows
 from laplace.engines.native.layers.base import evenly
 from laplace.engines.native.layers.convolution import output_gradients, patches_of
 from laplace.jacobian.blocks import Block, DenseBlock
@@ -206,7 +206,9 @@ class SpreadCall(FunctionCall):
             raise IndexError("the operand has a dimension for the data")
         if axis is BatchAxis.TRAILING and not second and self.shape[0] == n_data:
             raise IndexError("the data are first whichever axis is meant")
-        if second or axis is BatchAxis.LEADING:
+        if isinstance(axis, RoutedRows):
+            g = axis.positions(g, n_data, len(self.shape) - 1, batched=True)
+        elif second or axis is BatchAxis.LEADING:
             g = g.unflatten(1 + at, (n_data, -1)).movedim(1 + at, 1)
         else:
             g = g.unflatten(1, (-1, n_data)).movedim(2, 1)

@@ -314,6 +314,6 @@ class _Inner:
 def _origins(plan: Plan, weights: Sequence[Tensor | None]) -> list[Origin]:
     """The use that the block of every tensor comes from, and the weights of the data there."""
     return [
-        Origin(str(first), single=len(rule.uses) == 1, unused=rule.description == "unused", weights=own)
+        Origin(str(first), single=len(rule.uses) == 1 or rule.routed, unused=rule.description == "unused", weights=own)
         for first, rule, own in zip(first_of_use(plan), plan, weights, strict=True)
     ]

@@ -26,8 +26,9 @@ from laplace.engines.native.autograd import pull
 from laplace.engines.native.calls import FunctionCall, LayerCall, UseOfParameter, block_of
 from laplace.engines.native.capture import Capture, Owner, owners
 from laplace.engines.native.fallback import Fallback, per_sample
-from laplace.engines.native.layers import BatchAxis, rule_for
+from laplace.engines.native.layers import BatchAxis, RoutedRows, rule_for
 from laplace.engines.native.proof import Probe, close, probe
+from laplace.engines.native.routing import Routing
 from laplace.errors import CurvatureError
 from laplace.jacobian.blocks import Block
 from laplace.jacobian.contractions import TensorShape
@@ -60,6 +61,11 @@ class JacobianRule:
     is_head: bool = False
     shapes: dict[Hashable, TensorShape] = field(init=False, default_factory=dict, compare=False, repr=False)
 
+    @property
+    def routed(self) -> bool:
+        """True if rows were routed to the tensor's layer: how often it was called is for the data to say."""
+        return any(isinstance(use.axis, RoutedRows) for use in self.uses)
+
 
 Plan = tuple[JacobianRule, ...]
 """One rule per parameter."""
@@ -89,13 +95,15 @@ def make_plan(
     proof = probe(problem, capture, x, n_data)
     all_owners, permutes = owners(problem), _permutes(capture.f)
     plan: list[JacobianRule] = []
+    routing = Routing(capture)
     for i, truth in enumerate(proof.truths):
         if truth is None:
             plan.append(JacobianRule())
             continue
         expected = problem.slots[i].take(truth.to_dense())
         tensor_owners = [owner for owner in all_owners if owner.slot == i]
-        for candidates in _families(capture, tensor_owners, problem.slots[i].name, n_data):
+        families = list(_families(capture, tensor_owners, problem.slots[i].name, n_data))
+        for candidates in _candidates(families, routing):
             passed = _passed(problem, i, candidates, capture, proof, expected)
             if passed:
                 unique = (repeated or len(passed) == 1) and bool(expected.any())
@@ -131,8 +139,8 @@ class _Role:
     name: str
 
 
-def _families(capture: Capture, modules: Sequence[Owner], name: str, n_data: int) -> Iterator[list[JacobianRule]]:
-    """Candidates for one tensor, from the likeliest family of uses to the last; of each, one for every axis.
+def _families(capture: Capture, modules: Sequence[Owner], name: str, n_data: int) -> Iterator[list[_Role]]:
+    """Uses that could explain one tensor, from the likeliest family to the last.
 
     A table that is read without the data, as one of positions is, is explained by the sums in which it meets them.
 
@@ -142,14 +150,14 @@ def _families(capture: Capture, modules: Sequence[Owner], name: str, n_data: int
         name: Its name.
         n_data: B.
     """
-    yield _by_axis(_by_modules(capture, modules, n_data))
+    yield _by_modules(capture, modules, n_data)
     functions = [(n, call.by) for n, call in enumerate(capture.calls) if isinstance(call.by, FunctionCall)]
     calls = [(n, call) for n, call in functions if name in call.roles]
     if not calls:
         return
-    yield _by_axis(_by_calls([(n, call) for n, call in calls if call.instead_of is None], name, n_data))
+    yield _by_calls([(n, call) for n, call in calls if call.instead_of is None], name, n_data)
     replaced = {id(call.instead_of) for _, call in calls}
-    yield _by_axis(_by_calls([(n, call) for n, call in calls if id(call) not in replaced], name, n_data))
+    yield _by_calls([(n, call) for n, call in calls if id(call) not in replaced], name, n_data)
 
 
 def _by_modules(capture: Capture, modules: Sequence[Owner], n_data: int) -> list[_Role]:
@@ -176,13 +184,36 @@ def _by_axis(roles: Sequence[_Role]) -> list[JacobianRule]:
         return []
     names = " + ".join(dict.fromkeys(role.name for role in roles))
     candidates: list[JacobianRule] = []
-    for axis in BatchAxis:
+    for axis in (BatchAxis.LEADING, BatchAxis.TRAILING):
         if axis is BatchAxis.LEADING or max(role.positions for role in roles) > 1:
             where = "" if axis is BatchAxis.LEADING else f" ({axis.value})"
             description = names + where + (f", {len(roles)} uses" if len(roles) > 1 else "")
             uses = tuple(UseOfParameter(role.call, role.attribute, axis) for role in roles)
             candidates.append(JacobianRule(uses, description=description))
     return candidates
+
+
+def _candidates(families: Sequence[Sequence[_Role]], routing: Routing) -> Iterator[list[JacobianRule]]:
+    """Candidates for one tensor, of which those of the first that pass are meant: by axis, then by routed rows.
+
+    Of rows that each have a place among those of the outputs, fewer than these, the place comes first: an axis may fit
+    them as well, by the number of rows that a batch happens to have.
+    """
+    if routing.capture.processes is not None:  # of which each would make other backward passes
+        yield from map(_by_axis, families)
+        return
+    placed = [(roles, routing.by_output_row([role.call for role in roles])) for roles in families]
+    yield from (_by_rows(roles, axes) for roles, axes in placed if roles and axes is not None)
+    yield from map(_by_axis, families)
+    for roles in families:
+        if roles:
+            yield _by_rows(roles, routing.by_datum([role.call for role in roles]))
+
+
+def _by_rows(roles: Sequence[_Role], axes: Sequence[RoutedRows]) -> list[JacobianRule]:
+    names = " + ".join(dict.fromkeys(role.name for role in roles))
+    uses = tuple(UseOfParameter(r.call, r.attribute, axis) for r, axis in zip(roles, axes, strict=True))
+    return [JacobianRule(uses, description=f"{names} ({RoutedRows.value})")]
 
 
 def _with_rows(problem: Problem, plan: Plan, capture: Capture, proof: Probe) -> Plan:
@@ -222,7 +253,7 @@ def _with_rows(problem: Problem, plan: Plan, capture: Capture, proof: Probe) -> 
 
 def _row_block(problem: Problem, slot: int, rule: JacobianRule, capture: Capture, proof: Probe) -> Block | None:
     """The block of a tensor with rows for data, if it has a position for every one."""
-    if len(rule.uses) != 1 or rule.uses[0].axis is not BatchAxis.LEADING:
+    if len(rule.uses) != 1 or rule.uses[0].axis is BatchAxis.TRAILING:
         return None
     block = block_of(problem, slot, rule.uses, capture.calls, proof.gradients, len(capture.f), _dtype(problem))
     return block.fold_positions(capture.n_positions)

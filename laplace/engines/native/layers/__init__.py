@@ -1,6 +1,16 @@
 """Layer rules, one small file per family; importing this package files them all."""
 
 from laplace.engines.native.layers import convolution, embedding, linear, scale_shift
-from laplace.engines.native.layers.base import RULES, BatchAxis, LayerRule, rule_for
+from laplace.engines.native.layers.base import RULES, BatchAxis, LayerRule, RoutedRows, rule_for
 
-__all__ = ["RULES", "BatchAxis", "LayerRule", "convolution", "embedding", "linear", "rule_for", "scale_shift"]
+__all__ = [
+    "RULES",
+    "BatchAxis",
+    "LayerRule",
+    "RoutedRows",
+    "convolution",
+    "embedding",
+    "linear",
+    "rule_for",
+    "scale_shift",
+]

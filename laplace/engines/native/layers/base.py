@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from enum import Enum
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from laplace.core.registry import Registry
 from laplace.jacobian.blocks import Block
 
 
-class BatchAxis(Enum):
+class BatchAxis(ABC):
     """Dimension of the data among the leading ones of an activation.
 
     `LEADING` reads `(B, T, …)` and `(B·T, …)`, `TRAILING` reads `(T, B, …)` and `(T·B, …)`. Shapes cannot tell
-    the two apart (T may equal B); the probe of `plan.py` does.
+    the two apart (T may equal B); the probe of `plan.py` does. `RoutedRows` know the datum of every row.
+
+    Attributes:
+        value: Name in the coverage report.
     """
 
-    LEADING = "batch first"
-    TRAILING = "batch second"
+    LEADING: ClassVar[BatchAxis]
+    TRAILING: ClassVar[BatchAxis]
+    value: str
 
+    @abstractmethod
     def positions(self, tensor: Tensor, n_data: int, n_features: int, *, batched: bool = False) -> Tensor:
         """`[B, T, *features]` of an activation with `n_features` trailing dimensions.
 
@@ -31,11 +37,72 @@ class BatchAxis(Enum):
             n_features: Number of trailing dimensions that are not data or positions.
             batched: True if a leading [K] is kept.
         """
-        lead = tuple(tensor.shape[:1]) if batched else ()
-        features = tuple(tensor.shape[tensor.ndim - n_features :])
-        if self is BatchAxis.LEADING:
-            return tensor.reshape(*lead, n_data, -1, *features)
+
+
+class _Leading(BatchAxis):
+    value = "batch first"
+
+    def positions(self, tensor: Tensor, n_data: int, n_features: int, *, batched: bool = False) -> Tensor:
+        lead, features = _around(tensor, n_features, batched=batched)
+        return tensor.reshape(*lead, n_data, -1, *features)
+
+
+class _Trailing(BatchAxis):
+    value = "batch second"
+
+    def positions(self, tensor: Tensor, n_data: int, n_features: int, *, batched: bool = False) -> Tensor:
+        lead, features = _around(tensor, n_features, batched=batched)
         return tensor.reshape(*lead, -1, n_data, *features).transpose(len(lead), len(lead) + 1)
+
+
+BatchAxis.LEADING, BatchAxis.TRAILING = _Leading(), _Trailing()
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedRows(BatchAxis):
+    """Rows that are no dimension of data: those of them that were sent to an expert, or a packed batch.
+
+    Every datum gets T positions, as many as the one with most rows. Places without a row hold zeros, and −1 for
+    indices.
+
+    Attributes:
+        place: Datum · T + position of every row, `[R]`, all different.
+        present: Places that hold a row, `[B, T]`.
+    """
+
+    place: Tensor
+    present: Tensor
+    value = "routed rows"
+
+    @classmethod
+    def of(cls, datum: Tensor, n_data: int) -> RoutedRows:
+        """The rows of some data, `[R]`, in their order."""
+        counts = torch.bincount(datum, minlength=n_data)
+        order = datum.argsort(stable=True)
+        position = torch.empty_like(datum)
+        position[order] = torch.arange(len(datum), device=datum.device) - (counts.cumsum(0) - counts)[datum[order]]
+        width = max(1, int(counts.max()))
+        return cls.at(datum * width + position, n_data, width)
+
+    @classmethod
+    def at(cls, place: Tensor, n_data: int, width: int) -> RoutedRows:
+        """The rows of given places among T of every datum."""
+        present = torch.zeros(n_data * width, dtype=torch.bool, device=place.device)
+        return cls(place, present.index_fill(0, place, True).view(n_data, width))
+
+    def positions(self, tensor: Tensor, n_data: int, n_features: int, *, batched: bool = False) -> Tensor:
+        lead, features = _around(tensor, n_features, batched=batched)
+        shape = *lead, n_data, self.present.shape[1], *features
+        if tensor.is_meta:
+            return tensor.new_empty(shape)
+        rows = tensor.reshape(*lead, len(self.place), *features)
+        nothing = rows.new_full((*lead, self.present.numel(), *features), 0 if rows.is_floating_point() else -1)
+        return nothing.index_copy(len(lead), self.place, rows).view(shape)
+
+
+def _around(tensor: Tensor, n_features: int, *, batched: bool) -> tuple[torch.Size, torch.Size]:
+    """The dimensions before and after those of data and positions."""
+    return tensor.shape[: int(batched)], tensor.shape[tensor.ndim - n_features :]
 
 
 A = TypeVar("A")
