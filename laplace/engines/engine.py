@@ -182,6 +182,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         data_weights: How often the data of the batch that is summed count, `[B]`; None for once, see `weighing`.
         inspect: Called once, by engines that can say, with what the next batch shows, before its curvature is summed.
         show: Called once, by engines that have them, with the network's outputs at the next batch, `[B, …]`.
+        judge: Called, where targets are checked, with them and the outputs `[B, C]`.
     """
 
     kind: str = "ggn"
@@ -191,6 +192,7 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
     data_weights: Tensor | None = None
     inspect: Callable[[BatchProfile], None] | None = None
     show: Callable[[Tensor], None] | None = None
+    judge: Callable[[Tensor, Tensor], None] | None = None
 
     def __init__(self, problem: Problem, likelihood: Likelihood, options: EngineOptions) -> None:
         if likelihood.weighs_targets:
@@ -242,6 +244,8 @@ class CurvatureEngine(ABC):  # noqa: B024  (no primitive is required of an engin
         if not self._seen:
             require_logits(self.likelihood, f, self.problem.dtype)
             self._seen = True
+        if self.judge is not None:
+            self.judge(f.detach(), y)
         return y
 
     def diag(self, x: Inputs, y: Tensor, bases: Bases | None = None) -> tuple[BatchSummary, Tensor]:

@@ -15,6 +15,7 @@ from laplace.core.progress import known_length
 from laplace.engines.engine import BatchSummary, CurvatureEngine, as_count, same_count
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.fitting import planning, shards
+from laplace.fitting.own_loss import OwnLoss
 from laplace.fitting.planning import MemoryCheck
 from laplace.fitting.reading import Reading, ReadOptions
 from laplace.fitting.resuming import Resumable
@@ -159,6 +160,8 @@ def accumulate(
         ProcessError: Another process failed, or its data do not fit to this one's.
     """
     structure.check(engine.problem.layout, options)
+    own_loss = OwnLoss.of(engine)
+    engine.judge = None if own_loss is None else own_loss.see
     try:
         check = None
         if reading.check_memory:
@@ -167,9 +170,12 @@ def accumulate(
         first = structure.first_pass(engine, options) if reading.first_pass is None else reading.first_pass(engine)
         if reading.processes is not None:
             _require_sums(first)
-        return _fitted(loader, engine, structure, first, reading, check)
+        fit = _fitted(loader, engine, structure, first, reading, check)
     finally:
-        engine.inspect = engine.show = None
+        engine.inspect = engine.show = engine.judge = None
+    if own_loss is not None:
+        own_loss.require_curved()
+    return fit
 
 
 def _require_sums(data_pass: DataPass) -> None:

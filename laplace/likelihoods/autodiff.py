@@ -9,18 +9,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, constraints
-from torch.func import grad, jacrev, vmap
+from torch.func import grad, jacrev
 
 from laplace.errors import InvalidArgument, InvalidData, UnsupportedError
 from laplace.likelihoods.base import NoiseFreeLikelihood, OutputHessian
 from laplace.likelihoods.checks import check_outputs, check_tensor, require_finite_targets
+from laplace.likelihoods.each import for_each
 
 
 class LikelihoodFromLoss(NoiseFreeLikelihood):
-    """Base of likelihoods of your own: write three methods and a name; derivatives are by automatic differentiation.
+    """Base of likelihoods of your own: write a name and a density; derivatives are by automatic differentiation.
 
     The density should be log-concave in f, as its Hessian is the output Hessian of the GGN (otherwise
-    `OutputHessian.root` raises). Predictions average `inverse_link` over samples, `link_approx="mc"`; list
+    `OutputHessian.root` raises). It is enough for a fit, and for mean and variance of f; predictions of y
+    need `sample` and `inverse_link`. They average `inverse_link` over samples, `link_approx="mc"`; list
     further names of `LINKS` in `links` if they fit (`"probit"` suits sigmoids and softmax). Variances, entropies and
     intervals are by samples too; `conditional` makes them cheaper, and gives a distribution.
 
@@ -43,14 +45,33 @@ class LikelihoodFromLoss(NoiseFreeLikelihood):
     def negative_log_likelihood(self, f: Tensor, y: Tensor) -> Tensor:
         """−log p(y | f) of one datum, 0-dim, in operations that torch.func can differentiate twice.
 
+        What reads numbers, as `f[y]` does, runs datum by datum, which is slow; `f.gather(0, y.unsqueeze(0))` does not.
+
         Args:
             f: Outputs of the datum, `[C]`.
             y: Its target, one row of the batch's targets.
         """
 
-    @abstractmethod
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Targets drawn from p(y | f), `[n, B, …]`, for outputs `[B, C]`."""
+        """Targets drawn from p(y | f), `[n, B, …]`, for outputs `[B, C]`.
+
+        Raises:
+            UnsupportedError: The class does not define it.
+        """
+        raise self._lacking("how y is drawn given f", "sample(f, n, generator=None) -> [n, B, ...]")
+
+    def inverse_link(self, f: Tensor) -> Tensor:
+        """Mean of the target given outputs f `[..., C]`, same shape.
+
+        Raises:
+            UnsupportedError: The class does not define it.
+        """
+        raise self._lacking("what the mean of y is given f", "inverse_link(f) -> [..., C]")
+
+    def _lacking(self, what: str, method: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"likelihood={self.name!r} does not say {what}, which this prediction needs: define {method} in its class."
+        )
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
         """One finite target per datum; floating targets are cast to the dtype of f.
@@ -70,11 +91,11 @@ class LikelihoodFromLoss(NoiseFreeLikelihood):
 
     def loss_terms(self, f: Tensor, y: Tensor) -> Tensor:
         """Σ_b −log p(y_b | f_b), `[1]`."""
-        return vmap(self.negative_log_likelihood)(f, y).sum().reshape(1)
+        return for_each(self.negative_log_likelihood, f, y).sum().reshape(1)
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """Gradients of `negative_log_likelihood`, `[B, C]`."""
-        return vmap(grad(self.negative_log_likelihood))(f, y)
+        return for_each(grad(self.negative_log_likelihood), f, y)
 
     def hessian(self, f: Tensor, y: Tensor | None = None) -> OutputHessian:
         """Hessians of `negative_log_likelihood` at the targets, dense.
@@ -85,7 +106,7 @@ class LikelihoodFromLoss(NoiseFreeLikelihood):
         if y is None:
             raise InvalidArgument(f"The output Hessian of likelihood={self.name!r} needs targets: give y.")
         # Reverse over reverse: forward mode would ask every operation of a user for a forward derivative.
-        dense = vmap(jacrev(grad(self.negative_log_likelihood)))(f, y)
+        dense = for_each(jacrev(grad(self.negative_log_likelihood)), f, y)
         return OutputHessian(diag=dense.diagonal(dim1=1, dim2=2), dense=dense)
 
     def sample_gradients(
@@ -93,8 +114,7 @@ class LikelihoodFromLoss(NoiseFreeLikelihood):
     ) -> Tensor:
         """Gradients at targets from `sample`, `[S, B, C]`: their second moment is the Fisher matrix."""
         targets = self.sample(f.detach(), n_samples, generator)
-        per_batch = vmap(grad(self.negative_log_likelihood))
-        return torch.stack([per_batch(f, target) for target in targets])
+        return torch.stack([self.gradient(f, target) for target in targets])
 
     def conditional(self, f: Tensor) -> Distribution:
         """p(y | f) by `sample` and `negative_log_likelihood`, of targets with C entries per datum."""
@@ -165,5 +185,5 @@ class DistributionFromLoss(Distribution):
     def log_prob(self, value: Tensor) -> Tensor:
         """Log p(value | f), `[...]`, of targets `[..., C]`."""
         f, y = torch.broadcast_tensors(self.f, value)
-        each = vmap(self.likelihood.negative_log_likelihood)(f.flatten(0, -2), y.flatten(0, -2))
+        each = for_each(self.likelihood.negative_log_likelihood, f.flatten(0, -2), y.flatten(0, -2))
         return -each.view(f.shape[:-1])

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from laplace.core.precision_policy import widened
 from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.each import for_each
 from laplace.likelihoods.output_hessian import OutputHessian
 
 
@@ -46,7 +46,7 @@ class Observed:
         """Σ_b w_b ℓ_b of outputs `[B, C]`, as `Likelihood.loss_terms`, `[1]` or `[C]`."""
         if self.data_weights is None:
             return self.likelihood.loss_terms(f, self.y)
-        each = vmap(lambda f, y: self.likelihood.loss_terms(f.unsqueeze(0), y.unsqueeze(0)))(f, self.y)
+        each = for_each(lambda f, y: self.likelihood.loss_terms(f.unsqueeze(0), y.unsqueeze(0)), f, self.y)
         return self.data_weights.to(each) @ each
 
     def count(self, f: Tensor) -> int | Tensor:

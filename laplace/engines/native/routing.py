@@ -1,4 +1,4 @@
-"""Which datum every row of a layer belongs to, where rows are no dimension of data: routed to experts, or packed.
+"""Rows of a layer by their datum, where rows are no dimension of data: routed to experts, or packed.
 
 A row belongs to the datum whose outputs it reaches. Of ⌈log₂ B⌉ cotangents the j-th is zero for all data whose number
 has no j-th bit: the gradient of a row is zero, exactly, for those that its datum has not. A row that reaches the
