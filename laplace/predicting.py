@@ -29,6 +29,13 @@ from laplace.structures.draws import drawn
 if TYPE_CHECKING:
     from laplace.comparison import Comparison
     from laplace.tuning.group import PosteriorGroup
+_OTHER_NAMES = {
+    "predict_proba": "la(x) returns the class probabilities, [B, C].",
+    "predict_log_proba": "la(x).log() is of the class probabilities, [B, C].",
+    "predict_mean": "la.predict(x).mean is the mean of the target, [B, C].",
+    "predict_std": "la.predict(x).std is the standard deviation of the target, [B, C].",
+}
+"""Names of other libraries, and what is meant here."""
 
 
 class OutputSampling(ABC):
@@ -38,6 +45,14 @@ class OutputSampling(ABC):
     @abstractmethod
     def _predictor(self) -> Predictor:
         """The posterior, or the mixture, as it is now."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Hint for a name of another library; what a property has raised, once more."""
+            if name in _OTHER_NAMES:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}: {_OTHER_NAMES[name]}")
+            return object.__getattribute__(self, name)
 
     @checked
     def functional_samples(

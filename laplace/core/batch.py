@@ -35,7 +35,7 @@ def split(batch: Any, dict_key_y: str) -> tuple[Inputs, Tensor]:
         InvalidData: A batch of another form.
         MissingKey: A mapping without the targets' key.
     """
-    batch = unweighed(batch)
+    batch = without_names(unweighed(batch))
     if isinstance(batch, Mapping):
         if dict_key_y not in batch.keys():  # noqa: SIM118  (a TensorDict iterates over its rows)
             raise MissingKey(
@@ -50,6 +50,17 @@ def split(batch: Any, dict_key_y: str) -> tuple[Inputs, Tensor]:
         f"a batch of type {type(batch).__name__} cannot be split; the loader must give pairs (x, y), tuples "
         "(x1, x2, …, y) or mappings; for one batch of your own give [(x, y)]."
     )
+
+
+def without_names(batch: Any) -> Any:
+    """A tuple less the strings at its end: webdataset gives (x, y, keys), with the key of every sample."""
+    while isinstance(batch, tuple | list) and len(batch) > 1 and _names(batch[-1]):
+        batch = batch[:-1]
+    return batch
+
+
+def _names(part: Any) -> bool:
+    return isinstance(part, tuple | list) and len(part) > 0 and all(isinstance(name, str) for name in part)
 
 
 def is_ignored(y: Tensor, ignore_index: int) -> Tensor:
@@ -106,6 +117,7 @@ def inputs(batch: Any) -> Inputs:
     Raises:
         InvalidData: A batch of another form.
     """
+    batch = without_names(batch)
     if isinstance(batch, Tensor | Mapping):
         return batch
     if isinstance(batch, Sequence) and batch:
@@ -234,10 +246,10 @@ def call(model: nn.Module, x: Inputs) -> Any:
 class CallByName:
     """The way of calling a model on whatever inputs are.
 
-    A tuple is spread. A mapping is spread by name into a model whose `forward` names its keys (a Hugging Face model),
-    less the keys that it does not know (with `**kwargs` it knows all) and less the targets; it goes whole to a model
-    whose `forward` needs one argument of another name (a user's wrapper), and to one that cannot do with the value of
-    its only argument (`def forward(self, x): ... x["x"]`).
+    A tuple is spread, unless the model's `forward` has one argument alone. A mapping is spread by name into a model
+    whose `forward` names its keys (a Hugging Face model), less the keys that it does not know (with `**kwargs` it knows
+    all) and less the targets; it goes whole to a model whose `forward` needs one argument of another name (a user's
+    wrapper), and to one that cannot do with the value of its only argument (`def forward(self, x): ... x["x"]`).
 
     Attributes:
         dict_key_y: Key of the targets, which only a `forward` that cannot do without gets.
@@ -249,7 +261,7 @@ class CallByName:
         if isinstance(x, Tensor):
             return model(x)
         if not isinstance(x, Mapping):
-            return model(*x)
+            return _together(model, x) if len(x) > 1 and _takes_one(model) else model(*x)
         named = self.keywords(model, x)
         if named is None:
             return model(x)
@@ -309,6 +321,22 @@ def takes(model: nn.Module, name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
+def _together(model: nn.Module, x: Inputs) -> Any:
+    """Output of a model of one argument called with all parts; the error of a call with each if neither way works."""
+    try:
+        return model(x)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        if ran_out(error):
+            raise
+    return model(*x)
+
+
+def _takes_one(model: nn.Module) -> bool:
+    """True if a model's `forward` has one argument alone, which is then a sequence where inputs are one."""
+    kinds = [p.kind for p in _parameters(model).values()]
+    return kinds in ([inspect.Parameter.POSITIONAL_ONLY], [inspect.Parameter.POSITIONAL_OR_KEYWORD])
+
+
 def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     """Parameters of a model's `forward`; of one that passes `*args, **kwargs` on to its only child, the child's.
 
@@ -343,9 +371,15 @@ def latent(output: Any) -> Tensor:
     logits = part(output, "logits")
     if isinstance(logits, Tensor):
         return logits
+    remedy = "Pass forward_fn=lambda model, x: ... to say which tensor is meant."
+    if isinstance(output, tuple | list) and len(output) > 1 and all(isinstance(head, Tensor) for head in output):
+        remedy = (
+            "Pass forward_fn=lambda model, x: model(x)[0] for one of its heads; several regressions go together by "
+            "forward_fn=lambda model, x: torch.cat(model(x), -1), with targets torch.cat([y1, y2], -1)."
+        )
     raise InvalidData(
         f"the model returned {type(output).__name__}; it must return a tensor [B, C] or an object with `.logits`. "
-        "Pass forward_fn=lambda model, x: ... to say which tensor is meant."
+        f"{remedy}"
     )
 
 

@@ -98,6 +98,19 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack(extremes).abs().amax() < torch.inf if extremes else torch.ones((), dtype=torch.bool)
 
 
+def where_not_finite(values: Tensor) -> str:
+    """Words for the first row `[B, …]` that is not finite, after a look has failed; empty where all are bad, or none.
+
+    Rows are counted from 0, in a batch that holds no ignored data any more.
+    """
+    bad = ~values.detach().isfinite().reshape(len(values), -1).all(1) if len(values) else values.new_zeros(0).bool()
+    count = int(bad.sum())
+    if not 0 < count < len(bad):
+        return ""
+    more = "" if count == 1 else f" and {count - 1} more"
+    return f" at row {int(bad.nonzero()[0])}{more}, of {len(bad)} rows that count, from 0"
+
+
 def are_finite(values: Tensor) -> Tensor:
     """True, 0-dim, if all values are finite: 0 · ∞ and 0 · NaN are NaN, which spreads in a sum."""
     return (values * 0).sum() == 0

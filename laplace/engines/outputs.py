@@ -6,7 +6,7 @@ import torch
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
-from laplace.core.checks import require
+from laplace.core.checks import require, where_not_finite
 from laplace.core.positions import OutputRows
 from laplace.engines.engine import CurvatureEngine, detached
 from laplace.errors import InvalidData
@@ -32,7 +32,8 @@ def outputs(engine: CurvatureEngine, x: Inputs, *, create_graph: bool = False) -
     require(
         rows.values.isfinite(),
         lambda: InvalidData(
-            "the network's outputs are NaN or infinite; look at the inputs and at the network's weights."
+            f"the network's outputs are NaN or infinite{where_not_finite(rows.values)}; look at the inputs and at the "
+            "network's weights."
         ),
     )
     return rows

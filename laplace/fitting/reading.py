@@ -21,6 +21,7 @@ from laplace.engines.kron_parts import UNUSED
 from laplace.errors import InvalidData, OutOfMemory
 from laplace.fitting.resuming import Resumable
 from laplace.network import next_token
+from laplace.network.misfits import noticing_swap
 from laplace.network.witness import FirstBatch
 from laplace.structures.base import DataPass, require_finite
 
@@ -137,7 +138,8 @@ class Reading:
 
     def _extended(self, total: BatchSummary | None, x: Inputs, y: Tensor, weights: Tensor | None) -> BatchSummary:
         """The sums with those of one more batch, whose curvature the pass takes in."""
-        with self.engine.weighing(weights):
+        problem = self.engine.problem
+        with self.engine.weighing(weights), noticing_swap(problem.module, problem.forward_fn, y):
             new = self.data_pass.add(x, y)
         require_finite(new.loss_terms.isfinite())
         losses = new.loss_terms.detach()

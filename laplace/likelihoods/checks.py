@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from laplace.core.checks import require
+from laplace.core.checks import require, where_not_finite
 from laplace.core.precision_policy import widened
 from laplace.errors import InvalidData
+
+_VOID = 255
+"""Label that data sets of segmentation give to pixels without a class."""
 
 
 def check_outputs(f: Tensor) -> None:
@@ -21,7 +24,8 @@ def check_outputs(f: Tensor) -> None:
     require(
         torch.isfinite(f),
         lambda: InvalidData(
-            "The network's outputs have NaN or infinite entries: look at the inputs and at the network's weights."
+            f"The network's outputs have NaN or infinite entries{where_not_finite(f)}: look at the inputs there, or at "
+            "the network's weights."
         ),
     )
 
@@ -70,7 +74,9 @@ def require_finite_targets(y: Tensor) -> None:
     """
     require(
         torch.isfinite(y),
-        lambda: InvalidData("Targets have NaN or infinite entries: remove those data before fitting."),
+        lambda: InvalidData(
+            f"Targets have NaN or infinite entries{where_not_finite(y)}: remove those data before fitting."
+        ),
     )
 
 
@@ -113,9 +119,15 @@ def _check_indices(f: Tensor, y: Tensor, ignore_index: int | None) -> Tensor:
 
     def out_of_range() -> InvalidData:
         also = "" if ignore_index is None else f" (or {ignore_index}, which is ignored)"
+        wrong = int(labels[~right][0])
+        remedy = "Correct the labels or the width of the last layer."
+        if wrong == _VOID and bool((labels[~right] == _VOID).all()):
+            remedy = (
+                f"Where {_VOID} marks pixels without a class, as in many data sets of segmentation, give "
+                f"likelihood=Categorical(ignore_index={_VOID}), of laplace.likelihoods."
+            )
         return InvalidData(
-            f"Label {int(labels[~right][0])} is out of range: {n_classes} outputs accept 0 to {n_classes - 1}{also}. "
-            "Correct the labels or the width of the last layer."
+            f"Label {wrong} is out of range: {n_classes} outputs accept 0 to {n_classes - 1}{also}. {remedy}"
         )
 
     require(right, out_of_range)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from traceback import walk_tb
 from typing import Any
 
@@ -18,6 +20,7 @@ from laplace.core import batch as batches
 from laplace.core.batch import ForwardFn, Inputs
 from laplace.core.memory import ran_out
 from laplace.errors import InvalidInputs, InvalidType, LaplaceError
+from laplace.network.model_guard import preserve_model
 
 _FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 """What PyTorch raises for inputs that a layer does not take."""
@@ -62,6 +65,35 @@ def called(model: nn.Module, forward_fn: ForwardFn | None, x: Inputs) -> Any:
         if reason is None:
             raise
         raise InvalidInputs(reason) from error
+
+
+@contextmanager
+def noticing_swap(model: nn.Module, forward_fn: ForwardFn | None, y: Tensor) -> Iterator[None]:
+    """A block that runs a model on inputs, in which targets given for inputs are noticed.
+
+    Args:
+        model: The network.
+        forward_fn: How to call it; None for the default.
+        y: The targets of these inputs.
+
+    Raises:
+        InvalidInputs: The block raised one; the message says if the network takes the targets instead.
+    """
+    try:
+        yield
+    except InvalidInputs as error:
+        try:
+            with preserve_model(model), torch.no_grad():
+                output = (forward_fn or batches.call)(model, y)
+        except (*_FAILURES, LookupError, AttributeError) as second:
+            if ran_out(second):
+                raise
+            output = None
+        if not isinstance(output, Tensor):
+            raise
+        raise InvalidInputs(
+            f"{error} But it takes the targets, {describe(y)}: batches are (x, y), not (y, x)."
+        ) from error.__cause__
 
 
 def _misfit(error: Exception, model: nn.Module, x: Inputs) -> str | None:

@@ -24,13 +24,14 @@ from laplace.errors import InvalidData, UnsupportedError
 from laplace.fitting import FirstPass, Fit, ReadOptions, Resumable, planning, subsampling
 from laplace.fitting.planning import FitPlan
 from laplace.fitting.subsampling import Subset
+from laplace.network.misfits import noticing_swap
 from laplace.network.model_guard import autograd_mode, same_random_state
 from laplace.network.spread import require_whole
 from laplace.network.witness import FirstBatch, Witness
 from laplace.posterior import sharding
 from laplace.posterior.assembled import with_backend_loss
 from laplace.posterior.assigned import restricted
-from laplace.posterior.first_outputs import discovered, informed, look_for_sigmoid
+from laplace.posterior.first_outputs import call_of, discovered, informed, look_for_sigmoid
 from laplace.posterior.hooked import HookedPass, number_of_data
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.resumed import started_again
@@ -182,7 +183,7 @@ def _started(
     if begun is None:
         return Started(posterior, train_loader, None)
     x, y, train_loader = begun
-    with named("batch 0"):
+    with named("batch 0"), noticing_swap(posterior.model, call_of(posterior), y):
         return Started(discovered(posterior, x, y, first), train_loader, (x, y))
 
 

@@ -290,8 +290,8 @@ def _checked(gaussian: Gaussian) -> Gaussian:
     require(
         checks.are_finite(gaussian.mean) & checks.are_numbers(gaussian.variance),
         lambda: InvalidData(
-            "the network's outputs or their variances are NaN or infinite; look at the inputs and at the network's "
-            "weights."
+            f"the network's outputs or their variances are NaN or infinite{checks.where_not_finite(gaussian.mean)}; "
+            "look at the inputs and at the network's weights."
         ),
     )
     return gaussian

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -45,6 +45,17 @@ class Prediction:
     def of(cls, outputs: PosteriorOutputs, channel_dim: int = -1) -> Prediction:
         """The prediction of one posterior."""
         return cls(MixedOutputs.of(outputs), channel_dim)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Hint for a name of tensors; what a property has raised, once more."""
+            if not name.startswith("_") and name in dir(Tensor):
+                raise AttributeError(
+                    f"a Prediction has no attribute {name!r}, it is no tensor: prediction.mean is one, of class "
+                    "probabilities or means [B, C], e.g. prediction.mean.argmax(-1); la(x) returns tensors."
+                )
+            return object.__getattribute__(self, name)
 
     def __repr__(self) -> str:
         """The options of the prediction; nothing is computed for them."""

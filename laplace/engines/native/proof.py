@@ -11,6 +11,7 @@ from torch import Tensor
 
 from laplace.core import batch as batches
 from laplace.core.batch import Inputs
+from laplace.core.checks import where_not_finite
 from laplace.engines.native.autograd import differentiable, pull
 from laplace.engines.native.capture import Capture
 from laplace.errors import InvalidData
@@ -156,8 +157,8 @@ def probe(problem: Problem, capture: Capture, x: Inputs, n_data: int) -> Probe:
     known = [f, *(truth.to_dense() for truth in truths if truth is not None)]
     if not all(bool(tensor.isfinite().all()) for tensor in known):
         raise InvalidData(
-            "the network's outputs or their derivatives are NaN or infinite; look at the inputs and at the network's "
-            "weights."
+            f"the network's outputs or their derivatives are NaN or infinite{where_not_finite(f)}; look at the inputs "
+            "and at the network's weights."
         )
     cotangents = unweighted.unsqueeze(0)
     pulled = capture.gradients(cotangents, range(len(capture.calls)))
