@@ -107,6 +107,10 @@ class ApproximationWarning(LaplaceWarning):
     """A quantity is approximated in a way that the caller may not expect."""
 
 
+class DataWarning(LaplaceWarning):
+    """Data are hardly those that were meant: left out, counted twice, or validated on what was fitted."""
+
+
 class GradientWarning(LaplaceWarning):
     """A gradient was asked for that the result will not have."""
 

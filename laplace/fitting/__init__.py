@@ -11,6 +11,8 @@ if TYPE_CHECKING:
         check_weight,
         require_rereadable,
         warn_of_diagonals,
+        warn_of_dropped,
+        warn_of_repeated,
         warn_of_shards,
     )
     from laplace.fitting.fit import NO_DATA, Fit, accumulate
@@ -22,7 +24,8 @@ else:
         __name__,
         {
             "laplace.fitting.checks": (
-                "check_decay check_override check_weight require_rereadable warn_of_diagonals warn_of_shards"
+                "check_decay check_override check_weight require_rereadable warn_of_diagonals warn_of_dropped "
+                "warn_of_repeated warn_of_shards"
             ),
             "laplace.fitting.fit": "NO_DATA Fit accumulate",
             "laplace.fitting.padding": "without_padding",
@@ -44,6 +47,8 @@ __all__ = [
     "check_weight",
     "require_rereadable",
     "warn_of_diagonals",
+    "warn_of_dropped",
+    "warn_of_repeated",
     "warn_of_shards",
     "without_padding",
 ]

@@ -10,7 +10,8 @@ from torch import distributed
 
 from laplace.core import batch as batches
 from laplace.core.hyperparameters import check_flag
-from laplace.errors import ApproximationWarning, InvalidArgument, warn
+from laplace.errors import ApproximationWarning, DataWarning, InvalidArgument, warn
+from laplace.fitting.content import Content
 from laplace.fitting.fit import Fit
 from laplace.structures.base import Curvature
 from laplace.weights.problem import Problem
@@ -94,6 +95,41 @@ def warn_of_diagonals(fit: Fit, problem: Problem) -> None:
         "layer of your own that computes the same as a known one; hessian_structure='lowrank' needs no factors.",
         ApproximationWarning,
     )
+
+
+def warn_of_dropped(loader: Iterable[Any]) -> None:
+    """Warns of a loader that leaves out the last data of a pass.
+
+    Warns:
+        DataWarning: It does.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    if not getattr(sampler, "drop_last", False):
+        return
+    try:
+        left_out = len(sampler.sampler) % sampler.batch_size  # pyright: ignore[reportOptionalMemberAccess]
+    except (AttributeError, TypeError):  # a sampler of a user's, or of a stream
+        return
+    if left_out:
+        warn(
+            f"the loader has drop_last=True, which leaves {left_out} of the data out of the fit, and of the evidence. "
+            "Fit with DataLoader(dataset, batch_size=...) without it.",
+            DataWarning,
+        )
+
+
+def warn_of_repeated(former: Content, new: Content) -> None:
+    """Warns of data that are added to a fit which holds them already.
+
+    Warns:
+        DataWarning: They are.
+    """
+    if former.holds(new):
+        warn(
+            "the data that are added by override=False were fitted before, and count twice now: the posterior is too "
+            "narrow. fit(train_loader) without it begins anew; after la.forget(loader) data can be added again.",
+            DataWarning,
+        )
 
 
 def warn_of_shards() -> None:

@@ -19,6 +19,7 @@ from laplace.core.progress import DataBar
 from laplace.engines.engine import BatchSummary, CurvatureEngine
 from laplace.engines.kron_parts import UNUSED
 from laplace.errors import InvalidData, OutOfMemory
+from laplace.fitting.content import ContentReader
 from laplace.fitting.resuming import Resumable
 from laplace.network import next_token
 from laplace.network.misfits import noticing_swap
@@ -41,6 +42,7 @@ class ReadOptions:
         first_pass: Makes the first pass over the data; None for that of the structure.
         processes: Those that read the other shards of the data at the same time; None where all data are read here.
         resume: The file from which the fit goes on, and to which it is written; None without one.
+        content: What notes the content of the data in their first reading, or None.
     """
 
     dict_key_y: str
@@ -50,6 +52,7 @@ class ReadOptions:
     first_pass: FirstPass | None = None
     processes: Processes | None = None
     resume: Resumable | None = None
+    content: ContentReader | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +84,7 @@ class Reading:
         total, look, resume = self._begin(), self.options.first_batch, self.options.resume
         bar = DataBar(self.label, self.loader, shown=self.options.progress_bar)
         conditions = Conditions()  # read once a batch: some are those of the batch before
+        content = self.options.content if self.number == 1 else None
         self.engine.show = None if look is None else look.see
         for number, batch in enumerate(self.loader):
             with _within_memory(number), conditions.collected(), named(f"batch {number}"):
@@ -88,6 +92,8 @@ class Reading:
                 is_summed = resume is not None and resume.passes_over(data)
                 if data is None:
                     continue
+                if content is not None:
+                    content.see(*data[:2])
                 if not is_summed:
                     total = self._extended(total, *data)
                 if look is not None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from laplace.errors import UnsupportedError
 from laplace.fitting import Fit
+from laplace.fitting.content import Content
 from laplace.network.fingerprint import ModelWatch
 from laplace.posterior.refined import Refinement
 from laplace.structures.base import Curvature
@@ -78,6 +79,7 @@ class Fitted:
         assigned_mean: Mean of the Gaussian, `[P]`, where a user assigned another one than θ*.
         apart: Sums whose Kronecker factors are shown in place of those of H, in loops that restart H alone; an H of
             None has no factors.
+        content: Digest of the data that were fitted; None where it is not known, as of a state, and after `forget`.
     """
 
     source: Fit | FitByHand
@@ -86,6 +88,7 @@ class Fitted:
     refinement: Refinement | None = None
     assigned_mean: Tensor | None = None
     apart: Fit | FitByHand | None = None
+    content: Content | None = None
 
     @property
     def fit(self) -> Fit:
@@ -122,4 +125,5 @@ class Fitted:
             ModelWatch(self.watch.fingerprint.moved(model, device, dtype)),
             None if self.refinement is None else self.refinement.moved(device, dtype),
             None if mean is None else mean.to(device=device, dtype=dtype),
+            content=self.content,
         )

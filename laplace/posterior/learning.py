@@ -22,6 +22,7 @@ from laplace.core.random_numbers import drawn_seed
 from laplace.engines.engine import CurvatureEngine
 from laplace.errors import InvalidData, UnsupportedError
 from laplace.fitting import FirstPass, Fit, ReadOptions, Resumable, planning, subsampling
+from laplace.fitting.content import Content, ContentReader
 from laplace.fitting.planning import FitPlan
 from laplace.fitting.subsampling import Subset
 from laplace.network.misfits import noticing_swap
@@ -48,16 +49,24 @@ class Measured:
         fit: Curvature and loss of the data alone.
         engine: What computed them.
         witness: Data of the first batch with the outputs there, or None.
+        content: Digest of the data.
     """
 
     posterior: Posterior
     fit: Fit
     engine: CurvatureEngine
     witness: Witness | None
+    content: Content
 
-    def after(self, fit: Fit) -> Posterior:
-        """The posterior of a fit that holds these data, around the network's present weights."""
-        return self.posterior.with_data(fit, self.engine, self.witness)
+    def after(self, fit: Fit, former: Content | None = None) -> Posterior:
+        """The posterior of a fit that holds these data, around the network's present weights.
+
+        Args:
+            fit: Curvature and loss.
+            former: Digest of other data that it holds.
+        """
+        content = self.content if former is None else former + self.content
+        return self.posterior.with_data(fit, self.engine, self.witness, content)
 
 
 def measured(
@@ -108,7 +117,8 @@ def measured(
     if spread is not None:
         processes, look = spread.joined(processes), False
     first = FirstBatch(model, posterior.weights.forward_fn) if look else None
-    reading = ReadOptions(choices.dict_key_y, progress_bar, first, check_memory, first_pass, processes, resume)
+    content = ContentReader()
+    reading = ReadOptions(choices.dict_key_y, progress_bar, first, check_memory, first_pass, processes, resume, content)
     hooked = posterior.overrides(*FITTING)
     if processes is None:
         fitting.warn_of_shards()
@@ -133,7 +143,7 @@ def measured(
         fit = fitting.accumulate(*what, reading) if subset is None else subsampling.accumulate(*what, subset, reading)
         hyper.check_length("sigma_noise", posterior.hypers.sigma_noise, {"one": 1, "outputs": fit.n_outputs})
         fit = fit if weights is None else replace(fit, is_weighed=True)
-        return Measured(posterior, fit, engine, None if first is None else first.witness)
+        return Measured(posterior, fit, engine, None if first is None else first.witness, content.content)
 
 
 def _started(
@@ -290,6 +300,7 @@ def fitted_to(
     fitting.check_override(override)
     fitting.check_decay(decay, override=override)
     posterior = posterior.before_new_data("fit")
+    fitting.warn_of_dropped(train_loader)
     processes = Processes.of(group)
     sharding.check_group(processes, sharded=sharded, former=None if override else posterior)
     resumable = Resumable.of(resume, save_every, processes)
@@ -304,6 +315,9 @@ def fitted_to(
         weights=DataWeights.of(weight_fn, dict_key_weight),
         require=partial(sharding.check, posterior, override=override, sharded=sharded),
     )  # fmt: skip
+    former_data = None if override or posterior.data is None else posterior.data.content
+    if former_data is not None:
+        fitting.warn_of_repeated(former_data, new.content)
     with kept_for_later(), torch.no_grad(), bars(progress_bar):
         fit = new.fit
         if not override and posterior.data is not None:
@@ -312,7 +326,7 @@ def fitted_to(
             fit = sharding.spread(fit, processes, new.posterior.problem.layout)
         if progress_bar:
             fit.curvature.decompose(**posterior.choices.precision_options)
-        after = new.after(fit)
+        after = new.after(fit, former_data)
     fitting.warn_of_diagonals(new.fit, after.problem)
     look_for_sigmoid(after, new.witness)
     if resumable is not None:

@@ -16,6 +16,7 @@ from laplace.engines.engine import CurvatureEngine
 from laplace.errors import CalibrationWarning, InvalidArgument, NotFittedError, UnsupportedError, warn
 from laplace.evidence import Evidence
 from laplace.fitting import Fit
+from laplace.fitting.content import Content
 from laplace.likelihoods.base import Likelihood
 from laplace.network.fingerprint import Fingerprint, ModelWatch
 from laplace.network.model_guard import own_precision
@@ -143,16 +144,20 @@ class Posterior:
         return replace(self, weights=self.weights.with_problem(problem), derived=Derived())
 
     def with_data(
-        self, source: Fit | FitByHand, engine: CurvatureEngine | None, witness: Witness | None = None
+        self,
+        source: Fit | FitByHand,
+        engine: CurvatureEngine | None,
+        witness: Witness | None = None,
+        content: Content | None = None,
     ) -> Posterior:
         """The posterior of data, around the network's present weights."""
         mean = self.problem.mean().to(self.hypers.dtype)
         watch = ModelWatch(Fingerprint.of(self.model, witness))
-        return replace(self, data=Fitted(source, mean, watch), root=None, derived=Derived(engine))
+        return replace(self, data=Fitted(source, mean, watch, content=content), root=None, derived=Derived(engine))
 
     def with_fit(self, fit: Fit) -> Posterior:
         """The posterior of other data, around the same mean; a refinement, which was of the former ones, is gone."""
-        return replace(self, data=replace(self.require_fitted(), source=fit, refinement=None), root=None)
+        return replace(self, data=replace(self.require_fitted(), source=fit, refinement=None, content=None), root=None)
 
     def with_refinement(self, refinement: Refinement) -> Posterior:
         """The posterior around another mean."""

@@ -19,6 +19,7 @@ from laplace.core.processes import Processes
 from laplace.core.progress import DataBar
 from laplace.errors import InvalidArgument, InvalidData
 from laplace.fitting import without_padding
+from laplace.fitting.content import ContentReader, warn_of_training_data
 from laplace.likelihoods.base import Likelihood
 from laplace.likelihoods.checks import check_outputs
 from laplace.network import next_token
@@ -64,19 +65,25 @@ class Validation:
 
         Raises:
             InvalidData: There are none, and no other processes that may have some.
+
+        Warns:
+            DataWarning: They are data of the fit.
         """
         loader = self.loader if self.processes is None else without_padding(self.loader, posterior.choices.dict_key_y)
         device, likelihood, empty = posterior.hypers.device, posterior.likelihood, True
-        bar = DataBar(label, loader, shown=self.progress_bar)
+        bar, content = DataBar(label, loader, shown=self.progress_bar), ContentReader()
         for number, batch in enumerate(loader):
             name = f"validation batch {number}"
             with named(name):
                 data = next_token.counted(batch, posterior.choices.dict_key_y, device, likelihood, posterior.model)
             if data is not None:
                 empty = False
+                content.see(*data)
                 yield name, *data
                 bar.add(len(data[1]))
         bar.close()
+        if posterior.data is not None and posterior.data.content is not None:
+            warn_of_training_data(posterior.data.content, content.content)
         if empty and self.processes is None:
             raise InvalidData("the validation loader gave no data, or all are ignored; nothing was changed.")
 

@@ -1,0 +1,121 @@
+"""Digests of data by their content: whether those at hand were read before, in whichever order and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from laplace.core import batch as batches
+from laplace.core.batch import Inputs
+from laplace.errors import DataWarning, warn
+
+_ENTRIES = 64
+"""Entries of a datum's tensor that are looked at, evenly spaced."""
+
+_MOST = 4096
+"""Data whose hashes are kept: those with the smallest, which are the same of equal data."""
+
+_FEWEST = 4
+"""Data that must be found before data are called the same; and distinct ones of which there must be so many."""
+
+_DISTINCT = 0.9
+"""Share of the data that must differ from each other: equal rows, as of one-hot inputs, say nothing of where they are
+from."""
+
+
+@dataclass(frozen=True, eq=False)
+class Content:
+    """Hashes of some of the data of one reading or of several.
+
+    Attributes:
+        hashes: One per datum, inputs with targets, in parts `[n]`.
+        n_hashed: Number of data that were hashed.
+        n_data: Number of data that were read.
+    """
+
+    hashes: tuple[Tensor, ...]
+    n_hashed: int
+    n_data: int
+
+    def __add__(self, other: Content) -> Content:
+        hashes, kept = (*self.hashes, *other.hashes), sum(map(len, (*self.hashes, *other.hashes)))
+        if kept > 2 * _MOST:
+            hashes = (torch.cat([part.cpu() for part in hashes]).sort().values[:_MOST],)
+        return Content(hashes, self.n_hashed + other.n_hashed, self.n_data + other.n_data)
+
+    @cached_property
+    def _distinct(self) -> Tensor:
+        """Different hashes, ascending."""
+        return torch.cat([part.cpu() for part in self.hashes]).unique()
+
+    @property
+    def _kept(self) -> int:
+        return sum(map(len, self.hashes))
+
+    def holds(self, other: Content) -> bool:
+        """True if other data are, to all appearance, among these.
+
+        Of many data a part was looked at, of which so many must be found as chance would have it, in another order.
+        """
+        if not self.hashes or not other.hashes:
+            return False
+        if len(other._distinct) < max(_FEWEST, _DISTINCT * other._kept):
+            return False
+        found = int(torch.isin(other._distinct, self._distinct).sum())
+        share = min(1.0, len(self._distinct) / max(1, self.n_data))  # of these data that are known here
+        enough = _DISTINCT if share > _DISTINCT else 0.5 * share
+        return found >= max(_FEWEST, enough * len(other._distinct))
+
+
+class ContentReader:
+    """Hashes batches as they are read: the first ones, then fewer and fewer, so that it takes no time."""
+
+    def __init__(self) -> None:
+        self._hashes: list[Tensor] = []
+        self._n_batches = self._n_hashed = self._n_data = 0
+
+    def see(self, x: Inputs, y: Tensor) -> None:
+        """Looks at inputs and targets `[B, …]` of a batch."""
+        number, self._n_batches = self._n_batches, self._n_batches + 1
+        self._n_data += len(y)
+        if number & (number - 1) == 0:  # 0, 1, 2, 4, 8, …
+            self._hashes.append(_hashes([*batches.tensors(x), y], len(y)))
+            self._n_hashed += len(y)
+
+    @property
+    def content(self) -> Content:
+        """The digest of all batches so far."""
+        return Content(tuple(self._hashes), self._n_hashed, self._n_data)
+
+
+def warn_of_training_data(fitted: Content, validation: Content) -> None:
+    """Warns of validation data that are data of the fit.
+
+    Warns:
+        DataWarning: They are.
+    """
+    if fitted.holds(validation):
+        warn(
+            "the validation data are training data, at which the network is surer than elsewhere: what is chosen by "
+            "them is too sure, too. Give data that were not fitted.",
+            DataWarning,
+        )
+
+
+def _hashes(tensors: Iterable[Tensor], n_data: int) -> Tensor:
+    """A hash of every datum, `[B]`, int64, of the tensors that have the data in their first dimension."""
+    total: Tensor | int = 0
+    for number, tensor in enumerate(tensors):
+        if tensor.ndim == 0 or len(tensor) != n_data or tensor.is_sparse or tensor.is_complex():
+            continue
+        flat = tensor.detach().reshape(n_data, -1)
+        step = max(1, -(-flat.shape[1] // _ENTRIES))
+        columns = flat[:, step // 2 :: step].float().contiguous().view(torch.int32).long()
+        generator = torch.Generator().manual_seed(number)
+        factors = torch.randint(2**62, (columns.shape[1],), generator=generator).mul_(2).add_(1).to(columns.device)
+        total = total * 31 + ((columns ^ (columns >> 15)) * factors).sum(1)
+    return total if isinstance(total, Tensor) else torch.zeros(n_data, dtype=torch.int64)
